@@ -1,0 +1,20 @@
+"""Typed, frozen configurations; presets; TOML in and out; dotted overrides."""
+
+from colonnade.config.base import Config, nearest
+from colonnade.config.model import ModelConfig, RopeScaling
+from colonnade.config.plan import Plan
+from colonnade.config.run import DataConfig, Device, RunConfig, TrainConfig
+from colonnade.config.serve import ServeConfig
+
+__all__ = [
+    "Config",
+    "DataConfig",
+    "Device",
+    "ModelConfig",
+    "Plan",
+    "RopeScaling",
+    "RunConfig",
+    "ServeConfig",
+    "TrainConfig",
+    "nearest",
+]

@@ -1,0 +1,50 @@
+"""The base of every configuration: frozen, typed, and helpful when it refuses.
+
+Pydantic validates; this file turns its report into one line with the nearest known name, because the commonest
+mistake is a misspelt key and the commonest cure is to read the right one.
+"""
+
+import difflib
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from colonnade.errors import ConfigError
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """``"; did you mean 'layers'?"`` for the closest of ``known``, or the list itself when none is close."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}"
+
+
+class Config(BaseModel):
+    """A frozen record. Derived sizes are properties; a change is a new object (:meth:`but`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+    def __init__(self, **values: Any):
+        try:
+            super().__init__(**values)
+        except ValidationError as report:
+            raise ConfigError(_one_line(type(self), report)) from None
+
+    def but(self, **changes: Any) -> Self:
+        """A copy with some fields changed, validated as if it had been written so from the start."""
+        return type(self)(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
+
+
+def _one_line(cls: type[Config], report: ValidationError) -> str:
+    parts: list[str] = []
+    for error in report.errors():
+        where = ".".join(str(step) for step in error["loc"])
+        if error["type"] == "extra_forbidden":
+            parts.append(f"{cls.__name__} has no key '{where}'" + nearest(where, list(cls.model_fields)))
+        elif error["type"] == "missing":
+            parts.append(f"{cls.__name__} needs '{where}'")
+        elif error["type"] == "value_error":
+            parts.append(str(error["ctx"]["error"]))
+        else:
+            got = repr(error["input"])
+            parts.append(f"{cls.__name__}.{where} is {got[:80]}: {error['msg'].lower()}")
+    return "; ".join(parts)

@@ -1,0 +1,164 @@
+"""What a transformer is: sizes, and the few choices that tell one family from another.
+
+One set of fields spans GPT-2 (learned positions, LayerNorm, GELU, biases, tied) and the Llama line (rotary positions,
+RMSNorm, SwiGLU, grouped heads): the model reads these fields and never the family's name, which only says how
+:mod:`colonnade.checkpoint.hf` spells the weights on disk.
+"""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from colonnade.config.base import Config
+from colonnade.errors import ConfigError
+
+Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
+
+
+class RopeScaling(Config):
+    """How rotary frequencies are stretched beyond the context that the model was first trained on."""
+
+    kind: Literal["linear", "llama3", "yarn"]
+    """linear: positions divided by the factor (Chen 2023). llama3: by frequency band (Llama 3.1).
+    yarn: NTK by parts with an attention temperature (Peng 2023)."""
+    factor: float = Field(gt=0)
+    """The new context over the original one."""
+    original_context: int = Field(default=8192, gt=0)
+    """Context of the first training [tokens]."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original_context / this are divided by the whole factor."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original_context / this are left as they are."""
+    beta_fast: float = 32.0
+    """yarn: rotations within the original context above which a frequency is left as it is."""
+    beta_slow: float = 1.0
+    """yarn: rotations below which a frequency is divided by the whole factor."""
+    attention_factor: float | None = None
+    """yarn: multiplies cos and sin; None computes 0.1·ln(factor) + 1 (or mscale's ratio)."""
+    mscale: float | None = None
+    """yarn, DeepSeek's variant: numerator's coefficient of the attention temperature."""
+    mscale_all_dim: float | None = None
+    """yarn, DeepSeek's variant: denominator's coefficient."""
+    truncate: bool = True
+    """yarn: round the band's two ends to whole dimensions, as the authors' code does."""
+
+
+class ModelConfig(Config):
+    """The sizes and choices of one :class:`colonnade.model.Transformer`."""
+
+    family: Family = "llama"
+    """How the weights are named on disk when saved for Hugging Face."""
+    vocab_size: int = Field(gt=0)
+    """V: rows of the embedding; any number, never padded by the plan."""
+    layers: int = Field(gt=0)
+    """L: transformer blocks."""
+    width: int = Field(gt=0)
+    """D: the residual stream."""
+    heads: int = Field(gt=0)
+    """N: query heads."""
+    kv_heads: int = Field(default=0, ge=0)
+    """K: key/value heads; 0 means as many as query heads."""
+    head_width: int = Field(default=0, ge=0)
+    """H: width of a head; 0 means width / heads."""
+    ffn_width: int = Field(gt=0)
+    """F: hidden width of the feed-forward part."""
+    context: int = Field(default=1024, gt=0)
+    """The longest sequence, in tokens."""
+    positions: Literal["learned", "rotary"] = "rotary"
+    """learned: a table added to the embedding (GPT-2). rotary: queries and keys are turned (Su 2021)."""
+    rope_theta: float = Field(default=10000.0, gt=0)
+    """Base of the rotary wavelengths."""
+    rope_scaling: RopeScaling | None = None
+    """How rotary frequencies are stretched for long contexts; none by default."""
+    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
+    """Normalisation before each block (and after the last)."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the variance."""
+    activation: Activation = "silu"
+    """Non-linearity of the feed-forward part; gelu_tanh is GPT-2's."""
+    gated: bool = True
+    """True: down(act(gate(x))·up(x)), SwiGLU when act is silu. False: down(act(up(x)))."""
+    qkv_bias: bool = False
+    """A bias on the query, key and value projections (GPT-2, Qwen2)."""
+    out_bias: bool = False
+    """A bias on the attention's output projection."""
+    ffn_bias: bool = False
+    """Biases in the feed-forward part."""
+    qk_norm: bool = False
+    """RMSNorm on each query and key head before rotation (Qwen3)."""
+    tied: bool = False
+    """The output projection is the embedding."""
+    window: int | None = Field(default=None, gt=0)
+    """Sliding window: a query sees itself and window − 1 earlier tokens (Mistral); None sees all."""
+    window_from_layer: int = Field(default=0, ge=0)
+    """The first layer that has the window (Qwen2's max_window_layers)."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of the initial weights; residual outputs are divided by √(2L)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, values: object) -> object:
+        """Fill kv_heads and head_width, so that they hold real numbers from the first moment on."""
+        if isinstance(values, dict) and isinstance(heads := values.get("heads"), int) and heads > 0:
+            values = dict(values)
+            values["kv_heads"] = values.get("kv_heads") or heads
+            if not values.get("head_width") and isinstance(width := values.get("width"), int):
+                if width % heads:
+                    raise ConfigError(
+                        f"width {width} does not divide by {heads} heads; change one of them, or set head_width"
+                    )
+                values["head_width"] = width // heads
+        return values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ModelConfig":
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"{self.heads} query heads do not divide by {self.kv_heads} key/value heads; "
+                f"kv_heads must be one of {divisors(self.heads)}"
+            )
+        if self.positions == "rotary" and self.head_width % 2:
+            raise ConfigError(f"rotary positions turn pairs: head_width {self.head_width} must be even")
+        if self.positions == "learned" and self.rope_scaling:
+            raise ConfigError("rope_scaling belongs to rotary positions; this model has learned ones; remove it")
+        return self
+
+    @property
+    def group(self) -> int:
+        """G: query heads that share one key/value head."""
+        return self.heads // self.kv_heads
+
+    def window_of(self, layer: int) -> int | None:
+        """The sliding window of one layer [tokens], or None for full attention."""
+        return self.window if layer >= self.window_from_layer else None
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, tied ones counted once."""
+        d, f, h = self.width, self.ffn_width, self.head_width
+        norm = d * (2 if self.norm == "layernorm" else 1)
+        qkv = (self.heads + 2 * self.kv_heads) * h
+        attention = qkv * d + qkv * self.qkv_bias + d * self.heads * h + d * self.out_bias + 2 * h * self.qk_norm
+        ffn = (2 + self.gated) * d * f + self.ffn_bias * ((1 + self.gated) * f + d)
+        outside = self.vocab_size * d * (1 if self.tied else 2) + norm
+        outside += self.context * d if self.positions == "learned" else 0
+        return self.layers * (attention + ffn + 2 * norm) + outside
+
+    def flops_per_token(self, sequence: int, *, causal: bool) -> float:
+        """Floating-point operations to train on one token: 3 × the forward pass's matrix products.
+
+        ``sequence`` is the attended length [tokens]; ``causal`` counts only the half of the scores that a causal
+        mask keeps, otherwise all of them (the convention of the Megatron and PaLM papers). The embedding look-up
+        costs nothing; recomputation is not counted (it is model FLOPs, not hardware FLOPs).
+        """
+        qkv = (self.heads + 2 * self.kv_heads) * self.head_width
+        dense = self.width * (qkv + self.heads * self.head_width + (2 + self.gated) * self.ffn_width)
+        seen = min(sequence, self.window) if self.window else sequence
+        scores = 2 * seen * self.heads * self.head_width * (0.5 if causal else 1.0)
+        return 3 * 2 * (self.layers * (dense + scores) + self.width * self.vocab_size)
+
+
+def divisors(n: int) -> list[int]:
+    """The divisors of ``n``, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,119 @@
+"""What a training run is told: data, optimisation, and where to put the results."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from colonnade.config.base import Config
+from colonnade.config.model import ModelConfig
+from colonnade.config.plan import Plan
+from colonnade.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class DataConfig(Config):
+    """Where tokens come from and how they are cut into samples."""
+
+    path: Path = Path("corpus")
+    """A corpus folder, as ``colonnade.data.corpus.build`` writes it (manifest, shards, tokenizer)."""
+    sequence: int = Field(default=512, gt=1)
+    """Tokens in one sample."""
+    separate_documents: bool = True
+    """True: attention and positions restart at each document. False: one sample is one sequence."""
+    seed: int = 0
+    """Seeds the order of the samples; independent of the layout and of the model's seed."""
+
+
+class TrainConfig(Config):
+    """Optimisation: what one step is, how long to go on, and what to note on the way."""
+
+    steps: int = Field(default=1000, gt=0)
+    """Optimiser steps in all."""
+    batch: int = Field(default=32, gt=0)
+    """Samples in one optimiser step, over all ranks."""
+    micro_batch: int = Field(default=8, gt=0)
+    """Samples that one rank runs through the model at once; the rest of its share is accumulated."""
+    lr: float = Field(default=3e-4, gt=0)
+    """Peak learning rate."""
+    min_lr: float = Field(default=3e-5, ge=0)
+    """Learning rate at the end of the decay."""
+    warmup: int = Field(default=100, ge=0)
+    """Steps of linear warm-up from 0."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the decay after the warm-up."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay of matrices and embeddings; biases and norms have none (Loshchilov 2017)."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW: decay of the first moment."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """AdamW: decay of the second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW: added to the root of the second moment."""
+    clip: float = Field(default=1.0, gt=0)
+    """Largest global gradient norm; ``inf`` never clips."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of each target's probability spread over the whole vocabulary."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Compute type; master weights and optimiser state are float32 (float64 for parity tests)."""
+    compile: bool = False
+    """torch.compile each block."""
+    seed: int = 0
+    """Seeds the initial weights."""
+    log_every: int = Field(default=10, gt=0)
+    """Steps between two lines of metrics."""
+    eval_every: int = Field(default=100, ge=0)
+    """Steps between two validations; 0 never."""
+    eval_samples: int = Field(default=64, gt=0)
+    """Samples of one validation, over all ranks."""
+    save_every: int = Field(default=200, ge=0)
+    """Steps between two checkpoints; 0 saves only at the end and on a signal."""
+    deterministic: bool = False
+    """Only bitwise repeatable algorithms, also on a GPU."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "TrainConfig":
+        if self.min_lr > self.lr:
+            raise ConfigError(f"min_lr {self.min_lr} is above lr {self.lr}; lower it")
+        if self.warmup > self.steps:
+            raise ConfigError(f"warmup {self.warmup} is longer than the run of {self.steps} steps; shorten it")
+        return self
+
+
+class RunConfig(Config):
+    """One training run, whole: it is saved inside every checkpoint."""
+
+    name: str = "run"
+    """Folder of the run under ``runs``."""
+    runs: Path = Path("runs")
+    """Where runs are kept: runs/NAME/step-N."""
+    device: Device = "auto"
+    """auto: CUDA when every local rank can have a GPU of its own, otherwise the CPU."""
+    model: ModelConfig
+    """The transformer."""
+    plan: Plan = Plan()
+    """The parallel layout."""
+    data: DataConfig = DataConfig()
+    """The corpus."""
+    train: TrainConfig = TrainConfig()
+    """The optimisation."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RunConfig":
+        if self.train.batch % self.plan.dp:
+            raise ConfigError(
+                f"train.batch {self.train.batch} does not divide over dp={self.plan.dp}; "
+                f"make it a multiple, such as {-(-self.train.batch // self.plan.dp) * self.plan.dp}"
+            )
+        if self.data.sequence > self.model.context:
+            raise ConfigError(
+                f"data.sequence {self.data.sequence} is longer than the model's context {self.model.context}; "
+                f"set --data.sequence {self.model.context} or --model.context {self.data.sequence}"
+            )
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """runs/NAME."""
+        return self.runs / self.name

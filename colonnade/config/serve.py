@@ -1,0 +1,28 @@
+"""What an engine is told: memory for the cache, and how much to do at once."""
+
+from pydantic import Field
+
+from colonnade.config.base import Config
+
+
+class ServeConfig(Config):
+    """Limits of one serving engine."""
+
+    page_tokens: int = Field(default=16, gt=0)
+    """Tokens in one page of the key/value cache."""
+    pages: int | None = Field(default=None, gt=0)
+    """Pages in the pool; None takes cache_bytes."""
+    cache_bytes: int = Field(default=1 << 28, gt=0)
+    """Memory for the key/value cache of one rank [bytes], when pages is not given."""
+    max_requests: int = Field(default=64, gt=0)
+    """Requests in one forward pass."""
+    token_budget: int = Field(default=512, gt=0)
+    """Tokens in one forward pass: decodes first, then chunks of prompts."""
+    max_waiting: int = Field(default=1024, gt=0)
+    """Requests that may wait; one more is refused (429)."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """TCP port; 0 takes a free one."""
+    model_name: str | None = None
+    """The name clients use; by default the last part of the model's path."""
