@@ -1,0 +1,235 @@
+"""An axis of the mesh, as conjugate pairs of collectives.
+
+Model code calls what it *means*; each method's backward is the conjugate of its forward, so gradients are right by
+construction (Megatron-LM, arXiv 1909.08053, section 3, calls the first two f and g):
+
+    method              forward          backward         in the papers
+    fan_out(x)          identity         all-reduce       Megatron f
+    fan_in(x)           all-reduce       identity         Megatron g
+    gather(x, dim, n)   all-gather       reduce-scatter   sequence-parallel f (arXiv 2205.05198, section 4.2.2)
+    scatter_sum(x, dim) reduce-scatter   all-gather       sequence-parallel g
+    split(x, dim)       slice            all-gather       for replicated consumers
+    join(x, dim, n)     all-gather       slice            for replicated consumers
+    exchange(x, …)      all-to-all       all-to-all back  dispatch and combine of experts
+
+``gather`` and ``join`` differ only backward: after ``gather`` each rank computes something *different* with the whole
+(so the gradients are summed), after ``join`` all ranks compute the *same* (so they are not: using ``gather`` there
+doubles the gradient at size 2).
+
+Shares follow ``torch.chunk``: the first ranks hold ceil(n / size) rows, the last may hold fewer, or none. An axis of
+size 1 (:data:`SOLO`) returns its input, so model code has no ``if`` about the world and a laptop runs a cluster's code.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional as F
+
+from colonnade.parallel import collectives
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A handle on one dimension of the mesh: this process's ``rank`` among ``size`` peers.
+
+    ``group`` is the name of the peers' process group (a string, so that it is a constant under torch.compile).
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    group: str = ""
+
+    def part(self, n: int, rank: int | None = None) -> tuple[int, int]:
+        """(start, stop) of a rank's share of ``n`` rows, by torch.chunk's rule; this process's own by default."""
+        share = -(-n // self.size)
+        start = min(n, share * (self.rank if rank is None else rank))
+        return start, min(n, start + share)
+
+    # -- the conjugate pairs ---------------------------------------------------------------------------------------
+
+    def fan_out(self, x: Tensor) -> Tensor:
+        """Hand a replicated ``x`` to each rank's own share of the work; the gradients of all shares are summed."""
+        return x if self.size == 1 else _FanOut.apply(x, self.group)
+
+    def fan_in(self, x: Tensor) -> Tensor:
+        """Sum the ranks' partial results; the result is replicated."""
+        return x if self.size == 1 else _FanIn.apply(x, self.group)
+
+    def gather(self, x: Tensor, dim: int, n: int) -> Tensor:
+        """Lay the shares of a dimension of whole size ``n`` together, for ranks that use it differently."""
+        return x if self.size == 1 else _Gather.apply(x, self, dim, n)
+
+    def scatter_sum(self, x: Tensor, dim: int) -> Tensor:
+        """Sum the ranks' partial results and keep this rank's share of dimension ``dim``."""
+        return x if self.size == 1 else _ScatterSum.apply(x, self, dim)
+
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's share of a replicated ``x``."""
+        return x if self.size == 1 else _Split.apply(x, self, dim)
+
+    def join(self, x: Tensor, dim: int, n: int) -> Tensor:
+        """Lay the shares of a dimension of whole size ``n`` together, for ranks that all use it alike."""
+        return x if self.size == 1 else _Join.apply(x, self, dim, n)
+
+    def exchange(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Send ``send[r]`` rows to each rank r and lay the ``receive[r]`` rows from each together."""
+        return x if self.size == 1 else _Exchange.apply(x, send, receive, self.group)
+
+    # -- values without gradients ----------------------------------------------------------------------------------
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """The sum over the axis, without a gradient."""
+        return x.detach() if self.size == 1 else collectives.all_reduce(x.detach(), "sum", self.group)
+
+    def max_(self, x: Tensor) -> Tensor:
+        """The maximum over the axis, without a gradient."""
+        return x.detach() if self.size == 1 else collectives.all_reduce(x.detach(), "max", self.group)
+
+    def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
+        """Overwrite ``x`` on every rank with that of rank ``src`` of this axis (control messages; never traced)."""
+        if self.size > 1:
+            group = dist.distributed_c10d._resolve_process_group(self.group)
+            dist.broadcast(x, group=group, group_src=src)
+        return x
+
+
+SOLO = Axis("solo")
+"""The axis of a world of one: every method returns its input."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes that a model's modules may use."""
+
+    tp: Axis = SOLO
+    dp: Axis = SOLO
+
+
+SOLO_AXES = Axes()
+"""One process."""
+
+
+# -- values: uneven shares are padded to the largest one, moved, and trimmed ---------------------------------------
+
+
+def _slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    start, stop = axis.part(x.shape[dim])
+    return x.narrow(dim, start, stop - start)
+
+
+def _pad(x: Tensor, dim: int, n: int) -> Tensor:
+    missing = n - x.shape[dim]
+    return x if missing == 0 else F.pad(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, missing])
+
+
+def _whole(x: Tensor, axis: Axis, dim: int, n: int) -> Tensor:
+    share = -(-n // axis.size)
+    rows = _pad(x, dim, share).movedim(dim, 0)
+    return collectives.all_gather(rows, axis.size, axis.group)[:n].movedim(0, dim)
+
+
+def _sum_share(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    n = x.shape[dim]
+    rows = _pad(x, dim, -(-n // axis.size) * axis.size).movedim(dim, 0)
+    start, stop = axis.part(n)
+    return collectives.reduce_scatter(rows, axis.size, axis.group)[: stop - start].movedim(0, dim)
+
+
+# -- the pairs -----------------------------------------------------------------------------------------------------
+
+
+class _FanOut(Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return collectives.all_reduce(grad, "sum", ctx.group), None
+
+
+class _FanIn(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: str) -> Tensor:
+        return collectives.all_reduce(x, "sum", group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, dim: int, n: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _whole(x, axis, dim, n)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _sum_share(grad, ctx.axis, ctx.dim), None, None, None
+
+
+class _ScatterSum(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.n = axis, dim, x.shape[dim]
+        return _sum_share(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _whole(grad, ctx.axis, ctx.dim, ctx.n), None, None
+
+
+class _Split(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.n = axis, dim, x.shape[dim]
+        return _slice(x, axis, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _whole(grad, ctx.axis, ctx.dim, ctx.n), None, None
+
+
+class _Join(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, dim: int, n: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _whole(x, axis, dim, n)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _slice(grad, ctx.axis, ctx.dim), None, None, None
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return collectives.all_to_all(x, receive, send, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return collectives.all_to_all(grad, ctx.send, ctx.receive, ctx.group), None, None, None
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name by which functional collectives find ``group``."""
+    return group.group_name
+
+
+def world_axis() -> Axis:
+    """All processes of the default group as one axis; :data:`SOLO` when there is none."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return SOLO
+    world = dist.group.WORLD
+    assert world is not None
+    return Axis("world", dist.get_world_size(), dist.get_rank(), group_name(world))
+
+

@@ -1,0 +1,64 @@
+"""Where each parameter lives: one small table a module, read by everything that must know.
+
+A module says, for each parameter it owns, along which dimension tensor parallelism cuts it:
+
+    layout = {"up.weight": 0, "down.weight": 1, "norm.weight": WHOLE}
+
+``WHOLE``    every tp rank holds it whole and computes its whole gradient.
+``PARTIAL``  every tp rank holds it whole but uses it on a share of the heads or tokens only, so that its gradient
+             must be summed over tp (query/key norms; naively an error of 507 in a prototype).
+
+Initialisation, loading, saving, the gradient norm and the storage view all derive from this table and nothing else.
+"""
+
+from collections.abc import Iterable
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.parallel.axis import Axis
+
+
+class Replicated(Enum):
+    """The two ways in which every tensor-parallel rank can hold a parameter whole."""
+
+    WHOLE = "whole"
+    PARTIAL = "partial"
+
+
+WHOLE, PARTIAL = Replicated.WHOLE, Replicated.PARTIAL
+Placement = int | Replicated
+"""A dimension that is cut over tp, or one of the two replicated kinds."""
+
+
+def layout_of(model: nn.Module) -> dict[str, Placement]:
+    """The placement of each parameter of ``model`` by its full name, from the modules' ``layout`` tables.
+
+    A parameter that no table mentions is our own bug, and so is a table entry without a parameter.
+    """
+    table: dict[str, Placement] = {}
+    for prefix, module in model.named_modules():
+        entries: dict[str, Placement] = getattr(module, "layout", {})
+        for name, placement in entries.items():
+            table[f"{prefix}.{name}" if prefix else name] = placement
+    names = {name for name, _ in model.named_parameters()}
+    assert names == table.keys(), f"layout tables and parameters differ in {sorted(names ^ table.keys())}"
+    return table
+
+
+def share(whole: Tensor, placement: Placement, tp: Axis) -> Tensor:
+    """This rank's part of a whole parameter (a view)."""
+    if isinstance(placement, Replicated):
+        return whole
+    start, stop = tp.part(whole.shape[placement])
+    return whole.narrow(placement, start, stop - start)
+
+
+def whole_shape(local: Iterable[int], placement: Placement, n: int) -> torch.Size:
+    """The shape of the whole parameter, of which ``local`` is one rank's share and ``n`` the size of the cut
+    dimension."""
+    shape = list(local)
+    if isinstance(placement, int):
+        shape[placement] = n
+    return torch.Size(shape)
