@@ -1,0 +1,11 @@
+"""One Transformer for training and serving: ``out = model(stream, attend, head)``."""
+
+from colonnade.model.attend import Packed, Paged
+from colonnade.model.cache import KVCache
+from colonnade.model.head import Loss, Rows
+from colonnade.model.initialise import initialise
+from colonnade.model.loss import IGNORE
+from colonnade.model.stream import Stream
+from colonnade.model.transformer import Transformer
+
+__all__ = ["IGNORE", "KVCache", "Loss", "Packed", "Paged", "Rows", "Stream", "Transformer", "initialise"]

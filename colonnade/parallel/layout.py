@@ -11,10 +11,8 @@ A module says, for each parameter it owns, along which dimension tensor parallel
 Initialisation, loading, saving, the gradient norm and the storage view all derive from this table and nothing else.
 """
 
-from collections.abc import Iterable
 from enum import Enum
 
-import torch
 from torch import Tensor, nn
 
 from colonnade.parallel.axis import Axis
@@ -54,11 +52,3 @@ def share(whole: Tensor, placement: Placement, tp: Axis) -> Tensor:
     start, stop = tp.part(whole.shape[placement])
     return whole.narrow(placement, start, stop - start)
 
-
-def whole_shape(local: Iterable[int], placement: Placement, n: int) -> torch.Size:
-    """The shape of the whole parameter, of which ``local`` is one rank's share and ``n`` the size of the cut
-    dimension."""
-    shape = list(local)
-    if isinstance(placement, int):
-        shape[placement] = n
-    return torch.Size(shape)

@@ -1,0 +1,88 @@
+"""Attention in plain torch: the specification that every fast kernel is tested against, and the fallback.
+
+    o_i = Σ_j softmax_j(q_i·k_j·H^-½) v_j        over the keys j that query i may see
+
+Queries are the last T of S positions (T = S in training, T < S with a cache), so query i stands at position S − T + i.
+Causal queries see keys up to their own position; a window of w keeps the last w of these, itself included. Query
+head n reads key/value head n // (N / K) (grouped queries, Ainslie 2023). Differentiable, on any device and dtype.
+"""
+
+import torch
+from torch import Tensor
+
+from colonnade.kernels.softmax_state import State
+
+
+def visible(T: int, S: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor:
+    """(T, S) booleans: which keys each of the last T of S positions may see."""
+    query = torch.arange(S - T, S, device=device)[:, None]
+    key = torch.arange(S, device=device)[None, :]
+    mask = torch.ones(T, S, dtype=torch.bool, device=device)
+    if causal:
+        mask &= key <= query
+    if window is not None:
+        mask &= key > query - window
+    return mask
+
+
+def attend(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, *, causal: bool = True, window: int | None = None) -> State:
+    """The softmax state (o_TNH, lse_TN) of one sequence; a query that may see no key has the identity state."""
+    T, N, H = q_TNH.shape
+    S, K, _ = k_SKH.shape
+    mask_TS = visible(T, S, causal=causal, window=window, device=q_TNH.device)
+    scores_KGTS = torch.einsum("tkgh,skh->kgts", q_TNH.unflatten(1, (K, N // K)), k_SKH) * H**-0.5
+    scores_KGTS = scores_KGTS.masked_fill(~mask_TS, -torch.inf)
+    top = scores_KGTS.detach().amax(-1, keepdim=True) if S else scores_KGTS.new_zeros(K, N // K, T, 1)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weight_KGTS = torch.exp(scores_KGTS - top)
+    total = weight_KGTS.sum(-1, keepdim=True)
+    seen = torch.where(total == 0, 1.0, total)
+    o_TNH = torch.einsum("kgts,skh->tkgh", weight_KGTS / seen, v_SKH).flatten(1, 2)
+    lse = torch.where(total == 0, -torch.inf, torch.log(seen) + top)
+    return State(o_TNH, lse.squeeze(-1).flatten(0, 1).T)
+
+
+def packed(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    longest: int,
+    equal: bool,
+    causal: bool = True,
+    window: int | None = None,
+) -> Tensor:
+    """o_TNH of sequences laid end to end; sequence b is rows ``cu_seqlens[b]:cu_seqlens[b + 1]``."""
+    ends = cu_seqlens.tolist()
+    parts = [
+        attend(q_TNH[a:b], k_TKH[a:b], v_TKH[a:b], causal=causal, window=window).o
+        for a, b in zip(ends, ends[1:], strict=False)
+    ]
+    return torch.cat(parts) if parts else torch.zeros_like(q_TNH)
+
+
+def paged(
+    q_TNH: Tensor,
+    k_PpKH: Tensor,
+    v_PpKH: Tensor,
+    pages_RP: Tensor,
+    cu_queries: Tensor,
+    lengths_R: Tensor,
+    *,
+    longest_query: int,
+    longest_context: int,
+    window: int | None = None,
+) -> Tensor:
+    """o_TNH of requests whose keys lie in pages; request r's queries are the last of its ``lengths_R[r]`` positions.
+
+    ``pages_RP[r]`` lists the pages of request r in order; the cache holds the new tokens' keys and values already.
+    """
+    ends, lengths = cu_queries.tolist(), lengths_R.tolist()
+    out_TNH = torch.zeros_like(q_TNH)
+    for r, length in enumerate(lengths):
+        a, b = ends[r], ends[r + 1]
+        used = pages_RP[r, : -(-length // k_PpKH.shape[1])]
+        k_SKH, v_SKH = (cache[used].flatten(0, 1)[:length] for cache in (k_PpKH, v_PpKH))
+        out_TNH[a:b] = attend(q_TNH[a:b], k_SKH, v_SKH, window=window).o
+    return out_TNH

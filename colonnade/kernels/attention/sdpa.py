@@ -1,0 +1,82 @@
+"""Attention through torch's fused ``scaled_dot_product_attention``: FlashAttention on a CPU, cuDNN or FlashAttention on
+a GPU.
+
+Sequences of equal length are viewed as (batch, sequence), no copy. Ragged ones run one after another: on a CPU a call
+costs little beside its arithmetic. A causal call with T = S needs no mask; a chunk of a prompt (T < S) and a window
+pass one.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from colonnade.kernels.attention.reference import visible
+
+
+def _attend(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool, window: int | None) -> Tensor:
+    T, S = q_BTNH.shape[1], k_BSKH.shape[1]
+    if window is not None and window >= S:
+        window = None
+    plain = window is None and (not causal or T == S or T == 1)
+    mask = None if plain else visible(T, S, causal=causal, window=window, device=q_BTNH.device)
+    o_BNTH = scaled_dot_product_attention(
+        q_BTNH.transpose(1, 2),
+        k_BSKH.transpose(1, 2),
+        v_BSKH.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=plain and causal and T > 1,
+        enable_gqa=q_BTNH.shape[2] != k_BSKH.shape[2],
+    )
+    return o_BNTH.transpose(1, 2)
+
+
+def packed(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    longest: int,
+    equal: bool,
+    causal: bool = True,
+    window: int | None = None,
+) -> Tensor:
+    """o_TNH of sequences laid end to end (see :func:`reference.packed`)."""
+    if equal:
+        batch = [x.unflatten(0, (-1, longest)) for x in (q_TNH, k_TKH, v_TKH)]
+        return _attend(*batch, causal=causal, window=window).flatten(0, 1)
+    ends = cu_seqlens.tolist()
+    parts = [
+        _attend(*(x[None, a:b] for x in (q_TNH, k_TKH, v_TKH)), causal=causal, window=window)[0]
+        for a, b in zip(ends, ends[1:], strict=False)
+        if b > a
+    ]
+    return torch.cat(parts) if parts else torch.zeros_like(q_TNH)
+
+
+def paged(
+    q_TNH: Tensor,
+    k_PpKH: Tensor,
+    v_PpKH: Tensor,
+    pages_RP: Tensor,
+    cu_queries: Tensor,
+    lengths_R: Tensor,
+    *,
+    longest_query: int,
+    longest_context: int,
+    window: int | None = None,
+) -> Tensor:
+    """o_TNH of requests whose keys lie in pages (see :func:`reference.paged`)."""
+    page = k_PpKH.shape[1]
+    ends, lengths, tables = cu_queries.tolist(), lengths_R.tolist(), pages_RP.tolist()
+    out_TNH = torch.empty_like(q_TNH)
+    for r, length in enumerate(lengths):
+        a, b, n = ends[r], ends[r + 1], -(-length // page)
+        first = tables[r][0]
+        if tables[r][:n] == list(range(first, first + n)):
+            # Neighbouring pages, the allocator's usual gift, are one slice of the cache: nothing is copied.
+            k_SKH, v_SKH = (cache[first : first + n].flatten(0, 1)[:length] for cache in (k_PpKH, v_PpKH))
+        else:
+            k_SKH, v_SKH = (cache[pages_RP[r, :n]].flatten(0, 1)[:length] for cache in (k_PpKH, v_PpKH))
+        out_TNH[a:b] = _attend(q_TNH[None, a:b], k_SKH[None], v_SKH[None], causal=True, window=window)[0]
+    return out_TNH

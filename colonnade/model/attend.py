@@ -1,0 +1,123 @@
+"""Who sees whom, and where the keys live: the one thing in which training and serving differ.
+
+A Transformer is given an ``attend`` with its stream and hands each block the block's own view,
+``attend.at(layer, window)``, which the block calls with (q, k, v). The view holds only tensors and plain numbers that
+do not change from layer to layer, so that torch.compile makes one graph for all blocks (a layer index inside the
+block makes one a layer, and after eight of them gives up).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from colonnade.kernels.choose import choose
+from colonnade.model.cache import KVCache
+
+
+class Attend(Protocol):
+    """One layer's view: called with this rank's heads of the new tokens, it returns the attention's output."""
+
+    def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
+        """o_TnH."""
+        ...
+
+
+class Attending(Protocol):
+    """What a Transformer is called with."""
+
+    def at(self, layer: int, window: int | None) -> Attend:
+        """The view of one layer, whose sliding window is ``window`` tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences laid end to end, keys beside the queries: training, scoring and encoders.
+
+    ``cu_seqlens`` int32 holds where each sequence starts, and T at the end (sequences of length 0 are allowed, so it
+    can be padded to a fixed length). ``longest`` and ``equal`` (all of length ``longest``) are plain numbers, known
+    without asking the device.
+    """
+
+    cu_seqlens: Tensor
+    longest: int
+    equal: bool
+    causal: bool = True
+    window: int | None = None
+    kernels: str = "auto"
+
+    @staticmethod
+    def of(lengths: list[int], device: torch.device | str = "cpu", **options: object) -> "Packed":
+        """Packed sequences of these ``lengths``."""
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        return Packed(ends, max(lengths, default=0), len(set(lengths)) <= 1, **options)  # type: ignore[arg-type]
+
+    def at(self, layer: int, window: int | None) -> "Packed":
+        """The same for every layer, but for the window."""
+        return self if window == self.window else replace(self, window=window)
+
+    def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
+        """o_TnH."""
+        run = choose("packed_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)
+        return run(
+            q_TnH,
+            k_TkH,
+            v_TkH,
+            self.cu_seqlens,
+            longest=self.longest,
+            equal=self.equal,
+            causal=self.causal,
+            window=self.window,
+        )
+
+
+@dataclass(frozen=True)
+class Paged:
+    """New tokens of R requests whose keys live in pages: prefill, chunks of prefill and decoding, freely mixed.
+
+    Request r's new tokens are rows ``cu_queries[r]:cu_queries[r + 1]`` of the stream and the last of its
+    ``lengths_R[r]`` positions. ``slots_T`` says where each new token's key and value go (page · page_tokens + offset).
+    """
+
+    cache: KVCache
+    pages_RP: Tensor
+    slots_T: Tensor
+    cu_queries: Tensor
+    lengths_R: Tensor
+    longest_query: int
+    longest_context: int
+    kernels: str = "auto"
+
+    def at(self, layer: int, window: int | None) -> "PagedView":
+        """This layer's pools."""
+        return PagedView(self, self.cache.k[layer], self.cache.v[layer], window)
+
+
+@dataclass(frozen=True)
+class PagedView:
+    """One layer of a :class:`Paged`: writes the new keys and values, then attends to all of them."""
+
+    paged: Paged
+    k_PpKH: Tensor
+    v_PpKH: Tensor
+    window: int | None
+
+    def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
+        """o_TnH."""
+        it = self.paged
+        self.k_PpKH.flatten(0, 1).index_copy_(0, it.slots_T, k_TkH.to(self.k_PpKH.dtype))
+        self.v_PpKH.flatten(0, 1).index_copy_(0, it.slots_T, v_TkH.to(self.v_PpKH.dtype))
+        run = choose("paged_attention", q_TnH.device.type, q_TnH.dtype, it.kernels)
+        return run(
+            q_TnH,
+            self.k_PpKH,
+            self.v_PpKH,
+            it.pages_RP,
+            it.cu_queries,
+            it.lengths_R,
+            longest_query=it.longest_query,
+            longest_context=it.longest_context,
+            window=self.window,
+        )

@@ -1,0 +1,53 @@
+"""Multi-head attention, tensor-parallel by heads.
+
+    q, k, v = split(x W_qkvᵀ)        o = attend(rot(q), rot(k), v)        y = o W_outᵀ
+
+Each rank has n = N/tp query heads and k = K/tp key/value heads: W_qkv is cut by rows, W_out by columns, with one
+fan-out before and one fan-in after (Megatron-LM, arXiv 1909.08053, section 3, figure 3b). The rows of W_qkv are grouped
+by key/value head (its query heads, its key, its value), so that a cut between groups is one contiguous range and
+three projections are one product. Grouped heads: Ainslie et al., arXiv 2305.13245; query/key norms: Qwen3.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.config import ModelConfig
+from colonnade.model.attend import Attend
+from colonnade.model.linear import Linear
+from colonnade.model.norm import Norm
+from colonnade.model.rotary import Rotation, rotate
+from colonnade.parallel.axis import Axes
+from colonnade.parallel.layout import PARTIAL, WHOLE, Placement
+
+
+class Attention(nn.Module):
+    """x_TD to y_TD; which keys are seen, and where they live, is the affair of the ``attend`` that is passed in."""
+
+    def __init__(self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self.tp, self.H, self.G = axes.tp, config.head_width, config.group
+        k = config.kv_heads // self.tp.size
+        on = {"device": device, "dtype": dtype}
+        self.qkv = Linear(config.width, k * (self.G + 2) * self.H, bias=config.qkv_bias, **on)
+        self.out = Linear(k * self.G * self.H, config.width, bias=config.out_bias, **on)
+        self.layout: dict[str, Placement] = {"qkv.weight": 0, "out.weight": 1}
+        if config.qkv_bias:
+            self.layout["qkv.bias"] = 0
+        if config.out_bias:
+            self.layout["out.bias"] = WHOLE
+        # Each rank normalises its own heads only, so the gradient of these weights is partial.
+        self.q_norm = Norm(config, self.H, placement=PARTIAL, **on) if config.qk_norm else None
+        self.k_norm = Norm(config, self.H, placement=PARTIAL, **on) if config.qk_norm else None
+
+    def forward(self, x_TD: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
+        """y_TD, summed over the ranks; ``turn`` is None where positions are learned."""
+        qkv_TkgH = self.qkv(self.tp.fan_out(x_TD)).unflatten(-1, (-1, self.G + 2, self.H))
+        q_TnH = qkv_TkgH[:, :, : self.G].flatten(1, 2)
+        k_TkH, v_TkH = qkv_TkgH[:, :, self.G], qkv_TkgH[:, :, self.G + 1]
+        if self.q_norm is not None and self.k_norm is not None:
+            q_TnH, k_TkH = self.q_norm(q_TnH), self.k_norm(k_TkH)
+        if turn is not None:
+            q_TnH, k_TkH = rotate(q_TnH, turn), rotate(k_TkH, turn)
+        o_TnH = attend(q_TnH, k_TkH, v_TkH)
+        y_TD = self.tp.fan_in(nn.functional.linear(o_TnH.flatten(1), self.out.weight))
+        return y_TD if self.out.bias is None else y_TD + self.out.bias

@@ -1,0 +1,56 @@
+"""The vocabulary-parallel embedding: each rank holds some rows, looks up what it has and adds the rest.
+
+    x = Σ_ranks (W_rank[token − start] where this rank holds the row, else 0)
+
+(Megatron-LM, arXiv 1909.08053, section 3.) The vocabulary may have any size: shares are uneven rather than padded, so
+that a checkpoint does not depend on the plan. Learned positions, where a family has them, are added after the sum.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from colonnade.config import ModelConfig
+from colonnade.model.stream import Stream
+from colonnade.parallel.axis import Axes
+from colonnade.parallel.layout import WHOLE, Placement
+
+
+class _Table(nn.Module):
+    """Rows to look up."""
+
+    def __init__(self, rows: int, width: int, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width, device=device, dtype=dtype))
+
+
+class Embedding(nn.Module):
+    """Token ids (and positions) to the residual stream."""
+
+    def __init__(self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self.tp, self.vocab_size = axes.tp, config.vocab_size
+        self.start, stop = self.tp.part(config.vocab_size)
+        self.tokens = _Table(stop - self.start, config.width, device, dtype)
+        self.layout: dict[str, Placement] = {"tokens.weight": 0}
+        self.positions = None
+        if config.positions == "learned":
+            self.positions = _Table(config.context, config.width, device, dtype)
+            self.layout["positions.weight"] = WHOLE
+
+    def forward(self, stream: Stream) -> Tensor:
+        """x_TD."""
+        x_TD = self._rows(stream.tokens_T)
+        if self.positions is not None:
+            x_TD = x_TD + F.embedding(stream.positions_T, self.positions.weight)
+        return x_TD
+
+    def _rows(self, tokens_T: Tensor) -> Tensor:
+        weight_vD = self.tokens.weight
+        v = weight_vD.shape[0]
+        if v == self.vocab_size:
+            return F.embedding(tokens_T, weight_vD)
+        local_T = tokens_T - self.start
+        here_T = (local_T >= 0) & (local_T < v)
+        x_TD = F.embedding(torch.where(here_T, local_T, 0), weight_vD)
+        return self.tp.fan_in(x_TD * here_T[:, None])

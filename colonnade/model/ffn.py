@@ -1,0 +1,53 @@
+"""The feed-forward part, tensor-parallel by hidden units.
+
+    plain   y = W_down act(W_up x)                    GPT-2
+    gated   y = W_down (act(W_gate x) ⊙ W_up x)       SwiGLU (Shazeer, arXiv 2002.05202)
+
+W_up and W_gate are cut by rows and W_down by columns, so that the non-linearity needs no communication: one fan-out
+before, one fan-in after (Megatron-LM, arXiv 1909.08053, section 3, figure 3a). The output bias is added once, after
+the sum.
+"""
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from colonnade.config import ModelConfig
+from colonnade.model.linear import Linear
+from colonnade.parallel.axis import Axes
+from colonnade.parallel.layout import WHOLE, Placement
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+}
+
+
+class FeedForward(nn.Module):
+    """x_TD to y_TD, through f = F/tp hidden units on this rank."""
+
+    def __init__(self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self.tp, self.act = axes.tp, ACTIVATIONS[config.activation]
+        start, stop = self.tp.part(config.ffn_width)
+        on = {"device": device, "dtype": dtype}
+        self.gate = Linear(config.width, stop - start, bias=config.ffn_bias, **on) if config.gated else None
+        self.up = Linear(config.width, stop - start, bias=config.ffn_bias, **on)
+        self.down = Linear(stop - start, config.width, bias=config.ffn_bias, **on)
+        self.layout: dict[str, Placement] = {"up.weight": 0, "down.weight": 1}
+        if config.gated:
+            self.layout["gate.weight"] = 0
+        if config.ffn_bias:
+            self.layout |= {"up.bias": 0, "down.bias": WHOLE} | ({"gate.bias": 0} if config.gated else {})
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """y_TD, summed over the ranks."""
+        x_TD = self.tp.fan_out(x_TD)
+        up_Tf = self.up(x_TD)
+        h_Tf = self.act(up_Tf) if self.gate is None else self.act(self.gate(x_TD)) * up_Tf
+        y_TD = self.tp.fan_in(F.linear(h_Tf, self.down.weight))
+        return y_TD if self.down.bias is None else y_TD + self.down.bias

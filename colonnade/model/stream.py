@@ -1,0 +1,14 @@
+"""The stream: a flat run of tokens, which is all that a model is fed, in training and in serving alike."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Stream(NamedTuple):
+    """T tokens laid end to end: no padding, no batch dimension. Who sees whom is :mod:`attend`'s affair."""
+
+    tokens_T: Tensor
+    """int64 token ids."""
+    positions_T: Tensor
+    """int64 position of each token within its own sequence."""
