@@ -1,0 +1,129 @@
+"""Starting the processes of a plan, and bringing their troubles home.
+
+    launch(work, (argument, …), plan)
+
+calls ``work`` in ``plan.world`` local processes through torch's own elastic launcher and returns rank 0's result. In a
+world of one, or in a process that torchrun started, it just calls ``work``. A worker that fails takes the others with
+it, and the user reads one line with the rank that failed *first* and why, not eight tracebacks of collectives that
+lost their peer.
+"""
+
+import json
+import logging
+import os
+import signal
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from colonnade import errors
+from colonnade.config import Plan
+
+Result = TypeVar("Result")
+
+
+class Interrupted(Exception):
+    """The user (or the machine) asked the workers to stop, and they did; ``signal`` says how."""
+
+    def __init__(self, number: int):
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.signal = number
+
+
+def launch(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan) -> Result:
+    """``work(*args)`` in every process of ``plan``; the result of rank 0.
+
+    ``work`` and its arguments must be importable and picklable (they are sent to our own children only). Raises the
+    failing worker's :class:`~colonnade.errors.ColonnadeError` with its rank, :class:`~colonnade.errors.PlanError` for
+    any other death, :class:`Interrupted` when a signal ended the run.
+    """
+    if dist.is_torchelastic_launched():
+        plan.check_world(int(os.environ["WORLD_SIZE"]))
+        return work(*args)
+    if plan.world == 1:
+        return work(*args)
+    with tempfile.TemporaryDirectory(prefix="colonnade-") as reports:
+        return _elastic(work, args, plan, Path(reports))
+
+
+def _elastic(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan, reports: Path) -> Result:
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=plan.world,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+        logs_specs=DefaultLogsSpecs(),
+        local_addr="127.0.0.1",
+    )
+    # The agent logs each failure at length; our one line says it, and the reports hold the rest.
+    names = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        results = elastic_launch(config, _worker)(work, args, plan.world, str(reports))
+        return results[0]
+    except ChildFailedError as death:
+        raise _explain(death, reports) from None
+    except SignalException as stop:
+        raise Interrupted(int(stop.sigval)) from None
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+def _worker(work: Callable[..., Result], args: tuple[Any, ...], world: int, reports: str) -> Result:
+    """In the child: share the cores out, run, and leave a report when it goes wrong."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // world))
+    try:
+        return work(*args)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise
+        report = {
+            "time": time.time(),
+            "kind": type(error).__name__,
+            "ours": isinstance(error, errors.ColonnadeError),
+            "message": str(error),
+            "traceback": traceback.format_exc(),
+        }
+        Path(reports, f"{os.environ['RANK']}.json").write_text(json.dumps(report))
+        raise SystemExit(1) from None
+
+
+def _explain(death: ChildFailedError, folder: Path) -> errors.ColonnadeError:
+    """One error for the first death: a worker's own report, or how the operating system ended it."""
+    reports = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
+    # A process that was killed leaves no report, and its peers then report that they lost it: it comes first.
+    for rank, failure in sorted(death.failures.items()):
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and rank not in reports:
+            name = signal.Signals(-failure.exitcode).name
+            hint = " (out of memory is the usual reason)" if name == "SIGKILL" else ""
+            return errors.PlanError(f"rank {rank} was killed by {name}{hint}; the run was stopped")
+    if not reports:
+        codes = {rank: failure.exitcode for rank, failure in death.failures.items()}
+        return errors.PlanError(f"workers ended without a report, exit codes by rank: {codes}")
+    rank, first = min(reports.items(), key=lambda item: item[1]["time"])
+    if first["ours"]:
+        kind = getattr(errors, first["kind"], errors.ColonnadeError)
+        return kind(f"rank {rank}: {first['message']}" if rank else first["message"])
+    failed = errors.PlanError(f"rank {rank} failed with {first['kind']}: {first['message']}")
+    failed.add_note(first["traceback"])
+    return failed
