@@ -1,0 +1,119 @@
+"""Small worlds of gloo processes that stay alive between tests, because importing torch costs more than most checks.
+
+    results = run(4, check, argument, …)        # check(*arguments) in 4 processes; the list of results by rank
+
+``check`` must be a function at a module's top level; inside it a process group of that size stands ready, so
+``Ground.build(plan)`` only lays the mesh. The first rank that fails, fails the test with its own traceback.
+"""
+
+import atexit
+import datetime
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LIMIT_S = 120
+
+
+class WorkerFailure(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+def _live(pipe: Connection, rank: int) -> None:
+    torch.set_num_threads(1)
+    os.environ["COLUMNS"] = "120"
+    while True:
+        try:
+            world, store, check, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world),
+                rank=rank,
+                world_size=world,
+                timeout=datetime.timedelta(seconds=LIMIT_S),
+            )
+            result, failure = check(*args), None
+        except BaseException:
+            result, failure = None, traceback.format_exc()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        pipe.send((result, failure))
+
+
+class _Pool:
+    """As many workers as the largest world asked for; rank r of any world is worker r."""
+
+    def __init__(self) -> None:
+        self.workers: list[tuple[Any, Connection]] = []
+        context = mp.get_context("forkserver")
+        # The fork server imports torch once; its children start in milliseconds.
+        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "colonnade.model", "colonnade.parallel.mesh"])
+        self.context = context
+        atexit.register(self.close)
+
+    def grow(self, world: int) -> None:
+        while len(self.workers) < world:
+            ours, theirs = self.context.Pipe()
+            process = self.context.Process(target=_live, args=(theirs, len(self.workers)), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours))
+
+    def close(self) -> None:
+        for process, pipe in self.workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self.workers.clear()
+
+    def run(self, world: int, check: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        self.grow(world)
+        with tempfile.TemporaryDirectory() as folder:
+            crew = [pipe for _, pipe in self.workers[:world]]
+            for pipe in crew:
+                pipe.send((world, os.path.join(folder, "store"), check, args))
+            results: dict[Connection, Any] = {}
+            while len(results) < world:
+                ready = wait([pipe for pipe in crew if pipe not in results], timeout=LIMIT_S)
+                if not ready:
+                    self.close()
+                    raise WorkerFailure(f"ranks {[r for r, p in enumerate(crew) if p not in results]} hang")
+                for pipe in ready:
+                    assert isinstance(pipe, Connection)
+                    try:
+                        result, failure = pipe.recv()
+                    except EOFError:
+                        result, failure = None, "the process died"
+                    if failure:
+                        rank = crew.index(pipe)
+                        self.close()  # its peers may be waiting for it
+                        raise WorkerFailure(f"rank {rank} of {world}:\n{failure}")
+                    results[pipe] = result
+            return [results[pipe] for pipe in crew]
+
+
+_pool = _Pool()
+
+
+def run(world: int, check: Callable[..., Any], *args: Any) -> list[Any]:
+    """``check(*args)`` in ``world`` processes of one gloo group; the results by rank."""
+    return _pool.run(world, check, args)
+
+
+def assert_same(got: torch.Tensor, reference: torch.Tensor, tolerance: float = 1e-10, what: str = "") -> None:
+    """max|Δ| <= tolerance · max(1, ‖reference‖∞), which NaN never passes."""
+    assert got.shape == reference.shape, f"{what}: shape {tuple(got.shape)} against {tuple(reference.shape)}"
+    if reference.numel():
+        error = (got - reference).abs().max().item()
+        limit = tolerance * max(1.0, reference.abs().max().item())
+        assert error <= limit, f"{what}: error {error:.3g} over {limit:.3g}"
