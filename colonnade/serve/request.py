@@ -1,0 +1,53 @@
+"""One generation in progress: its tokens, its pages, and how far the cache has come.
+
+    ids = prompt + output          ids[:computed] are in the cache, ids[computed:] are still to be run
+
+A decode is nothing special: a request with exactly one token left to run.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from colonnade.serve.sampling import SamplingParams
+
+
+class Status(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    """In the queue, holding no page: not admitted yet, or preempted."""
+    RUNNING = "running"
+    """Holds pages for all its tokens and takes part in the steps."""
+    FINISHED = "finished"
+    """Done or cancelled; holds nothing."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Request:
+    """The scheduler's and the sampler's view of one generation (the text is :mod:`colonnade.serve.text`'s)."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    """params.seed, or a fresh one."""
+    limit_tokens: int
+    """Tokens that may be generated, at most."""
+    ids: list[int] = field(init=False)
+    pages: list[int] = field(default_factory=list)
+    """The page table: token i lives in pages[i // page_tokens]."""
+    computed: int = 0
+    status: Status = Status.WAITING
+
+    def __post_init__(self):
+        self.ids = list(self.prompt)
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.ids) - len(self.prompt)
+
+    @property
+    def pending(self) -> int:
+        """Tokens that the cache does not hold yet."""
+        return len(self.ids) - self.computed

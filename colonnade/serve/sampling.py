@@ -1,0 +1,62 @@
+"""What a client may ask of one generation: a frozen, checked record.
+
+A bad value raises :class:`colonnade.errors.RequestError` whose ``param`` is the field's name, so that the HTTP layer
+can pass it on in the shape of OpenAI's errors.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from colonnade.errors import RequestError
+
+MAX_STOPS = 64
+"""Stop strings, and stop tokens, in one request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen, and when to stop."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 always takes the likeliest token (greedy)."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probabilities sum to at least p (Holtzman 2019)."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as probable as the likeliest one (Nguyen 2024)."""
+    seed: int | None = None
+    """Same seed, same text, whatever else is in the batch; None draws a fresh one."""
+    stop: Sequence[str] | str = ()
+    """Strings that end the text; they may span tokens and are never part of it."""
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end the text, besides the tokenizer's own end tokens."""
+    max_tokens: int | None = None
+    """Tokens to generate at most; None goes on to the end of the context."""
+    ignore_eos: bool = False
+    """Go on past the tokenizer's end tokens (for benchmarks)."""
+
+    def __post_init__(self):
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check("temperature", self.temperature, math.isfinite(self.temperature) and self.temperature >= 0, "0 or more")
+        _check("top_k", self.top_k, self.top_k >= 0, "0 (all) or more")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
+        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
+        _check("seed", self.seed, self.seed is None or -(2**63) <= self.seed < 2**63, "a signed 64-bit integer")
+        _check("stop", list(stop), len(stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings")
+        _check("stop", list(stop), all(isinstance(text, str) and text for text in stop), "strings that are not empty")
+        _check("stop_token_ids", None, len(self.stop_token_ids) <= MAX_STOPS, f"at most {MAX_STOPS} tokens")
+        _check("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "1 or more")
+
+    @property
+    def greedy(self) -> bool:
+        """True when the likeliest token is always taken."""
+        return self.temperature == 0
+
+
+def _check(param: str, value: object, good: bool, allowed: str) -> None:
+    if not good:
+        raise RequestError(f"{param} is {str(value)[:80]}; it must be {allowed}", param=param)

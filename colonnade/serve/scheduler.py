@@ -1,0 +1,166 @@
+"""What the next forward pass runs: continuous batching with chunked prefill under a token budget.
+
+Requests join and leave at every step (Yu 2022, Orca, §3.1), and long prompts are cut into chunks that ride along with
+the decodes, so that a new arrival never stalls the others (Agrawal 2024, Sarathi-Serve, §4). Each step is filled in
+this order, first come, first served within each:
+
+    1. decodes             one token each; there is always room, because running <= token_budget
+    2. prompts under way   as many tokens as the budget leaves
+    3. new prompts         admitted when pages for all their tokens are free, never past an earlier one
+
+When a decode finds no free page the youngest running request gives its pages back and returns to the head of the
+queue; it is recomputed later, prompt and output in one prefill (Kwon 2023, §4.5), which leaves greedy output as it
+was. Hence ``running + waiting`` is always in order of arrival, the oldest request always advances, and since any
+request alone fits into the pool, every request ends.
+
+Pure Python: no tensor, no clock, no model.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from colonnade.errors import RequestError
+from colonnade.serve.pages import PagePool
+from colonnade.serve.request import Request, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A request's share of one forward pass."""
+
+    start: int
+    """Position of the first of ``tokens``, which is also the number of tokens already in the cache."""
+    tokens: tuple[int, ...]
+    pages: tuple[int, ...]
+    """The page table up to and including ``tokens``."""
+    samples: bool
+    """True when ``tokens`` reach the end of what is known, so that the last row's logits give the next token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One forward pass: what each request runs. Ranks that only follow get it without the requests."""
+
+    slices: tuple[Slice, ...]
+    requests: tuple[Request, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the pass."""
+        return sum(len(piece.tokens) for piece in self.slices)
+
+
+class Scheduler:
+    """Holds every live request and hands out :class:`Work`; one thread calls it."""
+
+    def __init__(self, pool: PagePool, *, max_requests: int, token_budget: int, max_waiting: int):
+        self.pool, self.token_budget, self.max_waiting = pool, token_budget, max_waiting
+        self.max_running = min(max_requests, token_budget)  # so that every decode fits into every step
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+        self.preemptions = 0
+
+    @property
+    def busy(self) -> bool:
+        """True while any request is alive."""
+        return bool(self.running or self.waiting)
+
+    @property
+    def full(self) -> bool:
+        """True when one more request would be refused."""
+        return len(self.waiting) >= self.max_waiting
+
+    def add(self, request: Request) -> None:
+        """Queue ``request``; RequestError (429) when the queue is full, CapacityError when it can never fit."""
+        self.pool.check_fits(len(request.prompt) + request.limit_tokens - 1)  # the last token is never run
+        if self.full:
+            raise RequestError(
+                f"{len(self.waiting)} requests wait already, as many as --serve.max_waiting allows; try again later",
+                status=429,
+                code="queue_full",
+            )
+        self.waiting.append(request)
+
+    def schedule(self) -> Work:
+        """Choose the tokens of the next forward pass; empty only when no request is alive."""
+        budget, chosen = self.token_budget, []
+        preempted = self.preemptions
+
+        for request in [r for r in self.running if r.pending == 1]:
+            if request.status is Status.RUNNING and self._grow(request):
+                chosen.append((request, 1))
+                budget -= 1
+        for request in self.running:
+            if request.pending > 1 and budget:
+                chosen.append((request, min(request.pending, budget)))
+                budget -= chosen[-1][1]
+        # A request that was just put back must not take the freed pages again at once, hence no admission then.
+        while budget and self.preemptions == preempted and (request := self._admit()):
+            chosen.append((request, min(request.pending, budget)))
+            budget -= chosen[-1][1]
+
+        return Work(tuple(self._slice(r, count) for r, count in chosen), tuple(r for r, _ in chosen))
+
+    def commit(self, work: Work, tokens: Sequence[int]) -> list[tuple[Request, int]]:
+        """Note that ``work`` has run; ``tokens`` are the sampled ones, in order. Returns each with its request."""
+        sampled = iter(tokens)
+        grown = []
+        for request, piece in zip(work.requests, work.slices, strict=True):
+            request.computed += len(piece.tokens)
+            if piece.samples:
+                request.ids.append(next(sampled))
+                grown.append((request, request.ids[-1]))
+        return grown
+
+    def finish(self, request: Request) -> None:
+        """Let go of ``request``, done or cancelled, and of its pages; between steps only."""
+        if request.status is Status.FINISHED:
+            return
+        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        self._release(request, Status.FINISHED)
+
+    def audit(self) -> None:
+        """Check that no page leaked and that nobody overtook anybody; for tests, after any call."""
+        self.pool.audit(request.pages for request in self.running)
+        assert not any(request.pages for request in self.waiting), "a waiting request holds pages"
+        assert len(self.running) <= self.max_running
+
+    def _slice(self, request: Request, count: int) -> Slice:
+        end = request.computed + count
+        return Slice(
+            start=request.computed,
+            tokens=tuple(request.ids[request.computed : end]),
+            pages=tuple(request.pages[: self.pool.pages_for(end)]),
+            samples=end == len(request.ids),
+        )
+
+    def _admit(self) -> Request | None:
+        """Move the head of the queue to the running ones, with pages for all its tokens, if there is room."""
+        if not self.waiting or len(self.running) == self.max_running:
+            return None
+        needed = self.pool.pages_for(len(self.waiting[0].ids))
+        if needed > self.pool.free:
+            return None
+        request = self.waiting.popleft()
+        request.pages, request.status = self.pool.allocate(needed), Status.RUNNING
+        self.running.append(request)
+        return request
+
+    def _grow(self, request: Request) -> bool:
+        """Make room for one more token of ``request``; False when it had to give way itself."""
+        if self.pool.pages_for(len(request.ids)) == len(request.pages):
+            return True
+        while not self.pool.free:
+            youngest = self.running.pop()
+            self._release(youngest, Status.WAITING)
+            self.waiting.appendleft(youngest)
+            self.preemptions += 1
+            if youngest is request:
+                return False
+        request.pages += self.pool.allocate(1)
+        return True
+
+    def _release(self, request: Request, status: Status) -> None:
+        self.pool.release(request.pages)
+        request.pages, request.computed, request.status = [], 0, status

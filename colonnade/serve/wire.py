@@ -1,0 +1,33 @@
+"""A :class:`Work` as whole numbers, for the ranks that follow rank 0.
+
+    header  [kind, length of the payload]
+    payload [slices, then start, tokens, pages, samples of each; then all tokens; then all page tables]
+
+Fixed int64 tensors and no pickling: what a rank receives can be a wrong plan of work at worst, never code.
+"""
+
+from collections.abc import Sequence
+from itertools import chain, islice
+
+from colonnade.serve.scheduler import Slice, Work
+
+RUN, IDLE, STOP = 1, 2, 3
+"""Kinds of message: run this work; nothing to do, but alive; go home."""
+
+
+def pack(work: Work) -> list[int]:
+    """The payload of ``work``; which request a slice belongs to is not said."""
+    heads = ((s.start, len(s.tokens), len(s.pages), int(s.samples)) for s in work.slices)
+    tokens = chain.from_iterable(s.tokens for s in work.slices)
+    pages = chain.from_iterable(s.pages for s in work.slices)
+    return [len(work.slices), *chain.from_iterable(heads), *tokens, *pages]
+
+
+def unpack(payload: Sequence[int]) -> Work:
+    """The inverse of :func:`pack`."""
+    count = payload[0]
+    heads = [tuple(payload[1 + 4 * i : 5 + 4 * i]) for i in range(count)]
+    rest = iter(payload[1 + 4 * count :])
+    tokens = [tuple(islice(rest, n)) for _, n, _, _ in heads]
+    pages = [tuple(islice(rest, n)) for _, _, n, _ in heads]
+    return Work(tuple(Slice(h[0], t, p, bool(h[3])) for h, t, p in zip(heads, tokens, pages, strict=True)))

@@ -1,0 +1,46 @@
+"""The page pool under any sequence of allocations, shares and releases."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from colonnade.serve.pages import PagePool
+
+
+class Pages(RuleBasedStateMachine):
+    """Holders take pages, share each other's prefixes, and let go in any order."""
+
+    @initialize(pages=st.integers(1, 10), page_tokens=st.integers(1, 8))
+    def start(self, pages: int, page_tokens: int):
+        self.pool = PagePool(pages, page_tokens)
+        self.tables: list[list[int]] = []
+
+    @rule(count=st.integers(0, 10))
+    def allocate(self, count: int):
+        count = min(count, self.pool.free)
+        table = self.pool.allocate(count)
+        assert len(set(table)) == count
+        assert not set(table) & {page for other in self.tables for page in other}
+        self.tables.append(table)
+
+    @precondition(lambda self: self.tables)
+    @rule(which=st.integers(0, 100), length=st.integers(0, 10))
+    def share(self, which: int, length: int):
+        prefix = self.tables[which % len(self.tables)][:length]
+        self.pool.share(prefix)
+        self.tables.append(prefix)
+
+    @precondition(lambda self: self.tables)
+    @rule(which=st.integers(0, 100))
+    def release(self, which: int):
+        self.pool.release(self.tables.pop(which % len(self.tables)))
+
+    @invariant()
+    def every_page_is_accounted_for(self):
+        if hasattr(self, "pool"):
+            self.pool.audit(self.tables)
+            assert self.pool.used == len({page for table in self.tables for page in table})
+
+
+TestPages = Pages.TestCase
+TestPages.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)

@@ -1,0 +1,128 @@
+"""Any interleaving of arrivals, steps, cancellations and preemptions: no page leaks, nobody overtakes, all finish."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from colonnade.errors import CapacityError, RequestError
+from colonnade.serve.pages import PagePool
+from colonnade.serve.request import Request, Status
+from colonnade.serve.sampling import SamplingParams
+from colonnade.serve.scheduler import Scheduler
+
+
+def next_token(ids: list[int]) -> int:
+    """A pretended model: the next token is a function of all tokens so far, as for a greedy decoder."""
+    return hash(tuple(ids)) % 97
+
+
+class Serving(RuleBasedStateMachine):
+    """Drives a scheduler as an engine would, with a fake model that remembers what each page slot holds."""
+
+    @initialize(
+        pages=st.integers(1, 12),
+        page_tokens=st.integers(1, 5),
+        max_requests=st.integers(1, 6),
+        token_budget=st.integers(1, 9),
+        max_waiting=st.integers(1, 5),
+    )
+    def start(self, pages: int, page_tokens: int, max_requests: int, token_budget: int, max_waiting: int):
+        self.pool = PagePool(pages, page_tokens)
+        self.scheduler = Scheduler(
+            self.pool, max_requests=max_requests, token_budget=token_budget, max_waiting=max_waiting
+        )
+        self.slots: dict[tuple[int, int], int] = {}  # (page, offset) -> the token whose key and value it holds
+        self.live: list[Request] = []
+        self.arrived = 0
+        self.admitted: list[int] = []
+
+    @rule(prompt=st.lists(st.integers(0, 96), min_size=1, max_size=20), limit=st.integers(1, 12))
+    def arrive(self, prompt: list[int], limit: int):
+        request = Request(
+            id=str(self.arrived), prompt=tuple(prompt), params=SamplingParams(), seed=0, limit_tokens=limit
+        )
+        full = len(self.scheduler.waiting) >= self.scheduler.max_waiting
+        if self.pool.pages_for(len(prompt) + limit - 1) > self.pool.pages:
+            with pytest.raises(CapacityError, match=r"needs \d+ cache pages .* --serve.cache_bytes"):
+                self.scheduler.add(request)
+        elif full:
+            with pytest.raises(RequestError) as refusal:
+                self.scheduler.add(request)
+            assert refusal.value.status == 429
+        else:
+            self.scheduler.add(request)
+            self.live.append(request)
+            self.arrived += 1
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 100))
+    def cancel(self, which: int):
+        request = self.live.pop(which % len(self.live))
+        self.scheduler.finish(request)
+        self.scheduler.finish(request)  # a second time is harmless
+        assert request.status is Status.FINISHED and not request.pages
+
+    @precondition(lambda self: self.live)
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps: int):
+        for _ in range(steps):
+            self.one_step()
+
+    def one_step(self):
+        if not self.live:
+            return
+        work = self.scheduler.schedule()
+        assert 0 < work.tokens <= self.scheduler.token_budget
+        assert len(work.slices) <= self.scheduler.max_running
+        self.check_first_come_first_served(work.requests)
+        tokens = []
+        for request, piece in zip(work.requests, work.slices, strict=True):
+            size = self.pool.page_tokens
+            for offset, token in enumerate(piece.tokens):
+                at = piece.start + offset
+                self.slots[piece.pages[at // size], at % size] = token
+            # What attention would read through the page table must be exactly the request's own tokens.
+            end = piece.start + len(piece.tokens)
+            seen = [self.slots[piece.pages[i // size], i % size] for i in range(end)]
+            assert seen == request.ids[:end]
+            assert piece.samples == (end == len(request.ids))
+            if piece.samples:
+                tokens.append(next_token(seen))
+        for request, token in self.scheduler.commit(work, tokens):
+            assert request.ids[-1] == token
+            if request.generated == request.limit_tokens:
+                self.scheduler.finish(request)
+                self.live.remove(request)
+                self.check_output(request)
+
+    def check_first_come_first_served(self, requests: tuple[Request, ...]):
+        for request in requests:
+            if int(request.id) not in self.admitted:
+                self.admitted.append(int(request.id))
+        assert self.admitted == sorted(self.admitted)
+
+    def check_output(self, request: Request):
+        ids = list(request.prompt)
+        for _ in range(request.limit_tokens):
+            ids.append(next_token(ids))
+        assert request.ids == ids
+
+    @invariant()
+    def nothing_leaks(self):
+        if hasattr(self, "scheduler"):
+            self.scheduler.audit()
+            alive = [*self.scheduler.running, *self.scheduler.waiting]
+            assert [r.id for r in alive] == [r.id for r in self.live]  # both in order of arrival
+            assert self.pool.used + self.pool.free == self.pool.pages
+
+    def teardown(self):
+        if hasattr(self, "scheduler"):
+            for _ in range(10_000):
+                self.one_step()
+            assert not self.live, "a request starves"
+            assert not self.scheduler.busy and self.pool.free == self.pool.pages
+
+
+TestServing = Serving.TestCase
+TestServing.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
