@@ -1,0 +1,66 @@
+"""Tiny models with odd sizes, and ragged data for them: what parity tests are made of."""
+
+import torch
+
+from colonnade.config import ModelConfig, RopeScaling
+from colonnade.model import IGNORE, Packed, Stream, Transformer, initialise
+from colonnade.parallel.axis import SOLO_AXES, Axes
+
+_TINY = {"layers": 2, "width": 24, "ffn_width": 26, "context": 64}
+_GPT2 = {
+    "family": "gpt2",
+    "positions": "learned",
+    "norm": "layernorm",
+    "gated": False,
+    "activation": "gelu_tanh",
+    "qkv_bias": True,
+    "out_bias": True,
+    "ffn_bias": True,
+    "tied": True,
+}
+
+CONFIGS: dict[str, ModelConfig] = {
+    "gpt2": ModelConfig(vocab_size=101, heads=12, head_width=2, **_TINY, **_GPT2),
+    "llama": ModelConfig(vocab_size=101, heads=12, kv_heads=12, head_width=4, **_TINY),
+    "llama_grouped_biased": ModelConfig(
+        vocab_size=67, heads=24, kv_heads=12, head_width=2, qkv_bias=True, ffn_bias=True, out_bias=True, **_TINY
+    ),
+    "qwen3_window_tied": ModelConfig(
+        family="qwen3", vocab_size=67, heads=12, head_width=4, qk_norm=True, tied=True, window=5, window_from_layer=1,
+        **_TINY,
+    ),
+    "llama3_rope": ModelConfig(
+        vocab_size=50257, heads=12, head_width=4, rope_scaling=RopeScaling(kind="llama3", factor=8, original_context=16),
+        **(_TINY | {"layers": 1}),
+    ),
+}  # fmt: skip
+"""12 key/value heads divide over tp of 1, 2, 3 and 4; 26 hidden units and the vocabularies do not."""
+
+THREE_KV_HEADS = ModelConfig(vocab_size=101, heads=6, kv_heads=3, head_width=4, **_TINY)
+"""The odd one, for tp=3."""
+
+LENGTHS = [7, 1, 13, 4]
+"""Ragged documents."""
+
+
+def build(config: ModelConfig, axes: Axes = SOLO_AXES, *, seed: int = 0, dtype: torch.dtype = torch.float64):
+    """An initialised model; norms and biases are moved off 1 and 0, where a wrong gradient could hide."""
+    model = initialise(Transformer(config, axes, dtype=dtype), seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")):
+                p.add_(torch.linspace(-0.5, 0.5, len(p), dtype=dtype))
+            elif name.endswith(("down.bias", "out.bias")):
+                p.add_(torch.linspace(-0.1, 0.1, len(p), dtype=dtype))
+    return model
+
+
+def ragged(config: ModelConfig, lengths: list[int] = LENGTHS, seed: int = 0) -> tuple[Stream, Packed, torch.Tensor]:
+    """A stream of documents, its attend, and targets of which some are ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    T = sum(lengths)
+    tokens = torch.randint(config.vocab_size, (T,), generator=generator)
+    targets = torch.randint(config.vocab_size, (T,), generator=generator)
+    targets[torch.rand(T, generator=generator) < 0.2] = IGNORE
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    return Stream(tokens, positions), Packed.of(lengths), targets

@@ -1,0 +1,80 @@
+"""The model under tensor parallelism equals the model in one process: loss, logits, every gradient, greedy tokens."""
+
+import pytest
+import torch
+
+from colonnade.config import ModelConfig, Plan
+from colonnade.errors import PlanError
+from colonnade.model import Loss, Packed, Rows, Stream
+from colonnade.parallel.layout import PARTIAL, layout_of, share
+from colonnade.parallel.mesh import Ground
+from tests.models import CONFIGS, THREE_KV_HEADS, build, ragged
+from tests.worlds import assert_same, run
+
+
+def _check(config: ModelConfig, world: int) -> None:
+    with Ground.build(Plan(tp=world)) as ground:
+        tp = ground.axes.tp
+        whole, mine = build(config), build(config, ground.axes)
+        layout = layout_of(mine)
+        for name, p in whole.named_parameters():
+            assert_same(mine.get_parameter(name), share(p, layout[name], tp), what=f"initial {name}")
+        stream, attend, targets = ragged(config)
+        for smoothing in (0.0, 0.1):
+            for model in (whole, mine):
+                model.zero_grad()
+                total, count = model(stream, attend, Loss(targets, smoothing))
+                (total / count).backward()
+                model.last = total.detach(), count
+            assert_same(mine.last[0], whole.last[0], what="loss")
+            assert mine.last[1] == whole.last[1]
+            for name, p in mine.named_parameters():
+                grad = tp.sum_(p.grad) if layout[name] is PARTIAL else p.grad
+                assert_same(grad, share(whole.get_parameter(name).grad, layout[name], tp), what=f"gradient of {name}")
+        with torch.no_grad():
+            assert_same(mine(stream, attend, Rows()), whole(stream, attend, Rows()), what="logits")
+            assert greedy(mine) == greedy(whole)
+
+
+def greedy(model, steps: int = 6) -> list[int]:
+    tokens = [1, 2, 3]
+    for _ in range(steps):
+        T = len(tokens)
+        stream = Stream(torch.tensor(tokens), torch.arange(T))
+        tokens.append(int(model(stream, Packed.of([T]), Rows(torch.tensor([T - 1]))).argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.xdist_group("worlds")
+def test_equals_one_process(name: str, world: int) -> None:
+    run(world, _check, CONFIGS[name], world)
+
+
+@pytest.mark.xdist_group("worlds")
+def test_three_kv_heads_at_tp_3() -> None:
+    run(3, _check, THREE_KV_HEADS, 3)
+
+
+def test_kv_heads_must_divide() -> None:
+    with pytest.raises(PlanError, match=r"3 key/value heads do not divide over tp=2; use tp of 1 or 3"):
+        Plan(tp=2).check(THREE_KV_HEADS)
+
+
+def _logits_gradient() -> None:
+    """Rows' own gradient, which distillation will use: every rank differentiates the same joined logits."""
+    config = CONFIGS["llama"]
+    with Ground.build(Plan(tp=2)) as ground:
+        whole, mine = build(config), build(config, ground.axes)
+        stream, attend, _ = ragged(config)
+        for model in (whole, mine):
+            model(stream, attend, Rows(torch.tensor([3, 5]))).pow(2).sum().backward()
+        layout = layout_of(mine)
+        for name, p in mine.named_parameters():
+            assert_same(p.grad, share(whole.get_parameter(name).grad, layout[name], ground.axes.tp), what=name)
+
+
+@pytest.mark.xdist_group("worlds")
+def test_gradient_through_logits() -> None:
+    run(2, _logits_gradient)
