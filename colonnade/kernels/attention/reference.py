@@ -59,7 +59,7 @@ def packed(
         attend(q_TNH[a:b], k_TKH[a:b], v_TKH[a:b], causal=causal, window=window).o
         for a, b in zip(ends, ends[1:], strict=False)
     ]
-    return torch.cat(parts) if parts else torch.zeros_like(q_TNH)
+    return torch.cat(parts) if parts else q_TNH.clone()  # no tokens at all
 
 
 def paged(

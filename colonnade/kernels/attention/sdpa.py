@@ -51,7 +51,7 @@ def packed(
         for a, b in zip(ends, ends[1:], strict=False)
         if b > a
     ]
-    return torch.cat(parts) if parts else torch.zeros_like(q_TNH)
+    return torch.cat(parts) if parts else q_TNH.clone()  # no tokens at all
 
 
 def paged(
