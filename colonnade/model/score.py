@@ -1,0 +1,93 @@
+"""How well a model predicts a text: the negative log-likelihood of each token given what came before.
+
+    perplexity = exp(Σ nll / number of scored tokens)
+
+A text longer than the context is cut into windows of ``context`` tokens that start ``stride`` apart; a window scores
+only what no earlier one scored, so every token but the first is scored exactly once. ``stride = context`` is the
+cheapest, a smaller one gives each token more to go by.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from colonnade.errors import RequestError
+from colonnade.model.attend import Packed
+from colonnade.model.head import Loss
+from colonnade.model.loss import IGNORE
+from colonnade.model.stream import Stream
+from colonnade.model.transformer import Transformer
+
+AT_ONCE_TOKENS = 4096
+"""Tokens in one forward pass; more would only cost memory."""
+
+
+class Score(NamedTuple):
+    """The summed negative log-likelihood [nats] of ``tokens`` scored tokens."""
+
+    nll: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean."""
+        return math.exp(self.nll / self.tokens)
+
+
+@torch.no_grad()
+def score(
+    model: Transformer,
+    tokens: list[int],
+    *,
+    context: int | None = None,
+    stride: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Score:
+    """Score ``tokens`` as one text; ``progress(done, total)`` is told the windows.
+
+    Raises :class:`~colonnade.errors.RequestError` for fewer than two tokens or a context or stride that cannot be.
+    """
+    context = context or model.config.context
+    stride = stride or context
+    if len(tokens) < 2:
+        raise RequestError(f"{len(tokens)} tokens cannot be scored: the first is never predicted; give a longer text")
+    if not 0 < stride <= context <= model.config.context:
+        raise RequestError(
+            f"windows of {context} tokens, {stride} apart, do not fit the model's context of {model.config.context}; "
+            "choose 0 < stride <= context <= that"
+        )
+    device = next(model.parameters()).device
+    starts = window_starts(len(tokens) - 1, context, stride)
+    nll, count = 0.0, 0
+    batch = max(1, AT_ONCE_TOKENS // context)
+    for i in range(0, len(starts), batch):
+        windows = [_window(tokens, start, context, stride, device) for start in starts[i : i + batch]]
+        lengths = [len(inputs) for inputs, _ in windows]
+        stream = Stream(
+            torch.cat([inputs for inputs, _ in windows]),
+            torch.cat([torch.arange(n, device=device) for n in lengths]),
+        )
+        loss, valid = model(stream, Packed.of(lengths, device), Loss(torch.cat([targets for _, targets in windows])))
+        nll, count = nll + loss.item(), count + int(valid.item())
+        progress(min(i + batch, len(starts)), len(starts))
+    return Score(nll, count)
+
+
+def window_starts(predictions: int, context: int, stride: int) -> list[int]:
+    """Where the windows start that together predict ``predictions`` tokens."""
+    starts = [0]
+    while starts[-1] + context < predictions:
+        starts.append(starts[-1] + stride)
+    return starts
+
+
+def _window(tokens: list[int], start: int, context: int, stride: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    stop = min(start + context, len(tokens) - 1)
+    inputs = torch.tensor(tokens[start:stop], device=device)
+    targets = torch.tensor(tokens[start + 1 : stop + 1], device=device)
+    if start:
+        targets[: context - stride] = IGNORE  # scored by the window before
+    return inputs, targets
