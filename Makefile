@@ -1,0 +1,87 @@
+# Colonnade's commands. Each makes .venv and installs what it needs, once: a stamp in .venv is keyed by the
+# text of pyproject.toml and assets.txt, so a second run starts at once. GNU make 3.81 or newer.
+
+PYTHON  ?= python3
+VENV    ?= .venv
+WORKERS ?= 2
+ARGS    ?=
+
+BIN := $(VENV)/bin
+KEY := $(shell cat pyproject.toml assets.txt | cksum | tr -cd '0-9')
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SCRIPTS := $(filter-out benchmarks/_% benchmarks/table.py,$(sort $(wildcard benchmarks/*.py)))
+
+# Two test workers on two cores must not each start a thread per core; nothing in a test may call home.
+QUIET := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+# $(call step,NAME,COMMAND): runs COMMAND and says how long it took.
+step = @started=$$(date +%s); if $(2); then echo "  $(1): $$(( $$(date +%s) - started )) s"; \
+	else echo "  $(1): failed after $$(( $$(date +%s) - started )) s" >&2; exit 1; fi
+
+.PHONY: help install demo test lint format pytest docs bench clean distclean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@echo "Colonnade: make TARGET [PYTHON=python3.12] [WORKERS=2] [ARGS=...]"
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
+
+install: $(VENV)/.test-$(KEY)  ## everything that the tests, the documentation and the benchmarks use
+
+demo: $(VENV)/.demo-$(KEY)  ## text in, a model trained on two processes, saved, loaded, served and asked
+	@$(BIN)/colonnade demo $(ARGS)
+
+test: lint pytest  ## what continuous integration runs: lint, types, import order, tests
+
+lint: $(VENV)/.test-$(KEY)  ## format and lint (ruff), types (pyright), import order (import-linter)
+	$(call step,ruff format,$(BIN)/ruff format --check --quiet .)
+	$(call step,ruff check,$(BIN)/ruff check --quiet .)
+	$(call step,pyright,$(BIN)/pyright --warnings)
+	$(call step,import order,$(BIN)/lint-imports --no-logo)
+
+pytest: $(VENV)/.test-$(KEY)  ## the tests alone; ARGS="tests/unit -k axis" narrows them
+	$(call step,pytest,$(QUIET) $(BIN)/python -m pytest -n $(WORKERS) $(ARGS))
+
+format: $(VENV)/.test-$(KEY)  ## write the format and the safe fixes that lint asks for
+	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --fix --quiet .
+
+docs: $(VENV)/.docs-$(KEY)  ## the documentation, into site/; a broken link or name fails
+	$(call step,mkdocs,$(BIN)/mkdocs build --strict --quiet)
+	@echo "  open site/index.html"
+
+bench: $(VENV)/.test-$(KEY)  ## every benchmark that this machine can run, then the results tables
+	@for script in $(SCRIPTS); do echo "$$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+	@$(BIN)/python benchmarks/table.py
+
+clean:  ## remove caches and built files; keeps .venv and runs
+	@rm -rf site dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean  ## clean, and remove .venv
+	@rm -rf $(VENV)
+
+# What is installed for whom. A stamp is touched last, so an interrupted installation starts again.
+$(VENV)/.base-$(KEY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than Python 3.11; run: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "  making $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --upgrade 'pip>=25.1'
+	@rm -f $(VENV)/.base-* $(VENV)/.demo-* $(VENV)/.docs-* $(VENV)/.test-*
+	@touch $@
+
+$(VENV)/.demo-$(KEY): $(VENV)/.base-$(KEY)
+	@echo "  installing the demo's packages (a few minutes the first time)"
+	$(call step,install,$(PIP) install --editable '.[serve$(COMMA)gguf]' --group demo && $(PIP) install --no-deps -r assets.txt)
+	@touch $@
+
+$(VENV)/.docs-$(KEY): $(VENV)/.base-$(KEY)
+	@echo "  installing the documentation's packages"
+	$(call step,install,$(PIP) install --group docs)
+	@touch $@
+
+$(VENV)/.test-$(KEY): $(VENV)/.base-$(KEY)
+	@echo "  installing all packages of the tests (a few minutes the first time)"
+	$(call step,install,$(PIP) install --editable '.[serve$(COMMA)hub$(COMMA)gguf]' --group test --group docs && $(PIP) install --no-deps -r assets.txt)
+	@touch $@ $(VENV)/.demo-$(KEY) $(VENV)/.docs-$(KEY)
+
+COMMA := ,

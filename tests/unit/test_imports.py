@@ -1,0 +1,100 @@
+"""Who may reach what: the rules of import order that import-linter cannot see, because it knows torch only as a whole.
+
+Collectives live in parallel/ (and DCP's own in checkpoint/), DTensor in the storage view and in FSDP's masters, the
+environment in the command line and the launcher; nothing unpickles or evaluates what it reads.
+"""
+
+import ast
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "colonnade"
+
+# dotted name (and everything below it) -> the files that may use it
+REACH = {
+    "torch.distributed": ("parallel/*", "checkpoint/*"),
+    "torch.distributed.tensor": ("checkpoint/storage.py", "parallel/fsdp.py"),
+    "torch.distributed.checkpoint": ("checkpoint/*",),
+    "os.environ": ("cli.py", "parallel/launch.py"),
+    "os.getenv": (),
+    "os.putenv": (),
+    "pickle": (),
+    "marshal": (),
+    "shelve": (),
+    "torch.load": (),
+    "eval": (),
+    "exec": (),
+}
+
+
+def names_used(source: str) -> Iterator[tuple[str, int]]:
+    """Each dotted name that ``source`` imports, or reads through an import, with its line."""
+    tree = ast.parse(source)
+    bound: dict[str, str] = {name: name for name in ("eval", "exec")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                bound[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield f"{node.module}.{alias.name}", node.lineno
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name) and (dotted := _dotted(node)):
+            first, _, rest = dotted.partition(".")
+            if first in bound:
+                yield f"{bound[first]}.{rest}" if rest else bound[first], node.lineno
+
+
+def _dotted(node: ast.expr) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        base = _dotted(node.value)
+        return f"{base}.{node.attr}" if base else None
+    return None
+
+
+def offences(source: str, path: str, name: str) -> set[int]:
+    """Lines of ``source`` that reach ``name`` although ``path`` may not."""
+    if any(fnmatch(path, pattern) for pattern in REACH[name]):
+        return set()
+    return {line for used, line in names_used(source) if used == name or used.startswith(name + ".")}
+
+
+@pytest.mark.parametrize("name", REACH)
+def test_reach(name):
+    found = {}
+    for file in PACKAGE.rglob("*.py"):
+        path = file.relative_to(PACKAGE).as_posix()
+        if lines := offences(file.read_text(), path, name):
+            found[path] = sorted(lines)
+    assert not found, f"{name} may be used in {REACH[name] or 'no file'} only"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import torch.distributed", "torch.distributed"),
+        ("import torch\ntorch.distributed.barrier()", "torch.distributed"),
+        ("from torch import distributed as dist", "torch.distributed"),
+        ("from torch.distributed.tensor import DTensor", "torch.distributed.tensor"),
+        ("import torch.distributed as d\nd.tensor.DTensor", "torch.distributed.tensor"),
+        ("from os import environ", "os.environ"),
+        ("import os\nos.environ.get('X')", "os.environ"),
+        ("eval('1')", "eval"),
+        ("def f():\n    import pickle", "pickle"),
+    ],
+)
+def test_every_way_to_reach_is_seen(source, name):
+    assert offences(source, "model/ffn.py", name)
+
+
+def test_a_method_of_the_same_name_is_no_offence():
+    assert not offences("model.eval()", "model/ffn.py", "eval")
