@@ -1,0 +1,131 @@
+"""How a benchmark keeps what it measured: one JSON file with everything needed to judge it, or to run it again.
+
+    report("decode", rows, notes="median of 5", headlines=[Headline("SmolLM2, batch 1", 31.2, "tokens/s", ...)])
+
+writes ``results/decode.json``: date, command, machine, versions, commit, the rows, and the few numbers (headlines)
+that the README shows. ``table.py`` renders all files; no number reaches the README by hand. A result of another
+machine is another name ("train_cpu", "train_h200"), so that neither overwrites the other.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PEERS = ("torch", "transformers", "triton", "numpy", "tokenizers", "openai", "llama-cpp-python", "flashinfer-python")
+
+Cell = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One line of the README's table: a measured value, and what stands beside it in the same run."""
+
+    what: str
+    """What was measured, in a few words, with the sizes."""
+    value: float
+    """Colonnade's number."""
+    unit: str
+    """Its unit, such as tokens/s."""
+    peer: str = ""
+    """Whose number stands beside it, such as transformers; empty when nothing does."""
+    peer_value: float | None = None
+    """The peer's number, in the same unit and from the same run."""
+
+
+def report(
+    name: str,
+    rows: Sequence[Mapping[str, Cell]],
+    notes: str = "",
+    *,
+    headlines: Sequence[Headline] = (),
+    folder: Path = RESULTS,
+) -> Path:
+    """Write ``results/NAME.json`` and return its path; rows are flat records whose keys carry their units."""
+    if not rows:
+        raise ValueError(f"the benchmark '{name}' measured nothing; give at least one row")
+    record = {
+        "name": name,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": command(),
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(),
+        "notes": notes,
+        "headlines": [asdict(line) for line in headlines],
+        "rows": [dict(row) for row in rows],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    return path
+
+
+def command() -> str:
+    """The command line of this process, as it would be typed at the root of the repository."""
+    script = Path(sys.argv[0]).resolve()
+    shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
+    return shlex.join(["python", shown.as_posix(), *sys.argv[1:]])
+
+
+def commit() -> str | None:
+    """The commit that was measured, with a plus when the tree differs from it; None outside a checkout."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
+
+
+def machine() -> dict[str, Cell]:
+    """What the benchmark ran on; no host or user names."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_name(),
+        "cores": usable,
+        "threads": torch.get_num_threads(),
+        "gpu": f"{len(gpus)} x {gpus[0]}" if gpus else None,
+        "cuda": torch.version.cuda if gpus else None,
+    }
+
+
+def cpu_name() -> str:
+    """The processor's own name for itself where the system tells it, else its architecture."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Python, and those of :data:`PEERS` that are installed."""
+    found = {"python": platform.python_version()}
+    for package in PEERS:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

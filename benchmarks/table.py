@@ -1,0 +1,110 @@
+"""Renders benchmarks/results/*.json: the headlines into README.md, every row into docs/results.md.
+
+    python benchmarks/table.py            writes both
+    python benchmarks/table.py --check    fails when either is not what the JSON files say
+
+The README's table stands between two comments, ``<!-- results:begin -->`` and ``<!-- results:end -->``.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from _report import RESULTS, ROOT
+
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+EMPTY = "No results are recorded yet: `make bench` measures this machine and fills this table."
+
+
+def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """The records of all result files, by name."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+
+
+def headlines(records: list[dict[str, Any]]) -> str:
+    """The README's table: one line a headline, with the peer of the same run, machine, date and file."""
+    lines = [
+        [
+            line["what"],
+            f"{number(line['value'])} {line['unit']}",
+            f"{line['peer']} {number(line['peer_value'])} {line['unit']}" if line["peer_value"] is not None else "",
+            where(record["machine"]),
+            f"[{record['date'][:10]}](benchmarks/results/{record['name']}.json)",
+        ]
+        for record in records
+        for line in record["headlines"]
+    ]
+    return table(["Measured", "Colonnade", "Beside it, same run", "On", "Record"], lines) if lines else EMPTY
+
+
+def page(records: list[dict[str, Any]]) -> str:
+    """docs/results.md: each file whole, with its command, so that anyone can repeat it."""
+    parts = [
+        "# Results",
+        "Every number here is rendered from a file of `benchmarks/results/` by `benchmarks/table.py`; none is typed. "
+        "Each section names the command that repeats it.",
+    ]
+    for record in records:
+        columns = list(dict.fromkeys(key for row in record["rows"] for key in row))
+        cells = [[number(row.get(key)) for key in columns] for row in record["rows"]]
+        versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+        parts += [f"## {record['name']}", f"`{record['command']}`"]
+        parts += [record["notes"]] if record["notes"] else []
+        parts += [table(columns, cells)]
+        parts += [f"{where(record['machine'])}; {versions}; commit {record['commit'] or 'unknown'}; {record['date']}."]
+    if not records:
+        parts.append(EMPTY)
+    return "\n\n".join(parts) + "\n"
+
+
+def table(head: list[str], body: list[list[str]]) -> str:
+    """A Markdown table."""
+    rows = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+
+
+def where(machine: dict[str, Any]) -> str:
+    """The machine in a few words."""
+    return machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+
+
+def number(value: Any) -> str:
+    """Four significant figures and thousands separated; integers and words as they are."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def with_headlines(readme: str, records: list[dict[str, Any]]) -> str:
+    """``readme`` with the text between the two marks replaced."""
+    before, rest = readme.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{headlines(records)}\n{END}{after}"
+
+
+def main() -> None:
+    """Write both files, or with --check say which of them is stale."""
+    records = load()
+    wanted = {README: with_headlines(README.read_text(encoding="utf-8"), records), PAGE: page(records)}
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if "--check" in sys.argv[1:]:
+        if stale:
+            names = ", ".join(path.relative_to(ROOT).as_posix() for path in stale)
+            sys.exit(f"{names}: not what benchmarks/results says; run python benchmarks/table.py")
+        return
+    for path in stale:
+        path.write_text(wanted[path], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
