@@ -67,7 +67,7 @@ class PagePool:
 
     def release(self, pages: Iterable[int]) -> None:
         """One holder less for each of ``pages``; those without any become free."""
-        for page in pages:
+        for page in reversed(list(pages)):  # so that the stack gives neighbours out in ascending order again
             assert self._references[page] > 0, f"page {page} is released but nobody holds it"
             self._references[page] -= 1
             if self._references[page] == 0:
@@ -78,5 +78,6 @@ class PagePool:
         held = Counter(page for table in tables for page in table)
         free = Counter(self._free)
         for page in range(self.pages):
-            assert self._references[page] == held[page], f"page {page}: {self._references[page]} references, {held[page]} holders"
-            assert free[page] == (held[page] == 0), f"page {page}: {held[page]} holders and {free[page]} times in the free list"
+            references, holders = self._references[page], held[page]
+            assert references == holders, f"page {page}: {references} references, {holders} holders"
+            assert free[page] == (holders == 0), f"page {page}: {holders} holders, {free[page]} times in the free list"

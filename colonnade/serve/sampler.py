@@ -26,16 +26,19 @@ from colonnade.serve.request import Request
 SMALLEST_TEMPERATURE = 1e-5
 """Colder is the same as greedy in float32, but divides by zero."""
 
+NOT_FINITE = -1
+"""In place of a token, when the logits hold NaN or no finite number: there is nothing to choose from."""
+
 
 def sample(logits_RV: Tensor, requests: Sequence[Request]) -> list[int]:
-    """One token for each of the R requests; row r of the logits is request r's."""
-    tokens_R = logits_RV.argmax(-1)
+    """One token (or :data:`NOT_FINITE`) for each of the R requests; row r of the logits is request r's."""
+    top_R, tokens_R = logits_RV.max(-1)
     drawn = [r for r, request in enumerate(requests) if not request.params.greedy]
     if drawn:
         # index_select with all rows would copy for nothing: the common batch is all of a kind.
         rows_RV = logits_RV if len(drawn) == len(requests) else logits_RV[drawn]
         tokens_R[drawn] = _draw(rows_RV, [requests[r] for r in drawn])
-    return tokens_R.tolist()
+    return tokens_R.masked_fill_(~top_R.isfinite(), NOT_FINITE).tolist()
 
 
 def truncate(x_RV: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float]) -> Tensor:

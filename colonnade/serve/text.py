@@ -13,8 +13,8 @@ from typing import Protocol
 class Detokenizer(Protocol):
     """Turns tokens into text one at a time; ``colonnade.data.tokenizer`` makes them."""
 
-    def push(self, id: int) -> str:
-        """The text that ``id`` completes, perhaps none."""
+    def push(self, token: int, /) -> str:
+        """The text that ``token`` completes, perhaps none."""
         ...
 
     def flush(self) -> str:

@@ -9,6 +9,9 @@ Fixed int64 tensors and no pickling: what a rank receives can be a wrong plan of
 from collections.abc import Sequence
 from itertools import chain, islice
 
+import torch
+
+from colonnade.parallel.axis import Axis
 from colonnade.serve.scheduler import Slice, Work
 
 RUN, IDLE, STOP = 1, 2, 3
@@ -31,3 +34,18 @@ def unpack(payload: Sequence[int]) -> Work:
     tokens = [tuple(islice(rest, n)) for _, n, _, _ in heads]
     pages = [tuple(islice(rest, n)) for _, _, n, _ in heads]
     return Work(tuple(Slice(h[0], t, p, bool(h[3])) for h, t, p in zip(heads, tokens, pages, strict=True)))
+
+
+def send(axis: Axis, kind: int, work: Work | None = None) -> None:
+    """From rank 0 of ``axis`` to all others, which call :func:`receive`; in a world of one nothing happens."""
+    if axis.size > 1:
+        payload = pack(work) if work else []
+        axis.broadcast_(torch.tensor([kind, len(payload)], dtype=torch.int64))
+        if payload:
+            axis.broadcast_(torch.tensor(payload, dtype=torch.int64))
+
+
+def receive(axis: Axis) -> tuple[int, Work | None]:
+    """The next message of rank 0: its kind, and the work if there is any."""
+    kind, length = axis.broadcast_(torch.zeros(2, dtype=torch.int64)).tolist()
+    return kind, unpack(axis.broadcast_(torch.zeros(length, dtype=torch.int64)).tolist()) if length else None

@@ -1,0 +1,1 @@
+"""The HTTP layer: OpenAI's endpoints over an engine in another process."""

@@ -1,0 +1,228 @@
+"""The engine: requests in, text out, one forward pass a step.
+
+    work    = schedule()        which tokens of which requests        scheduler.py, pages.py
+    tokens  = run(work)         the model, then one token a request   batch.py, sampler.py
+    outputs = commit(tokens)    text, stop strings, what has ended    text.py
+
+Under tensor parallelism rank 0 does all three and broadcasts each :class:`Work` before it runs it; the other ranks
+:meth:`~Engine.follow`, running the same forward on their shares of the model and of the cache. Logits come out whole on
+every rank (``Rows``), but only rank 0 samples. An engine belongs to one thread.
+"""
+
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from colonnade.config import ServeConfig
+from colonnade.data.tokenizer import Tokenizer
+from colonnade.errors import PlanError, RequestError
+from colonnade.model import Transformer
+from colonnade.serve import wire
+from colonnade.serve.batch import forward
+from colonnade.serve.limits import build_cache, limit_tokens
+from colonnade.serve.output import Completion, FinishReason, Output, Timing
+from colonnade.serve.pages import PagePool
+from colonnade.serve.request import Request
+from colonnade.serve.sampler import NOT_FINITE, sample
+from colonnade.serve.sampling import SamplingParams
+from colonnade.serve.scheduler import Scheduler, Work
+from colonnade.serve.stats import Stats
+from colonnade.serve.text import TextStream
+
+Prompt = str | Sequence[int]
+"""Text, or token ids as they are."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """What the engine keeps of a request beside the scheduler's part."""
+
+    request: Request
+    text: TextStream
+    arrived_s: float
+    admitted_s: float | None = None
+    first_token_s: float = 0.0
+
+
+class Engine:
+    """Generates with ``model``; the cache takes what ``config`` allows, in the model's dtype and on its device."""
+
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, config: ServeConfig | None = None):
+        self.model, self.tokenizer, self.config = model, tokenizer, config or ServeConfig()
+        if model.axes.dp.size > 1:
+            raise PlanError(
+                f"an engine lays its model over tp ranks only, not over dp={model.axes.dp.size}; "
+                "use dp=1, and one server for each replica"
+            )
+        self.cache = build_cache(model, self.config)
+        self.scheduler = Scheduler(
+            PagePool(self.cache.pages, self.cache.page_tokens),
+            max_requests=self.config.max_requests,
+            token_budget=self.config.token_budget,
+            max_waiting=self.config.max_waiting,
+        )
+        self._stats = Stats(pages=self.cache.pages)
+        self._live: dict[str, _Live] = {}
+        self._mail: dict[str, deque[Output]] = {}
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def add(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None) -> str:
+        """Queue a request and return its id; the steps that follow give its outputs.
+
+        Raises :class:`RequestError` (empty, over the context, queue full) and :class:`CapacityError` (would not fit
+        into the cache even alone).
+        """
+        params = params or SamplingParams()
+        ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        context, vocab_size = self.model.config.context, self.model.config.vocab_size
+        request = Request(
+            id=request_id or uuid.uuid4().hex,
+            prompt=ids,
+            params=params,
+            seed=uuid.uuid4().int >> 65 if params.seed is None else params.seed,
+            limit_tokens=limit_tokens(ids, params, context=context, vocab_size=vocab_size, pool=self.scheduler.pool),
+        )
+        if request.id in self._live:
+            raise RequestError(f"request {request.id!r} is running already; choose another id", param="request_id")
+        self.scheduler.add(request)
+        text = TextStream(self.tokenizer.detokenizer(), params.stop)
+        self._live[request.id] = _Live(request, text, arrived_s=time.monotonic())
+        return request.id
+
+    def step(self) -> list[Output]:
+        """One forward pass over as many requests as fit; what each of them gained."""
+        if not self.busy:
+            return []
+        work = self.scheduler.schedule()
+        tokens = self._run(work)
+        return self._commit(work, tokens)
+
+    def cancel(self, request_id: str) -> bool:
+        """Drop a request and give its pages back; False when it is not alive (any more)."""
+        if alive := request_id in self._live:
+            self._end(self._live[request_id], "cancelled")
+        return alive
+
+    @property
+    def busy(self) -> bool:
+        """True while :meth:`step` has something to do."""
+        return self.scheduler.busy
+
+    @property
+    def stats(self) -> Stats:
+        """Counters, and the state after the last call."""
+        stats, scheduler = self._stats, self.scheduler
+        stats.running, stats.waiting = len(scheduler.running), len(scheduler.waiting)
+        stats.pages_used, stats.preemptions = scheduler.pool.used, scheduler.preemptions
+        return stats
+
+    def _run(self, work: Work) -> list[int]:
+        wire.send(self.model.axes.tp, wire.RUN, work)
+        logits_RV = forward(self.model, self.cache, work)
+        return sample(logits_RV, [r for r, piece in zip(work.requests, work.slices, strict=True) if piece.samples])
+
+    def _commit(self, work: Work, tokens: Sequence[int]) -> list[Output]:
+        now_s = time.monotonic()
+        self._stats.steps += 1
+        for live in (self._live[request.id] for request in work.requests):
+            live.admitted_s = now_s if live.admitted_s is None else live.admitted_s
+        return [self._advance(self._live[r.id], token, now_s) for r, token in self.scheduler.commit(work, tokens)]
+
+    def _advance(self, live: _Live, token: int, now_s: float) -> Output:
+        """The output of one new token: the text it completes, and whether the request ends with it."""
+        request, params = live.request, live.request.params
+        if request.generated == 1:
+            live.first_token_s = now_s
+            self._stats.prompt_tokens += len(request.prompt)
+        self._stats.generation_tokens += 1
+
+        ends = token in params.stop_token_ids or (token in self.tokenizer.eos_ids and not params.ignore_eos)
+        text = "" if ends or token == NOT_FINITE else live.text.push(token)
+        reason: FinishReason | None = None
+        if token == NOT_FINITE:
+            reason = "error"
+        elif ends or live.text.stopped:
+            reason = "stop"
+        elif request.generated == request.limit_tokens:
+            reason = "length"
+        timing = None
+        if reason:
+            text += live.text.finish()
+            reason = "stop" if live.text.stopped else reason
+            self._end(live, reason)
+            admitted_s = now_s if live.admitted_s is None else live.admitted_s
+            timing = Timing(admitted_s - live.arrived_s, live.first_token_s - admitted_s, now_s - live.first_token_s)
+        return Output(request.id, text, token, reason, len(request.prompt), request.generated, timing)
+
+    def _end(self, live: _Live, reason: str) -> None:
+        self.scheduler.finish(live.request)
+        del self._live[live.request.id]
+        self._stats.finished[reason] = self._stats.finished.get(reason, 0) + 1
+
+    # -- for people ------------------------------------------------------------------------------------------------
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
+        """The output of one request, piece by piece; leaving the loop early cancels it. Streams may be interleaved."""
+        key = self.add(prompt, params)  # here and not in the generator, so that a bad request fails at once
+        self._mail[key] = deque()
+        return self._deliver(key)
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """All ``prompts`` batched together, in their order; ``params`` for all of them, or one for each."""
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(each)} sampling params; give one for each, or one")
+        todo, mine = deque(zip(prompts, each, strict=True)), list[str]()
+        try:
+            while todo or any(key in self._live for key in mine):
+                while todo and not self.scheduler.full:
+                    mine.append(self.add(*todo.popleft()))
+                    self._mail[mine[-1]] = deque()
+                self._pump()
+            return [Completion.of(self._mail[key]) for key in mine]
+        finally:
+            for key in mine:
+                self._forget(key)
+
+    def _deliver(self, key: str) -> Iterator[Output]:
+        mail = self._mail[key]
+        try:
+            while True:
+                while not mail:
+                    self._pump()
+                yield (output := mail.popleft())
+                if output.finish_reason:
+                    return
+        finally:
+            self._forget(key)
+
+    def _pump(self) -> None:
+        """One step, its outputs into the mail of those who wait for them."""
+        for output in self.step():
+            if (mail := self._mail.get(output.id)) is not None:
+                mail.append(output)
+
+    def _forget(self, key: str) -> None:
+        self._mail.pop(key, None)
+        self.cancel(key)
+
+    # -- several ranks ---------------------------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """On ranks above 0: run the work that rank 0 broadcasts, until it stops."""
+        while (message := wire.receive(self.model.axes.tp))[0] != wire.STOP:
+            if message[1] is not None:
+                forward(self.model, self.cache, message[1])
+
+    def beat(self) -> None:
+        """On rank 0, while idle: a sign of life, because a collective that waits too long gives up."""
+        wire.send(self.model.axes.tp, wire.IDLE)
+
+    def stop(self) -> None:
+        """On rank 0, at the end: the other ranks leave :meth:`follow`."""
+        wire.send(self.model.axes.tp, wire.STOP)

@@ -1,0 +1,57 @@
+"""How much memory an engine's cache may take, and how many tokens a request may generate: refusals with the numbers."""
+
+from collections.abc import Sequence
+
+from colonnade.config import ServeConfig
+from colonnade.errors import CapacityError, RequestError
+from colonnade.model import KVCache, Transformer
+from colonnade.serve.pages import PagePool
+from colonnade.serve.sampling import SamplingParams
+
+
+def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
+    """The cache that ``config`` allows, but no larger than ``max_requests`` whole contexts could fill.
+
+    Raises :class:`CapacityError` when not one page fits, or the memory is not there.
+    """
+    size, context = config.page_tokens, model.config.context
+    weight = next(model.parameters())
+    page_bytes = KVCache.bytes_per_page(model.config, model.axes, size, weight.dtype)
+    pages = config.pages or min(config.cache_bytes // page_bytes, config.max_requests * -(-context // size))
+    if pages < 1:
+        raise CapacityError(
+            f"--serve.cache_bytes {config.cache_bytes} holds no page of {size} tokens, which takes {page_bytes} bytes; "
+            f"give {page_bytes * -(-context // size)} for one whole context of {context} tokens"
+        )
+    try:
+        return KVCache(
+            model.config, model.axes, pages=pages, page_tokens=size, dtype=weight.dtype, device=weight.device
+        )
+    except RuntimeError as refusal:  # torch's only type for a failed allocation on a CPU
+        raise CapacityError(
+            f"no memory for a key/value cache of {pages * page_bytes} bytes on {weight.device}; "
+            f"lower --serve.cache_bytes ({str(refusal).splitlines()[0][:120]})"
+        ) from None
+
+
+def limit_tokens(ids: Sequence[int], params: SamplingParams, *, context: int, vocab_size: int, pool: PagePool) -> int:
+    """Tokens that a request with this prompt may generate; :class:`RequestError` when it cannot even start.
+
+    Without ``max_tokens`` that is what the context and the cache hold, and at least 1: whether that fits into the
+    cache is checked, with the numbers, where pages are given out.
+    """
+    if not ids:
+        raise RequestError("the prompt is empty; give at least one token", param="prompt")
+    strange = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if strange is not None:
+        raise RequestError(f"token {strange} is not in the vocabulary of {vocab_size}", param="prompt")
+    room, asked = context - len(ids), params.max_tokens
+    if room < (asked or 1):
+        total = f" and max_tokens {asked} make {len(ids) + asked}" if asked else ""
+        remedy = f"ask for at most {room}" if room > 0 else f"shorten the prompt to at most {context - 1}"
+        raise RequestError(
+            f"the prompt's {len(ids)} tokens{total}: too many for the model's context of {context}; {remedy}",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    return asked or max(1, min(room, pool.tokens + 1 - len(ids)))

@@ -1,0 +1,44 @@
+"""An engine on two ranks gives one process's greedy tokens; the ranks that follow only ever see numbers."""
+
+import pytest
+
+from colonnade.config import ModelConfig, Plan, ServeConfig
+from colonnade.errors import PlanError
+from colonnade.parallel.axis import Axes, Axis
+from colonnade.parallel.mesh import Ground
+from colonnade.serve import Engine, SamplingParams
+from tests.serve import tiny
+from tests.worlds import run
+
+PROMPTS = ["The quick brown", "My fellow citizens: we", "ö", "the dog sleeps on"]
+LIMITS = ServeConfig(pages=16, page_tokens=3, token_budget=7, max_requests=3)
+GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+WILD = SamplingParams(temperature=1, top_k=40, seed=3, max_tokens=9, ignore_eos=True)
+
+
+def _serve(world: int, changes: dict) -> list[tuple[int, ...]]:
+    with Ground.build(Plan(tp=world)) as ground:
+        engine = Engine(tiny.model(ground.axes, **changes), tiny.tokenizer(), LIMITS)
+        if ground.rank:
+            engine.follow()
+            return []
+        engine.beat()
+        texts = [c.token_ids for c in engine.generate([*PROMPTS, *PROMPTS], [GREEDY] * 4 + [WILD] * 4)]
+        assert engine.stats.preemptions > 0
+        engine.beat()
+        engine.stop()
+        engine.scheduler.audit()
+        return texts
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied": True, "window": 7, "qk_norm": True}], ids=["llama", "tied_window"])
+@pytest.mark.xdist_group("worlds")
+def test_two_ranks_say_what_one_says(changes: dict) -> None:
+    assert run(2, _serve, 2, changes)[0] == run(1, _serve, 1, changes)[0]
+
+
+def test_data_parallel_engines_are_refused() -> None:
+    model = tiny.model(Axes(dp=Axis("dp", size=2)))
+    with pytest.raises(PlanError, match=r"not over dp=2; use dp=1, and one server for each replica"):
+        Engine(model, tiny.tokenizer(), LIMITS)
+    assert isinstance(model.config, ModelConfig)

@@ -1,0 +1,243 @@
+"""The engine's text is the model's text, however the work was cut up, interleaved, preempted or cancelled."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colonnade.config import ServeConfig
+from colonnade.errors import CapacityError, RequestError
+from colonnade.serve import Engine, SamplingParams
+from tests.serve import tiny
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model()
+
+
+def engine(model, **limits) -> Engine:
+    return Engine(model, tiny.tokenizer(), ServeConfig(**{"pages": 64, "page_tokens": 4, **limits}))
+
+
+def audit(it: Engine) -> None:
+    it.scheduler.audit()
+    assert not it.busy and it.scheduler.pool.free == it.scheduler.pool.pages and not it._live and not it._mail
+
+
+prompts = st.lists(st.integers(0, 300), min_size=1, max_size=24)
+
+
+@settings(max_examples=40)
+@given(
+    arrivals=st.lists(st.tuples(prompts, st.integers(1, 10), st.integers(0, 4)), min_size=1, max_size=6),
+    page_tokens=st.integers(1, 7),
+    spare_pages=st.integers(0, 12),
+    token_budget=st.integers(1, 20),
+    max_requests=st.integers(1, 5),
+    cancelled=st.sets(st.integers(0, 5), max_size=2),
+)
+def test_greedy_is_the_argmax_of_one_long_forward(
+    model, arrivals, page_tokens, spare_pages, token_budget, max_requests, cancelled
+):
+    """Any order of arrival, chunk size, page size; pools so small that requests are preempted; some are cancelled."""
+    needed = max(-(-(len(prompt) + count - 1) // page_tokens) for prompt, count, _ in arrivals)
+    it = engine(
+        model,
+        page_tokens=page_tokens,
+        pages=needed + spare_pages,
+        token_budget=token_budget,
+        max_requests=max_requests,
+    )
+    texts: dict[str, list[int]] = {}
+    ended: dict[str, str] = {}
+
+    def step() -> None:
+        for output in it.step():
+            texts[output.id].append(output.token)
+            if output.finish_reason:
+                ended[output.id] = output.finish_reason
+        it.scheduler.audit()
+
+    for number, (prompt, count, pause) in enumerate(arrivals):
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        texts[it.add(prompt, params, request_id=str(number))] = []
+        for _ in range(pause):
+            step()
+        if number in cancelled:
+            it.cancel(str(number))
+    while it.busy:
+        step()
+
+    for number, (prompt, count, _) in enumerate(arrivals):
+        got = texts[str(number)]
+        assert got == tiny.greedy(model, prompt, len(got))
+        assert (ended.get(str(number)), len(got)) == ("length", count) or number in cancelled
+    audit(it)
+
+
+def test_a_small_pool_preempts_and_the_text_stays(model):
+    prompts = [[7 * i + j for j in range(8)] for i in range(4)]
+    roomy, tight = engine(model), engine(model, pages=8)
+    whole = roomy.generate(prompts, GREEDY)
+    assert tight.generate(prompts, GREEDY) == whole
+    assert [list(c.token_ids) for c in whole] == [tiny.greedy(model, p, 12) for p in prompts]
+    assert tight.stats.preemptions > 0 and roomy.stats.preemptions == 0
+    audit(tight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_seed_repeats_in_any_batch(dtype):
+    model = tiny.model(dtype=dtype)
+    wild = SamplingParams(temperature=1.3, top_p=0.95, top_k=50, seed=11, max_tokens=20, ignore_eos=True)
+    prompt = "The quick"
+    alone = engine(model).generate([prompt], wild)[0]
+    others = [SamplingParams(temperature=1, seed=s, max_tokens=10 + s, ignore_eos=True) for s in range(5)]
+    crowd = engine(model, token_budget=9, pages=12)
+    crowded = crowd.generate(["dog " * i + "fox" for i in range(5)] + [prompt], [*others, wild])
+    assert crowd.stats.preemptions > 0
+    assert crowded[-1] == alone
+    other_seed = engine(model).generate([prompt], SamplingParams(**{**wild.__dict__, "seed": 12}))[0]
+    assert other_seed.token_ids != alone.token_ids
+
+
+def test_without_a_seed_every_answer_differs(model):
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    assert len({c.token_ids for c in engine(model).generate(["fox"] * 4, params)}) == 4
+
+
+def test_streams_interleave_and_add_up(model):
+    it = engine(model)
+    whole = engine(model).generate(["The quick", "My fellow"], GREEDY)
+    pieces = zip(it.stream("The quick", GREEDY), it.stream("My fellow", GREEDY), strict=True)
+    for completion, outputs in zip(whole, zip(*pieces, strict=True), strict=True):
+        assert "".join(o.text for o in outputs) == completion.text == tiny.tokenizer().decode(completion.token_ids)
+        assert [o.generated_tokens for o in outputs] == list(range(1, 13))
+        assert outputs[-1].finish_reason == "length" and outputs[-1].timing is not None
+    audit(it)
+
+
+def test_leaving_a_stream_cancels_it(model):
+    it = engine(model)
+    stream = it.stream("The quick", GREEDY)
+    next(stream)
+    assert it.scheduler.pool.used > 0
+    stream.close()
+    audit(it)
+    assert it.stats.finished == {"cancelled": 1}
+
+
+def test_one_bad_prompt_cancels_its_batch(model):
+    it = engine(model)
+    with pytest.raises(RequestError):
+        it.generate(["fine", [999]], GREEDY)
+    audit(it)
+
+
+def test_a_stop_string_spans_tokens_and_is_never_shown(model):
+    text = engine(model).generate(["The quick"], GREEDY)[0].text
+    for start in range(1, len(text) - 5):
+        stop = text[start : start + 4]
+        it = engine(model)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=[stop])
+        outputs = list(it.stream("The quick", params))
+        assert "".join(o.text for o in outputs) == text[: text.index(stop)]
+        assert outputs[-1].finish_reason == "stop"
+        audit(it)
+
+
+def test_what_might_have_become_a_stop_string_is_shown_at_the_end(model):
+    text = engine(model).generate(["The quick"], GREEDY)[0].text
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=[text[-3:] + "never"])
+    outputs = list(engine(model).stream("The quick", params))
+    assert "".join(o.text for o in outputs) == text and outputs[-1].finish_reason == "length"
+
+
+def test_end_tokens_stop_and_are_counted_but_not_shown(model):
+    tokens = engine(model).generate(["The quick"], GREEDY)[0].token_ids
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[tokens[5]])
+    first = tokens.index(tokens[5])
+    done = engine(model).generate(["The quick"], params)[0]
+    assert done.token_ids == tokens[: first + 1] and done.finish_reason == "stop"
+    assert done.text == tiny.tokenizer().decode(tokens[:first])
+
+
+def test_the_tokenizers_own_end_token_stops():
+    model = tiny.model()
+    with torch.no_grad():  # an output projection in favour of token 0 after a few others
+        model.unembed.weight[0] += 0.35
+    reference = tiny.greedy(model, [5, 6, 7], 40)
+    assert 0 in reference
+    done = engine(model).generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=40))[0]
+    assert list(done.token_ids) == reference[: reference.index(0) + 1] and done.finish_reason == "stop"
+    on = engine(model).generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))[0]
+    assert list(on.token_ids) == reference and on.finish_reason == "length"
+
+
+def test_without_max_tokens_it_goes_to_the_end_of_the_context_or_of_the_cache(model):
+    on = SamplingParams(temperature=0, ignore_eos=True)
+    assert len(engine(model).generate([[1] * 10], on)[0].token_ids) == 128 - 10
+    assert len(engine(model, pages=5).generate([[1] * 10], on)[0].token_ids) == 20 + 1 - 10
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, r"the prompt is empty"),
+        ([1, 301], {}, r"token 301 is not in the vocabulary of 301"),
+        ([1] * 128, {}, r"the prompt's 128 tokens: too many for the model's context of 128; shorten .* at most 127"),
+        ([1] * 120, {"max_tokens": 9}, r"120 tokens and max_tokens 9 make 129: .* context of 128; ask for at most 8"),
+    ],
+)
+def test_refusals_say_why(model, prompt, params, message):
+    it = engine(model)
+    with pytest.raises(RequestError, match=message) as refusal:
+        it.add(prompt, SamplingParams(**params))
+    assert refusal.value.param == "prompt" and refusal.value.status == 400
+    audit(it)
+
+
+def test_capacity_errors_give_the_numbers_and_the_remedy(model):
+    with pytest.raises(CapacityError, match=r"40 tokens needs 10 cache pages of 4 tokens, but the pool has 5; raise"):
+        engine(model, pages=5).add([1] * 31, SamplingParams(max_tokens=10))
+    with pytest.raises(CapacityError, match=r"cache_bytes 100 holds no page of 4 tokens, .* 1536 bytes; give 49152"):
+        Engine(model, tiny.tokenizer(), ServeConfig(cache_bytes=100, page_tokens=4))
+    with pytest.raises(CapacityError, match=r"no memory for a key/value cache of \d+ bytes"):
+        engine(model, pages=1 << 50)
+
+
+def test_the_cache_is_no_larger_than_can_be_used(model):
+    it = Engine(model, tiny.tokenizer(), ServeConfig(max_requests=2, page_tokens=16))
+    assert it.cache.pages == 2 * 128 // 16
+    assert Engine(model, tiny.tokenizer(), ServeConfig(cache_bytes=1536 * 5, page_tokens=4)).cache.pages == 5
+
+
+def test_the_queue_is_bounded_but_a_list_of_prompts_waits_its_turn(model):
+    it = engine(model, max_waiting=2)
+    for _ in range(2):
+        it.add("fox", GREEDY)
+    with pytest.raises(RequestError, match="2 requests wait already") as refusal:
+        it.add("fox", GREEDY)
+    assert refusal.value.status == 429
+    assert len(engine(model, max_waiting=2).generate(["fox"] * 7, GREEDY)) == 7
+
+
+def test_logits_that_are_not_finite_end_the_request_and_not_the_engine():
+    model = tiny.model()
+    with torch.no_grad():
+        model.embed.tokens.weight[9] = torch.nan
+    it = engine(model)
+    sick, well = it.generate([[9], [8]], SamplingParams(temperature=1, seed=1, max_tokens=3, ignore_eos=True))
+    assert sick.finish_reason == "error" and sick.text == ""
+    assert well.finish_reason in ("length", "error")
+    audit(it)
+
+
+def test_stats_add_up(model):
+    it = engine(model)
+    it.generate([[1] * 5, [2] * 6], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    stats = it.stats
+    assert (stats.prompt_tokens, stats.generation_tokens, stats.finished) == (11, 8, {"length": 2})
+    assert stats.running == stats.waiting == stats.pages_used == 0 and stats.steps == 4 and stats.cache_usage == 0

@@ -1,0 +1,65 @@
+"""A tiny model and a tiny tokenizer, built in milliseconds, importable by server processes."""
+
+from functools import cache
+
+import tokenizers
+import torch
+
+from colonnade.config import ModelConfig
+from colonnade.data.tokenizer import Tokenizer
+from colonnade.model import Packed, Rows, Stream, Transformer, initialise
+from colonnade.parallel.axis import SOLO_AXES, Axes
+
+TEXT = [
+    "The quick brown fox jumps over the lazy dog, and the dog sleeps on while the fox is gone.",
+    "My fellow citizens: we the people, in order to form a more perfect union, ask what we can do.",
+    "Äpfel, Öl und Übermut: größer als naïve façades, 你好, здравствуй, और नमस्ते! 🙂🙃",
+]
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' + m.role) }}{% endif %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@cache
+def tokenizer(chat: bool = True) -> Tokenizer:
+    """A byte-level BPE of about 300 tokens, with an end token that begins and ends documents."""
+    parts = tokenizers.Tokenizer(tokenizers.models.BPE())
+    parts.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    parts.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|end|>"],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    parts.train_from_iterator(TEXT, trainer)
+    return Tokenizer.from_parts(parts, bos_id=None, eos_ids=(0,), chat_template=TEMPLATE if chat else None)
+
+
+def config(**changes: object) -> ModelConfig:
+    """A Llama with odd sizes, grouped heads, and a context of 128 tokens."""
+    sizes = {"vocab_size": 301, "layers": 2, "width": 24, "heads": 6, "kv_heads": 2, "head_width": 6, "ffn_width": 35}
+    return ModelConfig(**{"context": 128, "init_std": 0.3, **sizes, **changes})  # type: ignore[arg-type]
+
+
+def model(axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float64, **changes: object) -> Transformer:
+    """Initialised with a large spread, so that its greedy text is not one token over and over."""
+    return initialise(Transformer(config(**changes), axes, dtype=dtype), seed=1)
+
+
+@torch.no_grad()
+def greedy(model: Transformer, prompt: list[int], count: int) -> list[int]:
+    """The reference: ``count`` tokens, each the argmax of a forward pass over everything before it."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(logits(model, ids)[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+@torch.no_grad()
+def logits(model: Transformer, ids: list[int]) -> torch.Tensor:
+    """logits_TV of one long forward pass, without a cache."""
+    return model(Stream(torch.tensor(ids), torch.arange(len(ids))), Packed.of([len(ids)]), Rows())

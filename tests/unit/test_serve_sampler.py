@@ -1,0 +1,155 @@
+"""The sampler draws from the distribution that its docstring says, by the seed alone."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from colonnade.errors import RequestError
+from colonnade.serve.request import Request
+from colonnade.serve.sampler import NOT_FINITE, sample, truncate
+from colonnade.serve.sampling import SamplingParams
+
+
+def request(seed: int = 0, generated: int = 0, **params: Any) -> Request:
+    it = Request(id="r", prompt=(1,), params=SamplingParams(**params), seed=seed, limit_tokens=10**6)
+    it.ids += [0] * generated
+    return it
+
+
+def frequencies(logits_V: torch.Tensor, draws: int = 4000, **params: Any) -> torch.Tensor:
+    """Shares of each token in ``draws`` consecutive draws of one seeded request."""
+    rows = [request(5, i, **params) for i in range(draws)]
+    return torch.bincount(torch.tensor(sample(logits_V.expand(draws, -1), rows)), minlength=len(logits_V)) / draws
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_greedy_takes_the_largest(dtype):
+    logits_RV = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]], dtype=dtype)
+    assert sample(logits_RV, [request(temperature=0)] * 2) == [1, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_softmax(temperature):
+    logits_V = torch.linspace(-2, 2, 12)
+    p_V = (logits_V / temperature).softmax(-1)
+    got_V = frequencies(logits_V, temperature=temperature)
+    chi2 = (4000 * (got_V - p_V) ** 2 / p_V).sum()
+    assert chi2 < 31.3  # 11 degrees of freedom: 0.1% of true samples lie above
+
+
+def test_one_step_of_many_seeds_follows_the_softmax_too():
+    """Neighbouring seeds must not give alike noise: 0, 1, 2, … are what people choose."""
+    logits_V = torch.linspace(-1, 1, 8)
+    tokens = sample(logits_V.expand(4000, -1), [request(seed) for seed in range(4000)])
+    p_V = logits_V.softmax(-1)
+    got_V = torch.bincount(torch.tensor(tokens), minlength=8) / 4000
+    assert (4000 * (got_V - p_V) ** 2 / p_V).sum() < 24.3  # 7 degrees of freedom, 0.1%
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({}, 6),
+        ({"top_k": 2}, 2),
+        ({"top_k": 100}, 6),
+        ({"top_p": 0.4}, 1),
+        ({"top_p": 0.41}, 2),
+        ({"top_p": 0.7}, 3),
+        ({"top_p": 1e-9}, 1),
+        ({"min_p": 0.5}, 2),
+        ({"min_p": 0.26}, 2),
+        ({"min_p": 0.2499}, 3),
+        ({"min_p": 1.0}, 1),
+        ({"top_k": 2, "top_p": 0.66}, 1),  # 0.4 of 0.6 is two thirds
+        ({"top_k": 2, "top_p": 0.67}, 2),
+        ({"top_k": 3, "min_p": 0.3}, 2),
+    ],
+)
+def test_filters_keep_the_likeliest(params, kept):
+    """p = 0.4, 0.2, 0.1, … in a shuffled order: who is kept, and with unchanged relations among them."""
+    p_V = torch.tensor([0.4, 0.2, 0.1, 0.1, 0.1, 0.1]) * torch.tensor([1, 1, 1.0, 0.999, 0.998, 0.997])
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    x_V = (p_V / p_V.max()).log()[order]
+    out_V = truncate(
+        x_V[None].clone(), [params.get("top_k", 0)], [params.get("top_p", 1.0)], [params.get("min_p", 0.0)]
+    )[0]
+    alive = [int(order[i]) for i in range(6) if out_V[i] > -math.inf]
+    assert sorted(alive) == list(range(kept))
+    assert torch.equal(out_V[out_V > -math.inf], x_V[out_V > -math.inf])
+
+
+def test_filtered_draws_stay_inside():
+    logits_V = torch.linspace(-2, 2, 12)
+    got_V = frequencies(logits_V, 500, top_k=3)
+    assert (got_V > 0).nonzero().flatten().tolist() == [9, 10, 11]
+
+
+def test_rows_do_not_see_each_other():
+    """A mixed batch gives each request what it gets alone."""
+    torch.manual_seed(0)
+    logits_RV = torch.randn(7, 50) * 3
+    rows = [
+        request(1, temperature=0),
+        request(1),
+        request(2, top_k=5),
+        request(3, 9, top_p=0.5),
+        request(4, min_p=0.1, temperature=1.7),
+        request(-5, top_k=7, top_p=0.9, min_p=0.01),
+        request(2**63 - 1, temperature=0.3),
+    ]
+    together = sample(logits_RV, rows)
+    assert together == [sample(logits_RV[i : i + 1], rows[i : i + 1])[0] for i in range(7)]
+    assert sample(logits_RV.flip(0), rows[::-1]) == together[::-1]
+
+
+def test_seed_and_position_both_matter():
+    logits_RV = torch.zeros(1, 1000)
+    draws = {sample(logits_RV, [request(seed, i)])[0] for seed in range(5) for i in range(5)}
+    assert len(draws) > 20
+    assert len({sample(logits_RV, [request(7, 3)])[0] for _ in range(3)}) == 1
+
+
+def test_almost_no_temperature_is_greedy_and_a_huge_one_uniform():
+    logits_V = torch.tensor([1.0, 1.001, -3.0])
+    assert frequencies(logits_V, 50, temperature=1e-30).tolist() == [0, 1, 0]
+    assert (frequencies(logits_V, 3000, temperature=1e30) - 1 / 3).abs().max() < 0.04
+
+
+def test_no_number_no_token():
+    logits_RV = torch.tensor([[0.0, math.nan], [-math.inf, -math.inf], [math.inf, 0.0], [-math.inf, 1.0]])
+    for temperature in (0, 1):
+        got = sample(logits_RV, [request(temperature=temperature)] * 4)
+        assert got == [NOT_FINITE, NOT_FINITE, NOT_FINITE, 1]
+
+
+def test_no_rows():
+    assert sample(torch.zeros(0, 5), []) == []
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", 1.5),
+        ("seed", 2**63),
+        ("stop", [""]),
+        ("stop", ["x"] * 65),
+        ("stop_token_ids", range(65)),
+        ("max_tokens", 0),
+    ],
+)
+def test_bad_values_are_named(param, value):
+    with pytest.raises(RequestError, match=param) as refusal:
+        SamplingParams(**{param: value})
+    assert refusal.value.param == param and refusal.value.status == 400
+
+
+def test_one_stop_string_may_stand_alone():
+    assert SamplingParams(stop="end").stop == ("end",)
