@@ -1,0 +1,83 @@
+"""GPT-2 (Radford 2019): learned positions, LayerNorm, GELU, biases everywhere, tied embeddings.
+
+Its matrices are "Conv1D", stored (in, out), and its queries, keys and values are one tensor, ``c_attn``. The original
+file (``openai-community/gpt2``) lacks the prefix and carries each layer's causal mask as a tensor.
+"""
+
+from typing import Any
+
+from colonnade.checkpoint.hf.keys import Keys
+from colonnade.checkpoint.hf.names import Family, Table, activation_from_hf, activation_to_hf
+from colonnade.checkpoint.stored import FusedQKV, Stored
+from colonnade.config import ModelConfig
+
+_LAYER = "transformer.h.{i}."
+TABLE: Table = {
+    "embed.tokens.weight": Stored("transformer.wte.weight"),
+    "embed.positions.weight": Stored("transformer.wpe.weight"),
+    "blocks.{i}.norm1.weight": Stored(f"{_LAYER}ln_1.weight"),
+    "blocks.{i}.norm1.bias": Stored(f"{_LAYER}ln_1.bias"),
+    "blocks.{i}.attention.qkv.weight": FusedQKV(f"{_LAYER}attn.c_attn.weight", transposed=True),
+    "blocks.{i}.attention.qkv.bias": FusedQKV(f"{_LAYER}attn.c_attn.bias"),
+    "blocks.{i}.attention.out.weight": Stored(f"{_LAYER}attn.c_proj.weight", transposed=True),
+    "blocks.{i}.attention.out.bias": Stored(f"{_LAYER}attn.c_proj.bias"),
+    "blocks.{i}.norm2.weight": Stored(f"{_LAYER}ln_2.weight"),
+    "blocks.{i}.norm2.bias": Stored(f"{_LAYER}ln_2.bias"),
+    "blocks.{i}.ffn.up.weight": Stored(f"{_LAYER}mlp.c_fc.weight", transposed=True),
+    "blocks.{i}.ffn.up.bias": Stored(f"{_LAYER}mlp.c_fc.bias"),
+    "blocks.{i}.ffn.down.weight": Stored(f"{_LAYER}mlp.c_proj.weight", transposed=True),
+    "blocks.{i}.ffn.down.bias": Stored(f"{_LAYER}mlp.c_proj.bias"),
+    "norm.weight": Stored("transformer.ln_f.weight"),
+    "norm.bias": Stored("transformer.ln_f.bias"),
+    "unembed.weight": Stored("lm_head.weight"),
+}
+
+SHAPE: dict[str, Any] = {
+    "positions": "learned",
+    "norm": "layernorm",
+    "gated": False,
+    "qkv_bias": True,
+    "out_bias": True,
+    "ffn_bias": True,
+}
+"""What every GPT-2 has in common."""
+
+
+def _from_hf(keys: Keys) -> ModelConfig:
+    width = keys.size("n_embd")
+    keys.must_be("scale_attn_weights", True, "scores without the factor 1/√H are not implemented")
+    keys.must_be("scale_attn_by_inverse_layer_idx", False, "scores divided by the layer's number are not implemented")
+    keys.must_be("add_cross_attention", False, "only decoders without an encoder are implemented")
+    keys.take("reorder_and_upcast_attn")  # the same function, computed in float32
+    return ModelConfig(
+        family="gpt2",
+        vocab_size=keys.size("vocab_size"),
+        layers=keys.size("n_layer"),
+        width=width,
+        heads=keys.size("n_head"),
+        ffn_width=keys.size("n_inner", 4 * width),
+        context=keys.size("n_positions"),
+        norm_eps=keys.number("layer_norm_epsilon", 1e-5),
+        activation=activation_from_hf(keys, "activation_function", "gelu_new"),
+        tied=keys.flag("tie_word_embeddings", True),
+        init_std=keys.number("initializer_range", 0.02),
+        **SHAPE,
+    )
+
+
+def _to_hf(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "n_layer": config.layers,
+        "n_embd": config.width,
+        "n_head": config.heads,
+        "n_inner": config.ffn_width,
+        "n_positions": config.context,
+        "layer_norm_epsilon": config.norm_eps,
+        "activation_function": activation_to_hf(config.activation),
+        "tie_word_embeddings": config.tied,
+        "initializer_range": config.init_std,
+    }
+
+
+FAMILY = Family("gpt2", "GPT2LMHeadModel", "transformer.", TABLE, _from_hf, _to_hf, r".*\.attn\.(bias|masked_bias)")

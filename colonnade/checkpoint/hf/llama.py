@@ -1,0 +1,88 @@
+"""The Llama line (Touvron 2023, arXiv 2302.13971): Llama 1 to 3, SmolLM2, and every model saved as "llama".
+
+Mistral, Qwen2 and Qwen3 differ in a bias, a window or a norm; their files build on the functions here.
+"""
+
+from typing import Any
+
+from colonnade.checkpoint.hf.keys import Keys
+from colonnade.checkpoint.hf.names import Family, Table, activation_from_hf, activation_to_hf
+from colonnade.checkpoint.hf.rope import rope_from_hf, rope_to_hf
+from colonnade.checkpoint.stored import SplitQKV, Stored
+from colonnade.config import ModelConfig
+
+BUFFERS = r".*\.rotary_emb\.inv_freq"
+
+_LAYER = "model.layers.{i}."
+_QKV = [f"{_LAYER}self_attn.{part}_proj" for part in "qkv"]
+TABLE: Table = {
+    "embed.tokens.weight": Stored("model.embed_tokens.weight"),
+    "blocks.{i}.norm1.weight": Stored(f"{_LAYER}input_layernorm.weight"),
+    "blocks.{i}.attention.qkv.weight": SplitQKV(*(f"{name}.weight" for name in _QKV)),
+    "blocks.{i}.attention.qkv.bias": SplitQKV(*(f"{name}.bias" for name in _QKV)),
+    "blocks.{i}.attention.out.weight": Stored(f"{_LAYER}self_attn.o_proj.weight"),
+    "blocks.{i}.attention.out.bias": Stored(f"{_LAYER}self_attn.o_proj.bias"),
+    "blocks.{i}.norm2.weight": Stored(f"{_LAYER}post_attention_layernorm.weight"),
+    "blocks.{i}.ffn.gate.weight": Stored(f"{_LAYER}mlp.gate_proj.weight"),
+    "blocks.{i}.ffn.gate.bias": Stored(f"{_LAYER}mlp.gate_proj.bias"),
+    "blocks.{i}.ffn.up.weight": Stored(f"{_LAYER}mlp.up_proj.weight"),
+    "blocks.{i}.ffn.up.bias": Stored(f"{_LAYER}mlp.up_proj.bias"),
+    "blocks.{i}.ffn.down.weight": Stored(f"{_LAYER}mlp.down_proj.weight"),
+    "blocks.{i}.ffn.down.bias": Stored(f"{_LAYER}mlp.down_proj.bias"),
+    "norm.weight": Stored("model.norm.weight"),
+    "unembed.weight": Stored("lm_head.weight"),
+}
+
+
+def common_from_hf(keys: Keys) -> dict[str, Any]:
+    """The fields that the whole line has in common; sizes are required, the rest has transformers' defaults."""
+    heads = keys.size("num_attention_heads")
+    return {
+        "vocab_size": keys.size("vocab_size"),
+        "layers": keys.size("num_hidden_layers"),
+        "width": keys.size("hidden_size"),
+        "heads": heads,
+        "kv_heads": keys.size("num_key_value_heads", heads),
+        "head_width": keys.take("head_dim", 0),
+        "ffn_width": keys.size("intermediate_size"),
+        "norm_eps": keys.number("rms_norm_eps", 1e-6),
+        "activation": activation_from_hf(keys, "hidden_act", "silu"),
+        "tied": keys.flag("tie_word_embeddings", False),
+        "init_std": keys.number("initializer_range", 0.02),
+    } | rope_from_hf(keys, keys.size("max_position_embeddings"))
+
+
+def common_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The keys that the whole line has in common."""
+    return {
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": config.layers,
+        "hidden_size": config.width,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "intermediate_size": config.ffn_width,
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": activation_to_hf(config.activation),
+        "tie_word_embeddings": config.tied,
+        "initializer_range": config.init_std,
+    } | rope_to_hf(config)
+
+
+def _from_hf(keys: Keys) -> ModelConfig:
+    bias = keys.flag("attention_bias", False)
+    return ModelConfig(
+        family="llama",
+        **common_from_hf(keys),
+        qkv_bias=bias,
+        out_bias=bias,
+        ffn_bias=keys.flag("mlp_bias", False),
+    )
+
+
+def _to_hf(config: ModelConfig) -> dict[str, Any]:
+    return common_to_hf(config) | {"attention_bias": config.qkv_bias, "mlp_bias": config.ffn_bias}
+
+
+FAMILY = Family("llama", "LlamaForCausalLM", "model.", TABLE, _from_hf, _to_hf, BUFFERS)

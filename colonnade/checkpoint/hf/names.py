@@ -1,0 +1,78 @@
+"""What a family is to us: its config.json both ways, and one table from our parameter names to theirs.
+
+The table writes ``{i}`` for the layer and lists every parameter that the family *can* have; the config says which it
+has. To add a family, write one small file beside ``llama.py`` with a :class:`Family` in it, and name it in
+``families.py``.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from colonnade.checkpoint.hf.keys import Keys
+from colonnade.checkpoint.stored import Stored
+from colonnade.config import ModelConfig
+from colonnade.config.model import Activation
+from colonnade.errors import CheckpointError
+
+Table = Mapping[str, Stored]
+"""Our parameter names, with ``{i}`` for the layer, to the form in which others store them."""
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""Hugging Face's names of activations to ours; the first of several is the one we write."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One line of models, as Hugging Face stores it."""
+
+    name: str
+    """``model_type`` in config.json, and :attr:`ModelConfig.family`."""
+    architecture: str
+    """The causal language model's class, for ``architectures``."""
+    prefix: str
+    """What their base model's tensors begin with; files saved from the base model alone lack it."""
+    table: Table
+    """Our names to theirs."""
+    from_hf: Callable[[Keys], ModelConfig]
+    """Reads the keys of config.json."""
+    to_hf: Callable[[ModelConfig], dict[str, Any]]
+    """Writes them (those of :func:`colonnade.checkpoint.hf.families.config_to_hf` excepted)."""
+    buffers: str
+    """A regular expression for tensors that old files carry and that follow from the config."""
+
+
+def stored_parameters(names: list[str], table: Table, who: str) -> dict[str, Stored]:
+    """The stored form of each of our parameters ``names``.
+
+    Raises :class:`CheckpointError` when the table of ``who`` has no place for one.
+    """
+    forms: dict[str, Stored] = {}
+    for name in names:
+        layer = re.match(r"blocks\.(\d+)\.", name)
+        template = f"blocks.{{i}}.{name[layer.end() :]}" if layer else name
+        if template not in table:
+            raise CheckpointError(f"{who} files have no place for the parameter '{name}'; choose another family")
+        forms[name] = table[template].at(int(layer[1])) if layer else table[template]
+    return forms
+
+
+def activation_from_hf(keys: Keys, key: str, default: str) -> Activation:
+    """Our name of their activation function."""
+    theirs = keys.take(key, default)
+    if theirs not in ACTIVATIONS:
+        raise keys.refuse(key, f"known activations are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[theirs]
+
+
+def activation_to_hf(ours: Activation) -> str:
+    """Their name of our activation function."""
+    return next(theirs for theirs, name in ACTIVATIONS.items() if name == ours)

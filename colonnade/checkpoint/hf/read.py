@@ -1,0 +1,128 @@
+"""Reading a Hugging Face folder (config.json and safetensors, in one file or in shards) into any layout.
+
+Each rank opens the files and reads its own slices (``get_slice(name)[a:b]``): of a tensor that is cut over tp, the
+other ranks' part is never touched. Pickled ``.bin`` files are refused: unpickling runs code that the file brings.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from colonnade.checkpoint.fill import fill
+from colonnade.checkpoint.folder import read_json
+from colonnade.checkpoint.hf.families import FAMILIES, config_from_hf
+from colonnade.checkpoint.hf.names import Family, stored_parameters
+from colonnade.checkpoint.stored import Box, Shape
+from colonnade.config import ModelConfig
+from colonnade.errors import CheckpointError
+from colonnade.model import Transformer
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class HFFolder:
+    """A Hugging Face folder: :attr:`config` at once, the weights when :meth:`fill` is called.
+
+    Raises :class:`CheckpointError` for a folder that is incomplete, damaged or of a kind we do not know.
+    """
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        file = self.path / CONFIG
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing; a Hugging Face model's folder has one")
+        self.config: ModelConfig = config_from_hf(read_json(file), str(file))
+
+    def fill(self, model: Transformer) -> None:
+        """Read the weights into ``model``, which was built from :attr:`config` and has plain local parameters."""
+        family = FAMILIES[self.config.family]
+        forms = stored_parameters([name for name, _ in model.named_parameters()], family.table, f"'{family.name}'")
+        head, embedding = (family.table[name].names[0] for name in ("unembed.weight", "embed.tokens.weight"))
+        fill(model, SafetensorsSource(self.path, family), forms, {head: embedding} if self.config.tied else {})
+
+
+class SafetensorsSource:
+    """The tensors of one folder by the family's full names; its buffers are left out."""
+
+    def __init__(self, folder: Path, family: Family):
+        self.folder = folder
+        self._files = {name: folder / file for name, file in _file_of_each(folder).items()}
+        self._open = {file: _open(file) for file in sorted(set(self._files.values()))}
+        self._check_index()
+        # A file saved from the base model (the original GPT-2's, for one) lacks the prefix everywhere.
+        bare = not any(name.startswith(family.prefix) for name in self._files)
+        self._stored: dict[str, str] = {}
+        for name in self._files:
+            full = family.prefix + name if bare and not name.startswith("lm_head.") else name
+            if not re.fullmatch(family.buffers, full):
+                self._stored[full] = name
+        self.shapes: Mapping[str, Shape] = {name: tuple(self._slice(name).get_shape()) for name in self._stored}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """One box of one tensor, in its type on disk."""
+        part = self._slice(name)
+        if part.get_dtype() not in FLOATS:
+            raise CheckpointError(
+                f"{self.file_of(name)} holds '{name}' as {part.get_dtype()}, and only {', '.join(FLOATS)} can be read; "
+                "use the original, unquantised checkpoint"
+            )
+        try:
+            return part[tuple(slice(start, stop) for start, stop in box)]
+        except (SafetensorError, OSError) as why:
+            raise CheckpointError(f"{self.file_of(name)} cannot give '{name}': {why}; download it again") from None
+
+    def file_of(self, name: str) -> str:
+        """The file that holds ``name``, or that should."""
+        if name in self._stored:
+            return str(self._files[self._stored[name]])
+        return str(next(iter(self._open)) if len(self._open) == 1 else self.folder / INDEX)
+
+    def _slice(self, name: str) -> Any:
+        stored = self._stored[name]
+        return self._open[self._files[stored]].get_slice(stored)
+
+    def _check_index(self) -> None:
+        """The index and the shards must name the same tensors."""
+        for file, handle in self._open.items():
+            listed, held = {name for name, of in self._files.items() if of == file}, set(handle.keys())
+            if differ := sorted(listed ^ held):
+                verb = "lacks" if differ[0] in listed else "holds"
+                raise CheckpointError(
+                    f"{file} {verb} the tensor '{differ[0]}', and {INDEX} says otherwise; download the folder again"
+                )
+
+
+def _file_of_each(folder: Path) -> dict[str, str]:
+    """Tensor name to file name, from the single file's header or from the index."""
+    if (folder / SINGLE).is_file():
+        return dict.fromkeys(_open(folder / SINGLE).keys(), SINGLE)
+    if (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{folder / INDEX} has no 'weight_map'; download it again")
+        files = {str(name): str(file) for name, file in weight_map.items()}
+        for file in sorted(set(files.values())):
+            # A name with a directory in it would read files outside the folder.
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                raise CheckpointError(f"{folder / INDEX} names '{file}', which is no safetensors file of this folder")
+            if not (folder / file).is_file():
+                raise CheckpointError(f"{folder / file} is missing, and {INDEX} names it; download it again")
+        return files
+    if pickles := sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]):
+        raise CheckpointError(
+            f"{pickles[0]} is a pickle, which can run code when it is opened; where you trust it, save it anew with "
+            "transformers: AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
+        )
+    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; complete the download")
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as why:
+        raise CheckpointError(f"{file} is damaged or truncated ({why}); download it again") from None

@@ -1,0 +1,161 @@
+"""Writing a Hugging Face folder from any layout: ``transformers`` loads it and computes the same.
+
+Parameters are joined over the ranks one at a time and turned into the family's tensors on the rank that writes, which
+holds one shard beside the model. The folder appears whole or not at all (:mod:`colonnade.checkpoint.folder`).
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from colonnade.checkpoint import folder as folders
+from colonnade.checkpoint.hf.families import FAMILIES, config_to_hf
+from colonnade.checkpoint.hf.names import stored_parameters
+from colonnade.checkpoint.hf.read import CONFIG, INDEX, SINGLE
+from colonnade.checkpoint.stored import Stored
+from colonnade.errors import CheckpointError, ColonnadeError
+from colonnade.model import Transformer
+from colonnade.parallel.axis import Axes
+from colonnade.parallel.layout import layout_of
+
+GENERATION = "generation_config.json"
+MESSAGE_BYTES = 2048
+"""Room for a failure's message on its way from the writing rank to the others."""
+
+
+class SavesItself(Protocol):
+    """A tokenizer, as far as this file must know one (:class:`colonnade.data.tokenizer.Tokenizer`)."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text."""
+        ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The tokens that end one."""
+        ...
+
+    def save(self, folder: Path) -> Any:
+        """Write tokenizer.json and its companions into an existing folder."""
+        ...
+
+
+def write_hf(
+    model: Transformer,
+    path: Path | str,
+    *,
+    tokenizer: SavesItself | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Save ``model`` as the new folder ``path``; all ranks of the model's axes must call it together.
+
+    ``dtype`` is the type on disk (by default the parameters' own); ``shard_bytes`` the largest file, unless a single
+    parameter is larger. Raises :class:`CheckpointError`, on all ranks, when the folder exists already or cannot be
+    written, or when the family cannot express the model; nothing is left behind then.
+    """
+    path = Path(path).absolute()
+    dtype = dtype or next(model.parameters()).dtype
+    sizes = {name: shape.numel() * dtype.itemsize for name, shape in model.whole_shapes().items()}
+    family = FAMILIES[model.config.family]
+    forms = stored_parameters(list(sizes), family.table, f"'{family.name}'")
+    special = _special_ids(tokenizer)
+    texts = {
+        CONFIG: config_to_hf(model.config) | special | {"dtype": str(dtype).removeprefix("torch.")},
+        GENERATION: special,
+    }
+    shards = plan_shards(sizes, shard_bytes)
+    if len(shards) > 1:
+        weight_map = {theirs: file for file, names in shards.items() for name in names for theirs in forms[name].names}
+        texts[INDEX] = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+
+    on_writer(model.axes, partial(folders.begin, path))
+    try:
+        for file, names in shards.items():
+            tensors = _shard(model, forms, names, dtype)
+            save = partial(save_file, tensors, folders.partial(path) / file, metadata={"format": "pt"})
+            on_writer(model.axes, save)
+        on_writer(model.axes, partial(_finish, path, texts, tokenizer))
+    except CheckpointError:
+        if _writes(model.axes):
+            folders.discard(path)
+        raise
+
+
+def plan_shards(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
+    """File name to the parameters it holds, in the model's order; ``sizes`` are theirs in bytes."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if groups[-1] and filled + size > shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+@torch.no_grad()
+def _shard(model: Transformer, forms: Mapping[str, Stored], names: list[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Their tensors of the parameters ``names``, on the rank that writes; {} on the others, which help to join."""
+    shapes, layout, tp = model.whole_shapes(), layout_of(model), model.axes.tp
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        parameter: Any = model.get_parameter(name)
+        if hasattr(parameter, "full_tensor"):  # FSDP's: first over the data ranks
+            parameter = parameter.full_tensor()
+        dim = layout[name]
+        joined = tp.join(parameter, dim, shapes[name][dim]) if isinstance(dim, int) else parameter
+        if _writes(model.axes):
+            tensors |= forms[name].write(joined.to("cpu", dtype), model.config)
+    return tensors
+
+
+def _finish(path: Path, texts: Mapping[str, Any], tokenizer: SavesItself | None) -> None:
+    place = folders.partial(path)
+    for file, values in texts.items():
+        folders.write_json(place / file, values)
+    if tokenizer is not None:
+        tokenizer.save(place)
+    for file in place.iterdir():
+        folders.flush(file)
+    place.rename(path)
+    folders.flush(path.parent)
+
+
+def _special_ids(tokenizer: SavesItself | None) -> dict[str, Any]:
+    """Said even when unknown: the classes of transformers have defaults of their own."""
+    ends = list(tokenizer.eos_ids) if tokenizer else []
+    return {
+        "bos_token_id": tokenizer.bos_id if tokenizer else None,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+    }
+
+
+def _writes(axes: Axes) -> bool:
+    return axes.tp.rank == 0 and axes.dp.rank == 0
+
+
+def on_writer(axes: Axes, action: Callable[[], Any]) -> None:
+    """Run ``action`` on one rank of the model's axes; when it fails there, all ranks raise the same error."""
+    message = ""
+    if _writes(axes):
+        try:
+            action()
+        except (ColonnadeError, SafetensorError, OSError) as why:
+            message = str(why) or type(why).__name__
+    sent = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+    text = message.encode()[:MESSAGE_BYTES]
+    sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
+    axes.dp.broadcast_(axes.tp.broadcast_(sent))
+    if text := bytes(sent.tolist()).rstrip(b"\0").decode(errors="ignore"):
+        raise CheckpointError(text)

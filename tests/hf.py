@@ -1,0 +1,57 @@
+"""What the tests of foreign weights share, without importing transformers (workers import this too)."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from colonnade.checkpoint.hf.read import HFFolder
+from colonnade.checkpoint.hf.write import write_hf
+from colonnade.config import Plan
+from colonnade.model import IGNORE, Packed, Rows, Stream, Transformer
+from colonnade.parallel.axis import SOLO_AXES, Axes
+from colonnade.parallel.mesh import Ground
+
+LENGTHS = [9, 2, 14]
+
+
+def documents(vocab_size: int) -> list[Tensor]:
+    """Ragged token sequences."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(vocab_size, (n,), generator=generator) for n in LENGTHS]
+
+
+def stream_of(texts: list[Tensor]) -> tuple[Stream, Packed, Tensor]:
+    """The same laid end to end, with next-token targets."""
+    positions = torch.cat([torch.arange(len(text)) for text in texts])
+    targets = torch.cat([torch.cat((text[1:], torch.tensor([IGNORE]))) for text in texts])
+    return Stream(torch.cat(texts), positions), Packed.of([len(text) for text in texts]), targets
+
+
+def load(folder: Path, axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float64) -> Transformer:
+    """Our model of a Hugging Face folder."""
+    files = HFFolder(folder)
+    model = Transformer(files.config, axes, dtype=dtype)
+    files.fill(model)
+    return model
+
+
+def relay(folder: Path, plan: Plan, out: Path) -> Tensor:
+    """In a worker: load ``folder`` under ``plan``, save it again as ``out`` in small shards, return the logits."""
+    with Ground.build(plan, "cpu") as ground:
+        model = load(folder, ground.axes)
+        write_hf(model, out, shard_bytes=4000)
+        stream, attend, _ = stream_of(documents(model.config.vocab_size))
+        return model(stream, attend, Rows()).detach()
+
+
+def fail_to_write(folder: Path, plan: Plan, out: Path) -> str:
+    """In a worker: save where nothing can be saved; the message that this rank gets."""
+    from colonnade.errors import CheckpointError
+
+    with Ground.build(plan, "cpu") as ground:
+        try:
+            write_hf(load(folder, ground.axes), out)
+        except CheckpointError as error:
+            return str(error)
+    return ""

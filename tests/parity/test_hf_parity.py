@@ -1,0 +1,174 @@
+"""Our forward and backward pass against transformers', for each family, on random tiny configs in float64.
+
+transformers computes RMSNorm, softmax and the loss in float32 whatever the model's type, so equality is to 1e-6.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from colonnade.checkpoint.hf.families import FAMILIES
+from colonnade.checkpoint.hf.names import stored_parameters
+from colonnade.checkpoint.hf.write import write_hf
+from colonnade.config import Plan
+from colonnade.model import Loss, Rows
+from tests.hf import documents, fail_to_write, load, relay, stream_of
+from tests.worlds import assert_same, run
+
+TOLERANCE = 1e-6
+
+LLAMA = {
+    "vocab_size": 101, "hidden_size": 24, "intermediate_size": 41, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 3, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": 101, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32, "n_inner": 50,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama-tied-biases-wide-heads": {
+        "model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 10,
+        "num_key_value_heads": 1, "hidden_act": "gelu",
+    },
+    "llama-linear": {
+        "model_type": "llama", "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1000.0},
+    },
+    "llama-llama3": {
+        "model_type": "llama", "head_dim": 16, "num_key_value_heads": 6,
+        "rope_parameters": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32, "rope_theta": 10000.0,
+        },
+    },
+    "llama-yarn": {"model_type": "llama", "head_dim": 16, "rope_parameters": YARN},
+    "llama-yarn-unrounded": {
+        "model_type": "llama", "head_dim": 16,
+        "rope_parameters": {**YARN, "truncate": False, "beta_fast": 2.5, "beta_slow": 0.5, "attention_factor": 0.9},
+    },
+    "llama-yarn-mscale": {
+        "model_type": "llama", "head_dim": 16, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+    },
+    "mistral-window": {"model_type": "mistral", "sliding_window": 5},
+    "mistral-full": {"model_type": "mistral", "sliding_window": None, "head_dim": 8},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2-upper-window": {
+        "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 10, "attention_bias": True, "rms_norm_eps": 1e-6},
+    "qwen3-window": {
+        "model_type": "qwen3", "head_dim": 6, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0,
+        "tie_word_embeddings": True,
+    },
+    "gpt2": {"model_type": "gpt2"},
+    "gpt2-untied-relu": {"model_type": "gpt2", "tie_word_embeddings": False, "activation_function": "relu"},
+    "gpt2-four-heads": {"model_type": "gpt2", "n_head": 4},
+    "gpt2-default-inner": {"model_type": "gpt2", "n_inner": None, "activation_function": "gelu"},
+}  # fmt: skip
+
+
+def reference(case: str) -> Any:
+    """transformers' model of a case in float64, its weights large enough for every part to matter."""
+    settings = dict(CASES[case])
+    kind = settings.pop("model_type")
+    config = transformers.AutoConfig.for_model(kind, **((GPT2 if kind == "gpt2" else LLAMA) | settings))
+    torch.manual_seed(len(case))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float64)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * 0.2 + (1.0 if p.dim() == 1 else 0.0))
+    return model.eval()
+
+
+def their_logits(model: Any, texts: list[Tensor]) -> Tensor:
+    """logits_TV of each document by itself."""
+    with torch.no_grad():
+        return torch.cat([model(input_ids=text[None]).logits[0] for text in texts])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_every_gradient_equal_transformers(case: str, tmp_path: Path) -> None:
+    theirs = reference(case)
+    theirs.save_pretrained(tmp_path / "hf")
+    ours = load(tmp_path / "hf")
+    texts = documents(ours.config.vocab_size)
+    stream, attend, targets = stream_of(texts)
+    assert_same(ours(stream, attend, Rows()), their_logits(theirs, texts), TOLERANCE, "logits")
+
+    total, count = ours(stream, attend, Loss(targets))
+    (total / count).backward()
+    reference_loss = (
+        sum(theirs(input_ids=text[None], labels=text[None]).loss * (len(text) - 1) for text in texts) / count
+    )
+    reference_loss.backward()
+    assert_same(total / count, reference_loss.detach(), TOLERANCE, "loss")
+    forms = stored_parameters([n for n, _ in ours.named_parameters()], FAMILIES[ours.config.family].table, case)
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    compared = 0
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None
+        for theirs_name, gradient in forms[name].write(parameter.grad, ours.config).items():
+            assert_same(gradient, gradients[theirs_name], TOLERANCE, theirs_name)
+            compared += 1
+    assert compared == len(gradients)
+
+
+@pytest.mark.parametrize(
+    ("case", "tp", "dp"),
+    [
+        ("llama-llama3", 2, 1),
+        ("llama-llama3", 3, 1),
+        ("llama-llama3", 2, 2),
+        ("gpt2-four-heads", 2, 1),
+        ("gpt2", 3, 1),
+        ("qwen2", 1, 2),
+        ("qwen3", 3, 1),
+    ],
+)
+def test_any_layout_reads_and_writes_the_same_model(case: str, tp: int, dp: int, tmp_path: Path) -> None:
+    theirs = reference(case)
+    theirs.save_pretrained(tmp_path / "hf")
+    plan = Plan(tp=tp, dp=dp)
+    results = run(plan.world, relay, tmp_path / "hf", plan, tmp_path / "out")
+    expected = their_logits(theirs, documents(theirs.config.vocab_size))
+    for logits in results:
+        assert_same(logits, expected, TOLERANCE, "logits")
+
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file(), "4,000-byte shards make more than one file"
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert back.dtype == torch.float64
+    weights, original = back.state_dict(), theirs.state_dict()
+    assert weights.keys() == original.keys()
+    assert all(torch.equal(weights[name], original[name]) for name in weights)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_export_keeps_the_config_and_transformers_agrees(case: str, tmp_path: Path) -> None:
+    theirs = reference(case)
+    theirs.save_pretrained(tmp_path / "hf")
+    ours = load(tmp_path / "hf")
+    write_hf(ours, tmp_path / "out")
+    assert load(tmp_path / "out").config == ours.config
+    back = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float64, attn_implementation="eager"
+    )
+    texts = documents(ours.config.vocab_size)
+    stream, attend, _ = stream_of(texts)
+    with torch.no_grad():
+        assert_same(ours(stream, attend, Rows()), their_logits(back, texts), TOLERANCE, "logits")
+
+
+def test_a_failed_write_is_told_to_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:
+    reference("gpt2-four-heads").save_pretrained(tmp_path / "hf")
+    (tmp_path / "file").write_text("in the way")
+    messages = run(2, fail_to_write, tmp_path / "hf", Plan(tp=2), tmp_path / "file")
+    assert messages[0] == messages[1] and "exists" in messages[0]
+    messages = run(2, fail_to_write, tmp_path / "hf", Plan(tp=2), tmp_path / "file" / "below")
+    assert messages[0] == messages[1] and "file" in messages[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "hf"]
