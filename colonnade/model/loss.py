@@ -11,6 +11,10 @@ dW at once, while its logits are still there: nothing of size T·V is ever kept 
 backward only scales by the upstream gradient.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -20,7 +24,7 @@ from colonnade.parallel.axis import Axis
 IGNORE = -100
 """A target of this value contributes neither loss nor count."""
 
-CHUNK_BYTES = 1 << 27
+CHUNK_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 """Memory for one chunk of logits [bytes]: large enough for full-speed products, small beside a model."""
 
 
@@ -34,48 +38,36 @@ def cross_entropy_sum(
     return _CrossEntropy.apply(x_TD, weight_vD, targets_T, tp, vocab_size, smoothing)
 
 
-def _chunks(T: int, v: int, itemsize: int) -> list[tuple[int, int]]:
-    rows = max(1, CHUNK_BYTES // max(1, v * itemsize))
-    return [(a, min(T, a + rows)) for a in range(0, T, rows)]
-
-
 class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx, x_TD, weight_vD, targets_T, tp: Axis, vocab_size: int, smoothing: float) -> Tensor:
         exact = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-        v = weight_vD.shape[0]
+        stats, gradient = _fused() if x_TD.is_cuda else (_stats, _gradient)
+        T, v = len(x_TD), len(weight_vD)
         start, _ = tp.part(vocab_size)
-        chunks = _chunks(x_TD.shape[0], v, exact.itemsize)
+        rows = max(1, CHUNK_BYTES[x_TD.device.type] // (v * exact.itemsize))
         wants_x, wants_w = ctx.needs_input_grad[:2]
         dx_TD = torch.empty_like(x_TD) if wants_x else None
-        # Chunks add up in full precision; a single one needs no adding up.
+        # Chunks add up in full precision.
         dw_vD = torch.zeros_like(weight_vD, dtype=exact) if wants_w else None
         loss = torch.zeros((), dtype=exact, device=x_TD.device)
-        for a, b in chunks:
-            x_cD, target_c = x_TD[a:b], targets_T[a:b]
-            z_cv = (x_cD @ weight_vD.T).to(exact)
-            valid_c = target_c != IGNORE
-            local_c = target_c - start
-            here_c = (local_c >= 0) & (local_c < v)
-            row_c1 = torch.where(here_c, local_c, 0).unsqueeze(1)
-            top_c = tp.max_(z_cv.amax(1))
-            target_z_c = torch.where(here_c, z_cv.gather(1, row_c1).squeeze(1), 0.0)
-            total_z_c = z_cv.sum(1) if smoothing else torch.zeros_like(target_z_c)
-            e_cv = z_cv.sub_(top_c.unsqueeze(1)).exp_()
-            sum_c, target_z_c, total_z_c = tp.sum_(torch.stack((e_cv.sum(1), target_z_c, total_z_c)))
-            loss_c = sum_c.log() + top_c - (1 - smoothing) * target_z_c - smoothing / vocab_size * total_z_c
+        for a in range(0, T, rows):
+            x_cD, target_c = x_TD[a : a + rows], targets_T[a : a + rows]
+            z_cv = x_cD @ weight_vD.T
+            valid_c, local_c = target_c != IGNORE, target_c - start
+            top_c, sums_3c = stats(z_cv, local_c, exact, smoothing)
+            highest_c = tp.max_(top_c)
+            sums_3c[0] *= torch.exp(top_c - highest_c)
+            sum_c, target_z_c, total_z_c = tp.sum_(sums_3c)
+            lse_c = sum_c.log() + highest_c
+            loss_c = lse_c - (1 - smoothing) * target_z_c - smoothing / vocab_size * total_z_c
             loss += torch.where(valid_c, loss_c, 0.0).sum()
-            if not (wants_x or wants_w):
-                continue
-            dz_cv = e_cv.div_(sum_c.unsqueeze(1))
-            dz_cv.scatter_add_(1, row_c1, (here_c.to(exact) * (smoothing - 1)).unsqueeze(1))
-            if smoothing:
-                dz_cv.sub_(smoothing / vocab_size)
-            dz_cv = dz_cv.mul_(valid_c.unsqueeze(1)).to(x_TD.dtype)
-            if dx_TD is not None:
-                torch.mm(dz_cv, weight_vD, out=dx_TD[a:b])
-            if dw_vD is not None:
-                dw_vD += dz_cv.T @ x_cD
+            if wants_x or wants_w:
+                dz_cv = gradient(z_cv, lse_c, valid_c, local_c, smoothing, vocab_size)
+                if dx_TD is not None:
+                    torch.mm(dz_cv, weight_vD, out=dx_TD[a : a + rows])
+                if dw_vD is not None:
+                    dw_vD += dz_cv.T @ x_cD
         ctx.save_for_backward(dx_TD, dw_vD)
         ctx.weight_dtype = weight_vD.dtype
         return loss
@@ -83,6 +75,43 @@ class _CrossEntropy(Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         dx_TD, dw_vD = ctx.saved_tensors
-        dx_TD = None if dx_TD is None else (dx_TD * grad).to(dx_TD.dtype)
+        dx_TD = None if dx_TD is None else dx_TD * grad.to(dx_TD.dtype)
         dw_vD = None if dw_vD is None else (dw_vD * grad).to(ctx.weight_dtype)
         return dx_TD, dw_vD, None, None, None, None
+
+
+def _stats(z_cv: Tensor, local_c: Tensor, exact: torch.dtype, smoothing: float) -> tuple[Tensor, Tensor]:
+    """This rank's maximum of each row, and beside it (Σ exp(z − max), the target's logit if it is here, Σ z)."""
+    here_c1, row_c1 = _locate(local_c, z_cv)
+    z_cv = z_cv.to(exact)
+    top_c = z_cv.amax(1)
+    target_z_c = torch.where(here_c1, z_cv.gather(1, row_c1), 0.0).squeeze(1)
+    sum_c = (z_cv - top_c[:, None]).exp_().sum(1)
+    return top_c, torch.stack((sum_c, target_z_c, z_cv.sum(1) if smoothing else torch.zeros_like(sum_c)))
+
+
+def _gradient(
+    z_cv: Tensor, lse_c: Tensor, valid_c: Tensor, local_c: Tensor, smoothing: float, vocab_size: int
+) -> Tensor:
+    """softmax(z) − (1 − ε)·onehot − ε/V in the type of ``z``, zero where there is no target; may overwrite ``z``."""
+    here_c1, row_c1 = _locate(local_c, z_cv)
+    kind = z_cv.dtype
+    # exp(z − ∞) = 0: ignored rows vanish without a pass of their own.
+    p_cv = z_cv.to(lse_c.dtype).sub_(torch.where(valid_c, lse_c, torch.inf)[:, None]).exp_()
+    if smoothing:
+        p_cv = p_cv - (smoothing / vocab_size) * valid_c.to(p_cv.dtype)[:, None]
+    # The target's entry is p − (1 − ε), taken before p is rounded: near 1 the difference is all that counts.
+    target_c1 = (p_cv.gather(1, row_c1) - (1 - smoothing) * (here_c1 & valid_c[:, None]).to(p_cv.dtype)).to(kind)
+    return p_cv.to(kind).scatter_(1, row_c1, target_c1)
+
+
+def _locate(local_c: Tensor, z_cv: Tensor) -> tuple[Tensor, Tensor]:
+    """(whether the target's row of W is on this rank, its index or 0), each (c, 1)."""
+    here_c1 = ((local_c >= 0) & (local_c < z_cv.shape[1]))[:, None]
+    return here_c1, torch.where(here_c1, local_c[:, None], 0)
+
+
+@functools.cache
+def _fused() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The two functions above as one pass over the logits each, instead of a dozen: what a GPU needs."""
+    return torch.compile(_stats, dynamic=True), torch.compile(_gradient, dynamic=True)
