@@ -1,0 +1,1 @@
+"""Training: the loop, one step of it, the optimizer, and what is noted on the way."""

@@ -1,0 +1,272 @@
+"""The native checkpoint: one folder that any plan can load, weights and optimizer.
+
+    manifest.json               size and SHA-256 of every other file; written last
+    checkpoint.json             step, data cursor, the resolved config, versions
+    tensors.json                where each piece of each tensor is
+    weights-00000.safetensors   rank 0's pieces, under the parameters' names; likewise each rank's, and exp_avg-…,
+                                exp_avg_sq-… of the optimizer
+    tokenizer/                  the tokenizer's files
+
+torch.distributed.checkpoint sees every tensor through the *storage view*: a DTensor over the mesh (tp, dp), cut by
+the parameter's layout and, inside that, by FSDP (layout rule 1). The view aliases the local tensor, so loading fills
+it in place. What is stored is always the whole tensor in pieces, whatever the plan that wrote it.
+"""
+
+import errno
+import importlib.metadata
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from colonnade.checkpoint import folder as folders
+from colonnade.checkpoint.folder import Manifest
+from colonnade.checkpoint.storage import DTYPES, INDEX, Index, Reader, Writer
+from colonnade.config import Config, ModelConfig, RunConfig
+from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
+from colonnade.model import Transformer
+from colonnade.parallel.fsdp import Masters
+from colonnade.parallel.layout import Placement, layout_of
+from colonnade.parallel.mesh import Ground
+
+META = "checkpoint.json"
+TOKENIZER = "tokenizer"
+
+
+class Meta(Config):
+    """What a checkpoint knows of itself, so that no flag is needed to use it."""
+
+    model: ModelConfig
+    """The transformer."""
+    run: RunConfig | None = None
+    """The whole run, when one wrote it."""
+    step: int = 0
+    """Optimizer steps taken."""
+    cursor: dict[str, Any] = Field(default_factory=dict)
+    """Where in the data the next step begins."""
+    colonnade: str = Field(default_factory=lambda: _version("colonnade"))
+    """Version that wrote it."""
+    torch: str = torch.__version__
+    """Version of torch that wrote it."""
+
+
+class Moments(Protocol):
+    """What a checkpoint needs of an optimizer (:class:`colonnade.train.optimizer.AdamW` is one)."""
+
+    @property
+    def steps(self) -> int:
+        """Steps taken; a scalar that torch would replace rather than fill, so it travels in ``checkpoint.json``."""
+        ...
+
+    @steps.setter
+    def steps(self, taken: int) -> None: ...
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """``{moment}/{parameter}`` to a tensor laid out as the parameter, to be filled in place."""
+        ...
+
+
+class Savable(Protocol):
+    """A tokenizer."""
+
+    def save(self, folder: Path) -> None:
+        """Write its files."""
+        ...
+
+
+def save(
+    folder: Path,
+    model: Transformer,
+    meta: Meta,
+    ground: Ground,
+    *,
+    masters: Masters | None = None,
+    optimizer: Moments | None = None,
+    tokenizer: Savable | None = None,
+) -> None:
+    """Write ``folder``, whole or not at all; every rank of ``ground`` calls it.
+
+    With ``masters`` the float32 weights are written, without them the model's own. Raises :class:`CheckpointError`
+    when the folder exists or cannot be written, :class:`CapacityError` when the disk is full.
+    """
+    if optimizer is not None and optimizer.steps != meta.step:
+        raise CheckpointError(f"the optimizer took {optimizer.steps} steps, the checkpoint would say {meta.step}")
+
+    def seal(place: Path) -> None:
+        folders.write_json(place / META, meta.model_dump(mode="json"))
+        if tokenizer is not None:
+            (place / TOKENIZER).mkdir()
+            tokenizer.save(place / TOKENIZER)
+
+    views = _views(_local(model, masters, optimizer), model, ground, sharded=masters is not None)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        _dcp(
+            folder,
+            state_dict_saver.save,
+            views,
+            storage_writer=Writer(folder, seal),
+            planner=planner,
+            no_dist=ground.world == 1,
+        )
+    except BaseException:
+        if ground.rank == 0:
+            folders.discard(folder)
+        raise
+
+
+def load(
+    folder: Path,
+    model: Transformer,
+    ground: Ground,
+    *,
+    masters: Masters | None = None,
+    optimizer: Moments | None = None,
+) -> Meta:
+    """Fill ``model`` (and what is given of ``masters`` and ``optimizer``) from ``folder``, under any plan.
+
+    Each rank reads only its own boxes. Weights alone may be cast to the type that they are wanted in; with an
+    optimizer the types must agree, or the run would not be the same run. Raises :class:`CheckpointError`, which names
+    the file, for anything missing, damaged or foreign.
+    """
+    manifest, meta, index = _open(folder)
+    if meta.model != model.config:
+        changed = [key for key in ModelConfig.model_fields if getattr(meta.model, key) != getattr(model.config, key)]
+        raise CheckpointError(
+            f"{folder} holds a model with another {', '.join(changed)}; "
+            "build the model from the checkpoint's own config"
+        )
+    local = _local(model, masters, optimizer)
+    whole = model.whole_shapes()
+    for key, tensor in local.items():
+        entry = index.tensors.get(key)
+        if entry is None:
+            what = "optimizer state" if not key.startswith("weights/") else "weight"
+            raise CheckpointError(f"{folder / INDEX} has no {what} '{key}'; use a checkpoint that a training run wrote")
+        if tuple(whole[_parameter(key)]) != entry.shape:
+            raise CheckpointError(
+                f"{folder / INDEX} has '{key}' of shape {entry.shape}, but the model needs "
+                f"{tuple(whole[_parameter(key)])}; use a checkpoint of this model"
+            )
+        if optimizer is not None and tensor.dtype != DTYPES[entry.dtype]:
+            raise CheckpointError(
+                f"{folder} holds '{key}' in {entry.dtype}, and this run keeps it in "
+                f"{str(tensor.dtype).removeprefix('torch.')}; resume with the same train.dtype"
+            )
+    reader = Reader(folder, manifest, index, list(local), rank=ground.rank, world=ground.world)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    views = _views(local, model, ground, sharded=masters is not None)
+    with torch.no_grad():
+        _dcp(folder, state_dict_loader.load, views, storage_reader=reader, planner=planner, no_dist=ground.world == 1)
+    if optimizer is not None:
+        optimizer.steps = meta.step
+    if masters is not None:
+        masters.publish()
+    return meta
+
+
+def read_meta(folder: Path) -> Meta:
+    """What a checkpoint says of itself: the config to build its model from, the step, the cursor."""
+    return _open(folder)[1]
+
+
+def is_native(folder: Path) -> bool:
+    """Whether ``folder`` looks like a checkpoint of ours."""
+    return (folder / folders.MANIFEST).is_file()
+
+
+def newest(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run folder (``runs/NAME``), or None.
+
+    A folder that lost files after it was written is passed over for the one before it; damage *inside* a file is
+    found when it is loaded.
+    """
+    for _, folder in folders.steps(run):
+        try:
+            Manifest.read(folder).check_sizes(folder)
+        except CheckpointError:
+            continue
+        return folder
+    return None
+
+
+def _open(folder: Path) -> tuple[Manifest, Meta, Index]:
+    manifest = Manifest.read(folder)
+    manifest.check_sizes(folder)
+    manifest.check_contents(folder, [META, INDEX])
+    try:
+        meta = Meta(**folders.read_json(folder / META))
+    except ConfigError as why:
+        raise CheckpointError(
+            f"{folder / META} does not fit this Colonnade: {why}; use the version that wrote it"
+        ) from None
+    return manifest, meta, Index.read(folder)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree that was never installed
+        return "unknown"
+
+
+def _parameter(key: str) -> str:
+    return key.partition("/")[2]
+
+
+def _local(model: Transformer, masters: Masters | None, optimizer: Moments | None) -> dict[str, Tensor]:
+    weights: Mapping[str, Tensor] = dict(model.named_parameters()) if masters is None else masters.local
+    return {f"weights/{name}": w.detach() for name, w in weights.items()} | (optimizer.state if optimizer else {})
+
+
+def _views(local: dict[str, Tensor], model: Transformer, ground: Ground, *, sharded: bool) -> dict[str, Tensor]:
+    """The storage view of each tensor; in a world of one, the tensor itself."""
+    if ground.world == 1:
+        return local
+    layout, whole = layout_of(model), model.whole_shapes()
+
+    def view(name: str, tensor: Tensor) -> Tensor:
+        return storage_view(tensor, layout[name], whole[name], ground, sharded=sharded)
+
+    return {key: view(_parameter(key), tensor) for key, tensor in local.items()}
+
+
+def storage_view(local: Tensor, placement: Placement, whole: torch.Size, ground: Ground, *, sharded: bool) -> Tensor:
+    """``local`` as this rank's part of the whole tensor, for torch's planner; it aliases ``local``.
+
+    The mesh is (tp, dp) in this order: FSDP cuts what tensor parallelism left (the other order corrupts without a
+    word). ``sharded`` says whether FSDP cut it. Shape and stride are given because uneven shares cannot tell them.
+    """
+    over_tp = Shard(placement) if isinstance(placement, int) else Replicate()
+    over_dp = Shard(0) if sharded else Replicate()
+    stride = torch.empty(whole, device="meta").stride()
+    return DTensor.from_local(
+        local, ground.storage_mesh, [over_tp, over_dp], run_check=False, shape=whole, stride=stride
+    )
+
+
+def _dcp(folder: Path, work: Callable[..., Any], views: dict[str, Tensor], **options: Any) -> None:
+    """Run torch's save or load; turn its failures, which are no ``Exception``s, into ours."""
+    try:
+        with warnings.catch_warnings():
+            # Says that a single process was meant, when a single process was asked for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            work(views, **options)
+    except CheckpointException as failure:
+        rank, (why, _) = min(failure.failures.items())
+        if isinstance(why, OSError) and why.errno == errno.ENOSPC:
+            raise CapacityError(f"the disk is full: {folder} was not written; free some space") from why
+        if isinstance(why, OSError):
+            raise CheckpointError(f"{folder}: {why.strerror or why} (rank {rank})") from why
+        if isinstance(why, ColonnadeError):
+            raise type(why)(str(why)) from None
+        raise why from None

@@ -1,0 +1,139 @@
+"""Master weights: what the optimizer moves, and how gradients reach them over the data axis.
+
+The model computes with its own parameters (perhaps bfloat16, perhaps gathered for a moment); the optimizer moves
+float32 *masters*, one plain local tensor a parameter. Two ways to hold them, behind one small face:
+
+    Sharded   data ranks > 1: FSDP2 keeps 1/dp of each parameter in float32, gathers a block before it runs in the
+              compute type, and reduce-scatters its gradients in float32 (ZeRO-3, arXiv 1910.02054, section 5).
+    Whole     one data rank: nothing to shard. The masters are the parameters themselves, or, for a lower compute
+              type, float32 copies, into which each gradient is added as soon as autograd has it.
+
+FSDP over one rank gives the same numbers but copies each weight into and out of its communication buffers: measured
+2 to 18% of a step (docs/decisions/0002-masters.md). Gradients are *sums*: the loss is already divided by the global
+count of tokens, so FSDP must not divide by the number of ranks (layout rule 7).
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from colonnade.parallel.mesh import Ground
+
+
+class Masters(Protocol):
+    """The float32 weights of this rank, by parameter name, and the life of their gradients in one step."""
+
+    local: dict[str, Tensor]
+    """Plain tensors that alias what is stored; a gradient stands in ``.grad`` after :meth:`collect`."""
+
+    def accumulate(self, *, last: bool) -> None:
+        """Before the backward pass of a micro-batch: ``last`` sends the summed gradients on their way."""
+        ...
+
+    def collect(self) -> None:
+        """After the last backward pass: each master's gradient, summed over the data axis, in its ``.grad``."""
+        ...
+
+    def publish(self) -> None:
+        """After the masters moved (a step, a load): the model computes with the new values."""
+        ...
+
+
+def masters(model: nn.Module, ground: Ground, compute: torch.dtype) -> Masters:
+    """Prepare ``model``, whose weights are initialised in the master type, to train in ``compute`` on this ground.
+
+    ``model.blocks`` are gathered one by one; everything else belongs to the root and stays gathered from its first
+    use to the end of the backward pass.
+    """
+    return Sharded(model, ground.fsdp_mesh, compute) if ground.axes.dp.size > 1 else Whole(model, compute)
+
+
+class Whole:
+    """Masters of a model that one data rank holds alone."""
+
+    def __init__(self, model: nn.Module, compute: torch.dtype):
+        self.local: dict[str, Tensor] = {}
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        for name, parameter in _trainable(model):
+            if parameter.dtype == compute:
+                self.local[name] = parameter
+                continue
+            master = parameter.detach().clone()
+            parameter.data = parameter.data.to(compute)
+            # Adding each gradient up in float32 at once keeps the sum over micro-batches exact and frees the other.
+            parameter.register_post_accumulate_grad_hook(lambda p, master=master: _move_gradient(p, master))
+            self.local[name] = master.requires_grad_()
+            self._pairs.append((parameter, master))
+
+    def accumulate(self, *, last: bool) -> None:
+        """Nothing to hold back: autograd adds the micro-batches up."""
+
+    def collect(self) -> None:
+        """Nothing to do: each gradient is where it belongs."""
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters to the compute type."""
+        for parameter, master in self._pairs:
+            parameter.copy_(master)
+
+
+def _move_gradient(parameter: Tensor, master: Tensor) -> None:
+    assert parameter.grad is not None
+    if master.grad is None:
+        master.grad = parameter.grad.to(master.dtype)
+    else:
+        master.grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+class Sharded:
+    """Masters that FSDP2 shards over the data axis."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, compute: torch.dtype):
+        kept = next(model.parameters()).dtype
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if compute == kept else compute,
+            reduce_dtype=kept,
+            cast_forward_inputs=False,  # rotary tables stay float32; everything else has the compute type already
+        )
+        for block in model.get_submodule("blocks").children():
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        self._root: FSDPModule = fully_shard(model, mesh=mesh, mp_policy=policy)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # Both are needed: gloo refuses the pre-multiplied sum by which FSDP would otherwise express a factor.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        self._parameters = dict(_trainable(model))
+        self.local = {name: _shard(p).detach().requires_grad_() for name, p in self._parameters.items()}
+
+    def accumulate(self, *, last: bool) -> None:
+        """Reduce over the data axis once a step, not once a micro-batch."""
+        self._root.set_requires_gradient_sync(last)
+        self._root.set_is_last_backward(last)
+
+    def collect(self) -> None:
+        """Hand FSDP's gradient shards to the plain tensors that the optimizer knows."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self.local[name].grad = _shard(parameter.grad)
+                parameter.grad = None
+
+    def publish(self) -> None:
+        """Nothing to do: the masters alias FSDP's shards, which the next gather reads."""
+
+
+def _shard(x: Tensor) -> Tensor:
+    detached = x.detach()
+    assert isinstance(detached, DTensor)
+    return detached.to_local()
+
+
+def _trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)

@@ -1,0 +1,99 @@
+"""Peak arithmetic rates of known accelerators, and how far a run is from them.
+
+    model FLOP/s = tokens/s · FLOPs per token (:meth:`ModelConfig.flops_per_token`)
+    MFU          = model FLOP/s per rank / peak FLOP/s of its chip            (PaLM, arXiv 2204.02311, appendix B)
+
+The peaks are the vendors' dense rates (no structured sparsity) with 32-bit accumulation, from their data sheets. A
+chip that is not in the table has no MFU: a guessed peak would make a number that looks measured.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from colonnade.config import ModelConfig
+
+ComputeType = Literal["float32", "bfloat16", "float64"]
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Dense peaks of one accelerator [FLOP/s]; ``float32`` is without TF32, which nothing here switches on."""
+
+    match: str
+    """Part of the name by which the driver calls it."""
+    bfloat16: float
+    float32: float
+    float64: float
+
+    def peak(self, dtype: ComputeType) -> float:
+        """FLOP/s of matrix products with operands of ``dtype``."""
+        return getattr(self, dtype)
+
+
+# The first match wins, so the longer of two names that share a prefix stands first.
+CHIPS = (
+    Chip("GB200", 2500e12, 80e12, 40e12),
+    Chip("B200", 2250e12, 75e12, 37e12),
+    Chip("GH200", 989e12, 67e12, 67e12),
+    Chip("H200", 989e12, 67e12, 67e12),
+    Chip("H100 NVL", 835e12, 60e12, 60e12),
+    Chip("H100 PCIe", 756e12, 51e12, 51e12),
+    Chip("H100", 989e12, 67e12, 67e12),
+    Chip("A100", 312e12, 19.5e12, 19.5e12),
+    Chip("A40", 149.7e12, 37.4e12, 0.58e12),
+    Chip("L40S", 362e12, 91.6e12, 1.4e12),
+    Chip("L4", 121e12, 30.3e12, 0.47e12),
+    Chip("RTX 4090", 165.2e12, 82.6e12, 1.3e12),
+    Chip("RTX 3090", 71e12, 35.6e12, 0.56e12),
+    Chip("MI300X", 1307.4e12, 163.4e12, 163.4e12),
+)  # fmt: skip
+
+
+def chip_named(name: str) -> Chip | None:
+    """The chip that a driver calls ``name``, or None for one that the table does not know (and for any CPU)."""
+    words = name.upper()
+    return next((chip for chip in CHIPS if chip.match.upper() in words), None)
+
+
+def chip_of(device: torch.device) -> Chip | None:
+    """The chip behind ``device``."""
+    return chip_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """How fast a run goes, in the two conventions for causal attention that the field uses."""
+
+    tokens_per_s: float
+    """Over all ranks."""
+    tflops: float
+    """Model TFLOP/s of one rank, all attention scores counted (Megatron, PaLM)."""
+    tflops_causal: float
+    """The same, only the half of the scores that the causal mask keeps counted."""
+    mfu: float | None
+    """``tflops`` over the chip's peak; None when the chip is not known."""
+    mfu_causal: float | None
+    """``tflops_causal`` over the chip's peak."""
+
+    def __str__(self) -> str:
+        rate = f"{self.tokens_per_s:,.0f} tokens/s"
+        flops = f"{self.tflops:.3g} TFLOP/s ({self.tflops_causal:.3g} causal)"
+        if self.mfu is None or self.mfu_causal is None:
+            return f"{rate}  {flops}  mfu n/a"
+        return f"{rate}  {flops}  mfu {self.mfu:.1%} ({self.mfu_causal:.1%} causal)"
+
+
+def throughput(
+    model: ModelConfig, *, sequence: int, tokens_per_s: float, ranks: int, chip: Chip | None, dtype: ComputeType
+) -> Throughput:
+    """Rates of a run that trains ``tokens_per_s`` over ``ranks`` ranks on samples of ``sequence`` tokens.
+
+    Attention is counted at the full sample length, also where documents are separated and less is attended.
+    """
+    full, causal = (
+        tokens_per_s * model.flops_per_token(sequence, causal=half) / ranks / 1e12 for half in (False, True)
+    )
+    share = (None, None) if chip is None else (full * 1e12 / chip.peak(dtype), causal * 1e12 / chip.peak(dtype))
+    return Throughput(tokens_per_s, full, causal, *share)

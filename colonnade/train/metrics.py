@@ -1,0 +1,115 @@
+"""What is noted of each step, read from the device only now and then.
+
+A step leaves its loss and norm as tensors that may not exist yet (a GPU runs behind the program). Waiting for them
+every step would stop the program from preparing the next one, so they are kept, and read all at once when a line of
+metrics is due: one sum over the data axis, one copy to the host. A loss that is not finite is found then, with the
+step and the data ranks in which it arose; no checkpoint is written before that was looked at.
+"""
+
+import time
+
+import torch
+
+from colonnade.config import RunConfig
+from colonnade.errors import ColonnadeError
+from colonnade.parallel.mesh import Ground
+from colonnade.train.chips import Throughput, chip_of, throughput
+from colonnade.train.step import Outcome
+
+Row = dict[str, float]
+"""Names and values of one step, as trackers get them."""
+
+
+class Diverged(ColonnadeError):
+    """The loss or the gradient is no longer a number."""
+
+
+class Meter:
+    """Collects outcomes and time; hands out rows."""
+
+    def __init__(self, run: RunConfig, ground: Ground):
+        self.run, self.ground = run, ground
+        self.chip = chip_of(ground.device)
+        self._pending: list[tuple[int, Outcome]] = []
+        self._busy_s, self._since_s, self._steps = 0.0, time.perf_counter(), 0
+
+    def note(self, steps: int, outcome: Outcome) -> None:
+        """Keep the outcome of the step after which ``steps`` steps have been taken."""
+        self._pending.append((steps, outcome))
+        self._steps += 1
+
+    def read(self) -> list[tuple[int, Row]]:
+        """(steps taken, row) for each step since the last reading; waits for the device.
+
+        Raises :class:`Diverged` on every rank alike when a loss or norm among them is not finite.
+        """
+        if not self._pending:
+            return []
+        outcomes = [outcome for _, outcome in self._pending]
+        mine = torch.stack([outcome.loss_sum for outcome in outcomes]).double()
+        losses = self.ground.axes.dp.sum_(mine) / torch.stack([outcome.count for outcome in outcomes])
+        norms = torch.stack([outcome.norm for outcome in outcomes]).double()
+        table = torch.stack([losses, norms]).T.tolist()
+        for (steps, _), (loss, norm), here in zip(self._pending, table, mine.isfinite(), strict=True):
+            if not (loss - loss == 0 == norm - norm):
+                raise Diverged(self._diagnosis(steps, loss, norm, bool(here)))
+        rows = [
+            (steps, {"loss": loss, "grad_norm": norm, "lr": outcome.lr})
+            for (steps, outcome), (loss, norm) in zip(self._pending, table, strict=True)
+        ]
+        self._pending.clear()
+        return rows
+
+    def _diagnosis(self, steps: int, loss: float, norm: float, finite_here: bool) -> str:
+        dp = self.ground.axes.dp
+        flags = torch.zeros(dp.size, device=self.ground.device)
+        flags[dp.rank] = not finite_here
+        guilty = [str(rank) for rank, flag in enumerate(dp.sum_(flags).tolist()) if flag]
+        where = f" on data rank {', '.join(guilty)} of {dp.size}" if guilty else " on no rank alone"
+        what = f"loss is {loss}{where}" if loss - loss != 0 else f"gradient norm is {norm} (the loss is {loss:.4g})"
+        return f"step {steps}: the {what}"
+
+    # -- time: only training counts, not validation, saving or starting up -----------------------------------------
+
+    def pause(self) -> None:
+        """Stop the clock, once the device has caught up."""
+        if self.ground.device.type == "cuda":
+            torch.cuda.synchronize(self.ground.device)
+        self._busy_s += time.perf_counter() - self._since_s
+
+    def resume(self) -> None:
+        """Start the clock again."""
+        self._since_s = time.perf_counter()
+
+    def restart(self) -> None:
+        """Forget what was measured (the first step compiles, and is no measure of the others)."""
+        self._busy_s, self._steps = 0.0, 0
+        self.resume()
+
+    def speed(self) -> Throughput | None:
+        """Rates over the steps since the last call; None without any. The clock must be paused."""
+        steps, busy_s = self._steps, self._busy_s
+        self._busy_s, self._steps = 0.0, 0
+        if not steps or not busy_s:
+            return None
+        run = self.run
+        return throughput(
+            run.model,
+            sequence=run.data.sequence,
+            tokens_per_s=steps * run.train.batch * run.data.sequence / busy_s,
+            ranks=self.ground.world,
+            chip=self.chip,
+            dtype=run.train.dtype,
+        )
+
+
+def rates(speed: Throughput) -> Row:
+    """The values of a :class:`Throughput` for a tracker; what is not known is left out."""
+    known = {
+        "tokens_per_s": speed.tokens_per_s,
+        "tflops": speed.tflops,
+        "tflops_causal": speed.tflops_causal,
+        "mfu": speed.mfu,
+        "mfu_causal": speed.mfu_causal,
+    }
+    return {name: value for name, value in known.items() if value is not None}

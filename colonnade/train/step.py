@@ -1,0 +1,106 @@
+"""One optimizer step, read from top to bottom.
+
+    loss = Σ token losses / Σ valid tokens          both over data ranks and micro-batches
+
+The count of valid tokens is summed over all of them *before* the first backward pass, so that each micro-batch's
+backward already carries the right weight and gradients are plain sums (a mean of means over ranks or micro-batches of
+unequal counts is another loss, and differs from layout to layout).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from colonnade.config import TrainConfig
+from colonnade.model import IGNORE, Loss, Packed, Stream, Transformer
+from colonnade.parallel.axis import Axis
+from colonnade.parallel.fsdp import Masters
+from colonnade.parallel.layout import layout_of
+from colonnade.train import norm
+from colonnade.train.optimizer import AdamW
+from colonnade.train.schedule import learning_rate
+
+
+class Batch(Protocol):
+    """A micro-batch of one rank: samples laid end to end (:class:`colonnade.data.batch.Batch`)."""
+
+    @property
+    def tokens_T(self) -> Tensor: ...
+    @property
+    def positions_T(self) -> Tensor: ...
+    @property
+    def targets_T(self) -> Tensor: ...
+    @property
+    def cu_seqlens(self) -> Tensor: ...
+    @property
+    def longest(self) -> int: ...
+    @property
+    def equal(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step leaves to be looked at later; all on the device, nobody has waited for it."""
+
+    loss_sum: Tensor
+    """Of this data rank's tokens."""
+    count: Tensor
+    """Valid tokens of all data ranks."""
+    norm: Tensor
+    """Global gradient norm before the clip."""
+    lr: float
+    """Learning rate that the step used."""
+
+
+class Step:
+    """``step(number, micro_batches)``: forward, backward, norm, clip, AdamW."""
+
+    def __init__(self, model: Transformer, masters: Masters, optimizer: AdamW, train: TrainConfig, world: Axis):
+        self.model, self.masters, self.optimizer, self.train = model, masters, optimizer, train
+        self.axes, self.world, self.layout = model.axes, world, layout_of(model)
+
+    def __call__(self, number: int, micro_batches: Sequence[Batch]) -> Outcome:
+        """Train on this data rank's ``micro_batches`` as step ``number`` (from 0)."""
+        weights, lr = self.masters.local, learning_rate(number, self.train)
+        count = valid_tokens(micro_batches, self.axes.dp)
+        loss_sum = 0
+        for i, batch in enumerate(micro_batches):
+            self.masters.accumulate(last=i == len(micro_batches) - 1)
+            batch_sum = forward(self.model, batch, self.train.label_smoothing)
+            (batch_sum / count).backward()
+            loss_sum += batch_sum.detach()
+        self.masters.collect()
+        norm.sum_partial(weights, self.layout, self.axes.tp)
+        gradient_norm = norm.gradient_norm(weights, self.layout, self.axes.tp, self.world)
+        norm.clip_(weights, gradient_norm, self.train.clip)
+        self.optimizer.step(lr)
+        self.masters.publish()
+        assert isinstance(loss_sum, Tensor), "a step needs at least one micro-batch"
+        return Outcome(loss_sum, count, gradient_norm, lr)
+
+
+@torch.no_grad()
+def evaluate(model: Transformer, batches: Iterable[Batch]) -> Tensor:
+    """The mean loss over this data rank's ``batches`` and everybody else's, without label smoothing."""
+    device = next(model.parameters()).device
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for batch in batches:
+        total += torch.stack([forward(model, batch, 0.0), (batch.targets_T != IGNORE).sum()])
+    loss_sum, count = model.axes.dp.sum_(total)
+    return loss_sum / count.clamp(min=1)
+
+
+def forward(model: Transformer, batch: Batch, smoothing: float) -> Tensor:
+    """The summed loss of a micro-batch."""
+    stream = Stream(batch.tokens_T, batch.positions_T)
+    attend = Packed(batch.cu_seqlens, batch.longest, batch.equal)
+    loss_sum, _ = model(stream, attend, Loss(batch.targets_T, smoothing))
+    return loss_sum
+
+
+def valid_tokens(batches: Iterable[Batch], dp: Axis) -> Tensor:
+    """How many targets count in this step, over all data ranks; at least 1, so that an empty step is a step of 0."""
+    return dp.sum_(torch.stack([(batch.targets_T != IGNORE).sum() for batch in batches]).sum()).clamp(min=1)

@@ -1,0 +1,88 @@
+"""A checkpoint written under any plan loads under any other: weights, optimizer and the next step agree.
+
+World 8 is tp=4 with dp=2; smaller plans run on the first ranks of smaller worlds. Each plan trains two steps, saves,
+and takes one more; every plan then loads every checkpoint and must take that same step.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from colonnade.checkpoint import native
+from colonnade.config import Plan
+from colonnade.model import Transformer
+from colonnade.parallel.mesh import Ground
+from tests.parity.train_cases import CASES, Run
+from tests.worlds import assert_same, run
+
+PLANS = [Plan(tp=tp, dp=dp) for tp in (1, 2, 4) for dp in (1, 2)]
+
+
+def _save(plan: Plan, root: Path) -> dict[str, list[tuple[float, float]]]:
+    with Ground.build(plan) as ground:
+        found = {}
+        for case, config in CASES.items():
+            it = Run.start(config, ground)
+            it.go(0, 2)
+            meta = native.Meta(model=config, step=2)
+            folder = root / case / f"tp{plan.tp}dp{plan.dp}"
+            native.save(folder, it.model, meta, ground, masters=it.masters, optimizer=it.optimizer)
+            found[case] = it.go(2, 4)
+        return found
+
+
+def _load(plan: Plan, root: Path, expected: dict[str, dict[str, list[tuple[float, float]]]]) -> int:
+    with Ground.build(plan) as ground:
+        pairs = 0
+        for number, (saved, cases) in enumerate(expected.items()):
+            # Each pair of plans moves one of the families, in turn, so that every plan meets all of them.
+            case = list(CASES)[(number + PLANS.index(plan)) % len(CASES)]
+            it = Run.start(CASES[case], ground, seed=99)
+            meta = native.load(root / case / saved, it.model, ground, masters=it.masters, optimizer=it.optimizer)
+            assert meta.step == it.optimizer.steps == 2
+            for got, want in zip(it.go(2, 4), cases[case], strict=True):
+                if saved == f"tp{plan.tp}dp{plan.dp}":
+                    assert got == tuple(want), f"{saved} is not bit for bit the uninterrupted run"
+                assert abs(got[0] - want[0]) <= 1e-10, f"{case} {saved} -> {plan}: loss {got[0]} for {want[0]}"
+                assert abs(got[1] - want[1]) <= 1e-10, f"{case} {saved} -> {plan}: norm {got[1]} for {want[1]}"
+            pairs += 1
+        return pairs
+
+
+@pytest.mark.xdist_group("worlds")
+def test_every_plan_loads_every_checkpoint(tmp_path: Path) -> None:
+    expected = {f"tp{p.tp}dp{p.dp}": run(p.world, _save, p, tmp_path)[0] for p in PLANS}
+    one = expected["tp1dp1"]
+    for cases in expected.values():
+        for case, steps in cases.items():
+            assert torch.tensor(steps, dtype=torch.float64).sub(torch.tensor(one[case], dtype=torch.float64)).abs().max() < 1e-10
+    for plan in PLANS:
+        assert run(plan.world, _load, plan, tmp_path, expected)[0] == len(PLANS)
+
+
+def _weights_alone(root: Path) -> None:
+    """Two ranks save; each rank then loads alone, without the group, and both load tensor-parallel, cast to float32."""
+    plan, config = Plan(tp=2), CASES["gpt2"]
+    with Ground.build(plan) as ground:
+        it = Run.start(config, ground)
+        native.save(root / "step-0", it.model, native.Meta(model=config), ground, masters=it.masters)
+        alone = Transformer(config, dtype=torch.float64)
+        native.load(root / "step-0", alone, Ground.solo())
+        one = Run.start(config, Ground.solo())
+        for (name, got), want in zip(alone.named_parameters(), one.model.parameters(), strict=True):
+            assert_same(got.detach(), want.detach(), what=name)
+        cast = Transformer(config, ground.axes, dtype=torch.float32)
+        native.load(root / "step-0", cast, ground)
+        for name, got in cast.named_parameters():
+            assert_same(got.detach(), it.masters.local[name].detach().float(), 1e-12, what=name)
+
+
+@pytest.mark.xdist_group("worlds")
+def test_weights_load_without_optimizer_or_group(tmp_path: Path) -> None:
+    run(2, _weights_alone, tmp_path)
+    index = json.loads((tmp_path / "step-0" / "tensors.json").read_text())["tensors"]
+    assert all(key.startswith("weights/") for key in index)
+    pieces = index["weights/embed.tokens.weight"]["pieces"]
+    assert [(p["offsets"], p["sizes"]) for p in pieces] == [([0, 0], [51, 24]), ([51, 0], [50, 24])]

@@ -1,0 +1,57 @@
+"""Training under every plan is training in one process: loss, gradients, clip norm and updated weights, to 1e-10."""
+
+import pytest
+import torch
+
+from colonnade.config import Plan
+from colonnade.parallel.mesh import Ground
+from tests.parity.train_cases import CASES, PLANS, Run
+from tests.worlds import assert_same, run
+
+STEPS = 3
+
+
+def _trains_as_one(plan: Plan, case: str) -> None:
+    one = Run.start(CASES[case], Ground.solo())
+    expected = one.go(0, STEPS)
+    with Ground.build(plan) as ground:
+        several = Run.start(CASES[case], ground)
+        found = several.go(0, STEPS)
+        assert all(norm > 0.1 for _, norm in expected), "the clip must be active"
+        for (loss, norm), (loss_1, norm_1) in zip(found, expected, strict=True):
+            assert abs(loss - loss_1) <= 1e-10 * max(1, loss_1)
+            assert abs(norm - norm_1) <= 1e-10 * max(1, norm_1)
+        for name, weight in several.masters.local.items():
+            assert_same(weight, several.mine(name, one.masters.local[name]), what=name)
+        for key, moment in several.optimizer.state.items():
+            assert_same(moment, several.mine(key.partition("/")[2], one.optimizer.state[key]), what=key)
+
+
+def _gradients_as_one(plan: Plan, case: str) -> None:
+    """Every gradient before the clip, in units of the largest."""
+    found = {}
+    for where in ("one", "several"):
+        with Ground.build(plan) as ground:
+            it = Run.start(CASES[case], Ground.solo() if where == "one" else ground)
+            it.step.train = it.step.train.but(clip=float("inf"))
+            it.optimizer.step = lambda lr: None
+            it.go(0, 1)
+            found[where] = it
+    for name, weight in found["several"].masters.local.items():
+        whole = found["one"].masters.local[name].grad
+        assert whole is not None and weight.grad is not None and whole.abs().max() > 0, name
+        assert_same(weight.grad, found["several"].mine(name, whole), what=name)
+
+
+def _every_case(world: int) -> None:
+    for plan in PLANS[world]:
+        for case in CASES:
+            _gradients_as_one(plan, case)
+            _trains_as_one(plan, case)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.xdist_group("worlds")
+def test_training_equals_one_process(world: int) -> None:
+    run(world, _every_case, world)
+    assert torch.get_default_dtype() == torch.float32

@@ -1,0 +1,107 @@
+"""Tiny models and ragged batches on which training under any plan must equal training in one process."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colonnade.config import ModelConfig, Plan, TrainConfig
+from colonnade.model import IGNORE, Packed, Transformer, initialise
+from colonnade.parallel.axis import Axis, world_axis
+from colonnade.parallel.fsdp import Masters, masters
+from colonnade.parallel.layout import layout_of, share
+from colonnade.parallel.mesh import Ground
+from colonnade.train.optimizer import AdamW
+from colonnade.train.step import Step
+
+COMMON: dict[str, Any] = {"layers": 2, "width": 24, "context": 32}
+CASES = {
+    "gpt2": ModelConfig(
+        family="gpt2", vocab_size=101, heads=12, head_width=2, ffn_width=37, positions="learned", norm="layernorm",
+        activation="gelu_tanh", gated=False, qkv_bias=True, out_bias=True, ffn_bias=True, tied=True, **COMMON,
+    ),
+    "llama": ModelConfig(family="llama", vocab_size=101, heads=24, kv_heads=12, head_width=2, ffn_width=37, **COMMON),
+    "qwen3": ModelConfig(
+        family="qwen3", vocab_size=53, heads=12, kv_heads=12, head_width=4, ffn_width=30, qk_norm=True, tied=True,
+        **COMMON,
+    ),
+}  # fmt: skip
+"""12 key/value heads divide over tp of 1, 2, 3 and 4; the other sizes divide over none but 1."""
+
+TRAIN = TrainConfig(
+    steps=20, warmup=2, lr=3e-3, min_lr=1e-4, clip=0.1, weight_decay=0.1, dtype="float64", label_smoothing=0.05
+)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """A micro-batch of documents of unequal lengths, some of whose targets do not count."""
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    targets_T: Tensor
+    cu_seqlens: Tensor
+    longest: int
+    equal: bool
+
+    @staticmethod
+    def of(seed: int, vocab_size: int) -> "Ragged":
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(1, 9, (3,), generator=generator).tolist()
+        tokens_T = torch.randint(0, vocab_size, (sum(lengths),), generator=generator)
+        targets_T = torch.randint(0, vocab_size, (sum(lengths),), generator=generator)
+        targets_T[torch.rand(sum(lengths), generator=generator) < 0.2 * (seed % 4)] = IGNORE
+        packed = Packed.of(lengths)
+        positions_T = torch.cat([torch.arange(n) for n in lengths])
+        return Ragged(tokens_T, positions_T, targets_T, packed.cu_seqlens, packed.longest, packed.equal)
+
+
+def micro_batches(step: int, dp: Axis, vocab_size: int, total: int = 4) -> list[Ragged]:
+    """This data rank's micro-batches of a step that has ``total`` of them over all data ranks (of 1, 2 or 4)."""
+    mine = range(*dp.part(total))
+    return [Ragged.of(100 * step + i, vocab_size) for i in mine]
+
+
+@dataclass
+class Run:
+    """A model in training on some ground."""
+
+    model: Transformer
+    masters: Masters
+    optimizer: AdamW
+    step: Step
+    ground: Ground
+
+    @staticmethod
+    def start(config: ModelConfig, ground: Ground, train: TrainConfig = TRAIN, seed: int = 7) -> "Run":
+        model = initialise(Transformer(config, ground.axes, dtype=torch.float64), seed)
+        held = masters(model, ground, torch.float64)
+        optimizer = AdamW(held.local, train)
+        world = world_axis() if ground.world > 1 else ground.axes.dp
+        return Run(model, held, optimizer, Step(model, held, optimizer, train, world), ground)
+
+    def go(self, first: int, stop: int) -> list[tuple[float, float]]:
+        """Steps ``first`` to ``stop``; (mean loss, gradient norm) of each."""
+        found = []
+        for number in range(first, stop):
+            batches = micro_batches(number, self.ground.axes.dp, self.model.config.vocab_size)
+            out = self.step(number, batches)
+            loss = self.ground.axes.dp.sum_(out.loss_sum) / out.count
+            found.append((loss.item(), out.norm.item()))
+        return found
+
+    def mine(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's shard of a whole tensor: cut by the layout over tp, then by rows over dp."""
+        part = share(whole, layout_of(self.model)[name], self.ground.axes.tp)
+        start, stop = self.ground.axes.dp.part(part.shape[0])
+        return part[start:stop]
+
+
+PLANS = {
+    1: [Plan()],
+    2: [Plan(tp=2), Plan(dp=2)],
+    3: [Plan(tp=3)],
+    4: [Plan(tp=2, dp=2), Plan(tp=4), Plan(dp=4)],
+    8: [Plan(tp=4, dp=2), Plan(tp=2, dp=4)],
+}
