@@ -1,0 +1,122 @@
+"""The documentation is run: its Python in order, its commands through the real command line, its site with --strict.
+
+A block is left out only with a reason, in a comment on the line before it: <!-- not run: needs a GPU -->. A page with
+<!-- slow --> has its Python marked slow.
+"""
+
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>[\w+-]*)[^\n]*\n(?P<body>.*?)^(?P=indent)```\s*$", re.DOTALL | re.MULTILINE
+)
+SKIP = re.compile(r"<!-- not run: .+ -->\s*$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    body: str
+    line: int
+    skipped: bool
+
+
+def blocks(text: str) -> list[Block]:
+    found = []
+    for match in FENCE.finditer(text):
+        before = text[: match.start()].rstrip("\n").rsplit("\n", 1)[-1]
+        line = text.count("\n", 0, match.start("body")) + 1
+        found.append(Block(match["language"], textwrap.dedent(match["body"]), line, bool(SKIP.search(before))))
+    return found
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def pages_with(*languages: str) -> list:
+    chosen = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if any(block.language in languages and not block.skipped for block in blocks(text)):
+            marks = [pytest.mark.slow] if "<!-- slow -->" in text and "python" in languages else []
+            chosen.append(pytest.param(page, id=name(page), marks=marks))
+    return chosen
+
+
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "page"}
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.language == "python" and not block.skipped:
+            # Blank lines first, so that a traceback names the page's own line.
+            exec(compile("\n" * (block.line - 1) + block.body, name(page), "exec"), namespace)
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The ``colonnade`` commands of a block, as argument lists; in console blocks only lines with a prompt."""
+    text = block.body.replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines()]
+    if block.language == "console":
+        lines = [line[2:] for line in lines if line.startswith("$ ")]
+    found = []
+    for line in lines:
+        for part in re.split(r"\s(?:&&|\|\||\||&|;)(?:\s|$)", line):
+            words = shlex.split(part, comments=True)
+            while words and re.fullmatch(r"\w+=.*", words[0]):
+                words = words[1:]
+            if words and words[0].removeprefix(".venv/bin/") == "colonnade":
+                found.append(words[1:])
+    return found
+
+
+def test_commands_are_found():
+    text = (
+        "$ A=1 colonnade train --plan.tp 2 \\\n    --train.lr 1e-3  # why\n"
+        "colonnade printed this\n"
+        "$ ls && .venv/bin/colonnade demo | tee x\n"
+    )
+    assert commands(Block("console", text, 1, False)) == [["train", "--plan.tp", "2", "--train.lr", "1e-3"], ["demo"]]
+
+
+def test_blocks_know_their_line_and_their_excuse():
+    text = "a\n\n```python\nx = 1\n```\n\n<!-- not run: needs a GPU -->\n```python\ny = 2\n```\n"
+    assert [(b.body, b.line, b.skipped) for b in blocks(text)] == [("x = 1\n", 4, False), ("y = 2\n", 9, True)]
+
+
+def test_links_of_the_readme_lead_somewhere():
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        text = page.read_text(encoding="utf-8")
+        targets = re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r'(?:src|srcset|href)="([^"#]+)"', text)
+        missing = [target for target in targets if "://" not in target and not (ROOT / target).exists()]
+        assert not missing, name(page)
+
+
+@pytest.mark.parametrize("variant", ["light", "dark"])
+def test_pictures_are_what_their_script_draws(variant):
+    script = runpy.run_path(str(ROOT / "docs/assets/dataflow.py"))
+    drawn = script["draw"](script[variant.upper()])
+    assert (ROOT / f"docs/assets/dataflow-{variant}.svg").read_text(encoding="utf-8") == drawn
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly(tmp_path):
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    ran = subprocess.run(build, check=False, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    assert ran.returncode == 0, ran.stderr
+    page = (tmp_path / "site/ideas/attention-is-a-fold.html").read_text(encoding="utf-8")
+    assert "<math" in page
+    assert "arithmatex" not in page
