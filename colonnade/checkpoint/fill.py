@@ -1,42 +1,85 @@
 """Filling a model from foreign tensors: each rank reads its own boxes, one parameter at a time.
 
-Used by Hugging Face folders and GGUF files alike. First the *names and shapes* of everything are compared, so that a
-foreign or damaged file is refused before the model is touched; then each parameter is read, cast and put in place.
-Beside the model one parameter's share is in memory, never a second model.
+Used by Hugging Face folders and GGUF files alike. Names and shapes are compared when the file is opened, so that a
+foreign or damaged one is refused before a model of its size is even allocated; then each parameter is read, cast and
+put in place. Beside the model one parameter's share is in memory, never a second model.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
 
-from colonnade.checkpoint.stored import Box, Shape, Source, Stored
+from colonnade.checkpoint.stored import Box, Shape, Source, Stored, Table, stored_parameters
+from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.layout import Placement, layout_of
 
 
-@torch.no_grad()
-def fill(model: Transformer, source: Source, forms: Mapping[str, Stored], copies: Mapping[str, str]) -> None:
-    """Read ``source`` into the parameters of ``model`` (plain local tensors, before FSDP wraps them).
+class Weights:
+    """The tensors of ``source``, known to be those of a model of ``config``.
 
-    ``forms`` says how each parameter is stored; ``copies`` which tensors may be there as a copy of another (a tied
-    output projection of the embedding). Values are cast to the parameters' type. Raises :class:`CheckpointError`,
-    naming file and tensor, for what is missing, has another shape, has no place in the model, or is no true copy.
+    ``copies`` names tensors that may be there as a copy of another (a tied output projection of the embedding).
+    Raises :class:`CheckpointError`, naming file and tensor, for what is missing, has another shape or no place.
     """
-    shapes, layout, tp = model.whole_shapes(), layout_of(model), model.axes.tp
-    for name, form in forms.items():
-        _compare(form.shapes(tuple(shapes[name]), model.config), source)
-    _refuse_strangers(source, {theirs for form in forms.values() for theirs in form.names} | copies.keys())
-    for copy, original in copies.items():
-        if copy in source.shapes and not same(source, copy, original):
+
+    def __init__(self, config: ModelConfig, source: Source, table: Table, copies: Mapping[str, str]):
+        self.config, self.source, self.copies = config, source, copies
+        held = sum(math.prod(shape) for shape in source.shapes.values())
+        if config.parameters > 16 * held:
+            # Said before the list of names is made, which an absurd number of layers would make endless.
             raise CheckpointError(
-                f"{source.file_of(copy)} holds a '{copy}' that differs from '{original}', but the config ties them; "
-                'untie them there ("tie_word_embeddings": false)'
+                f"{source.file_of('')} holds {held:,} numbers, and the config describes a model of "
+                f"{config.parameters:,}; they belong to different models"
             )
-    for name, parameter in model.named_parameters():
-        box = box_of(tuple(shapes[name]), layout[name], tp)
-        parameter.copy_(forms[name].read(source, box, model.config))
+        meta = Transformer(config, device="meta")
+        shapes = {name: tuple(parameter.shape) for name, parameter in meta.named_parameters()}
+        self.forms: dict[str, Stored] = stored_parameters(list(shapes), table, source.file_of(""))
+        wanted = {
+            theirs: shape
+            for name, form in self.forms.items()
+            for theirs, shape in form.shapes(shapes[name], config).items()
+        }
+        for name, shape in wanted.items():
+            self._compare(name, shape)
+        if strangers := sorted(source.shapes.keys() - wanted.keys() - copies.keys()):
+            more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
+            raise CheckpointError(
+                f"{source.file_of(strangers[0])} holds '{strangers[0]}'{more}, for which the model has no place; "
+                "the config describes another model, or the file is of an adapter or a quantiser"
+            )
+
+    @torch.no_grad()
+    def fill(self, model: Transformer) -> None:
+        """Read into ``model``: of our :attr:`config`, with plain local parameters (before FSDP wraps them).
+
+        Values are cast to the parameters' type. Raises :class:`CheckpointError` for data that cannot be read, and
+        for a copy that differs from its original.
+        """
+        for copy, original in self.copies.items():
+            if copy in self.source.shapes and not same(self.source, copy, original):
+                raise CheckpointError(
+                    f"{self.source.file_of(copy)} holds a '{copy}' that differs from '{original}', but the config ties "
+                    'them; untie them there ("tie_word_embeddings": false)'
+                )
+        shapes, layout = model.whole_shapes(), layout_of(model)
+        for name, parameter in model.named_parameters():
+            box = box_of(tuple(shapes[name]), layout[name], model.axes.tp)
+            parameter.copy_(self.forms[name].read(self.source, box, self.config))
+
+    def _compare(self, name: str, shape: Shape) -> None:
+        found, file = self.source.shapes.get(name), self.source.file_of(name)
+        if found is None:
+            raise CheckpointError(
+                f"{file} lacks the tensor '{name}' {list(shape)}; it is incomplete, or of another model than the config"
+            )
+        if found != shape:
+            raise CheckpointError(
+                f"{file} holds '{name}' of shape {list(found)}, but the config makes it {list(shape)}; "
+                "config and weights belong to different models"
+            )
 
 
 def box_of(shape: Shape, placement: Placement, tp: Axis) -> Box:
@@ -54,27 +97,3 @@ def same(source: Source, a: str, b: str, rows: int = 4096) -> bool:
         if not torch.equal(source.read(a, band), source.read(b, band)):
             return False
     return True
-
-
-def _compare(wanted: dict[str, Shape], source: Source) -> None:
-    for theirs, shape in wanted.items():
-        if theirs not in source.shapes:
-            raise CheckpointError(
-                f"{source.file_of(theirs)} lacks the tensor '{theirs}' {list(shape)}; "
-                "the file is incomplete, or the config describes another model"
-            )
-        if source.shapes[theirs] != shape:
-            raise CheckpointError(
-                f"{source.file_of(theirs)} holds '{theirs}' of shape {list(source.shapes[theirs])}, but the config "
-                f"makes it {list(shape)}; config and weights belong to different models"
-            )
-
-
-def _refuse_strangers(source: Source, known: set[str]) -> None:
-    """A tensor that nothing reads would be lost without a word."""
-    if strangers := sorted(source.shapes.keys() - known):
-        more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
-        raise CheckpointError(
-            f"{source.file_of(strangers[0])} holds '{strangers[0]}'{more}, for which the model has no place; "
-            "the config describes another model, or the file is of an adapter or a quantiser"
-        )

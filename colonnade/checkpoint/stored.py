@@ -13,6 +13,7 @@ its value head, so that a contiguous share of the rows is whole heads.
 """
 
 import copy
+import re
 from collections.abc import Mapping
 from typing import Protocol, Self
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from colonnade.config import ModelConfig
+from colonnade.errors import CheckpointError
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
@@ -119,6 +121,25 @@ class FusedQKV(SplitQKV):
     def _part(self, source: Source, which: int, rows: tuple[int, int], rest: Box, config: ModelConfig) -> Tensor:
         before = config.kv_heads * sum(_rows(config)[:which])
         return self._fetch(source, self.names[0], ((before + rows[0], before + rows[1]), *rest))
+
+
+Table = Mapping[str, Stored]
+"""Our parameter names, with ``{i}`` for the layer, to the form in which others store them."""
+
+
+def stored_parameters(names: list[str], table: Table, where: str) -> dict[str, Stored]:
+    """The stored form of each of our parameters ``names``.
+
+    Raises :class:`CheckpointError`, naming ``where``, when the table has no place for one.
+    """
+    forms: dict[str, Stored] = {}
+    for name in names:
+        layer = re.match(r"blocks\.(\d+)\.", name)
+        template = f"blocks.{{i}}.{name[layer.end() :]}" if layer else name
+        if template not in table:
+            raise CheckpointError(f"{where}: this family has no place for the parameter '{name}'; choose another one")
+        forms[name] = table[template].at(int(layer[1])) if layer else table[template]
+    return forms
 
 
 def _rows(config: ModelConfig) -> list[int]:

@@ -12,8 +12,8 @@ import transformers
 from torch import Tensor
 
 from colonnade.checkpoint.hf.families import FAMILIES
-from colonnade.checkpoint.hf.names import stored_parameters
 from colonnade.checkpoint.hf.write import write_hf
+from colonnade.checkpoint.stored import stored_parameters
 from colonnade.config import Plan
 from colonnade.model import Loss, Rows
 from tests.hf import documents, fail_to_write, load, relay, stream_of

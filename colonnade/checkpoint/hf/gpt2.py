@@ -7,8 +7,8 @@ file (``openai-community/gpt2``) lacks the prefix and carries each layer's causa
 from typing import Any
 
 from colonnade.checkpoint.hf.keys import Keys
-from colonnade.checkpoint.hf.names import Family, Table, activation_from_hf, activation_to_hf
-from colonnade.checkpoint.stored import FusedQKV, Stored
+from colonnade.checkpoint.hf.names import Family, activation_from_hf, activation_to_hf
+from colonnade.checkpoint.stored import FusedQKV, Stored, Table
 from colonnade.config import ModelConfig
 
 _LAYER = "transformer.h.{i}."

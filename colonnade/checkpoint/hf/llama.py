@@ -6,9 +6,9 @@ Mistral, Qwen2 and Qwen3 differ in a bias, a window or a norm; their files build
 from typing import Any
 
 from colonnade.checkpoint.hf.keys import Keys
-from colonnade.checkpoint.hf.names import Family, Table, activation_from_hf, activation_to_hf
+from colonnade.checkpoint.hf.names import Family, activation_from_hf, activation_to_hf
 from colonnade.checkpoint.hf.rope import rope_from_hf, rope_to_hf
-from colonnade.checkpoint.stored import SplitQKV, Stored
+from colonnade.checkpoint.stored import SplitQKV, Stored, Table
 from colonnade.config import ModelConfig
 
 BUFFERS = r".*\.rotary_emb\.inv_freq"

@@ -5,19 +5,14 @@ has. To add a family, write one small file beside ``llama.py`` with a :class:`Fa
 ``families.py``.
 """
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from colonnade.checkpoint.hf.keys import Keys
-from colonnade.checkpoint.stored import Stored
+from colonnade.checkpoint.stored import Table
 from colonnade.config import ModelConfig
 from colonnade.config.model import Activation
-from colonnade.errors import CheckpointError
-
-Table = Mapping[str, Stored]
-"""Our parameter names, with ``{i}`` for the layer, to the form in which others store them."""
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -48,21 +43,6 @@ class Family:
     """Writes them (those of :func:`colonnade.checkpoint.hf.families.config_to_hf` excepted)."""
     buffers: str
     """A regular expression for tensors that old files carry and that follow from the config."""
-
-
-def stored_parameters(names: list[str], table: Table, who: str) -> dict[str, Stored]:
-    """The stored form of each of our parameters ``names``.
-
-    Raises :class:`CheckpointError` when the table of ``who`` has no place for one.
-    """
-    forms: dict[str, Stored] = {}
-    for name in names:
-        layer = re.match(r"blocks\.(\d+)\.", name)
-        template = f"blocks.{{i}}.{name[layer.end() :]}" if layer else name
-        if template not in table:
-            raise CheckpointError(f"{who} files have no place for the parameter '{name}'; choose another family")
-        forms[name] = table[template].at(int(layer[1])) if layer else table[template]
-    return forms
 
 
 def activation_from_hf(keys: Keys, key: str, default: str) -> Activation:

@@ -5,9 +5,9 @@ from typing import Any
 from colonnade.checkpoint.hf.keys import Keys
 from colonnade.checkpoint.hf.llama import BUFFERS, common_from_hf, common_to_hf
 from colonnade.checkpoint.hf.llama import TABLE as LLAMA
-from colonnade.checkpoint.hf.names import Family, Table
+from colonnade.checkpoint.hf.names import Family
 from colonnade.checkpoint.hf.qwen2 import window_from_hf, window_to_hf
-from colonnade.checkpoint.stored import Stored
+from colonnade.checkpoint.stored import Stored, Table
 from colonnade.config import ModelConfig
 
 TABLE: Table = {

@@ -12,10 +12,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from colonnade.checkpoint.fill import fill
+from colonnade.checkpoint.fill import Weights
 from colonnade.checkpoint.folder import read_json
 from colonnade.checkpoint.hf.families import FAMILIES, config_from_hf
-from colonnade.checkpoint.hf.names import Family, stored_parameters
+from colonnade.checkpoint.hf.names import Family
 from colonnade.checkpoint.stored import Box, Shape
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
@@ -26,7 +26,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class HFFolder:
-    """A Hugging Face folder: :attr:`config` at once, the weights when :meth:`fill` is called.
+    """A Hugging Face folder: :attr:`config` and the list of tensors at once, their values when :meth:`fill` is called.
 
     Raises :class:`CheckpointError` for a folder that is incomplete, damaged or of a kind we do not know.
     """
@@ -37,13 +37,14 @@ class HFFolder:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing; a Hugging Face model's folder has one")
         self.config: ModelConfig = config_from_hf(read_json(file), str(file))
+        family = FAMILIES[self.config.family]
+        head, embedding = (family.table[name].names[0] for name in ("unembed.weight", "embed.tokens.weight"))
+        copies = {head: embedding} if self.config.tied else {}
+        self._weights = Weights(self.config, SafetensorsSource(self.path, family), family.table, copies)
 
     def fill(self, model: Transformer) -> None:
-        """Read the weights into ``model``, which was built from :attr:`config` and has plain local parameters."""
-        family = FAMILIES[self.config.family]
-        forms = stored_parameters([name for name, _ in model.named_parameters()], family.table, f"'{family.name}'")
-        head, embedding = (family.table[name].names[0] for name in ("unembed.weight", "embed.tokens.weight"))
-        fill(model, SafetensorsSource(self.path, family), forms, {head: embedding} if self.config.tied else {})
+        """Read this rank's share into ``model``, built from :attr:`config`; see :meth:`Weights.fill`."""
+        self._weights.fill(model)
 
 
 class SafetensorsSource:

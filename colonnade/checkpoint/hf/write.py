@@ -16,9 +16,8 @@ from torch import Tensor
 
 from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint.hf.families import FAMILIES, config_to_hf
-from colonnade.checkpoint.hf.names import stored_parameters
 from colonnade.checkpoint.hf.read import CONFIG, INDEX, SINGLE
-from colonnade.checkpoint.stored import Stored
+from colonnade.checkpoint.stored import Stored, stored_parameters
 from colonnade.errors import CheckpointError, ColonnadeError
 from colonnade.model import Transformer
 from colonnade.parallel.axis import Axes
@@ -65,7 +64,7 @@ def write_hf(
     dtype = dtype or next(model.parameters()).dtype
     sizes = {name: shape.numel() * dtype.itemsize for name, shape in model.whole_shapes().items()}
     family = FAMILIES[model.config.family]
-    forms = stored_parameters(list(sizes), family.table, f"'{family.name}'")
+    forms = stored_parameters(list(sizes), family.table, str(path))
     special = _special_ids(tokenizer)
     texts = {
         CONFIG: config_to_hf(model.config) | special | {"dtype": str(dtype).removeprefix("torch.")},
