@@ -9,6 +9,7 @@ part. ``tensors.json`` maps each key to its shape, type and pieces (offsets, siz
 """
 
 import dataclasses
+import errno
 import math
 import os
 from collections import defaultdict
@@ -35,7 +36,7 @@ from torch.futures import Future
 from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint.folder import Digest, Manifest
 from colonnade.config import Config
-from colonnade.errors import CheckpointError, ConfigError
+from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
 
 INDEX = "tensors.json"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
@@ -134,7 +135,10 @@ class Writer(StorageWriter):
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor), "a checkpoint holds tensors only"
                 tensors[part_of(item.index.fqn)[1]] = tensor.detach().cpu().contiguous()
-            save_file(tensors, path)
+            try:
+                save_file(tensors, path)
+            except SafetensorError as why:
+                raise _cannot_write(path, why) from None
             folders.flush(path)
             digest = folders.digest_of(path)
             for item in items:
@@ -225,6 +229,13 @@ class Reader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """A reader is always made with its folder."""
         return False
+
+
+def _cannot_write(path: Path, why: SafetensorError) -> ColonnadeError:
+    """safetensors tells the operating system's error in words only."""
+    if f"os error {errno.ENOSPC}" in str(why):
+        return CapacityError(f"the disk is full: {path} was not written; free some space")
+    return CheckpointError(f"{path} cannot be written: {why}")
 
 
 def _done(value: Any) -> Future[Any]:

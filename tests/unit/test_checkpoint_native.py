@@ -1,0 +1,253 @@
+"""The native checkpoint in one process: what it refuses and how it says so, and that a kill costs nothing."""
+
+import json
+import multiprocessing as mp
+import pickle
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from colonnade.checkpoint import folder as folders
+from colonnade.checkpoint import native
+from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from colonnade.errors import CheckpointError
+from colonnade.model import Transformer, initialise
+from colonnade.parallel.fsdp import Whole, masters
+from colonnade.parallel.mesh import Ground
+from colonnade.train.optimizer import AdamW
+
+CONFIG = ModelConfig(vocab_size=61, layers=2, width=16, heads=4, kv_heads=2, ffn_width=17, context=32, qk_norm=True)
+SOLO = Ground.solo()
+
+
+def start(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float32, seed: int = 1) -> tuple[Any, Any, AdamW]:
+    """A model, its masters and its optimizer with some state in it."""
+    model = initialise(Transformer(config, dtype=dtype), seed)
+    held = masters(model, SOLO, dtype)
+    optimizer = AdamW(held.local, TrainConfig())
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in optimizer.state.values():
+        tensor.copy_(torch.rand(tensor.shape, generator=generator))
+    optimizer.steps = 3
+    return model, held, optimizer
+
+
+def write(folder: Path, seed: int = 1, config: ModelConfig = CONFIG) -> tuple[Any, Any, AdamW]:
+    it = model, held, optimizer = start(config, seed=seed)
+    data = DataConfig(sequence=config.context)
+    run = RunConfig(name="written", model=config, data=data, train=TrainConfig(clip=float("inf")))
+    meta = native.Meta(model=config, run=run, step=3, cursor={"seen": 96})
+    native.save(folder, model, meta, SOLO, masters=held, optimizer=optimizer)
+    return it
+
+
+def read(folder: Path) -> tuple[Any, Any, AdamW]:
+    it = model, held, optimizer = start(seed=2)
+    native.load(folder, model, SOLO, masters=held, optimizer=optimizer)
+    return it
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    write(tmp_path / "step-3")
+    return tmp_path / "step-3"
+
+
+def test_round_trip(saved: Path) -> None:
+    _, held, optimizer = start(seed=1)
+    _, held_2, optimizer_2 = read(saved)
+    for name, weight in held.local.items():
+        assert torch.equal(weight, held_2.local[name]), name
+    for key, moment in optimizer.state.items():
+        assert torch.equal(moment, optimizer_2.state[key]), key
+    meta = native.read_meta(saved)
+    assert (meta.step, meta.cursor, meta.model) == (3, {"seen": 96}, CONFIG)
+    assert meta.run is not None and meta.run.train.clip == float("inf")
+    assert meta.torch == torch.__version__
+    assert not list(saved.parent.glob(".*")), "nothing hidden is left behind"
+
+
+def test_tokenizer_travels_along(tmp_path: Path) -> None:
+    class Words:
+        def save(self, folder: Path) -> None:
+            (folder / "tokenizer.json").write_text("{}")
+
+    model, _, _ = start()
+    native.save(tmp_path / "it", model, native.Meta(model=CONFIG), SOLO, tokenizer=Words())
+    assert (tmp_path / "it" / "tokenizer" / "tokenizer.json").read_text() == "{}"
+    assert "tokenizer/tokenizer.json" in folders.Manifest.read(tmp_path / "it").files
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
+    (file, damage, says)
+    for file in ("weights-00000.safetensors", "exp_avg-00000.safetensors", "tensors.json", "checkpoint.json")
+    for damage, says in ((flip, "checksum"), (cut, "bytes instead of"), (Path.unlink, "is missing"))
+]
+
+
+@pytest.mark.parametrize(("file", "damage", "says"), DAMAGES, ids=lambda it: getattr(it, "__name__", str(it)))
+def test_damage_names_the_file(saved: Path, file: str, damage: Callable[[Path], None], says: str) -> None:
+    damage(saved / file)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        read(saved)
+    assert str(saved / file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def _edit(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "manifest.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda folder: (folder / "manifest.json").unlink(), "no manifest.json"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json cannot be read"),
+        (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "no JSON object"),
+        (lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json cannot be read"),
+        (_edit(format="other"), "format 'other'"),
+        (_edit(version=99), "upgrade Colonnade"),
+        (_edit(files={"../../etc/passwd": {"bytes": 1, "sha256": "0" * 64}}), "outside its folder"),
+        (_edit(files={}), "is not in manifest.json"),
+        (_edit(files={"a": 1}), "damaged or foreign"),
+        (shutil.rmtree, "does not exist"),
+    ],
+)
+def test_foreign_folders(saved: Path, spoil: Callable[[Path], object], says: str) -> None:
+    spoil(saved)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        read(saved)
+    assert str(saved) in str(caught.value)
+
+
+def test_a_hugging_face_folder_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="Hugging Face"):
+        native.read_meta(tmp_path)
+
+
+def test_nothing_is_unpickled(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither torch's pickled metadata, should a stranger add it, nor anything else."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("unpickled")
+
+    (saved / ".metadata").write_bytes(pickle.dumps(print))
+    for owner, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(owner, name, refuse)
+    read(saved)
+
+
+def test_types_and_sizes_must_agree(saved: Path) -> None:
+    model, held, optimizer = start(dtype=torch.float64)
+    with pytest.raises(CheckpointError, match=r"in float32, and this run keeps it in float64"):
+        native.load(saved, model, SOLO, masters=held, optimizer=optimizer)
+    native.load(saved, model, SOLO)  # weights alone are cast, as asked for
+    model, held, optimizer = start(CONFIG.but(ffn_width=18))
+    with pytest.raises(CheckpointError, match="another ffn_width"):
+        native.load(saved, model, SOLO, masters=held, optimizer=optimizer)
+
+
+def test_weights_without_optimizer_do_not_resume(tmp_path: Path) -> None:
+    model, held, optimizer = start()
+    native.save(tmp_path / "it", model, native.Meta(model=CONFIG), SOLO, masters=held)
+    with pytest.raises(CheckpointError, match="no optimizer state 'exp_avg/"):
+        native.load(tmp_path / "it", model, SOLO, masters=held, optimizer=optimizer)
+
+
+def test_bfloat16_compute_keeps_float32_masters(saved: Path) -> None:
+    model = Transformer(CONFIG)
+    held = masters(model, SOLO, torch.bfloat16)
+    native.load(saved, model, SOLO, masters=held)
+    _, reference, _ = start(seed=1)
+    assert isinstance(held, Whole)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(held.local[name], reference.local[name])
+        assert torch.equal(parameter, reference.local[name].bfloat16())
+
+
+def test_an_existing_folder_is_refused_and_kept(saved: Path) -> None:
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    with pytest.raises(CheckpointError, match="exists already"):
+        write(saved, seed=5)
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    assert not list(saved.parent.glob(".*"))
+
+
+def test_a_failed_write_leaves_nothing(saved: Path) -> None:
+    """The operating system refuses to let a file grow, as a full disk would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be written|File too large"):
+            write(saved.with_name("step-6"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in saved.parent.iterdir()] == ["step-3"]
+    read(saved)
+
+
+def test_newest_passes_over_what_is_incomplete(tmp_path: Path) -> None:
+    assert native.newest(tmp_path / "nowhere") is None
+    for name in ("step-3", "step-20", "step-100"):
+        write(tmp_path / name)
+    (tmp_path / "step-100" / "weights-00000.safetensors").unlink()
+    (tmp_path / ".step-200.partial").mkdir()
+    (tmp_path / "step-300").mkdir()
+    (tmp_path / "step-4x").mkdir()
+    assert native.newest(tmp_path) == tmp_path / "step-20"
+
+
+def _save_for_ever(root: Path, config: ModelConfig) -> None:
+    model, held, _ = start(config)
+    number = 1
+    while True:
+        native.save(root / f"step-{number}", model, native.Meta(model=config, step=number), SOLO, masters=held)
+        number += 1
+
+
+def test_kill_during_a_save_loses_nothing(tmp_path: Path) -> None:
+    """A process that does nothing but save is killed at arbitrary moments; the newest folder always loads."""
+    config = CONFIG.but(width=128, heads=4, head_width=0, kv_heads=0, ffn_width=1000, layers=8)
+    model, _, _ = start(config)
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["colonnade.checkpoint.native"])
+    interrupted = 0
+    for number in range(5):
+        root = tmp_path / str(number)
+        process = context.Process(target=_save_for_ever, args=(root, config))
+        process.start()
+        deadline = time.monotonic() + 60
+        while not (root / "step-1").exists():
+            assert process.is_alive() and time.monotonic() < deadline
+            time.sleep(0.005)
+        time.sleep(0.013 * number)
+        process.kill()
+        process.join()
+        interrupted += bool(list(root.glob(".*.partial")))
+        folder = native.newest(root)
+        assert folder is not None
+        assert native.load(folder, model, SOLO).step == int(folder.name.removeprefix("step-"))
+        assert folder == folders.steps(root)[0][1], "every folder that appeared is complete"
+    assert interrupted, "no kill came during a save; the test proves nothing"
