@@ -43,7 +43,7 @@ def _one_line(cls: type[Config], report: ValidationError) -> str:
         elif error["type"] == "missing":
             parts.append(f"{cls.__name__} needs '{where}'")
         elif error["type"] == "value_error":
-            parts.append(str(error["ctx"]["error"]))
+            parts.append(str(error.get("ctx", {})["error"]))
         else:
             got = repr(error["input"])
             parts.append(f"{cls.__name__}.{where} is {got[:80]}: {error['msg'].lower()}")

@@ -5,7 +5,7 @@ RMSNorm, SwiGLU, grouped heads): the model reads these fields and never the fami
 :mod:`colonnade.checkpoint.hf` spells the weights on disk.
 """
 
-from typing import Literal
+from typing import Any, Literal, cast
 
 from pydantic import Field, model_validator
 
@@ -100,15 +100,17 @@ class ModelConfig(Config):
     @classmethod
     def _derive(cls, values: object) -> object:
         """Fill kv_heads and head_width, so that they hold real numbers from the first moment on."""
-        if isinstance(values, dict) and isinstance(heads := values.get("heads"), int) and heads > 0:
-            values = dict(values)
-            values["kv_heads"] = values.get("kv_heads") or heads
-            if not values.get("head_width") and isinstance(width := values.get("width"), int):
-                if width % heads:
-                    raise ConfigError(
-                        f"width {width} does not divide by {heads} heads; change one of them, or set head_width"
-                    )
-                values["head_width"] = width // heads
+        if isinstance(values, dict):
+            values = dict(cast(dict[str, Any], values))
+            heads, width = values.get("heads"), values.get("width")
+            if isinstance(heads, int) and heads > 0:
+                values["kv_heads"] = values.get("kv_heads") or heads
+                if not values.get("head_width") and isinstance(width, int):
+                    if width % heads:
+                        raise ConfigError(
+                            f"width {width} does not divide by {heads} heads; change one of them, or set head_width"
+                        )
+                    values["head_width"] = width // heads
         return values
 
     @model_validator(mode="after")

@@ -1,0 +1,47 @@
+"""The letters of shape suffixes are those of docs/alphabet.md, and no others."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SUFFIX = re.compile(r"_([A-Za-z0-9]+)$")
+
+
+def alphabet() -> set[str]:
+    text = (ROOT / "docs/alphabet.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ((?:`\w` ?)+)\|", text, re.MULTILINE)
+    return {letter for row in rows for letter in re.findall(r"`(\w)`", row)}
+
+
+def suffixes(source: str) -> set[str]:
+    """Suffixes with a capital of the names that ``source`` binds: q_TnH gives TnH; CONSTANTS and ordinary names none."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+    found = set()
+    for name in names:
+        match = SUFFIX.search(name)
+        if match and not name.isupper() and re.search("[A-Z]", match[1]):
+            found.add(match[1])
+    return found
+
+
+def test_the_alphabet_is_read():
+    assert {"T", "D", "H", "n", "v", "p"} <= alphabet()
+    assert suffixes("q_TnH = self.x_RV; BLOCK_N = 1; y = f(theta_base)") == {"TnH", "RV"}
+
+
+def test_every_letter_in_the_code_is_in_the_alphabet():
+    known = alphabet()
+    strange = {}
+    for file in (ROOT / "colonnade").rglob("*.py"):
+        for suffix in suffixes(file.read_text(encoding="utf-8")):
+            if set(re.sub(r"\d", "", suffix)) - known:
+                strange.setdefault(file.relative_to(ROOT).as_posix(), []).append(suffix)
+    assert not strange, "a letter that docs/alphabet.md does not list"
