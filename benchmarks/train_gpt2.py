@@ -1,0 +1,164 @@
+"""Training speed of a GPT-2 shape on one GPU, beside Hugging Face's compiled model in the same run.
+
+    python benchmarks/train_gpt2.py --preset 1.2b --batch 32
+
+Ours: float32 masters and AdamW state, bfloat16 compute, each block compiled. Theirs: ``GPT2LMHeadModel`` in bfloat16
+(parameters, gradients and AdamW state: less memory traffic than ours, and less precise), compiled as a whole. Both:
+dropout 0, sequence 1024, fused AdamW, gradient clipping at 1. A step is forward, backward, clip, AdamW. Times are
+medians of CUDA-event timings over steps on rotating random batches, after warm-up.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from _report import Headline, report
+
+from colonnade.config import ModelConfig, TrainConfig
+from colonnade.model import Transformer, initialise
+from colonnade.parallel.axis import SOLO
+from colonnade.parallel.fsdp import masters
+from colonnade.parallel.mesh import Ground
+from colonnade.train.optimizer import AdamW
+from colonnade.train.step import Step
+
+SHAPES = {"124m": (12, 768, 12), "355m": (24, 1024, 16), "1.2b": (40, 1536, 16)}
+VOCAB, SEQUENCE = 50257, 1024
+
+
+class Batch:
+    """Random tokens in equal sequences."""
+
+    def __init__(self, batch: int, seed: int):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        ids = torch.randint(VOCAB, (batch, SEQUENCE + 1), device="cuda", generator=generator)
+        self.tokens_T, self.targets_T = ids[:, :-1].flatten().contiguous(), ids[:, 1:].flatten().contiguous()
+        self.positions_T = torch.arange(SEQUENCE, device="cuda").repeat(batch)
+        self.cu_seqlens = torch.arange(0, batch * SEQUENCE + 1, SEQUENCE, dtype=torch.int32, device="cuda")
+        self.longest, self.equal = SEQUENCE, True
+
+
+def config_of(name: str) -> ModelConfig:
+    layers, width, heads = SHAPES[name]
+    return ModelConfig(
+        family="gpt2", vocab_size=VOCAB, layers=layers, width=width, heads=heads, ffn_width=4 * width, context=SEQUENCE,
+        positions="learned", norm="layernorm", activation="gelu_tanh", gated=False, qkv_bias=True, out_bias=True,
+        ffn_bias=True, tied=True,
+    )  # fmt: skip
+
+
+def ours(config: ModelConfig, batches: list[Batch]):
+    ground = Ground.solo("cuda")
+    model = initialise(Transformer(config, device="cuda"), 0)
+    train = TrainConfig(steps=1000, lr=1e-4, min_lr=0, warmup=0, weight_decay=0.01)
+    weights = masters(model, ground, torch.bfloat16)
+    step = Step(model, weights, AdamW(weights.local, train), train, SOLO)
+    for block in model.blocks:
+        block.compile()
+    return lambda i: step(i, [batches[i % len(batches)]]).loss_sum / len(batches[0].tokens_T)
+
+
+def theirs(config: ModelConfig, batches: list[Batch]):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = GPT2Config(
+        vocab_size=VOCAB, n_positions=SEQUENCE, n_embd=config.width, n_layer=config.layers, n_head=config.heads,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = GPT2LMHeadModel(shape).to(torch.bfloat16).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    run = torch.compile(model)
+
+    def step(i: int):
+        batch = batches[i % len(batches)]
+        ids = batch.tokens_T.view(-1, SEQUENCE)
+        loss = run(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def measure(step, steps: int) -> tuple[float, float, float]:
+    """(median milliseconds of a step, first loss, seconds of warm-up)."""
+    began = time.perf_counter()
+    first = [float(step(i)) for i in range(4)][0]
+    torch.cuda.synchronize()
+    warm_s = time.perf_counter() - began
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    marks[0].record()
+    for i in range(steps):
+        step(4 + i)
+        marks[i + 1].record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)), first, warm_s
+
+
+def profile(step, path: str) -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        step(0)
+        torch.cuda.synchronize()
+    table = trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=90)
+    with open(path, "w") as file:
+        file.write(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=SHAPES, default="1.2b")
+    parser.add_argument("--batch", type=int, default=32, help="sequences in a step")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument("--only", choices=["ours", "theirs"], help="measure one of the two (writes no result)")
+    parser.add_argument("--profile", help="write a kernel table of one of our steps to this file")
+    args = parser.parse_args()
+    config = config_of(args.preset)
+    batches = [Batch(args.batch, seed) for seed in range(4)]
+    tokens = args.batch * SEQUENCE
+    rows = []
+    for name, build in (("colonnade", ours), ("transformers, compiled", theirs)):
+        if args.only and args.only not in build.__name__:
+            continue
+        torch.cuda.reset_peak_memory_stats()
+        step = build(config, batches)
+        step_ms, first, warm_s = measure(step, args.steps)
+        rate = tokens / step_ms * 1e3
+        rows.append(
+            {
+                "who": name,
+                "step_ms": round(step_ms, 2),
+                "tokens_per_s": round(rate),
+                "tflops_all_scores": round(rate * config.flops_per_token(SEQUENCE, causal=False) / 1e12, 1),
+                "tflops_causal": round(rate * config.flops_per_token(SEQUENCE, causal=True) / 1e12, 1),
+                "first_loss": round(first, 4),
+                "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+                "warm_up_s": round(warm_s, 1),
+            }
+        )
+        print(rows[-1], flush=True)
+        if args.profile and build is ours:
+            profile(step, args.profile)
+        del step
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
+    if len(rows) == 2:
+        mine, peer = rows
+        head = Headline(
+            f"train GPT-2 {args.preset} ({config.layers} x {config.width}), 1 GPU, batch {args.batch}",
+            mine["tokens_per_s"],
+            "tokens/s",
+            "transformers, compiled",
+            peer["tokens_per_s"],
+        )
+        report(f"train_gpt2_{args.preset}_h200", rows, __doc__ or "", headlines=[head])
+
+
+if __name__ == "__main__":
+    main()
