@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SUFFIX = re.compile(r"_([A-Za-z0-9]+)$")
+SUFFIX = re.compile(r"\w_([A-Za-z0-9]+)$")
 
 
 def alphabet() -> set[str]:
@@ -15,7 +15,7 @@ def alphabet() -> set[str]:
 
 
 def suffixes(source: str) -> set[str]:
-    """Suffixes with a capital of the names that ``source`` binds: q_TnH gives TnH; CONSTANTS and ordinary names none."""
+    """The shape suffixes of names in ``source``: q_TnH gives TnH; CONSTANTS, _Classes and plain_names give none."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name):
@@ -34,7 +34,7 @@ def suffixes(source: str) -> set[str]:
 
 def test_the_alphabet_is_read():
     assert {"T", "D", "H", "n", "v", "p"} <= alphabet()
-    assert suffixes("q_TnH = self.x_RV; BLOCK_N = 1; y = f(theta_base)") == {"TnH", "RV"}
+    assert suffixes("q_TnH = self.x_RV; BLOCK_N = 1; y = f(theta_base, _Live)") == {"TnH", "RV"}
 
 
 def test_every_letter_in_the_code_is_in_the_alphabet():
