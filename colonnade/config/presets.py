@@ -1,0 +1,171 @@
+"""Published models by name, as the :class:`ModelConfig` that their authors' config.json describes.
+
+    preset("smollm2-135m")
+
+Sizes are facts of the checkpoints on the Hugging Face Hub, named beside each group; the number of parameters that they
+lead to is compared with the published one in ``tests/unit/test_config_presets.py``. ``tour`` and the Megatron shapes
+have no weights to load: they are for training.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from colonnade.config.base import nearest
+from colonnade.config.model import ModelConfig, RopeScaling
+from colonnade.errors import ConfigError
+
+
+def _gpt2(layers: int, width: int, heads: int, **fields: Any) -> ModelConfig:
+    """Learned positions, LayerNorm, GELU, biases, tied embeddings, F = 4 D (Radford 2019)."""
+    common: dict[str, Any] = {
+        "family": "gpt2",
+        "vocab_size": 50257,
+        "context": 1024,
+        "positions": "learned",
+        "norm": "layernorm",
+        "activation": "gelu_tanh",
+        "gated": False,
+        "qkv_bias": True,
+        "out_bias": True,
+        "ffn_bias": True,
+        "tied": True,
+    }
+    return ModelConfig(layers=layers, width=width, heads=heads, ffn_width=4 * width, **(common | fields))
+
+
+def _llama2(layers: int, width: int, heads: int, kv_heads: int, ffn_width: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=32000,
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn_width=ffn_width,
+        context=4096,
+    )
+
+
+def _llama3(layers: int, width: int, heads: int, ffn_width: int, factor: float = 1.0, **fields: Any) -> ModelConfig:
+    """``factor`` > 1 is Llama 3.1's stretch of the original 8,192 tokens, to 131,072."""
+    return ModelConfig(
+        vocab_size=128256,
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=8,
+        ffn_width=ffn_width,
+        context=131072 if factor > 1 else 8192,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling(kind="llama3", factor=factor) if factor > 1 else None,
+        **fields,
+    )
+
+
+def _smollm2(layers: int, width: int, heads: int, kv_heads: int, ffn_width: int, theta: float) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=49152,
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn_width=ffn_width,
+        context=8192,
+        rope_theta=theta,
+        tied=True,
+    )
+
+
+def _qwen2(layers: int, width: int, heads: int, kv_heads: int, ffn_width: int, **fields: Any) -> ModelConfig:
+    common: dict[str, Any] = {"family": "qwen2", "vocab_size": 151936, "context": 131072, "tied": True}
+    return ModelConfig(
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn_width=ffn_width,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        qkv_bias=True,
+        **(common | fields),
+    )
+
+
+def _qwen3(layers: int, width: int, heads: int, ffn_width: int, *, tied: bool) -> ModelConfig:
+    return ModelConfig(
+        family="qwen3",
+        vocab_size=151936,
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=8,
+        head_width=128,
+        ffn_width=ffn_width,
+        context=40960,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        qk_norm=True,
+        tied=tied,
+    )
+
+
+PRESETS: dict[str, Callable[[], ModelConfig]] = {
+    # The demo's: four million parameters, a laptop's minute and a half; 4 key/value heads lie on 1, 2 or 4 ranks.
+    "tour": lambda: ModelConfig(
+        vocab_size=4096, layers=4, width=256, heads=8, kv_heads=4, ffn_width=704, context=512, tied=True
+    ),
+    # openai-community/gpt2, -medium, -large, -xl
+    "gpt2": lambda: _gpt2(12, 768, 12),
+    "gpt2-medium": lambda: _gpt2(24, 1024, 16),
+    "gpt2-large": lambda: _gpt2(36, 1280, 20),
+    "gpt2-xl": lambda: _gpt2(48, 1600, 25),
+    # Megatron-LM's scaling study (arXiv 1909.08053, table 1): heads 96 wide, vocabulary padded to 51,200.
+    "gpt2-1.2b": lambda: _gpt2(40, 1536, 16, vocab_size=51200),
+    "gpt2-2.5b": lambda: _gpt2(54, 1920, 20, vocab_size=51200),
+    "gpt2-4.2b": lambda: _gpt2(64, 2304, 24, vocab_size=51200),
+    "gpt2-8.3b": lambda: _gpt2(72, 3072, 32, vocab_size=51200),
+    # HuggingFaceTB/SmolLM2-135M, -360M, -1.7B
+    "smollm2-135m": lambda: _smollm2(30, 576, 9, 3, 1536, 1e5),
+    "smollm2-360m": lambda: _smollm2(32, 960, 15, 5, 2560, 1e5),
+    "smollm2-1.7b": lambda: _smollm2(24, 2048, 32, 32, 8192, 1.3e5),
+    # meta-llama/Llama-2-7b-hf, -13b-hf, -70b-hf
+    "llama-2-7b": lambda: _llama2(32, 4096, 32, 32, 11008),
+    "llama-2-13b": lambda: _llama2(40, 5120, 40, 40, 13824),
+    "llama-2-70b": lambda: _llama2(80, 8192, 64, 8, 28672),
+    # meta-llama/Meta-Llama-3-8B, -70B; Llama-3.1-8B; Llama-3.2-1B, -3B
+    "llama-3-8b": lambda: _llama3(32, 4096, 32, 14336),
+    "llama-3-70b": lambda: _llama3(80, 8192, 64, 28672),
+    "llama-3.1-8b": lambda: _llama3(32, 4096, 32, 14336, factor=8.0),
+    "llama-3.2-1b": lambda: _llama3(16, 2048, 32, 8192, factor=32.0, tied=True),
+    "llama-3.2-3b": lambda: _llama3(28, 3072, 24, 8192, factor=32.0, tied=True),
+    # mistralai/Mistral-7B-v0.1
+    "mistral-7b": lambda: ModelConfig(
+        family="mistral",
+        vocab_size=32000,
+        layers=32,
+        width=4096,
+        heads=32,
+        kv_heads=8,
+        ffn_width=14336,
+        context=32768,
+        window=4096,
+    ),
+    # Qwen/Qwen2-0.5B, -1.5B, -7B
+    "qwen2-0.5b": lambda: _qwen2(24, 896, 14, 2, 4864),
+    "qwen2-1.5b": lambda: _qwen2(28, 1536, 12, 2, 8960),
+    "qwen2-7b": lambda: _qwen2(28, 3584, 28, 4, 18944, vocab_size=152064, tied=False),
+    # Qwen/Qwen3-0.6B, -1.7B, -4B, -8B, -14B, -32B
+    "qwen3-0.6b": lambda: _qwen3(28, 1024, 16, 3072, tied=True),
+    "qwen3-1.7b": lambda: _qwen3(28, 2048, 16, 6144, tied=True),
+    "qwen3-4b": lambda: _qwen3(36, 2560, 32, 9728, tied=True),
+    "qwen3-8b": lambda: _qwen3(36, 4096, 32, 12288, tied=False),
+    "qwen3-14b": lambda: _qwen3(40, 5120, 40, 17408, tied=False),
+    "qwen3-32b": lambda: _qwen3(64, 5120, 64, 25600, tied=False),
+}
+"""Name to a function that makes the config, so that importing this file makes none."""
+
+
+def preset(name: str) -> ModelConfig:
+    """The config of a published model; raises :class:`ConfigError` with the nearest name for one that is not known."""
+    if name not in PRESETS:
+        raise ConfigError(f"there is no preset '{name}'" + nearest(name, list(PRESETS)))
+    return PRESETS[name]()

@@ -1,0 +1,131 @@
+"""Configs as TOML files, both ways; what each key means is written beside it as a comment.
+
+Reading says where a mistake is: ``run.toml:12: TrainConfig has no key 'learning_rate'; did you mean …``. Python's own
+``tomllib`` parses and keeps no line numbers, so keys are looked up in the text again when there is something to
+complain about. TOML has no null: a key whose value is None is left out.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any, TypeVar, cast, get_args
+
+import tomlkit
+from tomlkit.items import Table
+
+from colonnade.config.base import Config
+from colonnade.errors import ConfigError
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+Path_ = tuple[str, ...]
+"""A key with the tables around it."""
+
+
+def dumps(config: Config) -> str:
+    """``config`` as TOML, every key with its meaning; :func:`parse` gives an equal config back."""
+    return tomlkit.dumps(_fill(tomlkit.document(), config)).strip() + "\n"
+
+
+def write(config: Config, path: Path) -> None:
+    """Write ``config`` to ``path``."""
+    path.write_text(dumps(config), encoding="utf-8")
+
+
+def read(cls: type[AnyConfig], path: Path, base: AnyConfig | None = None) -> AnyConfig:
+    """The config in a TOML file; keys that the file leaves out come from ``base``, then from the defaults.
+
+    Raises :class:`ConfigError`, naming file and line, for a file that is not TOML or does not describe a ``cls``.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as why:
+        raise ConfigError(f"{path} cannot be read: {why}") from None
+    return parse(cls, text, str(path), base)
+
+
+def parse(cls: type[AnyConfig], text: str, where: str = "TOML", base: AnyConfig | None = None) -> AnyConfig:
+    """The same from a text; ``where`` names it in messages."""
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as why:
+        said = re.fullmatch(r"(?P<what>.*) \(at (?:line (?P<line>\d+), column \d+|end of document)\)", str(why))
+        line = (said and said["line"]) or len(text.splitlines())
+        raise ConfigError(f"{where}:{line}: not TOML: {(said['what'] if said else str(why)).lower()}") from None
+    return _build(cls, values, (), _lines(text), where, base)
+
+
+def _build(
+    cls: type[AnyConfig],
+    table: Mapping[str, Any],
+    at: Path_,
+    lines: Mapping[Path_, int],
+    where: str,
+    base: AnyConfig | None,
+) -> AnyConfig:
+    """Inner tables first, so that a complaint belongs to the table at hand."""
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        inner = _config_in(cls, key)
+        if inner is not None and isinstance(value, dict):
+            within = cast("dict[str, Any]", value)
+            values[key] = _build(inner, within, (*at, key), lines, where, getattr(base, key, None))
+        else:
+            values[key] = value
+    try:
+        return cls(**values) if base is None else base.but(**values)
+    except ConfigError as why:
+        # The message names the key; the table may be spread over the file.
+        guilty = [key for key in table if re.search(rf"\b{re.escape(key)}\b", str(why))]
+        line = lines.get((*at, guilty[0])) if guilty else lines.get(at)
+        raise ConfigError(f"{where}:{line or 1}: {why}") from None
+
+
+def _config_in(cls: type[Config], key: str) -> type[Config] | None:
+    """The Config class that a field holds, if it holds one (perhaps optionally)."""
+    if key not in cls.model_fields:
+        return None
+    annotation = cls.model_fields[key].annotation
+    kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+    return next((kind for kind in kinds if issubclass(kind, Config)), None)
+
+
+def _lines(text: str) -> dict[Path_, int]:
+    """The line of each key and table; good enough to point at, whatever else the file holds."""
+    found: dict[Path_, int] = {}
+    table: Path_ = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[+([^\[\]]+)\]+", line):
+            table = _split(header[1])
+            found.setdefault(table, number)
+        elif assigned := re.match(r"\s*([\w\"'.\- ]+?)\s*=", line):
+            found.setdefault((*table, *_split(assigned[1])), number)
+    return found
+
+
+def _split(dotted: str) -> Path_:
+    return tuple(part.strip().strip("\"'") for part in dotted.split("."))
+
+
+Container = TypeVar("Container", tomlkit.TOMLDocument, Table)
+
+
+def _fill(table: Container, config: Config) -> Container:
+    """Plain keys first: in TOML everything after a table's header belongs to that table."""
+    inner: dict[str, Config] = {}
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, Config):
+            inner[name] = value
+        elif value is not None:
+            item = tomlkit.item(str(value) if isinstance(value, PurePath) else value)
+            table.add(name, item.comment(_meaning(field.description)) if field.description else item)
+        elif field.default is not None:
+            raise ConfigError(f"{type(config).__name__}.{name} is None, which TOML cannot say; set a value")
+    for name, value in inner.items():
+        table.add(name, _fill(tomlkit.table(), value))
+    return table
+
+
+def _meaning(docstring: str) -> str:
+    return " ".join(docstring.replace("``", "").split())

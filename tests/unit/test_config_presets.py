@@ -1,0 +1,57 @@
+"""Presets have the sizes of the published models: their parameter counts are those of the files on the Hub."""
+
+import pytest
+
+from colonnade.config import Plan
+from colonnade.config.presets import PRESETS, preset
+from colonnade.errors import ConfigError
+
+# Totals of the safetensors files; tied projections counted once, the masks in GPT-2's old files not at all.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "qwen2-0.5b": 494_032_768,
+    "qwen2-1.5b": 1_543_714_304,
+    "qwen2-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+# The papers' round figures [billions], for shapes that were never released.
+ROUND = {"gpt2-1.2b": 1.2, "gpt2-2.5b": 2.5, "gpt2-4.2b": 4.2, "gpt2-8.3b": 8.3, "tour": 0.004}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_the_published_number_of_parameters(name: str) -> None:
+    count = preset(name).parameters
+    if name in PUBLISHED:
+        assert count == PUBLISHED[name]
+    else:
+        assert count / 1e9 == pytest.approx(ROUND[name], rel=0.02)
+
+
+def test_the_tour_fits_the_demo() -> None:
+    for tp in (1, 2, 4):
+        Plan(tp=tp).check(preset("tour"))
+
+
+def test_a_misspelt_preset_gets_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"no preset 'smollm-135m'; did you mean 'smollm2-135m'\?"):
+        preset("smollm-135m")

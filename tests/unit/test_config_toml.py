@@ -1,0 +1,104 @@
+"""TOML both ways: what is written reads back equal, and a mistake is located in the file."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colonnade.config import DataConfig, ModelConfig, Plan, RopeScaling, RunConfig, ServeConfig, TrainConfig
+from colonnade.config.presets import PRESETS, preset
+from colonnade.config.toml import dumps, parse, read, write
+from colonnade.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_run_of_every_preset_reads_back_equal(name: str, tmp_path: Path) -> None:
+    run = RunConfig(model=preset(name), train=TrainConfig(clip=float("inf")), data=DataConfig(path=tmp_path / "ä b"))
+    write(run, tmp_path / "run.toml")
+    assert read(RunConfig, tmp_path / "run.toml") == run
+
+
+@given(
+    name=st.text(min_size=1),
+    lr=st.floats(1e-300, 1e300),
+    scaling=st.none() | st.builds(RopeScaling, kind=st.just("yarn"), factor=st.floats(1, 9), truncate=st.booleans()),
+)
+def test_any_value_survives(name: str, lr: float, scaling: RopeScaling | None) -> None:
+    model = preset("tour").but(rope_scaling=scaling)
+    run = RunConfig(name=name, model=model, train=TrainConfig(lr=lr, min_lr=lr))
+    assert parse(RunConfig, dumps(run)) == run
+
+
+def test_none_is_left_out_and_meanings_are_written() -> None:
+    text = dumps(ServeConfig())
+    assert "pages" not in [line.split(" = ")[0] for line in text.splitlines()]
+    assert "page_tokens = 16 # Tokens in one page of the key/value cache." in text.splitlines()
+
+
+RUN = """\
+name = "mine"
+
+[model]
+vocab_size = 64
+layers = 1
+width = 8
+heads = 2
+ffn_width = 16
+
+[model.rope_scaling]
+kind = "linear"
+factor = 2.0
+
+[train]
+steps = 20
+warmup = 5
+"""
+
+
+def test_a_file_may_say_little_and_a_base_fills_the_rest() -> None:
+    run = parse(RunConfig, RUN.replace("[train]", "[data]\nsequence = 32\n[train]"))
+    assert (run.train.steps, run.train.batch, run.data.sequence) == (20, TrainConfig().batch, 32)
+    base = run.but(plan=Plan(tp=2), train=run.train.but(batch=6))
+    merged = parse(RunConfig, "[train]\nlr = 0.001\n[model]\nlayers = 3", base=base)
+    assert merged == base.but(train=base.train.but(lr=0.001), model=base.model.but(layers=3))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("steps = 20", "stpes = 20", r"run.toml:15: TrainConfig has no key 'stpes'; did you mean 'steps'\?"),
+        ("warmup = 5", "warmup = 50", r"run.toml:1[56]: warmup 50 is longer than the run of 20 steps; shorten it"),
+        ("factor = 2.0", "factor = -2.0", r"run.toml:12: RopeScaling.factor is -2.0: input should be greater than 0"),
+        ("layers = 1", 'layers = "one"', r"run.toml:5: ModelConfig.layers is 'one'"),
+        ("layers = 1\n", "", r"run.toml:3: ModelConfig needs 'layers'"),
+        ("[train]", "[trian]", r"run.toml:14: RunConfig has no key 'trian'; did you mean 'train'\?"),
+        ('name = "mine"', "name = mine", r"run.toml:1: not TOML: invalid value"),
+        ("steps = 20", "steps = 20\nsteps = 21", r"run.toml:16: not TOML: cannot overwrite a value"),
+        ("warmup = 5\n", "warmup = [5,", r"run.toml:16: not TOML"),
+    ],
+)
+def test_a_mistake_is_located(before: str, after: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(RUN.replace(before, after))
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(RunConfig, file)
+    assert "\n" not in str(caught.value)
+
+
+def test_dotted_keys_are_located_too() -> None:
+    with pytest.raises(ConfigError, match=r"TOML:2: TrainConfig has no key 'lrr'"):
+        parse(RunConfig, 'name = "x"\ntrain.lrr = 1', base=RunConfig(model=preset("tour")))
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing.toml cannot be read"):
+        read(ServeConfig, tmp_path / "missing.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"binary.toml cannot be read"):
+        read(ServeConfig, tmp_path / "binary.toml")
+
+
+def test_a_model_by_itself() -> None:
+    config = ModelConfig(vocab_size=7, layers=1, width=8, heads=2, ffn_width=9, window=3)
+    assert parse(ModelConfig, dumps(config)) == config
