@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SCRIPTS := $(filter-out benchmarks/_% benchmarks/table.py,$(sort $(wildcard benchmarks/*.py)))
 
 # Two test workers on two cores must not each start a thread per core; nothing in a test may call home.
-QUIET := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+QUIET := NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 # $(call step,NAME,COMMAND): runs COMMAND and says how long it took.
 step = @started=$$(date +%s); if $(2); then echo "  $(1): $$(( $$(date +%s) - started )) s"; \
@@ -45,7 +45,7 @@ format: $(VENV)/.test-$(KEY)  ## write the format and the safe fixes that lint a
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --fix --quiet .
 
 docs: $(VENV)/.docs-$(KEY)  ## the documentation, into site/; a broken link or name fails
-	$(call step,mkdocs,$(BIN)/mkdocs build --strict --quiet)
+	$(call step,mkdocs,NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet)
 	@echo "  open site/index.html"
 
 bench: $(VENV)/.test-$(KEY)  ## every benchmark that this machine can run, then the results tables

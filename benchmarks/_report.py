@@ -73,10 +73,15 @@ def report(
 
 
 def command() -> str:
-    """The command line of this process, as it would be typed at the root of the repository."""
-    script = Path(sys.argv[0]).resolve()
-    shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
-    return shlex.join(["python", shown.as_posix(), *sys.argv[1:]])
+    """The command line of this process, as typed at the root of the repository; paths outside it lose their folders."""
+    return shlex.join(["python", *(_local(word) for word in sys.argv)])
+
+
+def _local(word: str) -> str:
+    path = Path(word)
+    if not path.is_absolute():
+        return word
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
 
 
 def commit() -> str | None:

@@ -20,7 +20,8 @@ EMPTY = "No results are recorded yet: `make bench` measures this machine and fil
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
     """The records of all result files, by name."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    paths = sorted(folder.glob("*.json"))
+    return [json.loads(path.read_text(encoding="utf-8")) | {"file": path.name} for path in paths]
 
 
 def headlines(records: list[dict[str, Any]]) -> str:
@@ -31,7 +32,7 @@ def headlines(records: list[dict[str, Any]]) -> str:
             f"{number(line['value'])} {line['unit']}",
             f"{line['peer']} {number(line['peer_value'])} {line['unit']}" if line["peer_value"] is not None else "",
             where(record["machine"]),
-            f"[{record['date'][:10]}](benchmarks/results/{record['name']}.json)",
+            f"[{record['date'][:10]}](benchmarks/results/{record['file']})",
         ]
         for record in records
         for line in record["headlines"]

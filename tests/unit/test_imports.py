@@ -30,6 +30,10 @@ REACH = {
 }
 
 
+# Private interfaces of torch: one file names those of communication. torch._foreach_* is documented.
+PRIVATE = ("parallel/collectives.py",)
+
+
 def names_used(source: str) -> Iterator[tuple[str, int]]:
     """Each dotted name that ``source`` imports, or reads through an import, with its line."""
     tree = ast.parse(source)
@@ -76,6 +80,28 @@ def test_reach(name):
         if lines := offences(file.read_text(), path, name):
             found[path] = sorted(lines)
     assert not found, f"{name} may be used in {REACH[name] or 'no file'} only"
+
+
+def private_names(source: str) -> set[str]:
+    names = {name for name, _ in names_used(source) if name.split(".")[0] == "torch"}
+    return {
+        name
+        for name in names
+        if any(step.startswith("_") and not step.startswith(("__", "_foreach_")) for step in name.split("."))
+    }
+
+
+def test_private_interfaces_of_torch_are_named_in_one_file():
+    found = {}
+    for file in PACKAGE.rglob("*.py"):
+        path = file.relative_to(PACKAGE).as_posix()
+        if path not in PRIVATE and (names := private_names(file.read_text())):
+            found[path] = sorted(names)
+    assert not found
+    assert private_names("import torch\ntorch.ops._c10d_functional.x") == {
+        "torch.ops._c10d_functional",
+        "torch.ops._c10d_functional.x",
+    }
 
 
 @pytest.mark.parametrize(

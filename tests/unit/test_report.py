@@ -16,7 +16,7 @@ def record(folder, **changes):
         headlines=lines,
         folder=folder,
     )
-    return json.loads(path.read_text()) | changes
+    return json.loads(path.read_text()) | {"file": path.name} | changes
 
 
 def test_a_record_says_where_when_and_how(tmp_path):
