@@ -1,0 +1,160 @@
+"""A GGUF file and the Hugging Face folder of the same model fill a model with the same numbers, whole or in shares."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFReader
+
+from colonnade.checkpoint.gguf import GGUFFile
+from colonnade.checkpoint.gguf.header import read_header
+from colonnade.checkpoint.gguf.read import block_sizes, find_smollm2
+from colonnade.errors import CheckpointError
+from colonnade.model import Transformer
+from colonnade.parallel.axis import SOLO_AXES, Axes, Axis
+from colonnade.parallel.layout import layout_of, share
+from tests.gguf_files import dequantised, write_gguf
+from tests.hf import load
+from tests.parity.test_hf_parity import reference
+
+
+def from_gguf(path: Path, axes: Axes = SOLO_AXES) -> Transformer:
+    """Our float32 model of a GGUF file."""
+    file = GGUFFile(path)
+    model = Transformer(file.config, axes)
+    file.fill(model)
+    return model
+
+
+EXACT = [
+    "llama",
+    "llama-tied-biases-wide-heads",
+    "mistral-full",
+    "qwen2",
+    "qwen3",
+    "gpt2",
+    "gpt2-untied-relu",
+    "gpt2-four-heads",
+]
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_equal_to_the_hugging_face_folder(case: str, tmp_path: Path) -> None:
+    theirs = reference(case)
+    theirs.save_pretrained(tmp_path / "hf")
+    ours = load(tmp_path / "hf", dtype=torch.float32)
+    model = from_gguf(write_gguf(tmp_path / "model.gguf", theirs))
+    # What GGUF does not say: its activation (the architecture's own) and the initial deviation; Mistral is "llama".
+    silent = {"activation": ours.config.activation, "init_std": ours.config.init_std, "family": ours.config.family}
+    assert model.config.but(**silent) == ours.config
+    expected = dict(ours.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected.pop(name)), name
+    assert not expected
+
+
+def quantisable(kind: str) -> Any:
+    """A reference model whose rows are whole blocks of 32."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.AutoConfig.for_model(
+        kind,
+        vocab_size=51,
+        num_hidden_layers=2,
+        max_position_embeddings=32,
+        bos_token_id=None,
+        eos_token_id=None,
+        **sizes,
+    )
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1], ids=lambda k: k.name
+)
+def test_quantised_shares_are_the_shares_of_the_whole(kind: Kind, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", quantisable("qwen2"), kind)
+    whole = from_gguf(path)
+    down = torch.from_numpy(dequantised(path, "blk.1.ffn_down.weight"))
+    assert torch.equal(whole.get_parameter("blocks.1.ffn.down.weight"), down)
+    layout = layout_of(whole)
+    for tp in (2, 4):  # 96 columns over 2 and 4 ranks are cut inside a block of 32
+        for rank in range(tp):
+            axis = Axis("tp", tp, rank)
+            for name, parameter in from_gguf(path, Axes(tp=axis)).named_parameters():
+                assert torch.equal(parameter, share(whole.get_parameter(name), layout[name], axis)), (name, tp, rank)
+
+
+def test_llama31_bands_are_recognised_in_the_divisors(tmp_path: Path) -> None:
+    theirs = quantisable("llama")
+    width, theta = 16, 10000.0
+    frequency = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+    turns = 8192 * frequency / (2 * math.pi)
+    keep = ((turns - 1.0) / 3.0).clamp(0, 1)
+    divisors = (1 / ((1 - keep) / 8.0 + keep)).float()
+    assert 1.0 < divisors[divisors < 8].max() < 8.0 == divisors.max(), "all three bands are there"
+    path = write_gguf(tmp_path / "model.gguf", theirs, extra={"rope_freqs.weight": divisors})
+    config = GGUFFile(path).config
+    assert config.rope_scaling is not None
+    assert (config.rope_scaling.kind, config.rope_scaling.factor) == ("llama3", 8.0)
+    assert Transformer(config)._theta.tolist() == pytest.approx((frequency / divisors).tolist(), rel=1e-6)
+    divisors[3] *= 1.1
+    path = write_gguf(tmp_path / "other.gguf", theirs, extra={"rope_freqs.weight": divisors})
+    with pytest.raises(CheckpointError, match=r"in another way than Llama 3\.1"):
+        GGUFFile(path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"rope.scaling.type": "none"}, None),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, ("linear", 4.0, None)),
+        ({"rope.scale_linear": 2.0}, ("linear", 2.0, None)),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 8},
+            ("yarn", 4.0, None),
+        ),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 8,
+                "rope.scaling.attn_factor": 0.5,
+            },
+            ("yarn", 4.0, 0.5 * (0.1 * math.log(4.0) + 1)),
+        ),
+    ],
+)
+def test_rotary_scaling(keys: dict[str, Any], expected: Any, tmp_path: Path) -> None:
+    scaling = GGUFFile(write_gguf(tmp_path / "model.gguf", quantisable("llama"), keys=keys)).config.rope_scaling
+    assert (scaling and (scaling.kind, scaling.factor, scaling.attention_factor)) == expected
+
+
+def test_a_repeated_output_projection_is_a_tied_one(tmp_path: Path) -> None:
+    theirs = quantisable("llama")
+    embedding = theirs.get_input_embeddings().weight.detach()
+    with torch.no_grad():
+        theirs.lm_head.weight.copy_(embedding)
+    model = from_gguf(write_gguf(tmp_path / "tied.gguf", theirs, Kind.Q8_0))
+    assert model.config.tied
+    with torch.no_grad():
+        theirs.lm_head.weight[3, 5] += 1
+    model = from_gguf(write_gguf(tmp_path / "untied.gguf", theirs, Kind.Q8_0))
+    assert not model.config.tied
+
+
+def test_the_header_agrees_with_the_packages_own_reader() -> None:
+    path = find_smollm2()
+    header, reader = read_header(path, block_sizes()), GGUFReader(path)
+    assert header.values == {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}
+    assert list(header.tensors) == [tensor.name for tensor in reader.tensors]
+    for tensor in reader.tensors:
+        info = header.tensors[tensor.name]
+        assert info.shape == tuple(reversed(tensor.shape.tolist()))
+        assert (info.start, info.bytes, info.kind) == (tensor.data_offset, tensor.n_bytes, tensor.tensor_type)
+        assert np.array_equal(header.data[info.start : info.start + 64], tensor.data.view(np.uint8).reshape(-1)[:64])
