@@ -1,0 +1,121 @@
+"""The manifest: what a corpus folder holds, how large it is, and how to tell that it is whole.
+
+    corpus/
+      manifest.json               this record
+      tokenizer/                  tokenizer.json, tokenizer_config.json
+      train-00000.bin ...         token ids, little-endian uint16 or uint32, every shard but the last equally long
+      train.documents.bin         int64: where each document ends in the split's stream of tokens, after its end token
+      validation-00000.bin ...    the same
+
+Equal sources and settings give a byte-identical folder: there are no dates or paths in it.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from colonnade.errors import DataError
+
+MANIFEST = "manifest.json"
+FORMAT: Literal["colonnade-corpus"] = "colonnade-corpus"
+SPLITS = ("train", "validation")
+
+Count = Field(ge=0)
+Sha256 = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Shard(_Record):
+    """One file of tokens."""
+
+    file: str = Field(pattern=r"^(train|validation)-\d{5,}\.bin$")
+    tokens: int = Count
+    documents: int = Count
+    """Documents that end in it."""
+    sha256: str = Sha256
+
+
+class SplitRecord(_Record):
+    """The train or the validation part."""
+
+    tokens: int = Count
+    documents: int = Count
+    documents_sha256: str = Sha256
+    shards: tuple[Shard, ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        sizes = [shard.tokens for shard in self.shards]
+        if sum(sizes) != self.tokens or len(set(sizes[:-1])) > 1 or sizes[-1:] > sizes[:1] or 0 in sizes:
+            raise ValueError(f"shards of {sizes} tokens do not make {self.tokens}, equal ones and a rest")
+        return self
+
+
+class Manifest(_Record):
+    """The record of a whole corpus."""
+
+    format: Literal["colonnade-corpus"] = FORMAT
+    version: Literal[1] = 1
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int = Field(gt=0)
+    end_id: int = Count
+    """The token after each document."""
+    tokenizer_sha256: str = Sha256
+    validation_share: float = Field(ge=0, lt=1)
+    source_bytes: int = Count
+    train: SplitRecord
+    validation: SplitRecord
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        """How a token lies on disk."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all, end tokens included."""
+        return self.train.tokens + self.validation.tokens
+
+    @property
+    def documents(self) -> int:
+        """Documents in all."""
+        return self.train.documents + self.validation.documents
+
+    def save(self, folder: Path) -> None:
+        """Write ``manifest.json`` into ``folder``."""
+        (folder / MANIFEST).write_text(self.model_dump_json(indent=2) + "\n", "utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read ``folder/manifest.json``; raises :class:`DataError` when there is none, or it is not one of ours."""
+        file = folder / MANIFEST
+        if not file.is_file():
+            raise DataError(f"{folder} is not a corpus: it has no {MANIFEST}; build one with colonnade.data.build")
+        try:
+            return cls.model_validate_json(file.read_text("utf-8"))
+        except UnicodeDecodeError:
+            raise DataError(f"{file} is not text; build the corpus again") from None
+        except ValidationError as report:
+            first = report.errors()[0]
+            where = ".".join(str(step) for step in first["loc"]) or "the whole"
+            raise DataError(
+                f"{file} is not a manifest that this version reads: {where}: {first['msg'].lower()}; "
+                "build the corpus again"
+            ) from None
+
+
+def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """The smaller of the two unsigned integers that hold every id."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def sha256_of(file: Path) -> str:
+    """The SHA-256 of a file's bytes."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

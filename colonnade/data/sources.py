@@ -1,0 +1,219 @@
+"""Documents out of files: text, JSON Lines or Parquet, one after another, never a whole corpus in memory.
+
+A document flows as pieces of at most ``PIECE_CHARACTERS``, because a tokenizer's memory is a hundred times its text's.
+Nearly all documents are one piece. A longer one is cut between a letter or digit and the white space after it, where
+GPT-2's pattern and its successors (GPT-4's, Llama 3's) always cut, so that the tokens are the whole document's.
+
+A file that is not text is refused with its name and the offset of the first bad byte: a model trained on a mis-decoded
+corpus is found out weeks later.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from colonnade.errors import DataError
+
+PIECE_CHARACTERS = 1 << 20
+_READ_BYTES = 1 << 20
+_WORD_END = re.compile(r"(?<=[^\W_])(?=\s)")
+
+Source = Path | str | tuple[str, str]
+"""A file, a folder of files, or a document in memory as (name, text)."""
+
+
+class Piece(NamedTuple):
+    """A document, or a part of a long one."""
+
+    text: str
+    last: bool
+    """Whether the document ends here."""
+    size_bytes: int
+    """How much of its source this is: a file's bytes, as near as its format tells."""
+
+
+class Reading(NamedTuple):
+    """How to find documents in files."""
+
+    field: str = "text"
+    """The JSONL field or Parquet column that holds the text."""
+    separator: str | None = None
+    """What stands between two documents of one text file; None: a text file is one document."""
+
+
+def find(sources: Sequence[Source]) -> list[Source]:
+    """The files of ``sources``, folders replaced by what they hold (by name, hidden files left out).
+
+    Raises :class:`DataError` for a path that does not exist, and for a folder without a file of a known suffix.
+    """
+    return [found for source in sources for found in ([source] if isinstance(source, tuple) else _files(Path(source)))]
+
+
+def total_bytes(found: Sequence[Source]) -> int:
+    """Size of what :func:`find` returned."""
+    return sum(len(one[1].encode(errors="replace")) if isinstance(one, tuple) else Path(one).stat().st_size
+               for one in found)  # fmt: skip
+
+
+def documents(found: Iterable[Source], how: Reading) -> Iterator[Piece]:
+    """The pieces of all documents in order; documents of nothing but white space are left out.
+
+    Raises :class:`DataError` with file and place for whatever is not text, JSON or Parquet, or lacks the field.
+    """
+    for one in found:
+        try:
+            yield from _in_memory(*one) if isinstance(one, tuple) else _in_file(Path(one), how)
+        except OSError as error:
+            raise DataError(f"{error.filename}: {error.strerror}; make it readable, or leave it out") from None
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"{path} does not exist; give text, JSONL or Parquet files, or folders of them")
+    inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
+    known = [p for p in inside if p.suffix.lower() in _READERS]
+    if not known:
+        raise DataError(f"{path} holds no {', '.join(_READERS)} file ({len(inside)} others); name its files instead")
+    return known
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _in_file(file: Path, how: Reading) -> Iterator[Piece]:
+    return _READERS.get(file.suffix.lower(), _text)(file, how)
+
+
+def _in_memory(name: str, text: str) -> Iterator[Piece]:
+    _check_characters(text, name)
+    return _cut([text])
+
+
+def _text(file: Path, how: Reading) -> Iterator[Piece]:
+    return _cut(_decoded(file), how.separator)
+
+
+def _decoded(file: Path) -> Iterator[str]:
+    """The file's characters in chunks; a byte-order mark is left out."""
+    decoder, offset, first = codecs.getincrementaldecoder("utf-8")(), 0, True
+    with file.open("rb") as stream:
+        while True:
+            chunk = stream.read(_READ_BYTES)
+            if (nul := chunk.find(0)) >= 0:
+                raise DataError(f"{file} is not text: NUL byte at offset {offset + nul}; leave it out or convert it")
+            try:
+                text = decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                # The decoder may hold up to 3 bytes of the chunk before, in front of this one.
+                at = offset + len(chunk) - len(error.object) + error.start
+                raise DataError(
+                    f"{file} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset {at}; "
+                    "convert it to UTF-8 (iconv), unpack it, or leave it out"
+                ) from None
+            if not chunk:
+                return
+            yield text.removeprefix("\ufeff") if first else text
+            offset, first = offset + len(chunk), False
+
+
+def _jsonl(file: Path, how: Reading) -> Iterator[Piece]:
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            place = f"{file}:{number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{place}: not JSON: {error}; a .jsonl file holds one object a line") from None
+            if not isinstance(record, dict):
+                raise DataError(f"{place}: {_kind(record)}, not an object; a .jsonl file holds one object a line")
+            if how.field not in record:
+                raise DataError(f"{place}: no field '{how.field}', but {_names(record)}; choose one with field=")
+            yield from _whole(record[how.field], f"{place}: field '{how.field}'", len(line))
+
+
+def _parquet(file: Path, how: Reading) -> Iterator[Piece]:
+    import pyarrow  # here, because it takes half a second to import and most corpora are text
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            if how.field not in names:
+                raise DataError(f"{file}: no column '{how.field}', but {_names(names)}; choose one with field=")
+            row, row_bytes = 0, file.stat().st_size // max(table.metadata.num_rows, 1)
+            for batch in table.iter_batches(batch_size=256, columns=[how.field]):
+                for value in batch.column(0).to_pylist():
+                    yield from _whole(value, f"{file}, row {row}: column '{how.field}'", row_bytes)
+                    row += 1
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"{file} is not a readable Parquet file: {error}; fetch or write it again") from None
+
+
+def _whole(value: object, place: str, size_bytes: int) -> Iterator[Piece]:
+    """One record's document; the last piece carries the record's size in its file."""
+    if not isinstance(value, str):
+        raise DataError(f"{place} is {_kind(value)}, not text; mend or leave out this record")
+    _check_characters(value, place)
+    for piece in _cut([value]):
+        yield piece._replace(size_bytes=size_bytes if piece.last else 0)
+
+
+def _cut(chunks: Iterable[str], separator: str | None = None) -> Iterator[Piece]:
+    """Documents between separators, long ones in pieces."""
+    rest, inside = "", False  # inside: a piece of the current document is out already
+    spare = len(separator or "")  # so that the start of a separator is never cut from its end
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split(separator) if separator else [rest + chunk]
+        for document in whole:
+            if inside or document.strip():
+                yield Piece(document, True, len((document + (separator or "")).encode()))
+            inside = False
+        while len(rest) > PIECE_CHARACTERS + spare:
+            at = _word_end(rest)
+            yield Piece(rest[:at], False, len(rest[:at].encode()))
+            rest, inside = rest[at:], True
+    if inside or rest.strip():
+        yield Piece(rest, True, len(rest.encode()))
+
+
+def _word_end(text: str) -> int:
+    """The last place to cut at or before ``PIECE_CHARACTERS``; exactly there if no word ends in its last 4096."""
+    near = PIECE_CHARACTERS - min(4096, PIECE_CHARACTERS // 2)
+    ends = [match.start() for match in _WORD_END.finditer(text, near, PIECE_CHARACTERS + 1)]
+    return ends[-1] if ends else PIECE_CHARACTERS
+
+
+def _check_characters(text: str, place: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{place}: character {error.start} is a lone surrogate, which is not text; mend it") from None
+
+
+def _kind(value: object) -> str:
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list"}
+    return names.get(type(value), "an object")
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names) or "none at all"
+
+
+_Reader = Callable[[Path, Reading], Iterator[Piece]]
+_READERS: dict[str, _Reader] = {
+    ".txt": _text,
+    ".text": _text,
+    ".md": _text,
+    ".jsonl": _jsonl,
+    ".ndjson": _jsonl,
+    ".json": _jsonl,
+    ".parquet": _parquet,
+}

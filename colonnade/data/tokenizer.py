@@ -1,0 +1,251 @@
+"""A tokenizer: the arithmetic of Hugging Face ``tokenizers``, and what a model needs to know around it.
+
+``tokenizer.json`` holds the vocabulary and how text is cut. Around it stand the ids that begin and end a text, and the
+chat template. Hugging Face spreads those over ``tokenizer_config.json``, ``special_tokens_map.json``,
+``generation_config.json`` (all the ids that end a generation, of which the first file knows one) and
+``chat_template.jinja``; we read all of them, and write two: ``tokenizer.json`` and ``tokenizer_config.json``, which
+transformers' ``PreTrainedTokenizerFast`` reads too.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from colonnade.data.bpe import END, byte_level_bpe, train_bpe
+from colonnade.data.chat import ChatTemplate, Message
+from colonnade.data.detokenize import Detokenizer
+from colonnade.errors import DataError, RequestError
+
+_OURS = "colonnade"  # key of tokenizer_config.json under which we keep ids, which transformers leaves alone
+
+
+class Tokenizer:
+    """Text to ids and back. Make one with :meth:`from_file`, :meth:`from_bpe_files` or :meth:`train`."""
+
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        bos_id: int | None = None,
+        eos_ids: Sequence[int] = (),
+        chat_template: str | None = None,
+    ):
+        core.no_truncation()  # a tokenizer.json may carry its training script's cut and padding
+        core.no_padding()
+        self._core = core
+        self.bos_id = bos_id
+        """The id that begins a text, or None."""
+        self.eos_ids = tuple(eos_ids)
+        """The ids that end a generation; the first one ends a document in a corpus."""
+        self.chat_template = chat_template
+        """The Jinja source that turns messages into a prompt, or None."""
+        added = core.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        """Ids of control tokens, which ``decode`` leaves out."""
+        self.vocab_size = max(core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        """Rows an embedding needs: the largest id + 1."""
+        for token in (*self.eos_ids, *(() if bos_id is None else (bos_id,))):
+            if not 0 <= token < self.vocab_size:
+                raise DataError(f"special token id {token} is outside the vocabulary of {self.vocab_size}; correct it")
+
+    @classmethod
+    def from_parts(
+        cls,
+        core: tokenizers.Tokenizer,
+        bos_id: int | None,
+        eos_ids: tuple[int, ...],
+        chat_template: str | None = None,
+    ) -> Self:
+        """A tokenizer from its parts, as a GGUF file holds them."""
+        return cls(core, bos_id, eos_ids, chat_template)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """The tokenizer in a folder (Colonnade's or Hugging Face's), or of one ``tokenizer.json`` and its neighbours.
+
+        Raises :class:`DataError` that names the file when there is none, or when it cannot be read.
+        """
+        path = Path(path)
+        folder = path if path.is_dir() else path.parent
+        file = folder / "tokenizer.json" if path.is_dir() else path
+        if file.is_file():
+            core = _read_core(file)
+        elif path.is_dir() and (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            core = byte_level_bpe(folder / "vocab.json", folder / "merges.txt")
+        else:
+            raise DataError(f"{file} does not exist; give a tokenizer.json, or a folder that holds one")
+        return cls(core, *_read_surroundings(folder, core))
+
+    @classmethod
+    def from_bpe_files(cls, vocab: str | Path, merges: str | Path) -> Self:
+        """GPT-2's original two files: ``vocab`` (JSON, token to id) and ``merges`` (one pair a line)."""
+        core = byte_level_bpe(Path(vocab), Path(merges))
+        core.add_special_tokens([END])
+        return cls._between_ends(core)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
+        """Learn a byte-level BPE of at most ``vocab_size`` tokens, control token included (see :mod:`bpe`)."""
+        return cls._between_ends(train_bpe(texts, vocab_size))
+
+    @classmethod
+    def _between_ends(cls, core: tokenizers.Tokenizer) -> Self:
+        """As GPT-2 has it: one control token stands between documents, so it begins and it ends a text."""
+        end = core.token_to_id(END)
+        assert end is not None
+        return cls(core, end, (end,))
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``, which is made if need be."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        token = self._core.id_to_token
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": None if self.bos_id is None else token(self.bos_id),
+            "eos_token": token(self.eos_ids[0]) if self.eos_ids else None,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": self.chat_template,
+            _OURS: {"bos_id": self.bos_id, "eos_ids": list(self.eos_ids)},
+        }
+        (folder / "tokenizer.json").write_text(self._json, encoding="utf-8")
+        present = {key: value for key, value in config.items() if value is not None}
+        (folder / "tokenizer_config.json").write_text(json.dumps(present, indent=2, ensure_ascii=False), "utf-8")
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the ``tokenizer.json`` that :meth:`save` writes: equal ones cut text equally."""
+        return hashlib.sha256(self._json.encode()).hexdigest()
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """The ids of ``text``; ``special`` lets the tokenizer add what it begins or ends every text with (BOS).
+
+        Control tokens written out in the text become their ids, as chat templates need. Raises :class:`RequestError`
+        for a lone surrogate, which is no character.
+        """
+        try:
+            return self._core.encode(text, add_special_tokens=special).ids
+        except TypeError:
+            raise _not_text(text) from None
+
+    def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of many texts, in parallel on all cores, with nothing added.
+
+        Here a control token that is written out stays text: a page which quotes ``<|endoftext|>`` has not ended.
+        """
+        return [encoding.ids for encoding in self._literal.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of ``ids``, without control tokens unless asked; bytes that are not UTF-8 become U+FFFD."""
+        return self._core.decode(ids, skip_special_tokens=skip_special)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of one id (``Ġthe``), or None outside it."""
+        return self._core.id_to_token(token_id)
+
+    def detokenizer(self, skip_special: bool = True) -> Detokenizer:
+        """A new incremental decoder, for streaming."""
+        return Detokenizer(
+            lambda ids: self._core.decode(ids, skip_special_tokens=False),
+            silent=self.special_ids if skip_special else frozenset(),
+            byte_ids=self._byte_ids,
+        )
+
+    def chat(
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt of a conversation: encode it with ``special=False``, for it holds its own control tokens.
+
+        ``variables`` are whatever else the template reads (``enable_thinking``). Raises :class:`RequestError` when
+        the model has no template, or when its template refuses the messages.
+        """
+        if self._chat is None:
+            raise RequestError("this model has no chat template; use text completion instead", param="messages")
+        named = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0] if self.eos_ids else None}
+        tokens = {name: self._core.id_to_token(i) for name, i in named.items() if i is not None}
+        given = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        return self._chat.render(messages, **given | tokens | variables)
+
+    @functools.cached_property
+    def _chat(self) -> ChatTemplate | None:
+        return ChatTemplate(self.chat_template) if self.chat_template else None
+
+    @functools.cached_property
+    def _json(self) -> str:
+        return self._core.to_str(pretty=True)
+
+    @functools.cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        """A copy that reads control tokens as text: the switch is the object's, and threads share the first one."""
+        copy = tokenizers.Tokenizer.from_str(self._json)
+        copy.encode_special_tokens = True
+        return copy
+
+    @functools.cached_property
+    def _byte_ids(self) -> frozenset[int]:
+        """SentencePiece's byte tokens, when the decoder turns them into bytes."""
+        if '"ByteFallback"' not in json.dumps(json.loads(self._json).get("decoder")):
+            return frozenset()
+        ids = (self._core.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(i for i in ids if i is not None)
+
+
+def _not_text(text: str) -> RequestError:
+    at = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), 0)
+    return RequestError(f"character {at} is a lone surrogate, which is not text; remove it", param="prompt")
+
+
+def _read_core(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001 - the library raises plain Exception, whatever is wrong
+        raise DataError(f"{file} is not a tokenizer.json: {error}; fetch or save it again") from None
+
+
+def _read_surroundings(folder: Path, core: tokenizers.Tokenizer) -> tuple[int | None, tuple[int, ...], str | None]:
+    """(bos_id, eos_ids, chat_template) from the files that stand beside ``tokenizer.json``."""
+    config = _read_json(folder / "tokenizer_config.json")
+    named = _read_json(folder / "special_tokens_map.json") | config
+    generation = _read_json(folder / "generation_config.json")
+    ours = config.get(_OURS, {})
+
+    bos_id = ours.get("bos_id", _id_of(named.get("bos_token"), core))
+    bos_id = generation.get("bos_token_id") if bos_id is None else bos_id
+    ends = [*ours.get("eos_ids", [_id_of(named.get("eos_token"), core)]), *_as_list(generation.get("eos_token_id"))]
+    eos_ids = tuple(dict.fromkeys(end for end in ends if end is not None))
+
+    jinja = folder / "chat_template.jinja"
+    template = jinja.read_text("utf-8") if jinja.is_file() else config.get("chat_template")
+    if isinstance(template, list):  # several named ones, as in Command R: the default is for plain conversations
+        template = next((one["template"] for one in template if one["name"] == "default"), None)
+    return bos_id, eos_ids, template
+
+
+def _id_of(token: str | dict[str, Any] | None, core: tokenizers.Tokenizer) -> int | None:
+    content = token["content"] if isinstance(token, dict) else token
+    return None if content is None else core.token_to_id(content)
+
+
+def _as_list(value: int | list[int] | None) -> list[int]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in ``file``; an absent file is an empty one."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise DataError(f"{file} is not JSON: {error}; fetch it again") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{file} holds {type(value).__name__}, not a JSON object; fetch it again")
+    return value
