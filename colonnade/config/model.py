@@ -5,7 +5,7 @@ RMSNorm, SwiGLU, grouped heads): the model reads these fields and never the fami
 :mod:`colonnade.checkpoint.hf` spells the weights on disk.
 """
 
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -125,6 +125,15 @@ class ModelConfig(Config):
         if self.positions == "learned" and self.rope_scaling:
             raise ConfigError("rope_scaling belongs to rotary positions; this model has learned ones; remove it")
         return self
+
+    def but(self, **changes: Any) -> Self:
+        """A copy with some fields changed; sizes that followed from others follow the new ones."""
+        return super().but(**(self.derived(*changes) | changes))
+
+    def derived(self, *given: str) -> dict[str, int]:
+        """The fields that follow from others, back to 0 ("work it out"), unless they are among ``given``."""
+        follows = {"kv_heads": self.kv_heads == self.heads, "head_width": self.head_width * self.heads == self.width}
+        return {name: 0 for name, so in follows.items() if so and name not in given}
 
     @property
     def group(self) -> int:

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from colonnade.parallel import collectives
@@ -93,8 +92,7 @@ class Axis:
     def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
         """Overwrite ``x`` on every rank with that of rank ``src`` of this axis (control messages; never traced)."""
         if self.size > 1:
-            group = dist.distributed_c10d._resolve_process_group(self.group)
-            dist.broadcast(x, group=group, group_src=src)
+            collectives.broadcast_(x, src, self.group)
         return x
 
 
@@ -145,7 +143,7 @@ def _sum_share(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 class _FanOut(Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: str) -> Tensor:
+    def forward(ctx, x: Tensor, group: str) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 

@@ -56,6 +56,11 @@ def launch(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan) -> Re
         return _elastic(work, args, plan, Path(reports))
 
 
+def launched() -> bool:
+    """Whether this process belongs to a group that somebody started: torchrun, :func:`launch`, or the caller."""
+    return dist.is_torchelastic_launched() or dist.is_initialized()
+
+
 def _elastic(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan, reports: Path) -> Result:
     config = LaunchConfig(
         min_nodes=1,

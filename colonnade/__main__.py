@@ -1,0 +1,5 @@
+"""``python -m colonnade``: the command line."""
+
+from colonnade.cli import main
+
+main()

@@ -1,0 +1,216 @@
+"""What people hold: load a model from anywhere, ask it, save it.
+
+    model = colonnade.load("smollm2")
+    model.generate("The capital of France is", max_tokens=8, temperature=0)
+    colonnade.save(model, "folder", format="hf")
+
+``load`` takes a Colonnade checkpoint (or a run folder: its newest one), a Hugging Face folder, a GGUF file, a hub id,
+or ``smollm2`` where the package that carries it is installed. The same call loads a rank's share inside a launched
+group: ``load(path, plan=Plan(tp=2))``.
+"""
+
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, Self, overload
+
+import torch
+from torch import Tensor
+
+from colonnade.checkpoint import native
+from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
+from colonnade.checkpoint.hf.read import HFFolder
+from colonnade.checkpoint.hf.write import write_hf
+from colonnade.config import Device, ModelConfig, Plan, ServeConfig
+from colonnade.data.tokenizer import Tokenizer
+from colonnade.errors import CheckpointError, ConfigError, PlanError
+from colonnade.model import Packed, Rows, Stream, Transformer
+from colonnade.model.score import Score, score
+from colonnade.parallel.launch import launched
+from colonnade.parallel.mesh import Ground, choose_device
+from colonnade.serve.engine import Engine as _Engine
+from colonnade.serve.sampling import SamplingParams
+
+DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+Format = Literal["hf", "colonnade"]
+
+
+class Model:
+    """A transformer with its tokenizer, on the ground it was loaded for. Use :func:`load` to make one."""
+
+    def __init__(self, transformer: Transformer, tokenizer: Tokenizer | None, ground: Ground, source: str):
+        self.transformer, self.ground, self.source = transformer, ground, source
+        self._tokenizer = tokenizer
+        self._exit = ExitStack()
+        self._engine: Engine | None = None
+
+    @property
+    def config(self) -> ModelConfig:
+        """The sizes and choices of the transformer."""
+        return self.transformer.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; raises :class:`CheckpointError` for a model that came without one."""
+        if self._tokenizer is None:
+            raise CheckpointError(f"{self.source} has no tokenizer; put its tokenizer.json beside the weights")
+        return self._tokenizer
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """logits_TV of one sequence of T token ids."""
+        tokens_T = torch.as_tensor(tokens, dtype=torch.int64, device=self.ground.device)
+        T = len(tokens_T)
+        stream = Stream(tokens_T, torch.arange(T, device=self.ground.device))
+        return self.transformer(stream, Packed.of([T], self.ground.device), Rows())
+
+    @overload
+    def generate(self, prompt: str, **params: Any) -> str: ...
+    @overload
+    def generate(self, prompt: list[int], **params: Any) -> list[int]: ...
+    def generate(self, prompt: str | list[int], **params: Any) -> str | list[int]:
+        """The continuation of ``prompt``, text for text and ids for ids.
+
+        ``params`` are those of :class:`~colonnade.serve.sampling.SamplingParams`: max_tokens, temperature, top_p,
+        seed, stop and others. Raises :class:`~colonnade.errors.RequestError` for a prompt that does not fit.
+        """
+        if self._engine is None:
+            self._engine = Engine(self, ServeConfig())
+        (result,) = self._engine.generate([prompt], SamplingParams(**params))
+        return result.text if isinstance(prompt, str) else list(result.ids)
+
+    def score(self, text: str | list[int], *, context: int | None = None, stride: int | None = None) -> Score:
+        """The log-likelihood and perplexity of a text (see :mod:`colonnade.model.score`)."""
+        tokens = self.tokenizer.encode(text) if isinstance(text, str) else text
+        return score(self.transformer, tokens, context=context, stride=stride)
+
+    def close(self) -> None:
+        """Leave the process group, if loading joined one."""
+        self._exit.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Engine(_Engine):
+    """The serving engine of a loaded model: ``Engine(model).stream(prompt, SamplingParams(max_tokens=32))``."""
+
+    def __init__(self, model: Model, config: ServeConfig | None = None):
+        super().__init__(model.transformer, model.tokenizer, config or ServeConfig())
+
+
+def load(
+    path: str | Path,
+    *,
+    plan: Plan | None = None,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    ground: Ground | None = None,
+) -> Model:
+    """Load a model for inference.
+
+    ``dtype`` auto is float32 on a CPU and bfloat16 on a GPU. With a ``plan`` of more than one rank every process of a
+    launched group calls this and gets its share. ``ground`` is for those who already stand on one.
+
+    Raises :class:`CheckpointError` for anything missing, damaged or unknown, :class:`PlanError` for a layout that the
+    model or the world does not allow.
+    """
+    plan = ground.plan if ground else plan or Plan()
+    if plan.dp != 1:
+        raise PlanError(f"dp={plan.dp} ranks would all hold the same model; load with tp only")
+    exits = ExitStack()
+    if ground is None:
+        ground = _ground(plan, device, exits)
+    with exits:
+        model = _load(path, ground, dtype)
+        model._exit = exits.pop_all()
+        return model
+
+
+def _ground(plan: Plan, device: Device, exits: ExitStack) -> Ground:
+    if plan.world == 1:
+        return Ground.solo(choose_device(plan, device))
+    if not launched():
+        raise PlanError(
+            f"tp={plan.tp} needs {plan.world} processes and this is one; start the script with "
+            f"torchrun --nproc-per-node {plan.world} SCRIPT, or use the command line, which starts them itself"
+        )
+    return exits.enter_context(Ground.build(plan, device))
+
+
+def _load(path: str | Path, ground: Ground, dtype: DType) -> Model:
+    place = locate(path)
+    if dtype == "auto":
+        dtype = "bfloat16" if ground.device.type == "cuda" else "float32"
+    kept: torch.dtype = getattr(torch, dtype)
+    source = None
+    if native.is_native(place):
+        config, tokenizer = native.read_meta(place).model, _tokenizer(place / native.TOKENIZER)
+    elif place.is_dir():
+        source = HFFolder(place)
+        config, tokenizer = source.config, _tokenizer(place)
+    else:
+        source = GGUFFile(place)
+        config, tokenizer = source.config, Tokenizer.from_parts(*source.tokenizer())
+    ground.plan.check(config)
+    transformer = Transformer(config, ground.axes, device=ground.device, dtype=kept).eval().requires_grad_(False)
+    if source is None:
+        native.load(place, transformer, ground)
+    else:
+        source.fill(transformer)
+    return Model(transformer, tokenizer, ground, str(path))
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    return Tokenizer.from_file(folder) if (folder / "tokenizer.json").is_file() else None
+
+
+def locate(path: str | Path) -> Path:
+    """The folder or file that ``path`` means: itself, a run's newest checkpoint, a package's file, or a download.
+
+    Raises :class:`CheckpointError` when there is nothing of that name.
+    """
+    place = Path(path)
+    if str(path) == "smollm2" and not place.exists():
+        return find_smollm2()
+    if place.is_file():
+        return place
+    if place.is_dir():
+        if native.is_native(place) or (place / "config.json").is_file():
+            return place
+        newest = native.newest(place)
+        if newest is None:
+            raise CheckpointError(
+                f"{place} holds neither a Colonnade checkpoint, nor a run, nor a Hugging Face model; "
+                "give runs/NAME, runs/NAME/step-N, or a folder with config.json and safetensors"
+            )
+        return newest
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
+        from colonnade.checkpoint.hf.hub import download
+
+        return download(str(path))
+    raise CheckpointError(f"{place} does not exist; give a folder, a GGUF file, a hub id (owner/name), or smollm2")
+
+
+def save(
+    model: Model, path: str | Path, *, format: Format = "colonnade", dtype: DType = "auto", shard_bytes: int = 5 * 10**9
+) -> Path:
+    """Write ``model`` to the new folder ``path``, whole or not at all; every rank of its ground calls this.
+
+    ``hf`` is what ``transformers`` loads (``dtype`` and ``shard_bytes`` say how it lies on disk), ``colonnade`` what any
+    plan of ours loads. Raises :class:`CheckpointError` when the folder exists or cannot be written.
+    """
+    place = Path(path)
+    if format == "hf":
+        kept = None if dtype == "auto" else getattr(torch, dtype)
+        write_hf(model.transformer, place, tokenizer=model._tokenizer, dtype=kept, shard_bytes=shard_bytes)
+    elif dtype not in ("auto", str(next(model.transformer.parameters()).dtype).removeprefix("torch.")):
+        raise ConfigError(f"the colonnade format keeps the weights' own type; load with dtype='{dtype}' and save that")
+    else:
+        meta = native.Meta(model=model.config)
+        native.save(place, model.transformer, meta, model.ground, tokenizer=model._tokenizer)
+    return place

