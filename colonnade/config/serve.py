@@ -26,3 +26,7 @@ class ServeConfig(Config):
     """TCP port; 0 takes a free one."""
     model_name: str | None = None
     """The name clients use; by default the last part of the model's path."""
+    max_body_bytes: int = Field(default=8 << 20, gt=0)
+    """The largest request body; a larger one is refused (413) [bytes]."""
+    drain_s: float = Field(default=5.0, ge=0)
+    """Time that running requests have to finish once the server is asked to stop [s]."""

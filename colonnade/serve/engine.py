@@ -12,7 +12,7 @@ every rank (``Rows``), but only rank 0 samples. An engine belongs to one thread.
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from colonnade.config import ServeConfig
@@ -120,6 +120,9 @@ class Engine:
         return stats
 
     def _run(self, work: Work) -> list[int]:
+        now_s = time.monotonic()
+        for live in (self._live[request.id] for request in work.requests):
+            live.admitted_s = now_s if live.admitted_s is None else live.admitted_s
         wire.send(self.model.axes.tp, wire.RUN, work)
         logits_RV = forward(self.model, self.cache, work)
         return sample(logits_RV, [r for r, piece in zip(work.requests, work.slices, strict=True) if piece.samples])
@@ -127,8 +130,6 @@ class Engine:
     def _commit(self, work: Work, tokens: Sequence[int]) -> list[Output]:
         now_s = time.monotonic()
         self._stats.steps += 1
-        for live in (self._live[request.id] for request in work.requests):
-            live.admitted_s = now_s if live.admitted_s is None else live.admitted_s
         return [self._advance(self._live[r.id], token, now_s) for r, token in self.scheduler.commit(work, tokens)]
 
     def _advance(self, live: _Live, token: int, now_s: float) -> Output:
@@ -164,7 +165,7 @@ class Engine:
 
     # -- for people ------------------------------------------------------------------------------------------------
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Output]:
         """The output of one request, piece by piece; leaving the loop early cancels it. Streams may be interleaved."""
         key = self.add(prompt, params)  # here and not in the generator, so that a bad request fails at once
         self._mail[key] = deque()
@@ -189,7 +190,7 @@ class Engine:
             for key in mine:
                 self._forget(key)
 
-    def _deliver(self, key: str) -> Iterator[Output]:
+    def _deliver(self, key: str) -> Generator[Output]:
         mail = self._mail[key]
         try:
             while True:

@@ -13,7 +13,7 @@ class Timing:
     """Where a finished request's time went [s]."""
 
     queue_s: float
-    """From arrival to the end of the first step that ran any of its tokens."""
+    """From arrival to the first step that ran any of its tokens."""
     prefill_s: float
     """From there to its first token."""
     decode_s: float

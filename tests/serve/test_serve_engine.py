@@ -167,7 +167,7 @@ def test_end_tokens_stop_and_are_counted_but_not_shown(model):
 def test_the_tokenizers_own_end_token_stops():
     model = tiny.model()
     with torch.no_grad():  # an output projection in favour of token 0 after a few others
-        model.unembed.weight[0] += 0.35
+        model.get_parameter("unembed.weight")[0] += 0.35
     reference = tiny.greedy(model, [5, 6, 7], 40)
     assert 0 in reference
     done = engine(model).generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=40))[0]
@@ -227,7 +227,7 @@ def test_the_queue_is_bounded_but_a_list_of_prompts_waits_its_turn(model):
 def test_logits_that_are_not_finite_end_the_request_and_not_the_engine():
     model = tiny.model()
     with torch.no_grad():
-        model.embed.tokens.weight[9] = torch.nan
+        model.get_parameter("embed.tokens.weight")[9] = torch.nan
     it = engine(model)
     sick, well = it.generate([[9], [8]], SamplingParams(temperature=1, seed=1, max_tokens=3, ignore_eos=True))
     assert sick.finish_reason == "error" and sick.text == ""

@@ -1,5 +1,6 @@
 """A tiny model and a tiny tokenizer, built in milliseconds, importable by server processes."""
 
+import time
 from functools import cache
 
 import tokenizers
@@ -9,6 +10,7 @@ from colonnade.config import ModelConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.model import Packed, Rows, Stream, Transformer, initialise
 from colonnade.parallel.axis import SOLO_AXES, Axes
+from colonnade.parallel.mesh import Ground
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on while the fox is gone.",
@@ -63,3 +65,17 @@ def greedy(model: Transformer, prompt: list[int], count: int) -> list[int]:
 def logits(model: Transformer, ids: list[int]) -> torch.Tensor:
     """logits_TV of one long forward pass, without a cache."""
     return model(Stream(torch.tensor(ids), torch.arange(len(ids))), Packed.of([len(ids)]), Rows())
+
+
+def load(
+    ground: Ground, chat: bool = True, poison: int | None = None, slow_s: float = 0.0
+) -> tuple[Transformer, Tokenizer]:
+    """What a server's engine processes call. ``poison`` is a token whose embedding is NaN; ``slow_s`` slows each
+    forward pass down."""
+    it = model(ground.axes, dtype=torch.float32)
+    if poison is not None:
+        with torch.no_grad():
+            it.get_parameter("embed.tokens.weight")[poison] = torch.nan
+    if slow_s:
+        it.register_forward_pre_hook(lambda *_: time.sleep(slow_s))
+    return it, tokenizer(chat)

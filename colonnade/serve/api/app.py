@@ -1,0 +1,174 @@
+"""The routes. Every answer is one loop over an engine's outputs, told whole or in chunks.
+
+A client that goes away cancels its requests: closing the generator of :meth:`EngineClient.run` does, and it is closed
+however the handler ends.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from typing import TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from sse_starlette import EventSourceResponse, ServerSentEvent
+
+from colonnade.errors import RequestError
+from colonnade.serve.api import errors
+from colonnade.serve.api.bodies import Body, ChatBody, CompletionBody
+from colonnade.serve.api.limit import BodyLimit
+from colonnade.serve.api.metrics import Metrics
+from colonnade.serve.api.replies import Chats, Completions, Reply, Usage
+from colonnade.serve.client import EngineClient
+from colonnade.serve.output import Output
+
+Outputs = AsyncGenerator[tuple[int, Output]]
+Result = TypeVar("Result")
+
+CLIENT_GONE = 499
+"""nginx's status for a client that left; nobody reads it but the logs."""
+
+
+def build_app(engine: EngineClient, model: str, max_body_bytes: int) -> FastAPI:
+    """The application that serves ``engine`` under the name ``model``."""
+    app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url="/docs", redoc_url=None)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    errors.install(app)
+    metrics, started = Metrics(engine, model), int(time.time())
+    card = {
+        "id": model,
+        "object": "model",
+        "created": started,
+        "owned_by": "colonnade",
+        "max_model_len": engine.context,
+    }
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Continue a prompt, or several."""
+        return await answer(body, Completions(model), request)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        """Answer a conversation, through the model's chat template."""
+        return await answer(body, Chats(model), request)
+
+    @app.get("/v1/models")
+    async def models() -> Reply:
+        """The one model there is."""
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Reply:
+        """Its card, if this is its name."""
+        check_model(name)
+        return card
+
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether the engine is alive."""
+        alive = engine.failure is None
+        return JSONResponse({"status": "ok" if alive else "engine failed"}, status_code=200 if alive else 503)
+
+    @app.get("/metrics")
+    async def scrape() -> Response:
+        """Prometheus metrics."""
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def check_model(name: str | None) -> None:
+        if name not in (None, model):
+            raise RequestError(
+                f"there is no model '{name}' here; use '{model}'", param="model", status=404, code="model_not_found"
+            )
+
+    async def answer(body: Body, shape: Completions, request: Request) -> Response:
+        check_model(body.model)
+        outputs = _timed(engine.run(body.asks()), metrics)
+        if body.stream:
+            # The first output decides between a stream and an error with its own status.
+            first = await _unless_gone(request, anext(outputs))
+            events = _events(first, outputs, shape, include_usage=body.include_usage)
+            return EventSourceResponse(events, sep="\n")
+        return JSONResponse(await _unless_gone(request, _whole(outputs, shape)))
+
+    return app
+
+
+async def _timed(outputs: Outputs, metrics: Metrics) -> Outputs:
+    """``outputs``, noted by a clock; one that failed (no finite logits) becomes an error."""
+    clock = metrics.clock()
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            clock.note(index, output)
+            if output.finish_reason == "error":
+                raise RequestError(
+                    "the model's logits were not finite (overflow in its dtype, or damaged weights)",
+                    status=500,
+                    code="not_finite",
+                )
+            yield index, output
+
+
+async def _whole(outputs: Outputs, shape: Completions) -> Reply:
+    texts: dict[int, str] = {}
+    reasons: dict[int, str | None] = {}
+    usage = Usage()
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            texts[index] = texts.get(index, "") + output.text
+            reasons[index] = output.finish_reason
+            usage.note(index, output)
+    return shape.whole([texts[i] for i in range(len(texts))], [reasons[i] for i in range(len(texts))], usage)
+
+
+async def _events(
+    first: tuple[int, Output], outputs: Outputs, shape: Completions, *, include_usage: bool
+) -> AsyncGenerator[ServerSentEvent]:
+    """Server-sent events: chunks with text, the end of each answer, the usage if wanted, and [DONE]."""
+    usage, opened = Usage(), set[int]()
+    absent = {"usage": None} if include_usage else {}
+    async with aclosing(outputs):
+        try:
+            async for index, output in _chain(first, outputs):
+                usage.note(index, output)
+                if index not in opened and (opening := shape.opening(index)):
+                    yield _event({**opening, **absent})
+                opened.add(index)
+                if output.text or output.finish_reason:
+                    yield _event({**shape.chunk(index, output.text, output.finish_reason), **absent})
+            if include_usage:
+                yield _event(shape.last(usage))
+            yield ServerSentEvent("[DONE]", sep="\n")
+        except RequestError as error:  # the status line is long gone: say it in the stream, as OpenAI does
+            yield _event(errors.error_body(error))
+
+
+async def _chain(first: tuple[int, Output], outputs: Outputs) -> Outputs:
+    yield first
+    async for each in outputs:
+        yield each
+
+
+def _event(reply: Reply) -> ServerSentEvent:
+    return ServerSentEvent(json.dumps(reply, ensure_ascii=False, separators=(",", ":")), sep="\n")
+
+
+async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
+    """The result of ``work``, which is cancelled when the client leaves first."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise RequestError("the client closed the connection", status=CLIENT_GONE, code="client_gone")
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

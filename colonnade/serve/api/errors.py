@@ -1,0 +1,75 @@
+"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``, for every way a request can fail."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from colonnade.errors import RequestError
+
+TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+"""OpenAI's error type by status; the rest are the client's fault."""
+
+RETRY_AFTER_S = 1
+"""When to ask again after a 429 [s]."""
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """``error`` as clients know it; also what a stream says when it fails midway."""
+    kind = TYPES.get(error.status, "invalid_request_error")
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+def error_reply(error: RequestError) -> JSONResponse:
+    """The response that refuses a request."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 429 else None
+    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
+
+
+def install(app: FastAPI) -> None:
+    """Give every error of ``app`` this shape."""
+
+    @app.exception_handler(RequestError)
+    async def refused(_request: Request, error: RequestError) -> JSONResponse:
+        return error_reply(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
+        return error_reply(_first_fault(error, request.headers.get("content-type", "")))
+
+    @app.exception_handler(HTTPException)
+    async def elsewhere(request: Request, error: HTTPException) -> JSONResponse:
+        what = f"{request.method} {request.url.path}: {error.detail}"
+        return error_reply(RequestError(what, status=error.status_code))
+
+    @app.exception_handler(Exception)
+    async def bug(_request: Request, error: Exception) -> JSONResponse:
+        return error_reply(RequestError(f"internal error ({type(error).__name__})", status=500, code="server_error"))
+
+
+def _first_fault(report: RequestValidationError, content_type: str) -> RequestError:
+    """Pydantic's first complaint in one line, with the field's name as ``param``."""
+    if "json" not in content_type:
+        return RequestError(
+            f"the body came as '{content_type[:80]}'; send JSON with the header 'content-type: application/json'",
+            code="invalid_body",
+        )
+    fault = report.errors()[0]
+    path = [str(step) for step in fault["loc"] if step != "body"]
+    if fault["type"] == "json_invalid":
+        reason = fault.get("ctx", {}).get("error", "")
+        return RequestError(f"the body is not valid JSON: {reason} at character {path[0]}", code="invalid_json")
+    if not path:
+        return RequestError(f"the body must be a JSON object: {fault['msg'].lower()}", code="invalid_body")
+    where = ".".join(path)
+    if fault["type"] == "missing":
+        return RequestError(f"'{where}' is missing", param=path[0])
+    return RequestError(f"{where} is {str(fault['input'])[:80]!r}: {fault['msg'].lower()}", param=path[0])

@@ -1,0 +1,103 @@
+"""Prometheus metrics under vLLM's names, prefixed ``colonnade:``, so that dashboards made for it need one change.
+
+Counters and gauges are the engine's own, read when asked; the latencies are seen from here, where clients see them.
+"""
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from colonnade.serve.client import EngineClient
+from colonnade.serve.output import Output
+
+SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+"""Bounds of the latency histograms [s]."""
+
+LATENCIES = {
+    "time_to_first_token_seconds": "From the request to its first token.",
+    "inter_token_latency_seconds": "From one token to the next.",
+    "e2e_request_latency_seconds": "From the request to its last token.",
+    "request_queue_time_seconds": "From arrival at the engine to the first step that ran any of its tokens.",
+    "request_prefill_time_seconds": "From there to the first token.",
+    "request_decode_time_seconds": "From the first token to the last.",
+}
+
+
+class Metrics:
+    """The metrics of one server; ``model`` is their label."""
+
+    def __init__(self, engine: EngineClient, model: str):
+        self._registry, self._model = CollectorRegistry(), model
+        self._registry.register(_EngineStats(engine, model))
+        self._histograms = {
+            name: Histogram(f"colonnade:{name}", text, ["model_name"], buckets=SECONDS, registry=self._registry)
+            for name, text in LATENCIES.items()
+        }
+
+    def text(self) -> bytes:
+        """All of them in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def clock(self) -> "Clock":
+        """To be started with a request and shown each of its outputs."""
+        return Clock(self)
+
+    def observe(self, name: str, seconds: float) -> None:
+        """One more observation of a latency [s]."""
+        self._histograms[name].labels(self._model).observe(seconds)
+
+
+class Clock:
+    """Times one HTTP request, all its answers."""
+
+    def __init__(self, metrics: Metrics):
+        self._metrics, self._start_s = metrics, time.monotonic()
+        self._last_s: dict[int, float] = {}
+
+    def note(self, index: int, output: Output) -> None:
+        """The newest output of answer ``index`` is here."""
+        now_s, observe = time.monotonic(), self._metrics.observe
+        if index in self._last_s:
+            observe("inter_token_latency_seconds", now_s - self._last_s[index])
+        else:
+            observe("time_to_first_token_seconds", now_s - self._start_s)
+        self._last_s[index] = now_s
+        if output.timing:
+            observe("e2e_request_latency_seconds", now_s - self._start_s)
+            observe("request_queue_time_seconds", output.timing.queue_s)
+            observe("request_prefill_time_seconds", output.timing.prefill_s)
+            observe("request_decode_time_seconds", output.timing.decode_s)
+
+
+class _EngineStats(Collector):
+    """The engine's counts as they were with its last message."""
+
+    def __init__(self, engine: EngineClient, model: str):
+        self._engine, self._model = engine, model
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats
+        gauges = {
+            "num_requests_running": (stats.running, "Requests that hold cache pages."),
+            "num_requests_waiting": (stats.waiting, "Requests in the queue."),
+            "kv_cache_usage_perc": (stats.cache_usage, "Share of the cache pages in use, 0 to 1."),
+        }
+        counters = {
+            "num_preemptions": (stats.preemptions, "Requests put back for want of pages."),
+            "prompt_tokens": (stats.prompt_tokens, "Tokens of prompts run."),
+            "generation_tokens": (stats.generation_tokens, "Tokens generated."),
+        }
+        for families, kind in ((gauges, GaugeMetricFamily), (counters, CounterMetricFamily)):
+            for name, (value, text) in families.items():
+                family = kind(f"colonnade:{name}", text, labels=["model_name"])
+                family.add_metric([self._model], value)
+                yield family
+        ended = CounterMetricFamily(
+            "colonnade:request_success", "Requests that ended, by reason.", labels=["model_name", "finished_reason"]
+        )
+        for reason, count in stats.finished.items():
+            ended.add_metric([self._model, reason], count)
+        yield ended

@@ -1,0 +1,111 @@
+"""The engine as the HTTP process sees it: asks go out on a line, outputs come back, and all hear of its death."""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+
+from colonnade.errors import ColonnadeError, RequestError
+from colonnade.serve.line import Ask, Message, error_from, from_line, output_from, submit_message, to_line
+from colonnade.serve.output import Output
+from colonnade.serve.stats import Stats
+
+
+class EngineClient:
+    """Talks with one engine process, which :func:`colonnade.serve.process.engine_process` starts and ends."""
+
+    def __init__(self):
+        self.context = self.vocab_size = 0
+        self.stats = Stats()
+        self.draining = False
+        """Set when the server is asked to stop: no new requests."""
+        self.stopped = False
+        """Set when the engine is asked to go: its end is then no failure."""
+        self.failure: ColonnadeError | None = None
+        self.ready, self.hung_up, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        """The model is loaded; the line has ended; the engine's processes are gone."""
+        self.idle = asyncio.Event()
+        """Set while nobody waits for an output."""
+        self.idle.set()
+        self._mail: dict[str, asyncio.Queue[Output | RequestError]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def run(self, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Output]]:
+        """The outputs of all ``asks`` as they come, each with its ask's number; closing the generator cancels them.
+
+        Raises :class:`RequestError`: a refusal, or with status 503 that the engine died or the server stops.
+        """
+        if self.failure or self.draining:
+            raise self._unavailable()
+        mail: asyncio.Queue[Output | RequestError] = asyncio.Queue()
+        numbers = {uuid.uuid4().hex: number for number in range(len(asks))}
+        live = set(numbers)
+        self.idle.clear()
+        try:
+            for key, ask in zip(numbers, asks, strict=True):
+                self._mail[key] = mail
+                self._send(submit_message(key, ask))
+            while live:
+                output = await mail.get()
+                if isinstance(output, RequestError):
+                    raise output
+                if output.finish_reason:
+                    live.discard(output.id)
+                yield numbers[output.id], output
+        finally:
+            for key in numbers:
+                self._mail.pop(key, None)
+            for key in live:
+                self._send({"do": "cancel", "id": key})
+            if not self._mail:
+                self.idle.set()
+
+    def abort(self) -> None:
+        """Everybody who still waits gets a clear error, at once."""
+        for mail in set(self._mail.values()):
+            mail.put_nowait(self._unavailable())
+
+    def fail(self, failure: ColonnadeError) -> None:
+        """The engine is gone, and not because it was asked to go."""
+        self.failure = failure
+        self.abort()
+
+    def stop(self) -> None:
+        """Ask the engine to go."""
+        self.draining = self.stopped = True
+        self._send({"do": "stop"})
+
+    async def listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read the line until it ends; asyncio calls this when the engine connects."""
+        self._writer = writer
+        try:
+            with contextlib.suppress(ConnectionError):
+                async for text in reader:
+                    self._receive(from_line(text))
+        finally:
+            writer.close()
+            self.hung_up.set()
+
+    def _send(self, message: Message) -> None:
+        if self._writer and not self._writer.is_closing():
+            self._writer.write(to_line(message))
+
+    def _receive(self, message: Message) -> None:
+        if message["event"] == "refused":
+            self._deliver(message["id"], error_from(message["error"]))
+            return
+        self.stats = Stats(**message["stats"])
+        if message["event"] == "ready":
+            self.context, self.vocab_size = message["context"], message["vocab_size"]
+            self.ready.set()
+        for plain in message.get("outputs", ()):
+            self._deliver(plain["id"], output_from(plain))
+
+    def _deliver(self, key: str, output: Output | RequestError) -> None:
+        if (mail := self._mail.get(key)) is not None:  # else its client has gone, and the cancellation is on its way
+            mail.put_nowait(output)
+
+    def _unavailable(self) -> RequestError:
+        if self.failure:
+            return RequestError(f"the engine failed: {self.failure}", status=503, code="engine_failed")
+        return RequestError("the server is shutting down; ask again later", status=503, code="shutting_down")

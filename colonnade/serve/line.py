@@ -1,0 +1,65 @@
+"""What the HTTP process and the engine's process say to each other: one JSON object a line, over a Unix socket.
+
+    HTTP -> engine    {"do": "submit", "id", "prompt" | "messages", "params"}   {"do": "cancel", "id"}   {"do": "stop"}
+    engine -> HTTP    {"event": "ready", "context", "vocab_size", "pages", …}
+                      {"event": "outputs", "outputs": […], "stats": {…}}        {"event": "refused", "id", "error"}
+
+The socket lies in a directory that only its user may enter. Plain data both ways: nothing is unpickled. That the engine
+has died is not a message but the end of the line.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from colonnade.errors import CapacityError, ColonnadeError, RequestError
+from colonnade.serve.output import Output, Timing
+from colonnade.serve.sampling import SamplingParams
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One generation as the HTTP side asks for it: either a prompt or the messages of a chat."""
+
+    prompt: str | Sequence[int] | None = None
+    messages: Sequence[Message] | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+
+def to_line(message: Message) -> bytes:
+    """One message, with its newline; all ASCII, so that whatever a client sent gets across."""
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def from_line(line: bytes) -> Message:
+    """The inverse of :func:`to_line`."""
+    return json.loads(line)
+
+
+def submit_message(key: str, ask: Ask) -> Message:
+    """``ask`` under the name ``key``."""
+    return {"do": "submit", "id": key, **dataclasses.asdict(ask)}
+
+
+def output_from(plain: Message) -> Output:
+    """An :class:`Output` from its fields."""
+    timing = plain["timing"]
+    return Output(**{**plain, "timing": timing and Timing(**timing)})
+
+
+def error_message(error: ColonnadeError) -> Message:
+    """What a client must know of ``error``."""
+    if isinstance(error, RequestError):
+        return {"message": str(error), "param": error.param, "status": error.status, "code": error.code}
+    if isinstance(error, CapacityError):
+        return {"message": str(error), "param": "prompt", "status": 400, "code": "cache_too_small"}
+    return {"message": str(error), "param": None, "status": 500, "code": "server_error"}
+
+
+def error_from(plain: Message) -> RequestError:
+    """The error of :func:`error_message`, to be raised on the HTTP side."""
+    return RequestError(plain["message"], param=plain["param"], status=plain["status"], code=plain["code"])

@@ -1,0 +1,146 @@
+"""The engine's side of a server: what runs in each process that :func:`colonnade.parallel.launch.launch` starts.
+
+    rank 0      loads, connects to the HTTP process, and loops:  arrivals -> step -> outputs
+    rank > 0    loads and follows
+
+A thread of rank 0 reads the line, applies chat templates and tokenises (the tokenizer releases the interpreter's lock),
+so that neither the event loop nor the running requests wait for a long prompt. Everything else is the engine's own
+thread. When the HTTP process goes away the line ends, and so does the engine.
+"""
+
+import dataclasses
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from colonnade.config import Plan, ServeConfig
+from colonnade.data.tokenizer import Tokenizer
+from colonnade.errors import ColonnadeError, RequestError
+from colonnade.model import Transformer
+from colonnade.parallel.mesh import Ground, choose_device
+from colonnade.serve.engine import Engine
+from colonnade.serve.line import Message, error_message, from_line, to_line
+from colonnade.serve.sampling import SamplingParams
+
+Load = Callable[[Ground], tuple[Transformer, Tokenizer]]
+"""Called in each engine process with the ground it stands on; must be picklable (a module's function or a partial)."""
+
+BEAT_S = 20.0
+"""An idle engine's sign of life to its other ranks [s]; collectives give up after minutes."""
+
+
+def work(load: Load, plan: Plan, config: ServeConfig, device: str, address: str) -> None:
+    """One rank of a server's engine, until the HTTP process stops it or goes away."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to all; the HTTP process decides
+    with _ground(plan, device) as ground:
+        engine = Engine(*load(ground), config)
+        if ground.rank:
+            engine.follow()
+            return
+        with socket.socket(socket.AF_UNIX) as line:
+            try:
+                with suppress(ConnectionError, FileNotFoundError):  # the HTTP process is gone: nobody is left to tell
+                    line.connect(address)
+                    _lead(engine, line)
+            finally:
+                engine.stop()
+
+
+@contextmanager
+def _ground(plan: Plan, device: str) -> Iterator[Ground]:
+    if plan.world == 1:
+        yield Ground.solo(choose_device(plan, device))
+    else:
+        with Ground.build(plan, device) as ground:
+            yield ground
+
+
+def _lead(engine: Engine, line: socket.socket) -> None:
+    """Serve the line until it ends or says stop."""
+    inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(line, engine.tokenizer, inbox), daemon=True).start()
+    config = engine.model.config
+    ready = {"context": config.context, "vocab_size": config.vocab_size, "stats": dataclasses.asdict(engine.stats)}
+    line.sendall(to_line({"event": "ready", **ready}))
+    while True:
+        for message in _arrivals(engine, inbox):
+            if isinstance(message, BaseException):
+                raise message
+            if message["do"] == "stop":
+                return
+            if refusal := _handle(engine, message):
+                line.sendall(to_line(refusal))
+        outputs = [dataclasses.asdict(output) for output in engine.step()]
+        line.sendall(to_line({"event": "outputs", "outputs": outputs, "stats": dataclasses.asdict(engine.stats)}))
+
+
+def _arrivals(engine: Engine, inbox: queue.SimpleQueue) -> list[Message | BaseException]:
+    """All that has arrived; an idle engine waits for something, beating."""
+    messages: list[Message | BaseException] = []
+    while not messages or not inbox.empty():
+        try:
+            messages.append(inbox.get(block=not engine.busy, timeout=BEAT_S))
+        except queue.Empty:
+            if engine.busy:
+                break
+            engine.beat()
+    return messages
+
+
+def _handle(engine: Engine, message: Message) -> Message | None:
+    """Add or cancel a request; the message that refuses it, if it must be."""
+    try:
+        if message["do"] == "cancel":
+            engine.cancel(message["id"])
+        elif "refusal" in message:
+            return message["refusal"]
+        else:
+            engine.add(message["ids"], SamplingParams(**message["params"]), request_id=message["id"])
+    except ColonnadeError as error:
+        return _refusal(message, error)
+    return None
+
+
+def _refusal(message: Message, error: ColonnadeError) -> Message:
+    """``error`` as an event; what is wrong with a chat's prompt is wrong with its messages."""
+    told = error_message(error)
+    if message["messages"] is not None and told["param"] == "prompt":
+        told["param"] = "messages"
+    return {"event": "refused", "id": message["id"], "error": told}
+
+
+def _read(line: socket.socket, tokenizer: Tokenizer, inbox: queue.SimpleQueue) -> None:
+    """In a thread: lines into the inbox, prompts already as token ids; at the end of the line, a stop."""
+    try:
+        with line.makefile("rb") as lines:
+            for text in lines:
+                inbox.put(_prepare(from_line(text), tokenizer))
+        inbox.put({"do": "stop"})
+    except OSError:  # the HTTP process was killed
+        inbox.put({"do": "stop"})
+    except BaseException as bug:  # noqa: BLE001 - raised again by the engine's thread, which would else wait for ever
+        inbox.put(bug)
+
+
+def _prepare(message: Message, tokenizer: Tokenizer) -> Message:
+    """A submission with its ``ids``, or with the ``refusal`` that answers it."""
+    if message["do"] != "submit":
+        return message
+    try:
+        return {**message, "ids": _tokens(message, tokenizer)}
+    except ColonnadeError as error:
+        return {**message, "refusal": _refusal(message, error)}
+
+
+def _tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
+    if message["messages"] is None:
+        prompt = message["prompt"]
+        return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    if tokenizer.chat_template is None:
+        raise RequestError(
+            "this model has no chat template; send a prompt to /v1/completions instead", param="messages"
+        )
+    return tokenizer.encode(tokenizer.chat(message["messages"]), special=False)

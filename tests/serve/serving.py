@@ -1,0 +1,95 @@
+"""Real servers for tests: ``python -m tests.serve.serving '{"chat": true}'`` and a context manager around it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import openai
+
+from colonnade.config import Plan, ServeConfig
+from colonnade.errors import ColonnadeError
+from colonnade.serve.server import serve
+from tests.serve import tiny
+
+
+@dataclass
+class Running:
+    """A server that listens at ``url``."""
+
+    process: subprocess.Popen
+    url: str
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    @property
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def engine_pids(self) -> list[int]:
+        """The processes in the engine's session (its leader is the child of the server that leads one)."""
+        rows = subprocess.run(["ps", "-eo", "pid=,ppid=,sid=,stat="], capture_output=True, text=True, check=True).stdout
+        table = [row.split() for row in rows.splitlines()]
+        leaders = {pid for pid, ppid, sid, _ in table if int(ppid) == self.process.pid and pid == sid}
+        return [int(pid) for pid, _, sid, stat in table if sid in leaders and not stat.startswith("Z")]
+
+    def stop(self, number: int = signal.SIGINT) -> tuple[int, str, str]:
+        """Send a signal (0 sends none) and wait: exit code, output, errors."""
+        if number:
+            self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err
+
+
+@contextmanager
+def server(load: dict[str, Any] | None = None, plan: dict[str, Any] | None = None, **config: Any) -> Iterator[Running]:
+    """A tiny model behind a real socket; killed at the end if the test has not stopped it."""
+    asked = json.dumps({"load": load or {}, "plan": plan or {}, "config": {"port": 0, **config}})
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-W", "error::RuntimeWarning", "-m", "tests.serve.serving", asked],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        line = process.stdout.readline()
+        if not line.startswith("serving tiny at http://"):
+            raise AssertionError(f"the server did not start: {line}{process.stderr.read()}")
+        yield Running(process, line.split()[3])
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.communicate(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+
+
+def main() -> None:
+    """What ``colonnade serve`` will do, for a tiny model: errors are one line and a code."""
+    asked = json.loads(sys.argv[1])
+    try:
+        serve(
+            partial(tiny.load, **asked["load"]),
+            Plan(**asked["plan"]),
+            ServeConfig(**asked["config"]),
+            name="tiny",
+            device="cpu",
+        )
+    except ColonnadeError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""A real server process behind a real socket, asked through the openai client."""
+
+import asyncio
+import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+import torch
+
+from colonnade.config import ServeConfig
+from colonnade.serve import Engine, SamplingParams
+from tests.serve import tiny
+from tests.serve.serving import Running, server
+
+pytestmark = pytest.mark.xdist_group("server")  # one process of xdist starts it, once
+
+GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def running():
+    with server(page_tokens=4, pages=96, token_budget=64, max_body_bytes=20_000) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def client(running: Running):
+    with running.client as it:
+        yield it
+
+
+def metric(running: Running, name: str) -> float:
+    lines = httpx.get(f"{running.url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"colonnade:{name}{{"))
+
+
+def settle(running: Running) -> None:
+    """Wait until the engine has nothing left to do; pages that never come back fail the test."""
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    limit_s = time.monotonic() + 20
+    while left := {name: value for name in names if (value := metric(running, name))}:
+        assert time.monotonic() < limit_s, left
+        time.sleep(0.02)
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_completion_is_the_engines(client: openai.OpenAI):
+    answer = client.completions.create(model="tiny", prompt="The quick", max_tokens=9, **GREEDY)
+    engine = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), ServeConfig())
+    expected = engine.generate(["The quick"], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))[0]
+    assert answer.choices[0].text == expected.text and answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (expected.prompt_tokens, 9)
+    assert answer.usage.total_tokens == expected.prompt_tokens + 9
+    assert answer.model == "tiny" and answer.object == "text_completion" and answer.id.startswith("cmpl-")
+
+
+def test_sixteen_tokens_unless_told(client: openai.OpenAI):
+    answer = client.completions.create(model="tiny", prompt="The quick", **GREEDY)
+    assert answer.usage is not None and answer.usage.completion_tokens == 16
+
+
+def test_lists_of_prompts_and_of_tokens(client: openai.OpenAI):
+    ids = [tiny.tokenizer().encode(text) for text in ("The quick", "My fellow")]
+    for prompt in (["The quick", "My fellow"], ids):
+        both = client.completions.create(model="tiny", prompt=prompt, max_tokens=5, **GREEDY)
+        assert [choice.index for choice in both.choices] == [0, 1]
+        for choice, one in zip(both.choices, prompt, strict=True):
+            alone = client.completions.create(model="tiny", prompt=one, max_tokens=5, **GREEDY)
+            assert choice.text == alone.choices[0].text
+
+
+def test_a_chat_goes_through_the_template(client: openai.OpenAI):
+    messages: list = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=7, **GREEDY)
+    rendered = "<|system|>Be brief.\n<|user|>Hello\n<|assistant|>"
+    same = client.completions.create(model="tiny", prompt=rendered, max_tokens=7, **GREEDY)
+    assert answer.choices[0].message.content == same.choices[0].text
+    assert answer.choices[0].message.role == "assistant" and answer.object == "chat.completion"
+    again: list = [
+        *messages,
+        answer.choices[0].message,
+        {"role": "user", "content": [{"type": "text", "text": "Go on"}]},
+    ]
+    assert client.chat.completions.create(model="tiny", messages=again, max_tokens=3, **GREEDY).usage
+
+
+def test_streams_add_up_to_the_whole(client: openai.OpenAI):
+    asked = {"model": "tiny", "prompt": "The quick", "max_tokens": 12, **GREEDY}
+    whole = client.completions.create(**asked)
+    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert len({c.id for c in chunks}) == 1 and len(chunks) > 4
+    assert all(c.usage is None for c in chunks[:-1])
+
+
+def test_chat_streams_and_several_prompts_stream(client: openai.OpenAI):
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "ö"}], "max_tokens": 8, **GREEDY}
+    whole = client.chat.completions.create(**asked).choices[0].message.content
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole
+    texts = {0: "", 1: ""}
+    for chunk in client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=5, stream=True, **GREEDY):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    plain = client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=5, **GREEDY)
+    assert [texts[0], texts[1]] == [choice.text for choice in plain.choices]
+
+
+def test_the_wire_format_is_server_sent_events_in_utf_8(running: Running):
+    body = {"prompt": "你好", "max_tokens": 30, "stream": True, "seed": 3, "ignore_eos": True}
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body) as reply:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        events = [line for line in b"".join(reply.iter_bytes()).decode("utf-8").split("\n\n") if line]
+    assert all(event.startswith("data: ") for event in events) and events[-1] == "data: [DONE]"
+    text = "".join(json.loads(event[6:])["choices"][0]["text"] for event in events[:-1])
+    whole = httpx.post(f"{running.url}/v1/completions", json={**body, "stream": False}).json()
+    assert text == whole["choices"][0]["text"]
+
+
+def test_stop_strings_end_the_text(client: openai.OpenAI):
+    text = client.completions.create(model="tiny", prompt="The quick", max_tokens=20, **GREEDY).choices[0].text
+    stop = text[6:9]
+    for stream in (False, True):
+        asked = {"model": "tiny", "prompt": "The quick", "max_tokens": 20, "stop": [stop, "never"], **GREEDY}
+        pieces = (
+            list(client.completions.create(**asked, stream=True)) if stream else [client.completions.create(**asked)]
+        )
+        assert "".join(p.choices[0].text for p in pieces) == text[: text.index(stop)]
+        assert pieces[-1].choices[0].finish_reason == "stop"
+
+
+def test_a_seed_repeats_and_another_does_not(client: openai.OpenAI):
+    def say(seed: int) -> str:
+        asked = {"model": "tiny", "prompt": "dog", "max_tokens": 20, "seed": seed, "temperature": 1.2}
+        return client.completions.create(**asked, extra_body={"ignore_eos": True, "top_k": 100}).choices[0].text
+
+    with ThreadPoolExecutor(6) as pool:
+        texts = list(pool.map(say, [1, 2, 1, 2, 1, 2]))
+    assert texts[0] == texts[2] == texts[4] != texts[1] == texts[3] == texts[5]
+
+
+def test_the_async_client(running: Running):
+    async def ask() -> tuple[str, str]:
+        async with running.async_client as client:
+            asked = {"model": "tiny", "prompt": "The quick", "max_tokens": 9, **GREEDY}
+            whole = (await client.completions.create(**asked)).choices[0].text
+            stream = await client.completions.create(**asked, stream=True)
+            return whole, "".join([chunk.choices[0].text async for chunk in stream])
+
+    whole, streamed = asyncio.run(ask())
+    assert whole == streamed != ""
+
+
+def test_models_and_health(running: Running, client: openai.OpenAI):
+    assert [card.id for card in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").model_dump()["max_model_len"] == 128
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("huge")
+    assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_model_is_not_found(client: openai.OpenAI):
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-9' here; use 'tiny'") as refusal:
+        client.completions.create(model="gpt-9", prompt="x")
+    assert (refusal.value.param, refusal.value.code) == ("model", "model_not_found")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_over_the_context_is_refused_with_the_numbers(client: openai.OpenAI, stream: bool):
+    with pytest.raises(openai.BadRequestError, match=r"120 tokens and max_tokens 9 make 129: .* context of 128") as no:
+        client.completions.create(model="tiny", prompt=[1] * 120, max_tokens=9, stream=stream)
+    assert (no.value.param, no.value.code) == ("prompt", "context_length_exceeded")
+    with pytest.raises(openai.BadRequestError, match=r"too many for the model's context of 128") as no:
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 500}], stream=stream)
+    assert no.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"prompt": "x", "temperature": -1}, "temperature", "temperature is -1.0; it must be 0 or more"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature", "temperature is 'hot': input should be a valid number"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be 1 or more"),
+        ({"prompt": "x", "max_tokens": True}, "max_tokens", "valid integer"),
+        ({"prompt": "x", "top_p": 2}, "top_p", "above 0 and at most 1"),
+        ({"prompt": "x", "stop": [""]}, "stop", "not empty"),
+        ({"prompt": "x", "temprature": 1}, "temprature", "unknown parameter 'temprature'; did you mean 'temperature'?"),
+        ({"prompt": "x", "n": 2}, "n", "n=2 is not supported"),
+        ({"prompt": "x", "logprobs": 0}, "logprobs", "logprobs=0 is not supported"),
+        ({"prompt": "x", "echo": True}, "echo", "not supported"),
+        ({"prompt": "x", "frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "belong to stream=true"),
+        ({}, "prompt", "'prompt' is missing"),
+        ({"prompt": ""}, "prompt", "the prompt is empty"),
+        ({"prompt": []}, "prompt", "prompt must be a string, a list of token ids"),
+        ({"prompt": [1, "x"]}, "prompt", "prompt must be a string, a list of token ids"),
+        ({"prompt": [301]}, "prompt", "token 301 is not in the vocabulary of 301"),
+        ({"prompt": ["fine", ""]}, "prompt", "the prompt is empty"),
+        ({"prompt": "\ud800"}, "prompt", "lone surrogate"),
+        ([1, 2], None, "the body must be a JSON object"),
+        (b'{"prompt": ', None, "not valid JSON"),
+        (b"", None, "the body"),
+        (b"[" * 9000, None, "body"),
+    ],
+)
+def test_bad_bodies_are_refused_by_name(running: Running, body, param: str | None, words: str):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    reply = httpx.post(f"{running.url}/v1/completions", content=content, headers=headers)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"] == param and words in error["message"], error
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "messages is empty"),
+        ("hello", "valid list"),
+        ([{"role": "user"}], "messages.0.content"),
+        ([{"role": "wizard", "content": "x"}], "unknown role wizard"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "only parts of type 'text'",
+        ),
+        ([{"role": "user", "content": "x", "tool_calls": [1]}], "tool_calls"),
+    ],
+)
+def test_bad_chats_are_refused(running: Running, messages, words: str):
+    reply = httpx.post(f"{running.url}/v1/chat/completions", json={"messages": messages})
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"] == "messages" and words in error["message"], error
+
+
+def test_harmless_parameters_are_accepted(client: openai.OpenAI):
+    asked = {
+        "model": "tiny",
+        "prompt": "x",
+        "max_tokens": 1,
+        "user": "me",
+        "n": 1,
+        "presence_penalty": 0,
+        "echo": False,
+    }
+    assert client.completions.create(**asked, logprobs=None, best_of=1, suffix=None).choices
+
+
+def test_odd_requests_have_the_same_error_shape(running: Running):
+    for method, path, status in (("GET", "/nope", 404), ("GET", "/v1/completions", 405)):
+        reply = httpx.request(method, running.url + path)
+        assert reply.status_code == status and set(reply.json()["error"]) == {"message", "type", "param", "code"}
+    form = httpx.post(f"{running.url}/v1/completions", data={"prompt": "x"})
+    assert form.status_code == 400 and "content-type: application/json" in form.json()["error"]["message"]
+
+
+def test_a_large_body_is_refused_before_it_is_parsed(running: Running, client: openai.OpenAI):
+    with pytest.raises(openai.APIStatusError, match="over the limit of 20000") as refusal:
+        client.completions.create(model="tiny", prompt="x" * 100_000)
+    assert refusal.value.status_code == 413
+
+    def endless():
+        for _ in range(300):
+            yield b"x" * 1000
+
+    reply = httpx.post(f"{running.url}/v1/completions", content=endless())
+    assert reply.status_code == 413 and reply.json()["error"]["code"] == "body_too_large"
+
+
+# -- crowds and departures ---------------------------------------------------------------------------------------------
+
+
+def test_sixty_four_clients_at_once(running: Running):
+    """More than the pool holds at a time: some wait, some are preempted, all get their own text."""
+    prompts = [tiny.TEXT[i % 3][: 5 + i] for i in range(64)]
+
+    async def ask(client: openai.AsyncOpenAI, number: int) -> tuple[str, int]:
+        asked = {"model": "tiny", "prompt": prompts[number], "max_tokens": 10 + number % 7, **GREEDY}
+        if number % 2:
+            answer = await client.completions.create(**asked)
+            assert answer.usage is not None
+            return answer.choices[0].text, answer.usage.completion_tokens
+        stream = await client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in stream]
+        assert chunks[-1].usage is not None
+        return "".join(c.choices[0].text for c in chunks if c.choices), chunks[-1].usage.completion_tokens
+
+    async def crowd() -> list[tuple[str, int]]:
+        async with running.async_client as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(64)))
+
+    answers = asyncio.run(crowd())
+    assert [count for _, count in answers] == [10 + number % 7 for number in range(64)]
+    engine = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), ServeConfig())
+    params = [SamplingParams(temperature=0, max_tokens=10 + i % 7, ignore_eos=True) for i in range(64)]
+    assert [text for text, _ in answers] == [c.text for c in engine.generate(prompts, params)]
+    settle(running)
+    assert metric(running, "num_preemptions_total") > 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_pages(running: Running, stream: bool):
+    before = metric(running, "request_success_total")
+    body = json.dumps({"prompt": "The quick", "max_tokens": 115, "ignore_eos": True, "stream": stream}).encode()
+    host, port = running.url.removeprefix("http://").split(":")
+    lines = [socket.create_connection((host, int(port))) for _ in range(20)]
+    for line in lines:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        )
+        line.sendall(head.encode() + b"\r\n\r\n" + body)
+    lines[0].recv(1)  # something runs
+    for line in lines:
+        line.close()
+    settle(running)
+    text = httpx.get(f"{running.url}/metrics").text
+    assert 'finished_reason="cancelled"' in text
+    assert metric(running, "request_success_total") == before + 20
+
+
+def test_metrics_count_what_clients_saw(running: Running, client: openai.OpenAI):
+    names = ("prompt_tokens_total", "generation_tokens_total", "e2e_request_latency_seconds_count")
+    before = [metric(running, name) for name in names]
+    usage = client.completions.create(model="tiny", prompt="The quick", max_tokens=9, **GREEDY).usage
+    assert usage is not None
+    after = [metric(running, name) for name in names]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [usage.prompt_tokens, 9, 1]

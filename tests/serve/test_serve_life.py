@@ -1,0 +1,198 @@
+"""How servers start, drain, stop and die: clear errors for clients, one line for people, no process left behind."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+
+from colonnade.config import ServeConfig
+from colonnade.serve import Engine, SamplingParams
+from tests.serve import tiny
+from tests.serve.serving import Running, server
+
+pytestmark = pytest.mark.xdist_group("server")
+
+
+def gone(pids: list[int]) -> bool:
+    """True once none of ``pids`` is alive; waits a little for the last of them."""
+    limit_s = time.monotonic() + 20
+    while alive := [pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and _state(pid) != "Z"]:
+        if time.monotonic() > limit_s:
+            return False
+        assert alive
+        time.sleep(0.05)
+    return True
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return "Z"
+
+
+def folders() -> set[Path]:
+    return {path for path in Path(tempfile.gettempdir()).glob("colonnade-*") if path.stat().st_uid == os.getuid()}
+
+
+def long_stream(running: Running, tokens: int = 100) -> openai.Stream:
+    """A stream that has begun."""
+    asked = {"model": "tiny", "prompt": "The quick", "max_tokens": tokens, "temperature": 0}
+    stream = running.client.completions.create(**asked, extra_body={"ignore_eos": True}, stream=True)
+    next(stream)
+    return stream
+
+
+def until_requests(running: Running, **counts: int) -> None:
+    """Wait until so many requests run or wait."""
+    lines = [f'num_requests_{state}{{model_name="tiny"}} {count}.0' for state, count in counts.items()]
+    with httpx.Client() as http:
+        while not all(line in http.get(f"{running.url}/metrics").text for line in lines):
+            pass
+
+
+def test_a_slow_model_a_full_queue_and_a_gentle_end():
+    """One server, slowed down to 0.15 s a step, that runs one request and lets one wait."""
+    before = folders()
+    with server({"chat": False, "poison": 300, "slow_s": 0.15}, max_requests=1, max_waiting=1, drain_s=20) as running:
+        assert folders() > before
+        client, pids = running.client, running.engine_pids()
+        with pytest.raises(
+            openai.BadRequestError, match="no chat template; send a prompt to /v1/completions"
+        ) as refusal:
+            client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
+        assert refusal.value.param == "messages"
+        with pytest.raises(openai.InternalServerError, match="logits were not finite") as failure:
+            client.completions.create(model="tiny", prompt=[300], max_tokens=3)
+        assert failure.value.status_code == 500
+
+        stream = long_stream(running, 40)
+        with ThreadPoolExecutor(4) as pool, httpx.Client() as http:
+            others = [pool.submit(_ask, running.url) for _ in range(4)]
+            until_requests(running, waiting=1)
+            start_s = time.monotonic()
+            for _ in range(5):
+                assert http.get(f"{running.url}/health").status_code == 200
+            assert time.monotonic() - start_s < 5 * 0.15, "the event loop waits for the model"
+            stream.close()  # its place is free for the one that waits
+            replies = [other.result() for other in others]
+        assert sorted(reply.status_code for reply in replies) == [200, 429, 429, 429]
+        refused = next(reply for reply in replies if reply.status_code == 429)
+        assert refused.headers["retry-after"] and refused.json()["error"]["code"] == "queue_full"
+
+        stream = long_stream(running, 12)
+        running.process.send_signal(signal.SIGTERM)
+        chunks = list(stream)  # the drain lets it finish
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert running.stop(0) == (0, "", "")
+        assert gone(pids) and folders() <= before
+
+
+def _ask(url: str, **more: object) -> httpx.Response:
+    body = {"prompt": "The quick", "max_tokens": 2, "temperature": 0, "ignore_eos": True, **more}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+
+
+def test_who_cannot_finish_in_time_is_told():
+    with server({"slow_s": 0.1}, drain_s=0) as running, ThreadPoolExecutor(1) as pool:
+        stream, pids = long_stream(running), running.engine_pids()
+        whole: Future[httpx.Response] = pool.submit(_ask, running.url, max_tokens=100)
+        until_requests(running, running=2)
+        running.process.send_signal(signal.SIGINT)
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
+            list(stream)
+        assert whole.result().status_code == 503
+        assert whole.result().json()["error"]["type"] == "service_unavailable_error"
+        assert running.stop(0) == (0, "", "")
+        assert gone(pids)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_killed_engine_is_a_clear_error(tp: int):
+    """Killed in the middle of a stream: the stream says so, others get a 503, the server ends with one line."""
+    with server({"slow_s": 0.05}, {"tp": tp}) as running, ThreadPoolExecutor(1) as pool:
+        expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), ServeConfig()).generate(
+            ["The quick"], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        )
+        assert _ask(running.url).json()["choices"][0]["text"] == expected[0].text
+        stream, pids = long_stream(running), running.engine_pids()
+        whole = pool.submit(_ask, running.url, max_tokens=100)
+        until_requests(running, running=2)
+        os.kill(_ranks(pids)[-1], signal.SIGKILL)
+        with pytest.raises(openai.APIError, match=r"the engine failed: .*killed by SIGKILL"):
+            list(stream)
+        assert whole.result().status_code == 503
+        code, out, err = running.stop(0)
+        assert code != 0 and out == ""
+        who = "the engine process" if tp == 1 else "rank 1"
+        assert re.fullmatch(rf"PlanError: {who} was killed by SIGKILL .*\n", err), err
+        assert gone(pids)
+
+
+def _ranks(pids: list[int]) -> list[int]:
+    """The processes that hold a model: the supervisor itself, or the children that torch's launcher spawned."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
+    children = [pid for pid in pids[1:] if b"spawn_main" in commands[pid]]
+    return children or pids[:1]
+
+
+def test_a_killed_server_leaves_no_engine_behind():
+    with server({"slow_s": 0.05}) as running:
+        pids = running.engine_pids()
+        assert pids
+        long_stream(running)
+        running.process.kill()
+        running.process.communicate()
+        assert gone(pids)
+
+
+def _start(load: dict, config: dict) -> tuple[int, str, str]:
+    asked = json.dumps({"load": load, "plan": {}, "config": config})
+    command = [sys.executable, "-m", "tests.serve.serving", asked]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_port_in_use_is_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, out, err = _start({}, {"port": port})
+    assert code != 0 and out == ""
+    assert err == (
+        f"ConfigError: cannot listen on 127.0.0.1:{port}: address already in use; "
+        "choose another --serve.port, or 0 for any free one\n"
+    )
+
+
+def test_an_engine_that_cannot_start_is_one_line():
+    before = folders()
+    code, out, err = _start({}, {"port": 0, "cache_bytes": 7})
+    assert code != 0 and out == "" and err.count("\n") == 1, err
+    assert err.startswith("CapacityError: --serve.cache_bytes 7 holds no page of 16 tokens")
+    assert folders() <= before
+
+
+def test_a_signal_while_loading_stops_it():
+    asked = json.dumps({"load": {"slow_s": 1}, "plan": {}, "config": {"port": 0}})
+    before = folders()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.serve.serving", asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and folders() <= before:
+        time.sleep(0.02)  # its folder appears when it starts the engine
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "", "")
+    assert folders() <= before
