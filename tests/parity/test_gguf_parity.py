@@ -58,12 +58,12 @@ def test_equal_to_the_hugging_face_folder(case: str, tmp_path: Path) -> None:
     assert not expected
 
 
-def quantisable(kind: str) -> Any:
+def quantisable(kind: str, vocab_size: int = 51) -> Any:
     """A reference model whose rows are whole blocks of 32."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = transformers.AutoConfig.for_model(
         kind,
-        vocab_size=51,
+        vocab_size=vocab_size,
         num_hidden_layers=2,
         max_position_embeddings=32,
         bos_token_id=None,

