@@ -17,14 +17,18 @@ def _attend(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool, win
     T, S = q_BTNH.shape[1], k_BSKH.shape[1]
     if window is not None and window >= S:
         window = None
-    plain = window is None and (not causal or T == S or T == 1)
-    mask = None if plain else visible(T, S, causal=causal, window=window, device=q_BTNH.device)
+    # Branches, not expressions: under torch.compile sizes may be symbolic, and SDPA accepts no symbolic is_causal.
+    mask, is_causal = None, False
+    if window is not None or (causal and T != S and T != 1):
+        mask = visible(T, S, causal=causal, window=window, device=q_BTNH.device)
+    elif causal and T > 1:
+        is_causal = True
     o_BNTH = scaled_dot_product_attention(
         q_BTNH.transpose(1, 2),
         k_BSKH.transpose(1, 2),
         v_BSKH.transpose(1, 2),
         attn_mask=mask,
-        is_causal=plain and causal and T > 1,
+        is_causal=is_causal,
         enable_gqa=q_BTNH.shape[2] != k_BSKH.shape[2],
     )
     return o_BNTH.transpose(1, 2)
