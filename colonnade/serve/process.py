@@ -110,12 +110,13 @@ def _start(args: tuple) -> tuple[Connection, BaseProcess]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_supervise, args=(theirs, *args), name="colonnade-engine")
-    # A child inherits ignored signals: Ctrl-C in a terminal must not hit it before it has a session of its own.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A child inherits the mask: Ctrl-C in a terminal must not hit it before it has a session of its own. (Ignoring the
+    # signal meanwhile would do that too, but lose one that is meant for us.)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
     return ours, process
 
@@ -123,6 +124,8 @@ def _start(args: tuple) -> tuple[Connection, BaseProcess]:
 def _supervise(report: Connection, load: Load, plan: Plan, config: ServeConfig, device: str, address: str) -> None:
     """In the child: launch the ranks, and say why they failed."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         launch(work, (load, plan, config, device, address), plan)
     except Interrupted:

@@ -10,7 +10,6 @@ thread. When the HTTP process goes away the line ends, and so does the engine.
 
 import dataclasses
 import queue
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -34,7 +33,6 @@ BEAT_S = 20.0
 
 def work(load: Load, plan: Plan, config: ServeConfig, device: str, address: str) -> None:
     """One rank of a server's engine, until the HTTP process stops it or goes away."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to all; the HTTP process decides
     with _ground(plan, device) as ground:
         engine = Engine(*load(ground), config)
         if ground.rank:

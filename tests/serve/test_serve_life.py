@@ -55,11 +55,11 @@ def long_stream(running: Running, tokens: int = 100) -> openai.Stream:
     return stream
 
 
-def until_requests(running: Running, **counts: int) -> None:
+def until_requests(at: Running, **counts: int) -> None:
     """Wait until so many requests run or wait."""
     lines = [f'num_requests_{state}{{model_name="tiny"}} {count}.0' for state, count in counts.items()]
     with httpx.Client() as http:
-        while not all(line in http.get(f"{running.url}/metrics").text for line in lines):
+        while not all(line in http.get(f"{at.url}/metrics").text for line in lines):
             pass
 
 
@@ -184,15 +184,16 @@ def test_an_engine_that_cannot_start_is_one_line():
     assert folders() <= before
 
 
-def test_a_signal_while_loading_stops_it():
-    asked = json.dumps({"load": {"slow_s": 1}, "plan": {}, "config": {"port": 0}})
+@pytest.mark.parametrize("delay_s", [0, 0.5])
+def test_a_signal_while_loading_stops_it(delay_s: float):
     before = folders()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.serve.serving", asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    while process.poll() is None and folders() <= before:
-        time.sleep(0.02)  # its folder appears when it starts the engine
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    asked = json.dumps({"load": {}, "plan": {}, "config": {"port": 0}})
+    command = [sys.executable, "-m", "tests.serve.serving", asked]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and folders() <= before:
+            time.sleep(0.001)  # its folder appears when it starts the engine
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "", "")
     assert folders() <= before
