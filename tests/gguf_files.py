@@ -55,8 +55,12 @@ def write_gguf(
     kind: Kind = Kind.F32,
     keys: dict[str, Any] | None = None,
     extra: dict[str, Tensor] | None = None,
+    replace: bool = False,
 ) -> Path:
-    """Write transformers' ``model`` as ``path``, matrices of element type ``kind``, with more ``keys`` and tensors."""
+    """Write transformers' ``model`` as ``path``, matrices of element type ``kind``, with more ``keys`` and tensors.
+
+    ``replace`` lets ``keys`` contradict the model.
+    """
     config = model.config
     architecture = {"mistral": "llama"}.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
@@ -78,6 +82,8 @@ def write_gguf(
         writer.add_rope_dimension_count(head_width)
     for key, value in (keys or {}).items():
         full = key if "." in key and key.split(".")[0] in ("general", "tokenizer", "split") else f"{architecture}.{key}"
+        if replace:
+            writer.kv_data[0].pop(full, None)
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         if isinstance(value, list):
             writer.add_array(full, value)

@@ -47,7 +47,7 @@ class Weights:
         if strangers := sorted(source.shapes.keys() - wanted.keys() - copies.keys()):
             more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
             raise CheckpointError(
-                f"{source.file_of(strangers[0])} holds '{strangers[0]}'{more}, for which the model has no place; "
+                f"{source.file_of(strangers[0])} holds {strangers[0]!r}{more}, for which the model has no place; "
                 "the config describes another model, or the file is of an adapter or a quantiser"
             )
 

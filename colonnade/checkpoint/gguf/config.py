@@ -139,8 +139,8 @@ class _Keys:
         value = self.take(name, default)
         if value is None:
             raise CheckpointError(f"{self.header.path} lacks the key '{self.prefix}{name}'; it is incomplete")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.refuse(name, "one whole number for all layers was expected")
+        if isinstance(value, bool) or not isinstance(value, int) or (value <= 0 and value != default):
+            raise self.refuse(name, "one positive whole number for all layers was expected")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -164,7 +164,7 @@ class _Keys:
 
     def refuse(self, name: str, why: str) -> CheckpointError:
         value = repr(self.header.values.get(self.prefix + name))
-        return CheckpointError(f"{self.header.path} sets '{self.prefix}{name}' to {value[:60]}: {why}")
+        return CheckpointError(f"{self.header.path} sets {self.prefix + name!r} to {value[:60]}: {why}")
 
     def finish(self) -> None:
         for full, value in self.header.values.items():

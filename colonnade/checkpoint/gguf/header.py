@@ -87,7 +87,7 @@ def read_header(path: Path, block_sizes: Mapping[int, tuple[int, int]]) -> Heade
     for _ in range(keys):
         name = at.text()
         if name in values:
-            raise at.damaged(f"the key '{name}' appears twice")
+            raise at.damaged(f"the key {name!r} appears twice")
         values[name] = at.value()
     infos = [_tensor_info(at, block_sizes) for _ in range(tensors)]
     alignment = values.get("general.alignment", 32)
@@ -98,10 +98,10 @@ def read_header(path: Path, block_sizes: Mapping[int, tuple[int, int]]) -> Heade
     for info in infos:
         placed = TensorInfo(info.name, info.shape, info.kind, info.block, info.block_bytes, begin + info.start)
         if placed.name in table:
-            raise at.damaged(f"the tensor '{placed.name}' appears twice")
+            raise at.damaged(f"the tensor {placed.name!r} appears twice")
         if placed.start + placed.bytes > len(mapped):
             raise CheckpointError(
-                f"{path} is truncated: '{placed.name}' ends at byte {placed.start + placed.bytes:,} "
+                f"{path} is truncated: {placed.name!r} ends at byte {placed.start + placed.bytes:,} "
                 f"of a file of {len(mapped):,}; download it again"
             )
         table[placed.name] = placed
@@ -112,14 +112,14 @@ def _tensor_info(at: "_Cursor", block_sizes: Mapping[int, tuple[int, int]]) -> T
     """One row of the table; its ``start`` still counts from the beginning of the data."""
     name, dims = at.text(), at.scalar("I")
     if not 1 <= dims <= MAX_DIMS:
-        raise at.damaged(f"the tensor '{name}' has {dims} dimensions")
+        raise at.damaged(f"the tensor {name!r} has {dims} dimensions")
     shape = tuple(reversed([at.scalar("Q") for _ in range(dims)]))
     kind, start = at.scalar("I"), at.scalar("Q")
     if kind not in block_sizes:
-        raise at.damaged(f"the tensor '{name}' has the element type {kind}, which the gguf package does not know")
+        raise at.damaged(f"the tensor {name!r} has the element type {kind}, which the gguf package does not know")
     block, block_bytes = block_sizes[kind]
     if not all(shape) or shape[-1] % block:
-        raise at.damaged(f"the tensor '{name}' of shape {list(shape)} is not made of whole blocks of {block}")
+        raise at.damaged(f"the tensor {name!r} of shape {list(shape)} is not made of whole blocks of {block}")
     return TensorInfo(name, shape, kind, block, block_bytes, start)
 
 

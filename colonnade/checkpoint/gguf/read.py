@@ -173,10 +173,11 @@ def _dequantise(raw: np.ndarray, info: TensorInfo, file: str) -> np.ndarray:
     gguf = _gguf()
     kind = gguf.GGMLQuantizationType(info.kind)
     try:
-        return gguf.quants.dequantize(raw, kind)
+        with np.errstate(all="ignore"):  # a damaged block may hold NaN; the weights then say so themselves
+            return gguf.quants.dequantize(raw, kind)
     except NotImplementedError:
         raise CheckpointError(
-            f"{file} holds '{info.name}' as {kind.name}, which the gguf package cannot dequantise; "
+            f"{file} holds {info.name!r} as {kind.name}, which the gguf package cannot dequantise; "
             "use a file of another type, such as Q8_0"
         ) from None
 

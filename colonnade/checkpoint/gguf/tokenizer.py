@@ -112,7 +112,7 @@ def tokenizer_of(header: Header, vocab_size: int) -> TokenizerParts:
 def _pair(merge: str, vocab: dict[str, int], header: Header) -> tuple[str, str]:
     left, _, right = merge.partition(" ")
     if left not in vocab or right not in vocab or left + right not in vocab:
-        raise CheckpointError(f"{header.path} merges '{merge}', which its tokens do not have; it is damaged")
+        raise CheckpointError(f"{header.path} merges {merge!r}, which its tokens do not have; it is damaged")
     return left, right
 
 

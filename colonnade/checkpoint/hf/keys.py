@@ -72,7 +72,7 @@ class Keys:
 
     def refuse(self, name: str, why: str) -> CheckpointError:
         """The error that names the file, the key and its value."""
-        return CheckpointError(f"{self.where} sets '{name}' to {_short(self.raw.get(name))}: {why}")
+        return CheckpointError(f"{self.where} sets {name!r} to {_short(self.raw.get(name))}: {why}")
 
     def finish(self) -> None:
         """Refuse the file when it holds a key that nothing has taken and that is not known to be harmless."""

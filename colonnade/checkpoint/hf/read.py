@@ -69,13 +69,13 @@ class SafetensorsSource:
         part = self._slice(name)
         if part.get_dtype() not in FLOATS:
             raise CheckpointError(
-                f"{self.file_of(name)} holds '{name}' as {part.get_dtype()}, and only {', '.join(FLOATS)} can be read; "
+                f"{self.file_of(name)} holds {name!r} as {part.get_dtype()}, and only {', '.join(FLOATS)} can be read; "
                 "use the original, unquantised checkpoint"
             )
         try:
             return part[tuple(slice(start, stop) for start, stop in box)]
         except (SafetensorError, OSError) as why:
-            raise CheckpointError(f"{self.file_of(name)} cannot give '{name}': {why}; download it again") from None
+            raise CheckpointError(f"{self.file_of(name)} cannot give {name!r}: {why}; download it again") from None
 
     def file_of(self, name: str) -> str:
         """The file that holds ``name``, or that should."""
@@ -94,7 +94,7 @@ class SafetensorsSource:
             if differ := sorted(listed ^ held):
                 verb = "lacks" if differ[0] in listed else "holds"
                 raise CheckpointError(
-                    f"{file} {verb} the tensor '{differ[0]}', and {INDEX} says otherwise; download the folder again"
+                    f"{file} {verb} the tensor {differ[0]!r}, and {INDEX} says otherwise; download the folder again"
                 )
 
 
@@ -110,7 +110,7 @@ def _file_of_each(folder: Path) -> dict[str, str]:
         for file in sorted(set(files.values())):
             # A name with a directory in it would read files outside the folder.
             if Path(file).name != file or not file.endswith(".safetensors"):
-                raise CheckpointError(f"{folder / INDEX} names '{file}', which is no safetensors file of this folder")
+                raise CheckpointError(f"{folder / INDEX} names {file!r}, which is no safetensors file of this folder")
             if not (folder / file).is_file():
                 raise CheckpointError(f"{folder / file} is missing, and {INDEX} names it; download it again")
         return files
