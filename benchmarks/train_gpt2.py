@@ -9,12 +9,14 @@ medians of CUDA-event timings over steps on rotating random batches, after warm-
 """
 
 import argparse
+import itertools
 import statistics
 import time
+from pathlib import Path
 
 import torch
-from _report import Headline, report
 
+from _report import Headline, report
 from colonnade.config import ModelConfig, TrainConfig
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.axis import SOLO
@@ -87,7 +89,7 @@ def theirs(config: ModelConfig, batches: list[Batch]):
 def measure(step, steps: int) -> tuple[float, float, float]:
     """(median milliseconds of a step, first loss, seconds of warm-up)."""
     began = time.perf_counter()
-    first = [float(step(i)) for i in range(4)][0]
+    first, *_ = [float(step(i)) for i in range(4)]
     torch.cuda.synchronize()
     warm_s = time.perf_counter() - began
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
@@ -96,7 +98,7 @@ def measure(step, steps: int) -> tuple[float, float, float]:
         step(4 + i)
         marks[i + 1].record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)), first, warm_s
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)), first, warm_s
 
 
 def profile(step, path: str) -> None:
@@ -107,8 +109,7 @@ def profile(step, path: str) -> None:
         step(0)
         torch.cuda.synchronize()
     table = trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=90)
-    with open(path, "w") as file:
-        file.write(table)
+    Path(path).write_text(table)
 
 
 def main() -> None:

@@ -78,7 +78,7 @@ class Model:
         if self._engine is None:
             self._engine = Engine(self, ServeConfig())
         (result,) = self._engine.generate([prompt], SamplingParams(**params))
-        return result.text if isinstance(prompt, str) else list(result.ids)
+        return result.text if isinstance(prompt, str) else list(result.token_ids)
 
     def score(self, text: str | list[int], *, context: int | None = None, stride: int | None = None) -> Score:
         """The log-likelihood and perplexity of a text (see :mod:`colonnade.model.score`)."""
@@ -190,9 +190,9 @@ def locate(path: str | Path) -> Path:
             )
         return newest
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
-        from colonnade.checkpoint.hf.hub import download
+        from colonnade.checkpoint.hf.hub import fetch
 
-        return download(str(path))
+        return fetch(str(path))
     raise CheckpointError(f"{place} does not exist; give a folder, a GGUF file, a hub id (owner/name), or smollm2")
 
 
@@ -201,8 +201,8 @@ def save(
 ) -> Path:
     """Write ``model`` to the new folder ``path``, whole or not at all; every rank of its ground calls this.
 
-    ``hf`` is what ``transformers`` loads (``dtype`` and ``shard_bytes`` say how it lies on disk), ``colonnade`` what any
-    plan of ours loads. Raises :class:`CheckpointError` when the folder exists or cannot be written.
+    ``hf`` is what ``transformers`` loads (``dtype`` and ``shard_bytes`` say how it lies on disk), ``colonnade`` what
+    any plan of ours loads. Raises :class:`CheckpointError` when the folder exists or cannot be written.
     """
     place = Path(path)
     if format == "hf":

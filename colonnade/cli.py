@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional, arg
 
-import colonnade
 from colonnade.config import Device, ModelConfig, Plan, RunConfig, ServeConfig
 from colonnade.config.presets import preset
 from colonnade.config.toml import dumps
@@ -35,6 +34,10 @@ Model = Annotated[
 ]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 console = Console(stderr=True, highlight=False)
+
+ABOUT = """Trains and serves large transformers with one model definition, from a laptop to a cluster.
+
+A mistake is one line on stderr and exit code 1; --debug before the verb shows the traceback. --version says which."""
 
 
 @dataclass(frozen=True)
@@ -303,8 +306,9 @@ def _train_defaults(argv: list[str]) -> TrainArgs:
 
         model = model.but(vocab_size=Corpus(folder).manifest.vocab_size)
     # Not validated again, and with the sizes that follow from others left open: a flag may change what they follow.
-    open_model = ModelConfig.model_construct(**(dict(model) | model.derived()))
-    return TrainArgs(RunConfig.model_construct(**(dict(run) | {"model": open_model})), Path(file) if file else None, chosen)
+    open_model = ModelConfig.model_construct(None, **(dict(model) | model.derived()))
+    open_run = RunConfig.model_construct(None, **(dict(run) | {"model": open_model}))
+    return TrainArgs(open_run, Path(file) if file else None, chosen)
 
 
 def _value(argv: list[str], flag: str) -> str | None:
@@ -349,12 +353,12 @@ def main(argv: list[str] | None = None) -> None:
         if argv[:1] == ["train"]:
             verbs["train"] = _with_defaults(train, _train_defaults(argv))
         tyro.extras.subcommand_cli_from_dict(
-            verbs, prog="colonnade", description=f"{colonnade.__doc__}", args=argv, use_underscores=True, sort_subcommands=False
+            verbs, prog="colonnade", description=ABOUT, args=argv, use_underscores=True, sort_subcommands=False
         )
     except ColonnadeError as error:
         if debug:
             raise
-        console.print(f"[bold red]{type(error).__name__}[/bold red]: ", Text(str(error)), sep="", end="\n", soft_wrap=True)
+        console.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), str(error)), soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,10 +1,12 @@
 """The main job, end to end, on real text and in three minutes: the same steps that a cluster would take.
 
-    speeches -> corpus -> train on two processes -> checkpoint -> load in one -> serve over HTTP -> ask
+speeches -> corpus -> train on two processes -> checkpoint -> load in one -> serve over HTTP -> ask
 """
 
+import itertools
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
@@ -61,7 +63,7 @@ def demo(folder: Path, port: int) -> None:
     console.print(f"loss curve: {summary.picture}    checkpoint: {summary.checkpoint}")
 
     _title(3, "One checkpoint, any layout: saved by two processes, loaded by one")
-    tokens = [int(t) for t in Corpus(corpus).split("validation").tokens[:256]]
+    tokens = Corpus(corpus).split("validation").read(0, run.data.sequence).tolist()
     two = launch(_logits, (summary.checkpoint, run.plan, tokens), run.plan)
     model = api.load(summary.checkpoint, dtype="float32", device="cpu")
     difference = (model.logits(tokens) - two).abs().max().item()
@@ -125,7 +127,10 @@ def _title(number: int, text: str) -> None:
 def _curve(metrics: Path) -> None:
     """The training loss as a line of bars."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    losses = [row["loss"] for row in rows if "loss" in row]
+    every = [row["loss"] for row in rows if "loss" in row]
+    width = min(60, len(every))
+    cuts = [round(i * len(every) / width) for i in range(width + 1)]
+    losses = [statistics.fmean(every[a:b]) for a, b in itertools.pairwise(cuts)]
     low, high = min(losses), max(losses)
     bars = "".join(BARS[round((loss - low) / (high - low or 1) * (len(BARS) - 1))] for loss in losses)
     console.print(f"loss {losses[0]:.2f} {bars} {losses[-1]:.2f}")

@@ -76,7 +76,7 @@ def chat(where: Where, system: str | None, params: SamplingParams) -> None:
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         with console.status("loading the model"):
-            process = engine_process(where.load, where.plan, where.serve, where.device)
+            process = engine_process(where.load, where.plan, where.serve, where.device, asyncio.Event())
             engine = runner.run(stack.enter_async_context(process))
         try:
             console.print(f"[dim]{HELP}[/dim]")

@@ -30,7 +30,8 @@ CONFIGS: dict[str, ModelConfig] = {
         **_TINY,
     ),
     "llama3_rope": ModelConfig(
-        vocab_size=50257, heads=12, head_width=4, rope_scaling=RopeScaling(kind="llama3", factor=8, original_context=16),
+        vocab_size=50257, heads=12, head_width=4,
+        rope_scaling=RopeScaling(kind="llama3", factor=8, original_context=16),
         **(_TINY | {"layers": 1}),
     ),
 }  # fmt: skip

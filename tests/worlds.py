@@ -57,7 +57,9 @@ class _Pool:
         self.workers: list[tuple[Any, Connection]] = []
         context = mp.get_context("forkserver")
         # The fork server imports torch once; its children start in milliseconds.
-        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "colonnade.model", "colonnade.parallel.mesh"])
+        context.set_forkserver_preload(
+            ["torch", "torch.distributed.fsdp", "colonnade.model", "colonnade.parallel.mesh"]
+        )
         self.context = context
         atexit.register(self.close)
 
@@ -81,7 +83,7 @@ class _Pool:
         with tempfile.TemporaryDirectory() as folder:
             crew = [pipe for _, pipe in self.workers[:world]]
             for pipe in crew:
-                pipe.send((world, os.path.join(folder, "store"), check, args))
+                pipe.send((world, f"{folder}/store", check, args))
             results: dict[Connection, Any] = {}
             while len(results) < world:
                 ready = wait([pipe for pipe in crew if pipe not in results], timeout=LIMIT_S)

@@ -32,7 +32,9 @@ class Plan(Config):
             raise PlanError(f"{model.kv_heads} key/value heads do not divide over tp={self.tp}; use tp of {choice}")
         for what, size in (("vocabulary rows", model.vocab_size), ("hidden units", model.ffn_width)):
             if -(-size // self.tp) * (self.tp - 1) >= size:
-                raise PlanError(f"{size} {what} leave the last of {self.tp} tensor-parallel ranks empty; use a lower tp")
+                raise PlanError(
+                    f"{size} {what} leave the last of {self.tp} tensor-parallel ranks empty; use a lower tp"
+                )
 
     def check_world(self, world: int) -> None:
         """Raise :class:`PlanError` unless exactly ``world`` processes run."""

@@ -7,7 +7,7 @@ from colonnade.parallel.axis import SOLO_AXES, Axes
 
 
 class KVCache:
-    """``k[i]`` and ``v[i]`` of layer i: (pages, page_tokens, K/tp, H). Who owns which page is the scheduler's affair."""
+    """``k[i]`` and ``v[i]`` of layer i: (pages, page_tokens, K/tp, H). Who owns which is the scheduler's affair."""
 
     def __init__(
         self,

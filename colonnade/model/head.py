@@ -32,14 +32,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Loss:
-    """The summed cross-entropy against ``targets_T`` (:data:`IGNORE` where there is none), and the number of targets."""
+    """The summed cross-entropy against ``targets_T`` (:data:`IGNORE` where there is none), and their number."""
 
     targets_T: Tensor
     smoothing: float = 0.0
 
     def __call__(self, x_TD: Tensor, weight_vD: Tensor, tp: Axis, vocab_size: int) -> tuple[Tensor, Tensor]:
         """(sum of the losses, number of valid targets), the same on all tp ranks; the mean is the caller's affair,
-        because it is taken over data ranks and micro-batches too."""
+        because it is taken over data ranks and micro-batches too.
+        """
         x_TD = tp.fan_out(x_TD)
         total = cross_entropy_sum(
             x_TD, weight_vD, self.targets_T, tp=tp, vocab_size=vocab_size, smoothing=self.smoothing

@@ -22,7 +22,6 @@ size 1 (:data:`SOLO`) returns its input, so model code has no ``if`` about the w
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
@@ -229,5 +228,3 @@ def world_axis() -> Axis:
     world = dist.group.WORLD
     assert world is not None
     return Axis("world", dist.get_world_size(), dist.get_rank(), group_name(world))
-
-

@@ -1,11 +1,14 @@
 """Functional collectives: each returns a new tensor and traces under torch.compile.
 
 In-place collectives inside autograd Functions gave silently wrong gradients under selective recomputation (an error
-of 0.8 in a prototype), so nothing here writes to its input (but :func:`broadcast_`, which carries no gradient). These are torch's ``_c10d_functional`` operators: the one
-file of the project that names a private interface of torch for communication.
+of 0.8 in a prototype), so nothing here writes to its input (but :func:`broadcast_`, which carries no gradient). These
+are torch's ``_c10d_functional`` operators: the one file of the project that names a private interface of torch for
+communication.
 
 A group is passed by name, because a string is a constant for the compiler.
 """
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +37,6 @@ def all_to_all(x: Tensor, receive: list[int], send: list[int], group: str) -> Te
     return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), receive, send, group))
 
 
-def broadcast_(x: Tensor, src: int, group: str) -> None:
+def broadcast_(x: Tensor, src: int, group: Any) -> None:
     """Overwrite ``x`` with that of the group's rank ``src``; for control messages, outside autograd and compilation."""
     dist.broadcast(x, group=dist.distributed_c10d._resolve_process_group(group), group_src=src)

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -30,6 +31,8 @@ from colonnade import errors
 from colonnade.config import Plan
 
 Result = TypeVar("Result")
+ASKED = (signal.SIGTERM, signal.SIGINT)
+"""The signals by which people and schedulers ask a process to end."""
 
 
 class Interrupted(Exception):
@@ -76,8 +79,9 @@ def _elastic(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan, rep
         local_addr="127.0.0.1",
     )
     # The agent logs each failure at length; our one line says it, and the reports hold the rest.
-    names = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn")
-    loggers = [logging.getLogger(name) for name in names]
+    chatty = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn")
+    # Each module's logger has a level of its own, so that to quiet the parent is not enough.
+    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith(chatty)]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
@@ -99,6 +103,12 @@ def _worker(work: Callable[..., Result], args: tuple[Any, ...], world: int, repo
     torch.set_num_threads(max(1, cores // world))
     try:
         return work(*args)
+    except Interrupted as stop:
+        # The agent that passed the signal on waits for our end; to return would be to wait until it kills us.
+        sys.stdout.flush()
+        signal.signal(stop.signal, signal.SIG_DFL)
+        os.kill(os.getpid(), stop.signal)
+        raise
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
@@ -113,15 +123,18 @@ def _worker(work: Callable[..., Result], args: tuple[Any, ...], world: int, repo
         raise SystemExit(1) from None
 
 
-def _explain(death: ChildFailedError, folder: Path) -> errors.ColonnadeError:
+def _explain(death: ChildFailedError, folder: Path) -> Exception:
     """One error for the first death: a worker's own report, or how the operating system ended it."""
     reports = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
     # A process that was killed leaves no report, and its peers then report that they lost it: it comes first.
     for rank, failure in sorted(death.failures.items()):
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and rank not in reports:
+        if failure.exitcode < 0 and -failure.exitcode not in ASKED and rank not in reports:
             name = signal.Signals(-failure.exitcode).name
             hint = " (out of memory is the usual reason)" if name == "SIGKILL" else ""
             return errors.PlanError(f"rank {rank} was killed by {name}{hint}; the run was stopped")
+    asked = [-f.exitcode for f in death.failures.values() if -f.exitcode in ASKED]
+    if not reports and asked:
+        return Interrupted(asked[0])
     if not reports:
         codes = {rank: failure.exitcode for rank, failure in death.failures.items()}
         return errors.PlanError(f"workers ended without a report, exit codes by rank: {codes}")

@@ -51,4 +51,3 @@ def share(whole: Tensor, placement: Placement, tp: Axis) -> Tensor:
         return whole
     start, stop = tp.part(whole.shape[placement])
     return whole.narrow(placement, start, stop - start)
-

@@ -93,7 +93,7 @@ def _stand(plan: Plan, kind: str) -> Ground:
 
 
 def choose_device(plan: Plan, device: str) -> str:
-    """"cuda" or "cpu": ``auto`` takes GPUs when each local rank can have one (NCCL needs a GPU a rank)."""
+    """Which of "cuda" and "cpu": ``auto`` takes GPUs when each local rank can have one (NCCL needs a GPU a rank)."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     local = dist.get_node_local_rank(0) + 1 if dist.is_torchelastic_launched() else plan.world
     if device == "auto":

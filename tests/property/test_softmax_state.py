@@ -90,6 +90,7 @@ def test_gradcheck() -> None:
     lse = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
 
     def merged(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(merge_all([State(a, b) for a, b in zip(o, lse, strict=True)]))
+        state = merge_all([State(a, b) for a, b in zip(o, lse, strict=True)])
+        return state.o, state.lse
 
     assert torch.autograd.gradcheck(merged, (o, lse))

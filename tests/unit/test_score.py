@@ -20,7 +20,9 @@ def by_hand(context: int, stride: int) -> float:
         while start + context < t:
             start += stride
         seen = torch.tensor(TOKENS[start:t])
-        logits = MODEL(Stream(seen, torch.arange(len(seen))), Packed.of([len(seen)]), Rows(torch.tensor([t - start - 1])))
+        logits = MODEL(
+            Stream(seen, torch.arange(len(seen))), Packed.of([len(seen)]), Rows(torch.tensor([t - start - 1]))
+        )
         total -= logits.log_softmax(-1)[0, TOKENS[t]].item()
     return total
 

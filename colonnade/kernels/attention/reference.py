@@ -7,6 +7,8 @@ Causal queries see keys up to their own position; a window of w keeps the last w
 head n reads key/value head n // (N / K) (grouped queries, Ainslie 2023). Differentiable, on any device and dtype.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -56,8 +58,7 @@ def packed(
     """o_TNH of sequences laid end to end; sequence b is rows ``cu_seqlens[b]:cu_seqlens[b + 1]``."""
     ends = cu_seqlens.tolist()
     parts = [
-        attend(q_TNH[a:b], k_TKH[a:b], v_TKH[a:b], causal=causal, window=window).o
-        for a, b in zip(ends, ends[1:], strict=False)
+        attend(q_TNH[a:b], k_TKH[a:b], v_TKH[a:b], causal=causal, window=window).o for a, b in itertools.pairwise(ends)
     ]
     return torch.cat(parts) if parts else q_TNH.clone()  # no tokens at all
 

@@ -6,6 +6,8 @@ costs little beside its arithmetic. A causal call with T = S needs no mask; a ch
 pass one.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -52,7 +54,7 @@ def packed(
     ends = cu_seqlens.tolist()
     parts = [
         _attend(*(x[None, a:b] for x in (q_TNH, k_TKH, v_TKH)), causal=causal, window=window)[0]
-        for a, b in zip(ends, ends[1:], strict=False)
+        for a, b in itertools.pairwise(ends)
         if b > a
     ]
     return torch.cat(parts) if parts else q_TNH.clone()  # no tokens at all
