@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _ROUNDS = 8
-_LEAST_HALF = 4  # bits: on a handful of samples a smaller network reaches too few of the orders
+_LEAST_HALF = 2  # bits: on fewer, too few of the orders of a handful of samples are reached
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 

