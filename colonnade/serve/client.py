@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from colonnade.errors import ColonnadeError, RequestError
 from colonnade.serve.line import Ask, Message, error_from, from_line, output_from, submit_message, to_line
-from colonnade.serve.output import Output
+from colonnade.serve.output import Output, not_finite
 from colonnade.serve.stats import Stats
 
 
@@ -51,6 +51,8 @@ class EngineClient:
                     raise output
                 if output.finish_reason:
                     live.discard(output.id)
+                if output.finish_reason == "error":
+                    raise not_finite()
                 yield numbers[output.id], output
         finally:
             for key in numbers:

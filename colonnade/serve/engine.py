@@ -22,7 +22,7 @@ from colonnade.model import Transformer
 from colonnade.serve import wire
 from colonnade.serve.batch import forward
 from colonnade.serve.limits import build_cache, limit_tokens
-from colonnade.serve.output import Completion, FinishReason, Output, Timing
+from colonnade.serve.output import Completion, FinishReason, Output, Timing, not_finite
 from colonnade.serve.pages import PagePool
 from colonnade.serve.request import Request
 from colonnade.serve.sampler import NOT_FINITE, sample
@@ -196,7 +196,10 @@ class Engine:
             while True:
                 while not mail:
                     self._pump()
-                yield (output := mail.popleft())
+                output = mail.popleft()
+                if output.finish_reason == "error":
+                    raise not_finite()
+                yield output
                 if output.finish_reason:
                     return
         finally:

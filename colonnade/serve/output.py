@@ -4,8 +4,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from colonnade.errors import RequestError
+
 FinishReason = Literal["stop", "length", "error"]
 """stop: an end token or a stop string. length: max_tokens or the context. error: the logits were not finite."""
+
+
+def not_finite() -> RequestError:
+    """What the reason "error" means to those who asked."""
+    return RequestError(
+        "the model's logits were not finite (overflow in its dtype, or damaged weights); try --dtype float32",
+        status=500,
+        code="not_finite",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +60,11 @@ class Completion:
 
     @staticmethod
     def of(pieces: Iterable[Output]) -> "Completion":
-        """The pieces of one request, the last of which has a finish reason."""
+        """The pieces of one request, up to the last one; :class:`RequestError` when that is an error."""
         pieces = list(pieces)
         reason = pieces[-1].finish_reason
         assert reason is not None, "more pieces follow"
+        if reason == "error":
+            raise not_finite()
         tokens = tuple(piece.token for piece in pieces)
         return Completion("".join(piece.text for piece in pieces), tokens, reason, pieces[-1].prompt_tokens)

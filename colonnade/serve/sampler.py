@@ -26,6 +26,9 @@ from colonnade.serve.request import Request
 SMALLEST_TEMPERATURE = 1e-5
 """Colder is the same as greedy in float32, but divides by zero."""
 
+FIRST_LOOK = 256
+"""Tokens in which a nucleus (top-p) is looked for before more are sorted."""
+
 NOT_FINITE = -1
 """In place of a token, when the logits hold NaN or no finite number: there is nothing to choose from."""
 
@@ -47,17 +50,10 @@ def truncate(x_RV: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_p: 
     ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep everything. The likeliest token is always kept.
     """
     V = x_RV.shape[1]
-    ks = [min(k, V) or V for k in top_k]
-    cut = [r for r in range(len(ks)) if ks[r] < V or top_p[r] < 1]
+    k_of = [min(k, V) or V for k in top_k]
+    cut = [r for r in range(len(k_of)) if k_of[r] < V or top_p[r] < 1]
     if cut:
-        k_R1, p_R1 = _column([ks[r] for r in cut], x_RV), _column([top_p[r] for r in cut], x_RV)
-        # Only as many columns as the largest k: sorting a whole vocabulary costs milliseconds a row on a CPU.
-        best_RK, index_RK = x_RV[cut].topk(max(ks[r] for r in cut))
-        rank_K = torch.arange(best_RK.shape[1], device=x_RV.device)
-        best_RK = best_RK.masked_fill(rank_K >= k_R1, -math.inf)
-        probability_RK = best_RK.softmax(-1)
-        before_RK = probability_RK.cumsum(-1) - probability_RK  # mass of the likelier tokens; 0 for the first
-        best_RK = best_RK.masked_fill((before_RK >= p_R1) & (rank_K > 0), -math.inf)
+        best_RK, index_RK = _likeliest(x_RV[cut], [k_of[r] for r in cut], [top_p[r] for r in cut])
         kept_RV = torch.full((len(cut), V), -math.inf, dtype=x_RV.dtype, device=x_RV.device)
         x_RV = x_RV.index_copy(0, torch.tensor(cut, device=x_RV.device), kept_RV.scatter_(1, index_RK, best_RK))
     if any(min_p):
@@ -66,22 +62,49 @@ def truncate(x_RV: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_p: 
     return x_RV
 
 
+def _likeliest(x_RV: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """The kept tokens' values and indices, likeliest first, padded with -inf.
+
+    A nucleus is small as a rule, and sorting a whole vocabulary costs milliseconds a row on a CPU: look at a few
+    hundred tokens first, and at more only if some row's mass is not reached.
+    """
+    V = x_RV.shape[1]
+    k_R1, p_R1 = _column(top_k, x_RV), _column(top_p, x_RV)
+    whole_R1 = x_RV.logsumexp(-1, keepdim=True)
+    width = min(V, max(FIRST_LOOK, *(k for k in top_k if k < V), 0))
+    while True:
+        best_RK, index_RK = x_RV.topk(width)
+        rank_K = torch.arange(width, device=x_RV.device)
+        best_RK = best_RK.masked_fill(rank_K >= k_R1, -math.inf)
+        total_R1 = torch.where(k_R1 < V, best_RK.logsumexp(-1, keepdim=True), whole_R1)
+        p_RK = (best_RK - total_R1).exp()
+        before_RK = p_RK.cumsum(-1) - p_RK  # the mass of the likelier ones; 0 for the first
+        if width == V or bool(((before_RK[:, -1:] >= p_R1) | (k_R1 <= width)).all()):
+            return best_RK.masked_fill((before_RK >= p_R1) & (rank_K > 0), -math.inf), index_RK
+        width = min(V, 16 * width)
+
+
 def _draw(logits_RV: Tensor, requests: Sequence[Request]) -> Tensor:
     params = [request.params for request in requests]
     x_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
     x_RV = x_RV - x_RV.amax(-1, keepdim=True)
     x_RV = x_RV / _column([max(p.temperature, SMALLEST_TEMPERATURE) for p in params], x_RV)
     x_RV = truncate(x_RV, [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
-    return (x_RV - _clocks(requests, x_RV).log()).argmax(-1)
+    return (x_RV - _log_clocks(requests, x_RV)).argmax(-1)
 
 
-def _clocks(requests: Sequence[Request], like_RV: Tensor) -> Tensor:
-    """e_RV: exponential noise, row r by request r's seed and position alone."""
-    e_RV = torch.empty_like(like_RV)
+def _log_clocks(requests: Sequence[Request], like_RV: Tensor) -> Tensor:
+    """log e_RV of exponential noise e = -log u, row r by request r's seed and position alone.
+
+    Uniform numbers of 53 bits and their logarithm in float64: with float32's 24 bits, one step in a few hundred would
+    see an e of exactly 0 somewhere in a large vocabulary, and emit that token however improbable it is.
+    """
+    u_RV = torch.empty(like_RV.shape, dtype=torch.float64, device=like_RV.device)
     generator = torch.Generator(like_RV.device)
-    for row_V, request in zip(e_RV, requests, strict=True):
-        row_V.exponential_(generator=generator.manual_seed(_key(request.seed, request.generated)))
-    return e_RV.clamp_min_(torch.finfo(e_RV.dtype).tiny)
+    for row_V, request in zip(u_RV, requests, strict=True):
+        row_V.uniform_(generator=generator.manual_seed(_key(request.seed, request.generated)))
+    e_RV = u_RV.clamp_min_(torch.finfo(torch.float64).tiny).log_().neg_()
+    return e_RV.to(like_RV.dtype).log_()
 
 
 def _key(seed: int, index: int) -> int:

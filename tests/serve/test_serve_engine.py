@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from colonnade.config import ServeConfig
 from colonnade.errors import CapacityError, RequestError
-from colonnade.serve import Engine, SamplingParams
+from colonnade.serve import Engine, Output, SamplingParams
 from tests.serve import tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -229,9 +229,17 @@ def test_logits_that_are_not_finite_end_the_request_and_not_the_engine():
     with torch.no_grad():
         model.get_parameter("embed.tokens.weight")[9] = torch.nan
     it = engine(model)
-    sick, well = it.generate([[9], [8]], SamplingParams(temperature=1, seed=1, max_tokens=3, ignore_eos=True))
-    assert sick.finish_reason == "error" and sick.text == ""
-    assert well.finish_reason in ("length", "error")
+    params = SamplingParams(temperature=1, seed=1, max_tokens=3, ignore_eos=True)
+    sick, well = it.add([9], params), it.add([8], params)
+    ends: dict[str, Output] = {}
+    while it.busy:
+        ends |= {output.id: output for output in it.step()}
+    assert (ends[sick].finish_reason, ends[sick].text) == ("error", "")
+    assert (ends[well].finish_reason, ends[well].generated_tokens) == ("length", 3)
+    for ask in (lambda: it.generate([[9], [8]], params), lambda: list(it.stream([9], params))):
+        with pytest.raises(RequestError, match="logits were not finite") as failure:
+            ask()
+        assert failure.value.status == 500
     audit(it)
 
 

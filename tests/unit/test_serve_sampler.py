@@ -80,6 +80,29 @@ def test_filters_keep_the_likeliest(params, kept):
     assert torch.equal(out_V[out_V > -math.inf], x_V[out_V > -math.inf])
 
 
+def by_sorting(x_V: torch.Tensor, k: int, p: float, min_p: float) -> set[int]:
+    """The kept tokens, as the definitions say it."""
+    order = x_V.argsort(descending=True)[: k or None]
+    p_K = x_V[order].softmax(0)
+    before_K = p_K.cumsum(0) - p_K
+    nucleus = order[(before_K < p) | (torch.arange(len(order)) == 0)]
+    return {int(i) for i in nucleus if x_V[i] - x_V.max() >= (math.log(min_p) if min_p else -math.inf)}
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0], ids=["flat", "usual", "peaked"])
+def test_large_vocabularies_are_filtered_by_the_same_rules(spread: float):
+    """Flat rows, whose nucleus is most of the vocabulary, beside peaked ones, and every mixture of filters."""
+    x_RV = torch.randn(8, 5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * spread
+    x_RV -= x_RV.amax(-1, keepdim=True)
+    top_k, top_p = [0, 0, 3, 700, 6000, 0, 900, 1], [0.5, 1.0, 1.0, 0.8, 0.9, 0.999, 0.3, 0.5]
+    min_p = [0.0, 0.2, 0.0, 0.0, 0.1, 0.0, 0.01, 0.0]
+    out_RV = truncate(x_RV, top_k, top_p, min_p)
+    for r in range(8):
+        kept = set((out_RV[r] > -math.inf).nonzero().flatten().tolist())
+        assert kept == by_sorting(x_RV[r], top_k[r], top_p[r], min_p[r]), r
+        assert torch.equal(out_RV[r, list(kept)], x_RV[r, list(kept)])
+
+
 def test_filtered_draws_stay_inside():
     logits_V = torch.linspace(-2, 2, 12)
     got_V = frequencies(logits_V, 500, top_k=3)

@@ -97,17 +97,11 @@ def build_app(engine: EngineClient, model: str, max_body_bytes: int) -> FastAPI:
 
 
 async def _timed(outputs: Outputs, metrics: Metrics) -> Outputs:
-    """``outputs``, noted by a clock; one that failed (no finite logits) becomes an error."""
+    """``outputs``, noted by a clock."""
     clock = metrics.clock()
     async with aclosing(outputs):
         async for index, output in outputs:
             clock.note(index, output)
-            if output.finish_reason == "error":
-                raise RequestError(
-                    "the model's logits were not finite (overflow in its dtype, or damaged weights)",
-                    status=500,
-                    code="not_finite",
-                )
             yield index, output
 
 
