@@ -29,7 +29,6 @@ from colonnade.errors import ConfigError, DataError
 _VOCAB_SIZE = 8192
 _BATCH_CHARACTERS = 1 << 21  # tokenised at once: enough for many cores, and about 100 MB of the library's records
 _TELL_BYTES = 1 << 20
-_BATCH_CHARACTERS = 1 << 21  # tokenised at once: enough for many cores, and about 100 MB of the library's records
 
 
 def build(
@@ -65,7 +64,7 @@ def build(
     tell = progress or (lambda _: None)
 
     # Beside ``out``, so that the last step is a rename within one file system: a kill leaves this folder, never ``out``
-    folder = out.with_name(f".{out.name}.building-{secrets.token_hex(4)}")
+    folder = (here := out.absolute()).with_name(f".{here.name}.building-{secrets.token_hex(4)}")
     try:
         folder.mkdir(parents=True)
         if tokenizer is None:
@@ -191,8 +190,8 @@ def _write(
                     writer.append([end])
                     writer.end_document()
                 done, lowest, highest = done + piece.size_bytes, min(lowest, lot), max(highest, lot)
-            documents = train.documents + validation.documents
-            tell(Built("tokens", min(done, size_bytes), size_bytes, documents, train.tokens + validation.tokens))
+            written = train.documents + validation.documents, train.tokens + validation.tokens
+            tell(Built("tokens", min(done, size_bytes), size_bytes, *written))
         _check_shares(train.documents, validation.documents, validation_share, lowest, highest)
         return train.finish(), validation.finish()
 
@@ -218,12 +217,17 @@ def _check_shares(train: int, validation: int, share: float, lowest: float, high
 
 def _publish(folder: Path, out: Path) -> None:
     """Give the finished folder its name; what it replaces is deleted only when it stands there."""
-    aside = folder.with_suffix(".old")
+    aside = folder.with_name(f"{folder.name}.old")
     if replaced := (out / MANIFEST).is_file():
         out.rename(aside)
-    folder.rename(out)
+    try:
+        folder.rename(out)
+    except OSError:
+        if replaced:
+            aside.rename(out)
+        raise
     if hasattr(os, "O_DIRECTORY"):  # the rename itself reaches the disk where directories can be opened
-        handle = os.open(out.parent, os.O_RDONLY | os.O_DIRECTORY)
+        handle = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
         os.fsync(handle)
         os.close(handle)
     if replaced:

@@ -17,6 +17,7 @@ for broken bytes, and the window, which moves only once it holds several settled
 from collections.abc import Callable, Sequence
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
+_BROKEN_RUN = 32  # tokens; a model that is stuck on a broken byte must not take ever longer
 _SETTLED = 8  # tokens of context kept before the newest: enough that the window's own first token no longer matters
 
 
@@ -50,6 +51,8 @@ class Detokenizer:
         new, self._told = certain[self._told :], len(certain)
         if len(certain) == len(text):
             self._slide()
+        elif len(self._window) > _BROKEN_RUN:
+            self._cut(text)
         return new
 
     def flush(self) -> str:
@@ -64,3 +67,14 @@ class Detokenizer:
             self._window = self._window[self._mark :]
             self._told = len(self._decode(self._window))
             self._mark = len(self._window)
+
+    def _cut(self, text: str) -> None:
+        """Forget the start of a long run of broken bytes, which would make each push slower than the last.
+
+        Only where the two parts say what the whole says, so that no character spans the cut; one push later, another
+        place is tried.
+        """
+        before, after = self._window[:-_SETTLED], self._window[-_SETTLED:]
+        gone = self._decode(before)
+        if gone + self._decode(after) == text:
+            self._window, self._told, self._mark = after, self._told - len(gone), 0

@@ -72,3 +72,15 @@ def test_long_streams_keep_a_short_memory():
     for token in tokenizer.encode(tokens.TEXT * 20, special=False):
         stream.push(token)
         assert len(stream._window) <= 24
+
+
+@pytest.mark.parametrize("stuck", ["ÿ", "âĤ", "ðŁ", "Ģ"])
+def test_a_model_stuck_on_broken_bytes_costs_no_more_each_time(stuck):
+    tokenizer = tokens.byte_level()
+    run = [tokenizer.token_id(piece) for piece in stuck]
+    stream, ids, said = tokenizer.detokenizer(), [], ""
+    for token in run * 200:
+        ids.append(token)
+        said += stream.push(token)
+        assert len(stream._window) < 48
+    assert said + stream.flush() == tokenizer.decode(ids)
