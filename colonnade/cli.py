@@ -44,8 +44,8 @@ A mistake is one line on stderr and exit code 1; --debug before the verb shows t
 class Sampling:
     """How tokens are chosen."""
 
-    max_tokens: int = 256
-    """Tokens to generate, at most."""
+    max_tokens: int | None = None
+    """Tokens to generate, at most; by default an answer may fill the context, and a continuation has 256."""
     temperature: float = 0.8
     """Divides the logits; 0 always takes the likeliest token."""
     top_k: int = 0
@@ -353,7 +353,14 @@ def main(argv: list[str] | None = None) -> None:
         if argv[:1] == ["train"]:
             verbs["train"] = _with_defaults(train, _train_defaults(argv))
         tyro.extras.subcommand_cli_from_dict(
-            verbs, prog="colonnade", description=ABOUT, args=argv, use_underscores=True, sort_subcommands=False
+            verbs,
+            prog="colonnade",
+            description=ABOUT,
+            args=argv,
+            use_underscores=True,
+            sort_subcommands=False,
+            # A choice between "none" and a table of settings (rope_scaling) is made in the TOML file.
+            config=(tyro.conf.AvoidSubcommands,),
         )
     except ColonnadeError as error:
         if debug:

@@ -5,7 +5,7 @@ import functools
 import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
@@ -21,6 +21,9 @@ from colonnade.serve.line import Ask
 from colonnade.serve.process import engine_process
 from colonnade.serve.sampling import SamplingParams
 from colonnade.serve.worker import Load
+
+CONTINUATION_TOKENS = 256
+"""Of a text that need not come to an end by itself."""
 
 HELP = "/reset starts anew, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 
@@ -57,6 +60,9 @@ def _generate(where: Where, prompt: str, params: SamplingParams) -> None:
         if model.ground.rank:
             engine.follow()
             return
+        if params.max_tokens is None:
+            room = model.config.context - len(model.tokenizer.encode(prompt))
+            params = replace(params, max_tokens=max(1, min(CONTINUATION_TOKENS, room)))
         try:
             for output in engine.stream(prompt, params):
                 print(output.text, end="", flush=True)

@@ -1,0 +1,267 @@
+"""The command line: what it does, and above all what it says when it cannot."""
+
+import json
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import colonnade
+from colonnade.checkpoint import native
+from colonnade.cli import VERBS, main
+from colonnade.config import ModelConfig
+from colonnade.data import Corpus, build
+from colonnade.errors import ColonnadeError, PlanError
+from colonnade.model import Transformer, initialise
+from colonnade.parallel.mesh import Ground
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 20
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("data") / "corpus"
+    build([(f"doc{i}", f"{i} {TEXT}") for i in range(30)], out, vocab_size=300, validation_share=0.2)
+    return out
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A tiny untrained model with a tokenizer, in our format."""
+    config = ModelConfig(vocab_size=300, layers=2, width=24, heads=4, kv_heads=2, ffn_width=26, context=64)
+    place = tmp_path_factory.mktemp("models") / "tiny"
+    transformer = initialise(Transformer(config), 0)
+    native.save(place, transformer, native.Meta(model=config), Ground.solo(), tokenizer=Corpus(corpus).tokenizer)
+    return place
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """The same as a Hugging Face folder."""
+    out = tmp_path_factory.mktemp("hf") / "tiny"
+    main(["convert", str(model), str(out)])
+    return out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str | Path, code: int = 1) -> str:
+    """What the command line says when it exits with ``code``; always one line, never a traceback."""
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in argv])
+    assert end.value.code == code
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    if code == 1:
+        errors = [line for line in said.splitlines() if "Error: " in line]
+        assert len(errors) == 1
+        return errors[0]
+    return said
+
+
+def test_every_verb_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in VERBS:
+        with pytest.raises(SystemExit) as end:
+            main([verb, "--help"])
+        assert end.value.code == 0
+        said = capsys.readouterr().out
+        assert f"usage: colonnade {verb}" in said
+        assert "--help" in said
+
+
+def test_help_needs_no_torch() -> None:
+    """Start-up stays instant: torch is imported by the verbs that use it."""
+    code = "import sys, colonnade.cli; assert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])
+    assert capsys.readouterr().out.startswith("colonnade ")
+
+
+def test_unknown_flag_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--model.layers" in refused(capsys, "train", "--model.layres", "3", code=2)
+
+
+def test_unknown_key_in_toml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nlearning_rate = 1\n")
+    said = refused(capsys, "train", "--config", file)
+    assert "run.toml:2: TrainConfig has no key 'learning_rate'; " in said
+
+
+def test_unknown_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no preset 'gpt3'; did you mean 'gpt2'?" in refused(capsys, "train", "--preset", "gpt3")
+
+
+def test_kv_heads_must_divide(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "train", "--plan.tp", "3")
+    assert "PlanError: 4 key/value heads do not divide over tp=3; use tp of 1, 2 or 4" in said
+
+
+def test_sizes_follow_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    """A width given alone changes the heads' width with it."""
+    main(["train", "--preset", "tour", "--model.width", "512", "--plan.tp", "2", "--dry_run"])
+    said = capsys.readouterr().out
+    assert "head_width = 64" in said
+    assert "tp = 2" in said
+
+
+def test_precedence(capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: Path) -> None:
+    """Command line over TOML over preset over default; the vocabulary follows the corpus."""
+    file = tmp_path / "run.toml"
+    file.write_text('[train]\nlr = 0.25\nsteps = 7\nwarmup = 1\n[model]\nlayers = 3\n[data]\npath = "nowhere"\n')
+    argv = ["train", "--config", str(file), "--train.steps", "9", "--data.path", str(corpus), "--dry_run"]
+    main(argv)
+    run = colonnade.RunConfig(**tomllib.loads(capsys.readouterr().out))
+    assert (run.train.lr, run.train.steps, run.model.layers, run.model.width) == (0.25, 9, 3, 256)
+    assert run.model.vocab_size == 300
+    assert run.data.path == corpus
+
+
+def test_world_size_mismatch(tmp_path: Path, corpus: Path) -> None:
+    """Three processes under torchrun, and a plan of two."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    command += ["-m", "colonnade", "train", "--plan.tp", "2", "--data.path", str(corpus), "--runs", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    expected = "PlanError: the plan (tp=2, dp=1) needs 2 processes but 3 were started; start 2"
+    assert done.stderr.count(expected) >= 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_empty_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "void.txt").write_text("")
+    assert "DataError: " in refused(capsys, "corpus", tmp_path / "void.txt", "--out", tmp_path / "corpus")
+    assert [path.name for path in tmp_path.iterdir()] == ["void.txt"]
+
+
+def test_file_that_is_not_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "photo.txt").write_bytes(b"plain so far \xff\xfe\x00\x01")
+    said = refused(capsys, "corpus", tmp_path / "photo.txt", "--out", tmp_path / "corpus")
+    assert "DataError: " in said
+    assert "photo.txt" in said
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_missing_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    said = refused(capsys, "train", "--data.path", tmp_path / "nowhere", "--runs", tmp_path / "runs")
+    assert "is not a corpus" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_vocabulary_of_another_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: Path) -> None:
+    argv = ["train", "--data.path", corpus, "--runs", tmp_path / "runs", "--model.vocab_size", "200"]
+    assert "vocab" in refused(capsys, *argv)
+
+
+def test_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "CheckpointError: /nowhere does not exist" in refused(capsys, "generate", "/nowhere", "hi")
+
+
+def test_truncated_safetensors(capsys: pytest.CaptureFixture[str], hf: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in hf.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert str(weights) in refused(capsys, "generate", broken, "hi")
+    weights.unlink()
+    assert "model.safetensors" in refused(capsys, "generate", broken, "hi")
+
+
+def test_wrong_checksum(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    for file in model.rglob("*"):
+        if file.is_file():
+            target = broken / file.relative_to(model)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.read_bytes())
+    weights = next(broken.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert str(weights) in refused(capsys, "generate", broken, "hi")
+
+
+def test_port_in_use(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = refused(capsys, "serve", model, "--serve.port", str(port))
+    assert f"cannot listen on 127.0.0.1:{port}: address already in use; choose another --serve.port" in said
+
+
+def test_prompt_over_the_context(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    said = refused(capsys, "generate", model, "fox " * 100)
+    assert "RequestError: " in said
+    assert "64" in said
+
+
+def test_pool_too_small_for_one_request(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    said = refused(
+        capsys, "generate", model, "the quick brown fox jumps over", "--serve.pages", "1", "--max_tokens", "20"
+    )
+    assert "CapacityError: " in said
+    assert "--serve." in said
+
+
+def test_generate_eval_and_convert(capsys: pytest.CaptureFixture[str], model: Path, hf: Path, tmp_path: Path) -> None:
+    """The same text from our format, from a Hugging Face folder, and from that converted back."""
+    back = tmp_path / "back"
+    main(["convert", str(hf), str(back), "--format", "colonnade"])
+    (tmp_path / "text.txt").write_text(TEXT)
+    texts, scores = set(), set()
+    for place in (model, hf, back):
+        capsys.readouterr()
+        main(["generate", str(place), "the quick", "--temperature", "0", "--max_tokens", "8"])
+        texts.add(capsys.readouterr().out)
+        main(["eval", str(place), "--text", str(tmp_path / "text.txt")])
+        scores.add(capsys.readouterr().out)
+    assert len(texts) == 1
+    assert len(scores) == 1
+    assert "perplexity" in scores.pop()
+    assert "already" in refused(capsys, "convert", str(hf), str(back))
+
+
+def test_train_and_use(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
+    """A run from the command line: trains, resumes to the end, and its folder is a model."""
+    argv = ["train", "--data.path", str(corpus), "--runs", str(tmp_path), "--name", "tiny", "--device", "cpu"]
+    argv += ["--model.layers", "1", "--model.width", "16", "--model.heads", "2", "--model.kv_heads", "1"]
+    argv += ["--model.ffn_width", "24", "--model.context", "32", "--data.sequence", "32", "--train.warmup", "1"]
+    argv += ["--train.batch", "4", "--train.micro_batch", "2", "--train.eval_samples", "2"]
+    main([*argv, "--train.steps", "3"])
+    rows = [json.loads(line) for line in (tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
+    main([*argv, "--train.steps", "3"])  # nothing left to do, and no harm done
+    capsys.readouterr()
+    main(["generate", str(tmp_path / "tiny"), "the", "--max_tokens", "4", "--seed", "1"])
+    assert capsys.readouterr().out.strip()
+
+
+def test_debug_shows_the_traceback() -> None:
+    with pytest.raises(ColonnadeError):
+        main(["--debug", "generate", "/nowhere", "hi"])
+
+
+def test_load_outside_a_group_names_the_command(hf: Path) -> None:
+    with pytest.raises(PlanError, match="torchrun --nproc-per-node 2"):
+        colonnade.load(hf, plan=colonnade.Plan(tp=2))
+
+
+def test_python_surface(hf: Path, tmp_path: Path) -> None:
+    with colonnade.load(hf, dtype="float64") as loaded:
+        ids = loaded.tokenizer.encode("the quick brown")
+        logits = loaded.logits(ids)
+        assert logits.shape == (len(ids), loaded.config.vocab_size)
+        assert logits.dtype == torch.float64
+        answer = loaded.generate(ids, max_tokens=1, temperature=0)
+        assert answer == [int(logits[-1].argmax())]
+        assert isinstance(loaded.generate("the quick", max_tokens=3), str)
+        colonnade.save(loaded, tmp_path / "again", format="hf")
+    assert torch.equal(colonnade.load(tmp_path / "again", dtype="float64").logits(ids), logits)
