@@ -1,6 +1,7 @@
 """The loss curve as a picture, drawn from the run's own ``metrics.jsonl`` at its end."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from colonnade.train.trackers import read_rows
@@ -9,12 +10,11 @@ PICTURE = "loss.png"
 INK, QUIET, TRAIN, VALIDATION = "#1f2933", "#8a94a0", "#2f6fb3", "#d1495b"
 
 
-def smoothed(values: Sequence[float], width: int) -> list[float]:
-    """The mean of each value and up to ``width`` − 1 before it, which (unlike a decaying mean) forgets the start."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return [(sums[i + 1] - sums[max(0, i + 1 - width)]) / min(i + 1, width) for i in range(len(values))]
+def smoothed(values: Sequence[float], reach: int) -> list[float]:
+    """The mean of each value and up to ``reach`` neighbours on either side (a trailing mean would lag behind)."""
+    sums = [0.0, *accumulate(values)]
+    ends = [(max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values))]
+    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in ends]
 
 
 def draw(folder: Path, title: str) -> Path | None:
@@ -31,14 +31,12 @@ def draw(folder: Path, title: str) -> Path | None:
     steps, losses, rates, norms = (list(column) for column in zip(*train, strict=True))
     figure = Figure(figsize=(8, 5.6), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    top, left, right = (
-        figure.subplot_mosaic([["loss", "loss"], ["norm", "lr"]], height_ratios=[3, 1])[name]
-        for name in ("loss", "norm", "lr")
-    )
-    width = max(1, len(losses) // 50)
-    if width > 1:
+    panels = figure.subplot_mosaic([["loss", "loss"], ["norm", "lr"]], height_ratios=[3, 1])
+    top, left, right = panels["loss"], panels["norm"], panels["lr"]
+    reach = len(losses) // 100
+    if reach:
         top.plot(steps, losses, color=TRAIN, alpha=0.25, linewidth=0.8)
-    top.plot(steps, smoothed(losses, width), color=TRAIN, linewidth=1.8, label=f"training, now {losses[-1]:.3f}")
+    top.plot(steps, smoothed(losses, reach), color=TRAIN, linewidth=1.8, label=f"training, now {losses[-1]:.3f}")
     if held_out:
         label = f"validation, now {held_out[-1][1]:.3f}"
         top.plot(*zip(*held_out, strict=True), color=VALIDATION, marker="o", markersize=4, linewidth=1.4, label=label)
@@ -47,12 +45,13 @@ def draw(folder: Path, title: str) -> Path | None:
     top.legend(frameon=False, labelcolor=INK)
     left.plot(steps, norms, color=QUIET, linewidth=0.9)
     left.set_ylabel("gradient norm", color=INK, fontsize=8)
-    left.set_yscale("log")
+    left.set_ylim(bottom=0)
     right.plot(steps, rates, color=QUIET, linewidth=1.2)
     right.set_ylabel("learning rate", color=INK, fontsize=8)
-    right.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    right.set_ylim(bottom=0)
+    right.yaxis.set_major_formatter(lambda rate, _: f"{rate:g}")
     for axes in (top, left, right):
-        axes.set_xlim(0, max(steps))
+        axes.set_xlim(0, max(steps) * 1.01)  # room for the last marker
         axes.grid(color="#e4e7eb", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=QUIET, labelcolor=INK, labelsize=8 if axes is not top else 9)

@@ -9,12 +9,12 @@ unequal counts is another loss, and differs from layout to layout).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from colonnade.config import TrainConfig
+from colonnade.data import Batch
 from colonnade.model import IGNORE, Loss, Packed, Stream, Transformer
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.fsdp import Masters
@@ -22,23 +22,6 @@ from colonnade.parallel.layout import layout_of
 from colonnade.train import norm
 from colonnade.train.optimizer import AdamW
 from colonnade.train.schedule import learning_rate
-
-
-class Batch(Protocol):
-    """A micro-batch of one rank: samples laid end to end (:class:`colonnade.data.batch.Batch`)."""
-
-    @property
-    def tokens_T(self) -> Tensor: ...
-    @property
-    def positions_T(self) -> Tensor: ...
-    @property
-    def targets_T(self) -> Tensor: ...
-    @property
-    def cu_seqlens(self) -> Tensor: ...
-    @property
-    def longest(self) -> int: ...
-    @property
-    def equal(self) -> bool: ...
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from typing import Any, Self
 import torch
 
 from colonnade.parallel.axis import Axis
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from colonnade.parallel.launch import ASKED, Interrupted
 
 
 class Stop:
@@ -29,7 +28,7 @@ class Stop:
     def __enter__(self) -> Self:
         # Python runs handlers in the main thread only, and lets no other thread set them.
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._note) for number in ASKED}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -39,7 +38,7 @@ class Stop:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = number
 
-    def asked(self) -> str | None:
-        """The name of the signal that any rank was sent, the same on all ranks; None without one."""
+    def asked(self) -> Interrupted | None:
+        """What to raise once all is saved, the same on all ranks, when any of them was sent a signal."""
         number = int(self.world.max_(torch.tensor(self._noted)).item())
-        return signal.Signals(number).name if number else None
+        return Interrupted(number) if number else None

@@ -51,13 +51,15 @@ def _load(plan: Plan, root: Path, expected: dict[str, dict[str, list[tuple[float
         return pairs
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("worlds")
 def test_every_plan_loads_every_checkpoint(tmp_path: Path) -> None:
     expected = {f"tp{p.tp}dp{p.dp}": run(p.world, _save, p, tmp_path)[0] for p in PLANS}
     one = expected["tp1dp1"]
     for cases in expected.values():
         for case, steps in cases.items():
-            assert torch.tensor(steps, dtype=torch.float64).sub(torch.tensor(one[case], dtype=torch.float64)).abs().max() < 1e-10
+            found, reference = (torch.tensor(numbers, dtype=torch.float64) for numbers in (steps, one[case]))
+            assert_same(found, reference, what=case)
     for plan in PLANS:
         assert run(plan.world, _load, plan, tmp_path, expected)[0] == len(PLANS)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from colonnade.config import ModelConfig, Plan, TrainConfig
+from colonnade.data import Batch
 from colonnade.model import IGNORE, Packed, Transformer, initialise
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import Masters, masters
@@ -34,33 +35,22 @@ TRAIN = TrainConfig(
 )
 
 
-@dataclass(frozen=True)
-class Ragged:
+def ragged(seed: int, vocab_size: int) -> Batch:
     """A micro-batch of documents of unequal lengths, some of whose targets do not count."""
-
-    tokens_T: Tensor
-    positions_T: Tensor
-    targets_T: Tensor
-    cu_seqlens: Tensor
-    longest: int
-    equal: bool
-
-    @staticmethod
-    def of(seed: int, vocab_size: int) -> "Ragged":
-        generator = torch.Generator().manual_seed(seed)
-        lengths = torch.randint(1, 9, (3,), generator=generator).tolist()
-        tokens_T = torch.randint(0, vocab_size, (sum(lengths),), generator=generator)
-        targets_T = torch.randint(0, vocab_size, (sum(lengths),), generator=generator)
-        targets_T[torch.rand(sum(lengths), generator=generator) < 0.2 * (seed % 4)] = IGNORE
-        packed = Packed.of(lengths)
-        positions_T = torch.cat([torch.arange(n) for n in lengths])
-        return Ragged(tokens_T, positions_T, targets_T, packed.cu_seqlens, packed.longest, packed.equal)
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 9, (3,), generator=generator).tolist()
+    tokens_T = torch.randint(0, vocab_size, (sum(lengths),), generator=generator)
+    targets_T = torch.randint(0, vocab_size, (sum(lengths),), generator=generator)
+    targets_T[torch.rand(sum(lengths), generator=generator) < 0.2 * (seed % 4)] = IGNORE
+    packed = Packed.of(lengths)
+    positions_T = torch.cat([torch.arange(n) for n in lengths])
+    return Batch(tokens_T, positions_T, targets_T, packed.cu_seqlens, packed.longest, packed.equal)
 
 
-def micro_batches(step: int, dp: Axis, vocab_size: int, total: int = 4) -> list[Ragged]:
+def micro_batches(step: int, dp: Axis, vocab_size: int, total: int = 4) -> list[Batch]:
     """This data rank's micro-batches of a step that has ``total`` of them over all data ranks (of 1, 2 or 4)."""
     mine = range(*dp.part(total))
-    return [Ragged.of(100 * step + i, vocab_size) for i in mine]
+    return [ragged(100 * step + i, vocab_size) for i in mine]
 
 
 @dataclass

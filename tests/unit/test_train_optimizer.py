@@ -57,7 +57,8 @@ def _adamw(w: Tensor, grads: list[Tensor], lr: float, decay: float, train: Train
 def test_adamw_is_its_equation_and_spares_vectors() -> None:
     torch.manual_seed(0)
     train = TrainConfig(weight_decay=0.3)
-    weights = {"matrix": torch.randn(3, 4).double(), "vector": torch.randn(5).double(), "empty": torch.zeros(0, 4).double()}
+    shapes = {"matrix": (3, 4), "vector": (5,), "empty": (0, 4)}
+    weights = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
     start = {name: w.clone() for name, w in weights.items()}
     grads = [{name: torch.randn_like(w) for name, w in weights.items()} for _ in range(4)]
     optimizer = AdamW(weights, train)

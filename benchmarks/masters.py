@@ -1,0 +1,81 @@
+"""What FSDP over a single rank costs, against masters that are not sharded: the evidence for decision 0002.
+
+    python benchmarks/masters.py
+
+Two copies of one model take optimizer steps in turn, in one process on one thread; a pair's two times stand in the
+same moment of the machine, so the median of their ratio is little disturbed by what else runs. Times are those of the
+process on the CPU (kernel time included), not of the clock on the wall.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from _report import Cell, report
+from colonnade.config import ModelConfig, Plan, TrainConfig
+from colonnade.data import Batch
+from colonnade.model import Packed, Transformer, initialise
+from colonnade.parallel.fsdp import Masters, Sharded, Whole
+from colonnade.parallel.mesh import Ground
+from colonnade.train.optimizer import AdamW
+from colonnade.train.step import Step
+
+MODEL = ModelConfig(vocab_size=4096, layers=6, width=192, heads=6, kv_heads=3, ffn_width=512, context=256, tied=True)
+SHAPES = ((1, 2, 128), (1, 8, 256), (4, 2, 256))  # micro-batches, samples in each, tokens in each
+PAIRS = 15
+
+
+def batch(samples: int, sequence: int) -> Batch:
+    tokens_T = torch.randint(0, MODEL.vocab_size, (samples * sequence,))
+    packed = Packed.of([sequence] * samples)
+    positions_T = torch.arange(sequence).repeat(samples)
+    return Batch(tokens_T, positions_T, tokens_T.roll(-1), packed.cu_seqlens, packed.longest, packed.equal)
+
+
+def trainer(ground: Ground, make: Callable[[Transformer], Masters]) -> Callable[[list[Batch]], float]:
+    model = initialise(Transformer(MODEL), 0)
+    held = make(model)
+    step = Step(model, held, AdamW(held.local, TrainConfig()), TrainConfig(), ground.axes.dp)
+
+    def timed(batches: list[Batch]) -> float:
+        start = time.process_time()
+        step(0, batches)
+        return time.process_time() - start
+
+    return timed
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rows: list[dict[str, Cell]] = []
+    with Ground.build(Plan(), "cpu") as ground:
+        for compute in (torch.float32, torch.bfloat16):
+            whole = trainer(ground, lambda model, compute=compute: Whole(model, compute))
+            sharded = trainer(ground, lambda model, compute=compute: Sharded(model, ground.fsdp_mesh, compute))
+            for count, samples, sequence in SHAPES:
+                pairs: list[tuple[float, float]] = []
+                for i in range(PAIRS + 1):
+                    batches = [batch(samples, sequence) for _ in range(count)]
+                    first, second = (whole, sharded) if i % 2 else (sharded, whole)
+                    a, b = first(batches), second(batches)
+                    pairs.append((a, b) if i % 2 else (b, a))
+                pairs = pairs[1:]  # the first allocates
+                rows.append(
+                    {
+                        "compute": str(compute).removeprefix("torch."),
+                        "micro_batches": count,
+                        "samples": samples,
+                        "sequence_tokens": sequence,
+                        "whole_ms": round(1e3 * statistics.median(a for a, _ in pairs), 1),
+                        "fsdp_ms": round(1e3 * statistics.median(b for _, b in pairs), 1),
+                        "fsdp_over_whole": round(statistics.median(b / a for a, b in pairs), 3),
+                    }
+                )
+                print(rows[-1], flush=True)
+    report("masters_cpu", rows, notes=f"{MODEL.parameters / 1e6:.2f} M parameters, one thread, median of {PAIRS} pairs")
+
+
+if __name__ == "__main__":
+    main()

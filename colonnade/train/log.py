@@ -1,0 +1,147 @@
+"""The run's diary: meter, trackers and screen behind a few calls, so that the loop can be read as a loop.
+
+Every rank keeps one (reading the meter is collective); only rank 0's tracks and shows anything.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from colonnade.train.chips import Throughput
+from colonnade.train.metrics import Diverged, Meter, Row, rates
+from colonnade.train.plot import draw
+from colonnade.train.screen import Screen
+from colonnade.train.session import Session
+from colonnade.train.step import Outcome
+from colonnade.train.trackers import JsonLines, TensorBoard, Tracker
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended, or where it stands."""
+
+    steps: int
+    """Optimizer steps taken in all, those before a resume included."""
+    checkpoint: Path
+    """The newest checkpoint."""
+    picture: Path | None = None
+    """The loss curve."""
+    loss: float | None = None
+    """Training loss of the last step; None when no step was left to take, and for a run that a signal ended."""
+    validation_loss: float | None = None
+    """The newest one of this session."""
+    speed: Throughput | None = None
+    """Of the newest interval; validation and saving are not counted."""
+    stopped: str | None = None
+    """The signal that ended the run early, such as SIGTERM."""
+
+
+class Log:
+    """Used as a context around the steps of ``session``."""
+
+    def __init__(self, session: Session):
+        self.session, self.run = session, session.run
+        self.first = session.ground.rank == 0
+        self.meter = Meter(session.run, session.ground)
+        self.screen = Screen(session.run.train.steps, shown=self.first)
+        self.row: Row = {}
+        self.validation_loss: float | None = None
+        self.speed: Throughput | None = None
+        self._trackers: list[Tracker] = []
+        self._first_step = True
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        folder, taken = self.run.folder, self.session.taken
+        if self.first:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._trackers = [JsonLines(folder, taken), TensorBoard(folder, taken)]
+        for tracker in self._trackers:
+            self._open.callback(tracker.close)
+        self._introduce()
+        self._open.enter_context(self.screen)
+        self.meter.restart()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._open.close()
+
+    def due(self, *intervals: int) -> bool:
+        """Whether the steps taken are a multiple of one of ``intervals`` (0 is never due)."""
+        return any(every and self.session.taken % every == 0 for every in intervals)
+
+    def note(self, outcome: Outcome) -> None:
+        """A step was taken; nothing waits for its numbers."""
+        self.meter.note(self.session.taken, outcome)
+        self.screen.advance(self.session.taken)
+        if self._first_step:  # it also allocates and compiles, and is no measure of the others
+            self.meter.pause()
+            self.meter.restart()
+            self._first_step = False
+
+    def report(self) -> None:
+        """Read what was noted since the last report, track it, show the newest.
+
+        Raises :class:`Diverged` with the last good checkpoint: nothing is saved before it was looked at.
+        """
+        with self._aside():
+            try:
+                rows = self.meter.read()
+            except Diverged as why:
+                good = self.session.checkpoint
+                where = f"the last good checkpoint is {good}" if good else "no checkpoint was written yet"
+                raise Diverged(f"{why}; {where}; lower --train.lr or look at the data") from None
+            self.speed = self.meter.speed() or self.speed
+            for taken, row in rows:
+                newest = taken == self.session.taken and self.speed is not None
+                self._track(taken, row | (rates(self.speed) if newest and self.speed else {}))
+                self.row = row
+            self.screen.metrics(self.session.taken, self.row, self.speed)
+
+    def validate(self) -> None:
+        """Measure and note the validation loss."""
+        with self._aside():
+            self.validation_loss = self.session.validate().item()
+            self._track(self.session.taken, {"validation_loss": self.validation_loss})
+            self.screen.line(f"validation loss {self.validation_loss:.4f} after {self.session.taken} steps")
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        with self._aside():
+            self.screen.line(f"saved {self.session.save()}")
+
+    def summary(self) -> Summary:
+        """Draw the loss curve and say how it went."""
+        checkpoint = self.session.checkpoint
+        assert checkpoint is not None, "the last step saves"
+        title = f"{self.run.name}: {self.run.model.parameters / 1e6:.2f} M parameters"
+        picture = draw(self.run.folder, title) if self.first else None
+        if picture:
+            self.screen.line(f"loss curve {picture}")
+        return Summary(self.session.taken, checkpoint, picture, self.row.get("loss"), self.validation_loss, self.speed)
+
+    def _introduce(self) -> None:
+        it, run = self.session, self.run
+        tokens = run.train.batch * run.data.sequence
+        self.screen.line(
+            f"{run.name}: {run.model.parameters / 1e6:.2f} M parameters, tp={run.plan.tp} dp={run.plan.dp} on "
+            f"{it.ground.device.type}, {run.train.dtype}, {tokens} tokens a step, {run.train.steps} steps"
+        )
+        if it.checkpoint is not None:
+            self.screen.line(f"resumed {it.checkpoint}" + (f" with {', '.join(it.changes)}" if it.changes else ""))
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Time spent inside is not training."""
+        self.meter.pause()
+        try:
+            yield
+        finally:
+            self.meter.resume()
+
+    def _track(self, taken: int, row: Row) -> None:
+        for tracker in self._trackers:
+            tracker.record(taken, row)

@@ -1,0 +1,77 @@
+"""The training loop: what DESIGN draws, from the corpus to the checkpoint.
+
+shards -> pack -> micro-batches of this data rank
+  -> forward -> loss -> backward -> one layout-aware norm -> clip -> AdamW -> schedule             (step.py)
+every so often: a line of metrics (log.py); validation; save(weights, moments, cursor)          (session.py)
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from colonnade.checkpoint import native
+from colonnade.config import RunConfig
+from colonnade.parallel.launch import Interrupted, launch
+from colonnade.parallel.mesh import Ground
+from colonnade.train.log import Log, Summary
+from colonnade.train.session import Session
+from colonnade.train.stop import Stop
+
+
+class Trainer:
+    """``Trainer(run).fit()`` trains ``run`` to its end, from its newest checkpoint where there is one."""
+
+    def __init__(self, run: RunConfig):
+        run.plan.check(run.model)
+        self.run = run
+
+    def fit(self) -> Summary:
+        """Train in as many processes as the plan wants and return rank 0's summary.
+
+        SIGTERM and SIGINT finish the step, save, and return. Raises :class:`~colonnade.errors.ColonnadeError` for a
+        corpus or checkpoint that does not fit, and for a loss that is not finite.
+        """
+        try:
+            return launch(train, (self.run,), self.run.plan)
+        except Interrupted as stop:
+            checkpoint = native.newest(self.run.folder)
+            if checkpoint is None:  # the signal came before the first step
+                raise
+            steps = native.read_meta(checkpoint).step
+            return Summary(steps, checkpoint, stopped=signal.Signals(stop.signal).name)
+
+
+def train(run: RunConfig) -> Summary:
+    """The work of one rank; raises :class:`Interrupted` after a signal, when all is saved."""
+    t = run.train
+    with _deterministic(t.deterministic), Ground.build(run.plan, run.device) as ground:
+        session = Session(run, ground)
+        with Stop(session.world) as stop, Log(session) as log:
+            stopped = None
+            while session.taken < t.steps and stopped is None:
+                log.note(session.step())
+                stopped = stop.asked()
+                done = session.taken == t.steps
+                if stopped or done or log.due(t.log_every, t.eval_every, t.save_every):
+                    log.report()
+                if stopped or done or log.due(t.save_every):
+                    log.save()  # first what must not be lost: whoever sent the signal may not wait for long
+                if t.eval_every and not stopped and (done or log.due(t.eval_every)):
+                    log.validate()
+            summary = log.summary()
+        if stopped is not None:
+            raise stopped
+        return summary
+
+
+@contextmanager
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """Only algorithms that give the same bits each time, for as long as the run lasts."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,0 +1,137 @@
+"""The state of a run on one rank: model, masters, optimizer, data, and how far it came.
+
+Exact resume: weights, both moments, the step and the data cursor are the whole state. The schedule is a function of
+the step and the order of the data one of the cursor, so that a run that was stopped and resumed under the same plan is
+bit for bit the run that was not; under another plan it is the same run up to rounding.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colonnade.checkpoint import native
+from colonnade.config import Config, RunConfig
+from colonnade.data import Batch, Corpus, Loader
+from colonnade.errors import CheckpointError, ConfigError, DataError
+from colonnade.model import Transformer, initialise
+from colonnade.parallel.axis import Axis, world_axis
+from colonnade.parallel.fsdp import masters
+from colonnade.parallel.mesh import Ground
+from colonnade.train.optimizer import AdamW
+from colonnade.train.step import Outcome, Step, evaluate
+
+COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class Session:
+    """A run, begun or resumed from its newest complete checkpoint."""
+
+    def __init__(self, run: RunConfig, ground: Ground):
+        self.run, self.ground, self.world = run, ground, world_axis()
+        self.corpus = Corpus(run.data.path)
+        self._check_corpus()
+        self.samples = self._loader("train")
+        self.held_out = self._loader("validation") if run.train.eval_every else None
+        kept = torch.float64 if run.train.dtype == "float64" else torch.float32
+        self.model = Transformer(run.model, ground.axes, device=ground.device, dtype=kept)
+        self.checkpoint = newest(run.folder, self.world)
+        """The newest complete checkpoint, if there is one."""
+        if self.checkpoint is None:
+            initialise(self.model, run.train.seed)
+        if run.train.compile:
+            for block in self.model.blocks:
+                block.compile()
+        self.masters = masters(self.model, ground, COMPUTE[run.train.dtype])
+        self.optimizer = AdamW(self.masters.local, run.train)
+        self._step = Step(self.model, self.masters, self.optimizer, run.train, self.world)
+        self.taken = 0
+        """Optimizer steps taken."""
+        self.seen = 0
+        """Samples consumed by all ranks."""
+        self.changes: list[str] = []
+        """Settings that are not those with which the checkpoint was written."""
+        if self.checkpoint is not None:
+            self._resume(self.checkpoint)
+
+    def step(self) -> Outcome:
+        """Take the next optimizer step."""
+        outcome = self._step(self.taken, self._on_device(self.samples.at(self.seen)))
+        self.taken, self.seen = self.taken + 1, self.seen + self.run.train.batch
+        return outcome
+
+    def validate(self) -> Tensor:
+        """The mean loss on held-out samples, always the same ones."""
+        assert self.held_out is not None, "validation is switched off"
+        return evaluate(self.model, self._on_device(self.held_out.sweep(self.run.train.eval_samples)))
+
+    def save(self) -> Path:
+        """Write ``runs/NAME/step-N``; keeps the one that is there when no step was taken since."""
+        folder = self.run.folder / f"step-{self.taken}"
+        if folder != self.checkpoint:
+            meta = native.Meta(model=self.run.model, run=self.run, step=self.taken, cursor=self._cursor())
+            native.save(
+                folder,
+                self.model,
+                meta,
+                self.ground,
+                masters=self.masters,
+                optimizer=self.optimizer,
+                tokenizer=self.corpus.tokenizer,
+            )
+            self.checkpoint = folder
+        return folder
+
+    def _loader(self, split: str) -> Loader:
+        dp, t = self.ground.axes.dp, self.run.train
+        return Loader(self.corpus.split(split), self.run.data, t.batch, t.micro_batch, dp.rank, dp.size)
+
+    def _on_device(self, batches: Iterable[Batch]) -> list[Batch]:
+        return [batch.to(self.ground.device) for batch in batches]
+
+    def _resume(self, folder: Path) -> None:
+        meta = native.load(folder, self.model, self.ground, masters=self.masters, optimizer=self.optimizer)
+        if meta.run is None or "seen" not in meta.cursor:
+            raise CheckpointError(f"{folder} was not written by a training run; use another name for this run")
+        was, now = {**meta.cursor, "seen": 0}, {**self._cursor(), "seen": 0}
+        if was != now:
+            raise DataError(
+                f"{self.run.data.path} is not the corpus that {folder} was trained on; "
+                "use that one, or another run name"
+            )
+        self.taken, self.seen = meta.step, meta.cursor["seen"]
+        self.changes = changes(meta.run, self.run)
+
+    def _cursor(self) -> dict[str, Any]:
+        manifest = self.corpus.manifest
+        return {"seen": self.seen, "tokens": manifest.train.tokens, "tokenizer": manifest.tokenizer_sha256}
+
+    def _check_corpus(self) -> None:
+        needs, has = self.corpus.manifest.vocab_size, self.run.model.vocab_size
+        if needs > has:
+            raise ConfigError(
+                f"the tokens of {self.run.data.path} run up to {needs}, the model has {has} rows; "
+                f"set --model.vocab-size {needs}"
+            )
+
+
+def newest(run: Path, world: Axis) -> Path | None:
+    """The newest complete checkpoint of a run, as rank 0 sees it, so that all ranks resume from the same."""
+    found = native.newest(run) if world.rank == 0 else None
+    step = torch.tensor(-1 if found is None else int(found.name.removeprefix("step-")))
+    world.broadcast_(step)
+    return None if step < 0 else run / f"step-{int(step)}"
+
+
+def changes(was: Config, now: Config, prefix: str = "") -> list[str]:
+    """``"train.lr 0.0003 -> 0.0001"`` for each setting that differs."""
+    found: list[str] = []
+    for key in type(now).model_fields:
+        old, new = getattr(was, key), getattr(now, key)
+        if isinstance(old, Config) and isinstance(new, Config):
+            found += changes(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key} {old} -> {new}")
+    return found

@@ -1,0 +1,213 @@
+"""The whole loop on a real corpus: exact resume, signals, kills, divergence, and what a run leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from colonnade.checkpoint import folder as folders
+from colonnade.checkpoint import native
+from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
+from colonnade.data import build
+from colonnade.errors import CheckpointError, ConfigError, DataError
+from colonnade.train import Trainer
+from colonnade.train.loop import train
+from colonnade.train.metrics import Diverged
+from tests.worlds import run as in_world
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+TEXT = "we the people of this union hold that a column stands in a row and bears its share of the weight"
+WORDS = TEXT.split()
+MODEL = ModelConfig(vocab_size=300, layers=2, width=16, heads=4, kv_heads=2, ffn_width=24, context=32, tied=True)
+TRAIN = TrainConfig(
+    steps=12,
+    batch=4,
+    micro_batch=1,
+    lr=1e-2,
+    min_lr=1e-3,
+    warmup=2,
+    log_every=3,
+    eval_every=6,
+    eval_samples=3,
+    save_every=4,
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "corpus"
+    texts = [(str(i), " ".join(WORDS[(i * j) % len(WORDS)] for j in range(5 + i % 40))) for i in range(120)]
+    build(texts, folder, vocab_size=300, validation_share=0.2)
+    return folder
+
+
+@pytest.fixture
+def config(corpus: Path, tmp_path: Path) -> RunConfig:
+    data = DataConfig(path=corpus, sequence=16)
+    return RunConfig(name="it", runs=tmp_path, device="cpu", model=MODEL, data=data, train=TRAIN)
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """Every file of weights and moments, byte for byte."""
+    found = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    assert found
+    return found
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 100) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_what_a_run_leaves_behind(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = Trainer(config).fit()
+    assert (summary.steps, summary.stopped) == (12, None)
+    assert summary.checkpoint == config.folder / "step-12" == native.newest(config.folder)
+    assert [step for step, _ in folders.steps(config.folder)] == [12, 8, 4]
+    rows = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    held_out = {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+    assert list(losses) == list(range(1, 13))
+    assert list(held_out) == [6, 12]
+    assert losses[12] == summary.loss < losses[1] - 0.1
+    assert held_out[12] == summary.validation_loss
+    assert all(row["tokens_per_s"] > 0 for row in rows if row["step"] % 3 == 0 and "loss" in row)
+    assert summary.picture is not None and summary.picture.read_bytes()[:4] == b"\x89PNG"
+    board = EventAccumulator(str(config.folder / "tensorboard")).Reload()
+    assert [point.step for point in board.Scalars("loss")] == list(range(1, 13))
+    meta = native.read_meta(summary.checkpoint)
+    assert meta.run == config
+    assert meta.cursor["seen"] == 12 * 4
+    assert (summary.checkpoint / "tokenizer" / "tokenizer.json").is_file()
+    text = capsys.readouterr().out
+    assert "mfu n/a" in text and "step 12/12" in text and "\x1b" not in text
+    again = Trainer(config).fit()
+    assert (again.steps, again.loss, again.checkpoint) == (12, None, summary.checkpoint)
+
+
+def test_a_signal_saves_and_the_resumed_run_is_the_same_run(config: RunConfig) -> None:
+    whole = config.but(name="whole")
+    Trainer(whole).fit()
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    taken: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+
+        def interrupt(number: int = number) -> None:
+            before = len((config.folder / "metrics.jsonl").read_text()) if taken else 0
+            metrics = config.folder / "metrics.jsonl"
+            wait_for(lambda: metrics.exists() and len(metrics.read_text()) > before)
+            os.kill(os.getpid(), number)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        summary = Trainer(config).fit()
+        thread.join()
+        if summary.stopped is not None:
+            assert summary.stopped == number.name
+            assert summary.checkpoint == config.folder / f"step-{summary.steps}"
+        taken.append(summary.steps)
+    assert 0 < taken[0] < 12, "the first signal came too late to prove anything"
+    assert Trainer(config).fit().steps == 12
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert tensors(config.folder / "step-12") == tensors(whole.folder / "step-12")
+    one, other = ((it.folder / "metrics.jsonl").read_text().splitlines() for it in (config, whole))
+    losses = [[json.loads(row)["loss"] for row in rows if '"loss"' in row] for rows in (one, other)]
+    assert losses[0] == losses[1] and len(losses[0]) == 12
+
+
+SCRIPT = """
+import sys
+from colonnade.config import RunConfig
+from colonnade.train import Trainer
+if __name__ == "__main__":
+    summary = Trainer(RunConfig.model_validate_json(sys.argv[1])).fit()
+    print("ended", summary.steps, summary.stopped, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_are_killed_and_stopped_and_go_on(config: RunConfig, tmp_path: Path) -> None:
+    """SIGKILL for the whole group, then SIGTERM for the launcher, then on: the uninterrupted run, bit for bit."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    slow = config.train.but(steps=60, save_every=3, eval_every=0, log_every=3)
+    config = config.but(plan=Plan(tp=2), train=slow)
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, str(script), config.model_dump_json()],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONPATH": "."},
+        )  # fmt: skip
+
+    def newest_step() -> int:
+        return folders.steps(config.folder)[0][0] if folders.steps(config.folder) else 0
+
+    killed = start()
+    wait_for(lambda: newest_step() >= 3)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    first = newest_step()
+    assert native.newest(config.folder) == config.folder / f"step-{first}"
+    stopped = start()
+    wait_for(lambda: newest_step() > first)
+    stopped.terminate()
+    said, _ = stopped.communicate(timeout=100)
+    second = newest_step()
+    assert f"resumed {config.folder}/step-{first}" in said
+    assert f"ended {second} SIGTERM" in said and stopped.returncode == 0
+    for it in (config, config.but(name="whole", train=slow.but(save_every=0))):
+        in_world(2, train, it)
+    assert tensors(config.folder / "step-60") == tensors(config.runs / "whole" / "step-60")
+
+
+def test_divergence_stops_with_step_and_last_good_checkpoint(config: RunConfig) -> None:
+    Trainer(config.but(train=TRAIN.but(steps=4, eval_every=0))).fit()
+    good = config.folder / "step-4"
+    weights = load_file(good / "weights-00000.safetensors")
+    weights["norm.weight"][0] = float("nan")
+    save_file(weights, good / "weights-00000.safetensors")
+    manifest = json.loads((good / "manifest.json").read_text())
+    manifest["files"]["weights-00000.safetensors"] = folders.digest_of(good / "weights-00000.safetensors").model_dump()
+    (good / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        Diverged, match=r"step 5: the loss is nan on data rank 0 of 1; the last good checkpoint is .*step-4"
+    ):
+        Trainer(config).fit()
+    assert native.newest(config.folder) == good, "nothing was saved after it"
+
+
+def test_runs_that_cannot_be(config: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run up to 300, the model has 50 rows; set --model.vocab-size 300"):
+        Trainer(config.but(model=MODEL.but(vocab_size=50))).fit()
+    assert not config.folder.exists()
+    with pytest.raises(DataError):
+        Trainer(config.but(data=DataConfig(path=tmp_path / "nowhere", sequence=16))).fit()
+    short = config.but(train=TRAIN.but(steps=4, eval_every=0))
+    Trainer(short).fit()
+    with pytest.raises(CheckpointError, match="another ffn_width"):
+        Trainer(short.but(model=MODEL.but(ffn_width=32))).fit()
+    other = tmp_path / "other"
+    build([(str(i), " ".join(WORDS[: 5 + i % 7])) for i in range(90)], other, vocab_size=300, validation_share=0.2)
+    with pytest.raises(DataError, match="is not the corpus that"):
+        Trainer(short.but(data=DataConfig(path=other, sequence=16))).fit()
+
+
+def test_bfloat16_compiled_and_deterministic_runs_learn(config: RunConfig) -> None:
+    for name, changes in (("bf16", {"dtype": "bfloat16"}), ("deterministic", {"deterministic": True})):
+        summary = Trainer(config.but(name=name, train=TRAIN.but(**changes))).fit()
+        assert summary.loss is not None and summary.loss < 5.6
+    assert not torch.are_deterministic_algorithms_enabled()
