@@ -22,7 +22,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
     Raises :class:`CheckpointError` for a family, a choice or a key that we cannot express.
     """
     kind = raw.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"{where} describes a model of type {kind!r}; known types are {', '.join(FAMILIES)}")
     if raw.get("quantization_config"):
         raise CheckpointError(

@@ -30,7 +30,7 @@ def fetch(model_id: str, *, revision: str | None = None) -> Path:
             f"'{model_id}' is not in the Hub's cache and the Hub cannot be reached; connect, or give a local folder"
         ) from None
     except (HfHubHTTPError, OSError) as why:
-        reason = str(why).strip().splitlines()[0]
+        reason = str(why).strip().splitlines()[0].rstrip(".")
         raise CheckpointError(
             f"cannot fetch '{model_id}' from the Hub: {reason}; check the id and your login"
         ) from None

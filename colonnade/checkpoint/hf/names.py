@@ -48,7 +48,7 @@ class Family:
 def activation_from_hf(keys: Keys, key: str, default: str) -> Activation:
     """Our name of their activation function."""
     theirs = keys.take(key, default)
-    if theirs not in ACTIVATIONS:
+    if not isinstance(theirs, str) or theirs not in ACTIVATIONS:
         raise keys.refuse(key, f"known activations are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[theirs]
 

@@ -55,7 +55,7 @@ def rope_from_hf(keys: Keys, context: int) -> dict[str, Any]:
     keys.must_be("partial_rotary_factor", 1.0, "only rotation of the whole head is implemented")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise keys.refuse(name, "only rotation of the whole head is implemented")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
     if kind == "default":
         return {"rope_theta": theta, "context": context}
     if kind not in FIELDS:
@@ -64,7 +64,8 @@ def rope_from_hf(keys: Keys, context: int) -> dict[str, Any]:
     known = FIELDS[kind]
     if unknown := rope.keys() - set(known.values()) - WITHOUT_EFFECT:
         raise keys.refuse(name, f"the setting '{min(unknown)}' of kind '{kind}' is not known")
-    values = {ours: rope[theirs] for ours, theirs in known.items() if rope.get(theirs) is not None}
+    given = {ours: rope[theirs] for ours, theirs in known.items() if rope.get(theirs) is not None}
+    values: dict[str, Any] = {"kind": kind, **given}
     if "original_context" in known:
         # Phi's place for it, then transformers' default.
         outer = keys.take("original_max_position_embeddings")
@@ -77,7 +78,7 @@ def rope_from_hf(keys: Keys, context: int) -> dict[str, Any]:
         context = round(original * values["factor"]) if context == original else context
     if "factor" not in values:
         raise keys.refuse(name, f"kind '{kind}' needs 'factor'")
-    return {"rope_theta": theta, "context": context, "rope_scaling": RopeScaling(kind=kind, **values)}
+    return {"rope_theta": theta, "context": context, "rope_scaling": RopeScaling(**values)}
 
 
 def _table(keys: Keys, name: str) -> dict[str, Any]:

@@ -1,0 +1,264 @@
+"""config.json both ways: published files give the published models, and what we cannot express is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colonnade.checkpoint.hf.families import FAMILIES, config_from_hf, config_to_hf
+from colonnade.config import ModelConfig, RopeScaling
+from colonnade.config.presets import PRESETS, preset
+from colonnade.errors import CheckpointError, ConfigError
+
+# As they lie on the Hub, with all their ballast.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+        "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12,
+        "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
+    },
+    "smollm2-135m": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.02,
+        "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192, "mlp_bias": False,
+        "model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+        "pad_token_id": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None,
+        "rope_theta": 100000, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+        "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 49152,
+    },
+    "llama-2-7b": {
+        "_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16",
+        "transformers_version": "4.31.0.dev0", "use_cache": True, "vocab_size": 32000,
+    },
+    "llama-3.2-1b": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131072,
+        "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16,
+        "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
+    },
+    "mistral-7b": {
+        "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
+    },
+    "qwen2-0.5b": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+        "intermediate_size": 4864, "max_position_embeddings": 131072, "max_window_layers": 24, "model_type": "qwen2",
+        "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.1", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+        "initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960,
+        "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_the_presets(name: str) -> None:
+    assert config_from_hf(PUBLISHED[name]) == preset(name)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_survive_a_round_trip_and_transformers_reads_them_alike(name: str, tmp_path: Path) -> None:
+    raw = config_to_hf(preset(name))
+    assert config_from_hf(raw) == preset(name)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert config_from_hf(theirs) == preset(name), "and what transformers makes of it says the same"
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ModelConfig:
+    """Any model of any family."""
+    family = draw(st.sampled_from(list(FAMILIES)))
+    layers, kv_heads = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    heads = kv_heads if family == "gpt2" else kv_heads * draw(st.integers(1, 3))
+    head_width = 2 * draw(st.integers(1, 5))
+    fields: dict[str, Any] = {
+        "family": family,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_width": head_width,
+        "width": heads * head_width if family == "gpt2" else draw(st.integers(1, 40)),
+        "vocab_size": draw(st.integers(1, 300)),
+        "ffn_width": draw(st.integers(1, 99)),
+        "context": draw(st.integers(1, 10_000)),
+        "norm_eps": draw(st.floats(1e-8, 1e-2)),
+        "activation": draw(st.sampled_from(["gelu", "gelu_tanh", "silu", "relu"])),
+        "tied": draw(st.booleans()),
+        "init_std": draw(st.floats(1e-3, 1)),
+    }
+    bias = draw(st.booleans())
+    if family == "gpt2":
+        fields |= {"positions": "learned", "norm": "layernorm", "gated": False}
+        return ModelConfig(**fields, qkv_bias=True, out_bias=True, ffn_bias=True)
+    if family == "llama":
+        fields |= {"qkv_bias": bias, "out_bias": bias, "ffn_bias": draw(st.booleans())}
+    if family == "qwen2":
+        fields |= {"qkv_bias": True}
+    if family == "qwen3":
+        fields |= {"qk_norm": True, "qkv_bias": bias, "out_bias": bias}
+    if family != "llama" and draw(st.booleans()):
+        fields["window"] = draw(st.integers(1, 50))
+        fields["window_from_layer"] = 0 if family == "mistral" else draw(st.integers(0, layers - 1))
+    kind = draw(st.sampled_from([None, "linear", "llama3", "yarn"]))
+    if kind:
+        scaling: dict[str, Any] = {"kind": kind, "factor": draw(st.floats(1, 64))}
+        if kind != "linear":
+            scaling["original_context"] = draw(st.integers(1, fields["context"]))
+            fields["context"] += 1  # an original context equal to the whole is Qwen's shorthand, tested below
+        if kind == "yarn":
+            scaling |= {"truncate": draw(st.booleans()), "attention_factor": draw(st.none() | st.floats(0.1, 2))}
+        fields["rope_scaling"] = RopeScaling(**scaling)
+    return ModelConfig(**fields, rope_theta=draw(st.floats(10, 1e7)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(configs())
+def test_any_config_survives_a_round_trip(config: ModelConfig) -> None:
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+
+
+LLAMA = PUBLISHED["llama-2-7b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "expected"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "rope_theta", 7.0),
+        ({"rope_theta": 7.0, "rope_parameters": {"rope_theta": 9.0}}, "rope_theta", 9.0),
+        ({"rope_theta": 7.0}, "rope_theta", 7.0),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling", RopeScaling(kind="linear", factor=2.0)),
+        ({"num_key_value_heads": None}, "kv_heads", 32),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "activation", "gelu_tanh"),
+        ({"attention_bias": True}, "out_bias", True),
+        ({"mlp_bias": True}, "ffn_bias", True),
+        ({"head_dim": 96}, "head_width", 96),
+        ({"unsloth_version": "2025.1", "surprise": False}, "family", "llama"),
+    ],
+)
+def test_what_the_keys_mean(changes: dict[str, Any], field: str, expected: Any) -> None:
+    assert getattr(config_from_hf(LLAMA | changes), field) == expected
+
+
+def test_qwens_recipe_for_yarn_gives_the_stretched_context() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = config_from_hf(PUBLISHED["qwen2-0.5b"] | {"rope_scaling": scaling, "max_position_embeddings": 32768})
+    assert config.context == 131072
+    assert config_from_hf(config_to_hf(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama-2-7b", {"model_type": "gemma"}, r"of type 'gemma'; known types are gpt2, llama, mistral, qwen2, qwen3"),
+        ("llama-2-7b", {"model_type": None}, "of type None"),
+        ("llama-2-7b", {"model_type": ["llama"]}, "of type"),
+        ("llama-2-7b", {"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
+        ("llama-2-7b", {"hidden_size": None}, "lacks 'hidden_size'"),
+        ("llama-2-7b", {"hidden_size": "4096"}, "sets 'hidden_size' to '4096': a positive whole number"),
+        ("llama-2-7b", {"hidden_size": -1}, "a positive whole number"),
+        ("llama-2-7b", {"num_hidden_layers": True}, "a positive whole number"),
+        ("llama-2-7b", {"rms_norm_eps": "small"}, "a number was expected"),
+        ("llama-2-7b", {"rms_norm_eps": 0}, "ModelConfig.norm_eps is 0"),
+        ("llama-2-7b", {"tie_word_embeddings": "yes"}, "true or false was expected"),
+        ("llama-2-7b", {"num_key_value_heads": 5}, "32 query heads do not divide by 5"),
+        ("llama-2-7b", {"head_dim": 7}, "head_width 7 must be even"),
+        ("llama-2-7b", {"hidden_act": "quick_gelu"}, "'quick_gelu': known activations are silu"),
+        ("llama-2-7b", {"hidden_act": {"x": 1}}, "known activations are"),
+        ("llama-2-7b", {"residual_multiplier": 0.22}, "sets 'residual_multiplier' to 0.22: Colonnade does not know"),
+        ("llama-2-7b", {"auto_map": {"AutoModel": "modeling.Mine"}}, "sets 'auto_map'"),
+        ("llama-2-7b", {"partial_rotary_factor": 0.5}, "only rotation of the whole head"),
+        ("llama-2-7b", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "only rotation"),
+        (
+            "llama-2-7b",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "use rope_type 'yarn'",
+        ),
+        ("llama-2-7b", {"rope_scaling": {"rope_type": "longrope"}}, "switches frequencies.*use a checkpoint"),
+        ("llama-2-7b", {"rope_scaling": {"type": "su"}}, "switches frequencies"),
+        ("llama-2-7b", {"rope_scaling": {"rope_type": "mrope"}}, "known kinds are default, linear, llama3, yarn"),
+        ("llama-2-7b", {"rope_scaling": {"type": "linear"}}, "needs 'factor'"),
+        ("llama-2-7b", {"rope_scaling": {"type": "linear", "factor": -1.0}}, "RopeScaling.factor is -1.0"),
+        ("llama-2-7b", {"rope_scaling": {"type": "linear", "factor": 2.0, "short_factor": [1]}}, "'short_factor'"),
+        ("llama-2-7b", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs 'high_freq_factor'"),
+        ("llama-2-7b", {"rope_scaling": {"type": ["linear"]}}, "known kinds"),
+        ("llama-2-7b", {"rope_scaling": [1]}, "one set of rotary settings"),
+        ("llama-2-7b", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of rotary settings"),
+        ("llama-2-7b", {"rope_theta": 0}, "ModelConfig.rope_theta is 0"),
+        ("llama-2-7b", {"rope_theta": "10000"}, "a number was expected"),
+        ("mistral-7b", {"sliding_window": 0}, "a positive whole number"),
+        ("mistral-7b", {"layer_types": ["full_attention"] * 32}, "'sliding_attention' in every layer follows"),
+        (
+            "qwen2-0.5b",
+            {"use_sliding_window": True, "layer_types": ["sliding_attention", *["full_attention"] * 23]},
+            "first",
+        ),
+        ("qwen2-0.5b", {"layer_types": ["sliding_attention"] * 24}, "'use_sliding_window' is false"),
+        ("qwen2-0.5b", {"layer_types": ["full_attention"] * 23}, "24 in all"),
+        ("qwen2-0.5b", {"layer_types": ["chunked_attention"] * 24}, "24 in all"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "divided by the layer's number"),
+        ("gpt2", {"scale_attn_weights": False}, "factor 1/√H"),
+        ("gpt2", {"add_cross_attention": True}, "only decoders"),
+        ("gpt2", {"n_head": 7}, "width 768 does not divide by 7 heads"),
+    ],
+)
+def test_what_we_cannot_express_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        config_from_hf(PUBLISHED[name] | changes, "folder/config.json")
+    assert str(caught.value).startswith("folder/config.json") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama-2-7b", {"window": 7}, r"'llama' files cannot express window = 7 \(it would read back as None\)"),
+        ("llama-2-7b", {"qk_norm": True}, "cannot express qk_norm"),
+        ("llama-2-7b", {"qkv_bias": True}, "cannot express out_bias"),
+        ("llama-2-7b", {"norm": "layernorm"}, "cannot express norm"),
+        ("mistral-7b", {"window_from_layer": 3}, "cannot express window_from_layer"),
+        ("qwen2-0.5b", {"qkv_bias": False}, "cannot express qkv_bias"),
+        ("qwen2-0.5b", {"ffn_bias": True}, "cannot express ffn_bias"),
+        ("gpt2", {"kv_heads": 4}, "cannot express kv_heads"),
+        ("gpt2", {"gated": True}, "cannot express gated"),
+    ],
+)
+def test_what_a_family_cannot_say_is_not_written(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        config_to_hf(preset(name).but(**changes))
+
+
+def test_the_settings_of_the_config_itself_stay_config_errors() -> None:
+    with pytest.raises(ConfigError):
+        preset("gpt2").but(heads=7)

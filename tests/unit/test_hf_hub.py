@@ -1,0 +1,125 @@
+"""Fetching by id, from a Hub that this file serves on 127.0.0.1: what is fetched, what is left, what goes wrong."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from colonnade.checkpoint.hf.hub import fetch
+from colonnade.checkpoint.hf.write import write_hf
+from colonnade.errors import CheckpointError
+from tests.models import build
+from tests.unit.test_hf_files import LLAMA
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+# A process of its own, because huggingface_hub reads its environment once, when it is imported.
+SCRIPT = """
+import sys
+from colonnade.checkpoint.hf import HFFolder, fetch
+from colonnade.errors import CheckpointError
+try:
+    folder = fetch(sys.argv[1])
+    print(*sorted(path.name for path in folder.iterdir()), HFFolder(folder).config.layers)
+except CheckpointError as error:
+    print("refused:", error)
+"""
+
+
+def git_id(contents: bytes) -> str:
+    """The Hub's name of a file's contents."""
+    return hashlib.sha1(b"blob %d\0" % len(contents) + contents).hexdigest()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+    """(its address, the paths that were asked for); it has one model, "us/tiny"."""
+    write_hf(build(LLAMA), tmp_path / "tiny")
+    (tmp_path / "tiny" / "pytorch_model.bin").write_bytes(b"never")
+    (tmp_path / "tiny" / "modeling.py").write_text("raise SystemExit")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "tiny").iterdir()}
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            name = self.path.rsplit("/", 1)[-1]
+            if self.path.startswith("/api/models/us/tiny/revision/"):
+                self.say({"id": "us/tiny", "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]})
+            elif self.path.startswith(f"/api/models/us/tiny/tree/{COMMIT}"):
+                self.say([{"type": "file", "path": f, "size": len(files[f]), "oid": git_id(files[f])} for f in files])
+            elif self.path.startswith(f"/us/tiny/resolve/{COMMIT}/") and name in files:
+                self.answer(files[name])
+            else:
+                self.answer(b"{}", 404)
+
+        def say(self, value: object) -> None:
+            self.answer(json.dumps(value).encode())
+
+        def answer(self, body: bytes, status: int = 200) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("ETag", f'"{git_id(body)}"')
+            if status == 404:
+                self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def ask(address: str, model_id: str, home: Path, **more: str) -> str:
+    """What a fresh process prints."""
+    keep = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    env = keep | {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **more}
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, model_id], env=env, capture_output=True, text=True, timeout=100, check=True
+    )
+    return run.stdout.strip()
+
+
+def test_weights_and_settings_are_fetched_and_nothing_that_runs(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    address, asked = hub
+    home = tmp_path / "home"
+    said = ask(address, "us/tiny", home)
+    assert said == "config.json generation_config.json model.safetensors 2", asked
+    assert not any(path.endswith((".bin", ".py")) for path in asked)
+    asked.clear()
+    offline = ask(address, "us/tiny", home, HF_HUB_OFFLINE="1")
+    assert offline == "config.json generation_config.json model.safetensors 2" and asked == []
+
+
+def test_what_goes_wrong_is_one_line(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    address, _ = hub
+    said = ask(address, "us/nothing", tmp_path)
+    assert said.startswith("refused: cannot fetch 'us/nothing' from the Hub") and "\n" not in said
+    said = ask("http://127.0.0.1:9", "us/tiny", tmp_path)
+    assert said.startswith("refused: ") and "cannot be reached" in said and "\n" not in said
+    said = ask(address, "a/b/c", tmp_path)
+    assert said == "refused: 'a/b/c' is neither a file or folder here nor a Hub id (owner/name)"
+
+
+def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'colonnade\[hub\]'"):
+        fetch("us/tiny")
