@@ -1,0 +1,69 @@
+"""torch.compile: one graph serves all blocks, whatever their number, and ragged lengths do not make new ones for ever."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from colonnade.config import ModelConfig
+from colonnade.model import KVCache, Loss, Packed, Paged, Rows, Stream
+from tests.models import build
+from tests.worlds import assert_same
+
+# Dynamo itself looks at .grad of tensors that are no leaves, and means to hide that.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+def config(layers: int) -> ModelConfig:
+    return ModelConfig(vocab_size=67, layers=layers, width=24, heads=4, kv_heads=2, ffn_width=26, context=64)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def loss_of(model, lengths: list[int]) -> torch.Tensor:
+    T = sum(lengths)
+    tokens = torch.arange(T) % 67
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    total, count = model(Stream(tokens, positions), Packed.of(lengths), Loss((tokens + 1) % 67))
+    return total / count
+
+
+@pytest.mark.parametrize("layers", [2, 12])
+def test_blocks_share_one_graph(layers: int) -> None:
+    """A layer's number inside the block would make one graph a layer, and none after the eighth."""
+    plain, model = build(config(layers)), build(config(layers))
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    for lengths in ([16], [16], [8, 8], [24, 24]):
+        model.zero_grad()
+        plain.zero_grad()
+        loss_of(model, lengths).backward()
+        loss_of(plain, lengths).backward()
+        for name, p in model.named_parameters():
+            assert_same(p.grad, plain.get_parameter(name).grad, what=name)
+    assert counter.frame_count <= 3  # one, then at most one each for another T and another batch
+
+
+def test_decoding_shares_one_graph() -> None:
+    """The paged cache is written in place inside the graph."""
+    model, plain = build(config(10)), build(config(10))
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model.blocks:
+        block.compile(backend=counter)
+    caches = [KVCache(m.config, pages=8, page_tokens=4, dtype=torch.float64) for m in (model, plain)]
+    with torch.no_grad():
+        for start, stop in ((0, 5), (5, 6), (6, 7), (7, 8), (8, 9)):
+            logits = []
+            for m, cache in zip((model, plain), caches, strict=True):
+                new = stop - start
+                at = torch.arange(start, stop)
+                pages = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+                ends = torch.tensor([0, new], dtype=torch.int32)
+                paged = Paged(cache, pages, at, ends, torch.tensor([stop], dtype=torch.int32), new, stop)
+                logits.append(m(Stream(at % 67, at), paged, Rows()))
+            assert_same(logits[0], logits[1])
