@@ -10,6 +10,7 @@ from colonnade.checkpoint.hf.write import write_hf
 from colonnade.config import Plan
 from colonnade.model import IGNORE, Packed, Rows, Stream, Transformer
 from colonnade.parallel.axis import SOLO_AXES, Axes
+from colonnade.parallel.fsdp import masters
 from colonnade.parallel.mesh import Ground
 
 LENGTHS = [9, 2, 14]
@@ -40,6 +41,7 @@ def relay(folder: Path, plan: Plan, out: Path) -> Tensor:
     """In a worker: load ``folder`` under ``plan``, save it again as ``out`` in small shards, return the logits."""
     with Ground.build(plan, "cpu") as ground:
         model = load(folder, ground.axes)
+        masters(model, ground, torch.float64)
         write_hf(model, out, shard_bytes=4000)
         stream, attend, _ = stream_of(documents(model.config.vocab_size))
         return model(stream, attend, Rows()).detach()

@@ -3,20 +3,25 @@
 transformers computes RMSNorm, softmax and the loss in float32 whatever the model's type, so equality is to 1e-6.
 """
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from colonnade.checkpoint.hf.families import FAMILIES
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.checkpoint.stored import stored_parameters
-from colonnade.config import Plan
+from colonnade.config import ModelConfig, Plan
 from colonnade.model import Loss, Rows
 from tests.hf import documents, fail_to_write, load, relay, stream_of
+from tests.hf_configs import configs
+from tests.models import build
 from tests.worlds import assert_same, run
 
 TOLERANCE = 1e-6
@@ -127,7 +132,9 @@ def test_logits_loss_and_every_gradient_equal_transformers(case: str, tmp_path: 
         ("llama-llama3", 2, 2),
         ("gpt2-four-heads", 2, 1),
         ("gpt2", 3, 1),
+        ("mistral-window", 3, 1),
         ("qwen2", 1, 2),
+        ("qwen2", 3, 1),
         ("qwen3", 3, 1),
     ],
 )
@@ -135,7 +142,7 @@ def test_any_layout_reads_and_writes_the_same_model(case: str, tp: int, dp: int,
     theirs = reference(case)
     theirs.save_pretrained(tmp_path / "hf")
     plan = Plan(tp=tp, dp=dp)
-    results = run(plan.world, relay, tmp_path / "hf", plan, tmp_path / "out")
+    results = run(plan.world, relay, tmp_path / "hf", plan, tmp_path / "out")  # with dp, FSDP holds the weights
     expected = their_logits(theirs, documents(theirs.config.vocab_size))
     for logits in results:
         assert_same(logits, expected, TOLERANCE, "logits")
@@ -146,6 +153,24 @@ def test_any_layout_reads_and_writes_the_same_model(case: str, tp: int, dp: int,
     weights, original = back.state_dict(), theirs.state_dict()
     assert weights.keys() == original.keys()
     assert all(torch.equal(weights[name], original[name]) for name in weights)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(config=configs(), seed=st.integers(0, 99))
+def test_any_model_that_we_save_is_the_same_in_transformers(config: ModelConfig, seed: int) -> None:
+    ours = build(config, seed=seed)
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.mul_(0.2 / config.init_std if p.dim() == 2 else 1.0)
+    with tempfile.TemporaryDirectory() as place:
+        write_hf(ours, Path(place, "hf"))
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            Path(place, "hf"), dtype=torch.float64, attn_implementation="eager"
+        )
+    texts = documents(config.vocab_size)
+    stream, attend, _ = stream_of(texts)
+    with torch.no_grad():
+        assert_same(ours(stream, attend, Rows()), their_logits(theirs, texts), TOLERANCE, "logits")
 
 
 @pytest.mark.parametrize("case", CASES)

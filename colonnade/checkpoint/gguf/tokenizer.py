@@ -70,7 +70,7 @@ def tokenizer_of(header: Header, vocab_size: int) -> TokenizerParts:
     if model != "gpt2":
         raise CheckpointError(
             f"{header.path} has a tokenizer of the kind {model!r}, and only 'gpt2' (byte-level BPE) can be rebuilt; "
-            "put the original model's tokenizer.json beside it and name that folder as the tokenizer"
+            "use a Hugging Face folder of the same model"
         )
     rule = ALIASES.get(rule, rule)
     if rule not in SPLITTERS:
