@@ -53,34 +53,33 @@ def truncate(x_RV: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_p: 
     k_of = [min(k, V) or V for k in top_k]
     cut = [r for r in range(len(k_of)) if k_of[r] < V or top_p[r] < 1]
     if cut:
-        best_RK, index_RK = _likeliest(x_RV[cut], [k_of[r] for r in cut], [top_p[r] for r in cut])
+        best, index = _likeliest(x_RV[cut], [k_of[r] for r in cut], [top_p[r] for r in cut])
         kept_RV = torch.full((len(cut), V), -math.inf, dtype=x_RV.dtype, device=x_RV.device)
-        x_RV = x_RV.index_copy(0, torch.tensor(cut, device=x_RV.device), kept_RV.scatter_(1, index_RK, best_RK))
+        x_RV = x_RV.index_copy(0, torch.tensor(cut, device=x_RV.device), kept_RV.scatter_(1, index, best))
     if any(min_p):
-        floor = [math.log(p) if p else -math.inf for p in min_p]
-        x_RV = x_RV.masked_fill(x_RV < _column(floor, x_RV), -math.inf)  # p_i < min_p · p_max, as x_max is 0
+        floor = _column([math.log(p) if p else -math.inf for p in min_p], x_RV)
+        x_RV = x_RV.masked_fill(x_RV < floor, -math.inf)  # p_i < min_p · p_max, as x_max is 0
     return x_RV
 
 
 def _likeliest(x_RV: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """The kept tokens' values and indices, likeliest first, padded with -inf.
+    """The kept tokens' values and indices, likeliest first, padded with -inf: both (R, as many as needed).
 
     A nucleus is small as a rule, and sorting a whole vocabulary costs milliseconds a row on a CPU: look at a few
     hundred tokens first, and at more only if some row's mass is not reached.
     """
     V = x_RV.shape[1]
-    k_R1, p_R1 = _column(top_k, x_RV), _column(top_p, x_RV)
-    whole_R1 = x_RV.logsumexp(-1, keepdim=True)
+    k, p = _column(top_k, x_RV), _column(top_p, x_RV)
+    whole = x_RV.logsumexp(-1, keepdim=True)
     width = min(V, max(FIRST_LOOK, *(k for k in top_k if k < V), 0))
     while True:
-        best_RK, index_RK = x_RV.topk(width)
-        rank_K = torch.arange(width, device=x_RV.device)
-        best_RK = best_RK.masked_fill(rank_K >= k_R1, -math.inf)
-        total_R1 = torch.where(k_R1 < V, best_RK.logsumexp(-1, keepdim=True), whole_R1)
-        p_RK = (best_RK - total_R1).exp()
-        before_RK = p_RK.cumsum(-1) - p_RK  # the mass of the likelier ones; 0 for the first
-        if width == V or bool(((before_RK[:, -1:] >= p_R1) | (k_R1 <= width)).all()):
-            return best_RK.masked_fill((before_RK >= p_R1) & (rank_K > 0), -math.inf), index_RK
+        best, index = x_RV.topk(width)
+        rank = torch.arange(width, device=x_RV.device)
+        best = best.masked_fill(rank >= k, -math.inf)
+        probability = (best - torch.where(k < V, best.logsumexp(-1, keepdim=True), whole)).exp()
+        before = probability.cumsum(-1) - probability  # the mass of the likelier ones; 0 for the first
+        if width == V or bool(((before[:, -1:] >= p) | (k <= width)).all()):
+            return best.masked_fill((before >= p) & (rank > 0), -math.inf), index
         width = min(V, 16 * width)
 
 

@@ -72,7 +72,10 @@ class Serving(RuleBasedStateMachine):
     def one_step(self):
         if not self.live:
             return
+        before = self.scheduler.preemptions, list(self.scheduler.running)
         work = self.scheduler.schedule()
+        if self.scheduler.preemptions > before[0]:  # pages are short: nobody new gets any in the same breath
+            assert set(work.requests) <= set(before[1])
         assert 0 < work.tokens <= self.scheduler.token_budget
         assert len(work.slices) <= self.scheduler.max_running
         self.check_first_come_first_served(work.requests)

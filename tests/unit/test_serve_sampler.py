@@ -83,9 +83,9 @@ def test_filters_keep_the_likeliest(params, kept):
 def by_sorting(x_V: torch.Tensor, k: int, p: float, min_p: float) -> set[int]:
     """The kept tokens, as the definitions say it."""
     order = x_V.argsort(descending=True)[: k or None]
-    p_K = x_V[order].softmax(0)
-    before_K = p_K.cumsum(0) - p_K
-    nucleus = order[(before_K < p) | (torch.arange(len(order)) == 0)]
+    shares = x_V[order].softmax(0)
+    before = shares.cumsum(0) - shares
+    nucleus = order[(before < p) | (torch.arange(len(order)) == 0)]
     return {int(i) for i in nucleus if x_V[i] - x_V.max() >= (math.log(min_p) if min_p else -math.inf)}
 
 
