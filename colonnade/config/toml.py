@@ -18,7 +18,7 @@ from colonnade.config.base import Config
 from colonnade.errors import ConfigError
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
-Path_ = tuple[str, ...]
+Key = tuple[str, ...]
 """A key with the tables around it."""
 
 
@@ -58,8 +58,8 @@ def parse(cls: type[AnyConfig], text: str, where: str = "TOML", base: AnyConfig 
 def _build(
     cls: type[AnyConfig],
     table: Mapping[str, Any],
-    at: Path_,
-    lines: Mapping[Path_, int],
+    at: Key,
+    lines: Mapping[Key, int],
     where: str,
     base: AnyConfig | None,
 ) -> AnyConfig:
@@ -90,10 +90,10 @@ def _config_in(cls: type[Config], key: str) -> type[Config] | None:
     return next((kind for kind in kinds if issubclass(kind, Config)), None)
 
 
-def _lines(text: str) -> dict[Path_, int]:
+def _lines(text: str) -> dict[Key, int]:
     """The line of each key and table; good enough to point at, whatever else the file holds."""
-    found: dict[Path_, int] = {}
-    table: Path_ = ()
+    found: dict[Key, int] = {}
+    table: Key = ()
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[+([^\[\]]+)\]+", line):
             table = _split(header[1])
@@ -103,7 +103,7 @@ def _lines(text: str) -> dict[Path_, int]:
     return found
 
 
-def _split(dotted: str) -> Path_:
+def _split(dotted: str) -> Key:
     return tuple(part.strip().strip("\"'") for part in dotted.split("."))
 
 
