@@ -3,7 +3,7 @@
 Every rank keeps one (reading the meter is collective); only rank 0's tracks and shows anything.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from colonnade.train.plot import draw
 from colonnade.train.screen import Screen
 from colonnade.train.session import Session
 from colonnade.train.step import Outcome
-from colonnade.train.trackers import JsonLines, TensorBoard, Tracker
+from colonnade.train.trackers import JsonLines, OpenTracker, TensorBoard, Tracker
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Summary:
 class Log:
     """Used as a context around the steps of ``session``."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Session, trackers: Sequence[OpenTracker] = ()):
         self.session, self.run = session, session.run
         self.first = session.ground.rank == 0
         self.meter = Meter(session.run, session.ground)
@@ -50,6 +50,7 @@ class Log:
         self.row: Row = {}
         self.validation_loss: float | None = None
         self.speed: Throughput | None = None
+        self._open_trackers = (JsonLines, TensorBoard, *trackers)
         self._trackers: list[Tracker] = []
         self._first_step = True
         self._open = ExitStack()
@@ -58,9 +59,9 @@ class Log:
         folder, taken = self.run.folder, self.session.taken
         if self.first:
             folder.mkdir(parents=True, exist_ok=True)
-            self._trackers = [JsonLines(folder, taken), TensorBoard(folder, taken)]
-        for tracker in self._trackers:
-            self._open.callback(tracker.close)
+            for open_tracker in self._open_trackers:
+                self._trackers.append(open_tracker(folder, taken))
+                self._open.callback(self._trackers[-1].close)
         self._introduce()
         self._open.enter_context(self.screen)
         self.meter.restart()

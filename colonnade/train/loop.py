@@ -6,7 +6,7 @@ every so often: a line of metrics (log.py); validation; save(weights, moments, c
 """
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,14 +18,16 @@ from colonnade.parallel.mesh import Ground
 from colonnade.train.log import Log, Summary
 from colonnade.train.session import Session
 from colonnade.train.stop import Stop
+from colonnade.train.trackers import OpenTracker
 
 
 class Trainer:
     """``Trainer(run).fit()`` trains ``run`` to its end, from its newest checkpoint where there is one."""
 
-    def __init__(self, run: RunConfig):
+    def __init__(self, run: RunConfig, trackers: Sequence[OpenTracker] = ()):
+        """``trackers`` get the metrics besides JSON Lines and TensorBoard; workers import them, so no lambdas."""
         run.plan.check(run.model)
-        self.run = run
+        self.run, self.trackers = run, tuple(trackers)
 
     def fit(self) -> Summary:
         """Train in as many processes as the plan wants and return rank 0's summary.
@@ -34,7 +36,7 @@ class Trainer:
         corpus or checkpoint that does not fit, and for a loss that is not finite.
         """
         try:
-            return launch(train, (self.run,), self.run.plan)
+            return launch(train, (self.run, self.trackers), self.run.plan)
         except Interrupted as stop:
             checkpoint = native.newest(self.run.folder)
             if checkpoint is None:  # the signal came before the first step
@@ -43,12 +45,12 @@ class Trainer:
             return Summary(steps, checkpoint, stopped=signal.Signals(stop.signal).name)
 
 
-def train(run: RunConfig) -> Summary:
+def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:
     """The work of one rank; raises :class:`Interrupted` after a signal, when all is saved."""
     t = run.train
     with _deterministic(t.deterministic), Ground.build(run.plan, run.device) as ground:
         session = Session(run, ground)
-        with Stop(session.world) as stop, Log(session) as log:
+        with Stop(session.world) as stop, Log(session, trackers) as log:
             stopped = None
             while session.taken < t.steps and stopped is None:
                 log.note(session.step())

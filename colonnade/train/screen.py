@@ -1,4 +1,4 @@
-"""What the person in front of the terminal sees: a live line with a bar on a terminal, plain lines elsewhere.
+"""What the person in front of the terminal sees: a live bar with the newest numbers, or plain lines in a log.
 
 Rank 0 shows; the other ranks hold a screen that shows nothing.
 """
@@ -6,31 +6,33 @@ Rank 0 shows; the other ranks hold a screen that shows nothing.
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from colonnade.train.chips import Throughput
 from colonnade.train.metrics import Row
 
 
 class Screen:
-    """Used as a context: the live line is up inside, and taken down whatever happens."""
+    """Used as a context: the live part is up inside, and taken down whatever happens."""
 
     def __init__(self, total_steps: int, *, shown: bool, console: Console | None = None):
-        self.console = console or Console(quiet=not shown, highlight=False, soft_wrap=True)
-        self._live: Progress | None = None
-        if shown and self.console.is_terminal:
-            self._live = Progress(
-                TextColumn("[bold]step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[state]}"),
-                TimeRemainingColumn(compact=True),
-                console=self.console,
-                transient=True,
-            )
-            self._task = self._live.add_task("", total=total_steps, state="")
+        self.console = console or Console(quiet=not shown, highlight=False)
         self.total_steps = total_steps
+        self._state = Text()
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=30),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._task = self._bar.add_task("", total=total_steps)
+        self._live: Live | None = None
+        if shown and self.console.is_terminal:
+            self._live = Live(Group(self._bar, self._state), console=self.console, transient=True)
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -43,19 +45,18 @@ class Screen:
 
     def line(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def advance(self, steps: int) -> None:
         """The bar moves; a plain log stays quiet until there are numbers."""
-        if self._live is not None:
-            self._live.update(self._task, completed=steps)
+        self._bar.update(self._task, completed=steps)
 
     def metrics(self, steps: int, row: Row, speed: Throughput | None) -> None:
         """The newest numbers."""
         state = f"loss {row['loss']:.4f}  norm {row['grad_norm']:.2f}  lr {row['lr']:.2e}"
         if speed is not None:
             state += f"  {speed}"
-        if self._live is not None:
-            self._live.update(self._task, completed=steps, state=state)
+        if self._live is not None and steps < self.total_steps:
+            self._state.plain = state
         else:
             self.line(f"step {steps:>{len(str(self.total_steps))}}/{self.total_steps}  {state}")

@@ -6,7 +6,7 @@ step stands once.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +23,10 @@ class Tracker(Protocol):
     def close(self) -> None:
         """The run is over (or stops for now)."""
         ...
+
+
+OpenTracker = Callable[[Path, int], Tracker]
+"""Makes a tracker on rank 0, from the run's folder and the steps taken before a resume (0 for a new run)."""
 
 
 class JsonLines:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -73,8 +73,22 @@ def wait_for(condition: Callable[[], bool], seconds: float = 100) -> None:
 
 
 def test_what_a_run_leaves_behind(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    summary = Trainer(config).fit()
+    told: list[tuple[int, set[str]]] = []
+
+    class Listener:
+        def __init__(self, folder: Path, resumed_step: int):
+            assert (folder, resumed_step) == (config.folder, 0)
+
+        def record(self, step: int, values: Mapping[str, float]) -> None:
+            told.append((step, set(values)))
+
+        def close(self) -> None:
+            told.append((-1, set()))
+
+    summary = Trainer(config, trackers=[Listener]).fit()
     assert (summary.steps, summary.stopped) == (12, None)
+    assert told[0] == (1, {"loss", "grad_norm", "lr"})
+    assert told[-2:] == [(12, {"validation_loss"}), (-1, set())]
     assert summary.checkpoint == config.folder / "step-12" == native.newest(config.folder)
     assert [step for step, _ in folders.steps(config.folder)] == [12, 8, 4]
     rows = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
@@ -206,8 +220,19 @@ def test_runs_that_cannot_be(config: RunConfig, tmp_path: Path) -> None:
         Trainer(short.but(data=DataConfig(path=other, sequence=16))).fit()
 
 
-def test_bfloat16_compiled_and_deterministic_runs_learn(config: RunConfig) -> None:
+def test_bfloat16_and_deterministic_runs_learn(config: RunConfig) -> None:
     for name, changes in (("bf16", {"dtype": "bfloat16"}), ("deterministic", {"deterministic": True})):
         summary = Trainer(config.but(name=name, train=TRAIN.but(**changes))).fit()
         assert summary.loss is not None and summary.loss < 5.6
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of its own doings
+def test_compiled_blocks_train_alike(config: RunConfig) -> None:
+    losses = []
+    for compile_blocks in (False, True):
+        t = TRAIN.but(steps=2, eval_every=0, micro_batch=4, compile=compile_blocks)
+        data = config.data.but(separate_documents=False)
+        losses.append(Trainer(config.but(name=str(compile_blocks), train=t, data=data)).fit().loss)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
