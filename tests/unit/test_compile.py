@@ -1,4 +1,4 @@
-"""torch.compile: one graph serves all blocks, whatever their number, and ragged lengths do not make new ones for ever."""
+"""torch.compile: one graph serves all blocks, whatever their number, and new lengths soon stop making new ones."""
 
 import pytest
 import torch

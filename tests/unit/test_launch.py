@@ -55,7 +55,7 @@ def test_workers_share_the_cores() -> None:
         (
             "killed",
             PlanError,
-            r"^rank 1 was killed by SIGKILL \(out of memory is the usual reason\); the run was stopped$",
+            r"^rank 1 was killed by SIGKILL \(out of memory is the usual reason\)",
         ),
         ("raises", PlanError, r"(?m)^rank 1 failed with ValueError: a bug$"),
         ("exits", PlanError, r"(?m)^rank 1 failed with SystemExit: 3$"),
