@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -111,12 +112,12 @@ def test_weights_and_settings_are_fetched_and_nothing_that_runs(hub: tuple[str, 
 
 def test_what_goes_wrong_is_one_line(hub: tuple[str, list[str]], tmp_path: Path) -> None:
     address, _ = hub
-    said = ask(address, "us/nothing", tmp_path)
-    assert said.startswith("refused: cannot fetch 'us/nothing' from the Hub") and "\n" not in said
-    said = ask("http://127.0.0.1:9", "us/tiny", tmp_path)
-    assert said.startswith("refused: ") and "cannot be reached" in said and "\n" not in said
-    said = ask(address, "a/b/c", tmp_path)
-    assert said == "refused: 'a/b/c' is neither a file or folder here nor a Hub id (owner/name)"
+    wrong = [(address, "us/nothing"), ("http://127.0.0.1:9", "us/tiny"), (address, "a/b/c")]
+    with ThreadPoolExecutor() as pool:
+        unknown, unreachable, misspelt = pool.map(lambda pair: ask(*pair, tmp_path), wrong)
+    assert unknown.startswith("refused: cannot fetch 'us/nothing' from the Hub") and "\n" not in unknown
+    assert unreachable.startswith("refused: ") and "cannot be reached" in unreachable and "\n" not in unreachable
+    assert misspelt == "refused: 'a/b/c' is neither a file or folder here nor a Hub id (owner/name)"
 
 
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
