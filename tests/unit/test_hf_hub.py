@@ -114,7 +114,7 @@ def test_what_goes_wrong_is_one_line(hub: tuple[str, list[str]], tmp_path: Path)
     address, _ = hub
     wrong = [(address, "us/nothing"), ("http://127.0.0.1:9", "us/tiny"), (address, "a/b/c")]
     with ThreadPoolExecutor() as pool:
-        unknown, unreachable, misspelt = pool.map(lambda pair: ask(*pair, tmp_path), wrong)
+        unknown, unreachable, misspelt = pool.map(lambda pair: ask(pair[0], pair[1], tmp_path), wrong)
     assert unknown.startswith("refused: cannot fetch 'us/nothing' from the Hub") and "\n" not in unknown
     assert unreachable.startswith("refused: ") and "cannot be reached" in unreachable and "\n" not in unreachable
     assert misspelt == "refused: 'a/b/c' is neither a file or folder here nor a Hub id (owner/name)"
