@@ -4,7 +4,7 @@ Requests join and leave at every step (Yu 2022, Orca, §3.1), and long prompts a
 the decodes, so that a new arrival never stalls the others (Agrawal 2024, Sarathi-Serve, §4). Each step is filled in
 this order, first come, first served within each:
 
-    1. decodes             one token each; there is always room, because running <= token_budget
+    1. decodes             one token each; there is room, because nobody is admitted but into spare budget
     2. prompts under way   as many tokens as the budget leaves
     3. new prompts         admitted when pages for all their tokens are free, never past an earlier one
 
@@ -55,8 +55,8 @@ class Scheduler:
     """Holds every live request and hands out :class:`Work`; one thread calls it."""
 
     def __init__(self, pool: PagePool, *, max_requests: int, token_budget: int, max_waiting: int):
-        self.pool, self.token_budget, self.max_waiting = pool, token_budget, max_waiting
-        self.max_running = min(max_requests, token_budget)  # so that every decode fits into every step
+        self.pool = pool
+        self.max_requests, self.token_budget, self.max_waiting = max_requests, token_budget, max_waiting
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self.preemptions = 0
@@ -85,7 +85,6 @@ class Scheduler:
     def schedule(self) -> Work:
         """Choose the tokens of the next forward pass; empty only when no request is alive."""
         budget, chosen = self.token_budget, []
-        preempted = self.preemptions
 
         for request in [r for r in self.running if r.pending == 1]:
             if request.status is Status.RUNNING and self._grow(request):
@@ -95,8 +94,8 @@ class Scheduler:
             if request.pending > 1 and budget:
                 chosen.append((request, min(request.pending, budget)))
                 budget -= chosen[-1][1]
-        # A request that was just put back must not take the freed pages again at once, hence no admission then.
-        while budget and self.preemptions == preempted and (request := self._admit()):
+        # Who was put back just now is not admitted at once: of the pages it gave back and needs, one is taken.
+        while budget and (request := self._admit()):
             chosen.append((request, min(request.pending, budget)))
             budget -= chosen[-1][1]
 
@@ -124,7 +123,7 @@ class Scheduler:
         """Check that no page leaked and that nobody overtook anybody; for tests, after any call."""
         self.pool.audit(request.pages for request in self.running)
         assert not any(request.pages for request in self.waiting), "a waiting request holds pages"
-        assert len(self.running) <= self.max_running
+        assert len(self.running) <= self.max_requests
 
     def _slice(self, request: Request, count: int) -> Slice:
         end = request.computed + count
@@ -137,7 +136,7 @@ class Scheduler:
 
     def _admit(self) -> Request | None:
         """Move the head of the queue to the running ones, with pages for all its tokens, if there is room."""
-        if not self.waiting or len(self.running) == self.max_running:
+        if not self.waiting or len(self.running) == self.max_requests:
             return None
         needed = self.pool.pages_for(len(self.waiting[0].ids))
         if needed > self.pool.free:

@@ -43,4 +43,4 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestPages.settings = settings(max_examples=60, stateful_step_count=20)
