@@ -64,7 +64,7 @@ def _lead(engine: Engine, line: socket.socket) -> None:
     ready = {"context": config.context, "vocab_size": config.vocab_size, "stats": dataclasses.asdict(engine.stats)}
     line.sendall(to_line({"event": "ready", **ready}))
     while True:
-        for message in _arrivals(engine, inbox):
+        for message in arrivals(engine, inbox):
             if isinstance(message, BaseException):
                 raise message
             if message["do"] == "stop":
@@ -75,7 +75,7 @@ def _lead(engine: Engine, line: socket.socket) -> None:
         line.sendall(to_line({"event": "outputs", "outputs": outputs, "stats": dataclasses.asdict(engine.stats)}))
 
 
-def _arrivals(engine: Engine, inbox: queue.SimpleQueue) -> list[Message | BaseException]:
+def arrivals(engine: Engine, inbox: queue.SimpleQueue) -> list[Message | BaseException]:
     """All that has arrived; an idle engine waits for something, beating."""
     messages: list[Message | BaseException] = []
     while not messages or not inbox.empty():

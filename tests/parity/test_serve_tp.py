@@ -1,12 +1,15 @@
 """An engine on two ranks gives one process's greedy tokens; the ranks that follow only ever see numbers."""
 
+import queue
+import threading
+
 import pytest
 
 from colonnade.config import ModelConfig, Plan, ServeConfig
 from colonnade.errors import PlanError
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.mesh import Ground
-from colonnade.serve import Engine, SamplingParams
+from colonnade.serve import Engine, SamplingParams, wire, worker
 from tests.serve import tiny
 from tests.worlds import run
 
@@ -35,6 +38,31 @@ def _serve(world: int, changes: dict) -> list[tuple[int, ...]]:
 @pytest.mark.xdist_group("worlds")
 def test_two_ranks_say_what_one_says(changes: dict) -> None:
     assert run(2, _serve, 2, changes)[0] == run(1, _serve, 1, changes)[0]
+
+
+def _idle(beats: int) -> int:
+    """Rank 0 waits as an idle server does; rank 1 counts what it hears meanwhile."""
+    with Ground.build(Plan(tp=2)) as ground:
+        engine = Engine(tiny.model(ground.axes), tiny.tokenizer(), LIMITS)
+        if ground.rank:
+            heard = 0
+            while (message := wire.receive(ground.axes.tp)) != (wire.STOP, None):
+                assert message == (wire.IDLE, None)
+                heard += 1
+            return heard
+        worker.BEAT_S = 0.05
+        inbox: queue.SimpleQueue = queue.SimpleQueue()
+        timer = threading.Timer(worker.BEAT_S * (beats + 1), inbox.put, [{"do": "stop"}])
+        timer.start()
+        assert worker.arrivals(engine, inbox) == [{"do": "stop"}]
+        engine.stop()
+        return 0
+
+
+@pytest.mark.xdist_group("worlds")
+def test_an_idle_engine_shows_that_it_lives() -> None:
+    """A collective that waits too long gives up, so the ranks that follow must hear something now and then."""
+    assert run(2, _idle, 3)[1] >= 3
 
 
 def test_data_parallel_engines_are_refused() -> None:

@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -21,10 +23,11 @@ from tests.serve import tiny
 
 @dataclass
 class Running:
-    """A server that listens at ``url``."""
+    """A server that listens at ``url`` and keeps its temporary files in ``folder``."""
 
     process: subprocess.Popen
     url: str
+    folder: Path
 
     @property
     def client(self) -> openai.OpenAI:
@@ -50,30 +53,40 @@ class Running:
 
 
 @contextmanager
-def server(load: dict[str, Any] | None = None, plan: dict[str, Any] | None = None, **config: Any) -> Iterator[Running]:
-    """A tiny model behind a real socket; killed at the end if the test has not stopped it."""
+def start(load: dict[str, Any] | None = None, plan: dict[str, Any] | None = None, **config: Any) -> Iterator[Running]:
+    """A server that is starting, without its address; killed at the end if it still runs."""
     asked = json.dumps({"load": load or {}, "plan": plan or {}, "config": {"port": 0, **config}})
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-W", "error::RuntimeWarning", "-m", "tests.serve.serving", asked],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdout is not None and process.stderr is not None
-    try:
-        line = process.stdout.readline()
-        if not line.startswith("serving tiny at http://"):
-            raise AssertionError(f"the server did not start: {line}{process.stderr.read()}")
-        yield Running(process, line.split()[3])
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+    command = [sys.executable, "-u", "-W", "error::RuntimeWarning", "-m", "tests.serve.serving", asked]
+    with tempfile.TemporaryDirectory(prefix="serve-") as folder:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder},
+        )
+        with process:
             try:
-                process.communicate(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
+                yield Running(process, "", Path(folder))
+            finally:
+                if process.poll() is None:
+                    process.terminate()
+                    try:
+                        process.communicate(timeout=30)
+                    except subprocess.TimeoutExpired:
+                        process.kill()
+
+
+@contextmanager
+def server(load: dict[str, Any] | None = None, plan: dict[str, Any] | None = None, **config: Any) -> Iterator[Running]:
+    """A tiny model behind a real socket, listening."""
+    with start(load, plan, **config) as running:
+        assert running.process.stdout is not None
+        line = running.process.stdout.readline()
+        if not line.startswith("serving tiny at http://"):
+            raise AssertionError(f"the server did not start: {line}{running.stop(0)}")
+        running.url = line.split()[3]
+        yield running
 
 
 def main() -> None:

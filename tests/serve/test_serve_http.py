@@ -192,6 +192,11 @@ def test_a_prompt_over_the_context_is_refused_with_the_numbers(client: openai.Op
     [
         ({"prompt": "x", "temperature": -1}, "temperature", "temperature is -1.0; it must be 0 or more"),
         ({"prompt": "x", "temperature": "hot"}, "temperature", "temperature is 'hot': input should be a valid number"),
+        (b'{"prompt": "x", "temperature": NaN}', "temperature", "temperature is nan"),
+        (b'{"prompt": "x", "temperature": 1' + b"0" * 400 + b"}", "temperature", "temperature"),
+        ({"prompt": "x", "seed": 10**30}, "seed", "signed 64-bit"),
+        ({"prompt": [10**30]}, "prompt", "not in the vocabulary"),
+        ({"prompt": "x", "max_tokens": 10**30}, "prompt", "context of 128"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be 1 or more"),
         ({"prompt": "x", "max_tokens": True}, "max_tokens", "valid integer"),
         ({"prompt": "x", "top_p": 2}, "top_p", "above 0 and at most 1"),

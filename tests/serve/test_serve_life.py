@@ -1,13 +1,9 @@
 """How servers start, drain, stop and die: clear errors for clients, one line for people, no process left behind."""
 
-import json
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +16,7 @@ import torch
 from colonnade.config import ServeConfig
 from colonnade.serve import Engine, SamplingParams
 from tests.serve import tiny
-from tests.serve.serving import Running, server
+from tests.serve.serving import Running, server, start
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -43,10 +39,6 @@ def _state(pid: int) -> str:
         return "Z"
 
 
-def folders() -> set[Path]:
-    return {path for path in Path(tempfile.gettempdir()).glob("colonnade-*") if path.stat().st_uid == os.getuid()}
-
-
 def long_stream(running: Running, tokens: int = 100) -> openai.Stream:
     """A stream that has begun."""
     asked = {"model": "tiny", "prompt": "The quick", "max_tokens": tokens, "temperature": 0}
@@ -60,14 +52,13 @@ def until_requests(at: Running, **counts: int) -> None:
     lines = [f'num_requests_{state}{{model_name="tiny"}} {count}.0' for state, count in counts.items()]
     with httpx.Client() as http:
         while not all(line in http.get(f"{at.url}/metrics").text for line in lines):
-            pass
+            time.sleep(0.02)
 
 
 def test_a_slow_model_a_full_queue_and_a_gentle_end():
     """One server, slowed down to 0.15 s a step, that runs one request and lets one wait."""
-    before = folders()
     with server({"chat": False, "poison": 300, "slow_s": 0.15}, max_requests=1, max_waiting=1, drain_s=20) as running:
-        assert folders() > before
+        assert list(running.folder.iterdir()), "the line to the engine lies here"
         client, pids = running.client, running.engine_pids()
         with pytest.raises(
             openai.BadRequestError, match="no chat template; send a prompt to /v1/completions"
@@ -97,7 +88,7 @@ def test_a_slow_model_a_full_queue_and_a_gentle_end():
         chunks = list(stream)  # the drain lets it finish
         assert chunks[-1].choices[0].finish_reason == "length"
         assert running.stop(0) == (0, "", "")
-        assert gone(pids) and folders() <= before
+        assert gone(pids) and not list(running.folder.iterdir())
 
 
 def _ask(url: str, **more: object) -> httpx.Response:
@@ -158,17 +149,11 @@ def test_a_killed_server_leaves_no_engine_behind():
         assert gone(pids)
 
 
-def _start(load: dict, config: dict) -> tuple[int, str, str]:
-    asked = json.dumps({"load": load, "plan": {}, "config": config})
-    command = [sys.executable, "-m", "tests.serve.serving", asked]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    return done.returncode, done.stdout, done.stderr
-
-
 def test_a_port_in_use_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, out, err = _start({}, {"port": port})
+        with start(port=port) as starting:
+            code, out, err = starting.stop(0)
     assert code != 0 and out == ""
     assert err == (
         f"ConfigError: cannot listen on 127.0.0.1:{port}: address already in use; "
@@ -177,23 +162,18 @@ def test_a_port_in_use_is_one_line():
 
 
 def test_an_engine_that_cannot_start_is_one_line():
-    before = folders()
-    code, out, err = _start({}, {"port": 0, "cache_bytes": 7})
+    with start(cache_bytes=7) as starting:
+        code, out, err = starting.stop(0)
+        assert not list(starting.folder.iterdir())
     assert code != 0 and out == "" and err.count("\n") == 1, err
     assert err.startswith("CapacityError: --serve.cache_bytes 7 holds no page of 16 tokens")
-    assert folders() <= before
 
 
 @pytest.mark.parametrize("delay_s", [0, 0.5])
 def test_a_signal_while_loading_stops_it(delay_s: float):
-    before = folders()
-    asked = json.dumps({"load": {}, "plan": {}, "config": {"port": 0}})
-    command = [sys.executable, "-m", "tests.serve.serving", asked]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while process.poll() is None and folders() <= before:
-            time.sleep(0.001)  # its folder appears when it starts the engine
+    with start() as starting:
+        while starting.process.poll() is None and not list(starting.folder.iterdir()):
+            time.sleep(0.001)  # the line to the engine appears when it starts one
         time.sleep(delay_s)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (0, "", "")
-    assert folders() <= before
+        assert starting.stop(signal.SIGINT) == (0, "", "")
+        assert not list(starting.folder.iterdir())

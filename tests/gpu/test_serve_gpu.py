@@ -1,0 +1,32 @@
+"""The engine on a GPU says what it says on a CPU."""
+
+import pytest
+import torch
+
+from colonnade.config import ServeConfig
+from colonnade.serve import Engine, SamplingParams
+from tests.serve import tiny
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = ["The quick brown", "My fellow citizens: we", "ö", "the dog sleeps on"]
+LIMITS = ServeConfig(pages=16, page_tokens=4, token_budget=9, max_requests=3)
+
+
+def test_greedy_text_is_the_cpus():
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    on_gpu = Engine(tiny.model().to("cuda"), tiny.tokenizer(), LIMITS)
+    assert on_gpu.generate(PROMPTS, greedy) == Engine(tiny.model(), tiny.tokenizer(), LIMITS).generate(PROMPTS, greedy)
+    assert on_gpu.stats.preemptions > 0
+    on_gpu.scheduler.audit()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_seed_repeats_in_any_batch(dtype):
+    wild = SamplingParams(temperature=1.2, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True)
+    model = tiny.model(dtype=dtype).to("cuda")
+    alone = Engine(model, tiny.tokenizer(), LIMITS).generate(PROMPTS[:1], wild)
+    crowd = Engine(model, tiny.tokenizer(), LIMITS).generate([*PROMPTS[1:], PROMPTS[0]], wild)
+    if dtype == torch.float32:  # in bf16 the logits themselves depend on the batch's shape
+        assert crowd[-1] == alone[0]
+    assert Engine(model, tiny.tokenizer(), LIMITS).generate(PROMPTS[:1], wild) == alone
