@@ -138,6 +138,12 @@ def discard(folder: Path) -> None:
         shutil.rmtree(partial(folder))
 
 
+def discard_all(run: Path) -> None:
+    """Remove what interrupted writes of any step of a run left behind (while nobody writes there)."""
+    for path in run.glob(".step-*.partial"):
+        shutil.rmtree(path)
+
+
 def commit(folder: Path, known: dict[str, Digest]) -> None:
     """Let ``folder`` appear: list its files (``known`` ones are not read again), flush everything, rename."""
     place = partial(folder)

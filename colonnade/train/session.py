@@ -5,14 +5,16 @@ the step and the order of the data one of the cursor, so that a run that was sto
 bit for bit the run that was not; under another plan it is the same run up to rounding.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint import native
+from colonnade.checkpoint.folder import Manifest
 from colonnade.config import Config, RunConfig
 from colonnade.data import Batch, Corpus, Loader
 from colonnade.errors import CheckpointError, ConfigError, DataError
@@ -58,7 +60,7 @@ class Session:
 
     def step(self) -> Outcome:
         """Take the next optimizer step."""
-        outcome = self._step(self.taken, self._on_device(self.samples.at(self.seen)))
+        outcome = self._step(self.taken, list(self._on_device(self.samples.at(self.seen))))
         self.taken, self.seen = self.taken + 1, self.seen + self.run.train.batch
         return outcome
 
@@ -88,8 +90,8 @@ class Session:
         dp, t = self.ground.axes.dp, self.run.train
         return Loader(self.corpus.split(split), self.run.data, t.batch, t.micro_batch, dp.rank, dp.size)
 
-    def _on_device(self, batches: Iterable[Batch]) -> list[Batch]:
-        return [batch.to(self.ground.device) for batch in batches]
+    def _on_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        return (batch.to(self.ground.device) for batch in batches)
 
     def _resume(self, folder: Path) -> None:
         meta = native.load(folder, self.model, self.ground, masters=self.masters, optimizer=self.optimizer)
@@ -112,16 +114,25 @@ class Session:
         needs, has = self.corpus.manifest.vocab_size, self.run.model.vocab_size
         if needs > has:
             raise ConfigError(
-                f"the tokens of {self.run.data.path} run up to {needs}, the model has {has} rows; "
-                f"set --model.vocab-size {needs}"
+                f"{self.run.data.path} has a vocabulary of {needs} tokens, the model of {has}; "
+                f"set --model.vocab_size {needs}"
             )
 
 
 def newest(run: Path, world: Axis) -> Path | None:
-    """The newest complete checkpoint of a run, as rank 0 sees it, so that all ranks resume from the same."""
+    """The newest checkpoint of a run, as rank 0 sees it, so that all ranks resume from the same.
+
+    What an interrupted save left behind is removed. Raises :class:`CheckpointError` when a newer checkpoint has lost
+    files: to pass over it would mean to fail when its step comes again.
+    """
+    if world.rank == 0:
+        folders.discard_all(run)
     found = native.newest(run) if world.rank == 0 else None
     step = torch.tensor(-1 if found is None else int(found.name.removeprefix("step-")))
     world.broadcast_(step)
+    for number, damaged in folders.steps(run)[:1]:
+        if number > int(step):
+            Manifest.read(damaged).check_sizes(damaged)
     return None if step < 0 else run / f"step-{int(step)}"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -204,8 +205,21 @@ def test_divergence_stops_with_step_and_last_good_checkpoint(config: RunConfig) 
     assert native.newest(config.folder) == good, "nothing was saved after it"
 
 
+def test_a_newer_checkpoint_that_lost_a_file_is_not_passed_over(config: RunConfig) -> None:
+    Trainer(config).fit()
+    (config.folder / ".step-13.partial").mkdir()
+    lost = config.folder / "step-12" / "exp_avg-00000.safetensors"
+    lost.unlink()
+    with pytest.raises(CheckpointError, match="is missing") as caught:
+        Trainer(config).fit()
+    assert str(lost) in str(caught.value)
+    assert not (config.folder / ".step-13.partial").exists()
+    shutil.rmtree(lost.parent)
+    assert Trainer(config).fit().steps == 12
+
+
 def test_runs_that_cannot_be(config: RunConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run up to 300, the model has 50 rows; set --model.vocab-size 300"):
+    with pytest.raises(ConfigError, match=r"vocabulary of 300 tokens, the model of 50; set --model.vocab_size 300"):
         Trainer(config.but(model=MODEL.but(vocab_size=50))).fit()
     assert not config.folder.exists()
     with pytest.raises(DataError):
