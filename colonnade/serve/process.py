@@ -50,24 +50,23 @@ async def engine_process(
     place = None if len(tempfile.gettempdir()) < LONGEST_FOLDER else "/tmp"
     with tempfile.TemporaryDirectory(prefix="colonnade-", dir=place) as folder:  # only this user may enter
         address = f"{folder}/engine"
-        server = await asyncio.start_unix_server(client.listen, address, limit=LINE_BYTES)
-        report, process = _start((load, plan, config, device, address))
-        watcher = asyncio.create_task(_watch(client, process, report))
-        try:
-            await first(client.ready.wait(), client.ended.wait(), give_up.wait())
-            if client.failure:
-                raise client.failure
-            yield client
-        finally:
-            client.stop()
-            if not client.ready.is_set():
-                process.terminate()  # still loading: it does not listen yet
-            with suppress(TimeoutError):
-                await asyncio.wait_for(client.ended.wait(), STOP_S)
-            if not client.ended.is_set():
-                _kill(process)
-            await watcher
-            server.close()
+        async with await asyncio.start_unix_server(client.listen, address, limit=LINE_BYTES):
+            report, process = _start((load, plan, config, device, address))
+            watcher = asyncio.create_task(_watch(client, process, report))
+            try:
+                await first(client.ready.wait(), client.ended.wait(), give_up.wait())
+                if client.failure:
+                    raise client.failure
+                yield client
+            finally:
+                client.stop()
+                if not client.ready.is_set():
+                    process.terminate()  # still loading: it does not listen yet
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(client.ended.wait(), STOP_S)
+                if not client.ended.is_set():
+                    _kill(process)
+                await watcher
 
 
 async def first(*waits: Awaitable[object]) -> None:

@@ -6,8 +6,8 @@
 The second line draws from softmax(x / temperature) exactly: it is the Gumbel-max trick (Maddison 2014), the first
 arrival among exponential clocks of rate p_i. Unlike the inversion of a cumulative sum it is insensitive to the last
 bits of the logits: a change of relative size ε flips the draw with a probability of about ε, not of ε for every token
-of the vocabulary. So a seed gives the same text whatever else is in the batch, although matrix products of different
-batch sizes round differently.
+of the vocabulary. So in float32 a seed gives the same text whatever else is in the batch, although matrix products of
+different batch sizes round differently (ε about 1e-6). In bf16 they differ by 1e-2, and text, greedy text too, may.
 
 The noise is a pure function of (seed, number of tokens generated so far), not a generator carried along, so neither
 preemption nor the order of the batch can shift it. Filters are applied as in Hugging Face's generate: top-k, then top-p
