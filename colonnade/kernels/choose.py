@@ -12,8 +12,10 @@ from typing import Any, Literal
 import torch
 
 from colonnade.kernels.attention import reference, sdpa
+from colonnade.kernels.linear import reference as linear_reference
+from colonnade.kernels.linear import thin
 
-Operation = Literal["packed_attention", "paged_attention"]
+Operation = Literal["packed_attention", "paged_attention", "linear"]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -33,13 +35,23 @@ TABLE: tuple[Row, ...] = (
     Row("packed_attention", "reference", reference.packed),
     Row("paged_attention", "sdpa", sdpa.paged),
     Row("paged_attention", "reference", reference.paged),
+    # In bfloat16 torch takes oneDNN, which needs no help.
+    Row("linear", "thin", thin.linear, devices=("cpu",), dtypes=(torch.float64, torch.float32)),
+    Row("linear", "reference", linear_reference.linear),
 )
+
+CHOSEN = {
+    (row.operation, device, dtype, kernels): row.run
+    for row in reversed(TABLE)
+    for device in row.devices
+    for dtype in row.dtypes
+    for kernels in ("auto", row.name)
+}
+"""The table as it is asked, many times a forward pass; an earlier row overwrites a later one."""
 
 
 def choose(operation: Operation, device: str, dtype: torch.dtype, kernels: str = "auto") -> Callable[..., Any]:
     """The implementation for ``device`` ("cpu", "cuda") and ``dtype``; ``kernels`` names one, or is "auto"."""
-    for row in TABLE:
-        if row.operation == operation and device in row.devices and dtype in row.dtypes:
-            if kernels in ("auto", row.name):
-                return row.run
+    if run := CHOSEN.get((operation, device, dtype, kernels)):
+        return run
     raise LookupError(f"no kernel '{kernels}' for {operation} on {device} in {dtype}")

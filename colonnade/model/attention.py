@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from colonnade.config import ModelConfig
 from colonnade.model.attend import Attend
-from colonnade.model.linear import Linear
+from colonnade.model.linear import Linear, linear
 from colonnade.model.norm import Norm
 from colonnade.model.rotary import Rotation, rotate
 from colonnade.parallel.axis import Axes
@@ -49,5 +49,5 @@ class Attention(nn.Module):
         if turn is not None:
             q_TnH, k_TkH = rotate(q_TnH, turn), rotate(k_TkH, turn)
         o_TnH = attend(q_TnH, k_TkH, v_TkH)
-        y_TD = self.tp.fan_in(nn.functional.linear(o_TnH.flatten(1), self.out.weight))
+        y_TD = self.tp.fan_in(linear(o_TnH.flatten(1), self.out.weight))
         return y_TD if self.out.bias is None else y_TD + self.out.bias

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade.config import ModelConfig
-from colonnade.model.linear import Linear
+from colonnade.model.linear import Linear, linear
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import WHOLE, Placement
 
@@ -49,5 +49,5 @@ class FeedForward(nn.Module):
         x_TD = self.tp.fan_out(x_TD)
         up_Tf = self.up(x_TD)
         h_Tf = self.act(up_Tf) if self.gate is None else self.act(self.gate(x_TD)) * up_Tf
-        y_TD = self.tp.fan_in(F.linear(h_Tf, self.down.weight))
+        y_TD = self.tp.fan_in(linear(h_Tf, self.down.weight))
         return y_TD if self.down.bias is None else y_TD + self.down.bias

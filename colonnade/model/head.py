@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.nn import functional as F
 
+from colonnade.model.linear import linear
 from colonnade.model.loss import IGNORE, cross_entropy_sum
 from colonnade.parallel.axis import Axis
 
@@ -27,7 +27,7 @@ class Rows:
     def __call__(self, x_TD: Tensor, weight_vD: Tensor, tp: Axis, vocab_size: int) -> Tensor:
         """logits_RV."""
         x_RD = x_TD if self.index_R is None else x_TD[self.index_R]
-        return tp.join(F.linear(tp.fan_out(x_RD), weight_vD), 1, vocab_size)
+        return tp.join(linear(tp.fan_out(x_RD), weight_vD), 1, vocab_size)
 
 
 @dataclass(frozen=True)

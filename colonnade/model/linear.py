@@ -2,7 +2,13 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from colonnade.kernels.choose import choose
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, (…, inputs) to (…, outputs)."""
+    return choose("linear", x.device.type, x.dtype)(x, weight, bias)
 
 
 class Linear(nn.Module):
@@ -15,4 +21,4 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, inputs) to (…, outputs)."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)

@@ -5,9 +5,11 @@ import torch
 
 from colonnade.kernels.attention import reference
 from colonnade.kernels.choose import TABLE, Row, choose
+from colonnade.kernels.linear import reference as linear_reference
 from tests.worlds import assert_same
 
 PACKED = [row for row in TABLE if row.operation == "packed_attention" and row.name != "reference"]
+LINEAR = [row for row in TABLE if row.operation == "linear" and row.name != "reference"]
 PAGED = [row for row in TABLE if row.operation == "paged_attention" and row.name != "reference"]
 
 
@@ -57,6 +59,28 @@ def test_paged(row: Row, queries: list[int], window: int | None, scattered: bool
     sizes = {"longest_query": max(queries), "longest_context": max(lengths), "window": window}
     table = (pages, cu, torch.tensor(lengths, dtype=torch.int32))
     assert_same(row.run(q, k, v, *table, **sizes), reference.paged(q, k, v, *table, **sizes))
+
+
+@pytest.mark.parametrize("row", on_cpu(LINEAR), ids=lambda row: row.name)
+@pytest.mark.parametrize("T", [0, 1, 2, 7, 32, 33])
+@pytest.mark.parametrize("inputs", [12, 1200])
+@pytest.mark.parametrize("outputs", [48, 49])
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear(row: Row, T: int, inputs: int, outputs: int, biased: bool) -> None:
+    results = []
+    for run in (linear_reference.linear, row.run):
+        x, weight, bias = (
+            heads(T, 1, 0, inputs)[:, 0],
+            heads(outputs, 1, 1, inputs)[:, 0],
+            heads(1, 1, 2, outputs)[0, 0],
+        )
+        leaves = [leaf.requires_grad_() for leaf in ((x, weight, bias) if biased else (x, weight))]
+        y = run(*leaves)
+        assert y.is_contiguous()
+        y.pow(2).sum().backward()
+        results.append((y, *(leaf.grad for leaf in leaves)))
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        assert_same(ours, theirs)
 
 
 def test_a_name_forces_an_implementation() -> None:

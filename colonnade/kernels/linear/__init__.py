@@ -1,0 +1,1 @@
+"""Rows times a weight matrix."""
