@@ -33,11 +33,8 @@ def config(tmp_path: Path) -> RunConfig:
     return RunConfig(name="it", runs=tmp_path, device="cuda", model=MODEL, data=data, train=t)
 
 
-RAGGED = pytest.mark.xfail(reason="ragged attention reads cu_seqlens on the host, once a layer (sdpa.packed)")
-
-
-@pytest.mark.parametrize("separate_documents", [False, pytest.param(True, marks=RAGGED)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+# In float32 ragged sequences run one after another, and their lengths must be known; float32 is not for speed.
+@pytest.mark.parametrize(("dtype", "separate_documents"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
 def test_steps_do_not_wait_for_the_device(config: RunConfig, dtype: str, separate_documents: bool) -> None:
     data, t = config.data.but(separate_documents=separate_documents), config.train.but(dtype=dtype)
     config = config.but(data=data, train=t)
