@@ -80,10 +80,10 @@ class Model:
         (result,) = self._engine.generate([prompt], SamplingParams(**params))
         return result.text if isinstance(prompt, str) else list(result.token_ids)
 
-    def score(self, text: str | list[int], *, context: int | None = None, stride: int | None = None) -> Score:
-        """The log-likelihood and perplexity of a text (see :mod:`colonnade.model.score`)."""
+    def score(self, text: str | list[int], **windows: Any) -> Score:
+        """The log-likelihood and perplexity of a text; ``windows`` are :func:`colonnade.model.score.score`'s."""
         tokens = self.tokenizer.encode(text) if isinstance(text, str) else text
-        return score(self.transformer, tokens, context=context, stride=stride)
+        return score(self.transformer, tokens, **windows)
 
     def close(self) -> None:
         """Leave the process group, if loading joined one."""
@@ -192,7 +192,12 @@ def locate(path: str | Path) -> Path:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
         from colonnade.checkpoint.hf.hub import fetch
 
-        return fetch(str(path))
+        try:
+            return fetch(str(path))
+        except CheckpointError as error:
+            if place.parent.is_dir():  # more likely a folder's name mistyped than a hub id
+                raise CheckpointError(f"{place} does not exist here, and as a hub id: {error}") from None
+            raise
     raise CheckpointError(f"{place} does not exist; give a folder, a GGUF file, a hub id (owner/name), or smollm2")
 
 

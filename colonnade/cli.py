@@ -6,7 +6,9 @@ A mistake of the user's is one line on stderr and a non-zero exit; ``--debug`` b
 Modules that need torch are imported by the verb that needs them, so that ``--help`` is instant.
 """
 
+import functools
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +23,10 @@ from rich.text import Text
 from tyro.conf import Positional, arg
 
 from colonnade.config import Device, ModelConfig, Plan, RunConfig, ServeConfig
-from colonnade.config.presets import preset
+from colonnade.config.presets import PRESETS, preset
 from colonnade.config.toml import dumps
 from colonnade.config.toml import read as read_toml
-from colonnade.errors import ColonnadeError, ConfigError, DataError
+from colonnade.errors import ColonnadeError, ConfigError, DataError, Interrupted
 
 if TYPE_CHECKING:
     from colonnade.talk import Where
@@ -132,7 +134,8 @@ def corpus(
     console.print(
         f"{out}: {manifest.train.documents:,} documents, {manifest.train.tokens:,} tokens to train on; "
         f"{manifest.validation.documents:,} and {manifest.validation.tokens:,} to validate; "
-        f"vocabulary {manifest.vocab_size:,}"
+        f"vocabulary {manifest.vocab_size:,}",
+        soft_wrap=True,
     )
 
 
@@ -167,7 +170,11 @@ def _score(model: str, placing: Placing, text: str, context: int | None, stride:
     from colonnade import api
 
     with api.load(model, plan=placing.plan, dtype=placing.dtype, device=placing.device) as loaded:
-        return loaded.score(text, context=context, stride=stride)
+        if loaded.ground.rank:
+            return loaded.score(text, context=context, stride=stride)
+        with console.status("scoring") as status:
+            progress = lambda done, total: status.update(f"scoring: {done} of {total} windows")  # noqa: E731
+            return loaded.score(text, context=context, stride=stride, progress=progress)
 
 
 def _read(path: Path) -> str:
@@ -272,8 +279,9 @@ class TrainArgs:
     run: Annotated[RunConfig, arg(name="")]
     config: Path | None = None
     """A TOML file of settings, in the tables [model] [plan] [data] [train]."""
-    preset: str = "tour"
-    """A model by name; the vocabulary is the corpus's own unless it is given."""
+    preset: Annotated[
+        str, arg(help=f"A model by name; its vocabulary is the corpus's. One of {', '.join(PRESETS)}.")
+    ] = "tour"
     dry_run: bool = False
     """Print the resolved settings and the plan, and train nothing."""
 
@@ -291,7 +299,12 @@ def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
         return
     from colonnade.train.loop import Trainer
 
-    Trainer(run).fit()
+    summary = Trainer(run).fit()
+    if summary.stopped:
+        console.print(
+            f"stopped by {summary.stopped}; the same command goes on from {summary.checkpoint}", soft_wrap=True
+        )
+        sys.exit(128 + signal.Signals[summary.stopped])
 
 
 def _train_defaults(argv: list[str]) -> TrainArgs:
@@ -339,6 +352,33 @@ VERBS: dict[str, Callable[..., None]] = {
 }
 
 
+def parse(argv: list[str]) -> Callable[[], None]:
+    """The call that ``argv`` asks for, not made yet; raises SystemExit for words that no verb takes."""
+    verbs = dict(VERBS)
+    if argv[:1] == ["train"]:
+        verbs["train"] = _with_defaults(train, _train_defaults(argv))
+    return tyro.extras.subcommand_cli_from_dict(
+        {name: _later(verb) for name, verb in verbs.items()},
+        prog="colonnade",
+        description=ABOUT,
+        args=argv,
+        use_underscores=True,
+        sort_subcommands=False,
+        # A choice between "none" and a table of settings (rope_scaling) is made in the TOML file.
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+
+
+def _later(verb: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+    """``verb`` for tyro, which calls what it parsed: gives back the call instead."""
+
+    @functools.wraps(verb)
+    def bound(*args: Any, **kwargs: Any) -> Callable[[], None]:
+        return functools.partial(verb, *args, **kwargs)
+
+    return bound
+
+
 def main(argv: list[str] | None = None) -> None:
     """The program; returns normally or raises SystemExit with the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -349,26 +389,16 @@ def main(argv: list[str] | None = None) -> None:
         print(f"colonnade {version('colonnade')}")
         return
     try:
-        verbs = dict(VERBS)
-        if argv[:1] == ["train"]:
-            verbs["train"] = _with_defaults(train, _train_defaults(argv))
-        tyro.extras.subcommand_cli_from_dict(
-            verbs,
-            prog="colonnade",
-            description=ABOUT,
-            args=argv,
-            use_underscores=True,
-            sort_subcommands=False,
-            # A choice between "none" and a table of settings (rope_scaling) is made in the TOML file.
-            config=(tyro.conf.AvoidSubcommands,),
-        )
+        parse(argv)()
     except ColonnadeError as error:
         if debug:
             raise
         console.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), str(error)), soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(128 + signal.SIGINT)
+    except Interrupted as stop:
+        sys.exit(128 + stop.signal)
     except BrokenPipeError:
         # The reader of our output has gone (``colonnade generate … | head``): nothing is left to say.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,7 +10,11 @@
 
 A message is one line: what is wrong, with the numbers, then the remedy. ``assert`` is for our own bugs; these are
 for yours, and the command line prints them without a traceback (``--debug`` shows it).
+
+Beside the tree stands Interrupted, which is nobody's mistake: a signal asked a run of several processes to end.
 """
+
+import signal
 
 
 class ColonnadeError(Exception):
@@ -43,3 +47,11 @@ class RequestError(ColonnadeError):
 
 class DataError(ColonnadeError):
     """Text or token shards that cannot be used; the message names the file."""
+
+
+class Interrupted(Exception):
+    """The user (or the machine) asked the processes to stop, and they did; ``signal`` is the signal's number."""
+
+    def __init__(self, number: int):
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.signal = number

@@ -116,7 +116,7 @@ def _check_free(out: Path, overwrite: bool) -> None:
         return
     if (out / MANIFEST).is_file():
         if not overwrite:
-            raise DataError(f"{out} holds a corpus already; choose another folder, or replace it with overwrite=True")
+            raise DataError(f"{out} holds a corpus already; choose another folder, or replace it (--overwrite)")
     elif out.exists():
         raise DataError(f"{out} exists and is not a corpus; choose another folder")
 

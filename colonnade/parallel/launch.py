@@ -14,10 +14,13 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,18 +32,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from colonnade import errors
 from colonnade.config import Plan
+from colonnade.errors import Interrupted
 
 Result = TypeVar("Result")
 ASKED = (signal.SIGTERM, signal.SIGINT)
 """The signals by which people and schedulers ask a process to end."""
-
-
-class Interrupted(Exception):
-    """The user (or the machine) asked the workers to stop, and they did; ``signal`` says how."""
-
-    def __init__(self, number: int):
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.signal = number
 
 
 def launch(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan) -> Result:
@@ -48,7 +44,7 @@ def launch(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan) -> Re
 
     ``work`` and its arguments must be importable and picklable (they are sent to our own children only). Raises the
     failing worker's :class:`~colonnade.errors.ColonnadeError` with its rank, :class:`~colonnade.errors.PlanError` for
-    any other death, :class:`Interrupted` when a signal ended the run.
+    any other death, :class:`~colonnade.errors.Interrupted` when a signal ended the run.
     """
     if dist.is_torchelastic_launched():
         plan.check_world(int(os.environ["WORLD_SIZE"]))
@@ -86,7 +82,8 @@ def _elastic(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan, rep
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        results = elastic_launch(config, _worker)(work, args, plan.world, str(reports))
+        with _children_begin_deaf():
+            results = elastic_launch(config, _worker)(work, args, plan.world, str(reports))
         return results[0]
     except ChildFailedError as death:
         raise _explain(death, reports) from None
@@ -97,17 +94,38 @@ def _elastic(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan, rep
             logger.setLevel(level)
 
 
+@contextmanager
+def _children_begin_deaf() -> Iterator[None]:
+    """Children started inside have SIGINT blocked until :func:`_worker` unblocks it.
+
+    Ctrl-C in a terminal reaches them too, and while they import it would break them halfway, with a traceback each,
+    or be lost. They inherit the mask of the thread that starts them, so it is blocked here; the signal still comes to
+    us through another thread that takes it, for Python runs handlers in the main thread whoever took it.
+    """
+    resource_tracker.ensure_running()  # the first child would start it, and it would unblock the signal
+    over = threading.Event()
+    threading.Thread(target=over.wait, name="takes-SIGINT", daemon=True).start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
+
+
 def _worker(work: Callable[..., Result], args: tuple[Any, ...], world: int, reports: str) -> Result:
     """In the child: share the cores out, run, and leave a report when it goes wrong."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // world))
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came while we began strikes now
         return work(*args)
-    except Interrupted as stop:
+    except (Interrupted, KeyboardInterrupt) as stop:
         # The agent that passed the signal on waits for our end; to return would be to wait until it kills us.
+        number = stop.signal if isinstance(stop, Interrupted) else signal.SIGINT
         sys.stdout.flush()
-        signal.signal(stop.signal, signal.SIG_DFL)
-        os.kill(os.getpid(), stop.signal)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
         raise
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:

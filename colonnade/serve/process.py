@@ -18,6 +18,7 @@ import tempfile
 import traceback
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -111,6 +112,7 @@ def _start(args: tuple) -> tuple[Connection, BaseProcess]:
     process = context.Process(target=_supervise, args=(theirs, *args), name="colonnade-engine")
     # A child inherits the mask: Ctrl-C in a terminal must not hit it before it has a session of its own. (Ignoring the
     # signal meanwhile would do that too, but lose one that is meant for us.)
+    resource_tracker.ensure_running()  # the first child would start it, and it would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()

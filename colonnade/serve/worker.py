@@ -139,6 +139,7 @@ def _tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if tokenizer.chat_template is None:
         raise RequestError(
-            "this model has no chat template; send a prompt to /v1/completions instead", param="messages"
+            "this model has no chat template; send a prompt to /v1/completions, or use colonnade generate",
+            param="messages",
         )
     return tokenizer.encode(tokenizer.chat(message["messages"]), special=False)

@@ -1,6 +1,7 @@
 """The command line: what it does, and above all what it says when it cannot."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -12,10 +13,10 @@ import torch
 
 import colonnade
 from colonnade.checkpoint import native
-from colonnade.cli import VERBS, main
+from colonnade.cli import VERBS, main, parse
 from colonnade.config import ModelConfig
 from colonnade.data import Corpus, build
-from colonnade.errors import ColonnadeError, PlanError
+from colonnade.errors import ColonnadeError, Interrupted, PlanError
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.mesh import Ground
 
@@ -242,6 +243,46 @@ def test_train_and_use(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_pat
     capsys.readouterr()
     main(["generate", str(tmp_path / "tiny"), "the", "--max_tokens", "4", "--seed", "1"])
     assert capsys.readouterr().out.strip()
+
+
+def test_parsing_calls_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert callable(parse(["serve", "/nowhere", "--serve.port", "0"]))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_stopped_run_says_how_to_go_on(corpus: Path, tmp_path: Path) -> None:
+    """Ctrl-C saves, and the exit code keeps ``train && serve`` from going on."""
+    command = [sys.executable, "-m", "colonnade", "train", "--data.path", str(corpus), "--runs", str(tmp_path)]
+    command += ["--model.layers", "1", "--data.sequence", "32", "--train.batch", "1", "--train.log_every", "1"]
+    run = subprocess.Popen(
+        [*command, "--train.steps", "1000000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    for line in run.stdout:
+        if line.startswith("step"):
+            break
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 130
+    (checkpoint,) = (tmp_path / "run").glob("step-*")
+    assert f"stopped by SIGINT; the same command goes on from {checkpoint}" in said
+    assert "Traceback" not in said
+
+
+def test_stopped_workers_are_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped() -> None:
+        raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setitem(VERBS, "demo", stopped)
+    refused(capsys, "demo", code=128 + signal.SIGTERM)
+
+
+def test_a_run_that_is_not_there_is_no_hub_id(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert "runs/typo does not exist here" in refused(capsys, "generate", "runs/typo", "hi")
 
 
 def test_debug_shows_the_traceback() -> None:

@@ -2,6 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +75,42 @@ def test_a_bug_keeps_its_traceback() -> None:
     with pytest.raises(PlanError) as failure:
         launch(work, ("raises",), TWO)
     assert "test_launch.py" in "".join(failure.value.__notes__)
+
+
+SLOW_TO_BEGIN = """
+import os
+import time
+from colonnade.config import Plan
+from colonnade.errors import Interrupted
+from colonnade.parallel.launch import launch
+
+def work():
+    time.sleep(60)
+
+if __name__ == "__main__":
+    try:
+        launch(work, (), Plan(tp=2))
+    except Interrupted as stop:
+        print(stop, flush=True)
+else:
+    os.write(1, b"begins\\n")  # in one piece
+    time.sleep(1)
+"""
+
+
+def test_ctrl_c_while_the_workers_begin(tmp_path: Path) -> None:
+    """A terminal sends it to all of them; it is neither lost nor answered with tracebacks."""
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_TO_BEGIN)
+    command = [sys.executable, str(script)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert run.stdout is not None
+    assert [run.stdout.readline().strip() for _ in range(2)] == ["begins"] * 2
+    os.killpg(run.pid, signal.SIGINT)
+    asked = time.monotonic()
+    said, errors = run.communicate(timeout=60)
+    assert time.monotonic() - asked < 20
+    assert (said.strip(), errors, run.returncode) == ("stopped by SIGINT", "", 0)
 
 
 def test_more_gpus_than_there_are() -> None:
