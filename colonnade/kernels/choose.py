@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from colonnade.kernels.attention import reference, sdpa
+from colonnade.kernels.attention import reference, sdpa, varlen
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear import thin
 
@@ -31,6 +31,7 @@ class Row:
 
 
 TABLE: tuple[Row, ...] = (
+    Row("packed_attention", "varlen", varlen.packed, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
     Row("packed_attention", "sdpa", sdpa.packed),
     Row("packed_attention", "reference", reference.packed),
     Row("paged_attention", "sdpa", sdpa.paged),

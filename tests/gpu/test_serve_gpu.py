@@ -10,7 +10,7 @@ from tests.serve import tiny
 pytestmark = pytest.mark.gpu
 
 PROMPTS = ["The quick brown", "My fellow citizens: we", "ö", "the dog sleeps on"]
-LIMITS = ServeConfig(pages=16, page_tokens=4, token_budget=9, max_requests=3)
+LIMITS = ServeConfig(pages=12, page_tokens=4, token_budget=9, max_requests=3)
 
 
 def test_greedy_text_is_the_cpus():

@@ -4,21 +4,16 @@ The lengths stay on the device: nobody waits for them, and a stream of many shor
 instead of one a document. Equal sequences are viewed as a batch, for which cuDNN is faster.
 """
 
-import functools
 import inspect
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from colonnade.kernels.attention import sdpa
 
-
-@functools.cache
-def _options() -> dict[str, bool]:
-    """Newer torch wants to be told of grouped heads; older ones take them as they are."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+# Newer torch wants to be told of grouped heads; 2.11 takes them as they are.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def packed(
@@ -35,10 +30,7 @@ def packed(
     """o_TNH of sequences laid end to end (see :func:`reference.packed`); ``longest`` may be a bound."""
     if equal or not len(q_TNH):
         return sdpa.packed(q_TNH, k_TKH, v_TKH, cu_seqlens, longest=longest, equal=equal, causal=causal, window=window)
-    # Imported here: torch's CPU builds have the module, but nothing to run in it.
-    from torch.nn.attention.varlen import varlen_attn
-
     sees = (-1 if window is None else window - 1, 0 if causal else -1)
-    o_TNH = varlen_attn(q_TNH, k_TKH, v_TKH, cu_seqlens, cu_seqlens, longest, longest, window_size=sees, **_options())
+    o_TNH = varlen_attn(q_TNH, k_TKH, v_TKH, cu_seqlens, cu_seqlens, longest, longest, window_size=sees, **GROUPED)
     assert isinstance(o_TNH, torch.Tensor)
     return o_TNH
