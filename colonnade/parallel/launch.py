@@ -60,6 +60,11 @@ def launched() -> bool:
     return dist.is_torchelastic_launched() or dist.is_initialized()
 
 
+def local_ranks(plan: Plan) -> int:
+    """How many of the ranks are on this machine."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if dist.is_torchelastic_launched() else plan.world
+
+
 def _elastic(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan, reports: Path) -> Result:
     config = LaunchConfig(
         min_nodes=1,

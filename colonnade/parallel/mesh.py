@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from colonnade.config import Plan
 from colonnade.errors import PlanError
 from colonnade.parallel.axis import SOLO, Axes, Axis, group_name
+from colonnade.parallel.launch import local_ranks
 
 TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -95,9 +96,9 @@ def _stand(plan: Plan, kind: str) -> Ground:
 def choose_device(plan: Plan, device: str) -> str:
     """Which of "cuda" and "cpu": ``auto`` takes GPUs when each local rank can have one (NCCL needs a GPU a rank)."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    local = dist.get_node_local_rank(0) + 1 if dist.is_torchelastic_launched() else plan.world
+    local = local_ranks(plan)  # not this rank's own number: all must choose the same
     if device == "auto":
-        return "cuda" if gpus >= max(local, 1) and gpus > 0 else "cpu"
+        return "cuda" if gpus >= local else "cpu"
     if device == "cuda" and gpus < local:
         raise PlanError(f"the plan puts {local} ranks on this machine, which has {gpus} GPUs; use --device cpu")
     return device

@@ -13,7 +13,7 @@ import torch
 from colonnade.config import Plan
 from colonnade.errors import DataError, PlanError
 from colonnade.parallel.launch import launch
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.mesh import Ground, choose_device
 
 TWO = Plan(tp=2)
 
@@ -118,6 +118,19 @@ def test_more_gpus_than_there_are() -> None:
         pytest.skip("needs fewer than 64 GPUs")
     with pytest.raises(PlanError, match="puts 64 ranks on this machine, which has"), Ground.build(Plan(dp=64), "cuda"):
         pass
+
+
+def chosen() -> list[str]:
+    """What each of the ranks chooses on a machine with one GPU."""
+    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
+    mine = choose_device(TWO, "auto")
+    with Ground.build(TWO, "cpu") as ground:
+        cuda = torch.tensor(float(mine == "cuda"))
+        return [mine, str(ground.axes.tp.sum_(cuda).item())]
+
+
+def test_fewer_gpus_than_ranks_puts_all_ranks_on_the_cpu() -> None:
+    assert launch(chosen, (), TWO) == ["cpu", "0.0"]
 
 
 def test_wrong_world() -> None:
