@@ -96,7 +96,9 @@ class Manifest(_Record):
         """Read ``folder/manifest.json``; raises :class:`DataError` when there is none, or it is not one of ours."""
         file = folder / MANIFEST
         if not file.is_file():
-            raise DataError(f"{folder} is not a corpus: it has no {MANIFEST}; build one with: colonnade corpus FILES --out {folder}")
+            raise DataError(
+                f"{folder} is not a corpus: it has no {MANIFEST}; build one with: colonnade corpus FILES --out {folder}"
+            )
         try:
             return cls.model_validate_json(file.read_text("utf-8"))
         except UnicodeDecodeError:

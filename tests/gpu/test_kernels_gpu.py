@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from colonnade.kernels.attention import reference
+from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.choose import TABLE, Row
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -66,7 +67,7 @@ def test_paged(row: Row, dtype: torch.dtype, queries: list[int], window: int | N
     k, v = (heads(40 * page, kv, seed, dtype).unflatten(0, (40, page)) for seed in (1, 2))
     q = heads(sum(queries), 6, 0, dtype)
     cu = torch.tensor([0, *queries]).cumsum(0).int().cuda()
-    table = (pages.cuda(), cu, torch.tensor(lengths, dtype=torch.int32).cuda())
-    sizes = {"longest_query": max(queries), "longest_context": max(lengths), "window": window}
-    exact = reference.paged(q.double(), k.double(), v.double(), *table, **sizes)
-    assert error(row.run(q, k, v, *table, **sizes), exact) < TOLERANCE[dtype]
+    known_and_new = torch.tensor(lengths, dtype=torch.int32).cuda()
+    table = PageTable(pages.cuda(), cu, known_and_new, page, max(queries), max(lengths))
+    exact = reference.paged(q.double(), k.double(), v.double(), table, window=window)
+    assert error(row.run(q, k, v, table, window=window), exact) < TOLERANCE[dtype]
