@@ -5,6 +5,7 @@ instead of one a document. Equal sequences are viewed as a batch, for which cuDN
 """
 
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 from colonnade.kernels.attention import sdpa
 
 # Newer torch wants to be told of grouped heads; 2.11 takes them as they are.
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def packed(
