@@ -297,6 +297,8 @@ def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
     if args.dry_run:
         print(dumps(run), end="")
         return
+    if run.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS picks its algorithms freely
     from colonnade.train.loop import Trainer
 
     summary = Trainer(run).fit()

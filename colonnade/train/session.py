@@ -97,18 +97,31 @@ class Session:
         meta = native.load(folder, self.model, self.ground, masters=self.masters, optimizer=self.optimizer)
         if meta.run is None or "seen" not in meta.cursor:
             raise CheckpointError(f"{folder} was not written by a training run; use another name for this run")
-        was, now = {**meta.cursor, "seen": 0}, {**self._cursor(), "seen": 0}
-        if was != now:
+        was, now = meta.cursor, self._cursor()
+        if any(was.get(key) != now[key] for key in ("tokens", "tokenizer")):
             raise DataError(
                 f"{self.run.data.path} is not the corpus that {folder} was trained on; "
                 "use that one, or another run name"
             )
+        for key in ("sequence", "seed"):
+            if was.get(key) != now[key]:
+                raise ConfigError(
+                    f"data.{key} is {now[key]}, and {folder} was trained with {was.get(key)}: samples would come again "
+                    f"or never; set --data.{key} {was.get(key)}, or use another run name"
+                )
         self.taken, self.seen = meta.step, meta.cursor["seen"]
         self.changes = changes(meta.run, self.run)
 
     def _cursor(self) -> dict[str, Any]:
-        manifest = self.corpus.manifest
-        return {"seen": self.seen, "tokens": manifest.train.tokens, "tokenizer": manifest.tokenizer_sha256}
+        """How many samples are behind us, and all that decides which ones these are."""
+        manifest, data = self.corpus.manifest, self.run.data
+        return {
+            "seen": self.seen,
+            "tokens": manifest.train.tokens,
+            "tokenizer": manifest.tokenizer_sha256,
+            "sequence": data.sequence,
+            "seed": data.seed,
+        }
 
     def _check_corpus(self) -> None:
         needs, has = self.corpus.manifest.vocab_size, self.run.model.vocab_size

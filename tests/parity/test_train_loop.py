@@ -232,6 +232,10 @@ def test_runs_that_cannot_be(config: RunConfig, tmp_path: Path) -> None:
     build([(str(i), " ".join(WORDS[: 5 + i % 7])) for i in range(90)], other, vocab_size=300, validation_share=0.2)
     with pytest.raises(DataError, match="is not the corpus that"):
         Trainer(short.but(data=DataConfig(path=other, sequence=16))).fit()
+    with pytest.raises(ConfigError, match=r"data.seed is 7, and .* trained with 0: .* set --data.seed 0, or"):
+        Trainer(short.but(data=short.data.but(seed=7))).fit()
+    with pytest.raises(ConfigError, match=r"data.sequence is 8, and .* trained with 16"):
+        Trainer(short.but(data=short.data.but(sequence=8))).fit()
 
 
 def test_bfloat16_and_deterministic_runs_learn(config: RunConfig) -> None:
