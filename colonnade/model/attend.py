@@ -7,11 +7,13 @@ block makes one a layer, and after eight of them gives up).
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.choose import choose
 from colonnade.model.cache import KVCache
 
@@ -90,34 +92,37 @@ class Paged:
     longest_context: int
     kernels: str = "auto"
 
+    @cached_property
+    def table(self) -> PageTable:
+        """What a kernel is told of the requests; one for all layers, so that it is worked through only once."""
+        return PageTable(
+            self.pages_RP,
+            self.cu_queries,
+            self.lengths_R,
+            self.cache.page_tokens,
+            self.longest_query,
+            self.longest_context,
+        )
+
     def at(self, layer: int, window: int | None) -> "PagedView":
         """This layer's pools."""
-        return PagedView(self, self.cache.k[layer], self.cache.v[layer], window)
+        return PagedView(self.table, self.slots_T, self.cache.k[layer], self.cache.v[layer], window, self.kernels)
 
 
 @dataclass(frozen=True)
 class PagedView:
     """One layer of a :class:`Paged`: writes the new keys and values, then attends to all of them."""
 
-    paged: Paged
+    table: PageTable
+    slots_T: Tensor
     k_PpKH: Tensor
     v_PpKH: Tensor
     window: int | None
+    kernels: str
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
         """o_TnH."""
-        it = self.paged
-        self.k_PpKH.flatten(0, 1).index_copy_(0, it.slots_T, k_TkH.to(self.k_PpKH.dtype))
-        self.v_PpKH.flatten(0, 1).index_copy_(0, it.slots_T, v_TkH.to(self.v_PpKH.dtype))
-        run = choose("paged_attention", q_TnH.device.type, q_TnH.dtype, it.kernels)
-        return run(
-            q_TnH,
-            self.k_PpKH,
-            self.v_PpKH,
-            it.pages_RP,
-            it.cu_queries,
-            it.lengths_R,
-            longest_query=it.longest_query,
-            longest_context=it.longest_context,
-            window=self.window,
-        )
+        self.k_PpKH.flatten(0, 1).index_copy_(0, self.slots_T, k_TkH.to(self.k_PpKH.dtype))
+        self.v_PpKH.flatten(0, 1).index_copy_(0, self.slots_T, v_TkH.to(self.v_PpKH.dtype))
+        run = choose("paged_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)
+        return run(q_TnH, self.k_PpKH, self.v_PpKH, self.table, window=self.window)

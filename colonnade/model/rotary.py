@@ -22,10 +22,12 @@ from colonnade.config import ModelConfig, RopeScaling
 
 
 class Rotation(NamedTuple):
-    """cos and sin of each token's angles, (T, 1, H/2) each."""
+    """What each number of a head is multiplied by, and what its partner, (T, 1, H) each."""
 
-    cos: Tensor
-    sin: Tensor
+    own: Tensor
+    """(cos, cos)"""
+    other: Tensor
+    """(−sin, sin)"""
 
 
 def frequencies(config: ModelConfig) -> tuple[Tensor, float]:
@@ -87,10 +89,10 @@ def _temperature(scaling: RopeScaling) -> float:
 def rotation(positions_T: Tensor, theta: Tensor, factor: float, dtype: torch.dtype) -> Rotation:
     """The rotation of each token, computed once a forward pass and shared by all layers."""
     angle = positions_T.to(theta.dtype)[:, None, None] * theta
-    return Rotation((angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype))
+    cos, sin = (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+    return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
 
 
 def rotate(x_TNH: Tensor, by: Rotation) -> Tensor:
-    """Turn each head of ``x_TNH``."""
-    a, b = x_TNH.chunk(2, dim=-1)
-    return torch.cat((a * by.cos - b * by.sin, b * by.cos + a * by.sin), dim=-1)
+    """Turn each head of ``x_TNH``: half a head further lies each number's partner."""
+    return torch.addcmul(x_TNH * by.own, x_TNH.roll(x_TNH.shape[-1] // 2, -1), by.other)

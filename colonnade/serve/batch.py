@@ -14,7 +14,7 @@ from colonnade.model import KVCache, Paged, Rows, Stream, Transformer
 from colonnade.serve.scheduler import Work
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def forward(model: Transformer, cache: KVCache, work: Work) -> Tensor:
     """Run ``work``; logits_RV of the R slices that sample, in order (R may be 0), on every rank."""
     return model(*arguments(cache, work))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from colonnade.kernels.attention import reference
+from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.choose import TABLE, Row, choose
 from colonnade.kernels.linear import reference as linear_reference
 from tests.worlds import assert_same
@@ -41,24 +42,41 @@ def test_packed(row: Row, lengths: list[int], causal: bool, window: int | None, 
         assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("row", on_cpu(PAGED), ids=lambda row: row.name)
-@pytest.mark.parametrize("queries", [[1, 1, 1], [4, 1, 2], [1], [7]], ids=str)
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("scattered", [False, True])
-def test_paged(row: Row, queries: list[int], window: int | None, scattered: bool) -> None:
-    page, kv = 4, 2
-    lengths = [n + extra for n, extra in zip(queries, (9, 0, 5), strict=False)]
+def requests(new: list[int], known: list[int], page: int, *, scattered: bool) -> PageTable:
+    """Requests with ``new`` tokens after ``known`` ones, whose pages are neighbours or anywhere among 40."""
+    lengths = [n + before for n, before in zip(new, known, strict=False)]
     needed = [-(-n // page) for n in lengths]
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0)) if scattered else torch.arange(40)
-    pages = torch.zeros(len(queries), max(needed), dtype=torch.int32)
+    pages = torch.zeros(len(new), max(needed), dtype=torch.int32)
     for r, n in enumerate(needed):
         pages[r, :n] = order[8 * r : 8 * r + n]
-    k, v = (heads(40 * page, kv, seed).unflatten(0, (40, page)) for seed in (1, 2))
-    q = heads(sum(queries), 4, 0)
-    cu = torch.tensor([0, *queries]).cumsum(0).int()
-    sizes = {"longest_query": max(queries), "longest_context": max(lengths), "window": window}
-    table = (pages, cu, torch.tensor(lengths, dtype=torch.int32))
-    assert_same(row.run(q, k, v, *table, **sizes), reference.paged(q, k, v, *table, **sizes))
+    cu, known_and_new = torch.tensor([0, *new]).cumsum(0).int(), torch.tensor(lengths, dtype=torch.int32)
+    return PageTable(pages, cu, known_and_new, page, max(new), max(lengths))
+
+
+@pytest.mark.parametrize("row", on_cpu(PAGED), ids=lambda row: row.name)
+@pytest.mark.parametrize("new", [[1, 1, 1], [4, 1, 2], [1], [7], [1, 3, 1, 1], [1, 0, 1]], ids=str)
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("scattered", [False, True])
+def test_paged(row: Row, new: list[int], window: int | None, scattered: bool) -> None:
+    table = requests(new, [9, 0, 5, 10], page := 4, scattered=scattered)
+    k, v = (heads(40 * page, 2, seed).unflatten(0, (40, page)) for seed in (1, 2))
+    q = heads(sum(new), 4, 0)
+    assert_same(row.run(q, k, v, table, window=window), reference.paged(q, k, v, table, window=window))
+
+
+@pytest.mark.parametrize("row", on_cpu(PAGED), ids=lambda row: row.name)
+def test_a_request_never_sees_what_another_left_in_a_page(row: Row) -> None:
+    """Two decodes of unlike length share a call; the shorter one's padding holds somebody's NaN."""
+    table = requests([1, 1], [9, 5], page := 4, scattered=False)
+    k, v = (heads(40 * page, 2, seed).unflatten(0, (40, page)) for seed in (1, 2))
+    q = heads(2, 4, 0)
+    wanted = reference.paged(q, k, v, table)
+    for x in (k, v):
+        x[0] = x[9, 2:] = torch.nan  # page 0 fills up the table; the last page of the second request is half empty
+    got = row.run(q, k, v, table)
+    assert got[0].isnan().all()  # page 0 is its own
+    assert_same(got[1], wanted[1])
 
 
 @pytest.mark.parametrize("row", on_cpu(LINEAR), ids=lambda row: row.name)

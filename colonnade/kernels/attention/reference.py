@@ -12,6 +12,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.softmax_state import State
 
 
@@ -63,27 +64,13 @@ def packed(
     return torch.cat(parts) if parts else q_TNH.clone()  # no tokens at all
 
 
-def paged(
-    q_TNH: Tensor,
-    k_PpKH: Tensor,
-    v_PpKH: Tensor,
-    pages_RP: Tensor,
-    cu_queries: Tensor,
-    lengths_R: Tensor,
-    *,
-    longest_query: int,
-    longest_context: int,
-    window: int | None = None,
-) -> Tensor:
-    """o_TNH of requests whose keys lie in pages; request r's queries are the last of its ``lengths_R[r]`` positions.
-
-    ``pages_RP[r]`` lists the pages of request r in order; the cache holds the new tokens' keys and values already.
-    """
-    ends, lengths = cu_queries.tolist(), lengths_R.tolist()
+def paged(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, *, window: int | None = None) -> Tensor:
+    """o_TNH of requests whose keys, those of the new tokens among them, lie in the pages that ``table`` lists."""
+    ends, lengths = table.cu_queries.tolist(), table.lengths_R.tolist()
     out_TNH = torch.zeros_like(q_TNH)
     for r, length in enumerate(lengths):
         a, b = ends[r], ends[r + 1]
-        used = pages_RP[r, : -(-length // k_PpKH.shape[1])]
+        used = table.pages_RP[r, : -(-length // table.page_tokens)]
         k_SKH, v_SKH = (cache[used].flatten(0, 1)[:length] for cache in (k_PpKH, v_PpKH))
         out_TNH[a:b] = attend(q_TNH[a:b], k_SKH, v_SKH, window=window).o
     return out_TNH

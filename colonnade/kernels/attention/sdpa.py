@@ -3,7 +3,7 @@ a GPU.
 
 Sequences of equal length are viewed as (batch, sequence), no copy. Ragged ones run one after another: on a CPU a call
 costs little beside its arithmetic. A causal call with T = S needs no mask; a chunk of a prompt (T < S) and a window
-pass one.
+pass one. Requests in pages run in the groups of :attr:`PageTable.groups`: decodes together, prompts one by one.
 """
 
 import itertools
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from colonnade.kernels.attention.pages import Group, PageTable
 from colonnade.kernels.attention.reference import visible
 
 
@@ -25,6 +26,10 @@ def _attend(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool, win
         mask = visible(T, S, causal=causal, window=window, device=q_BTNH.device)
     elif causal and T > 1:
         is_causal = True
+    return _sdpa(q_BTNH, k_BSKH, v_BSKH, mask, is_causal)
+
+
+def _sdpa(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:
     o_BNTH = scaled_dot_product_attention(
         q_BTNH.transpose(1, 2),
         k_BSKH.transpose(1, 2),
@@ -60,29 +65,23 @@ def packed(
     return torch.cat(parts) if parts else q_TNH.clone()  # no tokens at all
 
 
-def paged(
-    q_TNH: Tensor,
-    k_PpKH: Tensor,
-    v_PpKH: Tensor,
-    pages_RP: Tensor,
-    cu_queries: Tensor,
-    lengths_R: Tensor,
-    *,
-    longest_query: int,
-    longest_context: int,
-    window: int | None = None,
-) -> Tensor:
+def paged(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, *, window: int | None = None) -> Tensor:
     """o_TNH of requests whose keys lie in pages (see :func:`reference.paged`)."""
-    page = k_PpKH.shape[1]
-    ends, lengths, tables = cu_queries.tolist(), lengths_R.tolist(), pages_RP.tolist()
+    if len(table.groups) == 1:
+        return _group(q_TNH, k_PpKH, v_PpKH, table.groups[0], window)
     out_TNH = torch.empty_like(q_TNH)
-    for r, length in enumerate(lengths):
-        a, b, n = ends[r], ends[r + 1], -(-length // page)
-        first = tables[r][0]
-        if tables[r][:n] == list(range(first, first + n)):
-            # Neighbouring pages, the allocator's usual gift, are one slice of the cache: nothing is copied.
-            k_SKH, v_SKH = (cache[first : first + n].flatten(0, 1)[:length] for cache in (k_PpKH, v_PpKH))
-        else:
-            k_SKH, v_SKH = (cache[pages_RP[r, :n]].flatten(0, 1)[:length] for cache in (k_PpKH, v_PpKH))
-        out_TNH[a:b] = _attend(q_TNH[None, a:b], k_SKH[None], v_SKH[None], causal=True, window=window)[0]
+    for group in table.groups:
+        out_TNH[group.rows] = _group(q_TNH[group.rows], k_PpKH, v_PpKH, group, window)
     return out_TNH
+
+
+def _group(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, group: Group, window: int | None) -> Tensor:
+    q_BTNH = q_TNH.unflatten(0, (len(group.lengths_B), -1))
+    k_BSKH, v_BSKH = group.gather(k_PpKH), group.gather(v_PpKH)
+    if group.unused is None:
+        return _attend(q_BTNH, k_BSKH, v_BSKH, causal=True, window=window).flatten(0, 1)
+    key_S, lengths_B1 = torch.arange(group.longest, device=q_TNH.device), group.lengths_B[:, None]
+    seen_BS = key_S < lengths_B1
+    if window is not None:
+        seen_BS &= key_S >= lengths_B1 - window
+    return _sdpa(q_BTNH, k_BSKH, v_BSKH, seen_BS[:, None, None]).flatten(0, 1)
