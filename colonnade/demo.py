@@ -74,10 +74,10 @@ def demo(folder: Path, port: int) -> None:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
         name = client.models.list().data[0].id
         console.print(f"model '{name}' at {url}/v1")
-        for prompt in PROMPTS:
+        for seed, prompt in enumerate(PROMPTS):
             console.print(f"[bold]{prompt}[/bold]", end="")
             for piece in client.completions.create(
-                model=name, prompt=prompt, max_tokens=48, temperature=0.7, seed=1, stream=True
+                model=name, prompt=prompt, max_tokens=48, temperature=0.6, seed=seed, stream=True
             ):
                 console.print(piece.choices[0].text, end="", markup=False, soft_wrap=True)
             console.print("\n")
@@ -85,11 +85,10 @@ def demo(folder: Path, port: int) -> None:
     console.print(
         Panel(
             f"[bold]{time.monotonic() - began:.0f} s[/bold] from text to server. To go on:\n\n"
-            "  colonnade chat smollm2                                       real weights, 135 million\n"
-            f"  colonnade generate {summary.checkpoint} 'Peace'\n"
-            f"  colonnade serve {summary.checkpoint}\n"
-            f"  colonnade train --preset smollm2-135m --data.path {corpus}   a larger model\n"
-            f"  colonnade convert {summary.checkpoint} hf-model              for transformers and others",
+            "  [bold]colonnade chat smollm2[/bold]\n      real weights, 135 million parameters\n"
+            f"  [bold]colonnade serve {run.folder}[/bold]\n      this model, for longer\n"
+            f"  [bold]colonnade train --preset smollm2-135m --data.path {corpus}[/bold]\n      a larger model\n"
+            f"  [bold]colonnade convert {run.folder} hf-model[/bold]\n      for transformers, vLLM and others",
             title="done",
             expand=False,
         )
@@ -105,16 +104,16 @@ def settings(folder: Path, corpus: Path) -> RunConfig:
         plan=Plan(tp=2),
         data=DataConfig(path=corpus, sequence=256),
         train=TrainConfig(
-            steps=200,
-            batch=8,
-            micro_batch=8,
-            lr=4e-3,
-            min_lr=2e-4,
-            warmup=20,
-            log_every=10,
-            eval_every=100,
-            eval_samples=32,
-            save_every=100,
+            steps=500,
+            batch=2,
+            micro_batch=2,
+            lr=3e-3,
+            min_lr=1e-4,
+            warmup=30,
+            log_every=20,
+            eval_every=250,
+            eval_samples=16,
+            save_every=250,
         ),
     )
 
