@@ -76,7 +76,7 @@ def _elastic(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan, rep
         max_restarts=0,
         monitor_interval=0.1,
         start_method="spawn",
-        logs_specs=DefaultLogsSpecs(),
+        logs_specs=DefaultLogsSpecs(log_dir=str(reports / "logs")),  # nothing stays behind in /tmp
         local_addr="127.0.0.1",
     )
     # The agent logs each failure at length; our one line says it, and the reports hold the rest.
