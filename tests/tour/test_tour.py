@@ -92,7 +92,9 @@ def test_4_the_same_line_reads_a_prompt_and_decodes() -> None:
         new = torch.tensor([0, stop - start], dtype=torch.int32)
         length = torch.tensor([stop], dtype=torch.int32)
         attend = Paged(cache, pages_RP, slots_T[start:stop], new, length, stop - start, stop)
-        return model(Stream(TOKENS_T[start:stop], POSITIONS_T[start:stop]), attend, Rows(torch.tensor([-1])))
+        return model(
+            Stream(TOKENS_T[start:stop], POSITIONS_T[start:stop]), attend, Rows(torch.tensor([stop - start - 1]))
+        )
 
     extend(0, 7)
     whole = model(Stream(TOKENS_T, POSITIONS_T), Packed.of([8]), Rows(torch.tensor([7])))
