@@ -160,10 +160,11 @@ def evaluate(
 
     name, content = sotu_documents()[-1] if text == "sotu" else (text, _read(Path(text)))
     result = launch(_score, (model, placing, content, context, stride), placing.plan)
-    print(
-        f"perplexity {result.perplexity:.3f} on {name} "
-        f"({result.tokens:,} tokens, {result.nll / result.tokens:.4f} nats a token)"
-    )
+    if _speaks():
+        print(
+            f"perplexity {result.perplexity:.3f} on {name} "
+            f"({result.tokens:,} tokens, {result.nll / result.tokens:.4f} nats a token)"
+        )
 
 
 def _score(model: str, placing: Placing, text: str, context: int | None, stride: int | None) -> Any:
@@ -293,9 +294,11 @@ def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
     """
     run = args.run
     run.plan.check(run.model)
-    console.print(_plan_table(run))
+    if _speaks():
+        console.print(_plan_table(run))
+        if args.dry_run:
+            print(dumps(run), end="")
     if args.dry_run:
-        print(dumps(run), end="")
         return
     if run.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS picks its algorithms freely
@@ -303,9 +306,9 @@ def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
 
     summary = Trainer(run).fit()
     if summary.stopped:
-        console.print(
-            f"stopped by {summary.stopped}; the same command goes on from {summary.checkpoint}", soft_wrap=True
-        )
+        if _speaks():
+            how = f"stopped by {summary.stopped}; the same command goes on from {summary.checkpoint}"
+            console.print(how, soft_wrap=True)
         sys.exit(128 + signal.Signals[summary.stopped])
 
 
@@ -340,6 +343,11 @@ def _plan_table(run: RunConfig) -> Table:
     for row in run.plan.table(run.model):
         table.add_row(*row)
     return table
+
+
+def _speaks() -> bool:
+    """Whether this process talks to the user: of those that torchrun started only the first does."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 VERBS: dict[str, Callable[..., None]] = {

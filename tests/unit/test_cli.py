@@ -123,6 +123,13 @@ def test_precedence(capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: 
     assert run.data.path == corpus
 
 
+def test_only_the_first_process_speaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun each process runs the command line."""
+    monkeypatch.setenv("RANK", "1")
+    main(["train", "--dry_run"])
+    assert capsys.readouterr() == ("", "")
+
+
 def test_world_size_mismatch(tmp_path: Path, corpus: Path) -> None:
     """Three processes under torchrun, and a plan of two."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
