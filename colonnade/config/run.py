@@ -17,7 +17,7 @@ class DataConfig(Config):
     """Where tokens come from and how they are cut into samples."""
 
     path: Path = Path("corpus")
-    """A corpus folder, as ``colonnade.data.corpus.build`` writes it (manifest, shards, tokenizer)."""
+    """A corpus folder, as colonnade corpus writes it: manifest, shards, tokenizer."""
     sequence: int = Field(default=512, gt=1)
     """Tokens in one sample."""
     separate_documents: bool = True
@@ -52,7 +52,7 @@ class TrainConfig(Config):
     eps: float = Field(default=1e-8, gt=0)
     """AdamW: added to the root of the second moment."""
     clip: float = Field(default=1.0, gt=0)
-    """Largest global gradient norm; ``inf`` never clips."""
+    """Largest global gradient norm; inf never clips."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of each target's probability spread over the whole vocabulary."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -85,7 +85,7 @@ class RunConfig(Config):
     """One training run, whole: it is saved inside every checkpoint."""
 
     name: str = "run"
-    """Folder of the run under ``runs``."""
+    """The run's folder, within runs."""
     runs: Path = Path("runs")
     """Where runs are kept: runs/NAME/step-N."""
     device: Device = "auto"
