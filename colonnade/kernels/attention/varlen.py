@@ -29,7 +29,8 @@ def packed(
     window: int | None = None,
 ) -> Tensor:
     """o_TNH of sequences laid end to end (see :func:`reference.packed`); ``longest`` may be a bound."""
-    if equal or not len(q_TNH):
+    # The kernel itself asks for heads in multiples of 8; scaled_dot_product_attention pads others.
+    if equal or not len(q_TNH) or q_TNH.shape[2] % 8:
         return sdpa.packed(q_TNH, k_TKH, v_TKH, cu_seqlens, longest=longest, equal=equal, causal=causal, window=window)
     sees = (-1 if window is None else window - 1, 0 if causal else -1)
     o_TNH = varlen_attn(q_TNH, k_TKH, v_TKH, cu_seqlens, cu_seqlens, longest, longest, window_size=sees, **GROUPED)
