@@ -26,7 +26,7 @@ from colonnade.config import Device, ModelConfig, Plan, RunConfig, ServeConfig
 from colonnade.config.presets import PRESETS, preset
 from colonnade.config.toml import dumps
 from colonnade.config.toml import read as read_toml
-from colonnade.errors import ColonnadeError, ConfigError, DataError, Interrupted
+from colonnade.errors import ColonnadeError, ConfigError, DataError, Interrupted, PlanError
 
 if TYPE_CHECKING:
     from colonnade.talk import Where
@@ -96,6 +96,7 @@ def demo(folder: Path = Path("runs/demo"), port: int = 0) -> None:
         folder: Where the demo keeps its corpus and its run; made anew.
         port: TCP port of the server; 0 takes a free one.
     """
+    _start_alone("demo")
     from colonnade.demo import demo as run
 
     run(folder, port)
@@ -228,6 +229,7 @@ def chat(
         placing: Where the model runs.
         serve: Limits of the engine.
     """
+    _start_alone("chat")
     from colonnade import talk
 
     talk.chat(placing.where(model, serve), system, sampling.params())
@@ -245,6 +247,7 @@ def serve(
         serve: Address and limits.
         placing: Where the model runs.
     """
+    _start_alone("serve")
     try:
         from colonnade.serve.server import serve as run
     except ImportError as error:
@@ -347,6 +350,11 @@ def _plan_table(run: RunConfig) -> Table:
     for row in run.plan.table(run.model):
         table.add_row(*row)
     return table
+
+
+def _start_alone(verb: str) -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise PlanError(f"{verb} starts the processes of its plan itself; run it without torchrun")
 
 
 def _speaks() -> bool:

@@ -39,9 +39,10 @@ class Plan(Config):
     def check_world(self, world: int) -> None:
         """Raise :class:`PlanError` unless exactly ``world`` processes run."""
         if world != self.world:
+            other = "" if world % self.tp else f", or set --plan.dp {world // self.tp}"
             raise PlanError(
                 f"the plan (tp={self.tp}, dp={self.dp}) needs {self.world} processes but {world} were started; "
-                f"start {self.world}, or set --plan.dp {world // self.tp or 1}"
+                f"start {self.world}{other}"
             )
 
     def table(self, model: ModelConfig) -> list[tuple[str, str, str]]:

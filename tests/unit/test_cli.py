@@ -130,6 +130,14 @@ def test_only_the_first_process_speaks(capsys: pytest.CaptureFixture[str], monke
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("argv", [["demo"], ["chat", "tiny"], ["serve", "tiny"]])
+def test_verbs_that_start_their_own_processes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert f"PlanError: {argv[0]} starts the processes of its plan itself" in refused(capsys, *argv)
+
+
 def test_world_size_mismatch(tmp_path: Path, corpus: Path) -> None:
     """Three processes under torchrun, and a plan of two."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
