@@ -166,7 +166,9 @@ def _equals_one_process(table: Table, case: Case) -> tuple[str, str]:
     ground, config = table.ground, case.config.but(layers=8)
     dp = ground.world // case.pp // case.tp
     mesh = _mesh(ground.device.type, case.pp, dp, case.tp)
-    pp, tp = (Axis(n, mesh[n].size(), mesh[n].get_local_rank(), group_name(mesh.get_group(n))) for n in ("pp", "tp"))
+    pp, data, tp = (
+        Axis(n, mesh[n].size(), mesh[n].get_local_rank(), group_name(mesh.get_group(n))) for n in ("pp", "dp", "tp")
+    )
     worst = 0.0
     for extra in range(case.times):
         lengths = [*LENGTHS, *[2] * extra]
@@ -189,7 +191,7 @@ def _equals_one_process(table: Table, case: Case) -> tuple[str, str]:
             expected = share(parameter.grad, layout[name], axes.tp)
             found = [g for part in parts if (g := part.gradient(name)) is not None]
             mine = sum(found[1:], found[0]) if found else torch.zeros_like(expected)
-            mine = pp.sum_(mine)
+            mine = pp.sum_(mine if case.fsdp is not None else data.sum_(mine))  # FSDP2 has summed over data ranks
             worst = max(worst, difference(axes.tp.sum_(mine) if layout[name] is PARTIAL else mine, expected))
     figure, verdict = exact(max(table.everybody(worst)))
     if case.fsdp and case.schedule is ScheduleZBVZeroBubble:

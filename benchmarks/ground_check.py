@@ -86,10 +86,8 @@ def main() -> None:
     for row in bad:
         print(f"({row.part}) world {row.world} | {row.check} | {row.figure} | {row.verdict}")
     if not args.no_report:
-        version = torch.__version__.split("+")[0].rpartition(".")[0].replace(".", "_")
-        name = f"ground_check_{backend}" + ("" if version == "2_11" and backend == "nccl" else f"_torch{version}")
         notes = f"{__doc__}\nBackend {backend}, compiler {compiler}."
-        print(report(name, [row.flat() for row in rows], notes))
+        print(report(f"ground_check_{backend}", [row.flat() for row in rows], notes))
     sys.exit(any(row.verdict.startswith("died") for row in rows))
 
 

@@ -107,7 +107,8 @@ class Sharded:
         self._root: FSDPModule = fully_shard(model, mesh=mesh, mp_policy=policy)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # Both are needed: gloo refuses the pre-multiplied sum by which FSDP would otherwise express a factor.
+                # Both are needed: FSDP would otherwise express a factor as a pre-multiplied sum, which gloo refuses
+                # and NCCL answers with zeros in bfloat16 (docs/decisions/0004-ground-check-on-h200.md).
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self._parameters = dict(_trainable(model))
