@@ -4,6 +4,9 @@ A block is left out only with a reason, in a comment on the line before it: <!--
 <!-- slow --> has its Python marked slow.
 """
 
+import contextlib
+import io
+import itertools
 import re
 import runpy
 import shlex
@@ -15,11 +18,15 @@ from pathlib import Path
 
 import pytest
 
+from colonnade import cli
+from colonnade.errors import ColonnadeError
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>[\w+-]*)[^\n]*\n(?P<body>.*?)^(?P=indent)```\s*$", re.DOTALL | re.MULTILINE
 )
+SHELLS = ("console", "bash", "sh")
 SKIP = re.compile(r"<!-- not run: .+ -->\s*$")
 
 
@@ -68,6 +75,8 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
 
 def commands(block: Block) -> list[list[str]]:
     """The ``colonnade`` commands of a block, as argument lists; in console blocks only lines with a prompt."""
+    if block.language not in SHELLS:
+        return []
     text = block.body.replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines()]
     if block.language == "console":
@@ -78,9 +87,67 @@ def commands(block: Block) -> list[list[str]]:
             words = shlex.split(part, comments=True)
             while words and re.fullmatch(r"\w+=.*", words[0]):
                 words = words[1:]
+            if words[:1] == ["torchrun"] and "-m" in words:
+                words = words[words.index("-m") + 1 :]
             if words and words[0].removeprefix(".venv/bin/") == "colonnade":
-                found.append(words[1:])
+                found.append(list(itertools.takewhile(lambda word: not re.match(r"\d?[<>]", word), words[1:])))
     return found
+
+
+def inline(text: str) -> list[list[str]]:
+    """The commands in running text: `colonnade train --help`."""
+    prose = FENCE.sub("", text)
+    return [shlex.split(command) for command in re.findall(r"`colonnade ([a-z-][^`]*)`", prose)]
+
+
+def refused(words: list[str]) -> str | None:
+    """What the command line has against ``words``, which are parsed and not run (a training run is planned)."""
+    words = words[1:] if words[:1] == ["--debug"] else words
+    if words == ["--version"]:
+        return None
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            call = cli.parse([*words, "--dry_run"] if words[0] == "train" else words)
+            if words[0] == "train":
+                call()
+    except SystemExit as end:
+        return said.getvalue() if end.code else None
+    except ColonnadeError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in PAGES])
+def test_commands_are_ones_that_the_command_line_takes(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    given = [words for block in blocks(text) for words in commands(block)] + inline(text)
+    for block in blocks(text):
+        # A file is given its name in its first line: # run.toml
+        if block.language == "toml" and (title := re.match(r"# (\S+\.toml)\n", block.body)):
+            Path(title[1]).write_text(block.body, encoding="utf-8")
+    why = {shlex.join(words): said for words in given if (said := refused(words)) is not None}
+    assert not why
+
+
+def test_wrong_commands_are_noticed():
+    assert "Unrecognized" in (refused(["train", "--train.learning_rate", "1"]) or "")
+    assert "do not divide" in (refused(["train", "--plan.tp", "3"]) or "")
+    assert refused(["frobnicate"]) is not None
+    assert refused(["serve", "tiny", "--serve.port", "0"]) is None
+
+
+def test_flags_in_the_reference_exist(capsys):
+    """Under the heading of each verb; every verb has one."""
+    text = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE))
+    assert list(sections) == list(cli.VERBS)
+    for verb, section in sections.items():
+        with pytest.raises(SystemExit):
+            cli.main([verb, "--help"])
+        known = set(re.findall(r"--[\w.]+", capsys.readouterr().out))
+        assert set(re.findall(r"--[\w.]+", section)) <= known, verb
 
 
 def test_commands_are_found():
@@ -88,8 +155,13 @@ def test_commands_are_found():
         "$ A=1 colonnade train --plan.tp 2 \\\n    --train.lr 1e-3  # why\n"
         "colonnade printed this\n"
         "$ ls && .venv/bin/colonnade demo | tee x\n"
+        "$ torchrun --nproc-per-node 2 -m colonnade train --dry_run > run.toml\n"
     )
-    assert commands(Block("console", text, 1, False)) == [["train", "--plan.tp", "2", "--train.lr", "1e-3"], ["demo"]]
+    assert commands(Block("console", text, 1, False)) == [
+        ["train", "--plan.tp", "2", "--train.lr", "1e-3"],
+        ["demo"],
+        ["train", "--dry_run"],
+    ]
 
 
 def test_blocks_know_their_line_and_their_excuse():
