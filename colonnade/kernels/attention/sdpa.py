@@ -30,6 +30,12 @@ def _attend(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool, win
 
 
 def _sdpa(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:
+    K = k_BSKH.shape[2]
+    if q_BTNH.shape[1] == 1 and q_BTNH.shape[2] > K:
+        # The query heads of a group are queries of one key head: keys are read once for all of them, and torch's CPU
+        # kernel takes a single query of 16 bits 5 to 15 times as long as a few (docs/log.md, "CPU decode").
+        q_BGKH = q_BTNH.squeeze(1).unflatten(1, (K, -1)).transpose(1, 2)
+        return _sdpa(q_BGKH, k_BSKH, v_BSKH, mask).transpose(1, 2).flatten(1, 2).unsqueeze(1)
     o_BNTH = scaled_dot_product_attention(
         q_BTNH.transpose(1, 2),
         k_BSKH.transpose(1, 2),
