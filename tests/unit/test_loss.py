@@ -1,0 +1,30 @@
+"""The cross-entropy in chunks is torch's own, with its gradients."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from colonnade.model import loss
+from colonnade.model.loss import IGNORE, cross_entropy_sum
+from colonnade.parallel.axis import SOLO
+from tests.worlds import assert_same
+
+
+@pytest.mark.parametrize("rows", [1, 3, 100])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_chunks_add_up(monkeypatch: pytest.MonkeyPatch, rows: int, smoothing: float, dtype: torch.dtype) -> None:
+    monkeypatch.setitem(loss.CHUNK_ROWS, "cpu", rows)
+    draw = torch.Generator().manual_seed(0)
+    x_TD, weight_VD = (torch.randn(n, 6, generator=draw, dtype=torch.float64).to(dtype) for n in (10, 17))
+    targets_T = torch.randint(17, (10,), generator=draw).index_fill(0, torch.tensor([2, 3, 9]), IGNORE)
+    leaves = [x.clone().requires_grad_() for x in (x_TD, weight_VD)]
+    ours = cross_entropy_sum(*leaves, targets_T, tp=SOLO, vocab_size=17, smoothing=smoothing)
+    ours.backward()
+    exact = [x.double().requires_grad_() for x in (x_TD, weight_VD)]
+    logits_TV = exact[0] @ exact[1].T
+    theirs = F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    theirs.backward()
+    bound = 1e-10 if dtype == torch.float64 else 2e-2
+    for name, a, b in (("loss", ours, theirs), *(("grad", a.grad, b.grad) for a, b in zip(leaves, exact, strict=True))):
+        assert_same(a.double(), b, bound, what=name)
