@@ -19,7 +19,7 @@ def test_chunks_add_up(monkeypatch: pytest.MonkeyPatch, rows: int, smoothing: fl
     x_TD, weight_VD = (torch.randn(n, 6, generator=draw, dtype=torch.float64).to(dtype) for n in (10, 17))
     targets_T = torch.randint(17, (10,), generator=draw).index_fill(0, torch.tensor([2, 3, 9]), IGNORE)
     leaves = [x.clone().requires_grad_() for x in (x_TD, weight_VD)]
-    ours = cross_entropy_sum(*leaves, targets_T, tp=SOLO, vocab_size=17, smoothing=smoothing)
+    ours = cross_entropy_sum(leaves[0], leaves[1], targets_T, tp=SOLO, vocab_size=17, smoothing=smoothing)
     ours.backward()
     exact = [x.double().requires_grad_() for x in (x_TD, weight_VD)]
     logits_TV = exact[0] @ exact[1].T
