@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -33,6 +34,24 @@ def timed(run: Callable[[int], Any]) -> Callable[[int], float]:
     return seconds
 
 
-def load() -> float:
-    """How many processes wanted a processor during the last minute, on average, to be noted with a result."""
-    return round(os.getloadavg()[0], 2)
+class Neighbours:
+    """Counts how much of the processors other processes took since it was made, to be said beside a result."""
+
+    def __init__(self) -> None:
+        self.began = self._now()
+
+    def __str__(self) -> str:
+        all_s, busy_s, ours_s = (now - then for now, then in zip(self._now(), self.began, strict=True))
+        if not all_s:
+            return "nobody counted what other processes took"
+        return f"other processes took {max(0.0, busy_s - ours_s) / all_s:.1%} of the processors"
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """(time of all processors, of it not idle, of it ours) [s]; zeros where the system does not tell."""
+        counts = Path("/proc/stat")
+        if not counts.exists():
+            return 0.0, 0.0, 0.0
+        # user nice system idle iowait irq softirq steal, in ticks; guests are counted within user
+        ticks = [int(word) / os.sysconf("SC_CLK_TCK") for word in counts.read_text().split("\n", 1)[0].split()[1:9]]
+        return sum(ticks), sum(ticks) - ticks[3] - ticks[4], time.process_time()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from _report import Headline, report
-from _turns import load, timed, turns
+from _turns import Neighbours, timed, turns
 from colonnade.config import ModelConfig
 from colonnade.config.presets import preset
 from colonnade.model import Loss, Packed, Stream, Transformer, initialise
@@ -131,7 +131,6 @@ def main() -> None:
     parser.add_argument("--no-report", action="store_true", help="print only; write no result")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    began_load = load()
     config = preset("tour")
     B, S = args.batch, args.sequence
     ids_BS = torch.randint(config.vocab_size, (B, S + 1), generator=torch.Generator().manual_seed(0))
@@ -163,6 +162,7 @@ def main() -> None:
         for name, p in other.named_parameters():
             torch.testing.assert_close(p.grad, wanted[name], rtol=1e-4, atol=1e-6)
 
+    neighbours = Neighbours()
     times = turns({name: timed(run) for name, run in runs.items()}, args.rounds, warm_up=3)
     rows = [
         {
@@ -187,7 +187,7 @@ def main() -> None:
     )
     notes = (
         f"{config.parameters / 1e6:.2f} M parameters, float32, {B} sequences of {S} tokens, {args.threads} threads; "
-        f"medians of {args.rounds} alternating rounds, ratios taken round by round; load before the run {began_load}."
+        f"medians of {args.rounds} alternating rounds, ratios taken round by round; {neighbours}."
     )
     report("axis_overhead_cpu", rows, notes, headlines=[head])
 

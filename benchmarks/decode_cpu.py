@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaLis
 
 import colonnade
 from _report import Cell, Headline, report
-from _turns import load, turns
+from _turns import Neighbours, turns
 from colonnade.api import Model
 from colonnade.config import ServeConfig
 from colonnade.serve.sampling import SamplingParams
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--no-report", action="store_true", help="print only; write no result")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    began_load = load()
+    neighbours = Neighbours()
     rows: list[dict[str, Cell]] = []
     for dtype in args.dtypes:
         model = colonnade.load("smollm2", dtype=dtype, device="cpu")
@@ -187,7 +187,7 @@ def main() -> None:
     ]
     notes = (
         f"Greedy, prompts of {args.prompt} tokens, {args.new} new tokens a request, {args.threads} threads; medians of "
-        f"{args.rounds} alternating rounds; load before the run {began_load}."
+        f"{args.rounds} alternating rounds; {neighbours}."
     )
     report("decode_cpu", rows, notes, headlines=heads)
 

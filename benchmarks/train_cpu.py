@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from _report import Headline, report
-from _turns import load, timed, turns
+from _turns import Neighbours, timed, turns
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.config import TrainConfig
 from colonnade.config.presets import preset
@@ -87,7 +87,6 @@ def main() -> None:
     parser.add_argument("--no-report", action="store_true", help="print only; write no result")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    began_load = load()
     batches = [batch(i, args.batch, args.sequence) for i in range(4)]
     model = initialise(Transformer(CONFIG), 0)
     with tempfile.TemporaryDirectory() as folder:
@@ -102,6 +101,7 @@ def main() -> None:
         "colonnade": timed(ours(model, batches, losses["colonnade"])),
         "transformers": timed(theirs(peer, batches, losses["transformers"])),
     }
+    neighbours = Neighbours()
     times = turns(runs, args.steps, warm_up=3)
     apart = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
     assert apart < 1e-3, f"the losses differ by {apart}: not the same model, or not the same step"
@@ -136,7 +136,7 @@ def main() -> None:
     notes = (
         f"{CONFIG.parameters / 1e6:.2f} M parameters, float32, {args.batch} sequences of {args.sequence} tokens, "
         f"{args.threads} threads; medians of {args.steps} alternating steps; largest difference of a loss between the "
-        f"two {apart:.1e}; GFLOP/s count the causal half of the scores; load before the run {began_load}."
+        f"two {apart:.1e}; GFLOP/s count the causal half of the scores; {neighbours}."
     )
     report("train_cpu", rows, notes, headlines=[head])
 
