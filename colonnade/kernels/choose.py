@@ -1,8 +1,8 @@
 """One table: which implementation serves an operation on a device and a dtype.
 
-Rows stand in order of preference; the first that fits is taken. ``kernels="reference"`` (``--kernels reference`` on
-the command line) forces the plain versions, which is how anyone can tell a kernel's bug from a model's. The contract
-test is parametrised over this table, so a new kernel is tested by being listed.
+Rows stand in order of preference; the first that fits is taken. ``kernels="reference"`` asks for the plain version,
+which is how anyone can tell a kernel's bug from a model's. The contract test is parametrised over this table, so a new
+kernel is tested by being listed.
 """
 
 from collections.abc import Callable
