@@ -139,12 +139,12 @@ class Part(nn.Module):
         batch = (batches or self.batches)[int(i)]
         if self.embed is not None:
             x = self.embed(Stream(x, batch.positions_T))
-        turn = self.turn(batch.positions_T, x.dtype)
+        T, turn = len(batch.positions_T), self.turn(batch.positions_T, x.dtype)
         for number, block in self.blocks.items():
-            x = block(x, turn, batch.attend.at(int(number), None))
+            x = block(x, T, turn, batch.attend.at(int(number), None))
         if self.norm is None or self.output is None:
             return x
-        loss, _ = Loss(batch.targets_T)(self.norm(x), self.output.weight, self.axes.tp, self.config.vocab_size)
+        loss, _ = Loss(batch.targets_T)(self.norm(x), T, self.output.weight, self.axes, self.config.vocab_size)
         return (loss / self.count).reshape(1)
 
     def gradient(self, name: str) -> Tensor | None:

@@ -7,7 +7,7 @@
                                 exp_avg_sq-… of the optimizer
     tokenizer/                  the tokenizer's files
 
-torch.distributed.checkpoint sees every tensor through the *storage view*: a DTensor over the mesh (tp, dp), cut by
+torch.distributed.checkpoint sees every tensor through the *storage view*: a DTensor over (tp, replicate, shard), cut by
 the parameter's layout and, inside that, by FSDP (layout rule 1). The view aliases the local tensor, so loading fills
 it in place. What is stored is always the whole tensor in pieces, whatever the plan that wrote it.
 """
@@ -243,14 +243,14 @@ def _views(local: dict[str, Tensor], model: Transformer, ground: Ground, *, shar
 def storage_view(local: Tensor, placement: Placement, whole: torch.Size, ground: Ground, *, sharded: bool) -> Tensor:
     """``local`` as this rank's part of the whole tensor, for torch's planner; it aliases ``local``.
 
-    The mesh is (tp, dp) in this order: FSDP cuts what tensor parallelism left (the other order corrupts without a
-    word). ``sharded`` says whether FSDP cut it. Shape and stride are given because uneven shares cannot tell them.
+    The mesh is (tp, replicate, shard) in this order: FSDP cuts what tensor parallelism left (the other order corrupts
+    without a word). ``sharded`` says whether FSDP cut it. Shape and stride are given because uneven shares cannot tell them.
     """
     over_tp = Shard(placement) if isinstance(placement, int) else Replicate()
     over_dp = Shard(0) if sharded else Replicate()
     stride = torch.empty(whole, device="meta").stride()
     return DTensor.from_local(
-        local, ground.storage_mesh, [over_tp, over_dp], run_check=False, shape=whole, stride=stride
+        local, ground.storage_mesh, [over_tp, Replicate(), over_dp], run_check=False, shape=whole, stride=stride
     )
 
 

@@ -1,14 +1,22 @@
 """A parallel layout as data: how many ranks share what, checked before any process starts.
 
-Ranks are numbered with ``tp`` innermost (rank = data · tp + tensor): tensor-parallel peers exchange activations in
-every block, so they are neighbours on the fastest links.
+    world = pp · replicate · dp · cp · tp
+
+Ranks are numbered in this order, ``tp`` innermost: tensor-parallel peers exchange activations in every block, so they
+are neighbours on the fastest links; then context, data, its replicas, and outermost the pipeline, which sends least.
 """
 
-from pydantic import Field
+from typing import Literal
+
+from pydantic import Field, model_validator
 
 from colonnade.config.base import Config
 from colonnade.config.model import ModelConfig, divisors
 from colonnade.errors import PlanError
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+SEVERAL = ("interleaved", "zero_bubble")
+"""Schedules in which a rank may have several stages."""
 
 
 class Plan(Config):
@@ -16,13 +24,62 @@ class Plan(Config):
 
     tp: int = Field(default=1, ge=1)
     """Tensor parallel: ranks that share each layer's heads, hidden width and vocabulary (Megatron-LM)."""
+    sequence_parallel: bool = False
+    """Between the tensor-parallel parts each tp rank keeps its share of the tokens only (Korthikanti 2022)."""
+    cp: int = Field(default=1, ge=1)
+    """Context parallel: ranks that share each sequence's tokens; keys travel round a ring (Liu 2023)."""
+    pp: int = Field(default=1, ge=1)
+    """Pipeline parallel: ranks that hold the layers one after another."""
+    schedule: Schedule = "1f1b"
+    """Order of a pipeline's micro-batches: gpipe (Huang 2019), 1f1b (Narayanan 2019), interleaved (Narayanan 2021),
+    zero_bubble (Qi 2023)."""
+    stages: int = Field(default=1, ge=1)
+    """Pipeline stages on each rank; more than one needs interleaved or zero_bubble."""
+    layers: tuple[int, ...] = ()
+    """Blocks of each pipeline stage in order; empty: as even as possible, the first and the last stage lightest."""
     dp: int = Field(default=1, ge=1)
     """Data parallel: ranks that hold shards of the weights (FSDP) and read different samples."""
+    replicate: int = Field(default=1, ge=1)
+    """Copies of the whole data-parallel group, each with samples of its own (hybrid sharding)."""
+    reshard: bool = True
+    """FSDP gives gathered weights back after the forward pass and gathers them again; False keeps them: faster, larger.
+    A pipeline always keeps them until its step is over."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Plan":
+        if self.stages > 1 and self.pp == 1:
+            raise PlanError(f"{self.stages} stages a rank need a pipeline; set --plan.pp 2 or --plan.stages 1")
+        if self.stages > 1 and self.schedule not in SEVERAL:
+            raise PlanError(
+                f"{self.schedule} has one stage on each rank, not {self.stages}; use --plan.schedule interleaved"
+            )
+        if self.layers and (len(self.layers) != self.pp * self.stages or min(self.layers) < 1):
+            raise PlanError(
+                f"layers {self.layers} do not name one or more blocks for each of the {self.pp * self.stages} stages "
+                f"(pp={self.pp}, {self.stages} on each rank)"
+            )
+        return self
 
     @property
     def world(self) -> int:
         """Processes in all."""
-        return self.tp * self.dp
+        return self.pp * self.replicate * self.dp * self.cp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of ranks that read different samples."""
+        return self.replicate * self.dp
+
+    def spans(self, layers: int) -> list[range]:
+        """The blocks of each pipeline stage, in order; stage s stands on pipeline rank s mod pp."""
+        count = self.pp * self.stages
+        sizes = list(self.layers)
+        if not sizes:
+            # The embedding and the loss are work too, so that what does not divide goes to the stages between them.
+            extra = sorted(range(count), key=lambda s: (s in (0, count - 1), s))[: layers % count]
+            sizes = [layers // count + (s in extra) for s in range(count)]
+        ends = [sum(sizes[: s + 1]) for s in range(count)]
+        return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
     def check(self, model: ModelConfig) -> None:
         """Raise :class:`PlanError` when ``model`` cannot be laid out so; say what would do."""
@@ -35,24 +92,63 @@ class Plan(Config):
                 raise PlanError(
                     f"{size} {what} leave the last of {self.tp} tensor-parallel ranks empty; use a lower tp"
                 )
+        if model.layers < self.pp * self.stages:
+            raise PlanError(
+                f"{model.layers} layers do not fill {self.pp * self.stages} pipeline stages; use a lower pp or stages"
+            )
+        if self.layers and sum(self.layers) != model.layers:
+            raise PlanError(f"layers {self.layers} are {sum(self.layers)} blocks, and the model has {model.layers}")
+
+    def check_micro_batches(self, count: int) -> None:
+        """Raise :class:`PlanError` when a pipeline cannot be fed with ``count`` micro-batches a step."""
+        if self.pp == 1:
+            return
+        if self.schedule == "1f1b" and count < self.pp:
+            raise PlanError(
+                f"1f1b over pp={self.pp} needs at least {self.pp} micro-batches a step and has {count}; raise "
+                "train.batch, lower train.micro_batch, or use --plan.schedule gpipe"
+            )
+        if self.schedule in SEVERAL and count % max(1, count // self.pp):
+            raise PlanError(
+                f"{self.schedule} over pp={self.pp} needs a multiple of {self.pp} micro-batches a step and has {count}; "
+                "change train.batch or train.micro_batch"
+            )
 
     def check_world(self, world: int) -> None:
         """Raise :class:`PlanError` unless exactly ``world`` processes run."""
         if world != self.world:
-            other = "" if world % self.tp else f", or set --plan.dp {world // self.tp}"
+            others = self.world // self.dp
+            fits = "" if world % others else f", or set --plan.dp {world // others}"
             raise PlanError(
-                f"the plan (tp={self.tp}, dp={self.dp}) needs {self.world} processes but {world} were started; "
-                f"start {self.world}{other}"
+                f"the plan ({self}) needs {self.world} processes but {world} were started; start {self.world}{fits}"
             )
+
+    def __str__(self) -> str:
+        """``tp=2 sp cp=2 dp=2``: what differs from one process."""
+        words = [
+            f"{name}={size}" for name in ("pp", "replicate", "dp", "cp", "tp") if (size := getattr(self, name)) > 1
+        ]
+        words += ["sequence_parallel"] if self.sequence_parallel and self.tp > 1 else []
+        if self.pp > 1:
+            words += [self.schedule] + ([f"stages={self.stages}"] if self.stages > 1 else [])
+        words += ["keep"] if not self.reshard and self.dp * self.cp * self.replicate > 1 else []
+        return " ".join(words) or "one process"
 
     def table(self, model: ModelConfig) -> list[tuple[str, str, str]]:
         """Rows (axis, ranks, what each rank holds) for people to read."""
-        return [
-            ("tp", str(self.tp), f"{model.heads // self.tp} of {model.heads} query heads, "
+        rows = [
+            ("tp", self.tp, f"{model.heads // self.tp} of {model.heads} query heads, "
              f"{model.kv_heads // self.tp} of {model.kv_heads} key/value heads, "
              f"<= {-(-model.ffn_width // self.tp)} of {model.ffn_width} hidden units, "
-             f"<= {-(-model.vocab_size // self.tp)} of {model.vocab_size} vocabulary rows"),
-            ("dp", str(self.dp), f"1/{self.dp} of each parameter and of every batch"),
-            ("world", str(self.world), f"{model.parameters / self.world / 1e6:.2f} M of "
+             f"<= {-(-model.vocab_size // self.tp)} of {model.vocab_size} vocabulary rows"
+             + (f"; between them 1/{self.tp} of the tokens" if self.sequence_parallel else "")),
+            ("cp", self.cp, f"1/{self.cp} of each sequence, as a chunk from its front and one from its back"),
+            ("dp", self.dp, f"1/{self.dp * self.cp} of each parameter and 1/{self.data_ranks} of every batch"),
+            ("replicate", self.replicate, "a copy of the data-parallel group's shards"),
+            ("pp", self.pp, f"{self.stages} stage(s) of {[len(s) for s in self.spans(model.layers)]} blocks, "
+             f"{self.schedule}"),
+            ("world", self.world, f"{model.parameters / self.world * self.replicate / 1e6:.2f} M of "
              f"{model.parameters / 1e6:.2f} M parameters"),
         ]  # fmt: skip
+        shown = [row for row in rows if row[1] > 1 or row[0] in ("tp", "dp", "world")]
+        return [(name, str(size), what) for name, size, what in shown]

@@ -101,11 +101,19 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
-        if self.train.batch % self.plan.dp:
+        ranks = self.plan.data_ranks
+        if self.train.batch % ranks:
             raise ConfigError(
-                f"train.batch {self.train.batch} does not divide over dp={self.plan.dp}; "
-                f"make it a multiple, such as {-(-self.train.batch // self.plan.dp) * self.plan.dp}"
+                f"train.batch {self.train.batch} does not divide over {ranks} data ranks; "
+                f"make it a multiple, such as {-(-self.train.batch // ranks) * ranks}"
             )
+        share, micro = self.train.batch // ranks, self.train.micro_batch
+        if self.plan.pp > 1 and share % min(micro, share):
+            raise ConfigError(
+                f"a pipeline needs equal micro-batches: {share} samples of a data rank do not divide by "
+                f"train.micro_batch {micro}; change one of them"
+            )
+        self.plan.check_micro_batches(-(-share // micro))
         if self.data.sequence > self.model.context:
             raise ConfigError(
                 f"data.sequence {self.data.sequence} is longer than the model's context {self.model.context}; "

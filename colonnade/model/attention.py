@@ -3,7 +3,7 @@
     q, k, v = split(x W_qkvᵀ)        o = attend(rot(q), rot(k), v)        y = o W_outᵀ
 
 Each rank has n = N/tp query heads and k = K/tp key/value heads: W_qkv is cut by rows, W_out by columns, with one
-fan-out before and one fan-in after (Megatron-LM, arXiv 1909.08053, section 3, figure 3b). The rows of W_qkv are grouped
+collective before and one after (Megatron-LM, arXiv 1909.08053, section 3, figure 3b; ``Axes.enter`` and ``leave``). The rows of W_qkv are grouped
 by key/value head (its query heads, its key, its value), so that a cut between groups is one contiguous range and
 three projections are one product. Grouped heads: Ainslie et al., arXiv 2305.13245; query/key norms: Qwen3.
 """
@@ -17,16 +17,16 @@ from colonnade.model.linear import Linear, linear
 from colonnade.model.norm import Norm
 from colonnade.model.rotary import Rotation, rotate
 from colonnade.parallel.axis import Axes
-from colonnade.parallel.layout import PARTIAL, WHOLE, Placement
+from colonnade.parallel.layout import PARTIAL, Placement, on_rows
 
 
 class Attention(nn.Module):
-    """x_TD to y_TD; which keys are seen, and where they live, is the affair of the ``attend`` that is passed in."""
+    """x_tD to y_tD; which keys are seen, and where they live, is the affair of the ``attend`` that is passed in."""
 
     def __init__(self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
-        self.tp, self.H, self.G = axes.tp, config.head_width, config.group
-        k = config.kv_heads // self.tp.size
+        self.axes, self.H, self.G = axes, config.head_width, config.group
+        k = config.kv_heads // axes.tp.size
         on = {"device": device, "dtype": dtype}
         self.qkv = Linear(config.width, k * (self.G + 2) * self.H, bias=config.qkv_bias, **on)
         self.out = Linear(k * self.G * self.H, config.width, bias=config.out_bias, **on)
@@ -34,14 +34,14 @@ class Attention(nn.Module):
         if config.qkv_bias:
             self.layout["qkv.bias"] = 0
         if config.out_bias:
-            self.layout["out.bias"] = WHOLE
+            self.layout["out.bias"] = on_rows(axes)
         # Each rank normalises its own heads only, so the gradient of these weights is partial.
         self.q_norm = Norm(config, self.H, placement=PARTIAL, **on) if config.qk_norm else None
         self.k_norm = Norm(config, self.H, placement=PARTIAL, **on) if config.qk_norm else None
 
-    def forward(self, x_TD: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
-        """y_TD, summed over the ranks; ``turn`` is None where positions are learned."""
-        qkv_TkgH = self.qkv(self.tp.fan_out(x_TD)).unflatten(-1, (-1, self.G + 2, self.H))
+    def forward(self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend) -> Tensor:
+        """y_tD for the residual stream of T tokens; ``turn`` is None where positions are learned."""
+        qkv_TkgH = self.qkv(self.axes.enter(x_tD, T)).unflatten(-1, (-1, self.G + 2, self.H))
         q_TnH = qkv_TkgH[:, :, : self.G].flatten(1, 2)
         k_TkH, v_TkH = qkv_TkgH[:, :, self.G], qkv_TkgH[:, :, self.G + 1]
         if self.q_norm is not None and self.k_norm is not None:
@@ -49,5 +49,5 @@ class Attention(nn.Module):
         if turn is not None:
             q_TnH, k_TkH = rotate(q_TnH, turn), rotate(k_TkH, turn)
         o_TnH = attend(q_TnH, k_TkH, v_TkH)
-        y_TD = self.tp.fan_in(linear(o_TnH.flatten(1), self.out.weight))
-        return y_TD if self.out.bias is None else y_TD + self.out.bias
+        y_tD = self.axes.leave(linear(o_TnH.flatten(1), self.out.weight))
+        return y_tD if self.out.bias is None else y_tD + self.out.bias

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from colonnade.config import ModelConfig
 from colonnade.model.stream import Stream
 from colonnade.parallel.axis import Axes
-from colonnade.parallel.layout import WHOLE, Placement
+from colonnade.parallel.layout import Placement, on_rows
 
 
 class _Table(nn.Module):
@@ -29,21 +29,22 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
-        self.tp, self.vocab_size = axes.tp, config.vocab_size
-        self.start, stop = self.tp.part(config.vocab_size)
+        self.axes, self.vocab_size = axes, config.vocab_size
+        self.start, stop = axes.tp.part(config.vocab_size)
         self.tokens = _Table(stop - self.start, config.width, device, dtype)
         self.layout: dict[str, Placement] = {"tokens.weight": 0}
         self.positions = None
         if config.positions == "learned":
             self.positions = _Table(config.context, config.width, device, dtype)
-            self.layout["positions.weight"] = WHOLE
+            self.layout["positions.weight"] = on_rows(axes)
 
     def forward(self, stream: Stream) -> Tensor:
-        """x_TD."""
-        x_TD = self._rows(stream.tokens_T)
+        """x_tD."""
+        x_tD = self._rows(stream.tokens_T)
         if self.positions is not None:
-            x_TD = x_TD + F.embedding(stream.positions_T, self.positions.weight)
-        return x_TD
+            mine = self.axes.rows(len(stream.tokens_T))
+            x_tD = x_tD + F.embedding(stream.positions_T[mine], self.positions.weight)
+        return x_tD
 
     def _rows(self, tokens_T: Tensor) -> Tensor:
         weight_vD = self.tokens.weight
@@ -53,4 +54,4 @@ class Embedding(nn.Module):
         local_T = tokens_T - self.start
         here_T = (local_T >= 0) & (local_T < v)
         x_TD = F.embedding(torch.where(here_T, local_T, 0), weight_vD)
-        return self.tp.fan_in(x_TD * here_T[:, None])
+        return self.axes.leave(x_TD * here_T[:, None])

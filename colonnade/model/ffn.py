@@ -3,8 +3,8 @@
     plain   y = W_down act(W_up x)                    GPT-2
     gated   y = W_down (act(W_gate x) ⊙ W_up x)       SwiGLU (Shazeer, arXiv 2002.05202)
 
-W_up and W_gate are cut by rows and W_down by columns, so that the non-linearity needs no communication: one fan-out
-before, one fan-in after (Megatron-LM, arXiv 1909.08053, section 3, figure 3a). The output bias is added once, after
+W_up and W_gate are cut by rows and W_down by columns, so that the non-linearity needs no communication: one collective
+before, one after (Megatron-LM, arXiv 1909.08053, section 3, figure 3a). The output bias is added once, after
 the sum.
 """
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from colonnade.config import ModelConfig
 from colonnade.model.linear import Linear, linear
 from colonnade.parallel.axis import Axes
-from colonnade.parallel.layout import WHOLE, Placement
+from colonnade.parallel.layout import Placement, on_rows
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -28,12 +28,12 @@ ACTIVATIONS = {
 
 
 class FeedForward(nn.Module):
-    """x_TD to y_TD, through f = F/tp hidden units on this rank."""
+    """x_tD to y_tD, through f = F/tp hidden units on this rank."""
 
     def __init__(self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
-        self.tp, self.act = axes.tp, ACTIVATIONS[config.activation]
-        start, stop = self.tp.part(config.ffn_width)
+        self.axes, self.act = axes, ACTIVATIONS[config.activation]
+        start, stop = axes.tp.part(config.ffn_width)
         on = {"device": device, "dtype": dtype}
         self.gate = Linear(config.width, stop - start, bias=config.ffn_bias, **on) if config.gated else None
         self.up = Linear(config.width, stop - start, bias=config.ffn_bias, **on)
@@ -42,12 +42,12 @@ class FeedForward(nn.Module):
         if config.gated:
             self.layout["gate.weight"] = 0
         if config.ffn_bias:
-            self.layout |= {"up.bias": 0, "down.bias": WHOLE} | ({"gate.bias": 0} if config.gated else {})
+            self.layout |= {"up.bias": 0, "down.bias": on_rows(axes)} | ({"gate.bias": 0} if config.gated else {})
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """y_TD, summed over the ranks."""
-        x_TD = self.tp.fan_out(x_TD)
+    def forward(self, x_tD: Tensor, T: int) -> Tensor:
+        """y_tD for the residual stream of T tokens."""
+        x_TD = self.axes.enter(x_tD, T)
         up_Tf = self.up(x_TD)
         h_Tf = self.act(up_Tf) if self.gate is None else self.act(self.gate(x_TD)) * up_Tf
-        y_TD = self.tp.fan_in(linear(h_Tf, self.down.weight))
-        return y_TD if self.down.bias is None else y_TD + self.down.bias
+        y_tD = self.axes.leave(linear(h_Tf, self.down.weight))
+        return y_tD if self.down.bias is None else y_tD + self.down.bias

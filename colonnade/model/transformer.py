@@ -23,7 +23,7 @@ from colonnade.model.norm import Norm
 from colonnade.model.rotary import Rotation, frequencies, rotation
 from colonnade.model.stream import Stream
 from colonnade.parallel.axis import SOLO_AXES, Axes
-from colonnade.parallel.layout import Placement
+from colonnade.parallel.layout import Placement, on_rows
 
 
 class Block(nn.Module):
@@ -31,15 +31,15 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
-        self.norm1 = Norm(config, config.width, device=device, dtype=dtype)
+        self.norm1 = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
         self.attention = Attention(config, axes, device=device, dtype=dtype)
-        self.norm2 = Norm(config, config.width, device=device, dtype=dtype)
+        self.norm2 = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
         self.ffn = FeedForward(config, axes, device=device, dtype=dtype)
 
-    def forward(self, x_TD: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
-        """x_TD to x_TD."""
-        x_TD = x_TD + self.attention(self.norm1(x_TD), turn, attend)
-        return x_TD + self.ffn(self.norm2(x_TD))
+    def forward(self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend) -> Tensor:
+        """x_tD to x_tD: the residual stream of T tokens, or this rank's rows of it."""
+        x_tD = x_tD + self.attention(self.norm1(x_tD), T, turn, attend)
+        return x_tD + self.ffn(self.norm2(x_tD), T)
 
 
 class Transformer(nn.Module):
@@ -58,7 +58,7 @@ class Transformer(nn.Module):
         device = torch.device(device)
         self.embed = Embedding(config, axes, device=device, dtype=dtype)
         self.blocks = nn.ModuleList(Block(config, axes, device=device, dtype=dtype) for _ in range(config.layers))
-        self.norm = Norm(config, config.width, device=device, dtype=dtype)
+        self.norm = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
         self.unembed = None
         self.layout: dict[str, Placement] = {}
         if not config.tied:
@@ -71,12 +71,13 @@ class Transformer(nn.Module):
 
     def forward(self, stream: Stream, attend: Attending, head: Head) -> Any:
         """What ``head`` makes of the last residual stream."""
-        x_TD = self.embed(stream)
-        turn = self._turn(stream.positions_T, x_TD.dtype)
+        T = len(stream.tokens_T)
+        x_tD = self.embed(stream)
+        turn = self._turn(stream.positions_T, x_tD.dtype)
         for i, block in enumerate(self.blocks):
-            x_TD = block(x_TD, turn, attend.at(i, self.config.window_of(i)))
+            x_tD = block(x_tD, T, turn, attend.at(i, self.config.window_of(i)))
         weight_vD = self.embed.tokens.weight if self.unembed is None else self.unembed.weight
-        return head(self.norm(x_TD), weight_vD, self.axes.tp, self.config.vocab_size)
+        return head(self.norm(x_tD), T, weight_vD, self.axes, self.config.vocab_size)
 
     def _turn(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation | None:
         if self.config.positions != "rotary":

@@ -101,10 +101,34 @@ SOLO = Axis("solo")
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes that a model's modules may use."""
+    """The axes that a model's modules may use, and how the residual stream stands on them.
+
+    Between the tensor-parallel parts the residual stream is either the same on all tp ranks (x_TD), or, with sequence
+    parallelism, cut by tokens among them (x_tD; Korthikanti et al., arXiv 2205.05198, section 4.2.2): norms, dropout
+    and additions are then done once instead of tp times, and what they keep for the backward pass is 1/tp as much.
+    """
 
     tp: Axis = SOLO
+    cp: Axis = SOLO
+    """Ranks that share the tokens of the same samples."""
     dp: Axis = SOLO
+    """Ranks that read different samples, replicas included."""
+    batch: Axis = SOLO
+    """All ranks of this pipeline and tensor rank that see different tokens: data and context together."""
+    pp: Axis = SOLO
+    sequence_parallel: bool = False
+
+    def enter(self, x_tD: Tensor, T: int) -> Tensor:
+        """x_TD of the residual stream, for ranks of which each does its own share of the work on all T tokens."""
+        return self.tp.gather(x_tD, 0, T) if self.sequence_parallel else self.tp.fan_out(x_tD)
+
+    def leave(self, y_TD: Tensor) -> Tensor:
+        """The ranks' partial results, summed, as the residual stream holds them."""
+        return self.tp.scatter_sum(y_TD, 0) if self.sequence_parallel else self.tp.fan_in(y_TD)
+
+    def rows(self, T: int) -> slice:
+        """Which of T tokens this rank's part of the residual stream holds."""
+        return slice(*self.tp.part(T)) if self.sequence_parallel else slice(0, T)
 
 
 SOLO_AXES = Axes()

@@ -18,7 +18,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -50,7 +49,7 @@ def masters(model: nn.Module, ground: Ground, compute: torch.dtype) -> Masters:
     ``model.blocks`` are gathered one by one; everything else belongs to the root and stays gathered from its first
     use to the end of the backward pass.
     """
-    return Sharded(model, ground.fsdp_mesh, compute) if ground.axes.dp.size > 1 else Whole(model, compute)
+    return Sharded(model, ground, compute) if ground.sharded else Whole(model, compute)
 
 
 class Whole:
@@ -95,7 +94,8 @@ def _move_gradient(parameter: Tensor, master: Tensor) -> None:
 class Sharded:
     """Masters that FSDP2 shards over the data axis."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, compute: torch.dtype):
+    def __init__(self, model: nn.Module, ground: Ground, compute: torch.dtype):
+        mesh, reshard = ground.fsdp_mesh, ground.plan.reshard
         kept = next(model.parameters()).dtype
         policy = MixedPrecisionPolicy(
             param_dtype=None if compute == kept else compute,
@@ -103,7 +103,7 @@ class Sharded:
             cast_forward_inputs=False,  # rotary tables stay float32; everything else has the compute type already
         )
         for block in model.get_submodule("blocks").children():
-            fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         self._root: FSDPModule = fully_shard(model, mesh=mesh, mp_policy=policy)
         for module in model.modules():
             if isinstance(module, FSDPModule):

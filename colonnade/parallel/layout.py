@@ -8,6 +8,8 @@ A module says, for each parameter it owns, along which dimension tensor parallel
 ``PARTIAL``  every tp rank holds it whole but uses it on a share of the heads or tokens only, so that its gradient
              must be summed over tp (query/key norms; naively an error of 507 in a prototype).
 
+What is applied to the rows of the residual stream is the one or the other, by :func:`on_rows`.
+
 Initialisation, loading, saving, the gradient norm and the storage view all derive from this table and nothing else.
 """
 
@@ -15,7 +17,7 @@ from enum import Enum
 
 from torch import Tensor, nn
 
-from colonnade.parallel.axis import Axis
+from colonnade.parallel.axis import Axes, Axis
 
 
 class Replicated(Enum):
@@ -28,6 +30,11 @@ class Replicated(Enum):
 WHOLE, PARTIAL = Replicated.WHOLE, Replicated.PARTIAL
 Placement = int | Replicated
 """A dimension that is cut over tp, or one of the two replicated kinds."""
+
+
+def on_rows(axes: Axes) -> Replicated:
+    """The placement of a parameter that acts on each row of the residual stream: norms, output biases, positions."""
+    return PARTIAL if axes.sequence_parallel else WHOLE
 
 
 def layout_of(model: nn.Module) -> dict[str, Placement]:

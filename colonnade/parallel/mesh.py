@@ -1,8 +1,9 @@
 """The ground that a model stands on: which process this is, on what device, along which axes.
 
-Ranks are numbered rank = dp_index · tp + tp_index, tensor parallel innermost, on the fastest links. The mesh is
-written (tp, dp): that is the *storage* order, tensor-parallel shards first and FSDP's shards inside them. The other
-order corrupts checkpoints without a word (layout rule 1).
+Ranks are numbered (pp, replicate, dp, cp, tp), tensor parallel innermost, on the fastest links. The mesh is written
+(pp, tp, replicate, shard) with shard = dp · cp: that is the *storage* order, tensor-parallel shards first and FSDP's
+shards inside them. The other order corrupts checkpoints without a word (layout rule 1). Context ranks hold the same
+weights and see other tokens, just as data ranks do, so that FSDP shards over both and sums their gradients.
 """
 
 import datetime
@@ -39,14 +40,20 @@ class Ground:
 
     @property
     def storage_mesh(self) -> DeviceMesh:
-        """(tp, dp): the mesh of the checkpoint's view of each parameter."""
+        """(tp, replicate, shard): the mesh of the checkpoint's view of each parameter of this pipeline rank."""
         assert self.mesh is not None, "no process group: Ground.build makes one"
-        return self.mesh
+        return self.mesh["tp", "replicate", "shard"]
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """(dp,): the mesh over which FSDP shards parameters."""
-        return self.storage_mesh["dp"]
+        """(shard,), or (replicate, shard) for hybrid sharding: the mesh over which FSDP works."""
+        assert self.mesh is not None, "no process group: Ground.build makes one"
+        return self.mesh["replicate", "shard"] if self.plan.replicate > 1 else self.mesh["shard"]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether several ranks see different tokens with the same weights: FSDP's affair."""
+        return self.plan.data_ranks * self.plan.cp > 1
 
     @staticmethod
     def solo(device: torch.device | str = "cpu") -> "Ground":
@@ -81,16 +88,34 @@ class Ground:
 
 
 def _stand(plan: Plan, kind: str) -> Ground:
-    ranks = torch.arange(plan.world).view(plan.dp, plan.tp).T
-    mesh = DeviceMesh(kind, ranks, mesh_dim_names=("tp", "dp"))
+    order = torch.arange(plan.world).view(plan.pp, plan.replicate, plan.dp, plan.cp, plan.tp)
+    ranks = order.flatten(2, 3).permute(0, 3, 1, 2)
+    mesh = DeviceMesh(kind, ranks, mesh_dim_names=("pp", "tp", "replicate", "shard"))
 
-    def axis(name: str) -> Axis:
-        group = mesh.get_group(name)
-        size = dist.get_world_size(group)
-        return Axis(name, size, dist.get_rank(group), group_name(group)) if size > 1 else SOLO
+    groups: dict[str, dist.ProcessGroup] = {}
 
+    def axis(name: str, *along: int) -> Axis:
+        """The ranks that differ from this one in the dimensions ``along`` of ``order`` only."""
+        rows = order.movedim(along, tuple(range(-len(along), 0))).flatten(-len(along)).flatten(0, -2).tolist()
+        if len(rows[0]) == 1:
+            return SOLO
+        if str(rows) not in groups:  # axes over the same ranks share their connections
+            made, _ = dist.new_subgroups_by_enumeration(rows, timeout=TIMEOUT)
+            assert made is not None
+            groups[str(rows)] = made
+        group = groups[str(rows)]
+        return Axis(name, dist.get_world_size(group), dist.get_rank(group), group_name(group))
+
+    axes = Axes(
+        tp=axis("tp", 4),
+        cp=axis("cp", 3),
+        dp=axis("dp", 1, 2),
+        batch=axis("batch", 1, 2, 3),
+        pp=axis("pp", 0),
+        sequence_parallel=plan.sequence_parallel and plan.tp > 1,
+    )
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    return Ground(plan, Axes(tp=axis("tp"), dp=axis("dp")), device, dist.get_rank(), mesh)
+    return Ground(plan, axes, device, dist.get_rank(), mesh)
 
 
 def choose_device(plan: Plan, device: str) -> str:

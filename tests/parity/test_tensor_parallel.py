@@ -12,8 +12,8 @@ from tests.models import CONFIGS, THREE_KV_HEADS, build, ragged
 from tests.worlds import assert_same, run
 
 
-def _check(config: ModelConfig, world: int) -> None:
-    with Ground.build(Plan(tp=world)) as ground:
+def _check(config: ModelConfig, world: int, sequence_parallel: bool = False) -> None:
+    with Ground.build(Plan(tp=world, sequence_parallel=sequence_parallel)) as ground:
         tp = ground.axes.tp
         whole, mine = build(config), build(config, ground.axes)
         layout = layout_of(mine)
@@ -47,9 +47,30 @@ def greedy(model, steps: int = 6) -> list[int]:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence_parallel"])
 @pytest.mark.xdist_group("worlds")
-def test_equals_one_process(name: str, world: int) -> None:
-    run(world, _check, CONFIGS[name], world)
+def test_equals_one_process(name: str, world: int, sequence_parallel: bool) -> None:
+    run(world, _check, CONFIGS[name], world, sequence_parallel)
+
+
+@pytest.mark.xdist_group("worlds")
+def test_fewer_tokens_than_ranks() -> None:
+    """With sequence parallelism a rank may hold no rows of the residual stream at all."""
+    assert run(4, _few, [1, 1]) == run(4, _few, [2]) == [None] * 4
+
+
+def _few(lengths: list[int]) -> None:
+    config = CONFIGS["gpt2"]
+    with Ground.build(Plan(tp=4, sequence_parallel=True)) as ground:
+        whole, mine = build(config), build(config, ground.axes)
+        stream, attend, targets = ragged(config, lengths)
+        targets = targets.clamp(min=0)
+        for model in (whole, mine):
+            model(stream, attend, Loss(targets))[0].backward()
+        layout = layout_of(mine)
+        for name, p in mine.named_parameters():
+            grad = ground.axes.tp.sum_(p.grad) if layout[name] is PARTIAL else p.grad
+            assert_same(grad, share(whole.get_parameter(name).grad, layout[name], ground.axes.tp), what=name)
 
 
 @pytest.mark.xdist_group("worlds")
