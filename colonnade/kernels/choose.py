@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import torch
 
-from colonnade.kernels.attention import reference, sdpa, varlen
+from colonnade.kernels.attention import chunk, reference, sdpa, varlen
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear import thin
 
-Operation = Literal["packed_attention", "paged_attention", "linear"]
+Operation = Literal["packed_attention", "paged_attention", "chunk_forward", "chunk_backward", "linear"]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,6 +36,8 @@ TABLE: tuple[Row, ...] = (
     Row("packed_attention", "reference", reference.packed),
     Row("paged_attention", "sdpa", sdpa.paged),
     Row("paged_attention", "reference", reference.paged),
+    Row("chunk_forward", "reference", chunk.forward),
+    Row("chunk_backward", "reference", chunk.backward),
     # In bfloat16 torch takes oneDNN, which needs no help.
     Row("linear", "thin", thin.linear, devices=("cpu",), dtypes=(torch.float64, torch.float32)),
     Row("linear", "reference", linear_reference.linear),

@@ -78,6 +78,20 @@ class Axis:
         """Send ``send[r]`` rows to each rank r and lay the ``receive[r]`` rows from each together."""
         return x if self.size == 1 else _Exchange.apply(x, send, receive, self.group)
 
+    # -- the ring: a tensor travels from each rank to the next, for Functions that write their own backward -----------
+
+    def depart(self, x: Tensor, rows: int) -> Tensor:
+        """Send ``x`` to the next rank and begin to receive ``rows`` rows from the one before; see :meth:`arrived`."""
+        if self.size == 1:
+            return x
+        send, receive = [0] * self.size, [0] * self.size
+        send[(self.rank + 1) % self.size], receive[(self.rank - 1) % self.size] = len(x), rows
+        return collectives.begin_all_to_all(x, receive, send, self.group)
+
+    def arrived(self, x: Tensor) -> Tensor:
+        """What :meth:`depart` returned, when it is there."""
+        return x if self.size == 1 else collectives.wait(x)
+
     # -- values without gradients ----------------------------------------------------------------------------------
 
     def sum_(self, x: Tensor) -> Tensor:
@@ -115,6 +129,8 @@ class Axes:
     """Ranks that read different samples, replicas included."""
     batch: Axis = SOLO
     """All ranks of this pipeline and tensor rank that see different tokens: data and context together."""
+    replicate: Axis = SOLO
+    """Ranks that hold the same shards of the weights (hybrid sharding)."""
     pp: Axis = SOLO
     sequence_parallel: bool = False
 

@@ -34,7 +34,17 @@ def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
 
 def all_to_all(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
     """Rows ``send[0]``, ``send[1]``, … of dimension 0 go to ranks 0, 1, …; ``receive`` says what comes back."""
-    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), receive, send, group))
+    return wait(begin_all_to_all(x, receive, send, group))
+
+
+def begin_all_to_all(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
+    """:func:`all_to_all` whose result may be used only after :func:`wait`."""
+    return _ops.all_to_all_single(x.contiguous(), receive, send, group)
+
+
+def wait(x: Tensor) -> Tensor:
+    """What a ``begin_`` function returned, once it is there."""
+    return _ops.wait_tensor(x)
 
 
 def broadcast_(x: Tensor, src: int, group: Any) -> None:

@@ -101,7 +101,7 @@ def _stand(plan: Plan, kind: str) -> Ground:
             return SOLO
         if str(rows) not in groups:  # axes over the same ranks share their connections
             made, _ = dist.new_subgroups_by_enumeration(rows, timeout=TIMEOUT)
-            assert made is not None
+            assert isinstance(made, dist.ProcessGroup)
             groups[str(rows)] = made
         group = groups[str(rows)]
         return Axis(name, dist.get_world_size(group), dist.get_rank(group), group_name(group))
@@ -111,6 +111,7 @@ def _stand(plan: Plan, kind: str) -> Ground:
         cp=axis("cp", 3),
         dp=axis("dp", 1, 2),
         batch=axis("batch", 1, 2, 3),
+        replicate=axis("replicate", 1),
         pp=axis("pp", 0),
         sequence_parallel=plan.sequence_parallel and plan.tp > 1,
     )

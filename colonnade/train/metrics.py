@@ -2,7 +2,7 @@
 
 A step leaves its loss and norm as tensors that may not exist yet (a GPU runs behind the program). Waiting for them
 every step would stop the program from preparing the next one, so they are kept, and read all at once when a line of
-metrics is due: one sum over the data axis, one copy to the host. A loss that is not finite is found then, with the
+metrics is due: one sum over the data ranks, one copy to the host. A loss that is not finite is found then, with the
 step and the data ranks in which it arose; no checkpoint is written before that was looked at.
 """
 
@@ -47,7 +47,7 @@ class Meter:
             return []
         outcomes = [outcome for _, outcome in self._pending]
         mine = torch.stack([outcome.loss_sum for outcome in outcomes]).double()
-        losses = self.ground.axes.dp.sum_(mine) / torch.stack([outcome.count for outcome in outcomes])
+        losses = self.ground.axes.batch.sum_(mine) / torch.stack([outcome.count for outcome in outcomes])
         norms = torch.stack([outcome.norm for outcome in outcomes]).double()
         table = torch.stack([losses, norms]).T.tolist()
         for (steps, _), (loss, norm), here in zip(self._pending, table, mine.isfinite(), strict=True):
@@ -61,11 +61,11 @@ class Meter:
         return rows
 
     def _diagnosis(self, steps: int, loss: float, norm: float, finite_here: bool) -> str:
-        dp = self.ground.axes.dp
-        flags = torch.zeros(dp.size, device=self.ground.device)
-        flags[dp.rank] = not finite_here
-        guilty = [str(rank) for rank, flag in enumerate(dp.sum_(flags).tolist()) if flag]
-        where = f" on data rank {', '.join(guilty)} of {dp.size}" if guilty else " on no rank alone"
+        batch = self.ground.axes.batch
+        flags = torch.zeros(batch.size, device=self.ground.device)
+        flags[batch.rank] = not finite_here
+        guilty = [str(rank) for rank, flag in enumerate(batch.sum_(flags).tolist()) if flag]
+        where = f" on data rank {', '.join(guilty)} of {batch.size}" if guilty else " on no rank alone"
         what = f"loss is {loss}{where}" if loss - loss != 0 else f"gradient norm is {norm} (the loss is {loss:.4g})"
         return f"step {steps}: the {what}"
 

@@ -2,7 +2,7 @@
 
     ‖g‖² = Σ over parameters, Σ over their *owners*, ‖local gradient‖²         g ← g · min(1, clip / (‖g‖ + 10⁻⁶))
 
-A rank owns what nobody else counts: its own shard over the data axis always; over tp its own part of a cut parameter,
+A rank owns what nobody else counts: its own shard over the data axis, in one replica; over tp its own part of a cut parameter,
 and of a replicated one only rank 0's copy. (Pascanu 2013, arXiv 1211.5063, section 3.2; frameworks that clip each
 shard by itself, or count a replicated parameter tp times, train another model at another layout.)
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from colonnade.parallel.axis import Axis
+from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.layout import PARTIAL, Placement
 
 
@@ -31,10 +31,12 @@ def sum_partial(weights: Mapping[str, Tensor], layout: Mapping[str, Placement], 
         grad.copy_(part.view_as(grad))
 
 
-def gradient_norm(weights: Mapping[str, Tensor], layout: Mapping[str, Placement], tp: Axis, world: Axis) -> Tensor:
+def gradient_norm(weights: Mapping[str, Tensor], layout: Mapping[str, Placement], axes: Axes, world: Axis) -> Tensor:
     """The norm of the whole model's gradient, the same 0-dim tensor on every rank of ``world``."""
     owned = [
-        w.grad for name, w in weights.items() if w.grad is not None and (isinstance(layout[name], int) or tp.rank == 0)
+        w.grad
+        for name, w in weights.items()
+        if w.grad is not None and axes.replicate.rank == 0 and (isinstance(layout[name], int) or axes.tp.rank == 0)
     ]
     # A rank that owns nothing still takes part in the sum.
     norm = get_total_norm(owned) if owned else next(iter(weights.values())).new_zeros(())

@@ -1,6 +1,6 @@
 """One optimizer step, read from top to bottom.
 
-    loss = Σ token losses / Σ valid tokens          both over data ranks and micro-batches
+    loss = Σ token losses / Σ valid tokens          both over data ranks, context ranks and micro-batches
 
 The count of valid tokens is summed over all of them *before* the first backward pass, so that each micro-batch's
 backward already carries the right weight and gradients are plain sums (a mean of means over ranks or micro-batches of
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from colonnade.config import TrainConfig
 from colonnade.data import Batch
-from colonnade.model import IGNORE, Loss, Packed, Stream, Transformer
+from colonnade.model import IGNORE, Loss, Packed, Ring, Stream, Transformer
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import layout_of
@@ -29,7 +29,7 @@ class Outcome:
     """What a step leaves to be looked at later; all on the device, nobody has waited for it."""
 
     loss_sum: Tensor
-    """Of this data rank's tokens."""
+    """Of this rank's tokens."""
     count: Tensor
     """Valid tokens of all data ranks."""
     norm: Tensor
@@ -57,7 +57,7 @@ class Step:
             loss_sum += batch_sum.detach()
         self.masters.collect()
         norm.sum_partial(weights, self.layout, self.axes.tp)
-        gradient_norm = norm.gradient_norm(weights, self.layout, self.axes.tp, self.world)
+        gradient_norm = norm.gradient_norm(weights, self.layout, self.axes, self.world)
         norm.clip_(weights, gradient_norm, self.train.clip)
         self.optimizer.step(lr)
         self.masters.publish()
@@ -72,16 +72,27 @@ def evaluate(model: Transformer, batches: Iterable[Batch]) -> Tensor:
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
         total += torch.stack([forward(model, batch, 0.0), (batch.targets_T != IGNORE).sum()])
-    loss_sum, count = model.axes.dp.sum_(total)
+    # Context ranks have parts of the losses, but each of them knows all targets of its samples.
+    count = model.axes.dp.sum_(total[1])
+    loss_sum = model.axes.batch.sum_(total[0])
     return loss_sum / count.clamp(min=1)
 
 
 def forward(model: Transformer, batch: Batch, smoothing: float) -> Tensor:
-    """The summed loss of a micro-batch."""
-    stream = Stream(batch.tokens_T, batch.positions_T)
-    attend = Packed(batch.cu_seqlens, batch.longest, batch.equal)
-    loss_sum, _ = model(stream, attend, Loss(batch.targets_T, smoothing))
+    """The summed loss of a micro-batch, or of this context rank's tokens of it."""
+    stream, attend, targets_t = lay(batch, model.axes.cp)
+    loss_sum, _ = model(stream, attend, Loss(targets_t, smoothing))
     return loss_sum
+
+
+def lay(batch: Batch, cp: Axis) -> tuple[Stream, Packed | Ring, Tensor]:
+    """(stream, attend, targets) of a micro-batch, or of this rank's share of its tokens."""
+    packed = Packed(batch.cu_seqlens, batch.longest, batch.equal)
+    if cp.size == 1:
+        return Stream(batch.tokens_T, batch.positions_T), packed, batch.targets_T
+    ring = Ring.of(packed, len(batch.tokens_T), cp)
+    mine_t = ring.index_t
+    return Stream(batch.tokens_T[mine_t], batch.positions_T[mine_t]), ring, batch.targets_T[mine_t]
 
 
 def valid_tokens(batches: Iterable[Batch], dp: Axis) -> Tensor:

@@ -77,21 +77,33 @@ class Run:
         for number in range(first, stop):
             batches = micro_batches(number, self.ground.axes.dp, self.model.config.vocab_size)
             out = self.step(number, batches)
-            loss = self.ground.axes.dp.sum_(out.loss_sum) / out.count
+            loss = self.ground.axes.batch.sum_(out.loss_sum) / out.count
             found.append((loss.item(), out.norm.item()))
         return found
 
     def mine(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's shard of a whole tensor: cut by the layout over tp, then by rows over dp."""
+        """This rank's shard of a whole tensor: cut by the layout over tp, then by rows over data and context ranks."""
         part = share(whole, layout_of(self.model)[name], self.ground.axes.tp)
-        start, stop = self.ground.axes.dp.part(part.shape[0])
+        if not self.ground.sharded:
+            return part
+        mesh = self.ground.storage_mesh["shard"]
+        start, stop = Axis("shard", mesh.size(), mesh.get_local_rank()).part(part.shape[0])
         return part[start:stop]
 
 
 PLANS = {
     1: [Plan()],
-    2: [Plan(tp=2), Plan(dp=2)],
-    3: [Plan(tp=3)],
-    4: [Plan(tp=2, dp=2), Plan(tp=4), Plan(dp=4)],
+    2: [Plan(tp=2), Plan(dp=2), Plan(tp=2, sequence_parallel=True), Plan(cp=2), Plan(replicate=2)],
+    3: [Plan(tp=3), Plan(cp=3)],
+    4: [
+        Plan(tp=2, dp=2),
+        Plan(tp=4),
+        Plan(dp=4),
+        Plan(tp=2, cp=2, sequence_parallel=True),
+        Plan(cp=4, reshard=False),
+        Plan(dp=2, cp=2),
+        Plan(dp=2, replicate=2),
+        Plan(tp=2, replicate=2, sequence_parallel=True),
+    ],
     8: [Plan(tp=4, dp=2), Plan(tp=2, dp=4)],
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from colonnade.config import ModelConfig, TrainConfig
 from colonnade.model import Loss, Packed, Stream, Transformer, initialise
-from colonnade.parallel.axis import SOLO
+from colonnade.parallel.axis import SOLO, SOLO_AXES
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.layout import PARTIAL, WHOLE, Placement
 from colonnade.parallel.mesh import Ground
@@ -79,15 +79,17 @@ def test_norm_and_clip() -> None:
     for name, value in (("a", 1.0), ("b", 2.0), ("c", -2.0)):
         weights[name].grad = torch.full((3,), value, dtype=torch.float64)
     norm.sum_partial(weights, layout, SOLO)
-    found = norm.gradient_norm(weights, layout, SOLO, SOLO)
+    found = norm.gradient_norm(weights, layout, SOLO_AXES, SOLO)
     assert found.item() == pytest.approx(math.sqrt(27))
     norm.clip_(weights, found, float("inf"))
     assert weights["b"].grad is not None
     assert weights["b"].grad[0].item() == 2.0
     norm.clip_(weights, found, 1.0)
-    assert norm.gradient_norm(weights, layout, SOLO, SOLO).item() == pytest.approx(1.0, rel=1e-6)
+    assert norm.gradient_norm(weights, layout, SOLO_AXES, SOLO).item() == pytest.approx(1.0, rel=1e-6)
     norm.clip_(weights, torch.tensor(0.5), 1.0)
-    assert norm.gradient_norm(weights, layout, SOLO, SOLO).item() == pytest.approx(1.0, rel=1e-6), "never scaled up"
+    assert norm.gradient_norm(weights, layout, SOLO_AXES, SOLO).item() == pytest.approx(1.0, rel=1e-6), (
+        "never scaled up"
+    )
 
 
 def test_lower_compute_type_accumulates_in_float32() -> None:

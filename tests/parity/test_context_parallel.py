@@ -1,0 +1,72 @@
+"""Attention over a ring of ranks equals attention in one process: values, and gradients of queries, keys and values."""
+
+import itertools
+
+import pytest
+import torch
+
+from colonnade.config import Plan
+from colonnade.kernels.attention import reference
+from colonnade.model.attend import Packed
+from colonnade.model.ring import Ring
+from colonnade.parallel.mesh import Ground
+from tests.worlds import assert_same, run
+
+N, K, H = 4, 2, 3
+CASES = {
+    "equal, divides by two chunks a rank": [24],
+    "two equal": [12, 12],
+    "equal, does not divide": [7, 7],
+    "ragged": [5, 0, 1, 17, 4, 0],
+    "one long among short": [1, 30, 1],
+    "fewer tokens than chunks": [3],
+    "one token": [1],
+}
+
+
+def _ring(world: int) -> None:
+    with Ground.build(Plan(cp=world)) as ground:
+        for (name, lengths), causal, window in itertools.product(CASES.items(), (True, False), (None, 1, 4)):
+            what = f"{name}, {causal=}, {window=}"
+            T = sum(lengths)
+            draw = torch.Generator().manual_seed(T)
+            q, k, v, go = (
+                torch.randn(T, heads, H, generator=draw, dtype=torch.float64).requires_grad_() for heads in (N, K, K, N)
+            )
+            packed = Packed.of(lengths, causal=causal, window=window)
+            o = reference.packed(
+                q, k, v, packed.cu_seqlens, longest=packed.longest, equal=packed.equal, causal=causal, window=window
+            )
+            o.backward(go)
+            ring = Ring.of(packed, T, ground.axes.cp)
+            mine = ring.index_t
+            here = [x.detach()[mine].requires_grad_() for x in (q, k, v)]
+            o_t = ring(*here)
+            o_t.backward(go[mine])
+            assert_same(o_t, o[mine], what=what)
+            for x, part in zip((q, k, v), here, strict=True):
+                assert part.grad is not None and x.grad is not None
+                assert_same(part.grad, x.grad[mine], what=f"{what}, gradient")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.xdist_group("worlds")
+def test_ring_equals_one_process(world: int) -> None:
+    run(world, _ring, world)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("lengths", CASES.values(), ids=CASES.keys())
+def test_every_token_has_one_rank(lengths: list[int], ranks: int) -> None:
+    from colonnade.model.ring import shares
+
+    found = torch.cat([share.both.index_T for share in shares(Packed.of(lengths), sum(lengths), ranks)])
+    assert found.sort().values.tolist() == list(range(sum(lengths)))
+
+
+def test_causal_work_is_balanced() -> None:
+    """Each rank's queries see as many keys as any other's: what the zig-zag is for."""
+    from colonnade.model.ring import shares
+
+    seen = [int((share.both.index_T + 1).sum()) for share in shares(Packed.of([64]), 64, 4)]
+    assert len(set(seen)) == 1
