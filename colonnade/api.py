@@ -120,8 +120,8 @@ def load(
     model or the world does not allow.
     """
     plan = ground.plan if ground else plan or Plan()
-    if plan.dp != 1:
-        raise PlanError(f"dp={plan.dp} ranks would all hold the same model; load with tp only")
+    if plan.world > plan.tp:
+        raise PlanError(f"a loaded model is laid over tp ranks only, not over {plan}; load with tp only")
     exits = ExitStack()
     if ground is None:
         ground = _ground(plan, device, exits)

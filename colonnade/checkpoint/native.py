@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint.folder import Manifest
-from colonnade.checkpoint.storage import DTYPES, INDEX, Index, Reader, Writer
+from colonnade.checkpoint.storage import DTYPES, INDEX, Index, Reader, Writer, part_of
 from colonnade.config import Config, ModelConfig, RunConfig
 from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
 from colonnade.model import Transformer
@@ -162,7 +162,8 @@ def load(
                 f"{folder} holds '{key}' in {entry.dtype}, and this run keeps it in "
                 f"{str(tensor.dtype).removeprefix('torch.')}; resume with the same train.dtype"
             )
-    reader = Reader(folder, manifest, index, list(local), rank=ground.rank, world=ground.world)
+    parts = {part_of(key)[0] for key in local}
+    reader = Reader(folder, manifest, index, parts, rank=ground.rank, world=ground.world)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     views = _views(local, model, ground, sharded=masters is not None)
     with torch.no_grad():
@@ -244,7 +245,8 @@ def storage_view(local: Tensor, placement: Placement, whole: torch.Size, ground:
     """``local`` as this rank's part of the whole tensor, for torch's planner; it aliases ``local``.
 
     The mesh is (tp, replicate, shard) in this order: FSDP cuts what tensor parallelism left (the other order corrupts
-    without a word). ``sharded`` says whether FSDP cut it. Shape and stride are given because uneven shares cannot tell them.
+    without a word). ``sharded`` says whether FSDP cut it. Shape and stride are given because uneven shares cannot tell
+    them.
     """
     over_tp = Shard(placement) if isinstance(placement, int) else Replicate()
     over_dp = Shard(0) if sharded else Replicate()

@@ -175,10 +175,13 @@ class Writer(StorageWriter):
 class Reader(StorageReader):
     """Reads the boxes that this rank needs, after every file that anyone needs was checked by someone."""
 
-    def __init__(self, folder: Path, manifest: Manifest, index: Index, keys: list[str], *, rank: int, world: int):
+    def __init__(self, folder: Path, manifest: Manifest, index: Index, parts: set[str], *, rank: int, world: int):
+        """``parts`` are read by some rank or other, by each what it needs of them."""
         self.folder, self.manifest, self.index = folder, manifest, index
-        needed = sorted({piece.file for key in keys for piece in index.tensors[key].pieces})
-        self._to_check = needed[rank::world]
+        needed = {
+            piece.file for key, entry in index.tensors.items() if part_of(key)[0] in parts for piece in entry.pieces
+        }
+        self._to_check = sorted(needed)[rank::world]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A reader serves one checkpoint."""

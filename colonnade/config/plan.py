@@ -110,8 +110,8 @@ class Plan(Config):
             )
         if self.schedule in SEVERAL and count % max(1, count // self.pp):
             raise PlanError(
-                f"{self.schedule} over pp={self.pp} needs a multiple of {self.pp} micro-batches a step and has {count}; "
-                "change train.batch or train.micro_batch"
+                f"{self.schedule} over pp={self.pp} needs a multiple of {self.pp} micro-batches a step and has {count};"
+                " change train.batch or train.micro_batch"
             )
 
     def check_world(self, world: int) -> None:

@@ -5,7 +5,8 @@
 Each rank has n = N/tp query heads and k = K/tp key/value heads: W_qkv is cut by rows, W_out by columns, with one
 collective before and one after (Megatron-LM, arXiv 1909.08053, section 3, figure 3b; ``Axes.enter`` and ``leave``).
 The rows of W_qkv are grouped by key/value head (its query heads, its key, its value), so that a cut between groups is
-one contiguous range and three projections are one product. Grouped heads: Ainslie et al., arXiv 2305.13245; query/key norms: Qwen3.
+one contiguous range and three projections are one product. Grouped heads: Ainslie et al., arXiv 2305.13245;
+query/key norms: Qwen3.
 """
 
 import torch

@@ -27,14 +27,17 @@ class _Table(nn.Module):
 class Embedding(nn.Module):
     """Token ids (and positions) to the residual stream."""
 
-    def __init__(self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, config: ModelConfig, axes: Axes, *, positions: bool = True, device: torch.device, dtype: torch.dtype
+    ):
+        """``positions`` False leaves their table out: the far end of a pipeline needs the tied tokens only."""
         super().__init__()
         self.axes, self.vocab_size = axes, config.vocab_size
         self.start, stop = axes.tp.part(config.vocab_size)
         self.tokens = _Table(stop - self.start, config.width, device, dtype)
         self.layout: dict[str, Placement] = {"tokens.weight": 0}
         self.positions = None
-        if config.positions == "learned":
+        if positions and config.positions == "learned":
             self.positions = _Table(config.context, config.width, device, dtype)
             self.layout["positions.weight"] = on_rows(axes)
 

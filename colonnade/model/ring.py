@@ -91,9 +91,9 @@ class Ring:
         """The same for every layer, but for the window."""
         return self if window == self.window else replace(self, window=window)
 
-    def __call__(self, q_tnH: Tensor, k_tkH: Tensor, v_tkH: Tensor) -> Tensor:
-        """o_tnH."""
-        return _RingAttention.apply(q_tnH, k_tkH, v_tkH, self)
+    def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
+        """o_TnH, T being this rank's tokens."""
+        return _RingAttention.apply(q_TnH, k_TkH, v_TkH, self)
 
 
 def shares(packed: Packed, T: int, ranks: int) -> tuple[Share, ...]:
@@ -163,8 +163,8 @@ class _RingAttention(Function):
                 dq_tnH += dq
                 dkv_t2kH += torch.stack((dk, dv), 1)
             elif rank < me:
-                k, v = theirs.early(k), theirs.early(v)
-                dq, dk, dv = run(do_tnH, q_tnH, k, v, o_tnH, lse_tn, mine.both, theirs.first, **see)
+                early = theirs.early(k), theirs.early(v)
+                dq, dk, dv = run(do_tnH, q_tnH, *early, o_tnH, lse_tn, mine.both, theirs.first, **see)
                 dq_tnH += dq
                 theirs.add_early(dkv_t2kH, torch.stack((dk, dv), 1))
             else:
@@ -186,7 +186,7 @@ def _round(ring: Ring, k_tkH: Tensor, v_tkH: Tensor) -> Iterator[tuple[int, Tens
     kv_t2kH = torch.stack((k_tkH, v_tkH), 1)
     for step in range(size):
         coming = ring.axis.depart(kv_t2kH, _rows(ring, rank - 1)) if step + 1 < size else None
-        yield rank, *kv_t2kH.unbind(1)
+        yield rank, kv_t2kH[:, 0], kv_t2kH[:, 1]
         if coming is not None:
             kv_t2kH, rank = ring.axis.arrived(coming), (rank - 1) % size
 

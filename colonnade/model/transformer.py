@@ -5,8 +5,13 @@
 is training, scoring, prefill and decoding: ``stream`` is a flat run of tokens, ``attend`` decides which keys each
 query sees and where they live, ``head`` what comes out. Collectives are written where they happen, on plain local
 tensors, through the axes that a module is built with.
+
+Under a pipeline a rank builds only the ``spans`` of blocks that it has, with the embedding beside the first block and
+the head beside the last; names are those of the whole model, so that initialisation, checkpoints and the gradient norm
+need not know. ``run`` is the forward pass of one span, which the whole model is too.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,20 +55,32 @@ class Transformer(nn.Module):
         config: ModelConfig,
         axes: Axes = SOLO_AXES,
         *,
+        spans: Sequence[range] | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ):
         super().__init__()
         self.config, self.axes = config, axes
-        device = torch.device(device)
-        self.embed = Embedding(config, axes, device=device, dtype=dtype)
-        self.blocks = nn.ModuleList(Block(config, axes, device=device, dtype=dtype) for _ in range(config.layers))
-        self.norm = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
+        on = {"device": torch.device(device), "dtype": dtype}
+        self.whole = range(config.layers)
+        spans = [self.whole] if spans is None else spans
+        first, last = any(span.start == 0 for span in spans), any(span.stop == config.layers for span in spans)
+        self.copies: frozenset[str] = frozenset()
+        """Parameters that an earlier stage has too: theirs is the one that counts in the gradient's norm."""
+        self.embed = None
+        if first or (last and config.tied):
+            # A tied weight at the other end of a pipeline is a copy, kept equal by summing the two gradients.
+            self.embed = Embedding(config, axes, positions=first, **on)
+            self.copies = frozenset() if first else frozenset({"embed.tokens.weight"})
+        self.blocks = nn.ModuleList()
+        for i in (i for span in spans for i in span):
+            self.blocks.add_module(str(i), Block(config, axes, **on))
+        self.norm = Norm(config, config.width, placement=on_rows(axes), **on) if last else None
         self.unembed = None
         self.layout: dict[str, Placement] = {}
-        if not config.tied:
+        if last and not config.tied:
             start, stop = axes.tp.part(config.vocab_size)
-            self.unembed = Linear(config.width, stop - start, bias=False, device=device, dtype=dtype)
+            self.unembed = Linear(config.width, stop - start, bias=False, **on)
             self.layout["unembed.weight"] = 0
         # Plain attributes, not buffers: a model built on the meta device has its frequencies all the same, and a
         # cast to bf16 leaves them in float32.
@@ -71,13 +88,32 @@ class Transformer(nn.Module):
 
     def forward(self, stream: Stream, attend: Attending, head: Head) -> Any:
         """What ``head`` makes of the last residual stream."""
+        return self.run(self.whole, None, stream, attend, head)
+
+    def run(self, span: range, x_tD: Tensor | None, stream: Stream, attend: Attending, head: Head) -> Any:
+        """The blocks of ``span``: x_tD, from the embedding where it begins with the first, to x_tD, or to what
+        ``head`` makes of it where it ends with the last.
+        """
         T = len(stream.tokens_T)
-        x_tD = self.embed(stream)
+        if x_tD is None:
+            assert self.embed is not None, "the first span begins with the embedding"
+            x_tD = self.embed(stream)
+        assert x_tD is not None
         turn = self._turn(stream.positions_T, x_tD.dtype)
-        for i, block in enumerate(self.blocks):
-            x_tD = block(x_tD, T, turn, attend.at(i, self.config.window_of(i)))
-        weight_vD = self.embed.tokens.weight if self.unembed is None else self.unembed.weight
-        return head(self.norm(x_tD), T, weight_vD, self.axes, self.config.vocab_size)
+        for i in span:
+            x_tD = self.blocks.get_submodule(str(i))(x_tD, T, turn, attend.at(i, self.config.window_of(i)))
+        if span.stop < self.config.layers:
+            return x_tD
+        assert self.norm is not None, "the last span ends with the head"
+        return head(self.norm(x_tD), T, self.output, self.axes, self.config.vocab_size)
+
+    @property
+    def output(self) -> Tensor:
+        """weight_vD of the output projection: this rank's rows."""
+        if self.unembed is not None:
+            return self.unembed.weight
+        assert self.embed is not None
+        return self.embed.tokens.weight
 
     def _turn(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation | None:
         if self.config.positions != "rotary":

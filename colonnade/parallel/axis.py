@@ -132,6 +132,8 @@ class Axes:
     replicate: Axis = SOLO
     """Ranks that hold the same shards of the weights (hybrid sharding)."""
     pp: Axis = SOLO
+    ends: Axis = SOLO
+    """The first and the last rank of the pipeline, which share tied weights; of size 1 on ranks between them."""
     sequence_parallel: bool = False
 
     def enter(self, x_tD: Tensor, T: int) -> Tensor:
@@ -141,6 +143,10 @@ class Axes:
     def leave(self, y_TD: Tensor) -> Tensor:
         """The ranks' partial results, summed, as the residual stream holds them."""
         return self.tp.scatter_sum(y_TD, 0) if self.sequence_parallel else self.tp.fan_in(y_TD)
+
+    def everywhere(self, x: Tensor) -> Tensor:
+        """The sum over data, context and pipeline ranks, without a gradient: of losses, for instance."""
+        return self.pp.sum_(self.batch.sum_(x))
 
     def rows(self, T: int) -> slice:
         """Which of T tokens this rank's part of the residual stream holds."""

@@ -47,6 +47,23 @@ def wait(x: Tensor) -> Tensor:
     return _ops.wait_tensor(x)
 
 
+def send(x: Tensor, to: int, group: str) -> None:
+    """Hand ``x`` to the group's rank ``to``; outside autograd and compilation."""
+    dist.send(x.contiguous(), group=group_of(group), group_dst=to)
+
+
+def receive(like: Tensor, source: int, group: str) -> Tensor:
+    """What the group's rank ``source`` sent, of the shape and type of ``like``."""
+    into = torch.empty_like(like)
+    dist.recv(into, group=group_of(group), group_src=source)
+    return into
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group of this name."""
+    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
+
+
 def broadcast_(x: Tensor, src: int, group: Any) -> None:
     """Overwrite ``x`` with that of the group's rank ``src``; for control messages, outside autograd and compilation."""
-    dist.broadcast(x, group=dist.distributed_c10d._resolve_process_group(group), group_src=src)
+    dist.broadcast(x, group=group_of(group), group_src=src)

@@ -13,7 +13,7 @@ FSDP over one rank gives the same numbers but copies each weight into and out of
 count of tokens, so FSDP must not divide by the number of ranks (layout rule 7).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -43,13 +43,16 @@ class Masters(Protocol):
         ...
 
 
-def masters(model: nn.Module, ground: Ground, compute: torch.dtype) -> Masters:
+def masters(
+    model: nn.Module, ground: Ground, compute: torch.dtype, roots: Sequence[nn.Module] | None = None
+) -> Masters:
     """Prepare ``model``, whose weights are initialised in the master type, to train in ``compute`` on this ground.
 
-    ``model.blocks`` are gathered one by one; everything else belongs to the root and stays gathered from its first
-    use to the end of the backward pass.
+    ``model.blocks`` are gathered one by one; everything else belongs to its root and stays gathered from its first
+    use to the end of the backward pass. ``roots`` are the modules that are called: the stages of a pipeline, or
+    ``model`` itself.
     """
-    return Sharded(model, ground, compute) if ground.sharded else Whole(model, compute)
+    return Sharded(model, ground, compute, roots or [model]) if ground.sharded else Whole(model, compute)
 
 
 class Whole:
@@ -73,7 +76,10 @@ class Whole:
         """Nothing to hold back: autograd adds the micro-batches up."""
 
     def collect(self) -> None:
-        """Nothing to do: each gradient is where it belongs."""
+        """Take over what came without autograd's hooks: a zero-bubble schedule adds weight gradients up itself."""
+        for parameter, master in self._pairs:
+            if parameter.grad is not None:
+                _move_gradient(parameter, master)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -94,8 +100,9 @@ def _move_gradient(parameter: Tensor, master: Tensor) -> None:
 class Sharded:
     """Masters that FSDP2 shards over the data axis."""
 
-    def __init__(self, model: nn.Module, ground: Ground, compute: torch.dtype):
-        mesh, reshard = ground.fsdp_mesh, ground.plan.reshard
+    def __init__(self, model: nn.Module, ground: Ground, compute: torch.dtype, roots: Sequence[nn.Module]):
+        # A pipeline runs many micro-batches through a stage before it may let go of the weights (layout rule 8).
+        mesh, reshard = ground.fsdp_mesh, ground.plan.reshard and ground.plan.pp == 1
         kept = next(model.parameters()).dtype
         policy = MixedPrecisionPolicy(
             param_dtype=None if compute == kept else compute,
@@ -104,8 +111,10 @@ class Sharded:
         )
         for block in model.get_submodule("blocks").children():
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-        self._root: FSDPModule = fully_shard(model, mesh=mesh, mp_policy=policy)
-        for module in model.modules():
+        self._roots: list[FSDPModule] = [
+            fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard and None) for root in roots
+        ]
+        for module in (module for root in roots for module in root.modules()):
             if isinstance(module, FSDPModule):
                 # Both are needed: FSDP would otherwise express a factor as a pre-multiplied sum, which gloo refuses
                 # and NCCL answers with zeros in bfloat16 (docs/decisions/0004-ground-check-on-h200.md).
@@ -116,8 +125,9 @@ class Sharded:
 
     def accumulate(self, *, last: bool) -> None:
         """Reduce over the data axis once a step, not once a micro-batch."""
-        self._root.set_requires_gradient_sync(last)
-        self._root.set_is_last_backward(last)
+        for root in self._roots:
+            root.set_requires_gradient_sync(last)
+            root.set_is_last_backward(last)
 
     def collect(self) -> None:
         """Hand FSDP's gradient shards to the plain tensors that the optimizer knows."""

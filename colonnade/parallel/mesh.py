@@ -55,6 +55,11 @@ class Ground:
         """Whether several ranks see different tokens with the same weights: FSDP's affair."""
         return self.plan.data_ranks * self.plan.cp > 1
 
+    def stages(self, layers: int) -> list[tuple[int, range]]:
+        """(number, blocks) of each pipeline stage on this rank; one process has them all in one."""
+        spans = self.plan.spans(layers)
+        return [(s, spans[s]) for s in range(self.axes.pp.rank, len(spans), self.plan.pp)]
+
     @staticmethod
     def solo(device: torch.device | str = "cpu") -> "Ground":
         """One process, no process group: inference, and everything that needs no FSDP."""
@@ -103,8 +108,16 @@ def _stand(plan: Plan, kind: str) -> Ground:
             made, _ = dist.new_subgroups_by_enumeration(rows, timeout=TIMEOUT)
             assert isinstance(made, dist.ProcessGroup)
             groups[str(rows)] = made
-        group = groups[str(rows)]
+        return named(name, groups[str(rows)])
+
+    def named(name: str, group: dist.ProcessGroup) -> Axis:
         return Axis(name, dist.get_world_size(group), dist.get_rank(group), group_name(group))
+
+    def ends() -> Axis:
+        if plan.pp <= 2:
+            return axis("pp", 0)
+        group, _ = dist.new_subgroups_by_enumeration(order[[0, -1]].flatten(1).T.tolist(), timeout=TIMEOUT)
+        return named("ends", group) if isinstance(group, dist.ProcessGroup) else SOLO
 
     axes = Axes(
         tp=axis("tp", 4),
@@ -113,6 +126,7 @@ def _stand(plan: Plan, kind: str) -> Ground:
         batch=axis("batch", 1, 2, 3),
         replicate=axis("replicate", 1),
         pp=axis("pp", 0),
+        ends=ends(),
         sequence_parallel=plan.sequence_parallel and plan.tp > 1,
     )
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")

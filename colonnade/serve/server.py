@@ -46,8 +46,8 @@ def serve(
     the engine: what loading raises, or :class:`PlanError` when a process died.
     """
     plan, config = plan or Plan(), config or ServeConfig()
-    if plan.dp > 1:
-        raise PlanError(f"a server lays its model over tp ranks only, not over dp={plan.dp}; set --plan.dp 1")
+    if plan.world > plan.tp:
+        raise PlanError(f"a server lays its model over tp ranks only, not over {plan}; set --plan.tp alone")
     with _bind(config) as listener:
         asyncio.run(_serve(listener, load, plan, config, config.model_name or name, device, announce))
 

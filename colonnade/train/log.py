@@ -128,7 +128,7 @@ class Log:
         it, run = self.session, self.run
         tokens = run.train.batch * run.data.sequence
         self.screen.line(
-            f"{run.name}: {run.model.parameters / 1e6:.2f} M parameters, tp={run.plan.tp} dp={run.plan.dp} on "
+            f"{run.name}: {run.model.parameters / 1e6:.2f} M parameters, {run.plan} on "
             f"{it.ground.device.type}, {run.train.dtype}, {tokens} tokens a step, {run.train.steps} steps"
         )
         if it.checkpoint is not None:

@@ -47,7 +47,7 @@ class Meter:
             return []
         outcomes = [outcome for _, outcome in self._pending]
         mine = torch.stack([outcome.loss_sum for outcome in outcomes]).double()
-        losses = self.ground.axes.batch.sum_(mine) / torch.stack([outcome.count for outcome in outcomes])
+        losses = self.ground.axes.everywhere(mine) / torch.stack([outcome.count for outcome in outcomes])
         norms = torch.stack([outcome.norm for outcome in outcomes]).double()
         table = torch.stack([losses, norms]).T.tolist()
         for (steps, _), (loss, norm), here in zip(self._pending, table, mine.isfinite(), strict=True):

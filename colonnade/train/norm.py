@@ -2,15 +2,16 @@
 
     ‖g‖² = Σ over parameters, Σ over their *owners*, ‖local gradient‖²         g ← g · min(1, clip / (‖g‖ + 10⁻⁶))
 
-A rank owns what nobody else counts: its own shard over the data axis, in one replica; over tp its own part of a cut parameter,
-and of a replicated one only rank 0's copy. (Pascanu 2013, arXiv 1211.5063, section 3.2; frameworks that clip each
-shard by itself, or count a replicated parameter tp times, train another model at another layout.)
+A rank owns what nobody else counts: its own shard over the data axis, in one replica; over tp its own part of a cut
+parameter, and of a replicated one only rank 0's copy; of tied weights the first pipeline rank's. (Pascanu 2013, arXiv
+1211.5063, section 3.2; frameworks that clip each shard by itself, or count a replicated parameter tp times, train
+another model at another layout.)
 
 Everything stays on the device: a bucket sum over tp for PARTIAL parameters, one number summed over the world, and the
 multiplication. Nothing waits for the result.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor
@@ -31,12 +32,30 @@ def sum_partial(weights: Mapping[str, Tensor], layout: Mapping[str, Placement], 
         grad.copy_(part.view_as(grad))
 
 
-def gradient_norm(weights: Mapping[str, Tensor], layout: Mapping[str, Placement], axes: Axes, world: Axis) -> Tensor:
-    """The norm of the whole model's gradient, the same 0-dim tensor on every rank of ``world``."""
+def sum_tied(weights: Mapping[str, Tensor], tied: bool, ends: Axis) -> None:
+    """Complete the gradient of a weight that both ends of a pipeline have: as embedding and as output projection."""
+    if tied and ends.size > 1:
+        w = weights["embed.tokens.weight"]
+        w.grad = ends.sum_(torch.zeros_like(w) if w.grad is None else w.grad)
+
+
+def gradient_norm(
+    weights: Mapping[str, Tensor],
+    layout: Mapping[str, Placement],
+    axes: Axes,
+    world: Axis,
+    copies: Container[str] = (),
+) -> Tensor:
+    """The norm of the whole model's gradient, the same 0-dim tensor on every rank of ``world``; ``copies`` are
+    parameters that another pipeline rank counts.
+    """
     owned = [
         w.grad
         for name, w in weights.items()
-        if w.grad is not None and axes.replicate.rank == 0 and (isinstance(layout[name], int) or axes.tp.rank == 0)
+        if w.grad is not None
+        and axes.replicate.rank == 0
+        and name not in copies
+        and (isinstance(layout[name], int) or axes.tp.rank == 0)
     ]
     # A rank that owns nothing still takes part in the sum.
     norm = get_total_norm(owned) if owned else next(iter(weights.values())).new_zeros(())

@@ -23,6 +23,7 @@ from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.mesh import Ground
 from colonnade.train.optimizer import AdamW
+from colonnade.train.piped import Piped
 from colonnade.train.step import Outcome, Step, evaluate
 
 COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -38,7 +39,8 @@ class Session:
         self.samples = self._loader("train")
         self.held_out = self._loader("validation") if run.train.eval_every else None
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
-        self.model = Transformer(run.model, ground.axes, device=ground.device, dtype=kept)
+        spans = [span for _, span in ground.stages(run.model.layers)]
+        self.model = Transformer(run.model, ground.axes, spans=spans, device=ground.device, dtype=kept)
         self.checkpoint = newest(run.folder, self.world)
         """The newest complete checkpoint, if there is one."""
         if self.checkpoint is None:
@@ -46,9 +48,11 @@ class Session:
         if run.train.compile:
             for block in self.model.blocks:
                 block.compile()
-        self.masters = masters(self.model, ground, COMPUTE[run.train.dtype])
+        compute = COMPUTE[run.train.dtype]
+        self.piped = Piped(self.model, ground, compute) if run.plan.pp > 1 else None
+        self.masters = masters(self.model, ground, compute, self.piped and self.piped.stages)
         self.optimizer = AdamW(self.masters.local, run.train)
-        self._step = Step(self.model, self.masters, self.optimizer, run.train, self.world)
+        self._step = Step(self.model, self.masters, self.optimizer, run.train, self.world, self.piped)
         self.taken = 0
         """Optimizer steps taken."""
         self.seen = 0
@@ -67,7 +71,7 @@ class Session:
     def validate(self) -> Tensor:
         """The mean loss on held-out samples, always the same ones."""
         assert self.held_out is not None, "validation is switched off"
-        return evaluate(self.model, self._on_device(self.held_out.sweep(self.run.train.eval_samples)))
+        return evaluate(self.model, self._on_device(self.held_out.sweep(self.run.train.eval_samples)), self.piped)
 
     def save(self) -> Path:
         """Write ``runs/NAME/step-N``; keeps the one that is there when no step was taken since."""

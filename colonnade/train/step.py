@@ -15,12 +15,14 @@ from torch import Tensor
 
 from colonnade.config import TrainConfig
 from colonnade.data import Batch
-from colonnade.model import IGNORE, Loss, Packed, Ring, Stream, Transformer
+from colonnade.model import IGNORE, Loss, Transformer
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import layout_of
 from colonnade.train import norm
+from colonnade.train.lay import lay
 from colonnade.train.optimizer import AdamW
+from colonnade.train.piped import Piped
 from colonnade.train.schedule import learning_rate
 
 
@@ -41,7 +43,17 @@ class Outcome:
 class Step:
     """``step(number, micro_batches)``: forward, backward, norm, clip, AdamW."""
 
-    def __init__(self, model: Transformer, masters: Masters, optimizer: AdamW, train: TrainConfig, world: Axis):
+    def __init__(
+        self,
+        model: Transformer,
+        masters: Masters,
+        optimizer: AdamW,
+        train: TrainConfig,
+        world: Axis,
+        piped: Piped | None = None,
+    ):
+        """``piped`` when ``model`` is one rank's part of a pipeline."""
+        self.piped = piped
         self.model, self.masters, self.optimizer, self.train = model, masters, optimizer, train
         self.axes, self.world, self.layout = model.axes, world, layout_of(model)
 
@@ -49,33 +61,42 @@ class Step:
         """Train on this data rank's ``micro_batches`` as step ``number`` (from 0)."""
         weights, lr = self.masters.local, learning_rate(number, self.train)
         count = valid_tokens(micro_batches, self.axes.dp)
+        if self.piped is None:
+            loss_sum = self._accumulate(micro_batches, count)
+        else:
+            loss_sum = self.piped.step(micro_batches, count, self.train.label_smoothing)
+        self.masters.collect()
+        norm.sum_tied(weights, self.model.config.tied, self.axes.ends)
+        norm.sum_partial(weights, self.layout, self.axes.tp)
+        gradient_norm = norm.gradient_norm(weights, self.layout, self.axes, self.world, self.model.copies)
+        norm.clip_(weights, gradient_norm, self.train.clip)
+        self.optimizer.step(lr)
+        self.masters.publish()
+        return Outcome(loss_sum, count, gradient_norm, lr)
+
+    def _accumulate(self, micro_batches: Sequence[Batch], count: Tensor) -> Tensor:
+        """Forward and backward of one micro-batch after another; the summed loss."""
         loss_sum = 0
         for i, batch in enumerate(micro_batches):
             self.masters.accumulate(last=i == len(micro_batches) - 1)
             batch_sum = forward(self.model, batch, self.train.label_smoothing)
             (batch_sum / count).backward()
             loss_sum += batch_sum.detach()
-        self.masters.collect()
-        norm.sum_partial(weights, self.layout, self.axes.tp)
-        gradient_norm = norm.gradient_norm(weights, self.layout, self.axes, self.world)
-        norm.clip_(weights, gradient_norm, self.train.clip)
-        self.optimizer.step(lr)
-        self.masters.publish()
         assert isinstance(loss_sum, Tensor), "a step needs at least one micro-batch"
-        return Outcome(loss_sum, count, gradient_norm, lr)
+        return loss_sum
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, batches: Iterable[Batch]) -> Tensor:
+def evaluate(model: Transformer, batches: Iterable[Batch], piped: Piped | None = None) -> Tensor:
     """The mean loss over this data rank's ``batches`` and everybody else's, without label smoothing."""
-    device = next(model.parameters()).device
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in batches:
-        total += torch.stack([forward(model, batch, 0.0), (batch.targets_T != IGNORE).sum()])
-    # Context ranks have parts of the losses, but each of them knows all targets of its samples.
-    count = model.axes.dp.sum_(total[1])
-    loss_sum = model.axes.batch.sum_(total[0])
-    return loss_sum / count.clamp(min=1)
+    batches = list(batches)
+    count = valid_tokens(batches, model.axes.dp)
+    if piped is None:
+        losses = [forward(model, batch, 0.0).double() for batch in batches]
+        mine = torch.stack(losses).sum()
+    else:
+        mine = piped.evaluate(batches)
+    return model.axes.everywhere(mine) / count
 
 
 def forward(model: Transformer, batch: Batch, smoothing: float) -> Tensor:
@@ -83,16 +104,6 @@ def forward(model: Transformer, batch: Batch, smoothing: float) -> Tensor:
     stream, attend, targets_t = lay(batch, model.axes.cp)
     loss_sum, _ = model(stream, attend, Loss(targets_t, smoothing))
     return loss_sum
-
-
-def lay(batch: Batch, cp: Axis) -> tuple[Stream, Packed | Ring, Tensor]:
-    """(stream, attend, targets) of a micro-batch, or of this rank's share of its tokens."""
-    packed = Packed(batch.cu_seqlens, batch.longest, batch.equal)
-    if cp.size == 1:
-        return Stream(batch.tokens_T, batch.positions_T), packed, batch.targets_T
-    ring = Ring.of(packed, len(batch.tokens_T), cp)
-    mine_t = ring.index_t
-    return Stream(batch.tokens_T[mine_t], batch.positions_T[mine_t]), ring, batch.targets_T[mine_t]
 
 
 def valid_tokens(batches: Iterable[Batch], dp: Axis) -> Tensor:

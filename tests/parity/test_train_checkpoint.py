@@ -17,7 +17,15 @@ from colonnade.parallel.mesh import Ground
 from tests.parity.train_cases import CASES, Run
 from tests.worlds import assert_same, run
 
-PLANS = [Plan(tp=tp, dp=dp) for tp in (1, 2, 4) for dp in (1, 2)]
+PLANS = [Plan(tp=tp, dp=dp) for tp in (1, 2, 4) for dp in (1, 2)] + [
+    Plan(pp=2, tp=2, sequence_parallel=True),
+    Plan(cp=2, dp=2),
+    Plan(pp=2, replicate=2, schedule="gpipe"),
+]
+
+
+def label(plan: Plan) -> str:
+    return str(plan).replace(" ", "-")
 
 
 def _save(plan: Plan, root: Path) -> dict[str, list[tuple[float, float]]]:
@@ -27,7 +35,7 @@ def _save(plan: Plan, root: Path) -> dict[str, list[tuple[float, float]]]:
             it = Run.start(config, ground)
             it.go(0, 2)
             meta = native.Meta(model=config, step=2)
-            folder = root / case / f"tp{plan.tp}dp{plan.dp}"
+            folder = root / case / label(plan)
             native.save(folder, it.model, meta, ground, masters=it.masters, optimizer=it.optimizer)
             found[case] = it.go(2, 4)
         return found
@@ -43,7 +51,7 @@ def _load(plan: Plan, root: Path, expected: dict[str, dict[str, list[tuple[float
             meta = native.load(root / case / saved, it.model, ground, masters=it.masters, optimizer=it.optimizer)
             assert meta.step == it.optimizer.steps == 2
             for got, want in zip(it.go(2, 4), cases[case], strict=True):
-                if saved == f"tp{plan.tp}dp{plan.dp}":
+                if saved == label(plan):
                     assert got == tuple(want), f"{saved} is not bit for bit the uninterrupted run"
                 assert abs(got[0] - want[0]) <= 1e-10, f"{case} {saved} -> {plan}: loss {got[0]} for {want[0]}"
                 assert abs(got[1] - want[1]) <= 1e-10, f"{case} {saved} -> {plan}: norm {got[1]} for {want[1]}"
@@ -54,8 +62,8 @@ def _load(plan: Plan, root: Path, expected: dict[str, dict[str, list[tuple[float
 @pytest.mark.slow
 @pytest.mark.xdist_group("worlds")
 def test_every_plan_loads_every_checkpoint(tmp_path: Path) -> None:
-    expected = {f"tp{p.tp}dp{p.dp}": run(p.world, _save, p, tmp_path)[0] for p in PLANS}
-    one = expected["tp1dp1"]
+    expected = {label(p): run(p.world, _save, p, tmp_path)[0] for p in PLANS}
+    one = expected[label(Plan())]
     for cases in expected.values():
         for case, steps in cases.items():
             found, reference = (torch.tensor(numbers, dtype=torch.float64) for numbers in (steps, one[case]))

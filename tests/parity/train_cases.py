@@ -1,5 +1,6 @@
 """Tiny models and ragged batches on which training under any plan must equal training in one process."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from colonnade.parallel.fsdp import Masters, masters
 from colonnade.parallel.layout import layout_of, share
 from colonnade.parallel.mesh import Ground
 from colonnade.train.optimizer import AdamW
+from colonnade.train.piped import Piped
 from colonnade.train.step import Step
 
 COMMON: dict[str, Any] = {"layers": 2, "width": 24, "context": 32}
@@ -36,9 +38,10 @@ TRAIN = TrainConfig(
 
 
 def ragged(seed: int, vocab_size: int) -> Batch:
-    """A micro-batch of documents of unequal lengths, some of whose targets do not count."""
+    """A micro-batch of 13 tokens in documents of unequal lengths, some of whose targets do not count."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 9, (3,), generator=generator).tolist()
+    cuts = sorted(torch.randint(1, 13, (2,), generator=generator).tolist())
+    lengths = [b - a for a, b in itertools.pairwise([0, *cuts, 13])]
     tokens_T = torch.randint(0, vocab_size, (sum(lengths),), generator=generator)
     targets_T = torch.randint(0, vocab_size, (sum(lengths),), generator=generator)
     targets_T[torch.rand(sum(lengths), generator=generator) < 0.2 * (seed % 4)] = IGNORE
@@ -65,11 +68,13 @@ class Run:
 
     @staticmethod
     def start(config: ModelConfig, ground: Ground, train: TrainConfig = TRAIN, seed: int = 7) -> "Run":
-        model = initialise(Transformer(config, ground.axes, dtype=torch.float64), seed)
-        held = masters(model, ground, torch.float64)
+        spans = [span for _, span in ground.stages(config.layers)]
+        model = initialise(Transformer(config, ground.axes, spans=spans, dtype=torch.float64), seed)
+        piped = Piped(model, ground, torch.float64) if ground.plan.pp > 1 else None
+        held = masters(model, ground, torch.float64, piped and piped.stages)
         optimizer = AdamW(held.local, train)
         world = world_axis() if ground.world > 1 else ground.axes.dp
-        return Run(model, held, optimizer, Step(model, held, optimizer, train, world), ground)
+        return Run(model, held, optimizer, Step(model, held, optimizer, train, world, piped), ground)
 
     def go(self, first: int, stop: int) -> list[tuple[float, float]]:
         """Steps ``first`` to ``stop``; (mean loss, gradient norm) of each."""
@@ -77,7 +82,7 @@ class Run:
         for number in range(first, stop):
             batches = micro_batches(number, self.ground.axes.dp, self.model.config.vocab_size)
             out = self.step(number, batches)
-            loss = self.ground.axes.batch.sum_(out.loss_sum) / out.count
+            loss = self.ground.axes.everywhere(out.loss_sum) / out.count
             found.append((loss.item(), out.norm.item()))
         return found
 

@@ -6,7 +6,7 @@
 
 The backward takes the *final* o and lse, those after all chunks were merged, so that each chunk's part is exact by
 itself (Liu et al., arXiv 2310.01889, section 3; Dao, arXiv 2307.08691, algorithm 2): a chunk's own log-sum-exp would
-carry no gradient and give silently wrong ones. Both passes are written out, in plain torch; nothing is left to autograd.
+carry no gradient and give silently wrong ones. Both passes are written out, in plain torch, without autograd.
 
 Row i sees row j of the same segment, up to itself when causal and not beyond a window behind it. Where the caller knows
 that every visible pair is in order it says ``causal=False``.
@@ -47,7 +47,7 @@ def forward(
     q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, queries: Rows, keys: Rows, *, causal: bool, window: int | None = None
 ) -> State:
     """The state (o_TNH, lse_TN) of these queries over these keys, in at least float32."""
-    s_KGTS, q_TKGH, v_SKH = _scores(q_TNH, k_SKH, v_SKH, queries, keys, causal, window)
+    s_KGTS, _, v_SKH = _scores(q_TNH, k_SKH, v_SKH, queries, keys, causal, window)
     lse_KGT = torch.logsumexp(s_KGTS, -1) if len(k_SKH) else s_KGTS.new_full(s_KGTS.shape[:-1], -torch.inf)
     p_KGTS = torch.exp(s_KGTS - torch.where(lse_KGT == -torch.inf, 0.0, lse_KGT)[..., None])
     o_TNH = torch.einsum("kgts,skh->tkgh", p_KGTS, v_SKH).flatten(1, 2)

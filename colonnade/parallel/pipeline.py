@@ -1,0 +1,112 @@
+"""Pipeline parallelism: stages on ranks one after another, micro-batches following each other through them.
+
+The order of forward and backward passes is torch's (torch.distributed.pipelining):
+
+    gpipe        all forwards, then all backwards                              Huang et al., arXiv 1811.06965
+    1f1b         one forward, one backward: as many in flight as stages        Narayanan et al., PipeDream, SOSP 2019
+    interleaved  several stages a rank: a smaller bubble, more messages        Narayanan et al., arXiv 2104.04473
+    zero_bubble  weight gradients apart, where ranks would wait                Qi et al., arXiv 2401.10241
+
+What a micro-batch needs beside the activations (positions, documents, targets) stands on every rank already; only the
+micro-batch's number travels through torch, as an index tensor. Torch would cut tensors among the arguments to pieces
+and hand anything else whole to every micro-batch (docs/decisions/0004-ground-check-on-h200.md).
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from colonnade.config.plan import SEVERAL, Plan
+from colonnade.parallel import collectives
+from colonnade.parallel.axis import Axis
+
+SCHEDULES = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+
+
+class Stage(nn.Module):
+    """One stage: ``run(x, i)`` is its part of the forward pass of micro-batch ``i``, over the modules it is made of."""
+
+    def __init__(self, number: int, modules: Sequence[nn.Module], run: Callable[[Tensor | None, int], Tensor]):
+        super().__init__()
+        self.number = number
+        self.held = nn.ModuleList(modules)  # what FSDP gathers for this stage, and torch differentiates by
+        self._run = run
+
+    def forward(self, x: Tensor, i: Tensor) -> Tensor:
+        """The activations of the previous stage (the first stage has none) to this one's."""
+        return self._run(None if self.number == 0 else x, int(i))
+
+
+class Pipeline:
+    """This rank's stages and how micro-batches go through them.
+
+    ``example`` is an activation tensor of the shape and type that travels between stages for each micro-batch; all
+    micro-batches of a step have the same. The last stage's result is the micro-batch's loss, 0-dim.
+    """
+
+    def __init__(self, stages: Sequence[Stage], plan: Plan, axis: Axis, device: torch.device):
+        self.stages, self.plan, self.axis, self.device = stages, plan, axis, device
+        self.total = plan.pp * plan.stages
+        self._schedules: dict[object, object] = {}
+
+    def step(self, count: int, example: Tensor) -> Tensor:
+        """Forward and backward of ``count`` micro-batches; the sum of their losses, 0 where the last stage is not."""
+        key = (count, example.shape, example.dtype)
+        if key not in self._schedules:  # a schedule serves one shape: gloo aborts the process otherwise
+            self._schedules[key] = self._schedule(count, example)
+        schedule = self._schedules[key]
+        losses: list[Tensor] = []
+        numbers = torch.arange(count)
+        first = any(stage.number == 0 for stage in self.stages)
+        last = any(stage.number == self.total - 1 for stage in self.stages)
+        schedule.step(  # type: ignore[attr-defined]
+            *([numbers] if first else []), i=numbers, losses=losses,
+            target=torch.zeros(count, device=self.device) if last else None, return_outputs=False,
+        )  # fmt: skip
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+
+    @torch.no_grad()
+    def relay(self, count: int, example: Tensor) -> list[Tensor]:
+        """The forward passes alone, one micro-batch after another; their results, where the last stage is."""
+        results: list[Tensor] = []
+        for i in range(count):
+            for stage in self.stages:
+                x = example
+                if stage.number > 0:
+                    x = collectives.receive(example, (self.axis.rank - 1) % self.axis.size, self.axis.group)
+                y = stage(x, torch.tensor(i))
+                if stage.number < self.total - 1:
+                    collectives.send(y, (self.axis.rank + 1) % self.axis.size, self.axis.group)
+                else:
+                    results.append(y)
+        return results
+
+    def _schedule(self, count: int, example: Tensor) -> object:
+        group = collectives.group_of(self.axis.group)
+        made = [self._stage(stage, example, group) for stage in self.stages]
+        schedule = SCHEDULES[self.plan.schedule]
+        held = made if self.plan.schedule in SEVERAL else made[0]
+        return schedule(held, count, loss_fn=lambda loss, _: loss.sum(), scale_grads=False)  # type: ignore[arg-type]
+
+    def _stage(self, stage: Stage, example: Tensor, group: dist.ProcessGroup) -> PipelineStage:
+        """The shapes are said, not found out: torch would run a forward pass to learn them."""
+        travels = example.detach().to("meta").requires_grad_()
+        takes = torch.arange(1) if stage.number == 0 else travels
+        gives = travels if stage.number < self.total - 1 else torch.zeros((), device="meta")
+        return PipelineStage(
+            stage, stage.number, self.total, self.device, input_args=(takes,), output_args=(gives,), group=group
+        )

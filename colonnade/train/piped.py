@@ -1,0 +1,75 @@
+"""A step's forward and backward passes through a pipeline, and validation by passing batches on."""
+
+import functools
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.data import Batch
+from colonnade.model import Loss, Transformer
+from colonnade.parallel.mesh import Ground
+from colonnade.parallel.pipeline import Pipeline, Stage
+from colonnade.train.lay import lay
+
+
+class Piped:
+    """This rank's stages of ``model``. Every pipeline rank reads the same batches; only activations travel."""
+
+    def __init__(self, model: Transformer, ground: Ground, compute: torch.dtype):
+        self.model, self.axes, self.device, self.compute = model, ground.axes, ground.device, compute
+        self.stages = [
+            Stage(number, _modules(model, span), functools.partial(self._run, span))
+            for number, span in ground.stages(model.config.layers)
+        ]
+        self._pipeline = Pipeline(self.stages, ground.plan, ground.axes.pp, ground.device)
+        self._feed([], torch.ones((), device=ground.device), 0.0)
+
+    def step(self, batches: Sequence[Batch], count: Tensor, smoothing: float) -> Tensor:
+        """Forward and backward of all micro-batches, each loss divided by ``count``; their undivided sum, 0 on ranks
+        without the last stage.
+        """
+        self._feed(batches, count, smoothing)
+        self._pipeline.step(len(batches), self._example())
+        return self._sum
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+        """The summed loss of ``batches`` without smoothing, 0 on ranks without the last stage."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in batches:
+            self._feed([batch], torch.ones((), device=self.device), 0.0)
+            self._pipeline.relay(1, self._example())
+            total += self._sum
+        return total
+
+    def _feed(self, batches: Sequence[Batch], count: Tensor, smoothing: float) -> None:
+        self._batches, self._count, self._smoothing = batches, count, smoothing
+        self._sum = torch.zeros((), dtype=torch.promote_types(self.compute, torch.float32), device=self.device)
+
+    def _example(self) -> Tensor:
+        """What travels between two stages: this rank's rows of the residual stream of one micro-batch."""
+        stream, _, _ = lay(self._batches[0], self.axes.cp)
+        rows = self.axes.rows(len(stream.tokens_T))
+        size = (rows.stop - rows.start, self.model.config.width)
+        return torch.empty(size, dtype=self.compute, device=self.device)
+
+    def _run(self, span: range, x_tD: Tensor | None, i: int) -> Tensor:
+        """One stage's part of micro-batch ``i``."""
+        stream, attend, targets_t = lay(self._batches[i], self.axes.cp)
+        out = self.model.run(span, x_tD, stream, attend, Loss(targets_t, self._smoothing))
+        if isinstance(out, Tensor):
+            return out
+        loss_sum, _ = out
+        self._sum += loss_sum.detach()
+        return loss_sum / self._count
+
+
+def _modules(model: Transformer, span: range) -> list[nn.Module]:
+    """What a stage is made of."""
+    held: list[nn.Module] = [model.blocks.get_submodule(str(i)) for i in span]
+    if model.embed is not None and (span.start == 0 or (model.copies and span.stop == model.config.layers)):
+        held.append(model.embed)
+    if span.stop == model.config.layers:
+        held += [module for module in (model.norm, model.unembed) if module is not None]
+    return held

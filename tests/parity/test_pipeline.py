@@ -1,0 +1,90 @@
+"""A pipeline is one process: loss, clip norm, every weight and moment after three steps, validation."""
+
+import pytest
+
+from colonnade.config import Plan
+from colonnade.errors import ConfigError, PlanError
+from colonnade.parallel.mesh import Ground
+from colonnade.train.step import evaluate
+from tests.parity.train_cases import CASES, Run, micro_batches
+from tests.worlds import assert_same, run
+
+LAYERS = 5
+PLANS = {
+    2: [
+        Plan(pp=2, schedule="gpipe"),
+        Plan(pp=2),
+        Plan(pp=2, schedule="interleaved", stages=2),
+        Plan(pp=2, schedule="zero_bubble"),
+        Plan(pp=2, schedule="zero_bubble", stages=2, layers=(2, 1, 1, 1)),
+    ],
+    3: [Plan(pp=3), Plan(pp=3, schedule="gpipe", layers=(1, 3, 1))],
+    4: [
+        Plan(pp=2, tp=2, sequence_parallel=True),
+        Plan(pp=2, dp=2),
+        Plan(pp=2, cp=2, schedule="gpipe"),
+        Plan(pp=2, dp=2, schedule="interleaved", stages=2),
+        Plan(pp=2, dp=2, schedule="zero_bubble"),
+        Plan(pp=4),
+        Plan(pp=2, replicate=2),
+    ],
+    8: [
+        Plan(pp=2, cp=2, tp=2, sequence_parallel=True),
+        Plan(pp=2, dp=2, cp=2),
+        Plan(pp=2, schedule="gpipe", replicate=2, dp=2),
+    ],
+}
+
+
+def _as_one(plan: Plan, case: str) -> None:
+    config = CASES[case].but(layers=LAYERS)
+    one = Run.start(config, Ground.solo())
+    expected = one.go(0, 3)
+    with Ground.build(plan) as ground:
+        several = Run.start(config, ground)
+        found = several.go(0, 3)
+        for (loss, norm), (loss_1, norm_1) in zip(found, expected, strict=True):
+            assert abs(loss - loss_1) <= 1e-10 * max(1, loss_1), (plan, loss, loss_1)
+            assert abs(norm - norm_1) <= 1e-10 * max(1, norm_1), (plan, norm, norm_1)
+        for name, weight in several.masters.local.items():
+            assert_same(weight, several.mine(name, one.masters.local[name]), what=f"{plan}: {name}")
+        for key, moment in several.optimizer.state.items():
+            whole = one.optimizer.state[key]
+            assert_same(moment, several.mine(key.partition("/")[2], whole), what=f"{plan}: {key}")
+        mine = micro_batches(9, ground.axes.dp, config.vocab_size)
+        every = micro_batches(9, Ground.solo().axes.dp, config.vocab_size)
+        assert_same(evaluate(several.model, mine, several.step.piped), evaluate(one.model, every), what="validation")
+
+
+def _every_plan(world: int) -> None:
+    for i, plan in enumerate(PLANS[world]):
+        for case in list(CASES) if i < 2 else ["gpt2"]:
+            _as_one(plan, case)
+
+
+@pytest.mark.parametrize("world", PLANS)
+def test_pipeline_equals_one_process(world: int) -> None:
+    run(world, _every_plan, world)
+
+
+def test_spans_cover_every_layer_and_spare_the_ends() -> None:
+    assert [len(s) for s in Plan(pp=4).spans(10)] == [2, 3, 3, 2]
+    assert [list(s) for s in Plan(pp=2, layers=(1, 2)).spans(3)] == [[0], [1, 2]]
+    for layers in range(6, 20):
+        spans = Plan(pp=3, stages=2, schedule="interleaved").spans(layers)
+        assert [i for span in spans for i in span] == list(range(layers))
+
+
+def test_impossible_pipelines_are_refused() -> None:
+    with pytest.raises(PlanError, match="2 stages a rank need a pipeline"):
+        Plan(stages=2)
+    with pytest.raises((PlanError, ConfigError), match="1f1b has one stage on each rank, not 2"):
+        Plan(pp=2, stages=2)
+    with pytest.raises(PlanError, match="2 layers do not fill 4 pipeline stages"):
+        Plan(pp=4).check(CASES["gpt2"])
+    with pytest.raises(PlanError, match="are 5 blocks, and the model has 2"):
+        Plan(pp=2, layers=(2, 3)).check(CASES["gpt2"])
+    with pytest.raises(PlanError, match="needs at least 4 micro-batches a step and has 2"):
+        Plan(pp=4).check_micro_batches(2)
+    with pytest.raises(PlanError, match="needs a multiple of 2 micro-batches"):
+        Plan(pp=2, schedule="interleaved", stages=2).check_micro_batches(5)
