@@ -60,6 +60,11 @@ def launched() -> bool:
     return dist.is_torchelastic_launched() or dist.is_initialized()
 
 
+def place() -> tuple[int, int]:
+    """(rank, world) of this process as it was launched."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
 def local_ranks(plan: Plan) -> int:
     """How many of the ranks are on this machine."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if dist.is_torchelastic_launched() else plan.world

@@ -10,6 +10,7 @@ import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from colonnade.config import Plan
 from colonnade.errors import PlanError
 from colonnade.parallel.axis import SOLO, Axes, Axis, group_name
-from colonnade.parallel.launch import local_ranks
+from colonnade.parallel.launch import local_ranks, place
 
 TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -60,6 +61,12 @@ class Ground:
         spans = self.plan.spans(layers)
         return [(s, spans[s]) for s in range(self.axes.pp.rank, len(spans), self.plan.pp)]
 
+    @property
+    def shard(self) -> Axis:
+        """This rank's place among those over which FSDP cuts each parameter by rows (no group to talk over)."""
+        plan, axes = self.plan, self.axes
+        return Axis("shard", plan.dp * plan.cp, axes.dp.rank % plan.dp * plan.cp + axes.cp.rank)
+
     @staticmethod
     def solo(device: torch.device | str = "cpu") -> "Ground":
         """One process, no process group: inference, and everything that needs no FSDP."""
@@ -90,6 +97,18 @@ class Ground:
         finally:
             if ours:
                 dist.destroy_process_group()
+
+
+@contextmanager
+def fresh_group(file: Path) -> Iterator[None]:
+    """A gloo group of the launched processes that meet in ``file``; all that was laid over it ends with it."""
+    rank, world = place()
+    store = dist.FileStore(str(file), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _stand(plan: Plan, kind: str) -> Ground:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from colonnade.data import Batch
 from colonnade.model import Loss, Transformer
+from colonnade.model.head import Head
 from colonnade.parallel.mesh import Ground
 from colonnade.parallel.pipeline import Pipeline, Stage
 from colonnade.train.lay import lay
@@ -43,8 +44,15 @@ class Piped:
             total += self._sum
         return total
 
-    def _feed(self, batches: Sequence[Batch], count: Tensor, smoothing: float) -> None:
-        self._batches, self._count, self._smoothing = batches, count, smoothing
+    @torch.no_grad()
+    def forward(self, batch: Batch, head: Head) -> Tensor | None:
+        """What ``head`` makes of one micro-batch, on the ranks of the last stage."""
+        self._feed([batch], torch.ones((), device=self.device), 0.0, head)
+        results = self._pipeline.relay(1, self._example())
+        return results[0] if results else None
+
+    def _feed(self, batches: Sequence[Batch], count: Tensor, smoothing: float, head: Head | None = None) -> None:
+        self._batches, self._count, self._smoothing, self._head = batches, count, smoothing, head
         self._sum = torch.zeros((), dtype=torch.promote_types(self.compute, torch.float32), device=self.device)
 
     def _example(self) -> Tensor:
@@ -57,7 +65,7 @@ class Piped:
     def _run(self, span: range, x_tD: Tensor | None, i: int) -> Tensor:
         """One stage's part of micro-batch ``i``."""
         stream, attend, targets_t = lay(self._batches[i], self.axes.cp)
-        out = self.model.run(span, x_tD, stream, attend, Loss(targets_t, self._smoothing))
+        out = self.model.run(span, x_tD, stream, attend, self._head or Loss(targets_t, self._smoothing))
         if isinstance(out, Tensor):
             return out
         loss_sum, _ = out

@@ -89,10 +89,7 @@ class Run:
     def mine(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a whole tensor: cut by the layout over tp, then by rows over data and context ranks."""
         part = share(whole, layout_of(self.model)[name], self.ground.axes.tp)
-        if not self.ground.sharded:
-            return part
-        mesh = self.ground.storage_mesh["shard"]
-        start, stop = Axis("shard", mesh.size(), mesh.get_local_rank()).part(part.shape[0])
+        start, stop = self.ground.shard.part(part.shape[0])
         return part[start:stop]
 
 

@@ -1,0 +1,157 @@
+"""Plan after plan on the same processes, each compared with one process, number by number.
+
+    error = max|Δ| / max(1, ‖reference‖∞)        in float64, where rounding leaves about 1e-15 and a fault does not
+
+Every process works out for itself what one process alone computes, and compares its own parts of every tensor with the
+same parts of that; the worst of all ranks is the result. Each plan also loads the checkpoint that the plan before it
+wrote (the first one that of one process, one process that of the last), so that every plan's files are read by another.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from colonnade.config import ModelConfig, Plan
+from colonnade.parallel.axis import Axis, world_axis
+from colonnade.parallel.launch import launch
+from colonnade.parallel.mesh import Ground, fresh_group
+from colonnade.verify.trial import Trial
+
+TOLERANCE = 1e-10
+CHECKS = {
+    "loss": "the mean losses of two steps",
+    "gradients": "every gradient of the first step",
+    "norm": "the global gradient norms before the clip",
+    "step": "every weight and moment after two steps, the second one clipped",
+    "load": "every weight and moment from the checkpoint that another plan wrote",
+    "tokens": "how many of the greedy tokens differ",
+}
+"""What is compared, in the order of the columns."""
+
+
+@dataclass
+class Result:
+    """One plan's errors."""
+
+    plan: Plan
+    errors: dict[str, float] = field(default_factory=dict)
+    """By check."""
+    where: dict[str, str] = field(default_factory=dict)
+    """The tensor in which a check's error is largest."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the plan computes what one process computes; an error that is no number is a miss."""
+        return all(error <= TOLERANCE for error in self.errors.values())
+
+    def note(self, check: str, error: float, where: str = "") -> None:
+        """Keep the larger error of a check; NaN is larger than any."""
+        if not error <= self.errors.get(check, -1.0):
+            self.errors[check], self.where[check] = error, where
+
+
+Shown = Callable[[Result], None]
+
+
+def verify(model: ModelConfig, plans: Sequence[Plan], shown: Shown | None = None) -> list[Result]:
+    """Compare each of ``plans``, all of one world, with one process, on local gloo processes.
+
+    ``shown`` is told each result as it comes, in the process of rank 0. Raises
+    :class:`~colonnade.errors.PlanError` for a plan that ``model`` does not allow.
+    """
+    for plan in plans:
+        plan.check(model)
+    world = plans[0].world
+    assert all(plan.world == world for plan in plans), "plans of one world share their processes"
+    with tempfile.TemporaryDirectory(prefix="colonnade-verify-") as folder:
+        return launch(_work, (model, tuple(plans), Path(folder), shown), Plan(dp=world))
+
+
+@dataclass(frozen=True)
+class _One:
+    """What one process computes."""
+
+    trial: Trial
+    tokens: list[int]
+
+    @staticmethod
+    def of(model: ModelConfig) -> "_One":
+        trial = Trial.start(model, Ground.solo()).train()
+        return _One(trial, trial.greedy())
+
+
+def _work(model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Shown | None) -> list[Result]:
+    """On every rank."""
+    one, saved = _One.of(model), folder / "one"
+    results: list[Result] = []
+    for number, plan in enumerate(plans):
+        with fresh_group(folder / f"meet-{number}"), Ground.build(plan, "cpu") as ground:
+            if number == 0:
+                if ground.rank == 0:
+                    one.trial.save(saved)
+                world_axis().sum_(torch.zeros(()))  # nobody reads before it is written
+            try:
+                result, trial = _compare(model, ground, one, saved)
+                saved = folder / f"plan-{number}"
+                trial.save(saved)
+            except Exception as why:
+                why.add_note(f"under the plan: {plan}")
+                raise
+        results.append(result)
+        if number + 1 == len(plans):
+            last = Trial.start(model, Ground.solo(), seed=1)
+            last.load(saved)
+            result.note("load", *_states_differ(last, one.trial))
+        if shown is not None and ground.rank == 0:
+            shown(result)
+    return results
+
+
+def _compare(model: ModelConfig, ground: Ground, one: _One, saved: Path) -> tuple[Result, Trial]:
+    """All checks of one plan; the worst of all ranks, the same on each."""
+    result, mine = Result(ground.plan), Trial.start(model, ground).train()
+    for check, here, there in (("loss", mine.losses, one.trial.losses), ("norm", mine.norms, one.trial.norms)):
+        result.note(check, max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(here, there, strict=True)))
+    result.note("gradients", *_differ(mine, mine.gradients, one.trial.gradients))
+    result.note("step", *_states_differ(mine, one.trial))
+    other = Trial.start(model, ground, seed=1)
+    other.load(saved)
+    result.note("load", *_states_differ(other, one.trial))
+    result.note("tokens", float(sum(a != b for a, b in zip(mine.greedy(), one.tokens, strict=True))))
+    return _worst_of_all(result, world_axis()), mine
+
+
+def _states_differ(mine: Trial, one: Trial) -> tuple[float, str]:
+    """The largest error of the weights and moments, and where it is."""
+    return max(
+        _differ(mine, mine.masters.local, one.masters.local), _differ(mine, mine.optimizer.state, one.optimizer.state)
+    )
+
+
+@torch.no_grad()
+def _differ(mine: Trial, parts: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest error among this rank's ``parts`` of the tensors ``whole``, and where it is."""
+    worst = (0.0, "")
+    for key, part in parts.items():
+        reference = whole[key]
+        expected = mine.mine(key.rpartition("/")[2], reference)
+        if part.shape != expected.shape:
+            return float("inf"), key
+        if part.numel():
+            error = ((part - expected).abs().max() / reference.abs().max().clamp(min=1.0)).item()
+            worst = max(worst, (error if error == error else float("inf"), key))
+    return worst
+
+
+def _worst_of_all(result: Result, world: Axis) -> Result:
+    """The largest error of any rank for each check; where it is, is known to the rank that has it."""
+    values = torch.tensor([result.errors[check] for check in CHECKS], dtype=torch.float64)
+    for check, error in zip(CHECKS, world.max_(values).tolist(), strict=True):
+        if error > result.errors[check]:
+            result.where[check] = "on another rank"
+        result.errors[check] = error
+    return result

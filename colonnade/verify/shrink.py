@@ -1,0 +1,28 @@
+"""A model's small likeness: the same choices and the same ratios, in sizes that a laptop takes through forty plans.
+
+What can go wrong in a layout is decided by how heads, hidden units and vocabulary divide, by norms, biases, ties and
+windows; not by how wide a head is. So heads and key/value heads stay, head width and hidden width shrink together, the
+vocabulary becomes a number that divides by nothing, and the depth just feeds the deepest pipeline.
+"""
+
+from colonnade.config import ModelConfig
+
+HEAD_WIDTH, VOCABULARY, CONTEXT = 4, 211, 64
+
+
+def shrink(model: ModelConfig, layers: int) -> ModelConfig:
+    """``model`` with ``layers`` blocks and heads of :data:`HEAD_WIDTH`."""
+    narrower = min(1.0, HEAD_WIDTH / model.head_width)
+    # Odd, so that no tensor-parallel degree divides it: the uneven case holds for the even ones too.
+    hidden = max(model.heads, round(model.ffn_width * narrower)) | 1
+    return model.but(
+        layers=layers,
+        head_width=round(model.head_width * narrower),
+        width=max(2, round(model.width * narrower) // 2 * 2),
+        ffn_width=hidden,
+        vocab_size=min(model.vocab_size, VOCABULARY),
+        context=CONTEXT,
+        window=None if model.window is None else min(model.window, 7),
+        window_from_layer=min(model.window_from_layer, layers - 1),
+        rope_scaling=model.rope_scaling,
+    )

@@ -1,0 +1,138 @@
+"""What is done under every plan alike: two training steps, a checkpoint, some greedy tokens.
+
+The two steps are unlike on purpose. The first reads ragged documents, whose number of tokens divides by nothing, and
+clips nothing, so that the raw gradients can be looked at; the second reads sequences of equal length and clips.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colonnade.checkpoint import native
+from colonnade.config import ModelConfig, TrainConfig
+from colonnade.data import Batch
+from colonnade.model import IGNORE, Packed, Rows, Transformer, initialise
+from colonnade.parallel.axis import SOLO, Axis, world_axis
+from colonnade.parallel.fsdp import Masters, masters
+from colonnade.parallel.layout import layout_of, share
+from colonnade.parallel.mesh import Ground
+from colonnade.train.lay import lay
+from colonnade.train.optimizer import AdamW
+from colonnade.train.piped import Piped
+from colonnade.train.step import Outcome, Step
+
+MICRO_BATCHES = 16
+"""In one step, over all data ranks: enough for a pipeline of 8 beside data ranks."""
+RAGGED, EQUAL = [9, 1, 13, 4, 2], [32, 32]
+"""Lengths of the sequences of a micro-batch, in the first step and in the second."""
+TRAIN = TrainConfig(
+    steps=10, warmup=0, lr=1e-3, min_lr=1e-4, weight_decay=0.1, label_smoothing=0.05, dtype="float64", clip=float("inf")
+)
+CLIP = 0.3
+GREEDY = 5
+
+
+class _Seen(AdamW):
+    """Keeps the gradients that it is given."""
+
+    gradients: dict[str, Tensor]
+
+    def step(self, lr: float, *rest: Any, **options: Any) -> None:
+        """Keep, then move."""
+        self.gradients = {name: w.grad.clone() for name, w in self.weights.items() if w.grad is not None}
+        super().step(lr, *rest, **options)
+
+
+@dataclass
+class Trial:
+    """One model in training on some ground."""
+
+    ground: Ground
+    model: Transformer
+    piped: Piped | None
+    masters: Masters
+    optimizer: _Seen
+    world: Axis
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of the first step, as the optimizer gets them; nothing was clipped."""
+
+    @staticmethod
+    def start(config: ModelConfig, ground: Ground, seed: int = 0) -> "Trial":
+        """With initial weights by ``seed``, which no plan changes."""
+        spans = [span for _, span in ground.stages(config.layers)]
+        model = initialise(Transformer(config, ground.axes, spans=spans, dtype=torch.float64), seed)
+        piped = Piped(model, ground, torch.float64) if ground.plan.pp > 1 else None
+        held = masters(model, ground, torch.float64, piped and piped.stages)
+        return Trial(ground, model, piped, held, _Seen(held.local, TRAIN), world_axis() if ground.world > 1 else SOLO)
+
+    def train(self) -> "Trial":
+        """Take the two steps and note what is to be compared; returns itself."""
+        self._step(0)
+        self.gradients = self.optimizer.gradients
+        self._step(1)
+        return self
+
+    def _step(self, number: int) -> None:
+        train = TRAIN if number == 0 else TRAIN.but(clip=CLIP)
+        step = Step(self.model, self.masters, self.optimizer, train, self.world, self.piped)
+        first, stop = self.ground.axes.dp.part(MICRO_BATCHES)
+        lengths = RAGGED if number == 0 else EQUAL
+        batches = [batch(lengths, 1000 * number + i, self.model.config.vocab_size) for i in range(first, stop)]
+        outcome: Outcome = step(number, batches)
+        self.losses.append((self.ground.axes.everywhere(outcome.loss_sum) / outcome.count).item())
+        self.norms.append(outcome.norm.item())
+
+    def mine(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole parameter, or of what is shaped like one."""
+        part = share(whole, layout_of(self.model)[name], self.ground.axes.tp)
+        start, stop = self.ground.shard.part(part.shape[0])
+        return part[start:stop]
+
+    def save(self, folder: Path) -> None:
+        """Weights and moments."""
+        meta = native.Meta(model=self.model.config, step=self.optimizer.steps)
+        native.save(folder, self.model, meta, self.ground, masters=self.masters, optimizer=self.optimizer)
+
+    def load(self, folder: Path) -> None:
+        """Weights and moments, whatever plan wrote them."""
+        native.load(folder, self.model, self.ground, masters=self.masters, optimizer=self.optimizer)
+
+    def greedy(self) -> list[int]:
+        """The likeliest tokens after a short text, one by one, as many as :data:`GREEDY`."""
+        tokens = [3, 1, 4, 1, 5]
+        for _ in range(GREEDY):
+            tokens.append(int(self._last_logits(tokens).argmax()))
+        return tokens
+
+    @torch.no_grad()
+    def _last_logits(self, tokens: list[int]) -> Tensor:
+        """logits_V of the token after ``tokens``, on every rank."""
+        ids, T, axes = torch.tensor(tokens), len(tokens), self.ground.axes
+        packed = Packed.of([T])
+        text = Batch(ids, torch.arange(T), ids, packed.cu_seqlens, T, equal=True)
+        stream, attend, targets_t = lay(text, axes.cp)
+        # Of the context ranks one has the last token.
+        places = torch.arange(T) if axes.cp.size == 1 else attend.index_t  # type: ignore[union-attr]
+        head = Rows((places == T - 1).nonzero().flatten())
+        found = self.model(stream, attend, head) if self.piped is None else self.piped.forward(text, head)
+        logits_V = torch.zeros(self.model.config.vocab_size, dtype=torch.float64)
+        if found is not None:
+            logits_V += found.sum(0)
+        return axes.pp.sum_(axes.cp.sum_(logits_V))
+
+
+def batch(lengths: list[int], seed: int, vocab_size: int) -> Batch:
+    """A micro-batch with random tokens and targets, some of which do not count."""
+    generator, T = torch.Generator().manual_seed(seed), sum(lengths)
+    draw: Callable[[], Tensor] = lambda: torch.randint(vocab_size, (T,), generator=generator)  # noqa: E731
+    tokens_T, targets_T = draw(), draw()
+    targets_T[torch.rand(T, generator=generator) < 0.2 * (seed % 4)] = IGNORE
+    packed = Packed.of(lengths)
+    positions_T = torch.cat([torch.arange(n) for n in lengths])
+    return Batch(tokens_T, positions_T, targets_T, packed.cu_seqlens, packed.longest, packed.equal)
