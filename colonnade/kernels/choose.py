@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from colonnade.kernels.attention import chunk, reference, sdpa, varlen
+from colonnade.kernels.attention import chunk, chunk_flash, reference, sdpa, varlen
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear import thin
 
@@ -36,6 +36,8 @@ TABLE: tuple[Row, ...] = (
     Row("packed_attention", "reference", reference.packed),
     Row("paged_attention", "sdpa", sdpa.paged),
     Row("paged_attention", "reference", reference.paged),
+    Row("chunk_forward", "flash", chunk_flash.forward, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
+    Row("chunk_backward", "flash", chunk_flash.backward, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
     Row("chunk_forward", "reference", chunk.forward),
     Row("chunk_backward", "reference", chunk.backward),
     # In bfloat16 torch takes oneDNN, which needs no help.

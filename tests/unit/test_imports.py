@@ -30,8 +30,9 @@ REACH = {
 }
 
 
-# Private interfaces of torch: one file names those of communication. torch._foreach_* is documented.
-PRIVATE = ("parallel/collectives.py",)
+# Private interfaces of torch: one file names those of communication, one the attention operators below autograd.
+# torch._foreach_* is documented.
+PRIVATE = ("parallel/collectives.py", "kernels/attention/chunk_flash.py")
 
 
 def names_used(source: str) -> Iterator[tuple[str, int]]:
