@@ -62,7 +62,7 @@ def launched() -> bool:
 
 def place() -> tuple[int, int]:
     """(rank, world) of this process as it was launched."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_ranks(plan: Plan) -> int:

@@ -1,6 +1,6 @@
 """Plan after plan on the same processes, each compared with one process, number by number.
 
-    error = max|Δ| / max(1, ‖reference‖∞)        in float64, where rounding leaves about 1e-15 and a fault does not
+    error = max|Δ| / ‖reference‖∞        in float64, where rounding leaves about 1e-15 and a fault does not
 
 Every process works out for itself what one process alone computes, and compares its own parts of every tensor with the
 same parts of that; the worst of all ranks is the result. Each plan also loads the checkpoint that the plan before it
@@ -115,7 +115,8 @@ def _compare(model: ModelConfig, ground: Ground, one: _One, saved: Path) -> tupl
     """All checks of one plan; the worst of all ranks, the same on each."""
     result, mine = Result(ground.plan), Trial.start(model, ground).train()
     for check, here, there in (("loss", mine.losses, one.trial.losses), ("norm", mine.norms, one.trial.norms)):
-        result.note(check, max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(here, there, strict=True)))
+        pair = torch.tensor([here, there], dtype=torch.float64)
+        result.note(check, ((pair[0] - pair[1]).abs() / pair[1].abs()).max().nan_to_num(nan=torch.inf).item())
     result.note("gradients", *_differ(mine, mine.gradients, one.trial.gradients))
     result.note("step", *_states_differ(mine, one.trial))
     other = Trial.start(model, ground, seed=1)
@@ -134,16 +135,20 @@ def _states_differ(mine: Trial, one: Trial) -> tuple[float, str]:
 
 @torch.no_grad()
 def _differ(mine: Trial, parts: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest error among this rank's ``parts`` of the tensors ``whole``, and where it is."""
+    """The largest error among this rank's ``parts`` of the tensors ``whole``, and where it is.
+
+    The unit is the largest number in any of them: a gradient that should be 0 is compared with its neighbours.
+    """
     worst = (0.0, "")
+    unit = torch.stack([reference.abs().max() for reference in whole.values()]).max()
     for key, part in parts.items():
         reference = whole[key]
         expected = mine.mine(key.rpartition("/")[2], reference)
         if part.shape != expected.shape:
             return float("inf"), key
         if part.numel():
-            error = ((part - expected).abs().max() / reference.abs().max().clamp(min=1.0)).item()
-            worst = max(worst, (error if error == error else float("inf"), key))
+            error = ((part - expected).abs().max() / unit).nan_to_num(nan=torch.inf).item()
+            worst = max(worst, (error, key))
     return worst
 
 

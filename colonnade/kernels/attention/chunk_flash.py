@@ -29,7 +29,7 @@ def forward(
         q_TNH, k_SKH, v_SKH, queries.cu_seqlens, keys.cu_seqlens, queries.longest, keys.longest, 0.0, causal, False
     )
     # The kernel calls the log-sum-exp of no keys +∞.
-    return State(o_TNH.float(), lse_NT.T.masked_fill(lse_NT.T == torch.inf, -torch.inf))
+    return State(o_TNH.float(), lse_NT.T.masked_fill(lse_NT.T.isposinf(), -torch.inf))
 
 
 def backward(
