@@ -14,7 +14,7 @@ from colonnade.verify.run import CHECKS, TOLERANCE, Result
 def line(result: Result) -> str:
     """One plan's result as it comes."""
     errors = "  ".join(f"{check} {result.errors[check]:.0e}" for check in CHECKS)
-    return f"{'ok  ' if result.ok else 'MISS'} {str(result.plan):48} {errors}"
+    return f"{'ok  ' if result.ok else 'MISS'} {result.plan!s:48} {errors}"
 
 
 def show(result: Result) -> None:
