@@ -1,6 +1,6 @@
 """The state of a run on one rank: model, masters, optimizer, data, and how far it came.
 
-Exact resume: weights, both moments, the step and the data cursor are the whole state. The schedule is a function of
+Exact resume: weights, both moments, the step, the data cursor and float16's loss scale are the whole state. The schedule is a function of
 the step and the order of the data one of the cursor, so that a run that was stopped and resumed under the same plan is
 bit for bit the run that was not; under another plan it is the same run up to rounding.
 """
@@ -22,11 +22,18 @@ from colonnade.model import Transformer, initialise
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.mesh import Ground
+from colonnade.train.offload import OffloadedAdamW
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
+from colonnade.train.scaler import LossScaler
 from colonnade.train.step import Outcome, Step, evaluate
 
-COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+COMPUTE = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 
 
 class Session:
@@ -51,8 +58,9 @@ class Session:
         compute = COMPUTE[run.train.dtype]
         self.piped = Piped(self.model, ground, compute) if run.plan.pp > 1 else None
         self.masters = masters(self.model, ground, compute, self.piped and self.piped.stages)
-        self.optimizer = AdamW(self.masters.local, run.train)
-        self._step = Step(self.model, self.masters, self.optimizer, run.train, self.world, self.piped)
+        self.optimizer = (AdamW if run.train.offload == "none" else OffloadedAdamW)(self.masters.local, run.train)
+        self.scaler = LossScaler(run.train, ground.device) if run.train.dtype == "float16" else None
+        self._step = Step(self.model, self.masters, self.optimizer, run.train, self.world, self.piped, self.scaler)
         self.taken = 0
         """Optimizer steps taken."""
         self.seen = 0
@@ -77,7 +85,14 @@ class Session:
         """Write ``runs/NAME/step-N``; keeps the one that is there when no step was taken since."""
         folder = self.run.folder / f"step-{self.taken}"
         if folder != self.checkpoint:
-            meta = native.Meta(model=self.run.model, run=self.run, step=self.taken, cursor=self._cursor())
+            meta = native.Meta(
+                model=self.run.model,
+                run=self.run,
+                step=self.taken,
+                skipped=self.taken - self.optimizer.steps,
+                loss_scale=None if self.scaler is None else self.scaler.state,
+                cursor=self._cursor(),
+            )
             native.save(
                 folder,
                 self.model,
@@ -114,6 +129,8 @@ class Session:
                     f"or never; set --data.{key} {was.get(key)}, or use another run name"
                 )
         self.taken, self.seen = meta.step, meta.cursor["seen"]
+        if self.scaler is not None and meta.loss_scale is not None:
+            self.scaler.restore(meta.loss_scale, meta.skipped)
         self.changes = changes(meta.run, self.run)
 
     def _cursor(self) -> dict[str, Any]:
