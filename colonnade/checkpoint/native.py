@@ -256,8 +256,10 @@ def storage_view(local: Tensor, placement: Placement, whole: torch.Size, ground:
     over_tp = Shard(placement) if isinstance(placement, int) else Replicate()
     over_dp = Shard(0) if sharded else Replicate()
     stride = torch.empty(whole, device="meta").stride()
+    # A DTensor moves what is not on its mesh's device, and would then alias nothing: moments in host memory.
+    mesh = ground.storage_mesh if local.device.type == ground.device.type else ground.host_storage_mesh
     return DTensor.from_local(
-        local, ground.storage_mesh, [over_tp, Replicate(), over_dp], run_check=False, shape=whole, stride=stride
+        local, mesh, [over_tp, Replicate(), over_dp], run_check=False, shape=whole, stride=stride
     )
 
 

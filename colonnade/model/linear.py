@@ -1,9 +1,14 @@
 """A weight and perhaps a bias, for this rank's share of the rows and columns."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
 from colonnade.kernels.choose import choose
+from colonnade.kernels.linear import float8
+
+Float8 = Literal["tensorwise", "rowwise"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -14,6 +19,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class Linear(nn.Module):
     """y = x Wᵀ + b, uninitialised: weights come from :mod:`initialise` or from a file, never from here."""
 
+    float8: Float8 | None = None
+    """How its product is scaled, where it is computed in float8 (:func:`in_float8`)."""
+
     def __init__(self, inputs: int, outputs: int, *, bias: bool, device: torch.device, dtype: torch.dtype):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device, dtype=dtype))
@@ -21,4 +29,20 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, inputs) to (…, outputs)."""
-        return linear(x, self.weight, self.bias)
+        if self.float8 is None:
+            return linear(x, self.weight, self.bias)
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias
+
+    def product(self, x: Tensor) -> Tensor:
+        """x Wᵀ alone: where the ranks' products are summed, the bias comes after the sum."""
+        if self.float8 is None:
+            return linear(x, self.weight)
+        return float8.linear(x, self.weight, row_wise=self.float8 == "rowwise")
+
+
+def in_float8(blocks: nn.Module, scaling: Float8) -> None:
+    """Compute the products of every :class:`Linear` within ``blocks`` in float8 from now on (training only)."""
+    for module in blocks.modules():
+        if isinstance(module, Linear):
+            module.float8 = scaling
