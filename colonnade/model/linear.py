@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from colonnade.errors import ConfigError
 from colonnade.kernels.choose import choose
 from colonnade.kernels.linear import float8
 
@@ -42,7 +43,16 @@ class Linear(nn.Module):
 
 
 def in_float8(blocks: nn.Module, scaling: Float8) -> None:
-    """Compute the products of every :class:`Linear` within ``blocks`` in float8 from now on (training only)."""
+    """Compute the products of every :class:`Linear` within ``blocks`` in float8 from now on.
+
+    Raises :class:`ConfigError` on a GPU that has no such matrix units.
+    """
+    device, needs = next(blocks.parameters()).device, (8, 9) if scaling == "tensorwise" else (9, 0)
+    if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < needs:
+        raise ConfigError(
+            f"float8 {scaling} needs compute capability {needs[0]}.{needs[1]}, and {torch.cuda.get_device_name(device)} "
+            f"has {has[0]}.{has[1]}; set train.float8 none"
+        )
     for module in blocks.modules():
         if isinstance(module, Linear):
             module.float8 = scaling

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 Kind = Literal["none", "attention", "full"]
+KINDS: tuple[Kind, ...] = ("none", "attention", "full")
 
 
 def again(run: Callable[..., Any], *arguments: Any) -> Any:

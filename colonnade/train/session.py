@@ -1,11 +1,11 @@
 """The state of a run on one rank: model, masters, optimizer, data, and how far it came.
 
-Exact resume: weights, both moments, the step, the data cursor and float16's loss scale are the whole state. The schedule is a function of
-the step and the order of the data one of the cursor, so that a run that was stopped and resumed under the same plan is
-bit for bit the run that was not; under another plan it is the same run up to rounding.
+Exact resume: weights, both moments, the step, the data cursor and float16's loss scale are the whole state. The
+schedule is a function of the step and the order of the data one of the cursor, so that a run that was stopped and
+resumed under the same plan is bit for bit the run that was not; under another plan it is the same run up to rounding.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,15 @@ from torch import Tensor
 from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint import native
 from colonnade.checkpoint.folder import Manifest
-from colonnade.config import Config, RunConfig
+from colonnade.config import Config, ModelConfig, RunConfig
 from colonnade.data import Batch, Corpus, Loader
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Transformer, initialise
+from colonnade.model.linear import in_float8
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.mesh import Ground
+from colonnade.train.activations import arrange
 from colonnade.train.offload import OffloadedAdamW
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
@@ -47,15 +49,17 @@ class Session:
         self.held_out = self._loader("validation") if run.train.eval_every else None
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
         spans = [span for _, span in ground.stages(run.model.layers)]
-        self.model = Transformer(run.model, ground.axes, spans=spans, device=ground.device, dtype=kept)
+        compute = COMPUTE[run.train.dtype]
+        self.model = self._build(run.model, kept, spans)
         self.checkpoint = newest(run.folder, self.world)
         """The newest complete checkpoint, if there is one."""
         if self.checkpoint is None:
             initialise(self.model, run.train.seed)
-        if run.train.compile:
-            for block in self.model.blocks:
-                block.compile()
-        compute = COMPUTE[run.train.dtype]
+        sample = next(self._on_device(self.samples.at(0)))
+        self.recomputed = arrange(
+            self.model, run.train, sample, lambda config: self._build(config, compute), self.world
+        )
+        """What the backward pass computes again, where that was chosen by measurement."""
         self.piped = Piped(self.model, ground, compute) if run.plan.pp > 1 else None
         self.masters = masters(self.model, ground, compute, self.piped and self.piped.stages)
         self.optimizer = (AdamW if run.train.offload == "none" else OffloadedAdamW)(self.masters.local, run.train)
@@ -105,6 +109,16 @@ class Session:
             self.checkpoint = folder
         return folder
 
+    def _build(self, config: ModelConfig, dtype: torch.dtype, spans: Sequence[range] | None = None) -> Transformer:
+        """An uninitialised model that computes as this run's does: these blocks of it, or all."""
+        model = Transformer(config, self.ground.axes, spans=spans, device=self.ground.device, dtype=dtype)
+        if self.run.train.float8 != "none":
+            in_float8(model.blocks, self.run.train.float8)
+        if self.run.train.compile:
+            for block in model.blocks:
+                block.compile()
+        return model
+
     def _loader(self, split: str) -> Loader:
         dp, t = self.ground.axes.dp, self.run.train
         return Loader(self.corpus.split(split), self.run.data, t.batch, t.micro_batch, dp.rank, dp.size)
@@ -129,8 +143,8 @@ class Session:
                     f"or never; set --data.{key} {was.get(key)}, or use another run name"
                 )
         self.taken, self.seen = meta.step, meta.cursor["seen"]
-        if self.scaler is not None and meta.loss_scale is not None:
-            self.scaler.restore(meta.loss_scale, meta.skipped)
+        if self.scaler is not None:
+            self.scaler.restore(meta.loss_scale or self.scaler.state, meta.skipped)
         self.changes = changes(meta.run, self.run)
 
     def _cursor(self) -> dict[str, Any]:
