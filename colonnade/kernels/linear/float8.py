@@ -12,7 +12,7 @@ only on the number itself, as long as that is no more than 2¹⁵ (e4m3) or 2³�
 lose bits to the format's end. This is what makes the layout matter so little. Tensor parallelism cuts W and dy (or W
 and x) so that ranks see different maxima; one maximum for all would take an all-reduce for each operand, some ten a
 block at 40 µs each, and would change only the entries that are too small to count. So each rank scales by what it
-has, and no collective is added (measured in tests/parity/test_float8_parity.py).
+has, and no collective is added (measured in tests/parity/test_precision_parity.py).
 
 x and W are kept for the backward pass as they came, and cast again there: W₈ kept would be a whole model's copy
 that FSDP could not free.
