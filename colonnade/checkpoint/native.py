@@ -67,7 +67,7 @@ class Moments(Protocol):
 
     @property
     def steps(self) -> int:
-        """Steps that moved the weights; a scalar that torch would replace rather than fill, so it travels in ``checkpoint.json``."""
+        """Steps that moved the weights; torch would replace this scalar, not fill it: it is in ``checkpoint.json``."""
         ...
 
     @steps.setter
@@ -258,9 +258,7 @@ def storage_view(local: Tensor, placement: Placement, whole: torch.Size, ground:
     stride = torch.empty(whole, device="meta").stride()
     # A DTensor moves what is not on its mesh's device, and would then alias nothing: moments in host memory.
     mesh = ground.storage_mesh if local.device.type == ground.device.type else ground.host_storage_mesh
-    return DTensor.from_local(
-        local, mesh, [over_tp, Replicate(), over_dp], run_check=False, shape=whole, stride=stride
-    )
+    return DTensor.from_local(local, mesh, [over_tp, Replicate(), over_dp], run_check=False, shape=whole, stride=stride)
 
 
 def _dcp(folder: Path, work: Callable[..., Any], views: dict[str, Tensor], **options: Any) -> None:

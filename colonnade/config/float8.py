@@ -12,7 +12,7 @@ MULTIPLE = 16
 
 
 def check(model: ModelConfig, tp: int) -> None:
-    """Raise :class:`ConfigError` for a model that float8 cannot take, :class:`PlanError` when only ``tp`` is to blame."""
+    """Raise :class:`ConfigError` for a model that float8 cannot take, :class:`PlanError` when it is ``tp``'s fault."""
     kv, head, group = model.kv_heads, model.head_width, model.group
     if kv % tp or -(-model.ffn_width // tp) * (tp - 1) >= model.ffn_width:
         return  # Plan.check says so, with the remedy

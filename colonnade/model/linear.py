@@ -50,8 +50,8 @@ def in_float8(blocks: nn.Module, scaling: Float8) -> None:
     device, needs = next(blocks.parameters()).device, (8, 9) if scaling == "tensorwise" else (9, 0)
     if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < needs:
         raise ConfigError(
-            f"float8 {scaling} needs compute capability {needs[0]}.{needs[1]}, and {torch.cuda.get_device_name(device)} "
-            f"has {has[0]}.{has[1]}; set train.float8 none"
+            f"float8 {scaling} needs compute capability {needs[0]}.{needs[1]}, and this "
+            f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}; set train.float8 none"
         )
     for module in blocks.modules():
         if isinstance(module, Linear):

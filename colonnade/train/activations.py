@@ -61,10 +61,10 @@ def choose_kinds(block_bytes: dict[Kind, int], blocks: int, allowed_bytes: int) 
     none, attention, full = (block_bytes[kind] for kind in KINDS)
     over = blocks * none - allowed_bytes
     if over <= 0:
-        return ["none"] * blocks
+        return _first("none", blocks, "none", blocks)
     if over <= blocks * (none - attention):
         few = -(-over // (none - attention))
-        return ["attention"] * few + ["none"] * (blocks - few)
+        return _first("attention", few, "none", blocks)
     # Where attention keeps little of its own (or costs more to enter than it frees), it is no step on the way.
     middle, middle_bytes = ("attention", attention) if attention < none else ("none", none)
     over = blocks * middle_bytes - allowed_bytes
@@ -75,7 +75,11 @@ def choose_kinds(block_bytes: dict[Kind, int], blocks: int, allowed_bytes: int) 
             "train.micro_batch"
         )
     few = -(-over // (middle_bytes - full))
-    return ["full"] * few + [middle] * (blocks - few)
+    return _first("full", few, middle, blocks)
+
+
+def _first(kind: Kind, few: int, rest: Kind, blocks: int) -> list[Kind]:
+    return [kind if i < few else rest for i in range(blocks)]
 
 
 def arrange(
@@ -87,7 +91,7 @@ def arrange(
     """
     blocks, allowed_bytes = len(model.blocks), train.activation_bytes
     if train.recompute != "budget":
-        recompute(model.blocks, [train.recompute] * blocks)
+        recompute(model.blocks, [train.recompute for _ in model.blocks])
         return None
     block_bytes = weigh(make, model.config, lambda it: forward(it, batch, train.label_smoothing), world)
     choice = Choice(choose_kinds(block_bytes, blocks, allowed_bytes), block_bytes, allowed_bytes)
@@ -117,7 +121,7 @@ def _kept(model: Transformer, kind: Kind, run: Callable[[Transformer], Tensor]) 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    recompute(model.blocks, [kind] * len(model.blocks))
+    recompute(model.blocks, [kind for _ in model.blocks])
     run(model)  # compiles, where there is something to compile
     return kept_bytes(model, lambda: run(model))
 

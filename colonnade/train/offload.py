@@ -6,8 +6,8 @@
 
 m and v are two thirds of what float32 training keeps a weight in (4 of 12 bytes each, or of 14 and 16 with copies in
 a lower type), and are needed for one moment of a step only (ZeRO-Offload, arXiv 2101.06840, moves the update to the
-CPU as well; here it stays on the device, because a link of 50 GB/s carries the moments of a billion weights in a third
-of a second both ways at once, and the update is then the same kernel and the same bits). The copies take the whole
+CPU as well; here it stays on the device, because a link of 50 GB/s carries the moments of a billion weights in a sixth
+of a second, both ways at once, and the update is then the same kernel and the same bits). The copies take the whole
 link, and the step waits for them: see the table in docs/howto/precision.md.
 
 Adam's step count, four bytes a weight, stays on the device, where the fused kernel wants it. On a CPU there is nowhere
@@ -41,7 +41,9 @@ class Bucket:
         """The (m, v) of each weight as views of ``flat``, laid out as :attr:`home`."""
         sizes = [w.numel() for w in self.weights]
         halves = flat[: self.home.numel()].view(len(MOMENTS), self.home.numel() // len(MOMENTS))
-        return [[part.view(w.shape) for part, w in zip(half.split(sizes), self.weights, strict=True)] for half in halves]
+        return [
+            [part.view(w.shape) for part, w in zip(half.split(sizes), self.weights, strict=True)] for half in halves
+        ]
 
 
 class OffloadedAdamW(AdamW):

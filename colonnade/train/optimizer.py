@@ -65,7 +65,7 @@ class AdamW:
 
     def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
         # torch's own gradient scaler hands these two to a fused optimizer in the same way.
-        self._adamw.grad_scale, self._adamw.found_inf = scale, skip
+        vars(self._adamw).update(grad_scale=scale, found_inf=skip)
         self._adamw.step()
 
     @property

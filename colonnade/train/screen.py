@@ -15,7 +15,6 @@ from rich.text import Text
 from colonnade.train.chips import Throughput
 from colonnade.train.metrics import Row
 
-
 NUMBERS = (("loss", ".4f"), ("grad_norm", ".2f"))
 
 

@@ -1,4 +1,4 @@
-"""Whole runs in float16, with float8, recomputation and offloaded moments: exact resume, what is said, what is refused."""
+"""Whole runs in float16 and float8, with recomputation and offloaded moments: resumed, told of, refused."""
 
 import json
 import shutil
@@ -20,7 +20,8 @@ from tests.worlds import run as in_world
 
 pytestmark = pytest.mark.xdist_group("worlds")
 
-WORDS = "we the people of this union hold that a column stands in a row and bears its share".split()
+TEXT = "we the people of this union hold that a column stands in a row and bears its share"
+WORDS = TEXT.split()
 MODEL = ModelConfig(vocab_size=300, layers=3, width=16, heads=4, kv_heads=2, ffn_width=32, context=32, tied=True)
 TRAIN = TrainConfig(
     steps=12, batch=4, micro_batch=2, lr=1e-2, min_lr=1e-3, warmup=2, log_every=4, eval_every=0, save_every=4
@@ -146,7 +147,9 @@ def test_the_first_lines_say_what_was_chosen(config: RunConfig, capsys) -> None:
     said = capsys.readouterr().out
     assert "offload optimizer" in said
     assert "recompute in 3 blocks: " in said and "of the 39.06 KiB allowed for a micro-batch" in said
-    with pytest.raises(CapacityError, match=r"3 blocks keep .* train.activation_bytes allows 100 bytes; set it to at l"):
+    with pytest.raises(
+        CapacityError, match=r"3 blocks keep .* train.activation_bytes allows 100 bytes; set it to at l"
+    ):
         Trainer(config.but(name="little", train=TRAIN.but(recompute="budget", activation_bytes=100))).fit()
 
 

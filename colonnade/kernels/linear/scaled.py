@@ -1,6 +1,8 @@
 """A Bᵀ of two float8 matrices with their scales, as an equation: the specification of :mod:`scaled_mm`.
 
-    C = (a ⊙ s_a) (b ⊙ s_b)ᵀ          computed in float32
+    C = (a ⊙ s_a) (b ⊙ s_b)ᵀ
+
+The arithmetic is float32's.
 """
 
 import torch
