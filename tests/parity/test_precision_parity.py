@@ -151,7 +151,7 @@ def _skips(plan: Plan) -> tuple[list[float], list[float]]:
         model = initialise(Transformer(WIDE, ground.axes), 7)
         held = masters(model, ground, torch.float16)
         scaler = LossScaler(t, ground.device)
-        step = Step(model, held, AdamW(held.local, t), t, world_axis(), scaler)
+        step = Step(model, held, AdamW(held.local, t), t, world_axis(), scaler=scaler)
         scales, losses = [], []
         for number in range(12):
             out = step(number, micro_batches(number % 2, ground.axes.dp, WIDE.vocab_size))

@@ -103,7 +103,7 @@ def test_a_scale_that_falls_without_end_is_a_divergence(config: RunConfig) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [Plan(tp=2), Plan(dp=2)], ids=str)
+@pytest.mark.parametrize("plan", [Plan(tp=2), Plan(dp=2), Plan(pp=2), Plan(cp=2)], ids=str)
 def test_ranks_skip_alike_and_resume_exactly(config: RunConfig, plan: Plan) -> None:
     whole = config.but(name="whole", plan=plan, train=TRAIN.but(**HALF))
     in_world(2, train, whole)
@@ -121,7 +121,7 @@ def test_ranks_skip_alike_and_resume_exactly(config: RunConfig, plan: Plan) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [Plan(), Plan(tp=2), Plan(dp=2)], ids=str)
+@pytest.mark.parametrize("plan", [Plan(), Plan(tp=2), Plan(dp=2), Plan(pp=2), Plan(cp=2)], ids=str)
 def test_what_is_recomputed_or_offloaded_changes_no_bit(config: RunConfig, plan: Plan) -> None:
     """Nor does a checkpoint of one kind of run stop the other from going on."""
     settings = {

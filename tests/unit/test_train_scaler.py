@@ -58,7 +58,7 @@ class Training:
         self.held = masters(self.model, Ground.solo(), torch.float16)
         self.optimizer = AdamW(self.held.local, self.train)
         self.scaler = LossScaler(self.train, CPU)
-        self.step = Step(self.model, self.held, self.optimizer, self.train, SOLO, self.scaler)
+        self.step = Step(self.model, self.held, self.optimizer, self.train, SOLO, scaler=self.scaler)
 
     def all(self) -> dict[str, torch.Tensor]:
         weights = {name: w.detach() for name, w in self.held.local.items()}
