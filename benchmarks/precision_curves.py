@@ -139,7 +139,7 @@ def judge(model: ModelConfig, run: RunConfig, curves: dict[str, Curve], recovery
 
 
 def summary(name: str, curve: Curve) -> dict[str, Cell]:
-    """What the table shows of a run: every twentieth of its smoothed losses would be the picture's affair."""
+    """A row of the table: smoothed losses at a few places; the whole curves are in the picture."""
     losses = smoothed([row["loss"] for row in curve if "loss" in row], REACH)
     rates = [row["tokens_per_s"] for row in curve if "tokens_per_s" in row]
     quarters = {
