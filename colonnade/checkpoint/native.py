@@ -50,6 +50,10 @@ class Meta(Config):
     """The whole run, when one wrote it."""
     step: int = 0
     """Optimizer steps taken."""
+    skipped: int = 0
+    """Those of them that overflowed in float16 and moved nothing."""
+    loss_scale: tuple[float, int] | None = None
+    """float16: the scale of the next step, and the steps without an overflow since it last changed."""
     cursor: dict[str, Any] = Field(default_factory=dict)
     """Where in the data the next step begins."""
     colonnade: str = Field(default_factory=lambda: _version("colonnade"))
@@ -63,7 +67,7 @@ class Moments(Protocol):
 
     @property
     def steps(self) -> int:
-        """Steps taken; a scalar that torch would replace rather than fill, so it travels in ``checkpoint.json``."""
+        """Steps that moved the weights; torch would replace this scalar, not fill it: it is in ``checkpoint.json``."""
         ...
 
     @steps.setter
@@ -98,8 +102,9 @@ def save(
     With ``masters`` the float32 weights are written, without them the model's own. Raises :class:`CheckpointError`
     when the folder exists or cannot be written, :class:`CapacityError` when the disk is full.
     """
-    if optimizer is not None and optimizer.steps != meta.step:
-        raise CheckpointError(f"the optimizer took {optimizer.steps} steps, the checkpoint would say {meta.step}")
+    if optimizer is not None and optimizer.steps != meta.step - meta.skipped:
+        said = meta.step - meta.skipped
+        raise CheckpointError(f"the optimizer took {optimizer.steps} steps, the checkpoint would say {said}")
 
     def seal(place: Path) -> None:
         folders.write_json(place / META, meta.model_dump(mode="json"))
@@ -169,7 +174,7 @@ def load(
     with torch.no_grad():
         _dcp(folder, state_dict_loader.load, views, storage_reader=reader, planner=planner, no_dist=ground.world == 1)
     if optimizer is not None:
-        optimizer.steps = meta.step
+        optimizer.steps = meta.step - meta.skipped
     if masters is not None:
         masters.publish()
     return meta
@@ -251,9 +256,9 @@ def storage_view(local: Tensor, placement: Placement, whole: torch.Size, ground:
     over_tp = Shard(placement) if isinstance(placement, int) else Replicate()
     over_dp = Shard(0) if sharded else Replicate()
     stride = torch.empty(whole, device="meta").stride()
-    return DTensor.from_local(
-        local, ground.storage_mesh, [over_tp, Replicate(), over_dp], run_check=False, shape=whole, stride=stride
-    )
+    # A DTensor moves what is not on its mesh's device, and would then alias nothing: moments in host memory.
+    mesh = ground.storage_mesh if local.device.type == ground.device.type else ground.host_storage_mesh
+    return DTensor.from_local(local, mesh, [over_tp, Replicate(), over_dp], run_check=False, shape=whole, stride=stride)
 
 
 def _dcp(folder: Path, work: Callable[..., Any], views: dict[str, Tensor], **options: Any) -> None:

@@ -1,10 +1,12 @@
 """What a training run is told: data, optimisation, and where to put the results."""
 
+import math
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
+from colonnade.config import float8
 from colonnade.config.base import Config
 from colonnade.config.model import ModelConfig
 from colonnade.config.plan import Plan
@@ -55,8 +57,21 @@ class TrainConfig(Config):
     """Largest global gradient norm; inf never clips."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of each target's probability spread over the whole vocabulary."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Compute type; master weights and optimiser state are float32 (float64 for parity tests)."""
+    loss_scale: float = Field(default=65536.0, ge=1)
+    """float16: what the loss is multiplied by at first, a power of two; halved by each step that overflows."""
+    loss_scale_steps: int = Field(default=2000, gt=0)
+    """float16: steps without an overflow after which the scale is doubled."""
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Products of the blocks in float8, with bfloat16 around them: one scale a tensor, or one a row (finer, slower)."""
+    recompute: Literal["none", "full", "attention", "budget"] = "none"
+    """What the backward pass computes again instead of keeping it: nothing, all of each block, only its attention, or
+    as little as activation_bytes allows."""
+    activation_bytes: int = Field(default=0, ge=0)
+    """With recompute budget: what the blocks of one rank may keep for one micro-batch [bytes]."""
+    offload: Literal["none", "optimizer"] = "none"
+    """optimizer: Adam's moments live in host memory and visit the GPU while they are needed."""
     compile: bool = False
     """torch.compile each block."""
     seed: int = 0
@@ -78,6 +93,16 @@ class TrainConfig(Config):
             raise ConfigError(f"min_lr {self.min_lr} is above lr {self.lr}; lower it")
         if self.warmup > self.steps:
             raise ConfigError(f"warmup {self.warmup} is longer than the run of {self.steps} steps; shorten it")
+        if not math.log2(self.loss_scale).is_integer():
+            near = 2 ** round(math.log2(self.loss_scale))
+            raise ConfigError(f"loss_scale {self.loss_scale} is no power of two, so it would round; use {near}")
+        if self.float8 != "none" and self.dtype != "bfloat16":
+            raise ConfigError(f"float8 {self.float8} computes beside bfloat16, not {self.dtype}; set dtype bfloat16")
+        if (self.recompute == "budget") != (self.activation_bytes > 0):
+            raise ConfigError(
+                f"recompute is {self.recompute} and activation_bytes {self.activation_bytes}: a budget needs bytes, "
+                "and bytes need recompute budget; set both or neither"
+            )
         return self
 
 
@@ -114,6 +139,8 @@ class RunConfig(Config):
                 f"train.micro_batch {micro}; change one of them"
             )
         self.plan.check_micro_batches(-(-share // micro))
+        if self.train.float8 != "none":
+            float8.check(self.model, self.plan.tp)
         if self.data.sequence > self.model.context:
             raise ConfigError(
                 f"data.sequence {self.data.sequence} is longer than the model's context {self.model.context}; "

@@ -13,9 +13,12 @@ import torch
 
 from colonnade.kernels.attention import chunk, chunk_flash, reference, sdpa, varlen
 from colonnade.kernels.linear import reference as linear_reference
-from colonnade.kernels.linear import thin
+from colonnade.kernels.linear import scaled, scaled_mm, thin
 
-Operation = Literal["packed_attention", "paged_attention", "chunk_forward", "chunk_backward", "linear"]
+Operation = Literal[
+    "packed_attention", "paged_attention", "chunk_forward", "chunk_backward", "linear", "scaled_product"
+]
+FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -43,6 +46,8 @@ TABLE: tuple[Row, ...] = (
     # In bfloat16 torch takes oneDNN, which needs no help.
     Row("linear", "thin", thin.linear, devices=("cpu",), dtypes=(torch.float64, torch.float32)),
     Row("linear", "reference", linear_reference.linear),
+    Row("scaled_product", "scaled_mm", scaled_mm.product, devices=("cuda",), dtypes=FLOATS8),
+    Row("scaled_product", "reference", scaled.product, dtypes=FLOATS8),
 )
 
 CHOSEN = {

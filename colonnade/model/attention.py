@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from colonnade.config import ModelConfig
 from colonnade.model.attend import Attend
-from colonnade.model.linear import Linear, linear
+from colonnade.model.linear import Linear
 from colonnade.model.norm import Norm
+from colonnade.model.recompute import again
 from colonnade.model.rotary import Rotation, rotate
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import PARTIAL, Placement, on_rows
@@ -39,16 +40,22 @@ class Attention(nn.Module):
         # Each rank normalises its own heads only, so the gradient of these weights is partial.
         self.q_norm = Norm(config, self.H, placement=PARTIAL, **on) if config.qk_norm else None
         self.k_norm = Norm(config, self.H, placement=PARTIAL, **on) if config.qk_norm else None
+        self.recompute = False
 
     def forward(self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend) -> Tensor:
         """y_tD for the residual stream of T tokens; ``turn`` is None where positions are learned."""
-        qkv_TkgH = self.qkv(self.axes.enter(x_tD, T)).unflatten(-1, (-1, self.G + 2, self.H))
+        qkv_Tz = self.qkv(self.axes.enter(x_tD, T))
+        o_Tz = again(self._core, qkv_Tz, turn, attend) if self.recompute else self._core(qkv_Tz, turn, attend)
+        y_tD = self.axes.leave(self.out.product(o_Tz))
+        return y_tD if self.out.bias is None else y_tD + self.out.bias
+
+    def _core(self, qkv_Tz: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
+        """All between the two projections; z is the share of the rows of W_qkv, then of the columns of W_out."""
+        qkv_TkgH = qkv_Tz.unflatten(-1, (-1, self.G + 2, self.H))
         q_TnH = qkv_TkgH[:, :, : self.G].flatten(1, 2)
         k_TkH, v_TkH = qkv_TkgH[:, :, self.G], qkv_TkgH[:, :, self.G + 1]
         if self.q_norm is not None and self.k_norm is not None:
             q_TnH, k_TkH = self.q_norm(q_TnH), self.k_norm(k_TkH)
         if turn is not None:
             q_TnH, k_TkH = rotate(q_TnH, turn), rotate(k_TkH, turn)
-        o_TnH = attend(q_TnH, k_TkH, v_TkH)
-        y_tD = self.axes.leave(linear(o_TnH.flatten(1), self.out.weight))
-        return y_tD if self.out.bias is None else y_tD + self.out.bias
+        return attend(q_TnH, k_TkH, v_TkH).flatten(1)

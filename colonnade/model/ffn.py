@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade.config import ModelConfig
-from colonnade.model.linear import Linear, linear
+from colonnade.model.linear import Linear
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, on_rows
 
@@ -49,5 +49,5 @@ class FeedForward(nn.Module):
         x_TD = self.axes.enter(x_tD, T)
         up_Tf = self.up(x_TD)
         h_Tf = self.act(up_Tf) if self.gate is None else self.act(self.gate(x_TD)) * up_Tf
-        y_tD = self.axes.leave(linear(h_Tf, self.down.weight))
+        y_tD = self.axes.leave(self.down.product(h_Tf))
         return y_tD if self.down.bias is None else y_tD + self.down.bias

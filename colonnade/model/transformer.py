@@ -25,6 +25,7 @@ from colonnade.model.ffn import FeedForward
 from colonnade.model.head import Head
 from colonnade.model.linear import Linear
 from colonnade.model.norm import Norm
+from colonnade.model.recompute import again
 from colonnade.model.rotary import Rotation, frequencies, rotation
 from colonnade.model.stream import Stream
 from colonnade.parallel.axis import SOLO_AXES, Axes
@@ -40,9 +41,15 @@ class Block(nn.Module):
         self.attention = Attention(config, axes, device=device, dtype=dtype)
         self.norm2 = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
         self.ffn = FeedForward(config, axes, device=device, dtype=dtype)
+        self.recompute = False
 
     def forward(self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend) -> Tensor:
         """x_tD to x_tD: the residual stream of T tokens, or this rank's rows of it."""
+        if self.recompute:
+            return again(self._run, x_tD, T, turn, attend)
+        return self._run(x_tD, T, turn, attend)
+
+    def _run(self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend) -> Tensor:
         x_tD = x_tD + self.attention(self.norm1(x_tD), T, turn, attend)
         return x_tD + self.ffn(self.norm2(x_tD), T)
 

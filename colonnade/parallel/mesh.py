@@ -10,6 +10,7 @@ import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -44,6 +45,14 @@ class Ground:
         """(tp, replicate, shard): the mesh of the checkpoint's view of each parameter of this pipeline rank."""
         assert self.mesh is not None, "no process group: Ground.build makes one"
         return self.mesh["tp", "replicate", "shard"]
+
+    @cached_property
+    def host_storage_mesh(self) -> DeviceMesh:
+        """The same over the same groups, for tensors in host memory."""
+        mesh = self.storage_mesh
+        names = mesh.mesh_dim_names
+        assert names is not None
+        return DeviceMesh.from_group(mesh.get_all_groups(), "cpu", mesh=mesh.mesh, mesh_dim_names=names)
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:

@@ -131,6 +131,11 @@ class Log:
             f"{run.name}: {run.model.parameters / 1e6:.2f} M parameters, {run.plan} on "
             f"{it.ground.device.type}, {run.train.dtype}, {tokens} tokens a step, {run.train.steps} steps"
         )
+        choices = {"float8": run.train.float8, "recompute": run.train.recompute, "offload": run.train.offload}
+        if said := ", ".join(f"{name} {value}" for name, value in choices.items() if value not in ("none", "budget")):
+            self.screen.line(said)
+        if it.recomputed is not None:
+            self.screen.line(it.recomputed)
         if it.checkpoint is not None:
             self.screen.line(f"resumed {it.checkpoint}" + (f" with {', '.join(it.changes)}" if it.changes else ""))
 

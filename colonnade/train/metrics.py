@@ -7,17 +7,23 @@ step and the data ranks in which it arose; no checkpoint is written before that 
 """
 
 import time
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from colonnade.config import RunConfig
 from colonnade.errors import ColonnadeError
 from colonnade.parallel.mesh import Ground
 from colonnade.train.chips import Throughput, chip_of, throughput
+from colonnade.train.scaler import LOWEST
 from colonnade.train.step import Outcome
 
 Row = dict[str, float]
-"""Names and values of one step, as trackers get them."""
+"""Names and values of one step, as trackers get them; what was not finite in a skipped step is left out."""
+
+SCALED = ("loss_scale", "skipped")
+"""What a row of float16 holds besides: the scale that the step used, and how many steps were skipped so far."""
 
 
 class Diverged(ColonnadeError):
@@ -49,14 +55,15 @@ class Meter:
         mine = torch.stack([outcome.loss_sum for outcome in outcomes]).double()
         losses = self.ground.axes.everywhere(mine) / torch.stack([outcome.count for outcome in outcomes])
         norms = torch.stack([outcome.norm for outcome in outcomes]).double()
-        table = torch.stack([losses, norms]).T.tolist()
-        for (steps, _), (loss, norm), here in zip(self._pending, table, mine.isfinite(), strict=True):
-            if not (loss - loss == 0 == norm - norm):
-                raise Diverged(self._diagnosis(steps, loss, norm, bool(here)))
-        rows = [
-            (steps, {"loss": loss, "grad_norm": norm, "lr": outcome.lr})
-            for (steps, outcome), (loss, norm) in zip(self._pending, table, strict=True)
-        ]
+        table = torch.stack([losses, norms, *_scales(outcomes)]).T.tolist()
+        rows: list[tuple[int, Row]] = []
+        for (steps, outcome), (loss, norm, *scaled), here in zip(self._pending, table, mine.isfinite(), strict=True):
+            row = {"loss": loss, "grad_norm": norm, "lr": outcome.lr} | dict(zip(SCALED, scaled, strict=False))
+            # A step that overflowed in float16 was skipped, and is no news until lowering the scale stops helping.
+            finite = {name: value for name, value in row.items() if value - value == 0}
+            if len(finite) < len(row) and (not scaled or row["loss_scale"] <= LOWEST):
+                raise Diverged(self._diagnosis(steps, loss, norm, bool(here)) + _collapse(scaled))
+            rows.append((steps, finite))
         self._pending.clear()
         return rows
 
@@ -101,6 +108,18 @@ class Meter:
             chip=self.chip,
             dtype=run.train.dtype,
         )
+
+
+def _scales(outcomes: Sequence[Outcome]) -> list[Tensor]:
+    """The columns of :data:`SCALED`, none unless the run is in float16."""
+    pairs = [(o.loss_scale, o.skipped) for o in outcomes if o.loss_scale is not None and o.skipped is not None]
+    return [torch.stack(column).double() for column in zip(*pairs, strict=True)]
+
+
+def _collapse(scaled: Sequence[float]) -> str:
+    if not scaled:
+        return ""
+    return f", and the loss scale fell to {scaled[0]:g} after {scaled[1]:.0f} skipped steps: no scale helps"
 
 
 def rates(speed: Throughput) -> Row:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from colonnade.config import TrainConfig
+from colonnade.train.scaler import LossScaler
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """torch's names of m and v, under which a checkpoint stores them."""
@@ -37,19 +38,35 @@ class AdamW:
             eps=train.eps,
             fused=True,
         )
+        moments = self._make_moments()
         for w in weights.values():
             # What the first step would create by itself; made here so that loading needs no dummy step.
             self._adamw.state[w] = {
                 "step": torch.zeros((), dtype=torch.float32, device=w.device),
-                **{moment: torch.zeros_like(w, memory_format=torch.preserve_format) for moment in MOMENTS},
+                **moments[w],
             }
 
-    def step(self, lr: float) -> None:
-        """Move every weight by its gradient, then drop the gradients."""
+    def step(self, lr: float, scaler: LossScaler | None = None) -> None:
+        """Move every weight by its gradient, then drop the gradients.
+
+        With a ``scaler`` the gradients are those of the scaled loss, and a step that overflowed moves nothing.
+        """
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        self._adamw.step()
+        self._update(None if scaler is None else scaler.used, None if scaler is None else scaler.overflow)
         self._adamw.zero_grad(set_to_none=True)
+
+    def _make_moments(self) -> dict[Tensor, dict[str, Tensor]]:
+        """Zeros for each weight, where this optimizer keeps them."""
+        return {
+            w: {moment: torch.zeros_like(w, memory_format=torch.preserve_format) for moment in MOMENTS}
+            for w in self.weights.values()
+        }
+
+    def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
+        # torch's own gradient scaler hands these two to a fused optimizer in the same way.
+        vars(self._adamw).update(grad_scale=scale, found_inf=skip)
+        self._adamw.step()
 
     @property
     def state(self) -> dict[str, Tensor]:

@@ -20,7 +20,8 @@ def smoothed(values: Sequence[float], reach: int) -> list[float]:
 def draw(folder: Path, title: str) -> Path | None:
     """Write ``folder/loss.png`` and return it; None when nothing was tracked yet."""
     rows = read_rows(folder)
-    train = [(row["step"], row["loss"], row["lr"], row["grad_norm"]) for row in rows if "loss" in row]
+    gap = float("nan")  # of a step that float16 skipped
+    train = [(row["step"], row["loss"], row["lr"], row.get("grad_norm", gap)) for row in rows if "loss" in row]
     held_out = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
     if not train:
         return None

@@ -3,6 +3,7 @@
 Rank 0 shows; the other ranks hold a screen that shows nothing.
 """
 
+import math
 from types import TracebackType
 from typing import Self
 
@@ -13,6 +14,8 @@ from rich.text import Text
 
 from colonnade.train.chips import Throughput
 from colonnade.train.metrics import Row
+
+NUMBERS = (("loss", ".4f"), ("grad_norm", ".2f"))
 
 
 class Screen:
@@ -53,7 +56,11 @@ class Screen:
 
     def metrics(self, steps: int, row: Row, speed: Throughput | None) -> None:
         """The newest numbers."""
-        state = f"loss {row['loss']:.4f}  norm {row['grad_norm']:.2f}  lr {row['lr']:.2e}"
+        # What is missing was not finite: a step that float16 skipped.
+        loss, norm = (f"{row[name]:{form}}" if name in row else "-" for name, form in NUMBERS)
+        state = f"loss {loss}  norm {norm}  lr {row['lr']:.2e}"
+        if "loss_scale" in row:
+            state += f"  scale 2^{math.log2(row['loss_scale']):.0f}  skipped {row['skipped']:.0f}"
         if speed is not None:
             state += f"  {speed}"
         if self._live is not None and steps < self.total_steps:

@@ -1,11 +1,11 @@
 """The state of a run on one rank: model, masters, optimizer, data, and how far it came.
 
-Exact resume: weights, both moments, the step and the data cursor are the whole state. The schedule is a function of
-the step and the order of the data one of the cursor, so that a run that was stopped and resumed under the same plan is
-bit for bit the run that was not; under another plan it is the same run up to rounding.
+Exact resume: weights, both moments, the step, the data cursor and float16's loss scale are the whole state. The
+schedule is a function of the step and the order of the data one of the cursor, so that a run that was stopped and
+resumed under the same plan is bit for bit the run that was not; under another plan it is the same run up to rounding.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,27 @@ from torch import Tensor
 from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint import native
 from colonnade.checkpoint.folder import Manifest
-from colonnade.config import Config, RunConfig
+from colonnade.config import Config, ModelConfig, RunConfig
 from colonnade.data import Batch, Corpus, Loader
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Transformer, initialise
+from colonnade.model.linear import in_float8
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.mesh import Ground
+from colonnade.train.activations import arrange
+from colonnade.train.offload import OffloadedAdamW
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
+from colonnade.train.scaler import LossScaler
 from colonnade.train.step import Outcome, Step, evaluate
 
-COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+COMPUTE = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 
 
 class Session:
@@ -40,19 +49,22 @@ class Session:
         self.held_out = self._loader("validation") if run.train.eval_every else None
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
         spans = [span for _, span in ground.stages(run.model.layers)]
-        self.model = Transformer(run.model, ground.axes, spans=spans, device=ground.device, dtype=kept)
+        compute = COMPUTE[run.train.dtype]
+        self.model = self._build(run.model, kept, spans)
         self.checkpoint = newest(run.folder, self.world)
         """The newest complete checkpoint, if there is one."""
         if self.checkpoint is None:
             initialise(self.model, run.train.seed)
-        if run.train.compile:
-            for block in self.model.blocks:
-                block.compile()
-        compute = COMPUTE[run.train.dtype]
+        sample = next(self._on_device(self.samples.at(0)))
+        self.recomputed = arrange(
+            self.model, run.train, sample, lambda config: self._build(config, compute), self.world
+        )
+        """What the backward pass computes again, where that was chosen by measurement."""
         self.piped = Piped(self.model, ground, compute) if run.plan.pp > 1 else None
         self.masters = masters(self.model, ground, compute, self.piped and self.piped.stages)
-        self.optimizer = AdamW(self.masters.local, run.train)
-        self._step = Step(self.model, self.masters, self.optimizer, run.train, self.world, self.piped)
+        self.optimizer = (AdamW if run.train.offload == "none" else OffloadedAdamW)(self.masters.local, run.train)
+        self.scaler = LossScaler(run.train, ground.device) if run.train.dtype == "float16" else None
+        self._step = Step(self.model, self.masters, self.optimizer, run.train, self.world, self.piped, self.scaler)
         self.taken = 0
         """Optimizer steps taken."""
         self.seen = 0
@@ -77,7 +89,14 @@ class Session:
         """Write ``runs/NAME/step-N``; keeps the one that is there when no step was taken since."""
         folder = self.run.folder / f"step-{self.taken}"
         if folder != self.checkpoint:
-            meta = native.Meta(model=self.run.model, run=self.run, step=self.taken, cursor=self._cursor())
+            meta = native.Meta(
+                model=self.run.model,
+                run=self.run,
+                step=self.taken,
+                skipped=self.taken - self.optimizer.steps,
+                loss_scale=None if self.scaler is None else self.scaler.state,
+                cursor=self._cursor(),
+            )
             native.save(
                 folder,
                 self.model,
@@ -89,6 +108,16 @@ class Session:
             )
             self.checkpoint = folder
         return folder
+
+    def _build(self, config: ModelConfig, dtype: torch.dtype, spans: Sequence[range] | None = None) -> Transformer:
+        """An uninitialised model that computes as this run's does: these blocks of it, or all."""
+        model = Transformer(config, self.ground.axes, spans=spans, device=self.ground.device, dtype=dtype)
+        if self.run.train.float8 != "none":
+            in_float8(model.blocks, self.run.train.float8)
+        if self.run.train.compile:
+            for block in model.blocks:
+                block.compile()
+        return model
 
     def _loader(self, split: str) -> Loader:
         dp, t = self.ground.axes.dp, self.run.train
@@ -114,6 +143,8 @@ class Session:
                     f"or never; set --data.{key} {was.get(key)}, or use another run name"
                 )
         self.taken, self.seen = meta.step, meta.cursor["seen"]
+        if self.scaler is not None:
+            self.scaler.restore(meta.loss_scale or self.scaler.state, meta.skipped)
         self.changes = changes(meta.run, self.run)
 
     def _cursor(self) -> dict[str, Any]:

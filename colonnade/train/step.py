@@ -23,6 +23,7 @@ from colonnade.train import norm
 from colonnade.train.lay import lay
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
+from colonnade.train.scaler import LossScaler
 from colonnade.train.schedule import learning_rate
 
 
@@ -38,6 +39,10 @@ class Outcome:
     """Global gradient norm before the clip."""
     lr: float
     """Learning rate that the step used."""
+    loss_scale: Tensor | None = None
+    """In float16: the scale that the step used."""
+    skipped: Tensor | None = None
+    """In float16: steps of the run that overflowed and moved nothing, this one included; its norm is not finite."""
 
 
 class Step:
@@ -51,9 +56,10 @@ class Step:
         train: TrainConfig,
         world: Axis,
         piped: Piped | None = None,
+        scaler: LossScaler | None = None,
     ):
-        """``piped`` when ``model`` is one rank's part of a pipeline."""
-        self.piped = piped
+        """``piped`` when ``model`` is one rank's part of a pipeline, ``scaler`` for float16."""
+        self.piped, self.scaler = piped, scaler
         self.model, self.masters, self.optimizer, self.train = model, masters, optimizer, train
         self.axes, self.world, self.layout = model.axes, world, layout_of(model)
 
@@ -61,26 +67,31 @@ class Step:
         """Train on this data rank's ``micro_batches`` as step ``number`` (from 0)."""
         weights, lr = self.masters.local, learning_rate(number, self.train)
         count = valid_tokens(micro_batches, self.axes.dp)
+        divisor = count if self.scaler is None else self.scaler.up(count)
         if self.piped is None:
-            loss_sum = self._accumulate(micro_batches, count)
+            loss_sum = self._accumulate(micro_batches, divisor)
         else:
-            loss_sum = self.piped.step(micro_batches, count, self.train.label_smoothing)
+            loss_sum = self.piped.step(micro_batches, divisor, self.train.label_smoothing)
         self.masters.collect()
         norm.sum_tied(weights, self.model.config.tied, self.axes.ends)
         norm.sum_partial(weights, self.layout, self.axes.tp)
         gradient_norm = norm.gradient_norm(weights, self.layout, self.axes, self.world, self.model.copies)
+        if self.scaler is not None:
+            gradient_norm = self.scaler.seen(gradient_norm)
         norm.clip_(weights, gradient_norm, self.train.clip)
-        self.optimizer.step(lr)
+        self.optimizer.step(lr, self.scaler)
         self.masters.publish()
-        return Outcome(loss_sum, count, gradient_norm, lr)
+        if self.scaler is None:
+            return Outcome(loss_sum, count, gradient_norm, lr)
+        return Outcome(loss_sum, count, gradient_norm, lr, self.scaler.used, self.scaler.skipped)
 
-    def _accumulate(self, micro_batches: Sequence[Batch], count: Tensor) -> Tensor:
+    def _accumulate(self, micro_batches: Sequence[Batch], divisor: Tensor) -> Tensor:
         """Forward and backward of one micro-batch after another; the summed loss."""
         loss_sum = 0
         for i, batch in enumerate(micro_batches):
             self.masters.accumulate(last=i == len(micro_batches) - 1)
             batch_sum = forward(self.model, batch, self.train.label_smoothing)
-            (batch_sum / count).backward()
+            (batch_sum / divisor).backward()
             loss_sum += batch_sum.detach()
         assert isinstance(loss_sum, Tensor), "a step needs at least one micro-batch"
         return loss_sum

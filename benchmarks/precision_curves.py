@@ -1,0 +1,159 @@
+"""Loss curves of one model in bfloat16, float16 and float8, from the same weights and on the same samples.
+
+    python benchmarks/precision_curves.py                                  GPT-2 355M on one GPU, 300 steps of each
+    python benchmarks/precision_curves.py --toy --out /tmp/curves          a model for a CPU's minute, without float8
+
+Each is a whole run of ``Trainer`` on the State of the Union addresses (package ``sotu``, its own tokenizer): float32
+masters, AdamW, warm-up and cosine decay, blocks compiled on a GPU. The difference of a curve from bfloat16's is
+averaged over a step and its 10 neighbours on either side; its largest value must stay below 0.02 nats, or the script
+fails. A last run begins in float16 with a scale of 2^40, at which everything overflows: each overflow halves the scale
+and moves nothing, and training begins as soon as one step fits.
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from _report import RESULTS, Cell, Headline, report
+from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from colonnade.config.presets import preset
+from colonnade.data import build
+from colonnade.data.samples import sotu_documents
+from colonnade.train import Trainer
+from colonnade.train.plot import smoothed
+from colonnade.train.trackers import read_rows
+
+LIMIT = 0.02
+REACH = 10
+TOO_HIGH = 2.0**40
+COLOURS = {"bfloat16": "#1f2933", "float16": "#2f6fb3", "float8 tensorwise": "#d98e04", "float8 rowwise": "#d1495b"}
+PRECISIONS = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "float8 tensorwise": {"dtype": "bfloat16", "float8": "tensorwise"},
+    "float8 rowwise": {"dtype": "bfloat16", "float8": "rowwise"},
+}
+
+Curve = list[dict[str, float]]
+
+
+def trained(run: RunConfig) -> Curve:
+    """The metrics of a run from its beginning; its checkpoint is not kept."""
+    shutil.rmtree(run.folder, ignore_errors=True)
+    Trainer(run).fit()
+    rows = [row for row in read_rows(run.folder) if "lr" in row]
+    for step in run.folder.glob("step-*"):
+        shutil.rmtree(step)
+    return rows
+
+
+def difference(curve: Curve, reference: Curve) -> list[float]:
+    """The smoothed difference of two losses by step."""
+    gaps = [mine["loss"] - theirs["loss"] for mine, theirs in zip(curve, reference, strict=True)]
+    return smoothed(gaps, REACH)
+
+
+def draw(curves: dict[str, Curve], recovery: Curve, title: str, path: Path) -> None:
+    """Losses, their differences, and the recovery from overflows, into ``path``."""
+    figure = Figure(figsize=(8, 8), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    losses, gaps, falls = figure.subplots(3, 1, height_ratios=[3, 2, 2])
+    for name, curve in curves.items():
+        steps = [row["step"] for row in curve]
+        losses.plot(steps, smoothed([row["loss"] for row in curve], REACH), color=COLOURS[name], label=name)
+        if name != "bfloat16":
+            gaps.plot(steps, difference(curve, curves["bfloat16"]), color=COLOURS[name], label=name)
+    for limit in (-LIMIT, LIMIT):
+        gaps.axhline(limit, color="#8a94a0", linewidth=0.8, linestyle="--")
+    falls.semilogy([row["step"] for row in recovery], [row["loss_scale"] for row in recovery], color="#2f6fb3", base=2)
+    beside = falls.twinx()
+    fine = [row for row in recovery if "loss" in row]
+    beside.plot([row["step"] for row in fine], [row["loss"] for row in fine], color="#1f2933", linewidth=0.9)
+    losses.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    losses.set_ylabel("loss (nats per token)")
+    gaps.set_ylabel("loss above bfloat16's")
+    falls.set_ylabel("loss scale (blue)")
+    beside.set_ylabel("loss (black)")
+    falls.set_xlabel("step")
+    losses.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="steps of each run")
+    parser.add_argument("--batch", type=int, default=32, help="sequences in a step")
+    parser.add_argument("--micro_batch", type=int, default=16, help="sequences at once")
+    parser.add_argument("--lr", type=float, default=3e-4, help="peak learning rate")
+    parser.add_argument("--only", nargs="*", choices=PRECISIONS, help="these, and bfloat16")
+    parser.add_argument("--toy", action="store_true", help="a tiny model on a CPU, in bfloat16 and float16")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file and the picture")
+    args = parser.parse_args()
+    device, vocab_size, sequence, log_every = ("cpu", 512, 64, 1) if args.toy else ("cuda", 16384, 1024, 10)
+    model = preset("gpt2-medium").but(vocab_size=vocab_size)
+    if args.toy:
+        model = model.but(layers=2, width=64, heads=4, ffn_width=128, context=64)
+    names = [n for n in PRECISIONS if n == "bfloat16" or n in (args.only or PRECISIONS)]
+    names = [name for name in names if not (args.toy and "float8" in name)]
+    with tempfile.TemporaryDirectory() as place:
+        corpus = Path(place) / "corpus"
+        documents = sotu_documents()
+        build(documents[-20:] if args.toy else documents, corpus, vocab_size=vocab_size)
+        t = TrainConfig(
+            steps=args.steps, batch=args.batch, micro_batch=args.micro_batch, lr=args.lr, min_lr=args.lr / 10,
+            warmup=args.steps // 10, weight_decay=0.1, compile=not args.toy, eval_every=0, save_every=0,
+            log_every=log_every,
+        )  # fmt: skip
+        data = DataConfig(path=corpus, sequence=sequence, separate_documents=False)
+        run = RunConfig(name="bfloat16", runs=Path(place), device=device, model=model, data=data, train=t)
+        curves = {
+            name: trained(run.but(name=name.replace(" ", "-"), train=t.but(**PRECISIONS[name]))) for name in names
+        }
+        recovery = trained(run.but(name="recovery", train=t.but(dtype="float16", loss_scale=TOO_HIGH)))
+    return judge(model, run, curves, recovery, args.out, "toy" if args.toy else "355m_h200")
+
+
+def judge(model: ModelConfig, run: RunConfig, curves: dict[str, Curve], recovery: Curve, out: Path, name: str) -> int:
+    """Write the record and the picture; 1 when a curve left its bounds or the run did not recover, else 0."""
+    reference, rows, worst = curves["bfloat16"], [], 0.0
+    for precision, curve in curves.items():
+        largest = max(abs(gap) for gap in difference(curve, reference))
+        worst = max(worst, largest)
+        rows.append(summary(precision, curve) | {"largest_smoothed_difference": round(largest, 5)})
+    skipped = int(recovery[-1]["skipped"])
+    recovered = 0 < skipped < len(recovery) // 2 and recovery[-1]["loss"] < recovery[0].get("loss", 1e9)
+    rows.append(summary(f"float16 from 2^40: {skipped} steps skipped", recovery))
+    tokens = run.train.batch * run.data.sequence
+    title = f"{model.parameters / 1e6:.0f} M parameters, {run.train.steps} steps of {tokens:,} tokens"
+    out.mkdir(parents=True, exist_ok=True)
+    draw(curves, recovery, title, out / f"precision_curves_{name}.png")
+    heads = [Headline(f"largest smoothed loss difference from bfloat16, {title}", round(worst, 4), "nats")]
+    path = report(f"precision_curves_{name}", rows, f"{title}.\n\n{__doc__}", headlines=heads, folder=out)
+    print(f"{path}: worst {worst:.4f} (limit {LIMIT}), recovered {recovered} after {skipped} skipped steps")
+    return 0 if worst < LIMIT and recovered else 1
+
+
+def summary(name: str, curve: Curve) -> dict[str, Cell]:
+    """A row of the table: smoothed losses at a few places; the whole curves are in the picture."""
+    losses = smoothed([row["loss"] for row in curve if "loss" in row], REACH)
+    rates = [row["tokens_per_s"] for row in curve if "tokens_per_s" in row]
+    quarters = {
+        f"loss_at_{share}_percent": round(losses[(len(losses) - 1) * share // 100], 4) for share in (25, 50, 75)
+    }
+    return {
+        "precision": name,
+        "first_loss": round(losses[0], 4),
+        **quarters,
+        "last_loss": round(losses[-1], 4),
+        "tokens_per_s": round(max(rates, default=0.0)),
+        "last_loss_scale": curve[-1].get("loss_scale"),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""A Bᵀ of two float8 matrices on the float8 matrix units of a GPU (Ada, Hopper and later).
+
+The one file that names torch's private ``_scaled_mm``. It wants a row-major first and a column-major second operand,
+which A and Bᵀ are when both A and B lie row by row, and every dimension but M in multiples of 16.
+
+``use_fast_accum`` leaves partial sums in the matrix unit, which keeps about 14 bits of them (DeepSeek-V3, arXiv
+2412.19437, section 3.3.2). It is on for forward products, and for all with a scale a row, whose kernel is fast only so
+(torchao's recipes choose the same).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+MULTIPLE = 16
+
+
+def product(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """c_MN (see :func:`scaled.product`)."""
+    row_wise, forward = a_scale.dim() == 2, a_MK.dtype == b_NK.dtype
+    if missing := -a_MK.shape[1] % MULTIPLE:
+        # A number of tokens, summed over in the gradient of a weight; zeros add nothing.
+        a_MK, b_NK = (F.pad(x.view(torch.uint8), (0, missing)).view(x.dtype) for x in (a_MK, b_NK))
+    return torch._scaled_mm(
+        a_MK.contiguous(),
+        b_NK.contiguous().T,
+        scale_a=a_scale,
+        scale_b=b_scale.T if row_wise else b_scale,
+        out_dtype=dtype,
+        use_fast_accum=row_wise or forward,
+    )

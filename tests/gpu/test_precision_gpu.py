@@ -1,0 +1,126 @@
+"""Float8 against its reference, and that no precision or memory option makes a step wait for the device."""
+
+import pytest
+import torch
+
+from colonnade.config import RunConfig, TrainConfig
+from colonnade.kernels.choose import choose
+from colonnade.kernels.linear import float8
+from colonnade.parallel.mesh import Ground
+from colonnade.train.activations import kept_bytes
+from colonnade.train.log import Log
+from colonnade.train.offload import OffloadedAdamW
+from colonnade.train.optimizer import AdamW
+from colonnade.train.scaler import LossScaler
+from colonnade.train.session import Session
+from colonnade.train.step import forward
+from tests.gpu.test_train_gpu import config  # noqa: F401  (a fixture)
+
+# The loss compiles its two passes on a GPU, and the compiler warns of its own doings.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="no float8 matrix units"
+)
+
+
+def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+@hopper
+@pytest.mark.parametrize("row_wise", [False, True])
+@pytest.mark.parametrize("T", [1, 33, 512, 4096])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_float8_linear_is_its_reference(row_wise: bool, T: int, compiled: bool, monkeypatch) -> None:
+    """The same float8 operands, so only the sums differ: relative norms as for bfloat16 kernels."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, w, dy = (
+        torch.randn(shape, device="cuda", generator=generator).bfloat16()
+        for shape in ((T, 1024), (768, 1024), (T, 768))
+    )
+    results = []
+    for kernels in ("auto", "reference"):
+        monkeypatch.setattr(float8, "choose", lambda op, device, dtype, k=kernels: choose(op, device, dtype, k))
+        torch._dynamo.reset()
+        linear = torch.compile(float8.linear, fullgraph=True) if compiled and kernels == "auto" else float8.linear
+        leaves = [a.clone().requires_grad_() for a in (x, w)]
+        y = linear(*leaves, row_wise=row_wise)
+        y.backward(dy)
+        results.append((y.detach(), *(leaf.grad for leaf in leaves)))
+    for got, wanted in zip(*results, strict=True):
+        assert error(got, wanted) < 4e-3
+    for got, exact in zip(results[0], (x @ w.T, dy @ w, dy.T @ x), strict=True):
+        assert error(got, exact) < 0.1
+
+
+OPTIONS = {
+    "float16": {"dtype": "float16", "loss_scale": 2.0**40},
+    "float16 offloaded": {"dtype": "float16", "offload": "optimizer"},
+    "offloaded": {"offload": "optimizer"},
+    "full": {"recompute": "full"},
+    "attention, compiled": {"recompute": "attention", "compile": True},
+    "budget": {"recompute": "budget", "activation_bytes": 2_000_000},
+    "float8": {"float8": "rowwise", "compile": True},
+    "float8 tensorwise, full": {"float8": "tensorwise", "recompute": "full"},
+}
+
+
+@hopper
+@pytest.mark.parametrize("name", OPTIONS)
+def test_steps_do_not_wait_for_the_device(config: RunConfig, name: str) -> None:  # noqa: F811
+    # Equal sequences: under a compiler new lengths make new graphs, and making them is not what is tested.
+    data, t = config.data.but(separate_documents="compile" not in OPTIONS[name]), config.train.but(**OPTIONS[name])
+    config = config.but(data=data, train=t)
+    with Ground.build(config.plan, config.device) as ground:
+        session = Session(config, ground)
+        with Log(session) as log:
+            log.note(session.step())
+            log.note(session.step())
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for _ in range(4):
+                    log.note(session.step())
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            log.report()
+
+
+def test_offloaded_moments_are_the_same_bits() -> None:
+    """Several buckets of unlike sizes, so that all staging buffers are used more than once; a skipped step between."""
+    shapes = [(300, 70), (5,), (64, 64), (1000, 33), (0, 3), (7, 7), (900, 50)]
+    generator = torch.Generator("cuda").manual_seed(0)
+    start = [torch.randn(shape, device="cuda", generator=generator) for shape in shapes]
+    grads = [[torch.randn(shape, device="cuda", generator=generator) for shape in shapes] for _ in range(6)]
+    t = TrainConfig(dtype="float16", loss_scale=4.0)
+    found = []
+    for make in (AdamW, lambda w, t: OffloadedAdamW(w, t, bucket_bytes=1 << 15)):
+        weights = {str(i): w.clone() for i, w in enumerate(start)}
+        optimizer, scaler = make(weights, t), LossScaler(t, torch.device("cuda"))
+        for number, step in enumerate(grads):
+            for w, grad in zip(weights.values(), step, strict=True):
+                w.grad = grad * scaler.scale
+            scaler.seen(torch.tensor(torch.inf if number == 2 else 1.0, device="cuda"))
+            optimizer.step(1e-2, scaler)
+        found.append((weights, optimizer.state, optimizer.steps))
+    (weights, state, steps), (others, moved, counted) = found
+    assert steps == counted == 5
+    assert all(moment.device.type == "cpu" and (moment.is_pinned() or not moment.numel()) for moment in moved.values())
+    for name, w in weights.items():
+        assert torch.equal(w, others[name])
+    for key, moment in state.items():
+        assert torch.equal(moment.cpu(), moved[key]), key
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_budget_is_kept(config: RunConfig, compiled: bool) -> None:  # noqa: F811
+    """What the blocks of the real model keep is what was chosen, within what is shared by all of them."""
+    t = config.train.but(recompute="budget", activation_bytes=1_500_000, compile=compiled)
+    config = config.but(model=config.model.but(layers=6), train=t)
+    with Ground.build(config.plan, config.device) as ground:
+        session = Session(config, ground)
+        assert session.recomputed is not None and "full" in session.recomputed
+        batch = session.samples.at(0)[0].to("cuda")
+        kept = kept_bytes(session.model, lambda: forward(session.model, batch, 0.0))
+        weight = config.model.vocab_size * config.model.width * 4
+        assert kept < 1_500_000 + 2 * weight

@@ -1,0 +1,172 @@
+"""Recomputation, float8, float16 and offloaded moments on several ranks, beside one process."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from colonnade.checkpoint.native import storage_view
+from colonnade.config import ModelConfig, Plan, TrainConfig
+from colonnade.model import Loss, Transformer, initialise
+from colonnade.model.linear import in_float8
+from colonnade.model.recompute import KINDS, Kind, recompute
+from colonnade.parallel.axis import SOLO_AXES, Axes, world_axis
+from colonnade.parallel.fsdp import masters
+from colonnade.parallel.layout import layout_of, share
+from colonnade.parallel.mesh import Ground
+from colonnade.train.offload import OffloadedAdamW
+from colonnade.train.optimizer import AdamW
+from colonnade.train.scaler import LossScaler
+from colonnade.train.step import Step
+from tests.models import CONFIGS, build, ragged
+from tests.parity.train_cases import CASES, TRAIN, Run, micro_batches
+from tests.worlds import assert_same, run
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that really run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.namespace == "_c10d_functional" and "wait" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _backward(config: ModelConfig, axes: Axes, kind: Kind):
+    """(gradients, collectives forward, collectives backward)."""
+    model = build(config, axes)
+    recompute(model.blocks, [kind] * config.layers)
+    stream, attend, targets = ragged(config)
+    with Collectives() as forward:
+        loss, _ = model(stream, attend, Loss(targets))
+    with Collectives() as backward:
+        loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}, forward.count, backward.count
+
+
+def _recomputed(plan: Plan) -> None:
+    with Ground.build(plan) as ground:
+        for case in ("gpt2", "qwen3_window_tied"):
+            config = CONFIGS[case]
+            grads, forward, backward = _backward(config, ground.axes, "none")
+            assert forward > backward > 0
+            for kind in KINDS[1:]:
+                again, same, behind = _backward(config, ground.axes, kind)
+                assert same == forward
+                # Of a block's two entries and two exits all but the last exit come again: nothing waits for that one.
+                entries = 4 if plan.sequence_parallel else 2
+                assert behind - backward == (config.layers * (entries - 1) if kind == "full" else 0), kind
+                for name, grad in grads.items():
+                    assert torch.equal(again[name], grad), f"{name} with {kind} recomputation"
+
+
+@pytest.mark.parametrize("plan", [Plan(tp=2), Plan(tp=2, sequence_parallel=True)], ids=str)
+def test_recomputation_repeats_no_collective_it_need_not(plan: Plan) -> None:
+    run(2, _recomputed, plan)
+
+
+def _trained(plan: Plan) -> None:
+    """Recomputation beside FSDP and tensor parallelism, offloaded moments: the same run to the bit."""
+    with Ground.build(plan) as ground:
+        for case, kinds in (("gpt2", ["full", "attention"]), ("qwen3", ["none", "full"])):
+            plain, other = (Run.start(CASES[case], ground) for _ in range(2))
+            recompute(other.model.blocks, kinds)
+            other.optimizer = other.step.optimizer = OffloadedAdamW(other.masters.local, TRAIN, bucket_bytes=1 << 13)
+            assert len(other.optimizer._buckets) > 3, "several buckets"
+            assert plain.go(0, 3) == other.go(0, 3)
+            for name, weight in plain.masters.local.items():
+                assert torch.equal(weight, other.masters.local[name]), name
+            for key, moment in plain.optimizer.state.items():
+                assert torch.equal(moment, other.optimizer.state[key]), key
+            assert other.optimizer.steps == 3
+
+
+@pytest.mark.parametrize("plan", [Plan(tp=2), Plan(dp=2), Plan(tp=2, dp=2)], ids=str)
+def test_recomputed_and_offloaded_training_is_the_same_to_the_bit(plan: Plan) -> None:
+    run(plan.world, _trained, plan)
+
+
+def _viewed(plan: Plan) -> None:
+    """The storage view of a moment in host memory is that of one on the device."""
+    with Ground.build(plan) as ground:
+        it = Run.start(CASES["gpt2"], ground)
+        it.go(0, 1)
+        layout, whole = layout_of(it.model), it.model.whole_shapes()
+        views = []
+        for key, moment in it.optimizer.state.items():
+            name = key.partition("/")[2]
+            view = storage_view(moment, layout[name], whole[name], ground, sharded=True)
+            host = type(view).from_local(
+                moment, ground.host_storage_mesh, view.placements, run_check=False,
+                shape=whole[name], stride=view.stride(),
+            )  # fmt: skip
+            assert host.to_local().data_ptr() == moment.data_ptr() or not moment.numel()
+            assert torch.equal(host.full_tensor(), view.full_tensor()), key
+            views.append(host)
+        assert views
+
+
+@pytest.mark.parametrize("plan", [Plan(tp=2, dp=2)], ids=str)
+def test_moments_in_host_memory_are_seen_by_a_checkpoint(plan: Plan) -> None:
+    run(plan.world, _viewed, plan)
+
+
+WIDE = ModelConfig(vocab_size=67, layers=2, width=32, heads=4, kv_heads=4, head_width=8, ffn_width=64, context=64)
+
+
+def _in_float8(plan: Plan, scaling: str) -> float:
+    """The largest relative difference of a gradient from one process's, in float32 around float8."""
+    with Ground.build(plan) as ground:
+        found = {}
+        for where, axes in (("one", SOLO_AXES), ("several", ground.axes)):
+            model = build(WIDE, axes, dtype=torch.float32)
+            in_float8(model.blocks, scaling)
+            stream, attend, targets = ragged(WIDE, [7, 1, 13, 11])
+            loss, count = model(stream, attend, Loss(targets))
+            (loss / count).backward()
+            found[where] = loss, {name: p.grad for name, p in model.named_parameters()}
+        assert_same(found["several"][0], found["one"][0], 1e-4)
+        layout = layout_of(model)
+        errors = []
+        for name, grad in found["several"][1].items():
+            whole = share(found["one"][1][name], layout[name], ground.axes.tp)
+            errors.append(float((grad - whole).norm() / whole.norm()))
+        return max(errors)
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_float8_hardly_depends_on_the_layout(scaling: str) -> None:
+    """Ranks scale by their own maxima, and powers of two make no difference (any other scale does: 5e-2 and 1e-1)."""
+    errors = run(2, _in_float8, Plan(tp=2), scaling)
+    assert max(errors) < 1e-5
+
+
+def _skips(plan: Plan) -> tuple[list[float], list[float]]:
+    t = TrainConfig(steps=20, warmup=2, lr=3e-3, dtype="float16", loss_scale=2.0**24, loss_scale_steps=3)
+    with Ground.build(plan) as ground:
+        model = initialise(Transformer(WIDE, ground.axes), 7)
+        held = masters(model, ground, torch.float16)
+        scaler = LossScaler(t, ground.device)
+        step = Step(model, held, AdamW(held.local, t), t, world_axis(), scaler=scaler)
+        scales, losses = [], []
+        for number in range(12):
+            out = step(number, micro_batches(number % 2, ground.axes.dp, WIDE.vocab_size))
+            scales.append(float(out.loss_scale))
+            losses.append(float(ground.axes.dp.sum_(out.loss_sum) / out.count))
+        return scales, losses
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_float16_ranks_decide_alike(world: int) -> None:
+    (one, expected), *_ = run(1, _skips, Plan())
+    assert len(set(one)) > 3 and one != sorted(one, reverse=True), "the scale falls, and rises again"
+    for plan in [Plan(tp=2), Plan(dp=2)] if world == 2 else [Plan(tp=2, dp=2)]:
+        everybody = run(world, _skips, plan)
+        for scales, losses in everybody:
+            assert scales == one, plan
+            assert losses == pytest.approx(expected, rel=2e-2)
+        assert len({tuple(scales) for scales, _ in everybody}) == 1

@@ -1,0 +1,183 @@
+"""Whole runs in float16 and float8, with recomputation and offloaded moments: resumed, told of, refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from colonnade.checkpoint import folder as folders
+from colonnade.checkpoint import native
+from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
+from colonnade.data import build
+from colonnade.errors import CapacityError, ConfigError, PlanError
+from colonnade.train import Trainer
+from colonnade.train.loop import train
+from colonnade.train.metrics import Diverged
+from tests.worlds import run as in_world
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+TEXT = "we the people of this union hold that a column stands in a row and bears its share"
+WORDS = TEXT.split()
+MODEL = ModelConfig(vocab_size=300, layers=3, width=16, heads=4, kv_heads=2, ffn_width=32, context=32, tied=True)
+TRAIN = TrainConfig(
+    steps=12, batch=4, micro_batch=2, lr=1e-2, min_lr=1e-3, warmup=2, log_every=4, eval_every=0, save_every=4
+)
+HALF = {"dtype": "float16", "loss_scale": 2.0**30, "loss_scale_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "corpus"
+    texts = [(str(i), " ".join(WORDS[(i * j) % len(WORDS)] for j in range(5 + i % 40))) for i in range(120)]
+    build(texts, folder, vocab_size=300, validation_share=0.2)
+    return folder
+
+
+@pytest.fixture
+def config(corpus: Path, tmp_path: Path) -> RunConfig:
+    data = DataConfig(path=corpus, sequence=16)
+    return RunConfig(name="it", runs=tmp_path, device="cpu", model=MODEL, data=data, train=TRAIN)
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    found = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    assert found
+    return found
+
+
+def rows(run: RunConfig) -> list[dict[str, float]]:
+    kept = ("step", "loss", "grad_norm", "lr", "loss_scale", "skipped")
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: row[key] for key in kept if key in row} for row in lines]
+
+
+def test_float16_gets_over_an_overflow_and_resumes_exactly(config: RunConfig, capsys) -> None:
+    whole = config.but(name="whole", train=TRAIN.but(**HALF))
+    summary = Trainer(whole).fit()
+    assert summary.loss is not None and summary.picture is not None
+    noted = rows(whole)
+    skipped = [row for row in noted if "grad_norm" not in row]
+    assert 4 < len(skipped) < 12, "overflows on both sides of the first checkpoint"
+    assert noted[-1]["skipped"] == len(skipped) and noted[0]["loss_scale"] == 2.0**30
+    assert "scale 2^" in capsys.readouterr().out
+    first, last = (native.read_meta(whole.folder / f"step-{n}") for n in (4, 12))
+    assert first.skipped == 4 and last.skipped == len(skipped) and last.loss_scale is not None
+
+    part = config.but(train=TRAIN.but(**HALF))
+    part.folder.mkdir()
+    for step in (4, 8):  # one resumes amid overflows, one after them
+        shutil.copytree(whole.folder / f"step-{step}", part.folder / f"step-{step}")
+        Trainer(part).fit()
+        assert tensors(part.folder / "step-12") == tensors(whole.folder / "step-12")
+        assert rows(part) == noted[step:]
+        resumed = native.read_meta(part.folder / "step-12")
+        assert (resumed.loss_scale, resumed.skipped) == (last.loss_scale, last.skipped)
+        shutil.rmtree(part.folder)
+        part.folder.mkdir()
+
+
+def test_a_float16_run_goes_on_in_another_type(config: RunConfig) -> None:
+    Trainer(config.but(train=TRAIN.but(steps=4, **HALF))).fit()
+    for steps, dtype in ((8, "bfloat16"), (12, "float16")):
+        Trainer(config.but(train=TRAIN.but(steps=steps, dtype=dtype))).fit()
+        meta = native.read_meta(config.folder / f"step-{steps}")
+        assert meta.skipped == 4 and (meta.loss_scale is None) == (dtype == "bfloat16")
+
+
+def test_a_scale_that_falls_without_end_is_a_divergence(config: RunConfig) -> None:
+    short = TRAIN.but(steps=4, dtype="float16", loss_scale=8.0)
+    Trainer(config.but(train=short)).fit()
+    good = config.folder / "step-4"
+    weights = load_file(good / "weights-00000.safetensors")
+    weights["norm.weight"][0] = float("nan")
+    save_file(weights, good / "weights-00000.safetensors")
+    manifest = json.loads((good / "manifest.json").read_text())
+    manifest["files"]["weights-00000.safetensors"] = folders.digest_of(good / "weights-00000.safetensors").model_dump()
+    (good / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(Diverged, match=r"step 8: .* nan.* loss scale fell to 1 after 4 skipped steps: no scale helps"):
+        Trainer(config.but(train=short.but(steps=12))).fit()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [Plan(tp=2), Plan(dp=2), Plan(pp=2), Plan(cp=2)], ids=str)
+def test_ranks_skip_alike_and_resume_exactly(config: RunConfig, plan: Plan) -> None:
+    whole = config.but(name="whole", plan=plan, train=TRAIN.but(**HALF))
+    in_world(2, train, whole)
+    one = config.but(name="one", train=TRAIN.but(**HALF))
+    Trainer(one).fit()
+    found, expected = rows(whole), rows(one)
+    assert [row["loss_scale"] for row in found] == [row["loss_scale"] for row in expected]
+    assert [row["skipped"] for row in found] == [row["skipped"] for row in expected]
+    assert found[-1]["loss"] == pytest.approx(expected[-1]["loss"], abs=0.05)
+    part = config.but(plan=plan, train=TRAIN.but(**HALF))
+    part.folder.mkdir()
+    shutil.copytree(whole.folder / "step-4", part.folder / "step-4")
+    in_world(2, train, part)
+    assert tensors(part.folder / "step-12") == tensors(whole.folder / "step-12")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [Plan(), Plan(tp=2), Plan(dp=2), Plan(pp=2), Plan(cp=2)], ids=str)
+def test_what_is_recomputed_or_offloaded_changes_no_bit(config: RunConfig, plan: Plan) -> None:
+    """Nor does a checkpoint of one kind of run stop the other from going on."""
+    settings = {
+        "plain": {},
+        "full": {"recompute": "full"},
+        "attention": {"recompute": "attention"},
+        "budget": {"recompute": "budget", "activation_bytes": 40_000, "offload": "optimizer"},
+    }
+    plain = config.but(name="plain", plan=plan)
+    for name, changes in settings.items():
+        in_world(plan.world, train, config.but(name=name, plan=plan, train=TRAIN.but(**changes)))
+        assert tensors(config.runs / name / "step-12") == tensors(plain.folder / "step-12"), name
+    crossed = config.but(name="crossed", plan=plan, train=TRAIN.but(offload="optimizer"))
+    crossed.folder.mkdir()
+    shutil.copytree(plain.folder / "step-8", crossed.folder / "step-8")
+    in_world(plan.world, train, crossed)
+    assert tensors(crossed.folder / "step-12") == tensors(plain.folder / "step-12")
+
+
+def test_the_first_lines_say_what_was_chosen(config: RunConfig, capsys) -> None:
+    options = {"recompute": "budget", "activation_bytes": 40_000, "offload": "optimizer"}
+    Trainer(config.but(train=TRAIN.but(steps=2, **options))).fit()
+    said = capsys.readouterr().out
+    assert "offload optimizer" in said
+    assert "recompute in 3 blocks: " in said and "of the 39.06 KiB allowed for a micro-batch" in said
+    with pytest.raises(
+        CapacityError, match=r"3 blocks keep .* train.activation_bytes allows 100 bytes; set it to at l"
+    ):
+        Trainer(config.but(name="little", train=TRAIN.but(recompute="budget", activation_bytes=100))).fit()
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_float8_runs_learn(config: RunConfig, scaling: str) -> None:
+    t = TRAIN.but(dtype="bfloat16", float8=scaling, recompute="full", micro_batch=3, batch=3)
+    summary = Trainer(config.but(train=t)).fit()
+    losses = [row["loss"] for row in rows(config)]
+    assert summary.loss is not None and losses[-1] < losses[0] - 0.2
+    plain = config.but(name="plain", train=t.but(float8="none"))
+    Trainer(plain).fit()
+    assert losses != (reference := [row["loss"] for row in rows(plain)])
+    assert torch.tensor(losses).sub(torch.tensor(reference)).abs().max() < 0.05
+
+
+def test_what_float8_cannot_take_is_refused_before_the_start(config: RunConfig) -> None:
+    eight = TRAIN.but(dtype="bfloat16", float8="rowwise")
+    with pytest.raises(ConfigError, match=r"multiples of 16, and the model has ffn_width 40; change it, or set"):
+        config.but(model=MODEL.but(ffn_width=40), train=eight)
+    with pytest.raises(PlanError, match=r"tp=2 leaves a rank 8 of columns of heads 16; use a lower tp"):
+        config.but(plan=Plan(tp=2), train=eight)
+    wide = MODEL.but(width=32, ffn_width=48)
+    with pytest.raises(PlanError, match=r"tp=2 leaves a rank 24 of ffn_width 48"):
+        config.but(model=wide, plan=Plan(tp=2), train=eight)
+    assert config.but(model=wide.but(ffn_width=64), plan=Plan(tp=2), train=eight).train.float8 == "rowwise"
+    with pytest.raises(ConfigError, match=r"float8 rowwise computes beside bfloat16, not float32"):
+        TrainConfig(float8="rowwise")
+    with pytest.raises(ConfigError, match=r"a budget needs bytes, and bytes need recompute budget"):
+        TrainConfig(recompute="budget")
+    with pytest.raises(ConfigError, match=r"a budget needs bytes, and bytes need recompute budget"):
+        TrainConfig(activation_bytes=5)

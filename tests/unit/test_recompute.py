@@ -1,0 +1,119 @@
+"""Recomputation gives the same bits and keeps fewer bytes, and a budget is kept to."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import set_checkpoint_debug_enabled
+
+from colonnade.config import ModelConfig
+from colonnade.errors import CapacityError
+from colonnade.model import Loss, Transformer
+from colonnade.model.recompute import KINDS, Kind, recompute
+from colonnade.parallel.axis import SOLO
+from colonnade.train.activations import Choice, choose_kinds, kept_bytes, weigh
+from tests.models import CONFIGS, build, ragged
+from tests.worlds import assert_same
+
+MIXED: list[Kind] = ["full", "attention", "none"]
+
+
+def trained(config: ModelConfig, kinds: list[Kind]):
+    """(loss, gradients, bytes kept) of one forward and backward pass in float64."""
+    model = build(config)
+    recompute(model.blocks, kinds)
+    stream, attend, targets = ragged(config)
+    kept = kept_bytes(model, lambda: model(stream, attend, Loss(targets))[0])
+    loss, _ = model(stream, attend, Loss(targets))
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, kept
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_values_and_gradients_are_the_same_bits(name: str) -> None:
+    config = CONFIGS[name].but(layers=3)
+    loss, grads, kept = trained(config, ["none"] * 3)
+    for kinds in (["attention"] * 3, ["full"] * 3, MIXED):
+        again, others, less = trained(config, kinds)
+        assert torch.equal(again, loss)
+        for parameter, grad in grads.items():
+            assert torch.equal(others[parameter], grad), f"{parameter} with {kinds}"
+        assert less < kept
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("kind", ["attention", "full"])
+def test_compiled_blocks_recompute_too(kind: Kind) -> None:
+    torch._dynamo.reset()
+    config = CONFIGS["qwen3_window_tied"].but(window=None)
+    model, plain = build(config), build(config)
+    recompute(model.blocks, [kind] * 2)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    stream, attend, targets = ragged(config, [9, 9])  # one graph cannot read the lengths of ragged ones
+    losses = []
+    for it in (model, plain):
+        loss, _ = it(stream, attend, Loss(targets))
+        loss.backward()
+        losses.append(loss)
+    assert_same(losses[0], losses[1])
+    for name, p in model.named_parameters():
+        assert_same(p.grad, plain.get_parameter(name).grad, what=name)
+    kept = [kept_bytes(it, lambda it=it: it(stream, attend, Loss(targets))[0]) for it in (model, plain)]
+    assert kept[0] < kept[1]
+    torch._dynamo.reset()
+
+
+def test_a_block_is_weighed_right() -> None:
+    """Three blocks more keep three times what one was measured to keep; computed again in full, its input."""
+    config = CONFIGS["llama"]
+    stream, attend, targets = ragged(config)
+
+    def run(model: Transformer) -> torch.Tensor:
+        return model(stream, attend, Loss(targets))[0]
+
+    block = weigh(lambda it: Transformer(it, dtype=torch.float64), config, run, SOLO)
+    assert block["full"] == stream.tokens_T.numel() * config.width * 8 < block["attention"] < block["none"]
+    for kind in KINDS:
+        five, two = (trained(config.but(layers=layers), [kind] * layers)[2] for layers in (5, 2))
+        assert five - two == 3 * block[kind]
+
+
+@given(
+    costs=st.tuples(*[st.integers(1, 1000)] * 3), blocks=st.integers(1, 40), share=st.floats(0, 1.5),
+)  # fmt: skip
+def test_a_budget_is_kept_with_as_little_again_as_possible(
+    costs: tuple[int, int, int], blocks: int, share: float
+) -> None:
+    full, attention, none = sorted(costs)
+    block: dict[Kind, int] = {"none": none, "attention": attention, "full": full}
+    allowed = int(share * blocks * none)
+    if allowed < blocks * full:
+        with pytest.raises(CapacityError, match=f"set it to at least {blocks * full}"):
+            choose_kinds(block, blocks, allowed)
+        return
+    kinds = choose_kinds(block, blocks, allowed)
+    assert len(kinds) == blocks and sum(block[kind] for kind in kinds) <= allowed
+    assert kinds == sorted(kinds, key=["full", "attention", "none"].index), "the first blocks are computed again"
+    for lighter in (("full", "attention"), ("attention", "none"), ("full", "none")):
+        if lighter[0] in kinds and not ("full" in kinds and lighter[0] == "attention"):
+            spared = [*kinds]
+            spared[kinds.index(lighter[0])] = lighter[1]
+            assert sum(block[kind] for kind in spared) > allowed, f"one {lighter[0]} less would have fitted"
+
+
+def test_attention_that_frees_nothing_is_no_step_on_the_way() -> None:
+    assert choose_kinds({"none": 10, "attention": 12, "full": 1}, 3, 21) == ["full", "none", "none"]
+
+
+def test_the_line_that_a_run_begins_with() -> None:
+    choice = Choice(["full", "none"], {"none": 1 << 20, "attention": 1 << 19, "full": 1 << 10}, 3 << 19)
+    assert str(choice) == (
+        "recompute in 2 blocks: 1 none, 1 full; they keep 1.001 MiB of the 1.5 MiB allowed for a micro-batch "
+        "(2 MiB if nothing were computed again, 2 KiB if everything)"
+    )
+
+
+def test_the_second_run_is_the_first_one_operator_by_operator() -> None:
+    with set_checkpoint_debug_enabled(True):
+        trained(CONFIGS["gpt2"], ["full", "attention"])

@@ -1,0 +1,93 @@
+"""The loss scale: its rule, and that a step which overflowed moves nothing at all."""
+
+import pytest
+import torch
+
+from colonnade.config import ModelConfig, TrainConfig
+from colonnade.errors import ConfigError
+from colonnade.model import Transformer, initialise
+from colonnade.parallel.axis import SOLO
+from colonnade.parallel.fsdp import masters
+from colonnade.parallel.mesh import Ground
+from colonnade.train.optimizer import AdamW
+from colonnade.train.scaler import HIGHEST, LossScaler
+from colonnade.train.step import Step
+from tests.parity.train_cases import ragged
+
+CPU = torch.device("cpu")
+MODEL = ModelConfig(vocab_size=61, layers=2, width=16, heads=4, ffn_width=17, context=32, tied=True)
+
+
+def scaler(scale: float, every: int) -> LossScaler:
+    return LossScaler(TrainConfig(dtype="float16", loss_scale=scale, loss_scale_steps=every), CPU)
+
+
+def test_the_rule() -> None:
+    it = scaler(8.0, 3)
+    seen = []
+    for norm in (1.0, 1.0, torch.inf, 1.0, 1.0, 1.0, torch.nan, 1.0, 1.0, 1.0, 1.0):
+        found = it.seen(torch.tensor(norm * 8))
+        seen.append((it.used.item(), it.overflow.item()))
+        assert not torch.isfinite(found) or found.item() == norm * 8 / it.used.item()
+    assert [used for used, _ in seen] == [8, 8, 8, 4, 4, 4, 8, 4, 4, 4, 8]
+    assert [bool(over) for _, over in seen] == [i in (2, 6) for i in range(11)]
+    assert it.skipped.item() == 2
+    assert it.state == (8.0, 1)
+    again = scaler(2.0, 3)
+    again.restore(it.state, 2)
+    assert (again.state, again.skipped.item()) == (it.state, 2)
+
+
+def test_a_scale_that_nothing_overflows_stays_finite() -> None:
+    it = scaler(HIGHEST, 1)
+    it.seen(torch.tensor(0.0))
+    assert it.scale.item() == HIGHEST
+
+
+def test_a_scale_that_would_round_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"loss_scale 1000.0 is no power of two, so it would round; use 1024"):
+        TrainConfig(loss_scale=1000)
+
+
+class Training:
+    """A tiny model in float16."""
+
+    def __init__(self, scale: float, every: int = 2000):
+        self.train = TrainConfig(steps=40, warmup=2, lr=1e-2, dtype="float16", loss_scale=scale, loss_scale_steps=every)
+        self.model = initialise(Transformer(MODEL), 0)
+        self.held = masters(self.model, Ground.solo(), torch.float16)
+        self.optimizer = AdamW(self.held.local, self.train)
+        self.scaler = LossScaler(self.train, CPU)
+        self.step = Step(self.model, self.held, self.optimizer, self.train, SOLO, scaler=self.scaler)
+
+    def all(self) -> dict[str, torch.Tensor]:
+        weights = {name: w.detach() for name, w in self.held.local.items()}
+        computed = {f"{name}, rounded": p.detach() for name, p in self.model.named_parameters()}
+        return {name: w.clone() for name, w in (weights | computed | self.optimizer.state).items()}
+
+
+def test_an_overflow_moves_nothing_and_is_got_over() -> None:
+    it = Training(scale=2.0**28)
+    counts, scales, losses = [], [], []
+    for i in range(24):
+        before = it.all()
+        out = it.step(i, [ragged(i % 3, 61), ragged(i % 3 + 50, 61)])
+        assert out.skipped is not None and out.loss_scale is not None
+        counts.append(int(out.skipped))
+        scales.append(float(out.loss_scale))
+        losses.append(float(out.loss_sum / out.count))
+        moved = [name for name, now in it.all().items() if not torch.equal(now, before[name])]
+        assert bool(moved) == bool(out.norm.isfinite()), "a skipped step moves nothing, any other moves something"
+    assert counts[:4] == [1, 2, 3, 4] and counts[12:] == counts[12:13] * 12, "too high at first, and then no more"
+    assert scales == [2.0 ** (28 - skipped) for skipped in (0, *counts[:-1])]
+    assert it.optimizer.steps == 24 - counts[-1]
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_the_scale_leaves_the_numbers_alone() -> None:
+    """A power of two rounds nothing where nothing vanishes: gradients, norm and step are the same for any scale."""
+    runs = [Training(scale=scale) for scale in (2.0**10, 2.0**11)]
+    outs = [it.step(0, [ragged(1, 61)]) for it in runs]
+    torch.testing.assert_close(outs[0].norm, outs[1].norm, rtol=1e-4, atol=0)
+    for one, other in zip(*(it.held.local.values() for it in runs), strict=True):
+        assert (one - other).norm() <= 1e-3 * one.norm()
