@@ -7,6 +7,7 @@ Gallo, IEEE TSE 30(6), 2004).
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from colonnade.config import ModelConfig, Plan
 from colonnade.config.plan import SEVERAL
@@ -24,10 +25,10 @@ def all_plans(world: int, model: ModelConfig | None = None) -> list[Plan]:
 
 def _every(world: int) -> Iterator[Plan]:
     for sizes in itertools.product(*[[d for d in range(1, world + 1) if world % d == 0]] * len(AXES)):
-        grid = dict(zip(AXES, sizes, strict=True))
+        grid: dict[str, Any] = dict(zip(AXES, sizes, strict=True))
         if grid["pp"] * grid["replicate"] * grid["dp"] * grid["cp"] * grid["tp"] != world:
             continue
-        pipelines = [{}]
+        pipelines: list[dict[str, Any]] = [{}]
         if grid["pp"] > 1:
             pipelines = [{"schedule": name} for name in ("gpipe", "1f1b", "zero_bubble")]
             pipelines += [{"schedule": name, "stages": STAGES} for name in SEVERAL]
