@@ -123,7 +123,7 @@ def test_compiled_has_the_same_bits_and_no_mask_in_memory() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(recompute.dropout, fullgraph=True)
 
-    def both_ways(run, step: int) -> tuple[Tensor, Tensor]:
+    def both_ways(run, step: int) -> tuple[Tensor, Tensor | None]:
         x.grad = None
         y = run(x, key(0, step), index_T, site=1, rate=0.1)
         y.backward(g)
