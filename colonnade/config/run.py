@@ -57,6 +57,12 @@ class TrainConfig(Config):
     """Largest global gradient norm; inf never clips."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of each target's probability spread over the whole vocabulary."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share dropped of what attention and the feed-forward part add to the residual stream; GPT-2 had 0.1."""
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share dropped of the attention's probabilities, by kernels that are slower than those without; GPT-2 had 0.1."""
+    embedding_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share dropped of the embeddings; GPT-2 had 0.1."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Compute type; master weights and optimiser state are float32 (float64 for parity tests)."""
     loss_scale: float = Field(default=65536.0, ge=1)
@@ -75,7 +81,7 @@ class TrainConfig(Config):
     compile: bool = False
     """torch.compile each block."""
     seed: int = 0
-    """Seeds the initial weights."""
+    """Seeds the initial weights and the dropout."""
     log_every: int = Field(default=10, gt=0)
     """Steps between two lines of metrics."""
     eval_every: int = Field(default=100, ge=0)

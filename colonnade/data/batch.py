@@ -38,6 +38,8 @@ class Batch:
     """No sequence has more tokens; where all are equal, each has exactly so many."""
     equal: bool
     """All sequences have ``longest`` tokens, and ``cu_seqlens`` has no entry beyond theirs."""
+    first: int = 0
+    """The number of its first token in the step's global batch, over data ranks and micro-batches; then they follow."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same on ``device``; to a GPU the copy runs beside the computation, from pinned memory."""
@@ -60,8 +62,13 @@ def samples_in(split: Split, sequence: int) -> int:
     return max(split.tokens - 1, 0) // sequence
 
 
-def pack(split: Split, samples: Sequence[int] | np.ndarray, sequence: int, separate_documents: bool) -> Batch:
-    """The batch of these sample numbers, in this order; T = len(samples) · sequence."""
+def pack(
+    split: Split, samples: Sequence[int] | np.ndarray, sequence: int, separate_documents: bool, place: int = 0
+) -> Batch:
+    """The batch of these sample numbers, in this order; T = len(samples) · sequence.
+
+    ``place`` is that of the first one in the step's global batch.
+    """
     rows = [_row(split, int(i) * sequence, sequence, separate_documents) for i in samples]
     tokens_T, targets_T, lengths = (np.concatenate(part) for part in zip(*rows, strict=True))
 
@@ -78,6 +85,7 @@ def pack(split: Split, samples: Sequence[int] | np.ndarray, sequence: int, separ
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
         longest=sequence,
         equal=equal,
+        first=place * sequence,
     )
 
 

@@ -46,8 +46,9 @@ class Loader:
     def at(self, seen: int) -> list[Batch]:
         """This rank's micro-batches of the step that begins after ``seen`` samples, counted over all ranks."""
         share = self._batch // self._ranks
-        mine = self._cursor.at(seen + self._rank * share, share)
-        return [self._pack(part) for part in self._parts(mine)]
+        place = self._rank * share
+        mine = self._cursor.at(seen + place, share)
+        return [self._pack(part, place + i * self._micro_batch) for i, part in enumerate(self._parts(mine))]
 
     def sweep(self, samples: int) -> Iterator[Batch]:
         """Micro-batches of ``samples`` samples spread evenly over the split (all of them, if it has fewer).
@@ -66,5 +67,5 @@ class Loader:
     def _parts(self, samples: np.ndarray) -> list[np.ndarray]:
         return [samples[i : i + self._micro_batch] for i in range(0, len(samples), self._micro_batch)]
 
-    def _pack(self, samples: np.ndarray) -> Batch:
-        return pack(self._split, samples, self._config.sequence, self._config.separate_documents)
+    def _pack(self, samples: np.ndarray, place: int = 0) -> Batch:
+        return pack(self._split, samples, self._config.sequence, self._config.separate_documents, place)

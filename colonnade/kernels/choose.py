@@ -5,6 +5,7 @@ which is how anyone can tell a kernel's bug from a model's. The contract test is
 kernel is tested by being listed.
 """
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,11 +13,20 @@ from typing import Any, Literal
 import torch
 
 from colonnade.kernels.attention import chunk, chunk_flash, reference, sdpa, varlen
+from colonnade.kernels.dropout import recompute
+from colonnade.kernels.dropout import reference as dropout_reference
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear import scaled, scaled_mm, thin
 
 Operation = Literal[
-    "packed_attention", "paged_attention", "chunk_forward", "chunk_backward", "linear", "scaled_product"
+    "packed_attention",
+    "dropout_attention",
+    "paged_attention",
+    "chunk_forward",
+    "chunk_backward",
+    "dropout",
+    "linear",
+    "scaled_product",
 ]
 FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -33,7 +43,22 @@ class Row:
     dtypes: tuple[torch.dtype, ...] = FLOATS
 
 
+def _written_in_triton() -> tuple[Row, ...]:
+    """Kernels of ours for GPUs; where torch was built for none, triton costs a second to import and serves nobody."""
+    if torch.version.cuda is None or importlib.util.find_spec("triton") is None:
+        return ()
+    from colonnade.kernels.attention import triton_dropout
+    from colonnade.kernels.dropout import triton_elements
+
+    on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
+    return (
+        Row("dropout_attention", "triton", triton_dropout.packed, **on),
+        Row("dropout", "triton", triton_elements.dropout, **on),
+    )
+
+
 TABLE: tuple[Row, ...] = (
+    *_written_in_triton(),
     Row("packed_attention", "varlen", varlen.packed, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
     Row("packed_attention", "sdpa", sdpa.packed),
     Row("packed_attention", "reference", reference.packed),
@@ -43,6 +68,10 @@ TABLE: tuple[Row, ...] = (
     Row("chunk_backward", "flash", chunk_flash.backward, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
     Row("chunk_forward", "reference", chunk.forward),
     Row("chunk_backward", "reference", chunk.backward),
+    # Library kernels do not drop: their masks would be a generator's.
+    Row("dropout_attention", "reference", reference.packed),
+    Row("dropout", "recompute", recompute.dropout),
+    Row("dropout", "reference", dropout_reference.dropout),
     # In bfloat16 torch takes oneDNN, which needs no help.
     Row("linear", "thin", thin.linear, devices=("cpu",), dtypes=(torch.float64, torch.float32)),
     Row("linear", "reference", linear_reference.linear),

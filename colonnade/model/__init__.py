@@ -5,8 +5,22 @@ from colonnade.model.cache import KVCache
 from colonnade.model.head import Loss, Rows
 from colonnade.model.initialise import initialise
 from colonnade.model.loss import IGNORE
+from colonnade.model.noise import Noise, Rates
 from colonnade.model.ring import Ring
 from colonnade.model.stream import Stream
 from colonnade.model.transformer import Transformer
 
-__all__ = ["IGNORE", "KVCache", "Loss", "Packed", "Paged", "Ring", "Rows", "Stream", "Transformer", "initialise"]
+__all__ = [
+    "IGNORE",
+    "KVCache",
+    "Loss",
+    "Noise",
+    "Packed",
+    "Paged",
+    "Rates",
+    "Ring",
+    "Rows",
+    "Stream",
+    "Transformer",
+    "initialise",
+]

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.choose import choose
+from colonnade.kernels.dropout.reference import Pairs
 from colonnade.model.cache import KVCache
+from colonnade.model.noise import Noise
 
 
 class Attend(Protocol):
@@ -41,6 +43,9 @@ class Packed:
     ``cu_seqlens`` int32 holds where each sequence starts, and T at the end (sequences of length 0 are allowed, so it
     can be padded to a fixed length). ``longest`` and ``equal`` (all of length ``longest``) are plain numbers, known
     without asking the device.
+
+    With ``noise`` probabilities are dropped, in training; ``head`` is the number, of all, of this rank's first query
+    head. ``dropout`` is what :meth:`at` makes of the two for one layer.
     """
 
     cu_seqlens: Tensor
@@ -49,6 +54,9 @@ class Packed:
     causal: bool = True
     window: int | None = None
     kernels: str = "auto"
+    noise: Noise | None = None
+    head: int = 0
+    dropout: Pairs | None = None
 
     @staticmethod
     def of(lengths: list[int], device: torch.device | str = "cpu", **options: object) -> "Packed":
@@ -57,22 +65,19 @@ class Packed:
         return Packed(ends, max(lengths, default=0), len(set(lengths)) <= 1, **options)  # type: ignore[arg-type]
 
     def at(self, layer: int, window: int | None) -> "Packed":
-        """The same for every layer, but for the window."""
+        """The same for every layer, but for the window and the key of the dropout."""
+        if self.noise is not None:
+            return replace(self, window=window, noise=None, dropout=self.noise.pairs(layer, self.head))
         return self if window == self.window else replace(self, window=window)
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
         """o_TnH."""
+        sees = {"longest": self.longest, "equal": self.equal, "causal": self.causal, "window": self.window}
+        if self.dropout is not None:
+            run = choose("dropout_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)
+            return run(q_TnH, k_TkH, v_TkH, self.cu_seqlens, **sees, dropout=self.dropout)
         run = choose("packed_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)
-        return run(
-            q_TnH,
-            k_TkH,
-            v_TkH,
-            self.cu_seqlens,
-            longest=self.longest,
-            equal=self.equal,
-            causal=self.causal,
-            window=self.window,
-        )
+        return run(q_TnH, k_TkH, v_TkH, self.cu_seqlens, **sees)
 
 
 @dataclass(frozen=True)

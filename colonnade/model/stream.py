@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from colonnade.model.noise import Noise
+
 
 class Stream(NamedTuple):
     """T tokens laid end to end: no padding, no batch dimension. Who sees whom is :mod:`attend`'s affair."""
@@ -12,3 +14,5 @@ class Stream(NamedTuple):
     """int64 token ids."""
     positions_T: Tensor
     """int64 position of each token within its own sequence."""
+    noise: Noise | None = None
+    """What is random in this step of training; None drops nothing."""

@@ -24,6 +24,7 @@ from colonnade.model.embedding import Embedding
 from colonnade.model.ffn import FeedForward
 from colonnade.model.head import Head
 from colonnade.model.linear import Linear
+from colonnade.model.noise import ATTENTION, EMBEDDING, FFN, PlaceNoise, drop
 from colonnade.model.norm import Norm
 from colonnade.model.recompute import again
 from colonnade.model.rotary import Rotation, frequencies, rotation
@@ -33,7 +34,7 @@ from colonnade.parallel.layout import Placement, on_rows
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x)) (pre-norm, Radford 2019)."""
+    """x + drop(attention(norm(x))), then x + drop(ffn(norm(x))) (pre-norm, Radford 2019)."""
 
     def __init__(self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
@@ -43,15 +44,17 @@ class Block(nn.Module):
         self.ffn = FeedForward(config, axes, device=device, dtype=dtype)
         self.recompute = False
 
-    def forward(self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend) -> Tensor:
-        """x_tD to x_tD: the residual stream of T tokens, or this rank's rows of it."""
+    def forward(
+        self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend, noise: PlaceNoise | None = None
+    ) -> Tensor:
+        """x_tD to x_tD: the residual stream of T tokens, or this rank's rows of it; ``noise`` is of the same rows."""
         if self.recompute:
-            return again(self._run, x_tD, T, turn, attend)
-        return self._run(x_tD, T, turn, attend)
+            return again(self._run, x_tD, T, turn, attend, noise)
+        return self._run(x_tD, T, turn, attend, noise)
 
-    def _run(self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend) -> Tensor:
-        x_tD = x_tD + self.attention(self.norm1(x_tD), T, turn, attend)
-        return x_tD + self.ffn(self.norm2(x_tD), T)
+    def _run(self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend, noise: PlaceNoise | None) -> Tensor:
+        x_tD = x_tD + drop(self.attention(self.norm1(x_tD), T, turn, attend), noise, ATTENTION)
+        return x_tD + drop(self.ffn(self.norm2(x_tD), T), noise, FFN)
 
 
 class Transformer(nn.Module):
@@ -102,13 +105,15 @@ class Transformer(nn.Module):
         ``head`` makes of it where it ends with the last.
         """
         T = len(stream.tokens_T)
+        noise = stream.noise and stream.noise.rows(self.axes.rows(T))
         if x_tD is None:
             assert self.embed is not None, "the first span begins with the embedding"
-            x_tD = self.embed(stream)
+            x_tD = drop(self.embed(stream), noise and noise.at_embedding, EMBEDDING)
         assert x_tD is not None
         turn = self._turn(stream.positions_T, x_tD.dtype)
         for i in span:
-            x_tD = self.blocks.get_submodule(str(i))(x_tD, T, turn, attend.at(i, self.config.window_of(i)))
+            block, sees = self.blocks.get_submodule(str(i)), attend.at(i, self.config.window_of(i))
+            x_tD = block(x_tD, T, turn, sees, noise and noise.at(i))
         if span.stop < self.config.layers:
             return x_tD
         assert self.norm is not None, "the last span ends with the head"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.data import Batch
-from colonnade.model import Loss, Transformer
+from colonnade.model import Loss, Noise, Transformer
 from colonnade.model.head import Head
 from colonnade.parallel.mesh import Ground
 from colonnade.parallel.pipeline import Pipeline, Stage
@@ -26,11 +26,11 @@ class Piped:
         self._pipeline = Pipeline(self.stages, ground.plan, ground.axes.pp, ground.device)
         self._feed([], torch.ones((), device=ground.device), 0.0)
 
-    def step(self, batches: Sequence[Batch], count: Tensor, smoothing: float) -> Tensor:
+    def step(self, batches: Sequence[Batch], count: Tensor, smoothing: float, noise: Noise | None = None) -> Tensor:
         """Forward and backward of all micro-batches, each loss divided by ``count``; their undivided sum, 0 on ranks
         without the last stage.
         """
-        self._feed(batches, count, smoothing)
+        self._feed(batches, count, smoothing, noise)
         self._pipeline.step(len(batches), self._example())
         return self._sum
 
@@ -47,24 +47,32 @@ class Piped:
     @torch.no_grad()
     def forward(self, batch: Batch, head: Head) -> Tensor | None:
         """What ``head`` makes of one micro-batch, on the ranks of the last stage."""
-        self._feed([batch], torch.ones((), device=self.device), 0.0, head)
+        self._feed([batch], torch.ones((), device=self.device), 0.0, head=head)
         results = self._pipeline.relay(1, self._example())
         return results[0] if results else None
 
-    def _feed(self, batches: Sequence[Batch], count: Tensor, smoothing: float, head: Head | None = None) -> None:
-        self._batches, self._count, self._smoothing, self._head = batches, count, smoothing, head
+    def _feed(
+        self,
+        batches: Sequence[Batch],
+        count: Tensor,
+        smoothing: float,
+        noise: Noise | None = None,
+        head: Head | None = None,
+    ) -> None:
+        self._batches, self._count, self._smoothing = batches, count, smoothing
+        self._noise, self._head = noise, head
         self._sum = torch.zeros((), dtype=torch.promote_types(self.compute, torch.float32), device=self.device)
 
     def _example(self) -> Tensor:
         """What travels between two stages: this rank's rows of the residual stream of one micro-batch."""
-        stream, _, _ = lay(self._batches[0], self.axes.cp)
+        stream, _, _ = lay(self._batches[0], self.model)
         rows = self.axes.rows(len(stream.tokens_T))
         size = (rows.stop - rows.start, self.model.config.width)
         return torch.empty(size, dtype=self.compute, device=self.device)
 
     def _run(self, span: range, x_tD: Tensor | None, i: int) -> Tensor:
         """One stage's part of micro-batch ``i``."""
-        stream, attend, targets_t = lay(self._batches[i], self.axes.cp)
+        stream, attend, targets_t = lay(self._batches[i], self.model, self._noise)
         out = self.model.run(span, x_tD, stream, attend, self._head or Loss(targets_t, self._smoothing))
         if isinstance(out, Tensor):
             return out

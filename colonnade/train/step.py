@@ -15,12 +15,12 @@ from torch import Tensor
 
 from colonnade.config import TrainConfig
 from colonnade.data import Batch
-from colonnade.model import IGNORE, Loss, Transformer
+from colonnade.model import IGNORE, Loss, Noise, Transformer
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import layout_of
 from colonnade.train import norm
-from colonnade.train.lay import lay
+from colonnade.train.lay import lay, noise_of
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
 from colonnade.train.scaler import LossScaler
@@ -67,11 +67,12 @@ class Step:
         """Train on this data rank's ``micro_batches`` as step ``number`` (from 0)."""
         weights, lr = self.masters.local, learning_rate(number, self.train)
         count = valid_tokens(micro_batches, self.axes.dp)
+        noise = noise_of(self.train, number, self.model.config.layers, count.device)
         divisor = count if self.scaler is None else self.scaler.up(count)
         if self.piped is None:
-            loss_sum = self._accumulate(micro_batches, divisor)
+            loss_sum = self._accumulate(micro_batches, divisor, noise)
         else:
-            loss_sum = self.piped.step(micro_batches, divisor, self.train.label_smoothing)
+            loss_sum = self.piped.step(micro_batches, divisor, self.train.label_smoothing, noise)
         self.masters.collect()
         norm.sum_tied(weights, self.model.config.tied, self.axes.ends)
         norm.sum_partial(weights, self.layout, self.axes.tp)
@@ -85,12 +86,12 @@ class Step:
             return Outcome(loss_sum, count, gradient_norm, lr)
         return Outcome(loss_sum, count, gradient_norm, lr, self.scaler.used, self.scaler.skipped)
 
-    def _accumulate(self, micro_batches: Sequence[Batch], divisor: Tensor) -> Tensor:
+    def _accumulate(self, micro_batches: Sequence[Batch], divisor: Tensor, noise: Noise | None) -> Tensor:
         """Forward and backward of one micro-batch after another; the summed loss."""
         loss_sum = 0
         for i, batch in enumerate(micro_batches):
             self.masters.accumulate(last=i == len(micro_batches) - 1)
-            batch_sum = forward(self.model, batch, self.train.label_smoothing)
+            batch_sum = forward(self.model, batch, self.train.label_smoothing, noise)
             (batch_sum / divisor).backward()
             loss_sum += batch_sum.detach()
         assert isinstance(loss_sum, Tensor), "a step needs at least one micro-batch"
@@ -110,9 +111,9 @@ def evaluate(model: Transformer, batches: Iterable[Batch], piped: Piped | None =
     return model.axes.everywhere(mine) / count
 
 
-def forward(model: Transformer, batch: Batch, smoothing: float) -> Tensor:
-    """The summed loss of a micro-batch, or of this context rank's tokens of it."""
-    stream, attend, targets_t = lay(batch, model.axes.cp)
+def forward(model: Transformer, batch: Batch, smoothing: float, noise: Noise | None = None) -> Tensor:
+    """The summed loss of a micro-batch, or of this context rank's tokens of it; drops nothing without ``noise``."""
+    stream, attend, targets_t = lay(batch, model, noise)
     loss_sum, _ = model(stream, attend, Loss(targets_t, smoothing))
     return loss_sum
 

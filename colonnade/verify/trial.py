@@ -30,7 +30,17 @@ MICRO_BATCHES = 16
 RAGGED, EQUAL = [9, 1, 13, 4, 2], [32, 32]
 """Lengths of the sequences of a micro-batch, in the first step and in the second."""
 TRAIN = TrainConfig(
-    steps=10, warmup=0, lr=1e-3, min_lr=1e-4, weight_decay=0.1, label_smoothing=0.05, dtype="float64", clip=float("inf")
+    steps=10,
+    warmup=0,
+    lr=1e-3,
+    min_lr=1e-4,
+    weight_decay=0.1,
+    label_smoothing=0.05,
+    dtype="float64",
+    clip=float("inf"),
+    dropout=0.1,
+    attention_dropout=0.1,
+    embedding_dropout=0.1,
 )
 CLIP = 0.3
 GREEDY = 5
@@ -83,7 +93,7 @@ class Trial:
         step = Step(self.model, self.masters, self.optimizer, train, self.world, self.piped)
         first, stop = self.ground.axes.dp.part(MICRO_BATCHES)
         lengths = RAGGED if number == 0 else EQUAL
-        batches = [batch(lengths, 1000 * number + i, self.model.config.vocab_size) for i in range(first, stop)]
+        batches = [batch(lengths, i, 1000 * number + i, self.model.config.vocab_size) for i in range(first, stop)]
         outcome: Outcome = step(number, batches)
         self.losses.append((self.ground.axes.everywhere(outcome.loss_sum) / outcome.count).item())
         self.norms.append(outcome.norm.item())
@@ -116,7 +126,7 @@ class Trial:
         ids, T, axes = torch.tensor(tokens), len(tokens), self.ground.axes
         packed = Packed.of([T])
         text = Batch(ids, torch.arange(T), ids, packed.cu_seqlens, T, equal=True)
-        stream, attend, _ = lay(text, axes.cp)
+        stream, attend, _ = lay(text, self.model)
         # Of the context ranks one has the last token.
         places = torch.arange(T) if axes.cp.size == 1 else attend.index_t  # type: ignore[union-attr]
         head = Rows((places == T - 1).nonzero().flatten())
@@ -127,12 +137,12 @@ class Trial:
         return axes.pp.sum_(axes.cp.sum_(logits_V))
 
 
-def batch(lengths: list[int], seed: int, vocab_size: int) -> Batch:
-    """A micro-batch with random tokens and targets, some of which do not count."""
+def batch(lengths: list[int], number: int, seed: int, vocab_size: int) -> Batch:
+    """Micro-batch ``number`` of a step, with random tokens and targets, some of which do not count."""
     generator, T = torch.Generator().manual_seed(seed), sum(lengths)
     draw: Callable[[], Tensor] = lambda: torch.randint(vocab_size, (T,), generator=generator)  # noqa: E731
     tokens_T, targets_T = draw(), draw()
     targets_T[torch.rand(T, generator=generator) < 0.2 * (seed % 4)] = IGNORE
     packed = Packed.of(lengths)
     positions_T = torch.cat([torch.arange(n) for n in lengths])
-    return Batch(tokens_T, positions_T, targets_T, packed.cu_seqlens, packed.longest, packed.equal)
+    return Batch(tokens_T, positions_T, targets_T, packed.cu_seqlens, packed.longest, packed.equal, first=number * T)

@@ -26,6 +26,7 @@ def test_folded_chunks_equal_attention(dtype: torch.dtype, kv: int, causal: bool
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     want = reference.packed(*exact, packed.cu_seqlens, longest=packed.longest, equal=packed.equal, causal=causal)
     want.backward(do.double())
+    assert all(x.grad is not None for x in exact)
     held = shares(packed, T, ranks)
     o, dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, q, k, v))
     for me, mine in enumerate(held):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from colonnade.config import Plan
-from colonnade.kernels.attention import reference
+from colonnade.model import Noise, Rates
 from colonnade.model.attend import Packed
 from colonnade.model.ring import Ring
 from colonnade.parallel.mesh import Ground
@@ -26,22 +26,23 @@ CASES = {
 
 def _ring(world: int) -> None:
     with Ground.build(Plan(cp=world)) as ground:
-        for (name, lengths), causal, window in itertools.product(CASES.items(), (True, False), (None, 1, 4)):
-            what = f"{name}, {causal=}, {window=}"
+        for (name, lengths), causal, window, rate in itertools.product(
+            CASES.items(), (True, False), (None, 1, 4), (0.0, 0.3)
+        ):
+            what = f"{name}, {causal=}, {window=}, {rate=}"
             T = sum(lengths)
             draw = torch.Generator().manual_seed(T)
             q, k, v, go = (
                 torch.randn(T, heads, H, generator=draw, dtype=torch.float64).requires_grad_() for heads in (N, K, K, N)
             )
-            packed = Packed.of(lengths, causal=causal, window=window)
-            o = reference.packed(
-                q, k, v, packed.cu_seqlens, longest=packed.longest, equal=packed.equal, causal=causal, window=window
-            )
+            noise = Noise.of(0, 1, 3, torch.arange(T) + 50, Rates(attention=rate))
+            packed = Packed.of(lengths, causal=causal, window=window, kernels="reference", noise=noise, head=5)
+            o = packed.at(2, window)(q, k, v)
             o.backward(go)
             ring = Ring.of(packed, T, ground.axes.cp)
             mine = ring.index_t
             here = [x.detach()[mine].requires_grad_() for x in (q, k, v)]
-            o_t = ring(*here)
+            o_t = ring.at(2, window)(*here)
             o_t.backward(go[mine])
             assert_same(o_t, o[mine], what=what)
             for x, part in zip((q, k, v), here, strict=True):

@@ -1,7 +1,7 @@
 """Tiny models and ragged batches on which training under any plan must equal training in one process."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,8 +52,10 @@ def ragged(seed: int, vocab_size: int) -> Batch:
 
 def micro_batches(step: int, dp: Axis, vocab_size: int, total: int = 4) -> list[Batch]:
     """This data rank's micro-batches of a step that has ``total`` of them over all data ranks (of 1, 2 or 4)."""
-    mine = range(*dp.part(total))
-    return [ragged(100 * step + i, vocab_size) for i in mine]
+    batches = [ragged(100 * step + i, vocab_size) for i in range(total)]
+    firsts = itertools.accumulate((len(batch.tokens_T) for batch in batches), initial=0)
+    numbered = [replace(batch, first=first) for batch, first in zip(batches, firsts, strict=False)]
+    return numbered[slice(*dp.part(total))]
 
 
 @dataclass

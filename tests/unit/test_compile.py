@@ -5,12 +5,16 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from colonnade.config import ModelConfig
-from colonnade.model import KVCache, Loss, Packed, Paged, Rows, Stream
+from colonnade.model import KVCache, Loss, Noise, Packed, Paged, Rates, Rows, Stream
 from tests.models import build
 from tests.worlds import assert_same
 
-# Dynamo itself looks at .grad of tensors that are no leaves, and means to hide that.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+# Dynamo itself looks at .grad of tensors that are no leaves, and makes instances of autograd Functions while it traces
+# them; it means to hide both.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 
 def config(layers: int) -> ModelConfig:
@@ -24,11 +28,14 @@ def _fresh():
     torch._dynamo.reset()
 
 
-def loss_of(model, lengths: list[int]) -> torch.Tensor:
+def loss_of(model, lengths: list[int], step: int | None = None) -> torch.Tensor:
     T = sum(lengths)
     tokens = torch.arange(T) % 67
     positions = torch.cat([torch.arange(n) for n in lengths])
-    total, count = model(Stream(tokens, positions), Packed.of(lengths), Loss((tokens + 1) % 67))
+    noise = None
+    if step is not None:
+        noise = Noise.of(0, step, len(model.blocks), torch.arange(T) + 100 * step, Rates(0.1, 0.2, 0.3))
+    total, count = model(Stream(tokens, positions, noise), Packed.of(lengths, noise=noise), Loss((tokens + 1) % 67))
     return total / count
 
 
@@ -47,6 +54,23 @@ def test_blocks_share_one_graph(layers: int) -> None:
         for name, p in model.named_parameters():
             assert_same(p.grad, plain.get_parameter(name).grad, what=name)
     assert counter.frame_count <= 3  # one, then at most one each for another T and another batch
+
+
+@pytest.mark.parametrize("layers", [2, 12])
+def test_blocks_with_dropout_share_one_graph(layers: int) -> None:
+    """Keys and indices are tensors, so neither a layer nor a step makes a graph of its own."""
+    plain, model = build(config(layers)), build(config(layers))
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    for step in range(4):
+        model.zero_grad()
+        plain.zero_grad()
+        loss_of(model, [8, 8], step).backward()
+        loss_of(plain, [8, 8], step).backward()
+        for name, p in model.named_parameters():
+            assert_same(p.grad, plain.get_parameter(name).grad, what=name)
+    assert counter.frame_count == 1
 
 
 def test_decoding_shares_one_graph() -> None:

@@ -96,6 +96,8 @@ def test_the_ranks_together_have_the_global_batch(split, ranks, micro_batch):
     for name in ("tokens_T", "positions_T", "targets_T"):
         joined = torch.cat([getattr(micro, name) for share in shares for micro in share])
         assert torch.equal(joined, getattr(one, name))
+    indices = [torch.arange(len(micro.tokens_T)) + micro.first for share in shares for micro in share]
+    assert torch.equal(torch.cat(indices), torch.arange(8 * S)), "a token's number in the global batch"
     assert len({tuple(len(micro.tokens_T) for micro in share) for share in shares}) == 1
     assert max(len(micro.tokens_T) for micro in shares[0]) <= micro_batch * S
 

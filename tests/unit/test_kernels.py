@@ -6,6 +6,7 @@ import torch
 from colonnade.kernels.attention import reference
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.choose import TABLE, Row, choose
+from colonnade.kernels.dropout.reference import Pairs
 from colonnade.kernels.linear import reference as linear_reference
 from tests.worlds import assert_same
 
@@ -105,3 +106,30 @@ def test_a_name_forces_an_implementation() -> None:
     assert choose("packed_attention", "cpu", torch.float32, "reference") is reference.packed
     with pytest.raises(LookupError, match="no kernel 'fast' for packed_attention on cpu"):
         choose("packed_attention", "cpu", torch.float32, "fast")
+
+
+@pytest.mark.parametrize("lengths", [[6, 6], [5, 0, 1, 9], [1], []], ids=str)
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, 4)])
+def test_attention_dropout_is_a_product_with_a_mask(lengths: list[int], causal: bool, window: int | None) -> None:
+    """The reference against the definition, all tokens at once: o = (softmax(scores) ⊙ z) v."""
+    T, kv = sum(lengths), 2
+    cu, equal = torch.tensor([0, *lengths]).cumsum(0).int(), len(set(lengths)) == 1
+    index_T = torch.randperm(100, generator=torch.Generator().manual_seed(1))[:T]
+    pairs = Pairs(torch.tensor(77), index_T, index_T, 0.3, head=4)
+    q, k, v = (heads(T, n, seed).requires_grad_() for seed, n in enumerate((6, kv, kv)))
+    o = reference.packed(
+        q, k, v, cu, longest=max(lengths, default=0), equal=equal, causal=causal, window=window, dropout=pairs
+    )
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
+    seen = (segment[:, None] == segment) & reference.visible(T, T, causal=causal, window=window, device=q.device)
+    scores = torch.einsum("tnh,snh->nts", q, k.repeat_interleave(3, 1)) * 8**-0.5
+    p = scores.masked_fill(~seen, -torch.inf).softmax(-1) * pairs.keeps(6) / 0.7
+    wanted = torch.einsum("nts,snh->tnh", p, v.repeat_interleave(3, 1))
+    assert_same(o, wanted)
+    if T:
+        for ours, theirs in zip(*(torch.autograd.grad(x.pow(2).sum(), (q, k, v)) for x in (o, wanted)), strict=True):
+            assert_same(ours, theirs)
+
+
+def test_only_kernels_of_ours_drop() -> None:
+    assert {row.name for row in TABLE if row.operation == "dropout_attention"} <= {"reference", "triton"}

@@ -10,6 +10,10 @@ carry no gradient and give silently wrong ones. Both passes are written out, in 
 
 Row i sees row j of the same segment, up to itself when causal and not beyond a window behind it. Where the caller knows
 that every visible pair is in order it says ``causal=False``.
+
+With dropout of the probabilities, z_ij = 1 / (1 − rate) where kept and else 0: o_i = Σ_j z_ij p_ij v_j, and z_ij stands
+before p_ij in dv_j and before do_i·v_j in ds_ij; the log-sum-exp knows nothing of it. ``dropout`` is of the whole
+stream, of which the rows' places pick.
 """
 
 from typing import NamedTuple
@@ -17,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from colonnade.kernels.dropout.reference import Pairs
 from colonnade.kernels.softmax_state import State
 
 
@@ -44,13 +49,21 @@ class Gradients(NamedTuple):
 
 
 def forward(
-    q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, queries: Rows, keys: Rows, *, causal: bool, window: int | None = None
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    queries: Rows,
+    keys: Rows,
+    *,
+    causal: bool,
+    window: int | None = None,
+    dropout: Pairs | None = None,
 ) -> State:
     """The state (o_TNH, lse_TN) of these queries over these keys, in at least float32."""
     s_KGTS, _, v_SKH = _scores(q_TNH, k_SKH, v_SKH, queries, keys, causal, window)
     lse_KGT = torch.logsumexp(s_KGTS, -1) if len(k_SKH) else s_KGTS.new_full(s_KGTS.shape[:-1], -torch.inf)
     p_KGTS = torch.exp(s_KGTS - torch.where(lse_KGT == -torch.inf, 0.0, lse_KGT)[..., None])
-    o_TNH = torch.einsum("kgts,skh->tkgh", p_KGTS, v_SKH).flatten(1, 2)
+    o_TNH = torch.einsum("kgts,skh->tkgh", _drop(p_KGTS, queries, keys, dropout), v_SKH).flatten(1, 2)
     return State(o_TNH, lse_KGT.flatten(0, 1).T)
 
 
@@ -66,6 +79,7 @@ def backward(
     *,
     causal: bool,
     window: int | None = None,
+    dropout: Pairs | None = None,
 ) -> Gradients:
     """This chunk's part of the gradients, in at least float32, given the final ``o_TNH`` and ``lse_TN``."""
     K, H = k_SKH.shape[1:]
@@ -74,11 +88,12 @@ def backward(
     do_TKGH = do_TNH.to(s_KGTS.dtype).unflatten(1, (K, -1))
     p_KGTS = torch.exp(s_KGTS - torch.where(lse_KGT == -torch.inf, 0.0, lse_KGT)[..., None])
     delta_KGT = (do_TNH * o_TNH).sum(-1).to(s_KGTS.dtype).T.unflatten(0, (K, -1))
-    ds_KGTS = p_KGTS * (torch.einsum("tkgh,skh->kgts", do_TKGH, v_SKH) - delta_KGT[..., None]) * H**-0.5
+    dp_KGTS = _drop(torch.einsum("tkgh,skh->kgts", do_TKGH, v_SKH), queries, keys, dropout)
+    ds_KGTS = p_KGTS * (dp_KGTS - delta_KGT[..., None]) * H**-0.5
     return Gradients(
         torch.einsum("kgts,skh->tkgh", ds_KGTS, k_SKH.to(ds_KGTS.dtype)).flatten(1, 2),
         torch.einsum("kgts,tkgh->skh", ds_KGTS, q_TKGH),
-        torch.einsum("kgts,tkgh->skh", p_KGTS, do_TKGH),
+        torch.einsum("kgts,tkgh->skh", _drop(p_KGTS, queries, keys, dropout), do_TKGH),
     )
 
 
@@ -96,3 +111,12 @@ def _scores(
     if window is not None:
         seen_TS &= behind_TS < window
     return s_KGTS.masked_fill(~seen_TS, -torch.inf), q_TKGH, v_SKH.to(kind)
+
+
+def _drop(x_KGTS: Tensor, queries: Rows, keys: Rows, dropout: Pairs | None) -> Tensor:
+    """z x."""
+    if dropout is None:
+        return x_KGTS
+    K, G = x_KGTS.shape[:2]
+    kept_KGTS = dropout.cut(queries.index_T, keys.index_T).keeps(K * G).unflatten(0, (K, G))
+    return torch.where(kept_KGTS, x_KGTS * (1 / (1 - dropout.rate)), 0.0)

@@ -5,6 +5,9 @@
 Queries are the last T of S positions (T = S in training, T < S with a cache), so query i stands at position S − T + i.
 Causal queries see keys up to their own position; a window of w keeps the last w of these, itself included. Query
 head n reads key/value head n // (N / K) (grouped queries, Ainslie 2023). Differentiable, on any device and dtype.
+
+Dropout, in training, takes probabilities out after the softmax and scales the rest: the normaliser is that of all of
+them, so states still merge.
 """
 
 import itertools
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.dropout.reference import Pairs
 from colonnade.kernels.softmax_state import State
 
 
@@ -28,7 +32,15 @@ def visible(T: int, S: int, *, causal: bool, window: int | None, device: torch.d
     return mask
 
 
-def attend(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, *, causal: bool = True, window: int | None = None) -> State:
+def attend(
+    q_TNH: Tensor,
+    k_SKH: Tensor,
+    v_SKH: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    dropout: Pairs | None = None,
+) -> State:
     """The softmax state (o_TNH, lse_TN) of one sequence; a query that may see no key has the identity state."""
     T, N, H = q_TNH.shape
     S, K, _ = k_SKH.shape
@@ -40,7 +52,11 @@ def attend(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, *, causal: bool = True, 
     weight_KGTS = torch.exp(scores_KGTS - top)
     total = weight_KGTS.sum(-1, keepdim=True)
     seen = torch.where(total == 0, 1.0, total)
-    o_TNH = torch.einsum("kgts,skh->tkgh", weight_KGTS / seen, v_SKH).flatten(1, 2)
+    p_KGTS = weight_KGTS / seen
+    if dropout is not None:
+        kept_KGTS = dropout.keeps(N).unflatten(0, (K, N // K))
+        p_KGTS = torch.where(kept_KGTS, p_KGTS * (1 / (1 - dropout.rate)), 0.0)
+    o_TNH = torch.einsum("kgts,skh->tkgh", p_KGTS, v_SKH).flatten(1, 2)
     lse = torch.where(total == 0, -torch.inf, torch.log(seen) + top)
     return State(o_TNH, lse.squeeze(-1).flatten(0, 1).T)
 
@@ -55,12 +71,15 @@ def packed(
     equal: bool,
     causal: bool = True,
     window: int | None = None,
+    dropout: Pairs | None = None,
 ) -> Tensor:
     """o_TNH of sequences laid end to end; sequence b is rows ``cu_seqlens[b]:cu_seqlens[b + 1]``."""
-    ends = cu_seqlens.tolist()
-    parts = [
-        attend(q_TNH[a:b], k_TKH[a:b], v_TKH[a:b], causal=causal, window=window).o for a, b in itertools.pairwise(ends)
-    ]
+    # Equal lengths are known without asking the device, and without a break of torch.compile's graph.
+    ends = range(0, len(q_TNH) + 1, longest) if equal and longest else cu_seqlens.tolist()
+    parts = []
+    for a, b in itertools.pairwise(ends):
+        pairs = None if dropout is None else dropout.cut(slice(a, b), slice(a, b))
+        parts.append(attend(q_TNH[a:b], k_TKH[a:b], v_TKH[a:b], causal=causal, window=window, dropout=pairs).o)
     return torch.cat(parts) if parts else q_TNH.clone()  # no tokens at all
 
 

@@ -1,0 +1,111 @@
+"""Kernels written in Triton, run by its interpreter on a CPU: ``TRITON_INTERPRET=1 python -m tests.interpreted``.
+
+Whether a kernel is interpreted is decided when it is imported, so these checks have a process of their own, which
+tests/unit/test_triton.py starts. The interpreter has no bfloat16; that is left to tests/gpu.
+"""
+
+import itertools
+import warnings
+
+import torch
+
+from colonnade.kernels.attention import reference, triton_dropout
+from colonnade.kernels.dropout import reference as dropout_reference
+from colonnade.kernels.dropout import triton_elements
+from colonnade.kernels.dropout.reference import Pairs
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 6e-4}
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check_elements() -> int:
+    """The same bits as the reference, forward and backward, also of a column's slice of another tensor."""
+    count = 0
+    key, wide = torch.tensor(-(2**62) + 99), draw(7, 700, seed=0)
+    for x, rate, start, dtype in itertools.product(
+        (wide, wide[:, 3:40], wide[:0], wide[:, :1], wide[:, :30].T),
+        (0.1, 0.9),
+        (0, 2**31 - 1000),
+        (torch.float32, torch.float16),
+    ):
+        index_T = torch.arange(len(x)) * 3 + 2**33
+        results = []
+        for run in (triton_elements.dropout, dropout_reference.dropout):
+            leaf = x.to(dtype).detach().requires_grad_()
+            y = run(leaf, key, index_T, site=2, rate=rate, start=start)
+            y.backward(torch.ones_like(y) * 3)
+            results.append((y, leaf.grad))
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+        count += 1
+    return count
+
+
+def check_attention() -> int:
+    """Values and gradients of o, q, k and v by norm, relative where it is above 1, against float64."""
+    count = 0
+    sequences = {"ragged": [70, 0, 1], "equal": [40, 40], "one": [1], "none": []}
+    sees = [(True, None), (True, 7), (False, None), (False, 7)]
+    heads = [(6, 2, 20), (4, 4, 8), (2, 1, 130)]  # query heads, key/value heads, width
+    for i, (name, (causal, window)) in enumerate(itertools.product(sequences, sees)):
+        (N, K, H), dtype = heads[i % 3], (torch.float32, torch.float16)[i // 2 % 2]
+        if name == "one":  # its queries and keys have no gradient but rounding
+            dtype = torch.float32
+        lengths = sequences[name]
+        T, equal = sum(lengths), name == "equal"
+        cu = torch.tensor([0, *lengths, *([] if equal else [0, 0])]).cumsum(0).int()
+        index_T = torch.arange(T).flip(0) * 3 + 100
+        pairs = Pairs(torch.tensor(-987654321987), index_T, index_T, 0.3, head=5)
+        # As attention has them: a view of all projections at once, so that no two heads are neighbours in memory.
+        qkv = draw(T, K, N // K + 2, H, seed=i, dtype=dtype)
+        do = draw(T, N, H, seed=99, dtype=torch.float64)
+        results = []
+        for run, kind in ((triton_dropout.packed, dtype), (reference.packed, torch.float64)):
+            leaf = qkv.detach().to(kind).requires_grad_()
+            q, k, v = leaf[:, :, :-2].flatten(1, 2), leaf[:, :, -2], leaf[:, :, -1]
+            longest = max(lengths, default=0) + (0 if equal else 10)
+            o = run(q, k, v, cu, longest=longest, equal=equal, causal=causal, window=window, dropout=pairs)
+            o.backward(do.to(kind))
+            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            results.append((o.detach(), grad[:, :, :-2], grad[:, :, -2], grad[:, :, -1]))
+        for what, got, exact in zip(("o", "dq", "dk", "dv"), *results, strict=True):
+            error = float((got.double() - exact).norm() / exact.norm().clamp(min=1))
+            assert error < TOLERANCE[dtype] * (1 if what == "o" else 2), (name, causal, window, H, dtype, what, error)
+        count += 1
+    return count
+
+
+def check_attention_bits() -> int:
+    """The same bits each time, and where nothing can be dropped torch's own attention."""
+    q, k, v = (draw(50, 2, 16, seed=seed).requires_grad_() for seed in (0, 1, 2))
+    cu, index_T = torch.tensor([0, 50]).int(), torch.arange(50)
+    found = []
+    for rate in (0.5, 0.5, 2**-50):
+        pairs = Pairs(torch.tensor(5), index_T, index_T, rate)
+        o = triton_dropout.packed(q, k, v, cu, longest=50, equal=True, dropout=pairs)
+        found.append((o.detach(), *torch.autograd.grad(o.pow(2).sum(), (q, k, v))))
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
+    heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    o = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)[0].transpose(0, 1)
+    plain = (o, *torch.autograd.grad(o.pow(2).sum(), (q, k, v)))
+    assert all((a - b).abs().max() < 1e-4 for a, b in zip(found[2], plain, strict=True))
+    assert not torch.allclose(found[0][0], plain[0], atol=1e-2)
+    return 3
+
+
+def check_operators() -> int:
+    """What torch.compile relies on: schemas, shapes without data, gradients registered where autograd looks."""
+    q, k, v = (draw(8, n, 16, seed=n).requires_grad_() for n in (2, 1, 1))
+    row, column = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    arguments = (q, k, v, row, column, torch.tensor([0, 8]).int(), 8, True, 0, 0.25)
+    torch.library.opcheck(torch.ops.colonnade.dropout_attention.default, arguments)
+    return 1
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    for check in (check_elements, check_attention, check_attention_bits, check_operators):
+        print(f"{check.__name__}: {check()} cases", flush=True)

@@ -1,0 +1,220 @@
+"""Training with all three dropouts is the same training under every plan, and drops the same when it is done again."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
+from colonnade.data import Batch, build
+from colonnade.model import Loss, Noise, Packed, Rates, Transformer
+from colonnade.parallel.axis import SOLO
+from colonnade.parallel.mesh import Ground
+from colonnade.train import Trainer
+from colonnade.train.step import evaluate
+from tests.models import CONFIGS, ragged
+from tests.models import build as build_model
+from tests.parity.train_cases import CASES, PLANS, TRAIN, Run, micro_batches
+from tests.worlds import assert_same, run
+
+DROPS = {"dropout": 0.2, "attention_dropout": 0.3, "embedding_dropout": 0.1}
+WITH = TRAIN.but(**DROPS)
+
+
+def _same_training(plan: Plan, case: str, steps: int) -> None:
+    one = Run.start(CASES[case], Ground.solo(), WITH)
+    expected = one.go(0, steps)
+    with Ground.build(plan) as ground:
+        several = Run.start(CASES[case], ground, WITH)
+        for (loss, norm), (loss_1, norm_1) in zip(several.go(0, steps), expected, strict=True):
+            assert abs(loss - loss_1) <= 1e-10 * max(1, loss_1)
+            assert abs(norm - norm_1) <= 1e-10 * max(1, norm_1)
+        for name, weight in several.masters.local.items():
+            assert_same(weight, several.mine(name, one.masters.local[name]), what=f"{plan} {name}")
+
+
+def _same_gradients(plan: Plan, case: str) -> None:
+    """Every gradient of one step, before the clip."""
+    found = {}
+    for where in ("one", "several"):
+        with Ground.build(plan) as ground:
+            it = Run.start(CASES[case], Ground.solo() if where == "one" else ground, WITH.but(clip=float("inf")))
+            it.optimizer.step = lambda lr: None
+            it.go(3, 4)
+            found[where] = it
+    for name, weight in found["several"].masters.local.items():
+        whole = found["one"].masters.local[name].grad
+        assert whole.abs().max() > 0, name
+        assert_same(weight.grad, found["several"].mine(name, whole), what=f"{plan} {name}")
+
+
+def _as_one(plan: Plan) -> None:
+    for case in CASES:
+        _same_gradients(plan, case)
+    _same_training(plan, "gpt2", 20)
+
+
+def plans() -> list:
+    found = [plan for world in (1, 2, 3, 4) for plan in PLANS[world]] + [
+        Plan(tp=3, sequence_parallel=True),
+        Plan(pp=2),
+        Plan(pp=2, tp=2, sequence_parallel=True),
+        Plan(pp=2, cp=2, schedule="gpipe"),
+    ]
+    slow = [plan for plan in found if plan.world == 4 and plan.cp * plan.replicate * plan.pp > 1]
+    return [pytest.param(plan, id=str(plan), marks=[pytest.mark.slow] if plan in slow else []) for plan in found]
+
+
+@pytest.mark.parametrize("plan", plans())
+@pytest.mark.xdist_group("worlds")
+def test_every_plan_drops_the_same(plan: Plan) -> None:
+    run(plan.world, _as_one, plan)
+
+
+def join(batches: list[Batch]) -> Batch:
+    """Micro-batches that follow one another as one."""
+    lengths = [int(n) for batch in batches for n in batch.cu_seqlens.diff()]
+    packed = Packed.of(lengths)
+    tokens, positions, targets = (
+        torch.cat([getattr(batch, name) for batch in batches]) for name in ("tokens_T", "positions_T", "targets_T")
+    )
+    return Batch(tokens, positions, targets, packed.cu_seqlens, packed.longest, packed.equal, batches[0].first)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_size_of_a_micro_batch_changes_nothing(case: str) -> None:
+    runs = [Run.start(CASES[case], Ground.solo(), WITH) for _ in range(3)]
+    for step in range(3):
+        four = micro_batches(step, SOLO, CASES[case].vocab_size)
+        outs = [
+            it.step(step, batches)
+            for it, batches in zip(runs, (four, [join(four)], [join(four[:3]), four[3]]), strict=True)
+        ]
+        for out in outs[1:]:
+            assert_same(out.loss_sum, outs[0].loss_sum)
+    for name, weight in runs[0].masters.local.items():
+        for other in runs[1:]:
+            assert_same(other.masters.local[name], weight, what=name)
+
+
+def test_each_rate_matters_and_each_token_step_and_seed() -> None:
+    """What the parity tests compare would be equal too if nothing were dropped, or the same everywhere."""
+
+    def loss(train: TrainConfig, step: int = 0, shift: int = 0) -> float:
+        it = Run.start(CASES["gpt2"], Ground.solo(), train)
+        batches = [replace(b, first=b.first + shift) for b in micro_batches(0, SOLO, 101)]
+        return it.step(step, batches).loss_sum.item()
+
+    plain = loss(TRAIN)
+    assert plain == loss(TRAIN, step=1) == loss(TRAIN.but(seed=1))
+    found = [plain, loss(WITH), loss(WITH, step=1), loss(WITH, shift=1), loss(WITH.but(seed=1))]
+    found += [loss(TRAIN.but(**{name: rate})) for name, rate in DROPS.items()]
+    assert len(set(found)) == len(found)
+    assert all(abs(other / plain - 1) < 0.05 for other in found), "the mean is kept"
+
+
+def test_validation_drops_nothing() -> None:
+    runs = [Run.start(CASES["gpt2"], Ground.solo(), train) for train in (TRAIN, WITH)]
+    batches = micro_batches(0, SOLO, 101)
+    assert evaluate(runs[0].model, batches) == evaluate(runs[1].model, batches)
+
+
+def noisy(config: ModelConfig, T: int, **rates: float) -> Noise:
+    return Noise.of(0, 5, config.layers, torch.arange(T) + 40, Rates(**rates))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_recomputed_blocks_drop_the_same(name: str) -> None:
+    """torch's checkpoint, told to leave the generators alone: there is nothing to put back."""
+    config = CONFIGS[name]
+    model = build_model(config)
+    stream, attend, targets = ragged(config)
+    noise = noisy(config, len(targets), residual=0.2, attention=0.3, embedding=0.1)
+    stream, attend = stream._replace(noise=noise), replace(attend, noise=noise)
+
+    def gradients(model: Transformer) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(stream, attend, Loss(targets))[0].backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    plain = gradients(model)
+    for block in model.blocks:
+        whole: Callable = block.forward
+        block.forward = lambda *args, whole=whole: checkpoint(
+            whole, *args, use_reentrant=False, preserve_rng_state=False
+        )
+    again = gradients(model)
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def test_a_dropped_embedding_gets_no_gradient() -> None:
+    config = CONFIGS["llama"]
+    model = build_model(config)
+    stream, attend, targets = ragged(config)
+    stream = stream._replace(tokens_T=torch.arange(len(targets)))
+    noise = noisy(config, len(targets), embedding=0.5)
+    model(stream._replace(noise=noise), attend, Loss(targets.clamp(min=0)))[0].backward()
+    dropped = ~noise.at_embedding.drop(torch.ones(len(targets), config.width), 0, 0.5).bool()
+    assert 0.4 < dropped.double().mean() < 0.6
+    assert torch.equal(model.embed.tokens.weight.grad[: len(targets)] == 0, dropped)
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+TEXT = "a column stands in a row and bears its share of the weight of the roof"
+MODEL = ModelConfig(vocab_size=300, layers=2, width=16, heads=4, kv_heads=2, ffn_width=24, context=32, tied=True)
+SHORT = TrainConfig(
+    steps=6, batch=4, micro_batch=2, lr=1e-2, warmup=2, schedule="constant", eval_every=0, dtype="float64", **DROPS
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "corpus"
+    words = [
+        "a",
+        "column",
+        "stands",
+        "in",
+        "a",
+        "row",
+        "and",
+        "bears",
+        "its",
+        "share",
+        "of",
+        "the",
+        "weight",
+        "of",
+        "the",
+        "roof",
+    ]
+    texts = [(str(i), " ".join(words[(i * j) % len(words)] for j in range(5 + i % 40))) for i in range(120)]
+    build(texts, folder, vocab_size=300, validation_share=0.2)
+    return folder
+
+
+def weights(config: RunConfig, step: int) -> dict[str, bytes]:
+    found = {path.name: path.read_bytes() for path in (config.folder / f"step-{step}").glob("*.safetensors")}
+    assert found
+    return found
+
+
+def test_a_run_is_repeated_and_resumed_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
+    data = DataConfig(path=corpus, sequence=16)
+    base = RunConfig(runs=tmp_path, device="cpu", model=MODEL, data=data, train=SHORT)
+    one, two, stopped = (base.but(name=name) for name in ("one", "two", "stopped"))
+    for config in (one, two, stopped.but(train=SHORT.but(steps=3))):
+        Trainer(config).fit()
+    assert weights(stopped, 3) != weights(one, 6)
+    Trainer(stopped).fit()
+    assert weights(one, 6) == weights(two, 6) == weights(stopped, 6)
+    other = base.but(name="other", train=SHORT.but(micro_batch=1))
+    dry = base.but(name="dry", train=SHORT.but(dropout=0, attention_dropout=0, embedding_dropout=0))
+    losses = [Trainer(config).fit().loss for config in (other, dry)]
+    again = Trainer(one.but(name="again")).fit().loss
+    assert losses[0] == pytest.approx(again, abs=1e-12)
+    assert losses[1] != pytest.approx(again, abs=1e-3)

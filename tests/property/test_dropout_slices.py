@@ -1,0 +1,66 @@
+"""A slice of a mask, computed by itself, is that slice: of tokens, features, heads, queries, keys, in any order."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colonnade.kernels.dropout.recompute import dropout
+from colonnade.kernels.dropout.reference import Pairs
+from colonnade.model import Noise, Packed, Rates
+from colonnade.parallel.axis import Axis
+
+T, D, N = 24, 10, 6
+KEY = torch.tensor(-(2**61) + 12345)
+X_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def places(n: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, n - 1), max_size=n)
+
+
+@given(st.integers(0, 2**33), places(T), st.integers(0, D), st.integers(0, D), st.integers(0, 5), st.floats(0.01, 0.99))
+def test_tokens_and_features(first, tokens, a, b, site, rate):
+    index_T = torch.arange(first, first + T)
+    start, stop = min(a, b), max(a, b)
+    whole = dropout(X_TD, KEY, index_T, site=site, rate=rate)
+    part = dropout(X_TD[tokens, start:stop], KEY, index_T[tokens], site=site, rate=rate, start=start)
+    assert torch.equal(part, whole[tokens, start:stop])
+
+
+@given(st.integers(0, 2**33), places(T), places(T), st.integers(0, N - 1), st.integers(0, N), st.floats(0.01, 0.99))
+def test_heads_queries_and_keys(first, queries, keys, head, heads, rate):
+    index_T = torch.arange(first, first + T)
+    whole = Pairs(KEY, index_T, index_T, rate)
+    heads = min(heads, N - head)
+    part = whole.cut(torch.tensor(queries, dtype=torch.int64), torch.tensor(keys, dtype=torch.int64))._replace(
+        head=head
+    )
+    assert torch.equal(part.keeps(heads), whole.keeps(N)[head : head + heads][:, queries][:, :, keys])
+
+
+@given(st.integers(1, 7), st.integers(0, 40), st.booleans())
+def test_ranks_hold_the_whole_between_them(ranks, tokens, reverse):
+    """Over an axis of any size, as sequence parallelism cuts the residual stream; also in another order."""
+    noise = Noise.of(1, 2, 3, torch.arange(tokens) + 17, Rates(residual=0.5))
+    x = torch.ones(tokens, 8)
+    whole = noise.at(2).drop(x, 1, 0.5)
+    shares = [slice(*Axis("tp", ranks, rank).part(tokens)) for rank in range(ranks)]
+    assert torch.equal(torch.cat([noise.rows(part).at(2).drop(x[part], 1, 0.5) for part in shares]), whole)
+    order = torch.arange(tokens).flip(0) if reverse else torch.arange(tokens)
+    assert torch.equal(noise.rows(order).at(2).drop(x, 1, 0.5), whole[order])
+
+
+@given(st.lists(st.integers(0, 6), max_size=5))
+def test_documents_alone_attend_as_they_do_together(lengths):
+    """The mask belongs to the tokens, not to the stream that they came in."""
+    total = sum(lengths)
+    draw = torch.Generator().manual_seed(total)
+    q, k, v = (torch.randn(total, 2, 4, generator=draw, dtype=torch.float64) for _ in range(3))
+    noise = Noise.of(0, 0, 1, torch.arange(total), Rates(attention=0.4))
+    whole = Packed.of(lengths, noise=noise).at(0, None)(q, k, v)
+    at = 0
+    for length in lengths:
+        rows = slice(at, at + length)
+        alone = Packed.of([length], noise=noise.rows(rows)).at(0, None)(q[rows], k[rows], v[rows])
+        assert torch.equal(alone, whole[rows])
+        at += length

@@ -1,0 +1,23 @@
+"""Kernels written in Triton, checked without a GPU by its interpreter (tests/interpreted.py)."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton")
+def test_interpreted_kernels_equal_their_references():
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.interpreted"],
+        check=False, cwd=ROOT, capture_output=True, text=True, timeout=170,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count(" cases") == 4, ran.stdout
