@@ -2,6 +2,7 @@
 
 from colonnade.model.attend import Packed, Paged
 from colonnade.model.cache import KVCache
+from colonnade.model.encoder_heads import Classes, Hidden, Orders, Pooled, Pretraining, Spans
 from colonnade.model.head import Loss, Rows
 from colonnade.model.initialise import initialise
 from colonnade.model.loss import IGNORE
@@ -9,4 +10,21 @@ from colonnade.model.ring import Ring
 from colonnade.model.stream import Stream
 from colonnade.model.transformer import Transformer
 
-__all__ = ["IGNORE", "KVCache", "Loss", "Packed", "Paged", "Ring", "Rows", "Stream", "Transformer", "initialise"]
+__all__ = [
+    "IGNORE",
+    "Classes",
+    "Hidden",
+    "KVCache",
+    "Loss",
+    "Orders",
+    "Packed",
+    "Paged",
+    "Pooled",
+    "Pretraining",
+    "Ring",
+    "Rows",
+    "Spans",
+    "Stream",
+    "Transformer",
+    "initialise",
+]

@@ -1,4 +1,4 @@
-"""One Transformer: GPT-2, the Llama line, and whatever else differs from them by a field of its config.
+"""One Transformer: GPT-2, the Llama line, BERT, and whatever else differs from them by a field of its config.
 
     out = model(stream, attend, head)
 
@@ -27,12 +27,17 @@ from colonnade.model.linear import Linear
 from colonnade.model.norm import Norm
 from colonnade.model.rotary import Rotation, frequencies, rotation
 from colonnade.model.stream import Stream
+from colonnade.model.top import Top
 from colonnade.parallel.axis import SOLO_AXES, Axes
 from colonnade.parallel.layout import Placement, on_rows
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x)) (pre-norm, Radford 2019)."""
+    """Attention, then the feed-forward part, each beside the residual stream.
+
+    pre   x + f(norm(x))      Radford 2019; for BERT Megatron-LM, arXiv 1909.08053, figure 7b
+    post  norm(x + f(x))      Vaswani 2017, the original BERT; figure 7a
+    """
 
     def __init__(self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
@@ -40,9 +45,13 @@ class Block(nn.Module):
         self.attention = Attention(config, axes, device=device, dtype=dtype)
         self.norm2 = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
         self.ffn = FeedForward(config, axes, device=device, dtype=dtype)
+        self.post = config.norm_order == "post"
 
     def forward(self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend) -> Tensor:
         """x_tD to x_tD: the residual stream of T tokens, or this rank's rows of it."""
+        if self.post:
+            x_tD = self.norm1(x_tD + self.attention(x_tD, T, turn, attend))
+            return self.norm2(x_tD + self.ffn(x_tD, T))
         x_tD = x_tD + self.attention(self.norm1(x_tD), T, turn, attend)
         return x_tD + self.ffn(self.norm2(x_tD), T)
 
@@ -75,7 +84,10 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList()
         for i in (i for span in spans for i in span):
             self.blocks.add_module(str(i), Block(config, axes, **on))
-        self.norm = Norm(config, config.width, placement=on_rows(axes), **on) if last else None
+        # In post-norm order the last block ends with a norm of its own.
+        closing = last and config.norm_order == "pre"
+        self.norm = Norm(config, config.width, placement=on_rows(axes), **on) if closing else None
+        self.top = Top(config, axes, **on) if last and config.top != "unembed" else None
         self.unembed = None
         self.layout: dict[str, Placement] = {}
         if last and not config.tied:
@@ -104,8 +116,8 @@ class Transformer(nn.Module):
             x_tD = self.blocks.get_submodule(str(i))(x_tD, T, turn, attend.at(i, self.config.window_of(i)))
         if span.stop < self.config.layers:
             return x_tD
-        assert self.norm is not None, "the last span ends with the head"
-        return head(self.norm(x_tD), T, self.output, self.axes, self.config.vocab_size)
+        x_tD = x_tD if self.norm is None else self.norm(x_tD)
+        return head(x_tD, T, self.output, self.axes, self.config.vocab_size, self.top)
 
     @property
     def output(self) -> Tensor:
