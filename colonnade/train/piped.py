@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.data import Batch
-from colonnade.model import Loss, Transformer
+from colonnade.model import Transformer
 from colonnade.model.head import Head
 from colonnade.parallel.mesh import Ground
 from colonnade.parallel.pipeline import Pipeline, Stage
@@ -24,22 +24,24 @@ class Piped:
             for number, span in ground.stages(model.config.layers)
         ]
         self._pipeline = Pipeline(self.stages, ground.plan, ground.axes.pp, ground.device)
-        self._feed([], torch.ones((), device=ground.device), 0.0)
+        self._feed([], torch.ones((), device=ground.device))
 
-    def step(self, batches: Sequence[Batch], count: Tensor, smoothing: float) -> Tensor:
+    def step(
+        self, batches: Sequence[Batch], count: Tensor, smoothing: float, order_weight: Tensor | float = 1.0
+    ) -> Tensor:
         """Forward and backward of all micro-batches, each loss divided by ``count``; their undivided sum, 0 on ranks
         without the last stage.
         """
-        self._feed(batches, count, smoothing)
+        self._feed(batches, count, smoothing, order_weight)
         self._pipeline.step(len(batches), self._example())
         return self._sum
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+    def evaluate(self, batches: Iterable[Batch], order_weight: Tensor | float = 1.0) -> Tensor:
         """The summed loss of ``batches`` without smoothing, 0 on ranks without the last stage."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
-            self._feed([batch], torch.ones((), device=self.device), 0.0)
+            self._feed([batch], torch.ones((), device=self.device), order_weight=order_weight)
             self._pipeline.relay(1, self._example())
             total += self._sum
         return total
@@ -47,25 +49,34 @@ class Piped:
     @torch.no_grad()
     def forward(self, batch: Batch, head: Head) -> Tensor | None:
         """What ``head`` makes of one micro-batch, on the ranks of the last stage."""
-        self._feed([batch], torch.ones((), device=self.device), 0.0, head)
+        self._feed([batch], torch.ones((), device=self.device), head=head)
         results = self._pipeline.relay(1, self._example())
         return results[0] if results else None
 
-    def _feed(self, batches: Sequence[Batch], count: Tensor, smoothing: float, head: Head | None = None) -> None:
-        self._batches, self._count, self._smoothing, self._head = batches, count, smoothing, head
+    def _feed(
+        self,
+        batches: Sequence[Batch],
+        count: Tensor,
+        smoothing: float = 0.0,
+        order_weight: Tensor | float = 1.0,
+        head: Head | None = None,
+    ) -> None:
+        self._batches, self._count, self._head = batches, count, head
+        self._smoothing, self._order_weight = smoothing, order_weight
         self._sum = torch.zeros((), dtype=torch.promote_types(self.compute, torch.float32), device=self.device)
 
     def _example(self) -> Tensor:
         """What travels between two stages: this rank's rows of the residual stream of one micro-batch."""
-        stream, _, _ = lay(self._batches[0], self.axes.cp)
+        stream, _, _ = lay(self._batches[0], self.model.config, self.axes.cp)
         rows = self.axes.rows(len(stream.tokens_T))
         size = (rows.stop - rows.start, self.model.config.width)
         return torch.empty(size, dtype=self.compute, device=self.device)
 
     def _run(self, span: range, x_tD: Tensor | None, i: int) -> Tensor:
         """One stage's part of micro-batch ``i``."""
-        stream, attend, targets_t = lay(self._batches[i], self.axes.cp)
-        out = self.model.run(span, x_tD, stream, attend, self._head or Loss(targets_t, self._smoothing))
+        batch, config = self._batches[i], self.model.config
+        stream, attend, loss = lay(batch, config, self.axes.cp, self._smoothing, self._order_weight)
+        out = self.model.run(span, x_tD, stream, attend, self._head or loss)
         if isinstance(out, Tensor):
             return out
         loss_sum, _ = out
@@ -79,5 +90,5 @@ def _modules(model: Transformer, span: range) -> list[nn.Module]:
     if model.embed is not None and (span.start == 0 or (model.copies and span.stop == model.config.layers)):
         held.append(model.embed)
     if span.stop == model.config.layers:
-        held += [module for module in (model.norm, model.unembed) if module is not None]
+        held += [module for module in (model.norm, model.top, model.unembed) if module is not None]
     return held

@@ -1,6 +1,7 @@
 """One optimizer step, read from top to bottom.
 
     loss = Σ token losses / Σ valid tokens          both over data ranks, context ranks and micro-batches
+           + Σ order losses / Σ pairs               for BERT, likewise
 
 The count of valid tokens is summed over all of them *before* the first backward pass, so that each micro-batch's
 backward already carries the right weight and gradients are plain sums (a mean of means over ranks or micro-batches of
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from colonnade.config import TrainConfig
 from colonnade.data import Batch
-from colonnade.model import IGNORE, Loss, Transformer
+from colonnade.model import IGNORE, Transformer
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import layout_of
@@ -61,10 +62,11 @@ class Step:
         """Train on this data rank's ``micro_batches`` as step ``number`` (from 0)."""
         weights, lr = self.masters.local, learning_rate(number, self.train)
         count = valid_tokens(micro_batches, self.axes.dp)
+        order_weight = pair_weight(micro_batches, count, self.axes.dp)
         if self.piped is None:
-            loss_sum = self._accumulate(micro_batches, count)
+            loss_sum = self._accumulate(micro_batches, count, order_weight)
         else:
-            loss_sum = self.piped.step(micro_batches, count, self.train.label_smoothing)
+            loss_sum = self.piped.step(micro_batches, count, self.train.label_smoothing, order_weight)
         self.masters.collect()
         norm.sum_tied(weights, self.model.config.tied, self.axes.ends)
         norm.sum_partial(weights, self.layout, self.axes.tp)
@@ -74,12 +76,12 @@ class Step:
         self.masters.publish()
         return Outcome(loss_sum, count, gradient_norm, lr)
 
-    def _accumulate(self, micro_batches: Sequence[Batch], count: Tensor) -> Tensor:
+    def _accumulate(self, micro_batches: Sequence[Batch], count: Tensor, order_weight: Tensor | float) -> Tensor:
         """Forward and backward of one micro-batch after another; the summed loss."""
         loss_sum = 0
         for i, batch in enumerate(micro_batches):
             self.masters.accumulate(last=i == len(micro_batches) - 1)
-            batch_sum = forward(self.model, batch, self.train.label_smoothing)
+            batch_sum = forward(self.model, batch, self.train.label_smoothing, order_weight)
             (batch_sum / count).backward()
             loss_sum += batch_sum.detach()
         assert isinstance(loss_sum, Tensor), "a step needs at least one micro-batch"
@@ -91,21 +93,28 @@ def evaluate(model: Transformer, batches: Iterable[Batch], piped: Piped | None =
     """The mean loss over this data rank's ``batches`` and everybody else's, without label smoothing."""
     batches = list(batches)
     count = valid_tokens(batches, model.axes.dp)
+    order_weight = pair_weight(batches, count, model.axes.dp)
     if piped is None:
-        losses = [forward(model, batch, 0.0).double() for batch in batches]
+        losses = [forward(model, batch, 0.0, order_weight).double() for batch in batches]
         mine = torch.stack(losses).sum()
     else:
-        mine = piped.evaluate(batches)
+        mine = piped.evaluate(batches, order_weight)
     return model.axes.everywhere(mine) / count
 
 
-def forward(model: Transformer, batch: Batch, smoothing: float) -> Tensor:
+def forward(model: Transformer, batch: Batch, smoothing: float, order_weight: Tensor | float = 1.0) -> Tensor:
     """The summed loss of a micro-batch, or of this context rank's tokens of it."""
-    stream, attend, targets_t = lay(batch, model.axes.cp)
-    loss_sum, _ = model(stream, attend, Loss(targets_t, smoothing))
+    stream, attend, head = lay(batch, model.config, model.axes.cp, smoothing, order_weight)
+    loss_sum, _ = model(stream, attend, head)
     return loss_sum
 
 
 def valid_tokens(batches: Iterable[Batch], dp: Axis) -> Tensor:
     """How many targets count in this step, over all data ranks; at least 1, so that an empty step is a step of 0."""
     return dp.sum_(torch.stack([(batch.targets_T != IGNORE).sum() for batch in batches]).sum()).clamp(min=1)
+
+
+def pair_weight(batches: Sequence[Batch], count: Tensor, dp: Axis) -> Tensor | float:
+    """What a pair's order counts beside a token, so that the sum over ``count`` tokens ends as a mean over each."""
+    pairs = [(batch.orders_R != IGNORE).sum() for batch in batches if batch.orders_R is not None]
+    return count / dp.sum_(torch.stack(pairs).sum()).clamp(min=1) if pairs else 1.0
