@@ -87,7 +87,7 @@ class Model:
         config, device = self.config, self.ground.device
         tokens_T = torch.as_tensor(tokens, dtype=torch.int64, device=device)
         T = len(tokens_T)
-        if config.positions == "learned" and T > config.context:
+        if config.positions == "learned" and config.context < T:
             raise RequestError(f"{T} tokens are more than the context of {config.context}; give fewer")
         segments_T = None if segments is None else torch.as_tensor(segments, dtype=torch.int64, device=device)
         stream = Stream(tokens_T, torch.arange(T, device=device), segments_T)

@@ -88,7 +88,7 @@ def ragged(config: ModelConfig, lengths: list[int] = LENGTHS, seed: int = 0) -> 
 
 def pairs(config: ModelConfig, lengths: list[int] = LENGTHS, seed: int = 0) -> tuple[Stream, Packed, torch.Tensor]:
     """A stream of two segments a document, its attend in both directions, and targets of which most are ignored."""
-    stream, attend, targets = ragged(config, lengths, seed)
+    stream, _, targets = ragged(config, lengths, seed)
     segments = torch.cat([(torch.arange(n) >= n // 2).long() for n in lengths])
     targets[torch.rand(len(targets), generator=torch.Generator().manual_seed(seed)) < 0.6] = IGNORE
     return stream._replace(segments_T=segments), Packed.of(lengths, causal=False), targets

@@ -58,13 +58,14 @@ def _bert(layers: int, width: int, heads: int, *, original: bool = False, **fiel
 
 
 def _llama2(layers: int, width: int, heads: int, kv_heads: int, ffn_width: int, **fields: Any) -> ModelConfig:
+    common: dict[str, Any] = {"vocab_size": 32000, "context": 4096}
     return ModelConfig(
         layers=layers,
         width=width,
         heads=heads,
         kv_heads=kv_heads,
         ffn_width=ffn_width,
-        **({"vocab_size": 32000, "context": 4096} | fields),
+        **(common | fields),
     )
 
 

@@ -41,7 +41,7 @@ class Batch:
     segments_T: Tensor | None = None
     """int64 segment of each token, in BERT's pairs; this and what follows is None elsewhere."""
     predicted_R: Tensor | None = None
-    """int64: all rows of the stream that have a target, and some that have none, so that their number rarely changes."""
+    """int64: the rows of the stream that have a target, and some that have none, so that their count rarely changes."""
     first_R: Tensor | None = None
     """int64: the row at which each sample begins."""
     orders_R: Tensor | None = None

@@ -49,11 +49,12 @@ def build(
 ) -> Manifest:
     """Write the corpus of ``sources`` to the folder ``out``, whole or not at all, and return its manifest.
 
-    ``sources`` are text, JSONL and Parquet files, folders of them, or (name, text) pairs. ``tokenizer`` is used as it
-    is; without one a byte-level BPE (BERT's WordPiece with ``wordpiece``) of ``vocab_size`` tokens (default 8192) is
-    learnt from about ``vocabulary_bytes`` of the training documents. ``field`` names the JSONL field or Parquet column; ``separator`` is what stands between
-    the documents of a text file (by default a file is one). ``validation_share`` is the share of documents kept from
-    training. ``shard_tokens`` is the size of a file of tokens. ``overwrite`` replaces a corpus that is in the way.
+    ``sources`` are text, JSONL and Parquet files, folders of them, or (name, text) pairs. ``tokenizer`` is used as
+    it is; without one a byte-level BPE (BERT's WordPiece with ``wordpiece``) of ``vocab_size`` tokens (default
+    8192) is learnt from about ``vocabulary_bytes`` of the training documents. ``field`` names the JSONL field or
+    Parquet column; ``separator`` is what stands between the documents of a text file (by default a file is one).
+    ``validation_share`` is the share of documents kept from training. ``shard_tokens`` is the size of a file of
+    tokens. ``overwrite`` replaces a corpus that is in the way.
 
     Raises :class:`DataError` for what cannot be read or written, for no documents at all, and for a split that gets
     none; :class:`ConfigError` for settings out of range.

@@ -63,7 +63,10 @@ class Loader:
         dp_size: int = 1,
         objective: Objective | None = None,
     ):
-        """``objective`` is :class:`NextToken` by default. Raises :class:`ConfigError` when the ranks cannot share a batch, :class:`DataError` for too few tokens."""
+        """``objective`` is :class:`NextToken` by default.
+
+        Raises :class:`ConfigError` when the ranks cannot share a batch, :class:`DataError` for too few tokens.
+        """
         if batch % dp_size:
             raise ConfigError(f"a batch of {batch} samples does not divide over {dp_size} data ranks; "
                               f"make it a multiple, such as {-(-batch // dp_size) * dp_size}")  # fmt: skip

@@ -1,8 +1,9 @@
 """Masks over whole words and runs of them, as a pure function of a key.
 
 Words are chosen in a drawn order, each with the length of its run, n words with probability ∝ 1/n for n up to
-``longest``, until ``share`` of the tokens are chosen; a run that would exceed the budget is shortened, and no run crosses
-a control token. All tokens of a run get the same fate: [MASK] with 0.8, other tokens with 0.1, their own with 0.1.
+``longest``, until ``share`` of the tokens are chosen; a run that would exceed the budget is shortened, and no run
+crosses a control token. All tokens of a run get the same fate: [MASK] with 0.8, other tokens with 0.1, their own with
+0.1.
 (Whole words and n-grams: Joshi 2020, arXiv 1907.10529, section 3.1, and Lan 2020, arXiv 1909.11942, section 4.1;
 80/10/10: Devlin 2019, section 3.1. Joshi decides by the span, and so do we: a piece that is left standing would give
 away the rest of its word.)

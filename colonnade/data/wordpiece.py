@@ -45,7 +45,8 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, *, lowercase: bool = 
         ),
     )
     cls, sep = (core.token_to_id(token) for token in (CLS, SEP))
-    assert cls is not None and sep is not None
+    assert cls is not None
+    assert sep is not None
     core.post_processor = processors.TemplateProcessing(
         single=f"{CLS} $A {SEP}",
         pair=f"{CLS} $A {SEP} $B:1 {SEP}:1",
@@ -80,8 +81,8 @@ class Pieces:
         found = {token: i for token, i in ids.items() if i is not None}
         if lacking := ids.keys() - found.keys():
             raise DataError(
-                f"the corpus's tokenizer has no {', '.join(sorted(lacking))}, which masking needs; build the corpus with "
-                "a WordPiece vocabulary (colonnade corpus --wordpiece) or with a BERT's tokenizer (--tokenizer)"
+                f"the corpus's tokenizer has no {', '.join(sorted(lacking))}, which masking needs; build the corpus "
+                "with a WordPiece vocabulary (colonnade corpus --wordpiece) or with a BERT's tokenizer (--tokenizer)"
             )
         spelt = [tokenizer.token(i) or "" for i in range(tokenizer.vocab_size)]
         special_V = np.array(

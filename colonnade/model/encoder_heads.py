@@ -49,7 +49,8 @@ class Classes:
         self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int, top: Top | None = None
     ) -> Tensor:
         """logits_RC."""
-        assert top is not None and top.classes is not None, "this model has no classifier"
+        assert top is not None, "a causal model has no classifier"
+        assert top.classes is not None, "this model has no classifier"
         return top.classes(top.pooled(axes.together(x_tD, T)[self.first_R]))
 
 
@@ -61,7 +62,8 @@ class Spans:
         self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int, top: Top | None = None
     ) -> Tensor:
         """logits_T2."""
-        assert top is not None and top.spans is not None, "this model has no span layer"
+        assert top is not None, "a causal model has no span layer"
+        assert top.spans is not None, "this model has no span layer"
         return top.spans(axes.together(x_tD, T))
 
 
@@ -75,7 +77,8 @@ class Orders:
         self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int, top: Top | None = None
     ) -> Tensor:
         """logits_R2."""
-        assert top is not None and top.order is not None, "this model does not predict the order of sentences"
+        assert top is not None, "a causal model does not predict the order of sentences"
+        assert top.order is not None, "this model does not predict the order of sentences"
         return top.order(top.pooled(axes.together(x_tD, T)[self.first_R]))
 
 

@@ -50,7 +50,8 @@ class Top(nn.Module):
 
     def transformed(self, x_RD: Tensor) -> Tensor:
         """x_RD, ready for the vocabulary's projection."""
-        assert self.transform is not None and self.norm is not None, "this top predicts no masked tokens"
+        assert self.transform is not None, "this top predicts no masked tokens"
+        assert self.norm is not None
         return self.norm(self.act(self.transform(x_RD)))
 
     def pooled(self, x_RD: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from colonnade.model import (
     Stream,
     Transformer,
 )
-from colonnade.parallel.layout import layout_of, share
+from colonnade.parallel.layout import PARTIAL, layout_of, share
 from colonnade.parallel.mesh import Ground
 from tests.hf import LENGTHS, load
 from tests.models import BERTS, build, pairs
@@ -47,13 +47,17 @@ def results(model: Transformer) -> dict[str, Tensor]:
         case "masked":
             found["logits"] = model(stream, attend, Rows())
             whole, count = model(stream, attend, Loss(targets, 0.1))
-            found["loss"], found["count"] = model(stream, attend, Loss(targets, 0.1, rows))
+            found["loss"], found["count"] = model(stream, attend, Loss(targets[rows], 0.1, rows))
             assert_same(found["loss"], whole, what="the loss of the wanted rows alone")
             assert count == found["count"] == (targets != IGNORE).sum() > 0
         case "pretraining":
             found["order"] = model(stream, attend, Orders(FIRST))
-            masked, order = model(stream, attend, Pretraining(Loss(targets, rows_R=rows), Orders(FIRST), ORDERS))
-            found |= {"masked": masked, "order loss": order, "loss": masked + 3 * order}
+            wanted = Loss(targets[rows], rows_R=rows)
+            found["loss"], count = model(stream, attend, Pretraining(wanted, Orders(FIRST), ORDERS, 3.0))
+            masked, expected = model(stream, attend, wanted)
+            by_hand = torch.nn.functional.cross_entropy(found["order"], ORDERS, ignore_index=IGNORE, reduction="sum")
+            assert_same(found["loss"], masked + 3 * by_hand, what="the two losses together")
+            assert count == expected
         case "encoder":
             found["pooled"] = model(stream, attend, Pooled(FIRST))
             found["loss"] = (found["pooled"] @ weight).square().sum()
@@ -66,8 +70,8 @@ def results(model: Transformer) -> dict[str, Tensor]:
     return found
 
 
-def _check(config: ModelConfig, world: int) -> None:
-    with Ground.build(Plan(tp=world)) as ground:
+def _check(config: ModelConfig, world: int, sequence_parallel: bool) -> None:
+    with Ground.build(Plan(tp=world, sequence_parallel=sequence_parallel)) as ground:
         whole, mine = build(config), build(config, ground.axes)
         layout = layout_of(mine)
         expected, got = results(whole), results(mine)
@@ -79,15 +83,17 @@ def _check(config: ModelConfig, world: int) -> None:
             reference = whole.get_parameter(name).grad
             assert (p.grad is None) == (reference is None), name
             if p.grad is not None:
-                assert p.grad.abs().max() > 0, f"{name} has no part in the loss"
-                assert_same(p.grad, share(reference, layout[name], ground.axes.tp), what=f"gradient of {name}")
+                grad = ground.axes.tp.sum_(p.grad) if layout[name] is PARTIAL else p.grad
+                assert grad.abs().max() > 0, f"{name} has no part in the loss"
+                assert_same(grad, share(reference, layout[name], ground.axes.tp), what=f"gradient of {name}")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", BERTS)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence_parallel"])
 @pytest.mark.xdist_group("worlds")
-def test_equals_one_process(name: str, world: int) -> None:
-    run(world, _check, BERTS[name], world)
+def test_equals_one_process(name: str, world: int, sequence_parallel: bool) -> None:
+    run(world, _check, BERTS[name], world, sequence_parallel)
 
 
 SIZES = {

@@ -3,9 +3,9 @@
     "bert"            norms after each part and after the embedding (figure 7a of arXiv 1909.08053)
     "megatron-bert"   norms before each part and after the last block (figure 7b)
 
-``architectures`` says what stands on the blocks (our :attr:`ModelConfig.top`); without it, the base model and its pooler.
-The original files name norms as TensorFlow did (gamma, beta), and ``bert-base-uncased`` calls itself a masked-token
-model while it holds the pooler and the sentence head too: then it is read as what it holds.
+``architectures`` says what stands on the blocks (our :attr:`ModelConfig.top`); without it, a pooler alone. The
+original files name norms as TensorFlow did (gamma, beta), and ``bert-base-uncased`` calls itself a masked-token model
+while it holds the pooler and the sentence head too: then it is read as what it holds.
 """
 
 from collections.abc import Callable, Collection
@@ -95,7 +95,7 @@ def _from_hf(kind: Kind, stem: str) -> Callable[[Keys], ModelConfig]:
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
             keys.take(name)  # for training alone; ours are settings of a run
         named = (keys.take("architectures") or [f"{stem}Model"])[0]
-        known = {stem + end: top for end, top in TOPS.items()}
+        known: dict[str, Top] = {stem + end: top for end, top in TOPS.items()}
         if not isinstance(named, str) or named not in known:
             raise keys.refuse("architectures", f"known classes are {', '.join(known)}")
         labels = keys.take("id2label") or range(keys.size("num_labels", 2))
