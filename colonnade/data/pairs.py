@@ -3,7 +3,9 @@
     [CLS] first [SEP] second [SEP]            segments 0 0 0 1 1        at most ``sequence`` tokens
 
 A document of n tokens is read in ⌈n / (sequence − 3)⌉ windows of that length, spread evenly, so that only a document
-shorter than one gives a shorter sample, and nothing is ever padded. A window is cut where a sentence ends (where it has
+shorter than one gives a shorter sample. What such samples leave free of a batch is filled up at its end, with sequences
+that no sample sees and that have no targets, so that every batch has as many tokens (torch.compile and pipelines need
+one shape). A window is cut where a sentence ends (where it has
 no such place, between two words), and one time in two its halves change places: to tell is the sentence-order task
 (Lan 2020, arXiv 1909.11942, section 3.1), which replaces BERT's next-sentence task as in Megatron-LM, section 4.2.
 
@@ -75,8 +77,14 @@ class Pairs:
             firsts.append(at)
             orders.append(one.order)
             at += len(masked)
+        rest = len(tokens) * config.sequence - at
+        for start in range(0, rest, config.sequence):
+            empty = np.zeros(min(config.sequence, rest - start), np.int64)
+            for part, value in ((tokens, self._pieces.cls), (segments, 0), (targets, IGNORE)):
+                part.append(empty + value)
+            at += len(empty)
         lengths = np.array([len(part) for part in tokens])
-        equal = bool((lengths == config.sequence).all())
+        equal = rest == 0
         starts = np.concatenate([[0], np.cumsum(lengths)])
         if not equal:
             starts = np.pad(starts, (0, power_of_two(len(lengths)) - len(lengths)), constant_values=at)

@@ -1,4 +1,4 @@
-"""A micro-batch as a model takes it: the stream, who sees whom, what comes out; or this context rank's share of them."""
+"""A micro-batch as a model takes it: the stream, who sees whom, what comes out; or a context rank's share of them."""
 
 import torch
 from torch import Tensor

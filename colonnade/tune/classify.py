@@ -49,8 +49,8 @@ def fit(model: Transformer, examples: Sequence[Example], train: TrainConfig, gro
     """Train ``model`` for ``train.steps`` steps of ``train.batch`` examples; the loss of each step.
 
     ``train.seed`` orders the examples. Every rank of ``ground`` calls this with all the examples. Raises
-    :class:`DataError` for no examples, one longer than the context, or a label that is no class, :class:`PlanError` for a
-    pipeline or a context axis.
+    :class:`DataError` for no examples, one longer than the context, or a label that is no class, and
+    :class:`PlanError` for a pipeline or a context axis.
     """
     check(model, examples)
     if ground.plan.pp * ground.plan.cp > 1:

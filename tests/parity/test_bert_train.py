@@ -61,7 +61,16 @@ def history(run: RunConfig) -> dict[int, tuple[float, ...]]:
 
 @pytest.mark.parametrize(
     ("family", "plan"),
-    [("bert", Plan(tp=2)), ("megatron-bert", Plan(tp=2, dp=2)), ("bert", Plan(dp=4)), ("megatron-bert", Plan(tp=4))],
+    [
+        ("bert", Plan(tp=2)),
+        ("megatron-bert", Plan(tp=2, dp=2)),
+        ("bert", Plan(dp=4)),
+        ("megatron-bert", Plan(tp=4)),
+        ("bert", Plan(tp=2, cp=2, sequence_parallel=True)),
+        ("megatron-bert", Plan(cp=3)),
+        ("megatron-bert", Plan(pp=2, tp=2, sequence_parallel=True)),
+        ("bert", Plan(pp=2, cp=2)),
+    ],
 )
 def test_any_plan_is_the_same_run(family: str, plan: Plan, corpus: Path, tmp_path: Path) -> None:
     alone = config(corpus, tmp_path / "alone", family)

@@ -45,8 +45,16 @@ def loader(corpus: Corpus, batch: int, micro: int, rank: int = 0, ranks: int = 1
     return Loader(corpus.split("train"), DataConfig(sequence=S, **config), batch, micro, rank, ranks, objective)
 
 
-def joined(batches, name: str) -> list[int]:
-    return torch.cat([getattr(batch, name) for batch in batches]).tolist()
+def read(batches, name: str) -> list[list[int]]:
+    """A field of each sample, without what fills a batch up."""
+    found = []
+    for batch in batches:
+        value, count = getattr(batch, name), len(batch.first_R)
+        ends = batch.cu_seqlens.tolist()
+        found += [
+            [int(value[i])] if name == "orders_R" else value[ends[i] : ends[i + 1]].tolist() for i in range(count)
+        ]
+    return found
 
 
 # -- the vocabulary ------------------------------------------------------------------------------------------------
@@ -199,8 +207,11 @@ def test_a_batch_says_what_was_masked(corpus: Corpus, pieces: Pieces) -> None:
     T = len(batch.tokens_T)
     lengths = np.diff(batch.cu_seqlens.numpy())
     lengths = lengths[lengths > 0]
-    assert lengths.sum() == T and not batch.equal and batch.longest == S == lengths.max()
-    assert batch.first_R.tolist() == [0, *np.cumsum(lengths)[:-1]]
+    assert lengths.sum() == T == S * len(samples), "every batch has as many tokens"
+    assert not batch.equal and batch.longest == S == lengths.max()
+    free = int(batch.cu_seqlens[len(samples)])
+    assert free < T and (batch.targets_T[free:] == IGNORE).all(), "what is filled up has no targets"
+    assert batch.first_R.tolist() == [0, *np.cumsum(lengths)[: len(samples) - 1]]
     assert (batch.tokens_T[batch.first_R] == pieces.cls).all()
     assert batch.positions_T.tolist() == [i for n in lengths for i in range(n)]
     wanted = (batch.targets_T != IGNORE).nonzero()[:, 0]
@@ -212,7 +223,7 @@ def test_a_batch_says_what_was_masked(corpus: Corpus, pieces: Pieces) -> None:
         alone = objective.pack([i], [i + 1000])
         here = slice(first, first + int(lengths[i]))
         for name in ("tokens_T", "targets_T", "segments_T"):
-            assert torch.equal(getattr(alone, name), getattr(batch, name)[here]), (
+            assert torch.equal(getattr(alone, name)[: lengths[i]], getattr(batch, name)[here]), (
                 "a sample does not depend on the batch"
             )
 
@@ -223,7 +234,7 @@ def test_any_ranks_and_any_resume_see_the_same_masks(corpus: Corpus, seen: int, 
     parts = [batch for rank in range(ranks) for batch in loader(corpus, 12, micro, rank, ranks).at(seen)]
     steps = [batch for first in (seen, seen + 6) for batch in loader(corpus, 6, 3).at(first)]
     for name in ("tokens_T", "targets_T", "segments_T", "positions_T", "orders_R"):
-        assert joined(parts, name) == joined(whole, name) == joined(steps, name)
+        assert read(parts, name) == read(whole, name) == read(steps, name)
 
 
 def test_every_epoch_and_every_seed_masks_anew_and_validation_never(corpus: Corpus) -> None:
@@ -235,7 +246,7 @@ def test_every_epoch_and_every_seed_masks_anew_and_validation_never(corpus: Corp
     other = pairs(corpus, seed=1).pack([3], [3])
     assert first.targets_T.tolist() != other.targets_T.tolist()
     sweeps = [list(loader(corpus, 4, 4).sweep(7)) for _ in range(2)]
-    assert joined(sweeps[0], "targets_T") == joined(sweeps[1], "targets_T")
+    assert read(sweeps[0], "targets_T") == read(sweeps[1], "targets_T")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
