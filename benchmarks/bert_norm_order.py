@@ -4,9 +4,10 @@
     python benchmarks/bert_norm_order.py --layers 24 --width 1024 --batch 64 --steps 4000 --compile     on a GPU
 
 Both orders start from the same numbers (a parameter's generator is seeded by its name), see the same samples with the
-same masks, and differ in nothing but ``norm_order`` and the norms that go with it (after the embedding, or after the
-last block). The text is the State of the Union speeches. Writes ``results/bert_norm_order_{cpu,gpu}.json`` and, beside it,
-the curves as a picture. A run whose loss or gradient is no longer a number ends there, and its row says so.
+same masks, and differ in nothing but ``norm_order`` and the norms that go with it (after the embedding or after the
+last block). The text is the State of the Union speeches. Writes ``results/bert_norm_order_{cpu,gpu}.json`` and,
+beside it, the curves as a picture. A run whose loss or gradient is no longer a number ends there, and its row says
+so.
 """
 
 import argparse

@@ -84,9 +84,10 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList()
         for i in (i for span in spans for i in span):
             self.blocks.add_module(str(i), Block(config, axes, **on))
-        # In post-norm order the last block ends with a norm of its own.
-        closing = last and config.norm_order == "pre"
-        self.norm = Norm(config, config.width, placement=on_rows(axes), **on) if closing else None
+        self.norm = None
+        if last:  # in post-norm order the last block ends with a norm of its own
+            pre = config.norm_order == "pre"
+            self.norm = Norm(config, config.width, placement=on_rows(axes), **on) if pre else nn.Identity()
         self.top = Top(config, axes, **on) if last and config.top != "unembed" else None
         self.unembed = None
         self.layout: dict[str, Placement] = {}
@@ -116,8 +117,8 @@ class Transformer(nn.Module):
             x_tD = self.blocks.get_submodule(str(i))(x_tD, T, turn, attend.at(i, self.config.window_of(i)))
         if span.stop < self.config.layers:
             return x_tD
-        x_tD = x_tD if self.norm is None else self.norm(x_tD)
-        return head(x_tD, T, self.output, self.axes, self.config.vocab_size, self.top)
+        assert self.norm is not None, "the last span ends with the head"
+        return head(self.norm(x_tD), T, self.output, self.axes, self.config.vocab_size, self.top)
 
     @property
     def output(self) -> Tensor:

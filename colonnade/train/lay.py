@@ -25,7 +25,8 @@ def lay(
     if cp.size > 1:
         attend = Ring.of(packed, len(batch.tokens_T), cp)
         mine_t = attend.index_t
-        stream = Stream(*(None if part is None else part[mine_t] for part in stream))
+        segments_t = None if batch.segments_T is None else batch.segments_T[mine_t]
+        stream = Stream(batch.tokens_T[mine_t], batch.positions_T[mine_t], segments_t)
         # Where each token of the whole stream stands here, or -1: shapes do not depend on what is where.
         here_T = torch.full_like(batch.tokens_T, -1)
         here_T[mine_t] = torch.arange(len(mine_t), device=mine_t.device)

@@ -1,17 +1,20 @@
 """BERT in both orders of norms: any tensor-parallel layout equals one process, and one process equals transformers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from colonnade.checkpoint.hf.families import FAMILIES
+from colonnade.checkpoint.hf.families import FAMILIES, config_from_hf, config_to_hf
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.checkpoint.stored import stored_parameters
 from colonnade.config import ModelConfig, Plan
+from colonnade.errors import CheckpointError, ConfigError
 from colonnade.model import (
     IGNORE,
     Classes,
@@ -216,3 +219,67 @@ def test_any_layout_reads_and_writes_the_same_model(name: str, tp: int, tmp_path
     weights, original = back.state_dict(), theirs.state_dict()
     assert weights.keys() == original.keys()
     assert all(torch.equal(weights[key], original[key]) for key in weights)
+
+
+def test_old_files_are_read_as_what_they_hold(tmp_path: Path) -> None:
+    """As bert-base-uncased lies on the Hub: TensorFlow's names, a copy of the embedding, and more than it says."""
+    theirs = reference("BertForPreTraining")
+    theirs.save_pretrained(tmp_path / "new")
+    theirs.save_pretrained(tmp_path / "old")
+    tensors = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+        for name, value in load_file(tmp_path / "new" / "model.safetensors").items()
+    }
+    tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
+    tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
+    tensors["bert.embeddings.position_ids"] = torch.arange(32.0)[None]
+    said = json.loads((tmp_path / "new" / "config.json").read_text()) | {"architectures": ["BertForMaskedLM"]}
+    (tmp_path / "old" / "config.json").write_text(json.dumps(said))
+    save_file(tensors, tmp_path / "old" / "model.safetensors")
+    new, old = load(tmp_path / "new"), load(tmp_path / "old")
+    assert old.config == new.config
+    assert all(torch.equal(p, old.get_parameter(name)) for name, p in new.named_parameters())
+
+    tensors["cls.predictions.decoder.bias"] += 1
+    save_file(tensors, tmp_path / "old" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'cls\.predictions\.decoder\.bias' that differs"):
+        load(tmp_path / "old")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["BertForTokenClassification"]}, "known classes are BertModel, BertForPreTraining"),
+        ({"architectures": [["BertModel"]]}, "known classes are"),
+        ({"position_embedding_type": "relative_key"}, "only positions that are added"),
+        ({"is_decoder": True}, "only the encoder"),
+        ({"tie_word_embeddings": False}, "BERT's output projection is its embedding"),
+        ({"hidden_act": "quick_gelu"}, "known activations"),
+    ],
+)
+def test_what_we_cannot_express_is_refused(changes: dict[str, Any], message: str) -> None:
+    raw = {"model_type": "bert", **SIZES, "architectures": ["BertModel"]}
+    assert config_from_hf(raw).top == "encoder"
+    with pytest.raises(CheckpointError, match=message):
+        config_from_hf(raw | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"causal": True}, "causal = True and top = 'pretraining' do not belong together"),
+        ({"top": "unembed"}, "causal = False and top = 'unembed'"),
+        ({"top": "classes"}, "top = 'classes' and classes = 0"),
+        ({"classes": 3}, "top = 'pretraining' and classes = 3"),
+        ({"top": "spans", "tied": False}, "no output projection that could be untied"),
+    ],
+)
+def test_inconsistent_encoders_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BERTS["post_pretraining"].but(**changes)
+
+
+@pytest.mark.parametrize("changes", [{"norm_order": "pre"}, {"embed_norm": False}, {"tied": False}, {"gated": True}])
+def test_what_a_bert_cannot_say_is_not_written(changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=f"'bert' files cannot express {next(iter(changes))}"):
+        config_to_hf(BERTS["post_pretraining"].but(**changes))
