@@ -116,7 +116,7 @@ class Trial:
         ids, T, axes = torch.tensor(tokens), len(tokens), self.ground.axes
         packed = Packed.of([T])
         text = Batch(ids, torch.arange(T), ids, packed.cu_seqlens, T, equal=True)
-        stream, attend, targets_t = lay(text, axes.cp)
+        stream, attend, _ = lay(text, self.model.config, axes.cp)
         # Of the context ranks one has the last token.
         places = torch.arange(T) if axes.cp.size == 1 else attend.index_t  # type: ignore[union-attr]
         head = Rows((places == T - 1).nonzero().flatten())
