@@ -125,9 +125,9 @@ def test_the_century_of_a_speech_by_the_median_of_five_seeds(capsys: pytest.Capt
         find_minilm()
     except CheckpointError as why:
         pytest.skip(str(why))
-    median = _example().main(["--per-class", "40", "--held-out", "25", "--lr", "5e-4"])
+    median = _example().main(["--per-class", "60", "--held-out", "40"])
     said = capsys.readouterr().out
     each = [float(line.split()[-1].rstrip("%")) / 100 for line in said.splitlines() if line.startswith("seed")]
     assert len(each) == 5
     assert median == pytest.approx(statistics.median(each), abs=1e-3)
-    assert median >= 0.6, f"chance is 0.25; measured {each}"
+    assert median >= 0.65, f"chance is 0.33; measured {each}"
