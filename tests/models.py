@@ -37,6 +37,25 @@ CONFIGS: dict[str, ModelConfig] = {
 }  # fmt: skip
 """12 key/value heads divide over tp of 1, 2, 3 and 4; 26 hidden units and the vocabularies do not."""
 
+_BERT = _GPT2 | {"family": "bert", "activation": "gelu", "norm_eps": 1e-12, "causal": False, "segments": 2}
+_POST = {"norm_order": "post", "embed_norm": True}
+BERTS: dict[str, ModelConfig] = {
+    "post_pretraining": ModelConfig(
+        vocab_size=101, heads=12, head_width=2, top="pretraining", **_TINY, **(_BERT | _POST)
+    ),
+    "pre_pretraining": ModelConfig(
+        vocab_size=101, heads=12, head_width=2, top="pretraining", **_TINY, **(_BERT | {"family": "megatron-bert"})
+    ),
+    "post_masked": ModelConfig(vocab_size=67, heads=12, head_width=2, top="masked", **_TINY, **(_BERT | _POST)),
+    "pre_classes": ModelConfig(
+        vocab_size=67, heads=12, head_width=2, top="classes", classes=5, **_TINY,
+        **(_BERT | {"family": "megatron-bert", "activation": "gelu_tanh"}),
+    ),
+    "post_spans": ModelConfig(vocab_size=67, heads=12, head_width=2, top="spans", **_TINY, **(_BERT | _POST)),
+    "post_encoder": ModelConfig(vocab_size=67, heads=12, head_width=2, top="encoder", **_TINY, **(_BERT | _POST)),
+}  # fmt: skip
+"""Encoders of both orders of norms, with each top."""
+
 THREE_KV_HEADS = ModelConfig(vocab_size=101, heads=6, kv_heads=3, head_width=4, **_TINY)
 """The odd one, for tp=3."""
 
@@ -65,3 +84,11 @@ def ragged(config: ModelConfig, lengths: list[int] = LENGTHS, seed: int = 0) -> 
     targets[torch.rand(T, generator=generator) < 0.2] = IGNORE
     positions = torch.cat([torch.arange(n) for n in lengths])
     return Stream(tokens, positions), Packed.of(lengths), targets
+
+
+def pairs(config: ModelConfig, lengths: list[int] = LENGTHS, seed: int = 0) -> tuple[Stream, Packed, torch.Tensor]:
+    """A stream of two segments a document, its attend in both directions, and targets of which most are ignored."""
+    stream, _, targets = ragged(config, lengths, seed)
+    segments = torch.cat([(torch.arange(n) >= n // 2).long() for n in lengths])
+    targets[torch.rand(len(targets), generator=torch.Generator().manual_seed(seed)) < 0.6] = IGNORE
+    return stream._replace(segments_T=segments), Packed.of(lengths, causal=False), targets

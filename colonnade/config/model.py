@@ -1,8 +1,8 @@
 """What a transformer is: sizes, and the few choices that tell one family from another.
 
-One set of fields spans GPT-2 (learned positions, LayerNorm, GELU, biases, tied) and the Llama line (rotary positions,
-RMSNorm, SwiGLU, grouped heads): the model reads these fields and never the family's name, which only says how
-:mod:`colonnade.checkpoint.hf` spells the weights on disk.
+One set of fields spans GPT-2 (learned positions, LayerNorm, GELU, biases, tied), the Llama line (rotary positions,
+RMSNorm, SwiGLU, grouped heads) and BERT (both directions, segments, a top of its own): the model reads these fields and
+never the family's name, which only says how :mod:`colonnade.checkpoint.hf` spells the weights on disk.
 """
 
 from typing import Any, Literal, Self, cast
@@ -12,8 +12,9 @@ from pydantic import Field, model_validator
 from colonnade.config.base import Config
 from colonnade.errors import ConfigError
 
-Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "bert", "megatron-bert"]
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
+Top = Literal["unembed", "masked", "pretraining", "encoder", "classes", "spans"]
 
 
 class RopeScaling(Config):
@@ -72,7 +73,10 @@ class ModelConfig(Config):
     rope_scaling: RopeScaling | None = None
     """How rotary frequencies are stretched for long contexts; none by default."""
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
-    """Normalisation before each block (and after the last)."""
+    """Kind of normalisation."""
+    norm_order: Literal["pre", "post"] = "pre"
+    """pre: x + f(norm(x)), and a norm after the last block (GPT-2; Megatron-LM, figure 7b). post: norm(x + f(x)), the
+    original Transformer's and BERT's order (figure 7a)."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """Added to the variance."""
     activation: Activation = "silu"
@@ -93,6 +97,18 @@ class ModelConfig(Config):
     """Sliding window: a query sees itself and window − 1 earlier tokens (Mistral); None sees all."""
     window_from_layer: int = Field(default=0, ge=0)
     """The first layer that has the window (Qwen2's max_window_layers)."""
+    causal: bool = True
+    """False: every token sees its whole sequence (BERT); such a model has one of the tops below."""
+    segments: int = Field(default=0, ge=0)
+    """Rows of a table of segments added to the embedding (BERT: 2, for its pairs of texts); 0 has no table."""
+    embed_norm: bool = False
+    """Normalise the sum of the embeddings (the original BERT)."""
+    top: Top = "unembed"
+    """What stands on the last block. unembed: the vocabulary's logits. masked: the same through BERT's transform.
+    pretraining: masked, with a pooler and the order of two sentences. encoder: a pooler alone. classes: a pooler and a
+    classifier. spans: the first and the last token of an answer."""
+    classes: int = Field(default=0, ge=0)
+    """Outputs of the classifier (top = classes)."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights; residual outputs are divided by √(2L)."""
 
@@ -124,7 +140,21 @@ class ModelConfig(Config):
             raise ConfigError(f"rotary positions turn pairs: head_width {self.head_width} must be even")
         if self.positions == "learned" and self.rope_scaling:
             raise ConfigError("rope_scaling belongs to rotary positions; this model has learned ones; remove it")
+        self._consistent_top()
         return self
+
+    def _consistent_top(self) -> None:
+        if self.causal != (self.top == "unembed"):
+            raise ConfigError(
+                f"causal = {self.causal} and top = '{self.top}' do not belong together; a causal model has the top "
+                "'unembed', one that sees both directions any other (pretraining, to begin with)"
+            )
+        if bool(self.classes) != (self.top == "classes"):
+            raise ConfigError(
+                f"top = '{self.top}' and classes = {self.classes} do not belong together; set both or neither"
+            )
+        if not self.tied and self.top in ("encoder", "classes", "spans"):
+            raise ConfigError(f"top = '{self.top}' has no output projection that could be untied; set tied to true")
 
     def but(self, **changes: Any) -> Self:
         """A copy with some fields changed; sizes that followed from others follow the new ones."""
@@ -145,6 +175,16 @@ class ModelConfig(Config):
         return self.window if layer >= self.window_from_layer else None
 
     @property
+    def has_pooler(self) -> bool:
+        """Whether a tanh layer reads each sequence's first token."""
+        return self.top in ("pretraining", "encoder", "classes")
+
+    @property
+    def predicts_masked(self) -> bool:
+        """Whether the top predicts the tokens behind a mask."""
+        return self.top in ("masked", "pretraining")
+
+    @property
     def parameters(self) -> int:
         """Number of weights, tied ones counted once."""
         d, f, h = self.width, self.ffn_width, self.head_width
@@ -152,21 +192,25 @@ class ModelConfig(Config):
         qkv = (self.heads + 2 * self.kv_heads) * h
         attention = qkv * d + qkv * self.qkv_bias + d * self.heads * h + d * self.out_bias + 2 * h * self.qk_norm
         ffn = (2 + self.gated) * d * f + self.ffn_bias * ((1 + self.gated) * f + d)
-        outside = self.vocab_size * d * (1 if self.tied else 2) + norm
+        outside = self.vocab_size * d * (1 if self.tied else 2)
+        outside += norm * ((self.norm_order == "pre") + self.embed_norm) + self.segments * d
         outside += self.context * d if self.positions == "learned" else 0
+        square = d * d + d
+        outside += (square + norm + self.vocab_size) * self.predicts_masked + square * self.has_pooler
+        outside += (d + 1) * {"pretraining": 2, "spans": 2, "classes": self.classes}.get(self.top, 0)
         return self.layers * (attention + ffn + 2 * norm) + outside
 
     def flops_per_token(self, sequence: int, *, causal: bool) -> float:
         """Floating-point operations to train on one token: 3 × the forward pass's matrix products.
 
         ``sequence`` is the attended length [tokens]; ``causal`` counts only the half of the scores that a causal
-        mask keeps, otherwise all of them (the convention of the Megatron and PaLM papers). The embedding look-up
+        mask keeps (of a causal model), otherwise all of them (the Megatron and PaLM papers'). The embedding look-up
         costs nothing; recomputation is not counted (it is model FLOPs, not hardware FLOPs).
         """
         qkv = (self.heads + 2 * self.kv_heads) * self.head_width
         dense = self.width * (qkv + self.heads * self.head_width + (2 + self.gated) * self.ffn_width)
         seen = min(sequence, self.window) if self.window else sequence
-        scores = 2 * seen * self.heads * self.head_width * (0.5 if causal else 1.0)
+        scores = 2 * seen * self.heads * self.head_width * (0.5 if causal and self.causal else 1.0)
         return 3 * 2 * (self.layers * (dense + scores) + self.width * self.vocab_size)
 
 

@@ -33,16 +33,47 @@ def _gpt2(layers: int, width: int, heads: int, **fields: Any) -> ModelConfig:
     return ModelConfig(layers=layers, width=width, heads=heads, ffn_width=4 * width, **(common | fields))
 
 
-def _llama2(layers: int, width: int, heads: int, kv_heads: int, ffn_width: int) -> ModelConfig:
+def _bert(layers: int, width: int, heads: int, *, original: bool = False, **fields: Any) -> ModelConfig:
+    """An encoder of F = 4 D, norms before each part (Megatron-LM, figure 7b) or after it (``original``, figure 7a)."""
+    common: dict[str, Any] = {
+        "family": "bert" if original else "megatron-bert",
+        "vocab_size": 30522,
+        "context": 512,
+        "positions": "learned",
+        "segments": 2,
+        "norm": "layernorm",
+        "norm_eps": 1e-12,
+        "norm_order": "post" if original else "pre",
+        "embed_norm": original,
+        "activation": "gelu",
+        "gated": False,
+        "qkv_bias": True,
+        "out_bias": True,
+        "ffn_bias": True,
+        "tied": True,
+        "causal": False,
+        "top": "pretraining",
+    }
+    return ModelConfig(layers=layers, width=width, heads=heads, ffn_width=4 * width, **(common | fields))
+
+
+def _llama2(layers: int, width: int, heads: int, kv_heads: int, ffn_width: int, **fields: Any) -> ModelConfig:
+    common: dict[str, Any] = {"vocab_size": 32000, "context": 4096}
     return ModelConfig(
-        vocab_size=32000,
         layers=layers,
         width=width,
         heads=heads,
         kv_heads=kv_heads,
         ffn_width=ffn_width,
-        context=4096,
+        **(common | fields),
     )
+
+
+def _code_llama(
+    layers: int, width: int, heads: int, kv_heads: int, ffn_width: int, vocab_size: int = 32016
+) -> ModelConfig:
+    """Llama 2's shape, a longer context and a longer rotary base (Roziere 2023, arXiv 2308.12950)."""
+    return _llama2(layers, width, heads, kv_heads, ffn_width, vocab_size=vocab_size, context=16384, rope_theta=1e6)
 
 
 def _llama3(layers: int, width: int, heads: int, ffn_width: int, factor: float = 1.0, **fields: Any) -> ModelConfig:
@@ -123,6 +154,19 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "gpt2-2.5b": lambda: _gpt2(54, 1920, 20, vocab_size=51200),
     "gpt2-4.2b": lambda: _gpt2(64, 2304, 24, vocab_size=51200),
     "gpt2-8.3b": lambda: _gpt2(72, 3072, 32, vocab_size=51200),
+    # The models that it trains to the end (table 2); its 2.5B is the one above.
+    "gpt2-355m": lambda: _gpt2(24, 1024, 16, vocab_size=51200),
+    "gpt2-8.3b-24-heads": lambda: _gpt2(72, 3072, 24, vocab_size=51200),
+    # Its BERTs (table 4): heads 64 wide, norms rearranged (figure 7b).
+    "bert-336m": lambda: _bert(24, 1024, 16),
+    "bert-1.3b": lambda: _bert(24, 2048, 32),
+    "bert-3.9b": lambda: _bert(48, 2560, 40),
+    # google-bert/bert-base-uncased, bert-large-uncased; sentence-transformers/all-MiniLM-L6-v2
+    "bert-base": lambda: _bert(12, 768, 12, original=True),
+    "bert-large": lambda: _bert(24, 1024, 16, original=True),
+    "minilm-l6": lambda: _bert(6, 384, 12, original=True, top="encoder"),
+    # The smallest that learns something of the sample speeches in minutes.
+    "bert-tour": lambda: _bert(4, 256, 4, vocab_size=4096),
     # HuggingFaceTB/SmolLM2-135M, -360M, -1.7B
     "smollm2-135m": lambda: _smollm2(30, 576, 9, 3, 1536, 1e5),
     "smollm2-360m": lambda: _smollm2(32, 960, 15, 5, 2560, 1e5),
@@ -131,10 +175,15 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "llama-2-7b": lambda: _llama2(32, 4096, 32, 32, 11008),
     "llama-2-13b": lambda: _llama2(40, 5120, 40, 40, 13824),
     "llama-2-70b": lambda: _llama2(80, 8192, 64, 8, 28672),
-    # meta-llama/Meta-Llama-3-8B, -70B; Llama-3.1-8B; Llama-3.2-1B, -3B
+    # codellama/CodeLlama-7b-hf, -13b-hf, -34b-hf
+    "code-llama-7b": lambda: _code_llama(32, 4096, 32, 32, 11008),
+    "code-llama-13b": lambda: _code_llama(40, 5120, 40, 40, 13824),
+    "code-llama-34b": lambda: _code_llama(48, 8192, 64, 8, 22016, vocab_size=32000),
+    # meta-llama/Meta-Llama-3-8B, -70B; Llama-3.1-8B, -70B; Llama-3.2-1B, -3B
     "llama-3-8b": lambda: _llama3(32, 4096, 32, 14336),
     "llama-3-70b": lambda: _llama3(80, 8192, 64, 28672),
     "llama-3.1-8b": lambda: _llama3(32, 4096, 32, 14336, factor=8.0),
+    "llama-3.1-70b": lambda: _llama3(80, 8192, 64, 28672, factor=8.0),
     "llama-3.2-1b": lambda: _llama3(16, 2048, 32, 8192, factor=32.0, tied=True),
     "llama-3.2-3b": lambda: _llama3(28, 3072, 24, 8192, factor=32.0, tied=True),
     # mistralai/Mistral-7B-v0.1

@@ -23,9 +23,14 @@ class DataConfig(Config):
     sequence: int = Field(default=512, gt=1)
     """Tokens in one sample."""
     separate_documents: bool = True
-    """True: attention and positions restart at each document. False: one sample is one sequence."""
+    """True: attention and positions restart at each document. False: one sample is one sequence. An encoder's sample is
+    a part of one document in any case."""
     seed: int = 0
-    """Seeds the order of the samples; independent of the layout and of the model's seed."""
+    """Seeds the order of the samples, and an encoder's masks; independent of the layout and of the model's seed."""
+    mask_share: float = Field(default=0.15, gt=0, lt=1)
+    """Encoders: share of a sample's tokens that are masked and predicted."""
+    mask_ngram: int = Field(default=3, ge=1)
+    """Encoders: most words in one masked run; n words are drawn with a probability in proportion to 1/n."""
 
 
 class TrainConfig(Config):
@@ -147,6 +152,11 @@ class RunConfig(Config):
         self.plan.check_micro_batches(-(-share // micro))
         if self.train.float8 != "none":
             float8.check(self.model, self.plan.tp)
+        if not (self.model.causal or self.model.predicts_masked):
+            raise ConfigError(
+                f"a model with top = '{self.model.top}' predicts no tokens, so it cannot be trained on text; "
+                "set --model.top pretraining"
+            )
         if self.data.sequence > self.model.context:
             raise ConfigError(
                 f"data.sequence {self.data.sequence} is longer than the model's context {self.model.context}; "

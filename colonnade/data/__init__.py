@@ -3,8 +3,21 @@
 from colonnade.data.batch import Batch
 from colonnade.data.corpus import Corpus, build
 from colonnade.data.cursor import Cursor
-from colonnade.data.loader import Loader
+from colonnade.data.loader import Loader, NextToken
 from colonnade.data.manifest import Manifest
+from colonnade.data.pairs import Pairs
 from colonnade.data.tokenizer import Tokenizer
+from colonnade.data.wordpiece import Pieces
 
-__all__ = ["Batch", "Corpus", "Cursor", "Loader", "Manifest", "Tokenizer", "build"]
+__all__ = [
+    "Batch",
+    "Corpus",
+    "Cursor",
+    "Loader",
+    "Manifest",
+    "NextToken",
+    "Pairs",
+    "Pieces",
+    "Tokenizer",
+    "build",
+]

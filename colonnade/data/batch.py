@@ -40,6 +40,14 @@ class Batch:
     """All sequences have ``longest`` tokens, and ``cu_seqlens`` has no entry beyond theirs."""
     first: int = 0
     """The number of its first token in the step's global batch, over data ranks and micro-batches; then they follow."""
+    segments_T: Tensor | None = None
+    """int64 segment of each token, in BERT's pairs; this and what follows is None elsewhere."""
+    predicted_R: Tensor | None = None
+    """int64: the rows of the stream that have a target, and some that have none, so that their count rarely changes."""
+    first_R: Tensor | None = None
+    """int64: the row at which each sample begins."""
+    orders_R: Tensor | None = None
+    """int64: whether each pair is in order (0) or swapped (1), or IGNORE."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same on ``device``; to a GPU the copy runs beside the computation, from pinned memory."""
@@ -51,10 +59,18 @@ class Batch:
         }
         return replace(self, **moved)
 
-    def scoring(self, tokens: int) -> "Batch":
-        """The same with only the first ``tokens`` targets kept: the rest is computed, and counts for nothing."""
-        kept_T = torch.arange(len(self.targets_T), device=self.targets_T.device) < tokens
-        return replace(self, targets_T=self.targets_T.where(kept_T, IGNORE))
+    def scoring(self, samples: int, sequence: int) -> "Batch":
+        """The same with only the first ``samples``' targets kept: the rest is computed, and counts for nothing.
+
+        ``sequence`` is the tokens of a sample, where all have as many (:attr:`first_R` is None).
+        """
+        T, tokens, orders_R = len(self.targets_T), samples * sequence, self.orders_R
+        if self.first_R is not None:
+            tokens = int(self.first_R[samples]) if samples < len(self.first_R) else T
+        if orders_R is not None:
+            orders_R = orders_R.where(torch.arange(len(orders_R), device=orders_R.device) < samples, IGNORE)
+        kept_T = torch.arange(T, device=self.targets_T.device) < tokens
+        return replace(self, targets_T=self.targets_T.where(kept_T, IGNORE), orders_R=orders_R)
 
 
 def samples_in(split: Split, sequence: int) -> int:
@@ -62,13 +78,8 @@ def samples_in(split: Split, sequence: int) -> int:
     return max(split.tokens - 1, 0) // sequence
 
 
-def pack(
-    split: Split, samples: Sequence[int] | np.ndarray, sequence: int, separate_documents: bool, place: int = 0
-) -> Batch:
-    """The batch of these sample numbers, in this order; T = len(samples) · sequence.
-
-    ``place`` is that of the first one in the step's global batch.
-    """
+def pack(split: Split, samples: Sequence[int] | np.ndarray, sequence: int, separate_documents: bool) -> Batch:
+    """The batch of these sample numbers, in this order; T = len(samples) · sequence."""
     rows = [_row(split, int(i) * sequence, sequence, separate_documents) for i in samples]
     tokens_T, targets_T, lengths = (np.concatenate(part) for part in zip(*rows, strict=True))
 
@@ -77,7 +88,7 @@ def pack(
     positions_T = np.arange(T) - np.repeat(starts[:-1], lengths)
     equal = len(lengths) == len(samples)
     if not equal:
-        starts = np.pad(starts, (0, _power_of_two(len(lengths)) - len(lengths)), constant_values=T)
+        starts = np.pad(starts, (0, power_of_two(len(lengths)) - len(lengths)), constant_values=T)
     return Batch(
         tokens_T=torch.from_numpy(tokens_T),
         positions_T=torch.from_numpy(positions_T),
@@ -85,7 +96,6 @@ def pack(
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
         longest=sequence,
         equal=equal,
-        first=place * sequence,
     )
 
 
@@ -99,6 +109,6 @@ def _row(split: Split, start: int, sequence: int, separate: bool) -> tuple[np.nd
     return tokens, targets, np.diff(ends[ends < sequence], prepend=0, append=sequence)
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     """The least power of two that is at least ``n``."""
     return 1 << (n - 1).bit_length()

@@ -24,6 +24,7 @@ from colonnade.data.progress import Built, Listener
 from colonnade.data.shards import ShardWriter
 from colonnade.data.sources import Piece, Reading, Source, documents, find, total_bytes
 from colonnade.data.tokenizer import Tokenizer
+from colonnade.data.wordpiece import train_wordpiece
 from colonnade.errors import ConfigError, DataError
 
 _VOCAB_SIZE = 8192
@@ -37,6 +38,7 @@ def build(
     *,
     tokenizer: str | Path | Tokenizer | None = None,
     vocab_size: int | None = None,
+    wordpiece: bool = False,
     validation_share: float = 0.05,
     shard_tokens: int = 1 << 27,
     field: str = "text",
@@ -47,17 +49,18 @@ def build(
 ) -> Manifest:
     """Write the corpus of ``sources`` to the folder ``out``, whole or not at all, and return its manifest.
 
-    ``sources`` are text, JSONL and Parquet files, folders of them, or (name, text) pairs. ``tokenizer`` is used as it
-    is; without one a byte-level BPE of ``vocab_size`` tokens (default 8192) is learnt from about ``vocabulary_bytes``
-    of the training documents. ``field`` names the JSONL field or Parquet column; ``separator`` is what stands between
-    the documents of a text file (by default a file is one). ``validation_share`` is the share of documents kept from
-    training. ``shard_tokens`` is the size of a file of tokens. ``overwrite`` replaces a corpus that is in the way.
+    ``sources`` are text, JSONL and Parquet files, folders of them, or (name, text) pairs. ``tokenizer`` is used as
+    it is; without one a byte-level BPE (BERT's WordPiece with ``wordpiece``) of ``vocab_size`` tokens (default
+    8192) is learnt from about ``vocabulary_bytes`` of the training documents. ``field`` names the JSONL field or
+    Parquet column; ``separator`` is what stands between the documents of a text file (by default a file is one).
+    ``validation_share`` is the share of documents kept from training. ``shard_tokens`` is the size of a file of
+    tokens. ``overwrite`` replaces a corpus that is in the way.
 
     Raises :class:`DataError` for what cannot be read or written, for no documents at all, and for a split that gets
     none; :class:`ConfigError` for settings out of range.
     """
     out = Path(out)
-    _check_settings(tokenizer, vocab_size, validation_share, shard_tokens, separator)
+    _check_settings(tokenizer, vocab_size, wordpiece, validation_share, shard_tokens, separator)
     _check_free(out, overwrite)
     found, how = find(sources), Reading(field, separator)
     size_bytes = total_bytes(found)
@@ -70,7 +73,8 @@ def build(
         if tokenizer is None:
             pieces = _heard(documents(found, how), size_bytes, tell)
             share = min(1.0, vocabulary_bytes / max(size_bytes, 1))
-            tokenizer = Tokenizer.train(_sampled(pieces, validation_share, share), vocab_size or _VOCAB_SIZE)
+            learn = train_wordpiece if wordpiece else Tokenizer.train
+            tokenizer = learn(_sampled(pieces, validation_share, share), vocab_size or _VOCAB_SIZE)
         elif not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_file(tokenizer)
         if not tokenizer.eos_ids:
@@ -99,8 +103,15 @@ def build(
 
 
 def _check_settings(
-    tokenizer: object, vocab_size: int | None, validation_share: float, shard_tokens: int, separator: str | None
+    tokenizer: object,
+    vocab_size: int | None,
+    wordpiece: bool,
+    validation_share: float,
+    shard_tokens: int,
+    separator: str | None,
 ) -> None:
+    if tokenizer is not None and wordpiece:
+        raise ConfigError("a tokenizer is given, and a WordPiece vocabulary is to be learnt; leave out one of them")
     if tokenizer is not None and vocab_size is not None:
         raise ConfigError(f"a tokenizer is given, and a vocab_size of {vocab_size} to learn one; leave out one of them")
     if not 0 <= validation_share < 1:

@@ -21,8 +21,8 @@ import numpy as np
 
 _ROUNDS = 8
 _LEAST_HALF = 2  # bits: on fewer, too few of the orders of a handful of samples are reached
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Cursor:
 def permute(places: np.ndarray, samples: int, seed: int, epoch: int) -> np.ndarray:
     """The samples that stand at ``places`` (each in 0..samples-1) of the order of ``seed`` and ``epoch``."""
     half = max(_LEAST_HALF, (max(samples - 1, 1).bit_length() + 1) // 2)
-    key = _mix_one(_mix_one(seed & _MASK) ^ (epoch & _MASK))
-    keys = [_mix_one((key + i * _GOLDEN) & _MASK) for i in range(_ROUNDS)]
+    key = mix_one(mix_one(seed & MASK) ^ (epoch & MASK))
+    keys = [mix_one((key + i * GOLDEN) & MASK) for i in range(_ROUNDS)]
 
     out = _encipher(places.astype(np.uint64), half, keys)
     while (outside := np.flatnonzero(out >= samples)).size:
@@ -66,17 +66,17 @@ def _encipher(x: np.ndarray, half: int, keys: list[int]) -> np.ndarray:
     low = np.uint64((1 << half) - 1)
     left, right = x >> np.uint64(half), x & low
     for key in keys:
-        left, right = right, left ^ (_mix(right + np.uint64(key)) & low)
+        left, right = right, left ^ (mix(right + np.uint64(key)) & low)
     return left << np.uint64(half) | right
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
     """splitmix64's finaliser, elementwise; uint64 arrays wrap around as the algorithm wants."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def _mix_one(x: int) -> int:
+def mix_one(x: int) -> int:
     """One well-mixed number from one integer: splitmix64's first output for this seed."""
-    return int(_mix(np.array([x], np.uint64) + np.uint64(_GOLDEN))[0])
+    return int(mix(np.array([x], np.uint64) + np.uint64(GOLDEN))[0])

@@ -10,6 +10,8 @@ machine, where GPT-2 1.2B takes half a second to train on them, on an H200.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
@@ -20,26 +22,61 @@ from colonnade.data.shards import Split
 from colonnade.errors import ConfigError, DataError
 
 
-class Loader:
-    """Batches of ``split`` for data rank ``dp_rank`` of ``dp_size``."""
+class Objective(Protocol):
+    """What is made of a split: so many samples, and a batch of any of them."""
 
-    def __init__(
-        self, split: Split, config: DataConfig, batch: int, micro_batch: int, dp_rank: int = 0, dp_size: int = 1
-    ):
-        """Raises :class:`ConfigError` when the ranks cannot share a batch, :class:`DataError` for too few tokens."""
-        if batch % dp_size:
-            raise ConfigError(f"a batch of {batch} samples does not divide over {dp_size} data ranks; "
-                              f"make it a multiple, such as {-(-batch // dp_size) * dp_size}")  # fmt: skip
+    samples: int
+    """Samples in the split: one epoch."""
+
+    def pack(self, samples: np.ndarray, numbers: np.ndarray) -> Batch:
+        """The batch of these samples; ``numbers`` say which draw of each, where anything is drawn."""
+        ...
+
+
+class NextToken:
+    """A causal model's: every token's target is the one after it, and nothing is drawn."""
+
+    def __init__(self, split: Split, config: DataConfig):
+        """Raises :class:`DataError` for too few tokens."""
+        self._split, self._config = split, config
         self.samples = samples_in(split, config.sequence)
-        """Samples in the split: one epoch."""
         if not self.samples:
             raise DataError(
                 f"the {split.name} split has {split.tokens} tokens, and one sample with its last target needs "
                 f"{config.sequence + 1}; add text, or set data.sequence to {max(split.tokens - 1, 1)} or less"
             )
+
+    def pack(self, samples: np.ndarray, numbers: np.ndarray) -> Batch:
+        """The batch of these samples."""
+        return pack(self._split, samples, self._config.sequence, self._config.separate_documents)
+
+
+class Loader:
+    """Batches of ``split`` for data rank ``dp_rank`` of ``dp_size``."""
+
+    def __init__(
+        self,
+        split: Split,
+        config: DataConfig,
+        batch: int,
+        micro_batch: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        objective: Objective | None = None,
+    ):
+        """``objective`` is :class:`NextToken` by default.
+
+        Raises :class:`ConfigError` when the ranks cannot share a batch, :class:`DataError` for too few tokens.
+        """
+        if batch % dp_size:
+            raise ConfigError(f"a batch of {batch} samples does not divide over {dp_size} data ranks; "
+                              f"make it a multiple, such as {-(-batch // dp_size) * dp_size}")  # fmt: skip
+        self._objective = objective or NextToken(split, config)
+        self.samples = self._objective.samples
+        """Samples in the split: one epoch."""
         assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
         assert micro_batch > 0, micro_batch
-        self._split, self._config = split, config
+        self._config = config
         self._batch, self._micro_batch, self._rank, self._ranks = batch, micro_batch, dp_rank, dp_size
         self._cursor = Cursor(self.samples, config.seed)
 
@@ -47,8 +84,14 @@ class Loader:
         """This rank's micro-batches of the step that begins after ``seen`` samples, counted over all ranks."""
         share = self._batch // self._ranks
         place = self._rank * share
-        mine = self._cursor.at(seen + place, share)
-        return [self._pack(part, place + i * self._micro_batch) for i, part in enumerate(self._parts(mine))]
+        first = seen + place
+        mine, numbers = self._cursor.at(first, share), np.arange(first, first + share)
+        parts = zip(self._parts(mine), self._parts(numbers), strict=True)
+        batches = [self._objective.pack(samples, drawn) for samples, drawn in parts]
+        return [
+            replace(batch, first=(place + i * self._micro_batch) * self._config.sequence)
+            for i, batch in enumerate(batches)
+        ]
 
     def sweep(self, samples: int) -> Iterator[Batch]:
         """Micro-batches of ``samples`` samples spread evenly over the split (all of them, if it has fewer).
@@ -61,11 +104,9 @@ class Loader:
         places = np.arange(self._rank * share, (self._rank + 1) * share)
         for part in self._parts(places):
             repeated = np.minimum(part, samples - 1)
-            batch = self._pack(repeated * self.samples // samples)
-            yield batch.scoring(int((part < samples).sum()) * self._config.sequence)
+            chosen = repeated * self.samples // samples
+            batch = self._objective.pack(chosen, -1 - chosen)  # numbers that no training sample has
+            yield batch.scoring(int((part < samples).sum()), self._config.sequence)
 
     def _parts(self, samples: np.ndarray) -> list[np.ndarray]:
         return [samples[i : i + self._micro_batch] for i in range(0, len(samples), self._micro_batch)]
-
-    def _pack(self, samples: np.ndarray, place: int = 0) -> Batch:
-        return pack(self._split, samples, self._config.sequence, self._config.separate_documents, place)

@@ -23,6 +23,8 @@ from colonnade.errors import DataError, RequestError
 
 _OURS = "colonnade"  # key of tokenizer_config.json under which we keep ids, which transformers leaves alone
 
+_BERTS = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
+
 
 class Tokenizer:
     """Text to ids and back. Make one with :meth:`from_file`, :meth:`from_bpe_files` or :meth:`train`."""
@@ -109,6 +111,7 @@ class Tokenizer:
             "bos_token": None if self.bos_id is None else token(self.bos_id),
             "eos_token": token(self.eos_ids[0]) if self.eos_ids else None,
             "clean_up_tokenization_spaces": False,
+            **{f"{name}_token": spelt for name, spelt in _BERTS.items() if self.token_id(spelt) in self.special_ids},
             "chat_template": self.chat_template,
             _OURS: {"bos_id": self.bos_id, "eos_ids": list(self.eos_ids)},
         }
@@ -131,6 +134,14 @@ class Tokenizer:
             return self._core.encode(text, add_special_tokens=special).ids
         except TypeError:
             raise _not_text(text) from None
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """(ids, segments) of two texts with what the tokenizer puts around them: BERT's pairs."""
+        try:
+            encoding = self._core.encode(first, second)
+        except TypeError:
+            raise _not_text(first + second) from None
+        return encoding.ids, encoding.type_ids
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of many texts, in parallel on all cores, with nothing added.
@@ -221,9 +232,13 @@ def _read_surroundings(folder: Path, core: tokenizers.Tokenizer) -> tuple[int | 
     generation = _read_json(folder / "generation_config.json")
     ours = config.get(_OURS, {})
 
-    bos_id = ours.get("bos_id", _id_of(named.get("bos_token"), core))
+    # BERT's tokenizers name no beginning and no end, but what stands there.
+    bos_id = ours.get("bos_id", _id_of(named.get("bos_token") or named.get("cls_token"), core))
     bos_id = generation.get("bos_token_id") if bos_id is None else bos_id
-    ends = [*ours.get("eos_ids", [_id_of(named.get("eos_token"), core)]), *_as_list(generation.get("eos_token_id"))]
+    ends = [
+        *ours.get("eos_ids", [_id_of(named.get("eos_token") or named.get("sep_token"), core)]),
+        *_as_list(generation.get("eos_token_id")),
+    ]
     eos_ids = tuple(dict.fromkeys(end for end in ends if end is not None))
 
     jinja = folder / "chat_template.jinja"

@@ -2,6 +2,7 @@
 
 from colonnade.model.attend import Packed, Paged
 from colonnade.model.cache import KVCache
+from colonnade.model.encoder_heads import Classes, Hidden, Orders, Pooled, Pretraining, Spans
 from colonnade.model.head import Loss, Rows
 from colonnade.model.initialise import initialise
 from colonnade.model.loss import IGNORE
@@ -12,14 +13,20 @@ from colonnade.model.transformer import Transformer
 
 __all__ = [
     "IGNORE",
+    "Classes",
+    "Hidden",
     "KVCache",
     "Loss",
     "Noise",
+    "Orders",
     "Packed",
     "Paged",
+    "Pooled",
+    "Pretraining",
     "Rates",
     "Ring",
     "Rows",
+    "Spans",
     "Stream",
     "Transformer",
     "initialise",

@@ -3,7 +3,8 @@
     x = Σ_ranks (W_rank[token − start] where this rank holds the row, else 0)
 
 (Megatron-LM, arXiv 1909.08053, section 3.) The vocabulary may have any size: shares are uneven rather than padded, so
-that a checkpoint does not depend on the plan. Learned positions, where a family has them, are added after the sum.
+that a checkpoint does not depend on the plan. Learned positions and segments, where a family has them, are added after
+the sum, and BERT normalises it (Devlin 2019, arXiv 1810.04805, section 3).
 """
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade.config import ModelConfig
+from colonnade.model.norm import Norm
 from colonnade.model.stream import Stream
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, on_rows
@@ -30,7 +32,7 @@ class Embedding(nn.Module):
     def __init__(
         self, config: ModelConfig, axes: Axes, *, positions: bool = True, device: torch.device, dtype: torch.dtype
     ):
-        """``positions`` False leaves their table out: the far end of a pipeline needs the tied tokens only."""
+        """``positions`` False leaves all but the tokens out: the far end of a pipeline needs these only."""
         super().__init__()
         self.axes, self.vocab_size = axes, config.vocab_size
         self.start, stop = axes.tp.part(config.vocab_size)
@@ -40,14 +42,23 @@ class Embedding(nn.Module):
         if positions and config.positions == "learned":
             self.positions = _Table(config.context, config.width, device, dtype)
             self.layout["positions.weight"] = on_rows(axes)
+        self.segments = self.norm = None
+        if positions and config.segments:
+            self.segments = _Table(config.segments, config.width, device, dtype)
+            self.layout["segments.weight"] = on_rows(axes)
+        if positions and config.embed_norm:
+            self.norm = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
 
     def forward(self, stream: Stream) -> Tensor:
         """x_tD."""
         x_tD = self._rows(stream.tokens_T)
+        mine = self.axes.rows(len(stream.tokens_T))
         if self.positions is not None:
-            mine = self.axes.rows(len(stream.tokens_T))
             x_tD = x_tD + F.embedding(stream.positions_T[mine], self.positions.weight)
-        return x_tD
+        if self.segments is not None:
+            table, segments_T = self.segments.weight, stream.segments_T
+            x_tD = x_tD + (table[0] if segments_T is None else F.embedding(segments_T[mine], table))
+        return x_tD if self.norm is None else self.norm(x_tD)
 
     def _rows(self, tokens_T: Tensor) -> Tensor:
         weight_vD = self.tokens.weight

@@ -7,13 +7,18 @@ from torch import Tensor
 
 from colonnade.model.linear import linear
 from colonnade.model.loss import IGNORE, cross_entropy_sum
+from colonnade.model.top import Top
 from colonnade.parallel.axis import Axes
 
 
 class Head(Protocol):
-    """Turns the last residual stream into the result, given this rank's rows of the output projection."""
+    """Turns the last residual stream into the result, given this rank's rows of the output projection, and an
+    encoder's :class:`~colonnade.model.top.Top`.
+    """
 
-    def __call__(self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int) -> Any:
+    def __call__(
+        self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int, top: Top | None = None
+    ) -> Any:
         """The result of the forward pass over T tokens, of which ``x_tD`` holds the rows ``axes.rows(T)``."""
         ...
 
@@ -24,26 +29,48 @@ class Rows:
 
     index_R: Tensor | None = None
 
-    def __call__(self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int) -> Tensor:
+    def __call__(
+        self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int, top: Top | None = None
+    ) -> Tensor:
         """logits_RV."""
-        x_TD = axes.enter(x_tD, T)
-        x_RD = x_TD if self.index_R is None else x_TD[self.index_R]
-        return axes.tp.join(linear(x_RD, weight_vD), 1, vocab_size)
+        x_RD, bias_v = _ready(x_tD, T, self.index_R, axes, top)
+        return axes.tp.join(linear(x_RD, weight_vD, bias_v), 1, vocab_size)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The summed cross-entropy against ``targets_T`` (:data:`IGNORE` where there is none), and their number."""
+    """The summed cross-entropy against ``targets_R`` (:data:`IGNORE` where there is none), and their number.
 
-    targets_T: Tensor
+    ``rows_R`` says to which tokens of the stream the targets belong: to all of them, in order, when it is None.
+    """
+
+    targets_R: Tensor
     smoothing: float = 0.0
+    rows_R: Tensor | None = None
 
-    def __call__(self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int, top: Top | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(sum of the losses, number of valid targets), the same on all tp ranks; the mean is the caller's affair,
         because it is taken over data ranks and micro-batches too.
         """
-        x_TD = axes.enter(x_tD, T)
+        x_RD, bias_v = _ready(x_tD, T, self.rows_R, axes, top)
         total = cross_entropy_sum(
-            x_TD, weight_vD, self.targets_T, tp=axes.tp, vocab_size=vocab_size, smoothing=self.smoothing
+            x_RD,
+            weight_vD,
+            self.targets_R,
+            tp=axes.tp,
+            vocab_size=vocab_size,
+            smoothing=self.smoothing,
+            bias_v=bias_v,
         )
-        return total, (self.targets_T != IGNORE).sum()
+        return total, (self.targets_R != IGNORE).sum()
+
+
+def _ready(x_tD: Tensor, T: int, rows_R: Tensor | None, axes: Axes, top: Top | None) -> tuple[Tensor, Tensor | None]:
+    """x_RD as the ranks enter the output projection, and this rank's part of its bias."""
+    if top is None:
+        x_TD = axes.enter(x_tD, T)
+        return (x_TD if rows_R is None else x_TD[rows_R]), None
+    x_TD = axes.together(x_tD, T)
+    return axes.tp.fan_out(top.transformed(x_TD if rows_R is None else x_TD[rows_R])), top.bias

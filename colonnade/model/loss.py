@@ -1,6 +1,6 @@
 """Vocabulary-parallel cross-entropy in chunks: logits never fill memory, and never cross ranks.
 
-    loss = Σ_t valid_t · (lse_t − (1 − ε)·z_t[target_t] − ε·mean_v z_t[v])        z = x Wᵀ
+    loss = Σ_t valid_t · (lse_t − (1 − ε)·z_t[target_t] − ε·mean_v z_t[v])        z = x Wᵀ (+ b, BERT's)
 
 Each rank computes the logits of its own rows of W; per token, one maximum and one sum of three numbers (Σ exp, the
 target's logit, Σ logits) cross the ranks (Megatron-LM, arXiv 1909.08053, section 3, which sends b·s numbers instead
@@ -38,34 +38,44 @@ and 50,304 take a quarter of that. So W gets some zero rows for the duration of 
 
 
 def cross_entropy_sum(
-    x_TD: Tensor, weight_vD: Tensor, targets_T: Tensor, *, tp: Axis, vocab_size: int, smoothing: float = 0.0
+    x_TD: Tensor,
+    weight_vD: Tensor,
+    targets_T: Tensor,
+    *,
+    tp: Axis,
+    vocab_size: int,
+    smoothing: float = 0.0,
+    bias_v: Tensor | None = None,
 ) -> Tensor:
     """The summed loss of the valid tokens, float32 (float64 for float64 inputs), the same on all tp ranks.
 
     ``x_TD`` must come out of ``tp.fan_out``: each rank's gradient of it is that of its own rows of W only.
     """
-    return _CrossEntropy.apply(x_TD, weight_vD, targets_T, tp, vocab_size, smoothing)
+    return _CrossEntropy.apply(x_TD, weight_vD, bias_v, targets_T, tp, vocab_size, smoothing)
 
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx, x_TD, weight_vD, targets_T, tp: Axis, vocab_size: int, smoothing: float) -> Tensor:
+    def forward(ctx, x_TD, weight_vD, bias_v, targets_T, tp: Axis, vocab_size: int, smoothing: float) -> Tensor:
         exact = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
         stats, gradient = _fused() if x_TD.is_cuda else (_stats, _gradient)
         T, v = len(x_TD), len(weight_vD)
         start, _ = tp.part(vocab_size)
         kind = x_TD.device.type
         rows = max(1, min(CHUNK_ROWS[kind], CHUNK_BYTES[kind] // (v * exact.itemsize)))
-        wants_x, wants_w = ctx.needs_input_grad[:2]
+        wants_x, wants_w, wants_b = ctx.needs_input_grad[:3]
         dx_TD = torch.empty_like(x_TD) if wants_x else None
         padded_vD = F.pad(weight_vD, (0, 0, 0, -v % ALIGN[kind]))
         # Chunks add up in full precision.
         dw_vD = torch.zeros_like(padded_vD, dtype=exact) if wants_w else None
+        db_v = torch.zeros_like(bias_v, dtype=exact) if wants_b else None
         loss = torch.zeros((), dtype=exact, device=x_TD.device)
         for a in range(0, T, rows):
             x_cD, target_c = x_TD[a : a + rows], targets_T[a : a + rows]
             z_cv = x_cD @ padded_vD.T
             z_cv[:, v:] = -torch.inf
+            if bias_v is not None:
+                z_cv[:, :v] += bias_v
             valid_c, local_c = target_c != IGNORE, target_c - start
             top_c, sums_3c = stats(z_cv[:, :v], local_c, exact, smoothing)
             highest_c = tp.max_(top_c)
@@ -74,7 +84,7 @@ class _CrossEntropy(Function):
             lse_c = sum_c.log() + highest_c
             loss_c = lse_c - (1 - smoothing) * target_z_c - smoothing / vocab_size * total_z_c
             loss += torch.where(valid_c, loss_c, 0.0).sum()
-            if wants_x or wants_w:
+            if wants_x or wants_w or wants_b:
                 dz_cv = gradient(z_cv, lse_c, valid_c, local_c, smoothing, vocab_size)
                 if dx_TD is not None:
                     torch.mm(dz_cv, padded_vD, out=dx_TD[a : a + rows])
@@ -82,17 +92,20 @@ class _CrossEntropy(Function):
                     dw_vD.addmm_(dz_cv.T, x_cD)
                 elif dw_vD is not None:
                     dw_vD += dz_cv.T @ x_cD
-        ctx.save_for_backward(dx_TD, dw_vD)
+                if db_v is not None:
+                    db_v += dz_cv[:, :v].sum(0, dtype=exact)
+        ctx.save_for_backward(dx_TD, dw_vD, db_v)
         ctx.weight_dtype, ctx.rows = weight_vD.dtype, v
         return loss
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        dx_TD, dw_vD = ctx.saved_tensors
+        dx_TD, dw_vD, db_v = ctx.saved_tensors
         # In float32: 1/count rounded to 16 bits would scale every gradient of the model but W's by up to 0.4% amiss.
         dx_TD = None if dx_TD is None else (dx_TD.to(grad.dtype) * grad).to(dx_TD.dtype)
         dw_vD = None if dw_vD is None else (dw_vD[: ctx.rows] * grad).to(ctx.weight_dtype)
-        return dx_TD, dw_vD, None, None, None, None
+        db_v = None if db_v is None else (db_v * grad).to(ctx.weight_dtype)
+        return dx_TD, dw_vD, db_v, None, None, None, None
 
 
 def _stats(z_cv: Tensor, local_c: Tensor, exact: torch.dtype, smoothing: float) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,8 @@ def score(
     """
     context = context or model.config.context
     stride = stride or context
+    if not model.config.causal:
+        raise RequestError("perplexity is a causal model's: this one sees both directions; ask for its hidden states")
     if len(tokens) < 2:
         raise RequestError(f"{len(tokens)} tokens cannot be scored: the first is never predicted; give a longer text")
     if not 0 < stride <= context <= model.config.context:

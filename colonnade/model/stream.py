@@ -14,5 +14,7 @@ class Stream(NamedTuple):
     """int64 token ids."""
     positions_T: Tensor
     """int64 position of each token within its own sequence."""
+    segments_T: Tensor | None = None
+    """int64 segment of each token, for a model that has a table of them; None is segment 0 everywhere."""
     noise: Noise | None = None
     """What is random in this step of training; None drops nothing."""

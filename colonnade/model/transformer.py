@@ -1,4 +1,4 @@
-"""One Transformer: GPT-2, the Llama line, and whatever else differs from them by a field of its config.
+"""One Transformer: GPT-2, the Llama line, BERT, and whatever else differs from them by a field of its config.
 
     out = model(stream, attend, head)
 
@@ -29,12 +29,17 @@ from colonnade.model.norm import Norm
 from colonnade.model.recompute import again
 from colonnade.model.rotary import Rotation, frequencies, rotation
 from colonnade.model.stream import Stream
+from colonnade.model.top import Top
 from colonnade.parallel.axis import SOLO_AXES, Axes
 from colonnade.parallel.layout import Placement, on_rows
 
 
 class Block(nn.Module):
-    """x + drop(attention(norm(x))), then x + drop(ffn(norm(x))) (pre-norm, Radford 2019)."""
+    """Attention, then the feed-forward part, each beside the residual stream; dropout before each addition.
+
+    pre   x + f(norm(x))      Radford 2019; for BERT Megatron-LM, arXiv 1909.08053, figure 7b
+    post  norm(x + f(x))      Vaswani 2017, the original BERT; figure 7a
+    """
 
     def __init__(self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
@@ -42,6 +47,7 @@ class Block(nn.Module):
         self.attention = Attention(config, axes, device=device, dtype=dtype)
         self.norm2 = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
         self.ffn = FeedForward(config, axes, device=device, dtype=dtype)
+        self.post = config.norm_order == "post"
         self.recompute = False
 
     def forward(
@@ -53,6 +59,9 @@ class Block(nn.Module):
         return self._run(x_tD, T, turn, attend, noise)
 
     def _run(self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend, noise: PlaceNoise | None) -> Tensor:
+        if self.post:
+            x_tD = self.norm1(x_tD + drop(self.attention(x_tD, T, turn, attend), noise, ATTENTION))
+            return self.norm2(x_tD + drop(self.ffn(x_tD, T), noise, FFN))
         x_tD = x_tD + drop(self.attention(self.norm1(x_tD), T, turn, attend), noise, ATTENTION)
         return x_tD + drop(self.ffn(self.norm2(x_tD), T), noise, FFN)
 
@@ -85,7 +94,11 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList()
         for i in (i for span in spans for i in span):
             self.blocks.add_module(str(i), Block(config, axes, **on))
-        self.norm = Norm(config, config.width, placement=on_rows(axes), **on) if last else None
+        self.norm = None
+        if last:  # in post-norm order the last block ends with a norm of its own
+            pre = config.norm_order == "pre"
+            self.norm = Norm(config, config.width, placement=on_rows(axes), **on) if pre else nn.Identity()
+        self.top = Top(config, axes, **on) if last and config.top != "unembed" else None
         self.unembed = None
         self.layout: dict[str, Placement] = {}
         if last and not config.tied:
@@ -117,7 +130,7 @@ class Transformer(nn.Module):
         if span.stop < self.config.layers:
             return x_tD
         assert self.norm is not None, "the last span ends with the head"
-        return head(self.norm(x_tD), T, self.output, self.axes, self.config.vocab_size)
+        return head(self.norm(x_tD), T, self.output, self.axes, self.config.vocab_size, self.top)
 
     @property
     def output(self) -> Tensor:

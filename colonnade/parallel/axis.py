@@ -140,6 +140,10 @@ class Axes:
         """x_TD of the residual stream, for ranks of which each does its own share of the work on all T tokens."""
         return self.tp.gather(x_tD, 0, T) if self.sequence_parallel else self.tp.fan_out(x_tD)
 
+    def together(self, x_tD: Tensor, T: int) -> Tensor:
+        """x_TD of the residual stream, for ranks that all do the same with it."""
+        return self.tp.join(x_tD, 0, T) if self.sequence_parallel else x_tD
+
     def leave(self, y_TD: Tensor) -> Tensor:
         """The ranks' partial results, summed, as the residual stream holds them."""
         return self.tp.scatter_sum(y_TD, 0) if self.sequence_parallel else self.tp.fan_in(y_TD)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from colonnade.config import ServeConfig
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.errors import PlanError, RequestError
+from colonnade.errors import ConfigError, PlanError, RequestError
 from colonnade.model import Transformer
 from colonnade.serve import wire
 from colonnade.serve.batch import forward
@@ -51,6 +51,8 @@ class Engine:
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, config: ServeConfig | None = None):
         self.model, self.tokenizer, self.config = model, tokenizer, config or ServeConfig()
+        if not model.config.causal:
+            raise ConfigError("an encoder does not generate: load it and ask for its hidden(tokens) instead")
         if model.axes.dp.size > 1:
             raise PlanError(
                 f"an engine lays its model over tp ranks only, not over dp={model.axes.dp.size}; "

@@ -93,7 +93,7 @@ def arrange(
     if train.recompute != "budget":
         recompute(model.blocks, [train.recompute for _ in model.blocks])
         return None
-    block_bytes = weigh(make, model.config, lambda it: forward(it, batch, train.label_smoothing), world)
+    block_bytes = weigh(make, model.config, lambda it: forward(it, batch), world)
     choice = Choice(choose_kinds(block_bytes, blocks, allowed_bytes), block_bytes, allowed_bytes)
     recompute(model.blocks, choice.kinds)
     return str(choice)

@@ -1,26 +1,64 @@
-"""A micro-batch as a model takes it: the stream, who sees whom, the targets; or this context rank's share of them."""
+"""A micro-batch as a model takes it: the stream, who sees whom, the loss; or this context rank's share of them."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from colonnade.config import TrainConfig
 from colonnade.data import Batch
-from colonnade.model import Noise, Packed, Rates, Ring, Stream, Transformer
+from colonnade.model import IGNORE, Loss, Noise, Orders, Packed, Pretraining, Rates, Ring, Stream, Transformer
 
 
-def lay(batch: Batch, model: Transformer, noise: Noise | None = None) -> tuple[Stream, Packed | Ring, Tensor]:
-    """(stream, attend, targets_t) of ``batch`` on this rank; ``noise`` is that of the step, of whatever tokens."""
-    T, cp = len(batch.tokens_T), model.axes.cp
+@dataclass(frozen=True)
+class Terms:
+    """What a step asks of the loss of each of its micro-batches; as it stands, of a validation."""
+
+    smoothing: float = 0.0
+    """Label smoothing."""
+    order_weight: Tensor | float = 1.0
+    """What the order of a pair counts beside a token (BERT's second loss)."""
+    noise: Noise | None = None
+    """What is random in the step, of whatever tokens; None drops nothing."""
+
+
+VALIDATION = Terms()
+
+
+def lay(
+    batch: Batch, model: Transformer, terms: Terms = VALIDATION
+) -> tuple[Stream, Packed | Ring, Loss | Pretraining]:
+    """(stream, attend, head) of ``batch`` on this rank; the head gives (loss sum, its tokens)."""
+    T, cp, config, noise = len(batch.tokens_T), model.axes.cp, model.config, terms.noise
     if noise is not None:
-        noise = noise.of_tokens(batch.first + torch.arange(T, device=batch.tokens_T.device))
-    head, _ = model.axes.tp.part(model.config.heads)
-    packed = Packed(batch.cu_seqlens, batch.longest, batch.equal, noise=noise, head=head)
-    if cp.size == 1:
-        return Stream(batch.tokens_T, batch.positions_T, noise), packed, batch.targets_T
-    ring = Ring.of(packed, T, cp)
-    mine_t = ring.index_t
-    stream = Stream(batch.tokens_T[mine_t], batch.positions_T[mine_t], noise and noise.rows(mine_t))
-    return stream, ring, batch.targets_T[mine_t]
+        noise = noise.of_tokens(numbers(batch))
+    first_head, _ = model.axes.tp.part(config.heads)
+    cu, longest, equal = batch.cu_seqlens, batch.longest, batch.equal
+    attend = Packed(cu, longest, equal, causal=config.causal, noise=noise, head=first_head)
+    stream = Stream(batch.tokens_T, batch.positions_T, batch.segments_T, noise)
+    targets_R, rows_R, first_R, orders_R = batch.targets_T, batch.predicted_R, batch.first_R, batch.orders_R
+    if rows_R is not None:
+        targets_R = targets_R[rows_R]
+    if cp.size > 1:
+        attend = Ring.of(attend, T, cp)
+        mine_t = attend.index_t
+        segments_t, mine = None if batch.segments_T is None else batch.segments_T[mine_t], noise and noise.rows(mine_t)
+        stream = Stream(batch.tokens_T[mine_t], batch.positions_T[mine_t], segments_t, mine)
+        # Where each token of the whole stream stands here, or -1: shapes do not depend on what is where.
+        here_T = torch.full_like(batch.tokens_T, -1)
+        here_T[mine_t] = torch.arange(len(mine_t), device=mine_t.device)
+        if rows_R is None:
+            targets_R = targets_R[mine_t]
+        else:
+            rows_R, targets_R = _on_this_rank(here_T[rows_R], targets_R)
+        if first_R is not None and orders_R is not None:
+            first_R, orders_R = _on_this_rank(here_T[first_R], orders_R)
+    tokens = Loss(targets_R, terms.smoothing, rows_R)
+    if config.top != "pretraining":
+        return stream, attend, tokens
+    assert first_R is not None, "this model trains on pairs"
+    assert orders_R is not None
+    return stream, attend, Pretraining(tokens, Orders(first_R), orders_R, terms.order_weight)
 
 
 def noise_of(train: TrainConfig, number: int, layers: int, device: torch.device) -> Noise | None:
@@ -29,3 +67,17 @@ def noise_of(train: TrainConfig, number: int, layers: int, device: torch.device)
     if not any(rates):
         return None
     return Noise.of(train.seed, number, layers, torch.empty(0, dtype=torch.int64, device=device), rates)
+
+
+def numbers(batch: Batch) -> Tensor:
+    """Each token's number in the step's global batch, by its sample and its place there: not by the micro-batch."""
+    row_T = torch.arange(len(batch.tokens_T), device=batch.tokens_T.device)
+    if batch.first_R is None:
+        return batch.first + row_T
+    sample_T = torch.searchsorted(batch.first_R, row_T, right=True) - 1
+    return batch.first + sample_T * (len(row_T) // len(batch.first_R)) + row_T - batch.first_R[sample_T]
+
+
+def _on_this_rank(row_R: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and targets of what is on this rank (row >= 0); the others point to row 0 and have no target."""
+    return row_R.clamp(min=0), target_R.where(row_R >= 0, IGNORE)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.data import Batch
-from colonnade.model import Loss, Noise, Transformer
+from colonnade.model import Transformer
 from colonnade.model.head import Head
 from colonnade.parallel.mesh import Ground
 from colonnade.parallel.pipeline import Pipeline, Stage
-from colonnade.train.lay import lay
+from colonnade.train.lay import VALIDATION, Terms, lay
 
 
 class Piped:
@@ -24,22 +24,22 @@ class Piped:
             for number, span in ground.stages(model.config.layers)
         ]
         self._pipeline = Pipeline(self.stages, ground.plan, ground.axes.pp, ground.device)
-        self._feed([], torch.ones((), device=ground.device), 0.0)
+        self._feed([], torch.ones((), device=ground.device))
 
-    def step(self, batches: Sequence[Batch], count: Tensor, smoothing: float, noise: Noise | None = None) -> Tensor:
+    def step(self, batches: Sequence[Batch], count: Tensor, terms: Terms) -> Tensor:
         """Forward and backward of all micro-batches, each loss divided by ``count``; their undivided sum, 0 on ranks
         without the last stage.
         """
-        self._feed(batches, count, smoothing, noise)
+        self._feed(batches, count, terms)
         self._pipeline.step(len(batches), self._example())
         return self._sum
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+    def evaluate(self, batches: Iterable[Batch], terms: Terms = VALIDATION) -> Tensor:
         """The summed loss of ``batches`` without smoothing, 0 on ranks without the last stage."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
-            self._feed([batch], torch.ones((), device=self.device), 0.0)
+            self._feed([batch], torch.ones((), device=self.device), terms)
             self._pipeline.relay(1, self._example())
             total += self._sum
         return total
@@ -47,7 +47,7 @@ class Piped:
     @torch.no_grad()
     def forward(self, batch: Batch, head: Head) -> Tensor | None:
         """What ``head`` makes of one micro-batch, on the ranks of the last stage."""
-        self._feed([batch], torch.ones((), device=self.device), 0.0, head=head)
+        self._feed([batch], torch.ones((), device=self.device), head=head)
         results = self._pipeline.relay(1, self._example())
         return results[0] if results else None
 
@@ -55,12 +55,10 @@ class Piped:
         self,
         batches: Sequence[Batch],
         count: Tensor,
-        smoothing: float,
-        noise: Noise | None = None,
+        terms: Terms = VALIDATION,
         head: Head | None = None,
     ) -> None:
-        self._batches, self._count, self._smoothing = batches, count, smoothing
-        self._noise, self._head = noise, head
+        self._batches, self._count, self._terms, self._head = batches, count, terms, head
         self._sum = torch.zeros((), dtype=torch.promote_types(self.compute, torch.float32), device=self.device)
 
     def _example(self) -> Tensor:
@@ -72,8 +70,8 @@ class Piped:
 
     def _run(self, span: range, x_tD: Tensor | None, i: int) -> Tensor:
         """One stage's part of micro-batch ``i``."""
-        stream, attend, targets_t = lay(self._batches[i], self.model, self._noise)
-        out = self.model.run(span, x_tD, stream, attend, self._head or Loss(targets_t, self._smoothing))
+        stream, attend, loss = lay(self._batches[i], self.model, self._terms)
+        out = self.model.run(span, x_tD, stream, attend, self._head or loss)
         if isinstance(out, Tensor):
             return out
         loss_sum, _ = out
@@ -87,5 +85,5 @@ def _modules(model: Transformer, span: range) -> list[nn.Module]:
     if model.embed is not None and (span.start == 0 or (model.copies and span.stop == model.config.layers)):
         held.append(model.embed)
     if span.stop == model.config.layers:
-        held += [module for module in (model.norm, model.unembed) if module is not None]
+        held += [module for module in (model.norm, model.top, model.unembed) if module is not None]
     return held

@@ -16,7 +16,7 @@ from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint import native
 from colonnade.checkpoint.folder import Manifest
 from colonnade.config import Config, ModelConfig, RunConfig
-from colonnade.data import Batch, Corpus, Loader
+from colonnade.data import Batch, Corpus, Loader, Pairs, Pieces
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Transformer, initialise
 from colonnade.model.linear import in_float8
@@ -120,8 +120,9 @@ class Session:
         return model
 
     def _loader(self, split: str) -> Loader:
-        dp, t = self.ground.axes.dp, self.run.train
-        return Loader(self.corpus.split(split), self.run.data, t.batch, t.micro_batch, dp.rank, dp.size)
+        dp, t, data, part = self.ground.axes.dp, self.run.train, self.run.data, self.corpus.split(split)
+        objective = None if self.run.model.causal else Pairs(part, data, Pieces.of(self.corpus.tokenizer))
+        return Loader(part, data, t.batch, t.micro_batch, dp.rank, dp.size, objective)
 
     def _on_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         return (batch.to(self.ground.device) for batch in batches)

@@ -1,6 +1,7 @@
 """One optimizer step, read from top to bottom.
 
     loss = Σ token losses / Σ valid tokens          both over data ranks, context ranks and micro-batches
+           + Σ order losses / Σ pairs               for BERT, likewise
 
 The count of valid tokens is summed over all of them *before* the first backward pass, so that each micro-batch's
 backward already carries the right weight and gradients are plain sums (a mean of means over ranks or micro-batches of
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from colonnade.config import TrainConfig
 from colonnade.data import Batch
-from colonnade.model import IGNORE, Loss, Noise, Transformer
+from colonnade.model import IGNORE, Transformer
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import layout_of
 from colonnade.train import norm
-from colonnade.train.lay import lay, noise_of
+from colonnade.train.lay import VALIDATION, Terms, lay, noise_of
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
 from colonnade.train.scaler import LossScaler
@@ -67,12 +68,16 @@ class Step:
         """Train on this data rank's ``micro_batches`` as step ``number`` (from 0)."""
         weights, lr = self.masters.local, learning_rate(number, self.train)
         count = valid_tokens(micro_batches, self.axes.dp)
-        noise = noise_of(self.train, number, self.model.config.layers, count.device)
         divisor = count if self.scaler is None else self.scaler.up(count)
+        terms = Terms(
+            self.train.label_smoothing,
+            pair_weight(micro_batches, count, self.axes.dp),
+            noise_of(self.train, number, self.model.config.layers, count.device),
+        )
         if self.piped is None:
-            loss_sum = self._accumulate(micro_batches, divisor, noise)
+            loss_sum = self._accumulate(micro_batches, divisor, terms)
         else:
-            loss_sum = self.piped.step(micro_batches, divisor, self.train.label_smoothing, noise)
+            loss_sum = self.piped.step(micro_batches, divisor, terms)
         self.masters.collect()
         norm.sum_tied(weights, self.model.config.tied, self.axes.ends)
         norm.sum_partial(weights, self.layout, self.axes.tp)
@@ -86,12 +91,12 @@ class Step:
             return Outcome(loss_sum, count, gradient_norm, lr)
         return Outcome(loss_sum, count, gradient_norm, lr, self.scaler.used, self.scaler.skipped)
 
-    def _accumulate(self, micro_batches: Sequence[Batch], divisor: Tensor, noise: Noise | None) -> Tensor:
+    def _accumulate(self, micro_batches: Sequence[Batch], divisor: Tensor, terms: Terms) -> Tensor:
         """Forward and backward of one micro-batch after another; the summed loss."""
         loss_sum = 0
         for i, batch in enumerate(micro_batches):
             self.masters.accumulate(last=i == len(micro_batches) - 1)
-            batch_sum = forward(self.model, batch, self.train.label_smoothing, noise)
+            batch_sum = forward(self.model, batch, terms)
             (batch_sum / divisor).backward()
             loss_sum += batch_sum.detach()
         assert isinstance(loss_sum, Tensor), "a step needs at least one micro-batch"
@@ -103,21 +108,27 @@ def evaluate(model: Transformer, batches: Iterable[Batch], piped: Piped | None =
     """The mean loss over this data rank's ``batches`` and everybody else's, without label smoothing."""
     batches = list(batches)
     count = valid_tokens(batches, model.axes.dp)
+    terms = Terms(order_weight=pair_weight(batches, count, model.axes.dp))
     if piped is None:
-        losses = [forward(model, batch, 0.0).double() for batch in batches]
-        mine = torch.stack(losses).sum()
+        mine = torch.stack([forward(model, batch, terms).double() for batch in batches]).sum()
     else:
-        mine = piped.evaluate(batches)
+        mine = piped.evaluate(batches, terms)
     return model.axes.everywhere(mine) / count
 
 
-def forward(model: Transformer, batch: Batch, smoothing: float, noise: Noise | None = None) -> Tensor:
-    """The summed loss of a micro-batch, or of this context rank's tokens of it; drops nothing without ``noise``."""
-    stream, attend, targets_t = lay(batch, model, noise)
-    loss_sum, _ = model(stream, attend, Loss(targets_t, smoothing))
+def forward(model: Transformer, batch: Batch, terms: Terms = VALIDATION) -> Tensor:
+    """The summed loss of a micro-batch, or of this context rank's tokens of it."""
+    stream, attend, head = lay(batch, model, terms)
+    loss_sum, _ = model(stream, attend, head)
     return loss_sum
 
 
 def valid_tokens(batches: Iterable[Batch], dp: Axis) -> Tensor:
     """How many targets count in this step, over all data ranks; at least 1, so that an empty step is a step of 0."""
     return dp.sum_(torch.stack([(batch.targets_T != IGNORE).sum() for batch in batches]).sum()).clamp(min=1)
+
+
+def pair_weight(batches: Sequence[Batch], count: Tensor, dp: Axis) -> Tensor | float:
+    """What a pair's order counts beside a token, so that the sum over ``count`` tokens ends as a mean over each."""
+    pairs = [(batch.orders_R != IGNORE).sum() for batch in batches if batch.orders_R is not None]
+    return count / dp.sum_(torch.stack(pairs).sum()).clamp(min=1) if pairs else 1.0

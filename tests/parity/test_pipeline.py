@@ -51,8 +51,8 @@ def _as_one(plan: Plan, case: str) -> None:
         for key, moment in several.optimizer.state.items():
             whole = one.optimizer.state[key]
             assert_same(moment, several.mine(key.partition("/")[2], whole), what=f"{plan}: {key}")
-        mine = micro_batches(9, ground.axes.dp, config.vocab_size)
-        every = micro_batches(9, Ground.solo().axes.dp, config.vocab_size)
+        mine = micro_batches(9, ground.axes.dp, config)
+        every = micro_batches(9, Ground.solo().axes.dp, config)
         assert_same(evaluate(several.model, mine, several.step.piped), evaluate(one.model, every), what="validation")
 
 

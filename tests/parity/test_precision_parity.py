@@ -154,7 +154,7 @@ def _skips(plan: Plan) -> tuple[list[float], list[float]]:
         step = Step(model, held, AdamW(held.local, t), t, world_axis(), scaler=scaler)
         scales, losses = [], []
         for number in range(12):
-            out = step(number, micro_batches(number % 2, ground.axes.dp, WIDE.vocab_size))
+            out = step(number, micro_batches(number % 2, ground.axes.dp, WIDE))
             scales.append(float(out.loss_scale))
             losses.append(float(ground.axes.dp.sum_(out.loss_sum) / out.count))
         return scales, losses

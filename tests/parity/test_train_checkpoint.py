@@ -14,8 +14,12 @@ from colonnade.checkpoint import native
 from colonnade.config import Plan
 from colonnade.model import Transformer
 from colonnade.parallel.mesh import Ground
-from tests.parity.train_cases import CASES, Run
+from tests.parity.train_cases import CASES as ALL
+from tests.parity.train_cases import Run
 from tests.worlds import assert_same, run
+
+CASES = {name: config for name, config in ALL.items() if name != "bert"}
+"""One of the two BERTs will do: what lies where is the same."""
 
 PLANS = [Plan(tp=tp, dp=dp) for tp in (1, 2, 4) for dp in (1, 2)] + [
     Plan(pp=2, tp=2, sequence_parallel=True),

@@ -43,15 +43,15 @@ def _gradients_as_one(plan: Plan, case: str) -> None:
         assert_same(weight.grad, found["several"].mine(name, whole), what=name)
 
 
-def _every_case(world: int) -> None:
+def _every_plan(world: int, case: str) -> None:
     for plan in PLANS[world]:
-        for case in CASES:
-            _gradients_as_one(plan, case)
-            _trains_as_one(plan, case)
+        _gradients_as_one(plan, case)
+        _trains_as_one(plan, case)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.xdist_group("worlds")
-def test_training_equals_one_process(world: int) -> None:
-    run(world, _every_case, world)
+def test_training_equals_one_process(case: str, world: int) -> None:
+    run(world, _every_plan, world, case)
     assert torch.get_default_dtype() == torch.float32

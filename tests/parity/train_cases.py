@@ -19,6 +19,11 @@ from colonnade.train.piped import Piped
 from colonnade.train.step import Step
 
 COMMON: dict[str, Any] = {"layers": 2, "width": 24, "context": 32}
+BERT: dict[str, Any] = {
+    "vocab_size": 101, "heads": 12, "head_width": 2, "ffn_width": 37, "positions": "learned", "norm": "layernorm",
+    "activation": "gelu", "gated": False, "qkv_bias": True, "out_bias": True, "ffn_bias": True, "tied": True,
+    "causal": False, "segments": 2, "top": "pretraining", **COMMON,
+}  # fmt: skip
 CASES = {
     "gpt2": ModelConfig(
         family="gpt2", vocab_size=101, heads=12, head_width=2, ffn_width=37, positions="learned", norm="layernorm",
@@ -29,6 +34,8 @@ CASES = {
         family="qwen3", vocab_size=53, heads=12, kv_heads=12, head_width=4, ffn_width=30, qk_norm=True, tied=True,
         **COMMON,
     ),
+    "bert": ModelConfig(family="bert", norm_order="post", embed_norm=True, **BERT),
+    "megatron-bert": ModelConfig(family="megatron-bert", **BERT),
 }  # fmt: skip
 """12 key/value heads divide over tp of 1, 2, 3 and 4; the other sizes divide over none but 1."""
 
@@ -37,8 +44,9 @@ TRAIN = TrainConfig(
 )
 
 
-def ragged(seed: int, vocab_size: int) -> Batch:
-    """A micro-batch of 13 tokens in documents of unequal lengths, some of whose targets do not count."""
+def ragged(seed: int, config: ModelConfig) -> Batch:
+    """A micro-batch of 13 tokens in documents of unequal lengths, some of whose targets (and orders) do not count."""
+    vocab_size = config.vocab_size
     generator = torch.Generator().manual_seed(seed)
     cuts = sorted(torch.randint(1, 13, (2,), generator=generator).tolist())
     lengths = [b - a for a, b in itertools.pairwise([0, *cuts, 13])]
@@ -47,12 +55,22 @@ def ragged(seed: int, vocab_size: int) -> Batch:
     targets_T[torch.rand(sum(lengths), generator=generator) < 0.2 * (seed % 4)] = IGNORE
     packed = Packed.of(lengths)
     positions_T = torch.cat([torch.arange(n) for n in lengths])
-    return Batch(tokens_T, positions_T, targets_T, packed.cu_seqlens, packed.longest, packed.equal)
+    batch = Batch(tokens_T, positions_T, targets_T, packed.cu_seqlens, packed.longest, packed.equal)
+    if config.causal:
+        return batch
+    valid_T = targets_T != IGNORE
+    return replace(
+        batch,
+        segments_T=(positions_T > 2).long(),
+        predicted_R=torch.cat((valid_T.nonzero()[:, 0], (~valid_T).nonzero()[:1, 0])),
+        first_R=packed.cu_seqlens[:-1].long(),
+        orders_R=torch.tensor([seed % 2, IGNORE if seed % 3 else 1, 0 if seed % 4 else IGNORE]),
+    )
 
 
-def micro_batches(step: int, dp: Axis, vocab_size: int, total: int = 4) -> list[Batch]:
+def micro_batches(step: int, dp: Axis, config: ModelConfig, total: int = 4) -> list[Batch]:
     """This data rank's micro-batches of a step that has ``total`` of them over all data ranks (of 1, 2 or 4)."""
-    batches = [ragged(100 * step + i, vocab_size) for i in range(total)]
+    batches = [ragged(100 * step + i, config) for i in range(total)]
     firsts = itertools.accumulate((len(batch.tokens_T) for batch in batches), initial=0)
     numbered = [replace(batch, first=first) for batch, first in zip(batches, firsts, strict=False)]
     return numbered[slice(*dp.part(total))]
@@ -82,7 +100,7 @@ class Run:
         """Steps ``first`` to ``stop``; (mean loss, gradient norm) of each."""
         found = []
         for number in range(first, stop):
-            batches = micro_batches(number, self.ground.axes.dp, self.model.config.vocab_size)
+            batches = micro_batches(number, self.ground.axes.dp, self.model.config)
             out = self.step(number, batches)
             loss = self.ground.axes.everywhere(out.loss_sum) / out.count
             found.append((loss.item(), out.norm.item()))

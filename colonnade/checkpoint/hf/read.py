@@ -36,11 +36,13 @@ class HFFolder:
         file = self.path / CONFIG
         if not file.is_file():
             raise CheckpointError(f"{file} is missing; a Hugging Face model's folder has one")
-        self.config: ModelConfig = config_from_hf(read_json(file), str(file))
-        family = FAMILIES[self.config.family]
+        said = config_from_hf(read_json(file), str(file))
+        family = FAMILIES[said.family]
+        source = SafetensorsSource(self.path, family)
+        self.config: ModelConfig = family.as_held(said, source.shapes)
         head, embedding = (family.table[name].names[0] for name in ("unembed.weight", "embed.tokens.weight"))
-        copies = {head: embedding} if self.config.tied else {}
-        self._weights = Weights(self.config, SafetensorsSource(self.path, family), family.table, copies)
+        copies = {**family.copies, head: embedding} if self.config.tied else family.copies
+        self._weights = Weights(self.config, source, family.table, copies)
 
     def fill(self, model: Transformer) -> None:
         """Read this rank's share into ``model``, built from :attr:`config`; see :meth:`Weights.fill`."""
@@ -60,6 +62,8 @@ class SafetensorsSource:
         self._stored: dict[str, str] = {}
         for name in self._files:
             full = family.prefix + name if bare and not name.startswith("lm_head.") else name
+            for old, new in family.renamed:
+                full = full.removesuffix(old) + new if full.endswith(old) else full
             if not re.fullmatch(family.buffers, full):
                 self._stored[full] = name
         self.shapes: Mapping[str, Shape] = {name: tuple(self._slice(name).get_shape()) for name in self._stored}

@@ -1,0 +1,160 @@
+"""BERT (Devlin 2019) and Megatron's BERT (Shoeybi 2019), by the classes of transformers that hold them.
+
+    "bert"            norms after each part and after the embedding (figure 7a of arXiv 1909.08053)
+    "megatron-bert"   norms before each part and after the last block (figure 7b)
+
+``architectures`` says what stands on the blocks (our :attr:`ModelConfig.top`); without it, a pooler alone. The
+original files name norms as TensorFlow did (gamma, beta), and ``bert-base-uncased`` calls itself a masked-token model
+while it holds the pooler and the sentence head too: then it is read as what it holds.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from colonnade.checkpoint.hf.keys import Keys
+from colonnade.checkpoint.hf.names import Family, activation_from_hf, activation_to_hf
+from colonnade.checkpoint.stored import SplitQKV, Stored, Table
+from colonnade.config import ModelConfig
+from colonnade.config.model import Family as Kind
+from colonnade.config.model import Top
+
+TOPS: dict[str, Top] = {
+    "Model": "encoder",
+    "ForPreTraining": "pretraining",
+    "ForMaskedLM": "masked",
+    "ForSequenceClassification": "classes",
+    "ForQuestionAnswering": "spans",
+}
+"""The end of a class's name to our top."""
+
+COPIES = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+
+_LAYER = "bert.encoder.layer.{i}."
+_NORMS: dict[Kind, dict[str, str]] = {
+    "bert": {
+        "embed.norm": "bert.embeddings.LayerNorm",
+        "blocks.{i}.norm1": f"{_LAYER}attention.output.LayerNorm",
+        "blocks.{i}.norm2": f"{_LAYER}output.LayerNorm",
+    },
+    "megatron-bert": {
+        "blocks.{i}.norm1": f"{_LAYER}attention.ln",
+        "blocks.{i}.norm2": f"{_LAYER}ln",
+        "norm": "bert.encoder.ln",
+    },
+}
+_PAIRS = {
+    "blocks.{i}.attention.out": f"{_LAYER}attention.output.dense",
+    "blocks.{i}.ffn.up": f"{_LAYER}intermediate.dense",
+    "blocks.{i}.ffn.down": f"{_LAYER}output.dense",
+    "top.transform": "cls.predictions.transform.dense",
+    "top.norm": "cls.predictions.transform.LayerNorm",
+    "top.pooler": "bert.pooler.dense",
+    "top.order": "cls.seq_relationship",
+    "top.classes": "classifier",
+    "top.spans": "qa_outputs",
+}
+
+
+def _table(kind: Kind) -> Table:
+    parts = ("weight", "bias")
+    pairs = {f"{ours}.{p}": Stored(f"{theirs}.{p}") for ours, theirs in (_PAIRS | _NORMS[kind]).items() for p in parts}
+    qkv = [f"{_LAYER}attention.self.{part}" for part in ("query", "key", "value")]
+    return {
+        "embed.tokens.weight": Stored("bert.embeddings.word_embeddings.weight"),
+        "embed.positions.weight": Stored("bert.embeddings.position_embeddings.weight"),
+        "embed.segments.weight": Stored("bert.embeddings.token_type_embeddings.weight"),
+        **{f"blocks.{{i}}.attention.qkv.{p}": SplitQKV(*(f"{name}.{p}" for name in qkv)) for p in parts},
+        **pairs,
+        "top.bias": Stored("cls.predictions.bias"),
+        "unembed.weight": Stored("cls.predictions.decoder.weight"),
+    }
+
+
+SHAPE: dict[str, Any] = {
+    "causal": False,
+    "positions": "learned",
+    "norm": "layernorm",
+    "gated": False,
+    "qkv_bias": True,
+    "out_bias": True,
+    "ffn_bias": True,
+    "tied": True,
+}
+"""What all have in common."""
+
+
+def _from_hf(kind: Kind, stem: str) -> Callable[[Keys], ModelConfig]:
+    def read(keys: Keys) -> ModelConfig:
+        keys.must_be("position_embedding_type", "absolute", "only positions that are added are implemented")
+        keys.must_be("is_decoder", False, "only the encoder is implemented")
+        keys.must_be("add_cross_attention", False, "only the encoder is implemented")
+        keys.must_be("tie_word_embeddings", True, "BERT's output projection is its embedding")
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
+            keys.take(name)  # for training alone; ours are settings of a run
+        named = (keys.take("architectures") or [f"{stem}Model"])[0]
+        known: dict[str, Top] = {stem + end: top for end, top in TOPS.items()}
+        if not isinstance(named, str) or named not in known:
+            raise keys.refuse("architectures", f"known classes are {', '.join(known)}")
+        labels = keys.take("id2label") or range(keys.size("num_labels", 2))
+        top = known[named]
+        return ModelConfig(
+            family=kind,
+            vocab_size=keys.size("vocab_size"),
+            layers=keys.size("num_hidden_layers"),
+            width=keys.size("hidden_size"),
+            heads=keys.size("num_attention_heads"),
+            ffn_width=keys.size("intermediate_size"),
+            context=keys.size("max_position_embeddings"),
+            segments=keys.size("type_vocab_size", 2),
+            norm_eps=keys.number("layer_norm_eps", 1e-12),
+            norm_order="post" if kind == "bert" else "pre",
+            embed_norm=kind == "bert",
+            activation=activation_from_hf(keys, "hidden_act", "gelu"),
+            init_std=keys.number("initializer_range", 0.02),
+            top=top,
+            classes=len(labels) if top == "classes" else 0,
+            **SHAPE,
+        )
+
+    return read
+
+
+def _to_hf(stem: str) -> Callable[[ModelConfig], dict[str, Any]]:
+    def write(config: ModelConfig) -> dict[str, Any]:
+        end = next((end for end, top in TOPS.items() if top == config.top), "Model")
+        labels = {str(i): f"LABEL_{i}" for i in range(config.classes)}
+        return {
+            "architectures": [stem + end],
+            "vocab_size": config.vocab_size,
+            "num_hidden_layers": config.layers,
+            "hidden_size": config.width,
+            "num_attention_heads": config.heads,
+            "intermediate_size": config.ffn_width,
+            "max_position_embeddings": config.context,
+            "type_vocab_size": config.segments,
+            "layer_norm_eps": config.norm_eps,
+            "hidden_act": activation_to_hf(config.activation),
+            "initializer_range": config.init_std,
+            "tie_word_embeddings": True,
+        } | ({"id2label": labels, "label2id": {name: int(i) for i, name in labels.items()}} if labels else {})
+
+    return write
+
+
+def _as_held(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    whole = {"bert.pooler.dense.weight", "cls.seq_relationship.weight"} <= set(names)
+    return config.but(top="pretraining") if config.top == "masked" and whole else config
+
+
+def _family(kind: Kind, stem: str) -> Family:
+    return Family(
+        kind, f"{stem}Model", "bert.", _table(kind), _from_hf(kind, stem), _to_hf(stem),
+        r".*\.embeddings\.position_ids", copies=COPIES, as_held=_as_held,
+        renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
+    )  # fmt: skip
+
+
+BERT, MEGATRON = _family("bert", "Bert"), _family("megatron-bert", "MegatronBert")

@@ -1,0 +1,138 @@
+"""``colonnade train`` on an encoder: it learns; any plan is the same run, and so is a resumed one."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import colonnade
+from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
+from colonnade.config.presets import preset
+from colonnade.data import Corpus, build
+from colonnade.errors import ConfigError, DataError
+from colonnade.train import Trainer
+from colonnade.train.loop import train
+from tests.worlds import run as in_world
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+TEXT = "we the people of this union hold that a column stands in a row . it bears its share of the weight !"
+TRAIN = TrainConfig(
+    steps=8, batch=4, micro_batch=2, lr=1e-2, min_lr=1e-3, warmup=2, dtype="float64", eval_every=4, eval_samples=5,
+    save_every=4, schedule="linear",
+)  # fmt: skip
+
+
+def model(family: str, vocab_size: int) -> ModelConfig:
+    whole = preset("bert-base" if family == "bert" else "bert-336m")
+    return whole.but(vocab_size=vocab_size, layers=2, width=24, heads=4, ffn_width=30, context=32)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, words = tmp_path_factory.mktemp("data") / "corpus", TEXT.split()
+    texts = [(str(i), " ".join(words[(i + j) % len(words)] for j in range(1 + i % 60))) for i in range(120)]
+    build(texts, folder, wordpiece=True, vocab_size=256, validation_share=0.2)
+    return folder
+
+
+def config(corpus: Path, runs: Path, family: str = "megatron-bert", **train: object) -> RunConfig:
+    return RunConfig(
+        name="it",
+        runs=runs,
+        device="cpu",
+        model=model(family, Corpus(corpus).manifest.vocab_size),
+        data=DataConfig(path=corpus, sequence=16),
+        train=TRAIN.but(**train),
+    )
+
+
+def history(run: RunConfig) -> dict[int, tuple[float, ...]]:
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    found: dict[int, tuple[float, ...]] = {}
+    for row in rows:
+        values = [row[key] for key in ("loss", "grad_norm", "validation_loss") if key in row]
+        found[row["step"]] = found.get(row["step"], ()) + tuple(values)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    [
+        ("bert", Plan(tp=2)),
+        ("megatron-bert", Plan(tp=2, dp=2)),
+        ("bert", Plan(dp=4)),
+        ("megatron-bert", Plan(tp=4)),
+        ("bert", Plan(tp=2, cp=2, sequence_parallel=True)),
+        ("megatron-bert", Plan(cp=3)),
+        ("megatron-bert", Plan(pp=2, tp=2, sequence_parallel=True)),
+        ("bert", Plan(pp=2, cp=2)),
+    ],
+)
+def test_any_plan_is_the_same_run(family: str, plan: Plan, corpus: Path, tmp_path: Path) -> None:
+    alone = config(corpus, tmp_path / "alone", family)
+    Trainer(alone).fit()
+    several = alone.but(runs=tmp_path / "several", plan=plan, train=alone.train.but(micro_batch=1))
+    in_world(plan.world, train, several)
+    expected, found = history(alone), history(several)
+    assert expected.keys() == found.keys() == set(range(1, 9)) and len(expected[8]) == 3
+    for step, values in expected.items():
+        assert found[step] == pytest.approx(values, rel=1e-9), step
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(corpus: Path, tmp_path: Path) -> None:
+    whole = config(corpus, tmp_path / "whole")
+    Trainer(whole).fit()
+    half = config(corpus, tmp_path / "half")
+    Trainer(half).fit()
+    shutil.rmtree(half.folder / "step-8")  # the run goes on from step 4
+    Trainer(half).fit()
+    for file in (whole.folder / "step-8").glob("*.safetensors"):
+        assert file.read_bytes() == (half.folder / "step-8" / file.name).read_bytes()
+
+
+TOPICS = ["oak elm ash fir", "red tan sky jet", "cat dog hen cow", "pie jam tea bun"]
+
+
+@pytest.mark.parametrize("family", ["bert", "megatron-bert"])
+def test_it_learns_and_fills_in_the_mask(family: str, tmp_path: Path) -> None:
+    """A text's words are all of one topic: whoever sees both sides of a mask can tell which."""
+    corpus, words = tmp_path / "corpus", [topic.split() for topic in TOPICS]
+    texts = [("", " ".join(words[i % 4][(i // 4 + j * j) % 4] for j in range(13 + i % 9))) for i in range(160)]
+    build(texts, corpus, wordpiece=True, vocab_size=256, validation_share=0.2)
+    learning = config(
+        corpus, tmp_path, family, steps=300, lr=3e-3, batch=16, micro_batch=16, dtype="float32", warmup=15
+    )
+    summary = Trainer(learning).fit()
+    chance = math.log(learning.model.vocab_size) + math.log(2)
+    assert history(learning)[1][0] == pytest.approx(chance, rel=0.1), "both losses begin at chance"
+    assert summary.validation_loss is not None and summary.validation_loss < 0.7 * chance
+    model, ids = colonnade.load(learning.folder, device="cpu"), []
+    for topic in words:
+        ids = model.tokenizer.encode(" ".join([*topic, topic[1], "[MASK]", *topic[1:], topic[2]]))
+        at = ids.index(model.tokenizer.token_id("[MASK]"))
+        best = model.logits(ids)[at].topk(4).indices.tolist()
+        assert sorted(str(model.tokenizer.token(i)) for i in best) == sorted(topic)
+    colonnade.save(model, tmp_path / "hf", format="hf")
+    import transformers
+
+    theirs = transformers.AutoModelForPreTraining.from_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        logits = theirs(input_ids=torch.tensor([ids])).prediction_logits[0]
+    assert (logits - model.logits(ids)).abs().max() < 1e-3
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").mask_token == "[MASK]"
+
+
+def test_what_cannot_be_trained_is_refused(corpus: Path, tmp_path: Path) -> None:
+    good = config(corpus, tmp_path)
+    with pytest.raises(ConfigError, match="top = 'encoder' predicts no tokens"):
+        good.but(model=good.model.but(top="encoder"))
+    build([("", TEXT), ("", TEXT[::-1])], tmp_path / "bytes", vocab_size=257, validation_share=0)
+    other = good.but(
+        data=good.data.but(path=tmp_path / "bytes"), model=good.model.but(vocab_size=300), train=TRAIN.but(eval_every=0)
+    )
+    with pytest.raises(DataError, match=r"no \[CLS\], \[MASK\], \[SEP\]"):
+        Trainer(other).fit()

@@ -1,0 +1,268 @@
+"""Masks and pairs: whole words, the shares that BERT names, and the same masks for any ranks, batches and resumes."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colonnade.config import DataConfig
+from colonnade.data import Corpus, Loader, Pairs, Pieces, Tokenizer, build
+from colonnade.data.masking import budget, key_of, mask, uniforms, words
+from colonnade.data.wordpiece import CLS, MASK, SEP, train_wordpiece
+from colonnade.errors import ConfigError, DataError
+from colonnade.model import IGNORE
+from tests import tokens
+
+S = 32
+TEXT = "colonnade columns bear the weight of a long entablature . unbearable weights ! extraordinarily so ?"
+WORDS = TEXT.split()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Corpus:
+    """Documents of one word to a few hundred, some of whose words are several pieces."""
+    folder = tmp_path_factory.mktemp("data") / "corpus"
+    rng = np.random.default_rng(0)
+    documents = [("", " ".join(rng.choice(WORDS, int(n)))) for n in [1, 2, 3, 30, 31, 90, *rng.integers(1, 300, 30)]]
+    build(documents, folder, wordpiece=True, vocab_size=256, validation_share=0.2)
+    return Corpus(folder)
+
+
+@pytest.fixture(scope="module")
+def pieces(corpus: Corpus) -> Pieces:
+    return Pieces.of(corpus.tokenizer)
+
+
+def pairs(corpus: Corpus, **config) -> Pairs:
+    return Pairs(corpus.split("train"), DataConfig(sequence=S, **config), Pieces.of(corpus.tokenizer))
+
+
+def loader(corpus: Corpus, batch: int, micro: int, rank: int = 0, ranks: int = 1, **config) -> Loader:
+    objective = pairs(corpus, **config)
+    return Loader(corpus.split("train"), DataConfig(sequence=S, **config), batch, micro, rank, ranks, objective)
+
+
+def read(batches, name: str) -> list[list[int]]:
+    """A field of each sample, without what fills a batch up."""
+    found = []
+    for batch in batches:
+        value, count = getattr(batch, name), len(batch.first_R)
+        ends = batch.cu_seqlens.tolist()
+        found += [
+            [int(value[i])] if name == "orders_R" else value[ends[i] : ends[i + 1]].tolist() for i in range(count)
+        ]
+    return found
+
+
+# -- the vocabulary ------------------------------------------------------------------------------------------------
+
+
+def test_a_learnt_vocabulary_begins_with_berts_control_tokens_and_survives_saving(tmp_path) -> None:
+    tokenizer = train_wordpiece([" ".join(WORDS) * 5], 300)
+    tokenizer.save(tmp_path)
+    for one in (tokenizer, Tokenizer.from_file(tmp_path)):
+        assert [one.token(i) for i in range(5)] == ["[PAD]", "[UNK]", CLS, SEP, MASK]
+        ids = one.encode("Unbearable Wéights!")
+        assert (ids[0], ids[-1], one.bos_id, one.eos_ids) == (2, 3, 2, (3,))
+        assert one.decode(ids) == "unbearable weights!"
+        ids, segments = one.encode_pair("the weight", "so")
+        assert segments == [int(at > ids.index(3)) for at in range(len(ids))]
+
+
+def test_a_vocabulary_too_small_and_a_tokenizer_without_masks_are_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="WordPiece vocabulary of 100 hardly holds"):
+        train_wordpiece([""], 100)
+    with pytest.raises(DataError, match=r"no \[CLS\], \[MASK\], \[SEP\], which masking needs; .*--wordpiece"):
+        Pieces.of(tokens.byte_level())
+    with pytest.raises(ConfigError, match="leave out one of them"):
+        build([("", "a")], tmp_path / "c", tokenizer=tokens.byte_level(), wordpiece=True)
+
+
+# -- masks ---------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Words by their number of pieces, 0 where a control token stands instead; and a key."""
+    return draw(st.lists(st.integers(0, 4), min_size=1, max_size=60)), draw(st.integers(0, 2**64 - 1))
+
+
+TOY = Pieces(
+    cls=0, sep=1, mask=2,
+    continues_V=np.arange(20) >= 10, ends_V=np.zeros(20, bool), special_V=np.arange(20) < 3, ordinary=np.arange(3, 20),
+)  # fmt: skip
+
+
+@given(sequences(), st.floats(0.01, 0.9), st.integers(1, 6))
+def test_whole_words_within_the_budget(drawn, share: float, longest: int) -> None:
+    sizes, key = drawn
+    # A word of n pieces is one of 3..9 and then continuations; size 0 is a [SEP].
+    said = np.array(
+        [t for i, n in enumerate(sizes) for t in ([1] if n == 0 else [3 + i % 7, *[10 + i % 10] * (n - 1)])]
+    )
+    masked, chosen = mask(said, TOY, key, share=share, longest=longest)
+    picked = np.zeros(len(said), bool)
+    picked[chosen] = True
+    assert not picked[said < 3].any(), "control tokens are never chosen"
+    assert (masked[~picked] == said[~picked]).all(), "what is not chosen stays"
+    ordinary = int((said >= 3).sum())
+    assert len(chosen) <= budget(ordinary, share)
+    at = 0
+    for n in sizes:
+        assert n == 0 or len(set(picked[at : at + n].tolist())) == 1, "a word is chosen whole or not at all"
+        at += max(n, 1)
+    if ordinary and max(sizes) <= 1:
+        assert len(chosen) == budget(ordinary, share), "words of one piece fill the budget"
+    again = mask(said, TOY, key, share=share, longest=longest)
+    assert (again[0] == masked).all() and (again[1] == chosen).all()
+
+
+def test_shares_are_those_of_the_paper(corpus: Corpus) -> None:
+    """15% of the tokens; of the runs 80% masked, 10% replaced, 10% left; lengths 1, 2, 3 by 1/n."""
+    said = np.tile(np.arange(3, 10), 40)  # one-piece words
+    fates, lengths, chosen_in_all = Counter(), Counter(), 0
+    rounds = 400
+    for key in range(rounds):
+        masked, chosen = mask(said, TOY, key_of(key))
+        chosen_in_all += len(chosen)
+        for run in np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1):
+            lengths[len(run)] += 1
+        for t, m in zip(said[chosen], masked[chosen], strict=True):
+            fates["mask" if m == TOY.mask else "kept" if m == t else "other"] += 1
+    assert chosen_in_all == rounds * budget(len(said), 0.15)
+    share = {fate: n / chosen_in_all for fate, n in fates.items()}
+    assert share["mask"] == pytest.approx(0.8, abs=0.02)
+    assert share["other"] == pytest.approx(0.1 * 16 / 17, abs=0.015), "a random token may be the same again"
+    drawn = np.searchsorted(np.array([6, 9]) / 11, uniforms(7, 100_000), side="right") + 1
+    assert Counter(drawn.tolist())[2] / 100_000 == pytest.approx(3 / 11, abs=0.01)
+    # Runs that touch grow longer than 3, so only the order of the frequencies is certain.
+    assert lengths[1] > lengths[2] > lengths[3] > lengths[4]
+
+
+def test_longest_1_masks_words_alone() -> None:
+    said = np.tile(np.arange(3, 10), 40)
+    runs = Counter()
+    for key in range(100):
+        _, chosen = mask(said, TOY, key, share=0.02, longest=1)
+        for run in np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1):
+            runs[len(run)] += 1
+    assert runs[1] > 0.9 * sum(runs.values())
+
+
+def test_words_end_at_control_tokens_and_at_the_next_word() -> None:
+    said = np.array([0, 3, 10, 11, 4, 1, 12, 13, 5, 1])
+    starts, stops, run = words(said, TOY)
+    assert [(int(a), int(b)) for a, b in zip(starts, stops, strict=True)] == [(1, 4), (4, 5), (6, 8), (8, 9)]
+    assert run[0] == run[1] != run[2] == run[3]
+
+
+def test_hashed_numbers_are_uniform_and_prefixes_agree() -> None:
+    many = uniforms(key_of(1, 2), 100_000)
+    assert many.min() >= 0 and many.max() < 1
+    counts = np.bincount((many * 20).astype(int), minlength=20)
+    assert ((counts - 5000) ** 2 / 5000).sum() < 43.8, "chi squared of 19 degrees of freedom, one in a thousand"
+    assert abs(np.corrcoef(many[:-1], many[1:])[0, 1]) < 0.01
+    assert (uniforms(key_of(1, 2), 10) == many[:10]).all()
+    assert key_of(1, 2) != key_of(2, 1) != key_of(1, 3)
+
+
+# -- pairs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_is_two_neighbouring_stretches_of_one_document(corpus: Corpus, pieces: Pieces) -> None:
+    objective, split = pairs(corpus), corpus.split("train")
+    documents = [split.document(i)[:-1] for i in range(split.documents)]
+    seen = [np.zeros(len(document), bool) for document in documents]
+    owners = [
+        i for i, document in enumerate(documents) if len(document) >= 2 for _ in range(-(-len(document) // (S - 3)))
+    ]
+    assert objective.samples == len(owners)
+    orders = Counter()
+    for number, owner in enumerate(owners):
+        said, segments, order = objective.sample(number, key_of(5, number))
+        assert len(said) == min(S, len(documents[owner]) + 3)
+        one, two = np.flatnonzero(said == pieces.sep)
+        assert said[0] == pieces.cls and two == len(said) - 1 and 1 < one < two - 1
+        assert segments.tolist() == [0] * (one + 1) + [1] * (two - one)
+        first, second = said[1:one], said[one + 1 : two]
+        window = np.concatenate([second, first] if order else [first, second])
+        at = next(i for i in range(len(documents[owner])) if (documents[owner][i : i + len(window)] == window).all())
+        later = first if order else second
+        assert not pieces.continues_V[later[0]], "a half begins with a word"
+        for i in range(len(documents[owner]) - len(window) + 1):
+            seen[owner][i : i + len(window)] |= (documents[owner][i : i + len(window)] == window).all()
+        assert at >= 0
+        orders[order] += 1
+    assert all(one.all() for one in seen if len(one) >= 2), "every token of every document is in some sample"
+    assert abs(orders[0] - orders[1]) < 4 * sum(orders.values()) ** 0.5
+
+
+def test_a_batch_says_what_was_masked(corpus: Corpus, pieces: Pieces) -> None:
+    objective = pairs(corpus)
+    samples = np.arange(objective.samples)
+    batch = objective.pack(samples, samples + 1000)
+    T = len(batch.tokens_T)
+    lengths = np.diff(batch.cu_seqlens.numpy())
+    lengths = lengths[lengths > 0]
+    assert lengths.sum() == T == S * len(samples), "every batch has as many tokens"
+    assert not batch.equal and batch.longest == S == lengths.max()
+    free = int(batch.cu_seqlens[len(samples)])
+    assert free < T and (batch.targets_T[free:] == IGNORE).all(), "what is filled up has no targets"
+    assert batch.first_R.tolist() == [0, *np.cumsum(lengths)[: len(samples) - 1]]
+    assert (batch.tokens_T[batch.first_R] == pieces.cls).all()
+    assert batch.positions_T.tolist() == [i for n in lengths for i in range(n)]
+    wanted = (batch.targets_T != IGNORE).nonzero()[:, 0]
+    named = batch.predicted_R[batch.targets_T[batch.predicted_R] != IGNORE]
+    assert sorted(named.tolist()) == wanted.tolist(), "each row that has a target, once"
+    changed = (batch.tokens_T != batch.targets_T) & (batch.targets_T != IGNORE)
+    assert (batch.tokens_T[changed] == pieces.mask).float().mean() > 0.7
+    for i, first in enumerate(batch.first_R.tolist()):
+        alone = objective.pack([i], [i + 1000])
+        here = slice(first, first + int(lengths[i]))
+        for name in ("tokens_T", "targets_T", "segments_T"):
+            assert torch.equal(getattr(alone, name)[: lengths[i]], getattr(batch, name)[here]), (
+                "a sample does not depend on the batch"
+            )
+
+
+@given(st.integers(0, 500), st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2, 5, 12]))
+def test_any_ranks_and_any_resume_see_the_same_masks(corpus: Corpus, seen: int, ranks: int, micro: int) -> None:
+    whole = loader(corpus, 12, 12).at(seen)
+    parts = [batch for rank in range(ranks) for batch in loader(corpus, 12, micro, rank, ranks).at(seen)]
+    steps = [batch for first in (seen, seen + 6) for batch in loader(corpus, 6, 3).at(first)]
+    for name in ("tokens_T", "targets_T", "segments_T", "positions_T", "orders_R"):
+        assert read(parts, name) == read(whole, name) == read(steps, name)
+
+
+def test_every_epoch_and_every_seed_masks_anew_and_validation_never(corpus: Corpus) -> None:
+    one = loader(corpus, 4, 4)
+    n = one.samples
+    objective = pairs(corpus)
+    first, second = (objective.pack([3], [number]) for number in (3, 3 + n))
+    assert first.targets_T.tolist() != second.targets_T.tolist()
+    other = pairs(corpus, seed=1).pack([3], [3])
+    assert first.targets_T.tolist() != other.targets_T.tolist()
+    sweeps = [list(loader(corpus, 4, 4).sweep(7)) for _ in range(2)]
+    assert read(sweeps[0], "targets_T") == read(sweeps[1], "targets_T")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_validation_counts_each_sample_once(corpus: Corpus, ranks: int) -> None:
+    found = [batch for rank in range(ranks) for batch in loader(corpus, 12, 2, rank, ranks).sweep(7)]
+    alone = list(loader(corpus, 12, 7).sweep(7))
+    count = lambda batches, name: sum(int((getattr(batch, name) != IGNORE).sum()) for batch in batches)  # noqa: E731
+    assert count(found, "orders_R") == 7
+    assert count(found, "targets_T") == count(alone, "targets_T")
+
+
+def test_what_cannot_be_paired_is_refused(tmp_path, corpus: Corpus) -> None:
+    with pytest.raises(ConfigError, match=r"data.sequence 4 has no room for a pair of segments"):
+        Pairs(corpus.split("train"), DataConfig(sequence=4), Pieces.of(corpus.tokenizer))
+    build([("", "."), ("", "!")], tmp_path / "c", tokenizer=corpus.tokenizer, validation_share=0)
+    alone = Corpus(tmp_path / "c").split("train")
+    assert alone.tokens == 4, "a token and an end each"
+    with pytest.raises(DataError, match="no document of two tokens or more"):
+        Pairs(alone, DataConfig(sequence=S), Pieces.of(corpus.tokenizer))
