@@ -49,6 +49,10 @@ class Loader:
         mine = self._cursor.at(seen + self._rank * share, share)
         return [self._pack(part) for part in self._parts(mine)]
 
+    def numbers(self, seen: int) -> list[int]:
+        """The sample numbers of the step that begins after ``seen`` samples, those of all ranks in their order."""
+        return self._cursor.at(seen, self._batch).tolist()
+
     def sweep(self, samples: int) -> Iterator[Batch]:
         """Micro-batches of ``samples`` samples spread evenly over the split (all of them, if it has fewer).
 

@@ -7,6 +7,7 @@ step and the data ranks in which it arose; no checkpoint is written before that 
 """
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -27,8 +28,9 @@ class Diverged(ColonnadeError):
 class Meter:
     """Collects outcomes and time; hands out rows."""
 
-    def __init__(self, run: RunConfig, ground: Ground):
-        self.run, self.ground = run, ground
+    def __init__(self, run: RunConfig, ground: Ground, bad: Callable[[int, str], None]):
+        """``bad(steps, diagnosis)`` is told, on every rank alike, of a step that moved nothing, or refuses it."""
+        self.run, self.ground, self.bad = run, ground, bad
         self.chip = chip_of(ground.device)
         self._pending: list[tuple[int, Outcome]] = []
         self._busy_s, self._since_s, self._steps = 0.0, time.perf_counter(), 0
@@ -41,7 +43,7 @@ class Meter:
     def read(self) -> list[tuple[int, Row]]:
         """(steps taken, row) for each step since the last reading; waits for the device.
 
-        Raises :class:`Diverged` on every rank alike when a loss or norm among them is not finite.
+        A step whose loss or norm is not finite has neither in its row, after :attr:`bad` took note of it.
         """
         if not self._pending:
             return []
@@ -50,13 +52,14 @@ class Meter:
         losses = self.ground.axes.everywhere(mine) / torch.stack([outcome.count for outcome in outcomes])
         norms = torch.stack([outcome.norm for outcome in outcomes]).double()
         table = torch.stack([losses, norms]).T.tolist()
-        for (steps, _), (loss, norm), here in zip(self._pending, table, mine.isfinite(), strict=True):
-            if not (loss - loss == 0 == norm - norm):
-                raise Diverged(self._diagnosis(steps, loss, norm, bool(here)))
-        rows = [
-            (steps, {"loss": loss, "grad_norm": norm, "lr": outcome.lr})
-            for (steps, outcome), (loss, norm) in zip(self._pending, table, strict=True)
-        ]
+        rows: list[tuple[int, Row]] = []
+        for (steps, outcome), (loss, norm), here in zip(self._pending, table, mine.isfinite().tolist(), strict=True):
+            row = {"lr": outcome.lr}
+            if loss - loss == 0 == norm - norm:
+                row |= {"loss": loss, "grad_norm": norm}
+            else:
+                self.bad(steps, self._diagnosis(steps, loss, norm, here))
+            rows.append((steps, row))
         self._pending.clear()
         return rows
 
@@ -64,7 +67,7 @@ class Meter:
         batch = self.ground.axes.batch
         flags = torch.zeros(batch.size, device=self.ground.device)
         flags[batch.rank] = not finite_here
-        guilty = [str(rank) for rank, flag in enumerate(batch.sum_(flags).tolist()) if flag]
+        guilty = [str(rank) for rank, flag in enumerate(self.ground.axes.everywhere(flags).tolist()) if flag]
         where = f" on data rank {', '.join(guilty)} of {batch.size}" if guilty else " on no rank alone"
         what = f"loss is {loss}{where}" if loss - loss != 0 else f"gradient norm is {norm} (the loss is {loss:.4g})"
         return f"step {steps}: the {what}"

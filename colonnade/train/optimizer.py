@@ -44,10 +44,16 @@ class AdamW:
                 **{moment: torch.zeros_like(w, memory_format=torch.preserve_format) for moment in MOMENTS},
             }
 
-    def step(self, lr: float) -> None:
-        """Move every weight by its gradient, then drop the gradients."""
+    def step(self, lr: float, found_inf: Tensor | None = None) -> None:
+        """Move every weight by its gradient, then drop the gradients.
+
+        Where ``found_inf`` (0-dim, float32, on the weights' device) is 1 the step moves nothing: neither weights nor
+        moments nor Adam's own count. Nobody waits to learn which it was.
+        """
         for group in self._adamw.param_groups:
             group["lr"] = lr
+        # torch's own gradient scaler hands it to a fused optimizer in the same way.
+        self._adamw.found_inf = found_inf  # pyright: ignore[reportAttributeAccessIssue]
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
 
@@ -58,7 +64,7 @@ class AdamW:
 
     @property
     def steps(self) -> int:
-        """Steps taken, the same for every weight (waits for the device)."""
+        """Steps taken that moved the weights, the same for every weight (waits for the device)."""
         return int(self._of(next(iter(self.weights.values())))["step"].item())
 
     @steps.setter

@@ -1,6 +1,7 @@
 """One optimizer step, read from top to bottom.
 
     loss = Σ token losses / Σ valid tokens          both over data ranks, context ranks and micro-batches
+    a step whose loss or norm is not finite moves nothing: weights, moments and Adam's count stay as they were
 
 The count of valid tokens is summed over all of them *before* the first backward pass, so that each micro-batch's
 backward already carries the right weight and gradients are plain sums (a mean of means over ranks or micro-batches of
@@ -68,9 +69,9 @@ class Step:
         self.masters.collect()
         norm.sum_tied(weights, self.model.config.tied, self.axes.ends)
         norm.sum_partial(weights, self.layout, self.axes.tp)
-        gradient_norm = norm.gradient_norm(weights, self.layout, self.axes, self.world, self.model.copies)
+        gradient_norm = norm.gradient_norm(weights, self.layout, self.axes, self.world, self.model.copies, loss_sum)
         norm.clip_(weights, gradient_norm, self.train.clip)
-        self.optimizer.step(lr)
+        self.optimizer.step(lr, found_inf=(~gradient_norm.isfinite()).to(torch.float32))
         self.masters.publish()
         return Outcome(loss_sum, count, gradient_norm, lr)
 
