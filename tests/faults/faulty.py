@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
