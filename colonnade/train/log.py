@@ -121,16 +121,18 @@ class Log:
             self.screen.line(f"validation loss {self.validation_loss:.4f} after {self.session.taken} steps")
 
     def save(self) -> None:
-        """Begin to write a checkpoint, when the one before it is written; wait for it if the run wants that."""
+        """Begin to write a checkpoint, when the one before it is written."""
         with self._aside():
             self.settle(wait=True)
-            self.session.save()
-            self.settle(wait=not self.run.train.async_save)
+            self._saved(self.session.save())
 
     def settle(self, *, wait: bool = False) -> None:
         """Say so when a checkpoint has been written; raises what went wrong with it."""
-        if written := self.session.settle(wait=wait):
-            self.screen.line(f"saved {written}")
+        self._saved(self.session.settle(wait=wait))
+
+    def _saved(self, folder: Path | None) -> None:
+        if folder is not None:
+            self.screen.line(f"saved {folder}")
 
     def summary(self) -> Summary:
         """Draw the loss curve and say how it went, when all is saved."""

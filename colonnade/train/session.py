@@ -92,15 +92,16 @@ class Session:
         self.watch.at(self.taken, "validates", patient=True)
         return evaluate(self.model, self._on_device(self.held_out.sweep(self.run.train.eval_samples)), self.piped)
 
-    def save(self) -> None:
+    def save(self) -> Path | None:
         """Begin to write ``runs/NAME/step-N``, which :meth:`settle` ends; no other save may be under way.
 
-        The one that is there is kept when no step was taken since.
+        Without train.async_save it is written, and returned, before the weights can move. The one that is there is
+        kept when no step was taken since.
         """
         self.watch.at(self.taken, "saves", patient=True)
         folder, t = self.run.folder / f"step-{self.taken}", self.run.train
         if folder == self.checkpoint:
-            return
+            return None
         write = native.writing(
             folder,
             self.model,
@@ -114,6 +115,7 @@ class Session:
             after=lambda: prune(self.run.folder, t.keep, t.keep_every),
         )
         self._saving.start(folder, write)
+        return None if t.async_save else self.settle(wait=True)
 
     def settle(self, *, wait: bool = False) -> Path | None:
         """The checkpoint that was being written, if all ranks have written it by now, or after a ``wait``.
