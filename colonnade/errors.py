@@ -2,7 +2,8 @@
 
     ColonnadeError
     ├── ConfigError       an unknown key, a value out of range, two settings that contradict each other
-    ├── PlanError         a layout that does not divide, a world of the wrong size, a worker that failed
+    ├── PlanError         a layout that does not divide, a world of the wrong size
+    │   └── WorkerError   a process that was killed, fell silent, or failed with a bug; to start again may help
     ├── CheckpointError   a missing, truncated, tampered or foreign file of weights
     ├── CapacityError     memory: a page pool, a device or a disk that is too small
     ├── RequestError      a request that cannot be served: too long, malformed, for an unknown model
@@ -26,7 +27,11 @@ class ConfigError(ColonnadeError):
 
 
 class PlanError(ColonnadeError):
-    """A parallel layout that cannot run, or whose workers failed."""
+    """A parallel layout that cannot run, or (:class:`WorkerError`) whose workers failed."""
+
+
+class WorkerError(PlanError):
+    """A process of the run that was killed, fell silent, or failed with a bug; starting again may help."""
 
 
 class CheckpointError(ColonnadeError):

@@ -126,10 +126,15 @@ def partial(folder: Path) -> Path:
 
 def begin(folder: Path) -> None:
     """Make an empty place for ``folder`` to be written into (:func:`partial`)."""
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists already; delete it or choose another name")
+    refuse_existing(folder)
     discard(folder)
     partial(folder).mkdir(parents=True)
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raise :class:`CheckpointError` when ``folder`` is there already."""
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists already; delete it or choose another name")
 
 
 def discard(folder: Path) -> None:
@@ -166,6 +171,15 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def complete(folder: Path) -> bool:
+    """Whether a checkpoint has lost nothing since it was written, as far as sizes tell."""
+    try:
+        Manifest.read(folder).check_sizes(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 def steps(run: Path) -> list[tuple[int, Path]]:

@@ -12,16 +12,17 @@ the parameter's layout and, inside that, by FSDP (layout rule 1). The view alias
 it in place. What is stored is always the whole tensor in pieces, whatever the plan that wrote it.
 """
 
-import errno
 import importlib.metadata
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -29,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint.folder import Manifest
-from colonnade.checkpoint.storage import DTYPES, INDEX, Index, Reader, Writer, part_of
+from colonnade.checkpoint.storage import DTYPES, FULL, INDEX, Index, Reader, Writer, part_of
 from colonnade.config import Config, ModelConfig, RunConfig
 from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
 from colonnade.model import Transformer
@@ -39,6 +40,8 @@ from colonnade.parallel.mesh import Ground
 
 META = "checkpoint.json"
 TOKENIZER = "tokenizer"
+SMALL_FILES = 65536
+"""More than checkpoint.json and the manifest's frame take [bytes]."""
 
 
 class Meta(Config):
@@ -50,8 +53,8 @@ class Meta(Config):
     """The whole run, when one wrote it."""
     step: int = 0
     """Optimizer steps taken."""
-    skipped: int = 0
-    """Those of them that overflowed in float16 and moved nothing."""
+    updates: int | None = None
+    """Of these, the steps that moved the weights: Adam's own count. None in older checkpoints: all did."""
     loss_scale: tuple[float, int] | None = None
     """float16: the scale of the next step, and the steps without an overflow since it last changed."""
     cursor: dict[str, Any] = Field(default_factory=dict)
@@ -82,6 +85,11 @@ class Moments(Protocol):
 class Savable(Protocol):
     """A tokenizer."""
 
+    @property
+    def size_bytes(self) -> int:
+        """What they take at most."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write its files."""
         ...
@@ -102,9 +110,31 @@ def save(
     With ``masters`` the float32 weights are written, without them the model's own. Raises :class:`CheckpointError`
     when the folder exists or cannot be written, :class:`CapacityError` when the disk is full.
     """
-    if optimizer is not None and optimizer.steps != meta.step - meta.skipped:
-        said = meta.step - meta.skipped
-        raise CheckpointError(f"the optimizer took {optimizer.steps} steps, the checkpoint would say {said}")
+    writing(folder, model, meta, ground, masters=masters, optimizer=optimizer, tokenizer=tokenizer)()
+
+
+def writing(
+    folder: Path,
+    model: Transformer,
+    meta: Meta,
+    ground: Ground,
+    *,
+    masters: Masters | None = None,
+    optimizer: Moments | None = None,
+    tokenizer: Savable | None = None,
+    stage: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+    group: ProcessGroup | None = None,
+    after: Callable[[], object] = lambda: None,
+) -> Callable[[], None]:
+    """:func:`save` in two parts: what is returned writes, perhaps in a thread, when every rank calls it.
+
+    ``stage`` copies this rank's tensors if they will move meanwhile; ``group`` is for the thread's own collectives;
+    ``after`` is what rank 0 does when the folder is there.
+    """
+    if optimizer is not None:
+        meta = meta.but(updates=optimizer.steps)
+        if optimizer.steps > meta.step:
+            raise CheckpointError(f"the optimizer took {optimizer.steps} steps, the checkpoint would say {meta.step}")
 
     def seal(place: Path) -> None:
         folders.write_json(place / META, meta.model_dump(mode="json"))
@@ -112,21 +142,27 @@ def save(
             (place / TOKENIZER).mkdir()
             tokenizer.save(place / TOKENIZER)
 
-    views = _views(_local(model, masters, optimizer), model, ground, sharded=masters is not None)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        _dcp(
-            folder,
-            state_dict_saver.save,
-            views,
-            storage_writer=Writer(folder, seal),
-            planner=planner,
-            no_dist=ground.world == 1,
-        )
-    except BaseException:
-        if ground.rank == 0:
-            folders.discard(folder)
-        raise
+    views = _views(stage(_local(model, masters, optimizer)), model, ground, sharded=masters is not None)
+
+    def write() -> None:
+        try:
+            _dcp(
+                folder,
+                state_dict_saver.save,
+                views,
+                storage_writer=Writer(
+                    folder, seal, after, seal_bytes=SMALL_FILES + (tokenizer.size_bytes if tokenizer else 0)
+                ),
+                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=group,
+                no_dist=ground.mesh is None,
+            )
+        except BaseException:
+            if ground.rank == 0:
+                folders.discard(folder)
+            raise
+
+    return write
 
 
 def load(
@@ -174,7 +210,7 @@ def load(
     with torch.no_grad():
         _dcp(folder, state_dict_loader.load, views, storage_reader=reader, planner=planner, no_dist=ground.world == 1)
     if optimizer is not None:
-        optimizer.steps = meta.step - meta.skipped
+        optimizer.steps = meta.step if meta.updates is None else meta.updates
     if masters is not None:
         masters.publish()
     return meta
@@ -196,13 +232,7 @@ def newest(run: Path) -> Path | None:
     A folder that lost files after it was written is passed over for the one before it; damage *inside* a file is
     found when it is loaded.
     """
-    for _, folder in folders.steps(run):
-        try:
-            Manifest.read(folder).check_sizes(folder)
-        except CheckpointError:
-            continue
-        return folder
-    return None
+    return next((folder for _, folder in folders.steps(run) if folders.complete(folder)), None)
 
 
 def _open(folder: Path) -> tuple[Manifest, Meta, Index]:
@@ -264,13 +294,15 @@ def storage_view(local: Tensor, placement: Placement, whole: torch.Size, ground:
 def _dcp(folder: Path, work: Callable[..., Any], views: dict[str, Tensor], **options: Any) -> None:
     """Run torch's save or load; turn its failures, which are no ``Exception``s, into ours."""
     try:
-        with warnings.catch_warnings():
-            # Says that a single process was meant, when a single process was asked for.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with warnings.catch_warnings() if options["no_dist"] else nullcontext():
+            # Says that a single process was meant, when a single process was asked for. (Not in a thread beside
+            # training, which has a group: the filters belong to the whole process.)
+            if options["no_dist"]:
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             work(views, **options)
     except CheckpointException as failure:
         rank, (why, _) = min(failure.failures.items())
-        if isinstance(why, OSError) and why.errno == errno.ENOSPC:
+        if isinstance(why, OSError) and why.errno in FULL:
             raise CapacityError(f"the disk is full: {folder} was not written; free some space") from why
         if isinstance(why, OSError):
             raise CheckpointError(f"{folder}: {why.strerror or why} (rank {rank})") from why

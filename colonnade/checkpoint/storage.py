@@ -35,10 +35,14 @@ from torch.futures import Future
 
 from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint.folder import Digest, Manifest
+from colonnade.checkpoint.retention import check_room
 from colonnade.config import Config
 from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
 
 INDEX = "tensors.json"
+BLOCK_BYTES = 4096
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The operating system's words for a full disk: no space left, quota exceeded."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16,
 )}  # fmt: skip
@@ -100,10 +104,21 @@ class _Written:
 
 
 class Writer(StorageWriter):
-    """Writes a checkpoint folder; ``seal`` adds the coordinator's own files just before the folder appears."""
+    """Writes a checkpoint folder; ``seal`` adds the coordinator's own files just before the folder appears.
 
-    def __init__(self, folder: Path, seal: Callable[[Path], None]):
-        self.folder, self.seal = folder, seal
+    ``after`` is the coordinator's work once it is there; a failure in it reaches all ranks, as any other does.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        seal: Callable[[Path], None],
+        after: Callable[[], object] = lambda: None,
+        *,
+        seal_bytes: int = 0,
+    ):
+        """``seal_bytes`` is what the coordinator's own files take at most."""
+        self.folder, self.seal, self.after, self.seal_bytes = folder, seal, after, seal_bytes
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A writer serves one checkpoint."""
@@ -117,7 +132,10 @@ class Writer(StorageWriter):
         return dataclasses.replace(plan, items=kept)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator, before anyone writes: make the place, number the ranks' files."""
+        """On the coordinator, before anyone writes: see that all fits, make the place, number the ranks' files."""
+        folders.refuse_existing(self.folder)
+        folders.discard(self.folder)
+        check_room(self.folder, self.seal_bytes + sum(_size_bytes(plan) for plan in plans))
         folders.begin(self.folder)
         return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
@@ -165,6 +183,7 @@ class Writer(StorageWriter):
         folders.write_json(place / INDEX, Index(tensors=tensors).model_dump(mode="json"))
         self.seal(place)
         folders.commit(self.folder, digests)
+        self.after()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -234,9 +253,20 @@ class Reader(StorageReader):
         return False
 
 
+def _size_bytes(plan: SavePlan) -> int:
+    """What a rank takes on the disk: numbers, their lines in headers and index, and files that fill whole blocks."""
+    total = 0
+    for item in plan.items:
+        data = item.tensor_data
+        assert data is not None, "a checkpoint holds tensors only"
+        lines = 4 * len(item.index.fqn) + 300
+        total += math.prod(data.chunk.sizes) * data.properties.dtype.itemsize + lines
+    return total + BLOCK_BYTES * len({part_of(item.index.fqn)[0] for item in plan.items})
+
+
 def _cannot_write(path: Path, why: SafetensorError) -> ColonnadeError:
     """safetensors tells the operating system's error in words only."""
-    if f"os error {errno.ENOSPC}" in str(why):
+    if any(f"os error {full}" in str(why) for full in FULL):
         return CapacityError(f"the disk is full: {path} was not written; free some space")
     return CheckpointError(f"{path} cannot be written: {why}")
 

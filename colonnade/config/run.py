@@ -95,6 +95,20 @@ class TrainConfig(Config):
     """Samples of one validation, over all ranks."""
     save_every: int = Field(default=200, ge=0)
     """Steps between two checkpoints; 0 saves only at the end and on a signal."""
+    async_save: bool = True
+    """Write checkpoints while training goes on; holds a copy of weights and moments in host memory."""
+    keep: int = Field(default=0, ge=0)
+    """Newest complete checkpoints to keep, older ones are deleted; 0 keeps all."""
+    keep_every: int = Field(default=0, ge=0)
+    """With keep: checkpoints of steps that are a multiple of this stay for good; 0 none."""
+    skip_bad_batches: int = Field(default=0, ge=0)
+    """Batches of the whole run whose loss or gradient norm may be not finite: they change nothing, and the next is
+    taken; one more ends the run."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Longest that a rank may be silent, or a step may take, before the run ends and names the missing rank [s]; the
+    first step, a save and a validation may take ten times as long."""
+    restarts: int = Field(default=0, ge=0)
+    """Times that the processes of --plan are started again after one was killed, hung or failed with a bug."""
     deterministic: bool = False
     """Only bitwise repeatable algorithms, also on a GPU."""
 

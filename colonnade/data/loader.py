@@ -93,6 +93,10 @@ class Loader:
             for i, batch in enumerate(batches)
         ]
 
+    def numbers(self, seen: int) -> list[int]:
+        """The sample numbers of the step that begins after ``seen`` samples, those of all ranks in their order."""
+        return self._cursor.at(seen, self._batch).tolist()
+
     def sweep(self, samples: int) -> Iterator[Batch]:
         """Micro-batches of ``samples`` samples spread evenly over the split (all of them, if it has fewer).
 

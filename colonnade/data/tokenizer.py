@@ -120,6 +120,11 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(present, indent=2, ensure_ascii=False), "utf-8")
 
     @property
+    def size_bytes(self) -> int:
+        """What the files that :meth:`save` writes take at most."""
+        return len(self._json.encode()) + 8 * len(self.chat_template or "") + 4096
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of the ``tokenizer.json`` that :meth:`save` writes: equal ones cut text equally."""
         return hashlib.sha256(self._json.encode()).hexdigest()

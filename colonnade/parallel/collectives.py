@@ -64,6 +64,11 @@ def group_of(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]
 
 
+def store() -> dist.Store:
+    """The key-value store over which the process group was made: for messages that must not wait for a collective."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def broadcast_(x: Tensor, src: int, group: Any) -> None:
     """Overwrite ``x`` with that of the group's rank ``src``; for control messages, outside autograd and compilation."""
     dist.broadcast(x, group=group_of(group), group_src=src)

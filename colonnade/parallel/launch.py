@@ -11,6 +11,7 @@ lost their peer.
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,22 +38,48 @@ from colonnade.errors import Interrupted
 Result = TypeVar("Result")
 ASKED = (signal.SIGTERM, signal.SIGINT)
 """The signals by which people and schedulers ask a process to end."""
+ECHO = re.compile("Connection (closed|reset) by peer|Broken pipe")
+"""What gloo says in a rank whose peer is gone."""
+REPORTS = "COLONNADE_REPORTS"
+"""Set in our workers: the folder into which the last words of each go."""
 
 
-def launch(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan) -> Result:
+def launch(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan, restarts: int = 0) -> Result:
     """``work(*args)`` in every process of ``plan``; the result of rank 0.
 
     ``work`` and its arguments must be importable and picklable (they are sent to our own children only). Raises the
-    failing worker's :class:`~colonnade.errors.ColonnadeError` with its rank, :class:`~colonnade.errors.PlanError` for
-    any other death, :class:`~colonnade.errors.Interrupted` when a signal ended the run.
+    failing worker's :class:`~colonnade.errors.ColonnadeError` with its rank, :class:`~colonnade.errors.WorkerError`
+    for any other death, :class:`~colonnade.errors.Interrupted` when a signal ended the run.
+
+    After a WorkerError all processes are started again, ``restarts`` times at most. torch's agent can restart a group
+    too, but not tell a death from a user's mistake, which would only be made again.
     """
     if dist.is_torchelastic_launched():
         plan.check_world(int(os.environ["WORLD_SIZE"]))
         return work(*args)
-    if plan.world == 1:
+    if plan.world == 1 and not restarts:
         return work(*args)
-    with tempfile.TemporaryDirectory(prefix="colonnade-") as reports:
-        return _elastic(work, args, plan, Path(reports))
+    tried = 0
+    while True:
+        try:
+            with tempfile.TemporaryDirectory(prefix="colonnade-") as reports:
+                return _elastic(work, args, plan, Path(reports))
+        except errors.WorkerError as death:
+            if tried == restarts:
+                raise
+            tried += 1
+            print(f"{death}; starting again, {tried} of at most {restarts} times", file=sys.stderr, flush=True)
+
+
+def end_process(error: errors.ColonnadeError) -> NoReturn:
+    """End this process at once with ``error``, from any thread, when the main thread is where no exception reaches."""
+    if reports := os.environ.get(REPORTS):
+        _report(error, reports)
+    else:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def launched() -> bool:
@@ -127,6 +154,7 @@ def _worker(work: Callable[..., Result], args: tuple[Any, ...], world: int, repo
     """In the child: share the cores out, run, and leave a report when it goes wrong."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // world))
+    os.environ[REPORTS] = reports
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came while we began strikes now
         return work(*args)
@@ -140,36 +168,48 @@ def _worker(work: Callable[..., Result], args: tuple[Any, ...], world: int, repo
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
-        report = {
-            "time": time.time(),
-            "kind": type(error).__name__,
-            "ours": isinstance(error, errors.ColonnadeError),
-            "message": str(error),
-            "traceback": traceback.format_exc(),
-        }
-        Path(reports, f"{os.environ['RANK']}.json").write_text(json.dumps(report))
+        _report(error, reports)
         raise SystemExit(1) from None
+
+
+def _report(error: BaseException, folder: str) -> None:
+    """What the parent will say of this worker."""
+    report = {
+        "time": time.time(),
+        "kind": type(error).__name__,
+        "ours": isinstance(error, errors.ColonnadeError),
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    place = Path(folder, f"{os.environ['RANK']}.json")
+    place.with_suffix(".part").write_text(json.dumps(report))
+    place.with_suffix(".part").rename(place)  # whole or not at all: this process may be killed by then
 
 
 def _explain(death: ChildFailedError, folder: Path) -> Exception:
     """One error for the first death: a worker's own report, or how the operating system ended it."""
     reports = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
+    # Who saw that a rank is missing knows more than its end says: it may have been killed because of that.
+    silence = [report["message"] for report in reports.values() if report["kind"] == errors.WorkerError.__name__]
+    if silence:
+        return errors.WorkerError(silence[0])
     # A process that was killed leaves no report, and its peers then report that they lost it: it comes first.
     for rank, failure in sorted(death.failures.items()):
         if failure.exitcode < 0 and -failure.exitcode not in ASKED and rank not in reports:
             name = signal.Signals(-failure.exitcode).name
             hint = " (out of memory is the usual reason)" if name == "SIGKILL" else ""
-            return errors.PlanError(f"rank {rank} was killed by {name}{hint}; the run was stopped")
+            return errors.WorkerError(f"rank {rank} was killed by {name}{hint}; the run was stopped")
     asked = [-f.exitcode for f in death.failures.values() if -f.exitcode in ASKED]
     if not reports and asked:
         return Interrupted(asked[0])
     if not reports:
         codes = {rank: failure.exitcode for rank, failure in death.failures.items()}
-        return errors.PlanError(f"workers ended without a report, exit codes by rank: {codes}")
-    rank, first = min(reports.items(), key=lambda item: item[1]["time"])
+        return errors.WorkerError(f"workers ended without a report, exit codes by rank: {codes}")
+    # Who lost a peer may have said so before the peer had said why it went.
+    rank, first = min(reports.items(), key=lambda item: (bool(ECHO.search(item[1]["message"])), item[1]["time"]))
     if first["ours"]:
         kind = getattr(errors, first["kind"], errors.ColonnadeError)
         return kind(f"rank {rank}: {first['message']}" if rank else first["message"])
-    failed = errors.PlanError(f"rank {rank} failed with {first['kind']}: {first['message']}")
+    failed = errors.WorkerError(f"rank {rank} failed with {first['kind']}: {first['message']}")
     failed.add_note(first["traceback"])
     return failed

@@ -21,6 +21,7 @@ from colonnade.config import Plan
 from colonnade.errors import PlanError
 from colonnade.parallel.axis import SOLO, Axes, Axis, group_name
 from colonnade.parallel.launch import local_ranks, place
+from colonnade.parallel.meet import fresh_store
 
 TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -83,10 +84,11 @@ class Ground:
 
     @staticmethod
     @contextmanager
-    def build(plan: Plan, device: str = "auto") -> Iterator["Ground"]:
+    def build(plan: Plan, device: str = "auto", timeout: datetime.timedelta = TIMEOUT) -> Iterator["Ground"]:
         """Join the process group that the launcher prepared (or make one of size 1), and leave it at the end.
 
-        Raises :class:`PlanError` when the number of processes is not the plan's.
+        ``timeout`` is after how long a collective gives up. Raises :class:`PlanError` when the number of processes is
+        not the plan's.
         """
         launched = dist.is_torchelastic_launched()
         kind = choose_device(plan, device)
@@ -97,12 +99,13 @@ class Ground:
             if kind == "cuda":
                 torch.cuda.set_device(dist.get_node_local_rank(0))
             if launched:
-                dist.init_process_group(backend, timeout=TIMEOUT)
+                store, rank, world = fresh_store(timeout)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
             else:
-                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         try:
             plan.check_world(dist.get_world_size())
-            yield _stand(plan, kind)
+            yield _stand(plan, kind, timeout)
         finally:
             if ours:
                 dist.destroy_process_group()
@@ -120,7 +123,7 @@ def fresh_group(file: Path) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _stand(plan: Plan, kind: str) -> Ground:
+def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> Ground:
     order = torch.arange(plan.world).view(plan.pp, plan.replicate, plan.dp, plan.cp, plan.tp)
     ranks = order.flatten(2, 3).permute(0, 3, 1, 2)
     mesh = DeviceMesh(kind, ranks, mesh_dim_names=("pp", "tp", "replicate", "shard"))
@@ -133,7 +136,7 @@ def _stand(plan: Plan, kind: str) -> Ground:
         if len(rows[0]) == 1:
             return SOLO
         if str(rows) not in groups:  # axes over the same ranks share their connections
-            made, _ = dist.new_subgroups_by_enumeration(rows, timeout=TIMEOUT)
+            made, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)
             assert isinstance(made, dist.ProcessGroup)
             groups[str(rows)] = made
         return named(name, groups[str(rows)])
@@ -144,7 +147,7 @@ def _stand(plan: Plan, kind: str) -> Ground:
     def ends() -> Axis:
         if plan.pp <= 2:
             return axis("pp", 0)
-        group, _ = dist.new_subgroups_by_enumeration(order[[0, -1]].flatten(1).T.tolist(), timeout=TIMEOUT)
+        group, _ = dist.new_subgroups_by_enumeration(order[[0, -1]].flatten(1).T.tolist(), timeout=timeout)
         return named("ends", group) if isinstance(group, dist.ProcessGroup) else SOLO
 
     axes = Axes(

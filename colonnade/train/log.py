@@ -45,7 +45,7 @@ class Log:
     def __init__(self, session: Session, trackers: Sequence[OpenTracker] = ()):
         self.session, self.run = session, session.run
         self.first = session.ground.rank == 0
-        self.meter = Meter(session.run, session.ground)
+        self.meter = Meter(session.run, session.ground, self._bad)
         self.screen = Screen(session.run.train.steps, shown=self.first)
         self.row: Row = {}
         self.validation_loss: float | None = None
@@ -89,18 +89,29 @@ class Log:
         Raises :class:`Diverged` with the last good checkpoint: nothing is saved before it was looked at.
         """
         with self._aside():
-            try:
-                rows = self.meter.read()
-            except Diverged as why:
-                good = self.session.checkpoint
-                where = f"the last good checkpoint is {good}" if good else "no checkpoint was written yet"
-                raise Diverged(f"{why}; {where}; lower --train.lr or look at the data") from None
+            rows = self.meter.read()
             self.speed = self.meter.speed() or self.speed
             for taken, row in rows:
                 newest = taken == self.session.taken and self.speed is not None
                 self._track(taken, row | (rates(self.speed) if newest and self.speed else {}))
-                self.row = row
-            self.screen.metrics(self.session.taken, self.row, self.speed)
+                self.row = row if "loss" in row else self.row
+            if self.row:
+                self.screen.metrics(self.session.taken, self.row, self.speed)
+
+    def _bad(self, taken: int, diagnosis: str) -> None:
+        """A step that moved nothing: counted as skipped, or :class:`Diverged` when the run may skip no more."""
+        it, allowed = self.session, self.run.train.skip_bad_batches
+        samples = _listed(it.samples_of(taken))
+        if it.skipped < allowed:
+            it.skipped += 1
+            self.screen.line(f"{diagnosis}; skipped samples {samples} ({it.skipped} of at most {allowed} bad batches)")
+            self._track(taken, {"skipped": it.skipped})
+            return
+        self.settle(wait=True)  # it was taken before, so it is good
+        good = it.checkpoint
+        before = f"; {it.skipped} bad batches were skipped before" if it.skipped else ""
+        where = f"the last good checkpoint is {good}" if good else "no checkpoint was written yet"
+        raise Diverged(f"{diagnosis}{before}; {where}; lower --train.lr or look at samples {samples} of the corpus")
 
     def validate(self) -> None:
         """Measure and note the validation loss."""
@@ -110,12 +121,22 @@ class Log:
             self.screen.line(f"validation loss {self.validation_loss:.4f} after {self.session.taken} steps")
 
     def save(self) -> None:
-        """Write a checkpoint."""
+        """Begin to write a checkpoint, when the one before it is written."""
         with self._aside():
-            self.screen.line(f"saved {self.session.save()}")
+            self.settle(wait=True)
+            self._saved(self.session.save())
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Say so when a checkpoint has been written; raises what went wrong with it."""
+        self._saved(self.session.settle(wait=wait))
+
+    def _saved(self, folder: Path | None) -> None:
+        if folder is not None:
+            self.screen.line(f"saved {folder}")
 
     def summary(self) -> Summary:
-        """Draw the loss curve and say how it went."""
+        """Draw the loss curve and say how it went, when all is saved."""
+        self.settle(wait=True)
         checkpoint = self.session.checkpoint
         assert checkpoint is not None, "the last step saves"
         title = f"{self.run.name}: {self.run.model.parameters / 1e6:.2f} M parameters"
@@ -151,3 +172,8 @@ class Log:
     def _track(self, taken: int, row: Row) -> None:
         for tracker in self._trackers:
             tracker.record(taken, row)
+
+
+def _listed(numbers: Sequence[int], most: int = 8) -> str:
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return ", ".join(str(number) for number in numbers[:most]) + more

@@ -8,6 +8,7 @@ every so often: a line of metrics (log.py); validation; save(weights, moments, c
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 
@@ -15,6 +16,7 @@ from colonnade.checkpoint import native
 from colonnade.config import RunConfig
 from colonnade.parallel.launch import Interrupted, launch
 from colonnade.parallel.mesh import Ground
+from colonnade.parallel.watchdog import BACKSTOP, Watchdog
 from colonnade.train.log import Log, Summary
 from colonnade.train.session import Session
 from colonnade.train.stop import Stop
@@ -36,7 +38,7 @@ class Trainer:
         corpus or checkpoint that does not fit, and for a loss that is not finite.
         """
         try:
-            return launch(train, (self.run, self.trackers), self.run.plan)
+            return launch(train, (self.run, self.trackers), self.run.plan, self.run.train.restarts)
         except Interrupted as stop:
             checkpoint = native.newest(self.run.folder)
             if checkpoint is None:  # the signal came before the first step
@@ -48,12 +50,18 @@ class Trainer:
 def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:
     """The work of one rank; raises :class:`Interrupted` after a signal, when all is saved."""
     t = run.train
-    with _deterministic(t.deterministic), Ground.build(run.plan, run.device) as ground:
-        session = Session(run, ground)
-        with Stop(session.world) as stop, Log(session, trackers) as log:
+    timeout = timedelta(seconds=t.timeout_s * BACKSTOP)
+    with _deterministic(t.deterministic), Ground.build(run.plan, run.device, timeout) as ground:
+        with (
+            Watchdog(t.timeout_s) as watch,
+            Session(run, ground, watch) as session,
+            Stop(session.world) as stop,
+            Log(session, trackers) as log,
+        ):
             stopped = None
             while session.taken < t.steps and stopped is None:
                 log.note(session.step())
+                log.settle()
                 stopped = stop.asked()
                 done = session.taken == t.steps
                 if stopped or done or log.due(t.log_every, t.eval_every, t.save_every):

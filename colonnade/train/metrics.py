@@ -7,7 +7,7 @@ step and the data ranks in which it arose; no checkpoint is written before that 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,8 +33,9 @@ class Diverged(ColonnadeError):
 class Meter:
     """Collects outcomes and time; hands out rows."""
 
-    def __init__(self, run: RunConfig, ground: Ground):
-        self.run, self.ground = run, ground
+    def __init__(self, run: RunConfig, ground: Ground, bad: Callable[[int, str], None]):
+        """``bad(steps, diagnosis)`` is told, on every rank alike, of a step that moved nothing, or refuses it."""
+        self.run, self.ground, self.bad = run, ground, bad
         self.chip = chip_of(ground.device)
         self._pending: list[tuple[int, Outcome]] = []
         self._busy_s, self._since_s, self._steps = 0.0, time.perf_counter(), 0
@@ -47,7 +48,7 @@ class Meter:
     def read(self) -> list[tuple[int, Row]]:
         """(steps taken, row) for each step since the last reading; waits for the device.
 
-        Raises :class:`Diverged` on every rank alike when a loss or norm among them is not finite.
+        A step whose loss or norm is not finite has neither in its row, after :attr:`bad` took note of it.
         """
         if not self._pending:
             return []
@@ -56,13 +57,16 @@ class Meter:
         losses = self.ground.axes.everywhere(mine) / torch.stack([outcome.count for outcome in outcomes])
         norms = torch.stack([outcome.norm for outcome in outcomes]).double()
         table = torch.stack([losses, norms, *_scales(outcomes)]).T.tolist()
+        flags = mine.isfinite().tolist()
         rows: list[tuple[int, Row]] = []
-        for (steps, outcome), (loss, norm, *scaled), here in zip(self._pending, table, mine.isfinite(), strict=True):
+        for (steps, outcome), (loss, norm, *scaled), here in zip(self._pending, table, flags, strict=True):
             row = {"loss": loss, "grad_norm": norm, "lr": outcome.lr} | dict(zip(SCALED, scaled, strict=False))
-            # A step that overflowed in float16 was skipped, and is no news until lowering the scale stops helping.
             finite = {name: value for name, value in row.items() if value - value == 0}
-            if len(finite) < len(row) and (not scaled or row["loss_scale"] <= LOWEST):
-                raise Diverged(self._diagnosis(steps, loss, norm, bool(here)) + _collapse(scaled))
+            if len(finite) < len(row) and not scaled:
+                self.bad(steps, self._diagnosis(steps, loss, norm, here))
+            elif len(finite) < len(row) and row["loss_scale"] <= LOWEST:
+                # Otherwise it overflowed in float16 and is no news, until lowering the scale stops helping.
+                raise Diverged(self._diagnosis(steps, loss, norm, here) + _collapse(scaled))
             rows.append((steps, finite))
         self._pending.clear()
         return rows
@@ -71,7 +75,7 @@ class Meter:
         batch = self.ground.axes.batch
         flags = torch.zeros(batch.size, device=self.ground.device)
         flags[batch.rank] = not finite_here
-        guilty = [str(rank) for rank, flag in enumerate(batch.sum_(flags).tolist()) if flag]
+        guilty = [str(rank) for rank, flag in enumerate(self.ground.axes.everywhere(flags).tolist()) if flag]
         where = f" on data rank {', '.join(guilty)} of {batch.size}" if guilty else " on no rank alone"
         what = f"loss is {loss}{where}" if loss - loss != 0 else f"gradient norm is {norm} (the loss is {loss:.4g})"
         return f"step {steps}: the {what}"

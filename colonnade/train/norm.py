@@ -45,9 +45,13 @@ def gradient_norm(
     axes: Axes,
     world: Axis,
     copies: Container[str] = (),
+    loss_sum: Tensor | None = None,
 ) -> Tensor:
     """The norm of the whole model's gradient, the same 0-dim tensor on every rank of ``world``; ``copies`` are
     parameters that another pipeline rank counts.
+
+    It is not finite either where any rank's ``loss_sum`` is not: a logit that overflowed to -inf makes an infinite
+    loss of finite gradients, and whoever skips bad steps must not need a second sum over the world to learn of it.
     """
     owned = [
         w.grad
@@ -59,7 +63,8 @@ def gradient_norm(
     ]
     # A rank that owns nothing still takes part in the sum.
     norm = get_total_norm(owned) if owned else next(iter(weights.values())).new_zeros(())
-    return world.sum_(norm.square()).sqrt()
+    square = norm.square() if loss_sum is None else norm.square() + (0 * loss_sum).to(norm.dtype)
+    return world.sum_(square).sqrt()
 
 
 def clip_(weights: Mapping[str, Tensor], norm: Tensor, limit: float) -> None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from colonnade.config import TrainConfig
-from colonnade.train.scaler import LossScaler
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """torch's names of m and v, under which a checkpoint stores them."""
@@ -46,14 +45,15 @@ class AdamW:
                 **moments[w],
             }
 
-    def step(self, lr: float, scaler: LossScaler | None = None) -> None:
+    def step(self, lr: float, skip: Tensor | None = None, scale: Tensor | None = None) -> None:
         """Move every weight by its gradient, then drop the gradients.
 
-        With a ``scaler`` the gradients are those of the scaled loss, and a step that overflowed moves nothing.
+        Where ``skip`` (0-dim, float32, on the weights' device) is 1 the step moves nothing: neither weights nor moments
+        nor Adam's own count; nobody waits to learn which it was. ``scale`` is what the gradients are multiplied by.
         """
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        self._update(None if scaler is None else scaler.used, None if scaler is None else scaler.overflow)
+        self._update(scale, skip)
         self._adamw.zero_grad(set_to_none=True)
 
     def _make_moments(self) -> dict[Tensor, dict[str, Tensor]]:
@@ -75,7 +75,7 @@ class AdamW:
 
     @property
     def steps(self) -> int:
-        """Steps taken, the same for every weight (waits for the device)."""
+        """Steps taken that moved the weights, the same for every weight (waits for the device)."""
         return int(self._of(next(iter(self.weights.values())))["step"].item())
 
     @steps.setter

@@ -35,10 +35,8 @@ class LossScaler:
         """Steps without an overflow since s last changed."""
         self.skipped = torch.zeros((), dtype=torch.int32, device=device)
         """Steps of the run that overflowed and moved nothing."""
-        self.overflow = torch.zeros((), dtype=torch.float32, device=device)
-        """1 when the step whose norm was last :meth:`seen` is to be skipped, else 0."""
         self.used = self.scale
-        """s of that step, by which its gradients are still multiplied."""
+        """s of the step whose norm was last :meth:`seen`, by which its gradients are still multiplied."""
 
     def up(self, divisor: Tensor) -> Tensor:
         """What the loss must be divided by instead of ``divisor``, to come out s times as large."""
@@ -50,7 +48,7 @@ class LossScaler:
         good = self.good + 1
         grown = torch.where(good == self.every, self.scale * 2, self.scale).clamp(max=HIGHEST)
         # New tensors, because the outcomes of earlier steps still hold the old ones.
-        self.overflow, self.used = over.to(torch.float32), self.scale
+        self.used = self.scale
         self.scale = torch.where(over, self.scale / 2, grown)
         self.good = torch.where(over | (good == self.every), 0, good)
         self.skipped = self.skipped + over

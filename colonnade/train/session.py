@@ -7,14 +7,17 @@ resumed under the same plan is bit for bit the run that was not; under another p
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint import native
+from colonnade.checkpoint.background import Background
 from colonnade.checkpoint.folder import Manifest
+from colonnade.checkpoint.retention import prune
 from colonnade.config import Config, ModelConfig, RunConfig
 from colonnade.data import Batch, Corpus, Loader, Pairs, Pieces
 from colonnade.errors import CheckpointError, ConfigError, DataError
@@ -23,6 +26,7 @@ from colonnade.model.linear import in_float8
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.mesh import Ground
+from colonnade.parallel.watchdog import Watchdog
 from colonnade.train.activations import arrange
 from colonnade.train.offload import OffloadedAdamW
 from colonnade.train.optimizer import AdamW
@@ -41,8 +45,11 @@ COMPUTE = {
 class Session:
     """A run, begun or resumed from its newest complete checkpoint."""
 
-    def __init__(self, run: RunConfig, ground: Ground):
+    def __init__(self, run: RunConfig, ground: Ground, watch: Watchdog | None = None):
+        """``watch`` is told where this rank is, so that others can say when it falls silent."""
         self.run, self.ground, self.world = run, ground, world_axis()
+        self.watch = watch or Watchdog(run.train.timeout_s)
+        self._compiled = False
         self.corpus = Corpus(run.data.path)
         self._check_corpus()
         self.samples = self._loader("train")
@@ -69,6 +76,9 @@ class Session:
         """Optimizer steps taken."""
         self.seen = 0
         """Samples consumed by all ranks."""
+        self._saving = Background(ground.device)
+        self.skipped = 0
+        """Steps of the run that were not finite and moved nothing, as far as anybody looked."""
         self.changes: list[str] = []
         """Settings that are not those with which the checkpoint was written."""
         if self.checkpoint is not None:
@@ -76,38 +86,84 @@ class Session:
 
     def step(self) -> Outcome:
         """Take the next optimizer step."""
-        outcome = self._step(self.taken, list(self._on_device(self.samples.at(self.seen))))
+        self.watch.at(self.taken + 1, "reads samples")
+        batches = list(self._on_device(self.samples.at(self.seen)))
+        self.watch.at(self.taken + 1, "computes", patient=not self._compiled)
+        outcome = self._step(self.taken, batches)
+        self._compiled = True
         self.taken, self.seen = self.taken + 1, self.seen + self.run.train.batch
         return outcome
+
+    def samples_of(self, step: int) -> list[int]:
+        """The numbers of the samples that step ``step`` (from 1) of this session was made of."""
+        return self.samples.numbers(self.seen - (self.taken - step + 1) * self.run.train.batch)
 
     def validate(self) -> Tensor:
         """The mean loss on held-out samples, always the same ones."""
         assert self.held_out is not None, "validation is switched off"
+        self.watch.at(self.taken, "validates", patient=True)
         return evaluate(self.model, self._on_device(self.held_out.sweep(self.run.train.eval_samples)), self.piped)
 
-    def save(self) -> Path:
-        """Write ``runs/NAME/step-N``; keeps the one that is there when no step was taken since."""
-        folder = self.run.folder / f"step-{self.taken}"
-        if folder != self.checkpoint:
-            meta = native.Meta(
+    def save(self) -> Path | None:
+        """Begin to write ``runs/NAME/step-N``, which :meth:`settle` ends; no other save may be under way.
+
+        Without train.async_save it is written, and returned, before the weights can move. The one that is there is
+        kept when no step was taken since.
+        """
+        self.watch.at(self.taken, "saves", patient=True)
+        folder, t = self.run.folder / f"step-{self.taken}", self.run.train
+        if folder == self.checkpoint:
+            return None
+        write = native.writing(
+            folder,
+            self.model,
+            native.Meta(
                 model=self.run.model,
                 run=self.run,
                 step=self.taken,
-                skipped=self.taken - self.optimizer.steps,
                 loss_scale=None if self.scaler is None else self.scaler.state,
                 cursor=self._cursor(),
-            )
-            native.save(
-                folder,
-                self.model,
-                meta,
-                self.ground,
-                masters=self.masters,
-                optimizer=self.optimizer,
-                tokenizer=self.corpus.tokenizer,
-            )
-            self.checkpoint = folder
-        return folder
+            ),
+            self.ground,
+            masters=self.masters,
+            optimizer=self.optimizer,
+            tokenizer=self.corpus.tokenizer,
+            stage=self._saving.stage if t.async_save else dict,
+            group=self._saving.group,
+            after=lambda: prune(self.run.folder, t.keep, t.keep_every),
+        )
+        self._saving.start(folder, write)
+        return None if t.async_save else self.settle(wait=True)
+
+    def settle(self, *, wait: bool = False) -> Path | None:
+        """The checkpoint that was being written, if all ranks have written it by now, or after a ``wait``.
+
+        Raises what went wrong with it, on every rank after the same step.
+        """
+        if not self._saving.running:
+            return None
+        # When one rank has seen the end, the others are about to: torch's last collective of a save is behind it.
+        if not wait and not int(self.world.max_(torch.tensor(int(self._saving.over)))):
+            return None
+        if wait:
+            self.watch.at(self.taken, "waits for a checkpoint", patient=True)
+        self.checkpoint = self._saving.settle()
+        return self.checkpoint
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Whatever ended the run: a checkpoint that is being written is as good as it was."""
+        if not self._saving.running:
+            return
+        self.watch.at(self.taken, "ends", patient=True)
+        try:
+            self.checkpoint = self._saving.settle()
+        except BaseException as failure:
+            if error is None:
+                raise
+            error.add_note(f"and the checkpoint that was being written failed: {failure}")
 
     def _build(self, config: ModelConfig, dtype: torch.dtype, spans: Sequence[range] | None = None) -> Transformer:
         """An uninitialised model that computes as this run's does: these blocks of it, or all."""
@@ -144,8 +200,10 @@ class Session:
                     f"or never; set --data.{key} {was.get(key)}, or use another run name"
                 )
         self.taken, self.seen = meta.step, meta.cursor["seen"]
+        self.skipped = meta.cursor.get("skipped", 0)
         if self.scaler is not None:
-            self.scaler.restore(meta.loss_scale or self.scaler.state, meta.skipped)
+            overflowed = meta.step - self.optimizer.steps - self.skipped
+            self.scaler.restore(meta.loss_scale or self.scaler.state, overflowed)
         self.changes = changes(meta.run, self.run)
 
     def _cursor(self) -> dict[str, Any]:
@@ -153,6 +211,7 @@ class Session:
         manifest, data = self.corpus.manifest, self.run.data
         return {
             "seen": self.seen,
+            "skipped": self.skipped,
             "tokens": manifest.train.tokens,
             "tokenizer": manifest.tokenizer_sha256,
             "sequence": data.sequence,

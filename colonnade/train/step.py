@@ -2,6 +2,7 @@
 
     loss = Σ token losses / Σ valid tokens          both over data ranks, context ranks and micro-batches
            + Σ order losses / Σ pairs               for BERT, likewise
+    a step whose loss or norm is not finite moves nothing: weights, moments and Adam's count stay as they were
 
 The count of valid tokens is summed over all of them *before* the first backward pass, so that each micro-batch's
 backward already carries the right weight and gradients are plain sums (a mean of means over ranks or micro-batches of
@@ -81,11 +82,12 @@ class Step:
         self.masters.collect()
         norm.sum_tied(weights, self.model.config.tied, self.axes.ends)
         norm.sum_partial(weights, self.layout, self.axes.tp)
-        gradient_norm = norm.gradient_norm(weights, self.layout, self.axes, self.world, self.model.copies)
+        gradient_norm = norm.gradient_norm(weights, self.layout, self.axes, self.world, self.model.copies, loss_sum)
         if self.scaler is not None:
             gradient_norm = self.scaler.seen(gradient_norm)
         norm.clip_(weights, gradient_norm, self.train.clip)
-        self.optimizer.step(lr, self.scaler)
+        skip = (~gradient_norm.isfinite()).to(torch.float32)
+        self.optimizer.step(lr, skip, None if self.scaler is None else self.scaler.used)
         self.masters.publish()
         if self.scaler is None:
             return Outcome(loss_sum, count, gradient_norm, lr)

@@ -75,6 +75,8 @@ def test_round_trip(saved: Path) -> None:
 
 def test_tokenizer_travels_along(tmp_path: Path) -> None:
     class Words:
+        size_bytes = 10
+
         def save(self, folder: Path) -> None:
             (folder / "tokenizer.json").write_text("{}")
 

@@ -1,0 +1,37 @@
+"""A small corpus, and a run over it, for tests of what goes wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from colonnade.data import build
+
+TEXT = "we the people of this union hold that a column stands in a row and bears its share of the weight"
+WORDS = TEXT.split()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "corpus"
+    texts = [(str(i), " ".join(WORDS[(i * j) % len(WORDS)] for j in range(5 + i % 40))) for i in range(120)]
+    build(texts, folder, vocab_size=300, validation_share=0.2)
+    return folder
+
+
+@pytest.fixture
+def config(corpus: Path, tmp_path: Path) -> RunConfig:
+    """12 steps of a tiny model, a line each step, no validation, a checkpoint each fourth step."""
+    model = ModelConfig(vocab_size=300, layers=2, width=16, heads=4, kv_heads=2, ffn_width=24, context=32, tied=True)
+    train = TrainConfig(
+        steps=12, batch=4, micro_batch=1, lr=1e-2, min_lr=1e-3, warmup=2, log_every=1, eval_every=0, save_every=4
+    )
+    data = DataConfig(path=corpus, sequence=16)
+    return RunConfig(name="it", runs=tmp_path / "runs", device="cpu", model=model, data=data, train=train)
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """Every file of weights and moments of a checkpoint, byte for byte."""
+    found = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    assert found
+    return found

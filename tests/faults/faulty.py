@@ -1,0 +1,56 @@
+"""A run whose rank 1 meets its fate, once: ``python faulty.py FATE CONFIG``, by our launcher or under torchrun."""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+from unittest.mock import patch
+
+from colonnade.checkpoint.storage import Writer
+from colonnade.config import RunConfig
+from colonnade.errors import ColonnadeError
+from colonnade.parallel.launch import launch
+from colonnade.train.loop import train
+from colonnade.train.session import Session
+
+AT = 9
+"""Steps taken when it strikes; the checkpoint of step 4 is complete by then, because that of step 8 was begun."""
+
+
+def work(fate: str, run: RunConfig) -> int:
+    """Train; rank 1 strikes in the middle of step 10, or while it writes step 8, the first time that it comes there."""
+    rank, struck = int(os.environ["RANK"]), run.runs / "struck"
+    run.runs.mkdir(parents=True, exist_ok=True)
+    (run.runs / f"pid-{rank}").write_text(str(os.getpid()))
+
+    def strike() -> None:
+        if rank == 1 and not struck.exists():
+            struck.touch()
+            if fate == "stuck":
+                time.sleep(1000)
+            os.kill(os.getpid(), signal.SIGSTOP if fate == "stop" else signal.SIGKILL)
+
+    real_write, real_on_device = Writer.write_data, Session._on_device
+
+    def write_data(self: Writer, *args: Any) -> Any:
+        if fate == "kill in save" and self.folder.name == "step-8":
+            strike()
+        return real_write(self, *args)
+
+    def on_device(self: Session, batches: Any) -> Any:
+        if fate != "kill in save" and self.taken == AT:
+            strike()
+        return real_on_device(self, batches)
+
+    with patch.object(Writer, "write_data", write_data), patch.object(Session, "_on_device", on_device):
+        return train(run).steps
+
+
+if __name__ == "__main__":
+    fate, run = sys.argv[1], RunConfig.model_validate_json(sys.argv[2])
+    try:
+        print("ended", launch(work, (fate, run), run.plan, run.train.restarts), flush=True)
+    except ColonnadeError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        sys.exit(1)

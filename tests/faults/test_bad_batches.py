@@ -1,0 +1,118 @@
+"""A batch without a finite loss: it moves nothing, is named, counted over the whole run, and tolerated so often."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from colonnade.checkpoint import native
+from colonnade.config import Plan, RunConfig
+from colonnade.data import Corpus, Loader
+from colonnade.parallel.mesh import Ground
+from colonnade.train import Trainer, step
+from colonnade.train.loop import train
+from colonnade.train.metrics import Diverged
+from colonnade.train.session import Session
+from tests.faults.conftest import tensors
+from tests.worlds import run as in_world
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+
+@contextmanager
+def spoilt(*calls: int, value: float = float("nan")) -> Iterator[None]:
+    """The given forward passes of this process, counted from 0, lose their loss to ``value``."""
+    real, count = step.forward, iter(range(10**6))
+
+    def forward(*args: object) -> Tensor:
+        loss_sum = real(*args)  # type: ignore[arg-type]
+        if next(count) not in calls:
+            return loss_sum
+        # An infinite loss whose gradient is finite, as a logit of -inf makes one; or one that is NaN all through.
+        return loss_sum + value if value == float("inf") else loss_sum * value
+
+    with patch.object(step, "forward", forward):
+        yield
+
+
+def _moves_nothing(config: RunConfig, value: float) -> None:
+    """Data rank 1 of 2 spoils the second micro-batch of step 3 of a run over tp=2 and dp=2."""
+    with Ground.build(config.plan, "cpu") as ground:
+        session = Session(config, ground)
+        guilty = ground.axes.dp.rank == 1
+        with spoilt(*([2 * 2 + 1] if guilty else []), value=value):
+            for _ in range(2):
+                session.step()
+            state = {**session.masters.local, **session.optimizer.state}
+            before = {name: x.detach().clone() for name, x in state.items()}
+            assert not session.step().norm.isfinite()
+            assert all(torch.equal(x, before[name]) for name, x in state.items())
+            assert (session.taken, session.optimizer.steps) == (3, 2)
+            session.step()
+            assert session.optimizer.steps == 3
+            assert not all(torch.equal(x, before[name]) for name, x in state.items())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_batch_moves_nothing_on_any_rank(config: RunConfig, value: float) -> None:
+    in_world(4, _moves_nothing, config.but(plan=Plan(tp=2, dp=2)), value)
+
+
+def test_skipped_batches_are_named_and_survive_a_resume(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps 2 and 7 of 12 are bad (4 micro-batches a step); the run is cut at 8 and resumed, and ends the same."""
+    t = config.train.but(skip_bad_batches=2)
+    with spoilt(4, 25):
+        Trainer(config.but(name="whole", train=t)).fit()
+    said = capsys.readouterr().out
+    loader = Loader(Corpus(config.data.path).split("train"), config.data, t.batch, t.micro_batch)
+    bad = ", ".join(map(str, loader.numbers(6 * t.batch)))
+    assert f"step 7: the loss is nan on data rank 0 of 1; skipped samples {bad} (2 of at most 2 bad batches)" in said
+    rows = [json.loads(line) for line in (config.runs / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" not in row and "lr" in row] == [2, 7]
+    assert [(row["step"], row["skipped"]) for row in rows if "skipped" in row] == [(2, 1), (7, 2)]
+    with spoilt(4, 25):
+        Trainer(config.but(train=t.but(steps=8, schedule="constant"))).fit()
+    meta = native.read_meta(config.folder / "step-8")
+    assert (meta.step, meta.updates, meta.cursor["skipped"]) == (8, 6, 2)
+
+
+def test_a_resumed_run_with_skipped_batches_is_the_same_run(config: RunConfig) -> None:
+    t = config.train.but(skip_bad_batches=1)
+    with spoilt(4):
+        Trainer(config.but(name="whole", train=t)).fit()
+        whole = tensors(config.runs / "whole" / "step-12")
+    half = config.but(train=t)
+    with spoilt(4), pytest.raises(KeyboardInterrupt), patch.object(Session, "save", _stop_after(Session.save)):
+        Trainer(half).fit()
+    assert Trainer(half).fit().steps == 12
+    assert tensors(config.folder / "step-12") == whole
+
+
+def _stop_after(save: Callable[[Session], object]) -> Callable[[Session], None]:
+    def wrapped(self: Session) -> None:
+        save(self)
+        raise KeyboardInterrupt
+
+    return wrapped
+
+
+def _diverges(config: RunConfig) -> str:
+    with spoilt(1, 4, 6), pytest.raises(Diverged) as caught:
+        train(config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("allowed", [0, 2])
+def test_one_bad_batch_too_many_ends_the_run_on_every_rank(config: RunConfig, allowed: int) -> None:
+    t = config.train.but(skip_bad_batches=allowed, save_every=1, log_every=2)
+    said = in_world(2, _diverges, config.but(plan=Plan(dp=2), train=t))
+    assert said[0] == said[1]
+    if allowed:
+        assert said[0].startswith("step 4: the loss is nan on data rank 0, 1 of 2; 2 bad batches were skipped before;")
+        assert f"the last good checkpoint is {config.folder}/step-3" in said[0]
+    else:
+        assert said[0].startswith("step 1: the loss is nan on data rank 0, 1 of 2; no checkpoint was written yet;")

@@ -1,0 +1,132 @@
+"""Ranks killed, stopped or stuck, for real: the run says who, starts again, and ends as if nothing had been."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from colonnade.checkpoint import folder as folders
+from colonnade.checkpoint import native
+from colonnade.config import Plan, RunConfig
+from colonnade.train.loop import train
+from tests.faults import faulty
+from tests.faults.conftest import tensors
+from tests.worlds import run as in_world
+
+pytestmark = [pytest.mark.xdist_group("worlds"), pytest.mark.slow]
+
+
+@pytest.fixture
+def config(config: RunConfig) -> RunConfig:
+    return config.but(plan=Plan(tp=2), train=config.train.but(restarts=1))
+
+
+def impatient(config: RunConfig, restarts: int) -> RunConfig:
+    """A limit that a busy machine keeps, but a test can wait for."""
+    return config.but(train=config.train.but(timeout_s=8.0, restarts=restarts))
+
+
+def start(fate: str, config: RunConfig, *before: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *before, str(faulty.__file__), fate, config.model_dump_json()],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONPATH": "."},
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    try:
+        return process.communicate(timeout=100)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            print(process.communicate()[0])
+
+
+def same_as_uninterrupted(config: RunConfig) -> None:
+    """Bit for bit."""
+    in_world(2, train, config.but(name="whole"))
+    assert tensors(config.folder / "step-12") == tensors(config.runs / "whole" / "step-12")
+    assert not list(config.folder.glob(".*"))
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ran to its end (its parent may not have looked yet)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("fate", ["kill in step", "kill in save"])
+def test_a_killed_rank_is_started_again_and_nothing_is_lost(config: RunConfig, fate: str) -> None:
+    process = start(fate, config)
+    said = finish(process)
+    assert re.search(r"rank 1 was killed by SIGKILL .*; starting again, 1 of at most 1 times\n", said), said
+    assert re.search(r"resumed \S+/step-4\b" if fate == "kill in save" else r"resumed \S+/step-[48]\b", said), said
+    assert said.rstrip().endswith("ended 12") and process.returncode == 0
+    same_as_uninterrupted(config)
+
+
+def test_torchrun_starts_a_killed_rank_again_without_a_flag_of_ours(config: RunConfig) -> None:
+    bare = config.but(train=config.train.but(restarts=0))
+    process = start("kill in step", bare, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1")
+    said = finish(process)
+    assert re.search(r"resumed \S+/step-[48]\b", said) and "ended 12" in said, said
+    assert process.returncode == 0
+    same_as_uninterrupted(bare)
+
+
+def test_a_stopped_rank_is_named_and_the_run_goes_on_without_it(config: RunConfig) -> None:
+    process = start("stop", impatient(config, 1))
+    wait_for((config.runs / "struck").exists)
+    waiting, stopped = (int((config.runs / f"pid-{rank}").read_text()) for rank in (0, 1))
+    wait_for(lambda: gone(waiting))  # by itself, while rank 1 is there and does nothing
+    assert not gone(stopped)
+    os.kill(stopped, signal.SIGKILL)  # torch's agent would, after 30 s
+    said = finish(process)
+    line = r"step 10: rank 0 computes and has waited for \S+ s; missing of 2 ranks: rank 1, silent for at least \S+ s, "
+    assert re.search(line + r"last seen in step \d+ \([a-z ]+\); .*; starting again, 1 of at most 1", said), said
+    assert said.rstrip().endswith("ended 12") and process.returncode == 0
+    same_as_uninterrupted(config)
+
+
+def test_a_stuck_rank_is_named(config: RunConfig) -> None:
+    process = start("stuck", impatient(config, 0))
+    said = finish(process)
+    assert process.returncode == 1
+    assert re.search(r"WorkerError: step 10: .* alive: rank 1 reads samples in step 10 for \S+ s; look there", said), (
+        said
+    )
+    assert [step for step, _ in folders.steps(config.folder)][-1] == 4
+    in_world(2, train, config)
+    same_as_uninterrupted(config)
+
+
+def test_a_truncated_shard_is_refused_by_name_and_not_tried_again(config: RunConfig) -> None:
+    in_world(2, train, config.but(train=config.train.but(steps=8)))
+    shard = config.folder / "step-8" / "exp_avg-00001.safetensors"
+    os.truncate(shard, shard.stat().st_size // 2)
+    before = tensors(config.folder / "step-4")
+    process = start("none", config)
+    said = finish(process)
+    assert process.returncode == 1
+    assert re.search(rf"CheckpointError: (rank 1: )?{shard} has \d+ bytes instead of \d+; restore it or use", said), (
+        said
+    )
+    assert "starting again" not in said
+    assert native.newest(config.folder) == config.folder / "step-4"
+    assert tensors(config.folder / "step-4") == before

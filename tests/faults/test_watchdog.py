@@ -1,0 +1,124 @@
+"""The watchdog's judgement, without processes or clocks: who is missing, who is only slow, and when nobody is."""
+
+import datetime
+from threading import Thread
+
+import pytest
+import torch.distributed as dist
+
+from colonnade.parallel.meet import agree
+from colonnade.parallel.watchdog import Beat, Ears
+
+LIMIT_S = 8.0
+PATIENT_S = 80.0
+
+
+def beat(number: int, marks: int, stands_s: float, limit_s: float = LIMIT_S, *, over: bool = False) -> Beat:
+    return Beat(number, marks, 7, "computes" if marks == 20 else "reads samples", stands_s, limit_s, over)
+
+
+class World:
+    """Three ranks that beat once a second; rank 0 listens."""
+
+    def __init__(self) -> None:
+        store = dist.HashStore()
+        self.ears = [Ears(store, rank, 3, 1.0) for rank in range(3)]
+        self.numbers = {1: 0, 2: 0}
+
+    def go(self, seconds: int, one: Beat | None, two: Beat | None) -> None:
+        """The others say this, with a new number each second, or nothing (None)."""
+        for _ in range(seconds):
+            for rank, said in ((1, one), (2, two)):
+                if said is not None:
+                    self.numbers[rank] += 1
+                    self.ears[rank].tell(Beat(**{**vars(said), "number": self.numbers[rank]}))
+            self.ears[0].listen(1.0)
+
+    def verdict(self, mine: Beat) -> str | None:
+        return self.ears[0].verdict(mine, LIMIT_S)
+
+
+WAITS = beat(1, 20, LIMIT_S)
+
+
+def test_a_silent_rank_is_missing() -> None:
+    world = World()
+    world.go(1, beat(1, 20, 1), beat(1, 20, 1))
+    world.go(5, beat(1, 20, 6), None)
+    assert world.verdict(WAITS) is None, "five seconds are not yet six"
+    world.go(1, beat(1, 20, 7), None)
+    said = world.verdict(WAITS)
+    assert said is not None
+    assert said.startswith("step 7: rank 0 computes and has waited for 8 s; missing of 3 ranks: rank 2, silent for at")
+    assert "rank 1," not in said
+
+
+def test_a_rank_that_never_said_anything_is_missing() -> None:
+    world = World()
+    world.go(6, beat(1, 20, 8), None)
+    said = world.verdict(WAITS)
+    assert said is not None and "rank 2, never heard of" in said
+
+
+def test_a_rank_that_is_behind_and_stands_is_named() -> None:
+    world = World()
+    world.go(6, beat(1, 20, 9), beat(1, 19, 9))
+    said = world.verdict(WAITS)
+    assert said is not None and "alive: rank 2 reads samples in step 7 for 9 s" in said
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [beat(1, 19, 2), beat(1, 19, 60, PATIENT_S), beat(1, 20, 79, PATIENT_S)],
+    ids=["came there just now", "may be slow there", "compiles"],
+)
+def test_no_false_alarm_for_a_rank_that_may_be_slow(slow: Beat) -> None:
+    world = World()
+    world.go(60, beat(1, 20, 60), slow)
+    assert world.verdict(beat(1, 20, 60)) is None
+
+
+def test_a_rank_that_left_in_peace_is_not_missing() -> None:
+    world = World()
+    world.go(1, beat(1, 20, 1), beat(1, 25, 0, over=True))
+    world.go(60, beat(1, 24, 3), None)
+    assert world.verdict(beat(1, 23, 60)) is None
+
+
+def test_all_at_the_same_place_for_ever() -> None:
+    world = World()
+    world.go(9, beat(1, 20, 9), beat(1, 20, 9))
+    said = world.verdict(WAITS)
+    assert said is not None and "all ranks are there and none goes on; raise --train.timeout_s" in said
+
+
+def test_a_store_that_does_not_answer_is_the_trouble() -> None:
+    world = World()
+    world.go(2, beat(1, 20, 1), beat(1, 20, 1))
+    for _ in range(6):
+        world.ears[0].deaf(1.0, RuntimeError("Connection refused\nat a place"))
+    said = world.verdict(WAITS)
+    assert said is not None and "the rendezvous store has not answered for 6 s (Connection refused)" in said
+
+
+def test_each_attempt_meets_below_a_name_of_its_own() -> None:
+    """Three attempts over one store, the second of which lost its rank 0 before anybody was answered."""
+    store, long = dist.HashStore(), datetime.timedelta(seconds=30)
+    names: list[str] = []
+    for attempt in range(3):
+        if attempt == 1:
+            store.set("colonnade/asks/1", "a word of the dead")
+            continue
+        found: dict[int, str] = {}
+
+        def join(rank: int, found: dict[int, str] = found) -> None:
+            found[rank] = agree(store, rank, 3, long)
+
+        ranks = [Thread(target=join, args=(rank,)) for rank in range(3)]
+        for thread in ranks:
+            thread.start()
+        for thread in ranks:
+            thread.join()
+        assert len(found) == 3 and len(set(found.values())) == 1
+        names.append(found[0])
+    assert names[0] != names[1]
