@@ -10,8 +10,10 @@ group: ``load(path, plan=Plan(tp=2))``.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
@@ -120,13 +122,12 @@ def load(
     model or the world does not allow.
     """
     plan = ground.plan if ground else plan or Plan()
-    if plan.world > plan.tp:
-        raise PlanError(f"a loaded model is laid over tp ranks only, not over {plan}; load with tp only")
+    found = find(path, plan)
     exits = ExitStack()
     if ground is None:
         ground = _ground(plan, device, exits)
     with exits:
-        model = _load(path, ground, dtype)
+        model = _load(found, ground, dtype, str(path))
         model._exit = exits.pop_all()
         return model
 
@@ -142,27 +143,49 @@ def _ground(plan: Plan, device: Device, exits: ExitStack) -> Ground:
     return exits.enter_context(Ground.build(plan, device))
 
 
-def _load(path: str | Path, ground: Ground, dtype: DType) -> Model:
+@dataclass(frozen=True)
+class Found:
+    """A model on disk that was opened and not loaded."""
+
+    place: Path
+    """Its folder or file."""
+    config: ModelConfig
+    """What it is."""
+    tokenizer: Callable[[], Tokenizer | None]
+    """Reads the tokenizer that lies with it."""
+    fill: Callable[[Transformer, Ground], object]
+    """Reads a rank's share of the weights."""
+
+
+def find(path: str | Path, plan: Plan) -> Found:
+    """Open the model that ``path`` means and check that ``plan`` can lay it out, before any process starts.
+
+    Raises what :func:`load` raises for a model that is not there, and for a plan that does not fit.
+    """
     place = locate(path)
+    if native.is_native(place):
+        found = Found(place, native.read_meta(place).model, partial(_tokenizer, place / native.TOKENIZER),
+                      partial(native.load, place))  # fmt: skip
+    elif place.is_dir():
+        folder = HFFolder(place)
+        found = Found(place, folder.config, partial(_tokenizer, place), lambda model, _: folder.fill(model))
+    else:
+        file = GGUFFile(place)
+        found = Found(
+            place, file.config, lambda: Tokenizer.from_parts(*file.tokenizer()), lambda model, _: file.fill(model)
+        )
+    if plan.world > plan.tp:
+        raise PlanError(f"a loaded model is laid over tp ranks only, not over {plan}; load with tp only")
+    plan.check(found.config)
+    return found
+
+
+def _load(found: Found, ground: Ground, dtype: DType, source: str) -> Model:
     if dtype == "auto":
         dtype = "bfloat16" if ground.device.type == "cuda" else "float32"
-    kept: torch.dtype = getattr(torch, dtype)
-    source = None
-    if native.is_native(place):
-        config, tokenizer = native.read_meta(place).model, _tokenizer(place / native.TOKENIZER)
-    elif place.is_dir():
-        source = HFFolder(place)
-        config, tokenizer = source.config, _tokenizer(place)
-    else:
-        source = GGUFFile(place)
-        config, tokenizer = source.config, Tokenizer.from_parts(*source.tokenizer())
-    ground.plan.check(config)
-    transformer = Transformer(config, ground.axes, device=ground.device, dtype=kept).eval().requires_grad_(False)
-    if source is None:
-        native.load(place, transformer, ground)
-    else:
-        source.fill(transformer)
-    return Model(transformer, tokenizer, ground, str(path))
+    transformer = Transformer(found.config, ground.axes, device=ground.device, dtype=getattr(torch, dtype))
+    found.fill(transformer.eval().requires_grad_(False), ground)
+    return Model(transformer, found.tokenizer(), ground, source)
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:

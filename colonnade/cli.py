@@ -2,7 +2,7 @@
 
     colonnade demo | corpus | train | eval | generate | chat | serve | convert
 
-A mistake of the user's is one line on stderr and a non-zero exit; ``--debug`` before the verb shows the traceback.
+A mistake of the user's is one line on stderr and a non-zero exit; ``--debug``, anywhere, shows the traceback.
 Modules that need torch are imported by the verb that needs them, so that ``--help`` is instant.
 """
 
@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional, arg
 
-from colonnade.config import Device, ModelConfig, Plan, RunConfig, ServeConfig
+from colonnade.config import Device, ModelConfig, Plan, RunConfig, ServeConfig, nearest
 from colonnade.config.presets import PRESETS, preset
 from colonnade.config.toml import dumps
 from colonnade.config.toml import read as read_toml
@@ -43,7 +43,8 @@ console = Console(stderr=True, highlight=False)
 
 ABOUT = """Trains and serves large transformers with one model definition, from a laptop to a cluster.
 
-A mistake is one line on stderr and exit code 1; --debug before the verb shows the traceback. --version says which."""
+A mistake is one line on stderr and exit code 1; with --debug, before or after the verb, it is a traceback.
+--version prints the version."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,33 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """The parallel layout of a model that is not trained."""
+
+    tp: int = 1
+    """Tensor parallel: ranks that share each layer's heads, hidden width and vocabulary (Megatron-LM)."""
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Room for the keys and values of one text."""
+
+    pages: int | None = None
+    """Pages of 16 tokens in the pool; None takes cache_bytes."""
+    cache_bytes: int = 1 << 28
+    """Memory for the key/value cache of one rank, at most [bytes], when pages is not given."""
+
+    @property
+    def limits(self) -> ServeConfig:
+        """The same for an engine that answers one request at a time."""
+        return ServeConfig(max_requests=1, pages=self.pages, cache_bytes=self.cache_bytes)
+
+
+@dataclass(frozen=True)
 class Placing:
     """Where the model runs."""
 
-    plan: Plan = Plan()
+    plan: Ranks = Ranks()
     device: Device = "auto"
     """auto: a GPU for each rank if there are enough, otherwise the CPU."""
     dtype: DType = "auto"
@@ -86,7 +110,7 @@ class Placing:
         """The same for :mod:`colonnade.talk`."""
         from colonnade.talk import Where
 
-        return Where(model, self.plan, serve, self.device, self.dtype)
+        return Where(model, Plan(tp=self.plan.tp), serve, self.device, self.dtype)
 
 
 def demo(folder: Path = Path("runs/demo"), port: int = 0) -> None:
@@ -164,7 +188,9 @@ def evaluate(
     from colonnade.parallel.launch import launch
 
     name, content = sotu_documents()[-1] if text == "sotu" else (text, _read(Path(text)))
-    result = launch(_score, (model, placing, content, context, stride), placing.plan)
+    where = placing.where(model, ServeConfig())
+    where.find()
+    result = launch(_score, (where, content, context, stride), where.plan)
     if _speaks():
         print(
             f"perplexity {result.perplexity:.3f} on {name} "
@@ -172,10 +198,10 @@ def evaluate(
         )
 
 
-def _score(model: str, placing: Placing, text: str, context: int | None, stride: int | None) -> Any:
+def _score(where: "Where", text: str, context: int | None, stride: int | None) -> Any:
     from colonnade import api
 
-    with api.load(model, plan=placing.plan, dtype=placing.dtype, device=placing.device) as loaded:
+    with api.load(where.model, plan=where.plan, dtype=where.dtype, device=where.device) as loaded:
         if loaded.ground.rank:
             return loaded.score(text, context=context, stride=stride)
         with console.status("scoring") as status:
@@ -197,7 +223,7 @@ def generate(
     prompt: Annotated[Positional[str], arg(metavar="PROMPT")],
     sampling: Annotated[Sampling, arg(name="")] = Sampling(),
     placing: Annotated[Placing, arg(name="")] = Placing(),
-    serve: ServeConfig = ServeConfig(),
+    serve: Cache = Cache(),
 ) -> None:
     """Continue a text, as it is generated.
 
@@ -206,11 +232,11 @@ def generate(
         prompt: The beginning of the text.
         sampling: How tokens are chosen.
         placing: Where the model runs.
-        serve: Limits of the engine.
+        serve: Room for the text's keys and values.
     """
     from colonnade import talk
 
-    talk.generate(placing.where(model, serve), prompt, sampling.params())
+    talk.generate(placing.where(model, serve.limits), prompt, sampling.params())
 
 
 def chat(
@@ -218,7 +244,7 @@ def chat(
     system: str | None = None,
     sampling: Annotated[Sampling, arg(name="")] = Sampling(),
     placing: Annotated[Placing, arg(name="")] = Placing(),
-    serve: ServeConfig = ServeConfig(),
+    serve: Cache = Cache(),
 ) -> None:
     """Chat with an instruction-tuned model on the terminal.
 
@@ -227,12 +253,12 @@ def chat(
         system: The system message that opens the conversation.
         sampling: How tokens are chosen.
         placing: Where the model runs.
-        serve: Limits of the engine.
+        serve: Room for the text's keys and values.
     """
     _start_alone("chat")
     from colonnade import talk
 
-    talk.chat(placing.where(model, serve), system, sampling.params())
+    talk.chat(placing.where(model, serve.limits), system, sampling.params())
 
 
 def serve(
@@ -254,7 +280,7 @@ def serve(
         raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
 
     where = placing.where(model, serve)
-    run(where.load, placing.plan, serve, name=Path(model).name, device=placing.device, announce=console.print)
+    run(where.load, where.plan, serve, name=Path(model).name, device=placing.device, announce=console.print)
 
 
 def convert(
@@ -376,18 +402,18 @@ VERBS: dict[str, Callable[..., None]] = {
 
 def parse(argv: list[str]) -> Callable[[], None]:
     """The call that ``argv`` asks for, not made yet; raises SystemExit for words that no verb takes."""
-    verbs = dict(VERBS)
-    if argv[:1] == ["train"]:
-        verbs["train"] = _with_defaults(train, _train_defaults(argv))
+    name, words = (argv or ["--help"])[0], argv[1:]
+    # A choice between "none" and a table of settings (rope_scaling) is made in the TOML file.
+    options = {"use_underscores": True, "config": (tyro.conf.AvoidSubcommands,)}
+    if name in VERBS:
+        verb = _with_defaults(train, _train_defaults(words)) if name == "train" else VERBS[name]
+        return tyro.cli(_later(verb), prog=f"colonnade {name}", args=words, **options)
+    if not name.startswith("-"):
+        console.print(f"colonnade has no verb '{name}'{nearest(name, list(VERBS))} (see colonnade --help)")
+        sys.exit(2)
+    verbs = {each: _later(verb) for each, verb in VERBS.items()}
     return tyro.extras.subcommand_cli_from_dict(
-        {name: _later(verb) for name, verb in verbs.items()},
-        prog="colonnade",
-        description=ABOUT,
-        args=argv,
-        use_underscores=True,
-        sort_subcommands=False,
-        # A choice between "none" and a table of settings (rope_scaling) is made in the TOML file.
-        config=(tyro.conf.AvoidSubcommands,),
+        verbs, prog="colonnade", description=ABOUT, args=[name], sort_subcommands=False, **options
     )
 
 
@@ -404,9 +430,8 @@ def _later(verb: Callable[..., None]) -> Callable[..., Callable[[], None]]:
 def main(argv: list[str] | None = None) -> None:
     """The program; returns normally or raises SystemExit with the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    debug = argv[:1] == ["--debug"]
-    if debug:
-        del argv[0]
+    if debug := "--debug" in argv:
+        argv.remove("--debug")
     if argv[:1] == ["--version"]:
         print(f"colonnade {version('colonnade')}")
         return

@@ -84,7 +84,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_unknown_flag_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--model.layers" in refused(capsys, "train", "--model.layres", "3", code=2)
+    said = refused(capsys, "train", "--model.layres", "3", code=2)
+    assert "--model.layers" in said
+    assert "run colonnade train --help" in said
+
+
+def test_unknown_verb_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no verb 'trian'; did you mean 'train'?" in refused(capsys, "trian", code=2)
 
 
 def test_unknown_key_in_toml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -101,6 +107,38 @@ def test_unknown_preset(capsys: pytest.CaptureFixture[str]) -> None:
 def test_kv_heads_must_divide(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "train", "--plan.tp", "3")
     assert "PlanError: 4 key/value heads do not divide over tp=3; use tp of 1, 2 or 4" in said
+
+
+@pytest.mark.parametrize(
+    "verb", [["generate", "hi"], ["eval"], ["chat"], ["serve", "--serve.port", "0"]], ids=lambda v: v[0]
+)
+def test_a_plan_is_checked_before_any_process_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path, hf: Path, verb: list[str]
+) -> None:
+    def started(*_: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("colonnade.parallel.launch.elastic_launch", started)
+    monkeypatch.setattr("colonnade.serve.process._start", started)
+    for place in (model, hf):
+        said = refused(capsys, verb[0], place, *verb[1:], "--plan.tp", "4")
+        assert said == "PlanError: 2 key/value heads do not divide over tp=4; use tp of 1 or 2"
+
+
+@pytest.mark.parametrize("verb", [["generate", "hi"], ["eval"], ["chat"], ["serve"]], ids=lambda v: v[0])
+def test_verbs_take_only_what_they_use(capsys: pytest.CaptureFixture[str], model: Path, verb: list[str]) -> None:
+    """A plan for training, and (but for serve) a server's address, say nothing about one model's answers."""
+    for flag in ("--plan.dp", "--plan.stages", *(["--serve.port"] if verb != ["serve"] else [])):
+        assert f"Unrecognized options: {flag}" in refused(capsys, verb[0], model, *verb[1:], flag, "3", code=2)
+
+
+def test_chat_needs_a_template(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    """Refused at the start, whether or not a question comes."""
+    said = refused(capsys, "chat", model)
+    assert said == (
+        f"CheckpointError: {model} has no chat template, so that it cannot chat; continue a text: "
+        f"colonnade generate {model} PROMPT"
+    )
 
 
 def test_sizes_follow_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,6 +341,8 @@ def test_a_run_that_is_not_there_is_no_hub_id(
 def test_debug_shows_the_traceback() -> None:
     with pytest.raises(ColonnadeError):
         main(["--debug", "generate", "/nowhere", "hi"])
+    with pytest.raises(ColonnadeError):
+        main(["generate", "/nowhere", "hi", "--debug"])
 
 
 def test_load_outside_a_group_names_the_command(hf: Path) -> None:
