@@ -225,20 +225,30 @@ def locate(path: str | Path) -> Path:
 
 
 def save(
-    model: Model, path: str | Path, *, format: Format = "colonnade", dtype: DType = "auto", shard_bytes: int = 5 * 10**9
+    model: Model,
+    path: str | Path,
+    *,
+    format: Format = "colonnade",
+    dtype: DType = "auto",
+    shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
 ) -> Path:
-    """Write ``model`` to the new folder ``path``, whole or not at all; every rank of its ground calls this.
+    """Write ``model`` to the folder ``path``, whole or not at all; every rank of its ground calls this.
 
     ``hf`` is what ``transformers`` loads (``dtype`` and ``shard_bytes`` say how it lies on disk), ``colonnade`` what
-    any plan of ours loads. Raises :class:`CheckpointError` when the folder exists or cannot be written.
+    any plan of ours loads. ``overwrite`` replaces a model that is there, once the new one is written. Raises
+    :class:`CheckpointError` when the folder exists otherwise, or cannot be written.
     """
     place = Path(path)
     if format == "hf":
         kept = None if dtype == "auto" else getattr(torch, dtype)
-        write_hf(model.transformer, place, tokenizer=model._tokenizer, dtype=kept, shard_bytes=shard_bytes)
+        write_hf(
+            model.transformer, place, tokenizer=model._tokenizer, dtype=kept, shard_bytes=shard_bytes,
+            overwrite=overwrite,
+        )  # fmt: skip
     elif dtype not in ("auto", str(next(model.transformer.parameters()).dtype).removeprefix("torch.")):
         raise ConfigError(f"the colonnade format keeps the weights' own type; load with dtype='{dtype}' and save that")
     else:
         meta = native.Meta(model=model.config)
-        native.save(place, model.transformer, meta, model.ground, tokenizer=model._tokenizer)
+        native.save(place, model.transformer, meta, model.ground, tokenizer=model._tokenizer, overwrite=overwrite)
     return place

@@ -289,20 +289,22 @@ def convert(
     format: Literal["hf", "colonnade"] = "hf",
     dtype: DType = "auto",
     shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
 ) -> None:
     """Write a model in another format; hf is what transformers, vLLM and others load.
 
     Args:
         source: What to convert.
-        out: The new folder.
+        out: The folder to make.
         format: hf (config.json and safetensors) or colonnade (loads under any plan).
         dtype: Type of the weights on disk; auto keeps the one they are loaded in (float32).
         shard_bytes: Largest safetensors file [bytes] (hf).
+        overwrite: Replace a model that is there already, once the new one is written.
     """
     from colonnade import api
 
     model = api.load(source, dtype="float32" if dtype == "auto" else dtype, device="cpu")
-    api.save(model, out, format=format, dtype=dtype, shard_bytes=shard_bytes)
+    api.save(model, out, format=format, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite)
     console.print(f"{out}: {model.config.parameters:,} parameters, format {format}")
 
 

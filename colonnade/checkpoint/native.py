@@ -96,11 +96,13 @@ def save(
     masters: Masters | None = None,
     optimizer: Moments | None = None,
     tokenizer: Savable | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write ``folder``, whole or not at all; every rank of ``ground`` calls it.
 
-    With ``masters`` the float32 weights are written, without them the model's own. Raises :class:`CheckpointError`
-    when the folder exists or cannot be written, :class:`CapacityError` when the disk is full.
+    With ``masters`` the float32 weights are written, without them the model's own. ``overwrite`` replaces a model that
+    is there. Raises :class:`CheckpointError` when the folder exists or cannot be written, :class:`CapacityError` when
+    the disk is full.
     """
     if optimizer is not None and optimizer.steps != meta.step - meta.skipped:
         said = meta.step - meta.skipped
@@ -119,7 +121,7 @@ def save(
             folder,
             state_dict_saver.save,
             views,
-            storage_writer=Writer(folder, seal),
+            storage_writer=Writer(folder, seal, overwrite),
             planner=planner,
             no_dist=ground.world == 1,
         )

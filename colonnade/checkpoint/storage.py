@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -102,8 +101,8 @@ class _Written:
 class Writer(StorageWriter):
     """Writes a checkpoint folder; ``seal`` adds the coordinator's own files just before the folder appears."""
 
-    def __init__(self, folder: Path, seal: Callable[[Path], None]):
-        self.folder, self.seal = folder, seal
+    def __init__(self, folder: Path, seal: Callable[[Path], None], overwrite: bool = False):
+        self.folder, self.seal, self.overwrite = folder, seal, overwrite
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A writer serves one checkpoint."""
@@ -118,7 +117,7 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator, before anyone writes: make the place, number the ranks' files."""
-        folders.begin(self.folder)
+        folders.begin(self.folder, self.overwrite)
         return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -136,7 +135,7 @@ class Writer(StorageWriter):
                 assert isinstance(tensor, Tensor), "a checkpoint holds tensors only"
                 tensors[part_of(item.index.fqn)[1]] = tensor.detach().cpu().contiguous()
             try:
-                save_file(tensors, path)
+                folders.write_tensors(path, tensors)
             except SafetensorError as why:
                 raise _cannot_write(path, why) from None
             folders.flush(path)

@@ -1,6 +1,7 @@
 """The command line: what it does, and above all what it says when it cannot."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -281,6 +282,39 @@ def test_generate_eval_and_convert(capsys: pytest.CaptureFixture[str], model: Pa
     assert len(scores) == 1
     assert "perplexity" in scores.pop()
     assert "already" in refused(capsys, "convert", str(hf), str(back))
+
+
+@pytest.mark.parametrize("format", ["hf", "colonnade"])
+def test_convert_overwrites_only_a_model(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, format: str
+) -> None:
+    out, precious = tmp_path / "out", tmp_path / "precious"
+    precious.mkdir()
+    (precious / "novel.txt").write_text("chapter 1")
+    words = ["convert", str(model), str(out), "--format", format]
+    main(words)
+    (out / "of-the-old-one").touch()
+    assert "exists already; choose another name, or replace it (--overwrite)" in refused(capsys, *words)
+    main([*words, "--overwrite"])
+    assert not (out / "of-the-old-one").exists()
+    assert colonnade.load(out).logits([1, 2]).shape == (2, 300)
+    words = ["convert", str(model), str(precious), "--format", format, "--overwrite"]
+    assert "is no model, so that it is not overwritten" in refused(capsys, *words)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.suffix == ".txt") == ["novel.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "precious"], "nothing is left beside them"
+
+
+@pytest.mark.parametrize("format", ["hf", "colonnade"])
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_files_are_as_readable_as_the_umask_says(model: Path, tmp_path: Path, format: str, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        main(["convert", str(model), str(tmp_path / "out"), "--format", format])
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~mask}
+    assert any(path.suffix == ".safetensors" for path in files)
 
 
 def test_train_and_use(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
