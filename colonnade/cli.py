@@ -143,7 +143,7 @@ def corpus(
         out: Folder of the corpus.
         tokenizer: A tokenizer.json, or a folder with one; without it a byte-level BPE is learnt from the text.
         vocab_size: Tokens in a learnt vocabulary (8192 unless given).
-        validation_share: Share of the documents kept from training.
+        validation_share: Share of the documents kept from training, at least one (of one document its end); 0: none.
         field: JSONL field or Parquet column that holds the text.
         separator: What stands between the documents of a text file; by default a file is one document.
         overwrite: Replace a corpus that is there already.
