@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional, arg
 
-from colonnade.config import Device, ModelConfig, Plan, RunConfig, ServeConfig, nearest
+from colonnade.config import Device, ModelConfig, Plan, RunConfig, ServeConfig, count, nearest
 from colonnade.config.presets import PRESETS, preset
 from colonnade.config.toml import dumps
 from colonnade.config.toml import read as read_toml
@@ -161,7 +161,7 @@ def corpus(
             separator=separator, overwrite=overwrite, progress=progress,
         )  # fmt: skip
     console.print(
-        f"{out}: {manifest.train.documents:,} documents, {manifest.train.tokens:,} tokens to train on; "
+        f"{out}: {count(manifest.train.documents, 'document')}, {manifest.train.tokens:,} tokens to train on; "
         f"{manifest.validation.documents:,} and {manifest.validation.tokens:,} to validate; "
         f"vocabulary {manifest.vocab_size:,}",
         soft_wrap=True,
@@ -328,18 +328,22 @@ def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
     Settings come from the command line, else from --config, else from --preset, else from the defaults shown here.
     """
     run = args.run
-    run.plan.check(run.model)
-    if _speaks():
-        console.print(_plan_table(run))
-        if args.dry_run:
-            print(dumps(run), end="")
     if args.dry_run:
+        run.plan.check(run.model)
+        if _speaks():
+            if not (run.data.path / "manifest.json").is_file():
+                console.print(f"{run.data.path} is no corpus yet: the vocabulary is the model's own", soft_wrap=True)
+            console.print(_plan_table(run))
+            print(dumps(run), end="")
         return
     if run.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS picks its algorithms freely
     from colonnade.train.loop import Trainer
 
-    summary = Trainer(run).fit()
+    trainer = Trainer(run)
+    if _speaks():
+        console.print(_plan_table(run))
+    summary = trainer.fit()
     if summary.stopped:
         if _speaks():
             how = f"stopped by {summary.stopped}; the same command goes on from {summary.checkpoint}"

@@ -147,11 +147,9 @@ def load(
     """
     manifest, meta, index = _open(folder)
     if meta.model != model.config:
-        changed = [key for key in ModelConfig.model_fields if getattr(meta.model, key) != getattr(model.config, key)]
-        raise CheckpointError(
-            f"{folder} holds a model with another {', '.join(changed)}; "
-            "build the model from the checkpoint's own config"
-        )
+        fields = [(key, getattr(meta.model, key), getattr(model.config, key)) for key in ModelConfig.model_fields]
+        differ = ", ".join(f"{key} {was}, not {now}" for key, was, now in fields if was != now)
+        raise CheckpointError(f"{folder} holds a model with {differ}; use another --name for another model")
     local = _local(model, masters, optimizer)
     whole = model.whole_shapes()
     for key, tensor in local.items():

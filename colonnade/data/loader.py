@@ -35,7 +35,7 @@ class Loader:
         if not self.samples:
             raise DataError(
                 f"the {split.name} split has {split.tokens} tokens, and one sample with its last target needs "
-                f"{config.sequence + 1}; add text, or set data.sequence to {max(split.tokens - 1, 1)} or less"
+                f"{config.sequence + 1}; add text, or set --data.sequence {max(split.tokens - 1, 1)} or less"
             )
         assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
         assert micro_batch > 0, micro_batch

@@ -16,7 +16,7 @@ from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint import native
 from colonnade.checkpoint.folder import Manifest
 from colonnade.config import Config, ModelConfig, RunConfig
-from colonnade.data import Batch, Corpus, Loader
+from colonnade.data import Batch
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Transformer, initialise
 from colonnade.model.linear import in_float8
@@ -24,6 +24,7 @@ from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.mesh import Ground
 from colonnade.train.activations import arrange
+from colonnade.train.feed import Feed
 from colonnade.train.offload import OffloadedAdamW
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
@@ -43,10 +44,7 @@ class Session:
 
     def __init__(self, run: RunConfig, ground: Ground):
         self.run, self.ground, self.world = run, ground, world_axis()
-        self.corpus = Corpus(run.data.path)
-        self._check_corpus()
-        self.samples = self._loader("train")
-        self.held_out = self._loader("validation") if run.train.eval_every else None
+        self.feed = Feed(run, ground.axes.dp.rank, ground.axes.dp.size)
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
         spans = [span for _, span in ground.stages(run.model.layers)]
         compute = COMPUTE[run.train.dtype]
@@ -55,7 +53,7 @@ class Session:
         """The newest complete checkpoint, if there is one."""
         if self.checkpoint is None:
             initialise(self.model, run.train.seed)
-        sample = next(self._on_device(self.samples.at(0)))
+        sample = next(self._on_device(self.feed.samples.at(0)))
         self.recomputed = arrange(
             self.model, run.train, sample, lambda config: self._build(config, compute), self.world
         )
@@ -76,14 +74,14 @@ class Session:
 
     def step(self) -> Outcome:
         """Take the next optimizer step."""
-        outcome = self._step(self.taken, list(self._on_device(self.samples.at(self.seen))))
+        outcome = self._step(self.taken, list(self._on_device(self.feed.samples.at(self.seen))))
         self.taken, self.seen = self.taken + 1, self.seen + self.run.train.batch
         return outcome
 
     def validate(self) -> Tensor:
         """The mean loss on held-out samples, always the same ones."""
-        assert self.held_out is not None, "validation is switched off"
-        return evaluate(self.model, self._on_device(self.held_out.sweep(self.run.train.eval_samples)), self.piped)
+        assert self.feed.held_out is not None, "validation is switched off"
+        return evaluate(self.model, self._on_device(self.feed.held_out.sweep(self.run.train.eval_samples)), self.piped)
 
     def save(self) -> Path:
         """Write ``runs/NAME/step-N``; keeps the one that is there when no step was taken since."""
@@ -104,7 +102,7 @@ class Session:
                 self.ground,
                 masters=self.masters,
                 optimizer=self.optimizer,
-                tokenizer=self.corpus.tokenizer,
+                tokenizer=self.feed.corpus.tokenizer,
             )
             self.checkpoint = folder
         return folder
@@ -118,10 +116,6 @@ class Session:
             for block in model.blocks:
                 block.compile()
         return model
-
-    def _loader(self, split: str) -> Loader:
-        dp, t = self.ground.axes.dp, self.run.train
-        return Loader(self.corpus.split(split), self.run.data, t.batch, t.micro_batch, dp.rank, dp.size)
 
     def _on_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         return (batch.to(self.ground.device) for batch in batches)
@@ -149,7 +143,7 @@ class Session:
 
     def _cursor(self) -> dict[str, Any]:
         """How many samples are behind us, and all that decides which ones these are."""
-        manifest, data = self.corpus.manifest, self.run.data
+        manifest, data = self.feed.corpus.manifest, self.run.data
         return {
             "seen": self.seen,
             "tokens": manifest.train.tokens,
@@ -157,14 +151,6 @@ class Session:
             "sequence": data.sequence,
             "seed": data.seed,
         }
-
-    def _check_corpus(self) -> None:
-        needs, has = self.corpus.manifest.vocab_size, self.run.model.vocab_size
-        if needs > has:
-            raise ConfigError(
-                f"{self.run.data.path} has a vocabulary of {needs} tokens, the model of {has}; "
-                f"set --model.vocab_size {needs}"
-            )
 
 
 def newest(run: Path, world: Axis) -> Path | None:

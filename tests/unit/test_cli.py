@@ -15,11 +15,13 @@ import torch
 import colonnade
 from colonnade.checkpoint import native
 from colonnade.cli import VERBS, main, parse
-from colonnade.config import ModelConfig
+from colonnade.config import ModelConfig, Plan, TrainConfig, count
+from colonnade.config.presets import preset
 from colonnade.data import Corpus, build
 from colonnade.errors import ColonnadeError, Interrupted, PlanError
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.mesh import Ground
+from colonnade.train.schedule import learning_rate
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 
@@ -99,6 +101,17 @@ def test_unknown_key_in_toml(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     file.write_text("[train]\nlearning_rate = 1\n")
     said = refused(capsys, "train", "--config", file)
     assert "run.toml:2: TrainConfig has no key 'learning_rate'; " in said
+
+
+def test_missing_toml(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "train", "--config", "nope.toml")
+    assert said == "ConfigError: nope.toml cannot be read: No such file or directory; give a file of settings in TOML"
+
+
+def test_a_plan_in_words() -> None:
+    assert "703 of 703 hidden units, 4096 of 4096" in Plan().table(preset("tour").but(ffn_width=703))[0][2]
+    assert [count(1, "rank"), count(0, "rank"), count(2, "process")] == ["1 rank", "0 ranks", "2 processes"]
+    assert "up to 352 of 703 hidden units, 2048 of 4096" in Plan(tp=2).table(preset("tour").but(ffn_width=703))[0][2]
 
 
 def test_unknown_preset(capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,6 +328,70 @@ def test_files_are_as_readable_as_the_umask_says(model: Path, tmp_path: Path, fo
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~mask}
     assert any(path.suffix == ".safetensors" for path in files)
+
+
+TINY = ["--model.layers", "1", "--model.width", "16", "--model.heads", "2", "--model.kv_heads", "1", "--model.ffn_width",
+        "24", "--model.context", "32", "--data.sequence", "32", "--train.batch", "4", "--train.micro_batch", "2",
+        "--train.eval_samples", "2", "--device", "cpu"]  # fmt: skip
+
+
+def test_ones_own_text(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file, or a few short ones: both become a corpus, and train, without another flag."""
+    monkeypatch.chdir(tmp_path)
+    Path("notes").mkdir()
+    for i in range(12):
+        Path(f"notes/{i}.txt").write_text(f"note {i}: {TEXT[: 5 + 2 * i]}")
+    Path("book.txt").write_text("\n".join(f"chapter {i}: {TEXT}" for i in range(20)))
+    for source, validated in (("book.txt", True), ("notes", False)):
+        main(["corpus", source, "--out", f"{source}-corpus", "--vocab_size", "280"])
+        assert " 1 document, " in capsys.readouterr().err or source == "notes"
+        words = ["train", "--data.path", f"{source}-corpus", "--name", source, "--train.steps", "3", *TINY]
+        main(words)
+        said = capsys.readouterr().out
+        assert ("validation loss" in said) is validated
+        assert ("validation is off: notes-corpus holds out " in said) is not validated
+    assert "the validation split has" in refused(capsys, *words, "--train.eval_every", "2"), "asked for, and impossible"
+
+
+def test_the_warm_up_follows_the_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "--train.steps", "30", "--dry_run"])
+    said = refused(capsys, "train", "--train.steps", "30", "--train.warmup", "31", "--dry_run")
+    assert "--train.warmup 31 is longer than the run of 30 steps" in said
+    rates = [learning_rate(step, TrainConfig(steps=30)) for step in range(30)]
+    assert rates.index(max(rates)) == 3 == TrainConfig(steps=30).warmup_steps
+    assert TrainConfig(steps=5000).warmup_steps == 100
+
+
+def test_a_run_that_cannot_start_shows_no_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path
+) -> None:
+    """Everything is checked before the plan is printed and before any process starts."""
+    monkeypatch.setattr("colonnade.parallel.launch.elastic_launch", None)
+    empty = tmp_path / "empty"
+    build([(str(i), f"{i} {TEXT}") for i in range(9)], empty, vocab_size=300, validation_share=0)
+    runs = ["--runs", str(tmp_path / "runs"), "--plan.tp", "2"]
+    for words, says in (
+        (["--data.path", str(tmp_path / "nowhere")], "is not a corpus"),
+        (["--data.path", str(corpus), "--device", "cuda"], "use --device cpu"),
+        (["--data.path", str(empty), "--train.eval_every", "5", "--data.sequence", "32"], "no validation documents"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["train", *words, *runs])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert says in line
+    main(["train", "--data.path", str(tmp_path / "nowhere"), "--dry_run"])
+    assert "nowhere is no corpus yet: the vocabulary is the model's own" in capsys.readouterr().err
+
+
+def test_resuming_says_what_is_wrong(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
+    words = ["train", "--data.path", str(corpus), "--runs", str(tmp_path), "--name", "it", *TINY, "--train.steps", "2"]
+    main(words)
+    assert "already" not in capsys.readouterr().out
+    main([*words[:-1], "1"])
+    assert "already at step 2 of 1; raise --train.steps to go on" in capsys.readouterr().out
+    words[words.index("--model.layers") + 1] = "3"
+    said = refused(capsys, *words)
+    assert "holds a model with layers 1, not 3; use another --name for another model" in said
 
 
 def test_train_and_use(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:

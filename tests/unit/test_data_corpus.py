@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.filesize import decimal
 
 from colonnade.data import Corpus, Manifest, Tokenizer, build, samples
 from colonnade.data.progress import Built, shown
@@ -150,7 +151,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
 def test_no_validation_when_none_is_wanted(tmp_path):
     manifest = build(SPEECHES[:1], tmp_path / "c", vocab_size=260, validation_share=0)
     assert (manifest.train.documents, manifest.validation.documents) == (1, 0)
-    with pytest.raises(DataError, match=r"no validation documents .*train.eval_every 0"):
+    with pytest.raises(DataError, match=r"no validation documents .*--train.eval_every 0"):
         Corpus(tmp_path / "c", verify=True).split("validation")
 
 
@@ -180,9 +181,11 @@ def test_progress_ends_where_the_sources_end(tmp_path, capsys):
     with shown() as listener:
         for built in heard:
             listener(built)
+    size = decimal(manifest.source_bytes)
+    assert size.endswith(" kB")
     assert capsys.readouterr().err.splitlines() == [
-        "corpus: vocabulary, 0.0 MB of text",
-        "corpus: tokens, 0.0 MB of text",
+        f"corpus: vocabulary, {size} of text",
+        f"corpus: tokens, {size} of text",
     ]
 
 
@@ -273,7 +276,7 @@ def test_an_empty_corpus_is_refused(tmp_path, sources):
 
 
 def test_copies_of_one_text_are_refused(tmp_path):
-    with pytest.raises(DataError, match="all 3 documents are the same text.*--validation_share 0"):
+    with pytest.raises(DataError, match=r"all 3 documents are the same text.*--validation_share 0"):
         build(SPEECHES[:1] * 3, tmp_path / "c", vocab_size=260)
     assert build(SPEECHES[:1] * 3, tmp_path / "c", vocab_size=260, validation_share=0).train.documents == 3
 
