@@ -7,9 +7,11 @@ Modules that need torch are imported by the verb that needs them, so that ``--he
 """
 
 import functools
+import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -446,7 +448,10 @@ def main(argv: list[str] | None = None) -> None:
     except ColonnadeError as error:
         if debug:
             raise
-        console.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), str(error)), soft_wrap=True)
+        kind = f"{type(error).__name__}: "
+        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun ends its own account with
+            Path(report).write_text(json.dumps({"message": f"{kind}{error}", "timestamp": time.time()}))
+        console.print(Text.assemble((kind, "bold red"), str(error)), soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
