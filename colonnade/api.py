@@ -9,6 +9,7 @@ or ``smollm2`` where the package that carries it is installed. The same call loa
 group: ``load(path, plan=Plan(tp=2))``.
 """
 
+import difflib
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from colonnade.checkpoint import native
 from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
 from colonnade.checkpoint.hf.read import HFFolder
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.config import Device, ModelConfig, Plan, ServeConfig
+from colonnade.config import Device, ModelConfig, Plan, ServeConfig, count
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ConfigError, PlanError
 from colonnade.model import Packed, Rows, Stream, Transformer
@@ -46,6 +47,12 @@ class Model:
         self._tokenizer = tokenizer
         self._exit = ExitStack()
         self._engine: Engine | None = None
+
+    def __repr__(self) -> str:
+        """``Model('runs/a', llama, 134,515,008 parameters, float32, tp=2 on cpu)``."""
+        dtype = str(next(self.transformer.parameters()).dtype).removeprefix("torch.")
+        what = f"{self.config.family}, {count(self.config.parameters, 'parameter')}, {dtype}"
+        return f"Model({self.source!r}, {what}, {self.ground.plan} on {self.ground.device.type})"
 
     @property
     def config(self) -> ModelConfig:
@@ -203,7 +210,7 @@ def locate(path: str | Path) -> Path:
     if place.is_file():
         return place
     if place.is_dir():
-        if native.is_native(place) or (place / "config.json").is_file():
+        if _is_model(place):
             return place
         newest = native.newest(place)
         if newest is None:
@@ -212,16 +219,30 @@ def locate(path: str | Path) -> Path:
                 "give runs/NAME, runs/NAME/step-N, or a folder with config.json and safetensors"
             )
         return newest
+    near = _models_near(place)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
         from colonnade.checkpoint.hf.hub import fetch
 
         try:
             return fetch(str(path))
         except CheckpointError as error:
-            if place.parent.is_dir():  # more likely a folder's name mistyped than a hub id
-                raise CheckpointError(f"{place} does not exist here, and as a hub id: {error}") from None
-            raise
-    raise CheckpointError(f"{place} does not exist; give a folder, a GGUF file, a hub id (owner/name), or smollm2")
+            if not place.parent.is_dir():
+                raise CheckpointError(f"{error}{near}") from None
+    raise CheckpointError(
+        f"{place} does not exist{near or '; give a folder, a GGUF file, a hub id (owner/name), or smollm2'}"
+    )
+
+
+def _models_near(place: Path) -> str:
+    """``"; here are runs/a, runs/b"``: some models in the folder of a path that is not there, or in ``runs``."""
+    there = {path for folder in (place.parent, Path("runs")) for path in folder.glob("*") if path.is_dir()}
+    models = sorted(str(path) for path in there if native.newest(path) or _is_model(path))
+    likely = difflib.get_close_matches(str(place), models, n=5, cutoff=0)
+    return f"; here are {', '.join(likely)}" if likely else ""
+
+
+def _is_model(folder: Path) -> bool:
+    return native.is_native(folder) or (folder / "config.json").is_file()
 
 
 def save(

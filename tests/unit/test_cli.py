@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -443,11 +444,20 @@ def test_stopped_workers_are_no_traceback(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_a_run_that_is_not_there_is_no_hub_id(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path
 ) -> None:
-    (tmp_path / "runs").mkdir()
+    """The runs there are stand in the message; the Hub does, where it may have been meant."""
     monkeypatch.chdir(tmp_path)
-    assert "runs/typo does not exist here" in refused(capsys, "generate", "runs/typo", "hi")
+    Path("runs").mkdir()
+    assert refused(capsys, "generate", "runs/typo", "hi").startswith(
+        "CheckpointError: runs/typo does not exist; give a"
+    )
+    for name in ("speeches", "book"):
+        shutil.copytree(model, f"runs/{name}/step-3")
+    Path("runs/empty").mkdir()
+    assert "runs/spechees does not exist; here are runs/speeches, runs/book" in refused(capsys, "eval", "runs/spechees")
+    said = refused(capsys, "eval", "run/speeches")
+    assert "Hub" in said and "; here are runs/speeches, runs/book" in said
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -464,6 +474,8 @@ def test_load_outside_a_group_names_the_command(hf: Path) -> None:
 
 def test_python_surface(hf: Path, tmp_path: Path) -> None:
     with colonnade.load(hf, dtype="float64") as loaded:
+        parameters = f"{loaded.config.parameters:,} parameters"
+        assert repr(loaded) == f"Model('{hf}', llama, {parameters}, float64, one process on cpu)"
         ids = loaded.tokenizer.encode("the quick brown")
         logits = loaded.logits(ids)
         assert logits.shape == (len(ids), loaded.config.vocab_size)
