@@ -8,6 +8,7 @@ Modules that need torch are imported by the verb that needs them, so that ``--he
 
 import functools
 import json
+import math
 import os
 import signal
 import sys
@@ -42,6 +43,9 @@ Model = Annotated[
 ]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 console = Console(stderr=True, highlight=False)
+
+TELL_S = 10.0
+"""Where there is no terminal: time between two lines of progress, at least [s]."""
 
 ABOUT = """Trains and serves large transformers with one model definition, from a laptop to a cluster.
 
@@ -207,7 +211,16 @@ def _score(where: "Where", text: str, context: int | None, stride: int | None) -
         if loaded.ground.rank:
             return loaded.score(text, context=context, stride=stride)
         with console.status("scoring") as status:
-            progress = lambda done, total: status.update(f"scoring: {done} of {total} windows")  # noqa: E731
+            told_s = -math.inf
+
+            def progress(done: int, total: int) -> None:
+                nonlocal told_s
+                so_far = f"scoring: {done} of {count(total, 'window')}"
+                status.update(so_far)
+                if not console.is_terminal and (now_s := time.monotonic()) - told_s >= TELL_S:
+                    console.print(so_far)
+                    told_s = now_s
+
             return loaded.score(text, context=context, stride=stride, progress=progress)
 
 

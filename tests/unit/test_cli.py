@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -335,6 +336,21 @@ def test_files_are_as_readable_as_the_umask_says(model: Path, tmp_path: Path, fo
 TINY = ["--model.layers", "1", "--model.width", "16", "--model.heads", "2", "--model.kv_heads", "1", "--model.ffn_width",
         "24", "--model.context", "32", "--data.sequence", "32", "--train.batch", "4", "--train.micro_batch", "2",
         "--train.eval_samples", "2", "--device", "cpu"]  # fmt: skip
+
+
+def test_eval_tells_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
+) -> None:
+    """Where there is no terminal to draw on: at once, then now and then."""
+    (tmp_path / "text.txt").write_text(TEXT * 30)
+    words = ["eval", str(model), "--text", str(tmp_path / "text.txt")]
+    main(words)
+    (once,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"scoring: 0 of \d+ windows", once)
+    monkeypatch.setattr("colonnade.cli.TELL_S", 0)
+    main(words)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1 and lines[0] == once
 
 
 def test_ones_own_text(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
