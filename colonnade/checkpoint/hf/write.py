@@ -57,8 +57,9 @@ def write_hf(
     """Save ``model`` as the new folder ``path``; all ranks of the model's axes must call it together.
 
     ``dtype`` is the type on disk (by default the parameters' own); ``shard_bytes`` the largest file, unless a single
-    parameter is larger; ``overwrite`` replaces a model that is there. Raises :class:`CheckpointError`, on all ranks, when the folder exists already or cannot be
-    written, or when the family cannot express the model; nothing is left behind then.
+    parameter is larger; ``overwrite`` replaces a model that is there. Raises :class:`CheckpointError`, on all ranks,
+    when the folder exists already or cannot be written, or when the family cannot express the model; nothing is left
+    behind then.
     """
     path = Path(path).absolute()
     dtype = dtype or next(model.parameters()).dtype
