@@ -333,10 +333,11 @@ def test_files_are_as_readable_as_the_umask_says(model: Path, tmp_path: Path, fo
     assert any(path.suffix == ".safetensors" for path in files)
 
 
-TINY = (
-    "--model.layers 1 --model.width 16 --model.heads 2 --model.kv_heads 1 --model.ffn_width 24 --model.context 32 "
-    "--data.sequence 32 --train.batch 4 --train.micro_batch 2 --train.eval_samples 2 --device cpu"
-).split()
+TINY = [
+    *("--model.layers", "1", "--model.width", "16", "--model.heads", "2", "--model.kv_heads", "1"),
+    *("--model.ffn_width", "24", "--model.context", "32", "--data.sequence", "32", "--device", "cpu"),
+    *("--train.batch", "4", "--train.micro_batch", "2", "--train.eval_samples", "2"),
+]
 
 
 def test_eval_tells_how_far_it_is(
