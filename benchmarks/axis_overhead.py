@@ -179,7 +179,7 @@ def main() -> None:
     if args.no_report:
         return
     head = Headline(
-        f"forward and backward of the tour model, {B} x {S} tokens, axes of size 1",
+        f"what axes, attend and head cost one process: the tour model forward and backward, {B} x {S} tokens",
         rows[0]["forward_backward_ms"],
         "ms",
         "the same maths in plain modules",

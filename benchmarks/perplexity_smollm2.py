@@ -68,7 +68,8 @@ def main() -> None:
     print(said, end="")
     print(f"transformers: {peer:.3f}; difference {difference:+.4%}")
     assert abs(difference) < 0.005, f"perplexity differs by {difference:+.3%}"
-    head = Headline(f"perplexity of SmolLM2-135M on {name}", ours, "(lower is better)", "transformers", round(peer, 3))
+    what = f"perplexity of SmolLM2-135M on {name}, in windows of {context:,} tokens"
+    head = Headline(what, ours, "(lower is better)", "transformers", round(peer, 3))
     report("perplexity_smollm2", rows, __doc__ or "", headlines=[head])
 
 

@@ -9,9 +9,12 @@ or ``smollm2`` and ``minilm`` (an encoder) where the packages that carry them ar
 rank's share inside a launched group: ``load(path, plan=Plan(tp=2))``.
 """
 
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
@@ -23,7 +26,7 @@ from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
 from colonnade.checkpoint.hf.hub import fetch, find_minilm
 from colonnade.checkpoint.hf.read import HFFolder
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.config import Device, ModelConfig, Plan, ServeConfig
+from colonnade.config import Device, ModelConfig, Plan, ServeConfig, count
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ConfigError, PlanError, RequestError
 from colonnade.model import Hidden, Packed, Pooled, Rows, Stream, Transformer
@@ -48,6 +51,12 @@ class Model:
         self._tokenizer = tokenizer
         self._exit = ExitStack()
         self._engine: Engine | None = None
+
+    def __repr__(self) -> str:
+        """``Model('runs/a', llama, 134,515,008 parameters, float32, tp=2 on cpu)``."""
+        dtype = str(next(self.transformer.parameters()).dtype).removeprefix("torch.")
+        what = f"{self.config.family}, {count(self.config.parameters, 'parameter')}, {dtype}"
+        return f"Model({self.source!r}, {what}, {self.ground.plan} on {self.ground.device.type})"
 
     @property
     def config(self) -> ModelConfig:
@@ -148,13 +157,12 @@ def load(
     model or the world does not allow.
     """
     plan = ground.plan if ground else plan or Plan()
-    if plan.world > plan.tp:
-        raise PlanError(f"a loaded model is laid over tp ranks only, not over {plan}; load with tp only")
+    found = find(path, plan)
     exits = ExitStack()
     if ground is None:
         ground = _ground(plan, device, exits)
     with exits:
-        model = _load(path, ground, dtype)
+        model = _load(found, ground, dtype, str(path))
         model._exit = exits.pop_all()
         return model
 
@@ -170,27 +178,49 @@ def _ground(plan: Plan, device: Device, exits: ExitStack) -> Ground:
     return exits.enter_context(Ground.build(plan, device))
 
 
-def _load(path: str | Path, ground: Ground, dtype: DType) -> Model:
+@dataclass(frozen=True)
+class Found:
+    """A model on disk that was opened and not loaded."""
+
+    place: Path
+    """Its folder or file."""
+    config: ModelConfig
+    """What it is."""
+    tokenizer: Callable[[], Tokenizer | None]
+    """Reads the tokenizer that lies with it."""
+    fill: Callable[[Transformer, Ground], object]
+    """Reads a rank's share of the weights."""
+
+
+def find(path: str | Path, plan: Plan) -> Found:
+    """Open the model that ``path`` means and check that ``plan`` can lay it out, before any process starts.
+
+    Raises what :func:`load` raises for a model that is not there, and for a plan that does not fit.
+    """
     place = locate(path)
+    if native.is_native(place):
+        found = Found(place, native.read_meta(place).model, partial(_tokenizer, place / native.TOKENIZER),
+                      partial(native.load, place))  # fmt: skip
+    elif place.is_dir():
+        folder = HFFolder(place)
+        found = Found(place, folder.config, partial(_tokenizer, place), lambda model, _: folder.fill(model))
+    else:
+        file = GGUFFile(place)
+        found = Found(
+            place, file.config, lambda: Tokenizer.from_parts(*file.tokenizer()), lambda model, _: file.fill(model)
+        )
+    if plan.world > plan.tp:
+        raise PlanError(f"a loaded model is laid over tp ranks only, not over {plan}; load with tp only")
+    plan.check(found.config)
+    return found
+
+
+def _load(found: Found, ground: Ground, dtype: DType, source: str) -> Model:
     if dtype == "auto":
         dtype = "bfloat16" if ground.device.type == "cuda" else "float32"
-    kept: torch.dtype = getattr(torch, dtype)
-    source = None
-    if native.is_native(place):
-        config, tokenizer = native.read_meta(place).model, _tokenizer(place / native.TOKENIZER)
-    elif place.is_dir():
-        source = HFFolder(place)
-        config, tokenizer = source.config, _tokenizer(place)
-    else:
-        source = GGUFFile(place)
-        config, tokenizer = source.config, Tokenizer.from_parts(*source.tokenizer())
-    ground.plan.check(config)
-    transformer = Transformer(config, ground.axes, device=ground.device, dtype=kept).eval().requires_grad_(False)
-    if source is None:
-        native.load(place, transformer, ground)
-    else:
-        source.fill(transformer)
-    return Model(transformer, tokenizer, ground, str(path))
+    transformer = Transformer(found.config, ground.axes, device=ground.device, dtype=getattr(torch, dtype))
+    found.fill(transformer.eval().requires_grad_(False), ground)
+    return Model(transformer, found.tokenizer(), ground, source)
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
@@ -208,7 +238,7 @@ def locate(path: str | Path) -> Path:
     if place.is_file():
         return place
     if place.is_dir():
-        if native.is_native(place) or (place / "config.json").is_file():
+        if _is_model(place):
             return place
         newest = native.newest(place)
         if newest is None:
@@ -217,33 +247,54 @@ def locate(path: str | Path) -> Path:
                 "give runs/NAME, runs/NAME/step-N, or a folder with config.json and safetensors"
             )
         return newest
+    near = _models_near(place)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
         try:
             return fetch(str(path))
         except CheckpointError as error:
-            if place.parent.is_dir():  # more likely a folder's name mistyped than a hub id
-                raise CheckpointError(f"{place} does not exist here, and as a hub id: {error}") from None
-            raise
-    raise CheckpointError(
-        f"{place} does not exist; give a folder, a GGUF file, a hub id (owner/name), or {' or '.join(PACKAGED)}"
-    )
+            if not place.parent.is_dir():
+                raise CheckpointError(f"{error}{near}") from None
+    known = f"; give a folder, a GGUF file, a hub id (owner/name), or {' or '.join(PACKAGED)}"
+    raise CheckpointError(f"{place} does not exist{near or known}")
+
+
+def _models_near(place: Path) -> str:
+    """``"; here are runs/a, runs/b"``: some models in the folder of a path that is not there, or in ``runs``."""
+    there = {path for folder in (place.parent, Path("runs")) for path in folder.glob("*") if path.is_dir()}
+    models = sorted(str(path) for path in there if native.newest(path) or _is_model(path))
+    likely = difflib.get_close_matches(str(place), models, n=5, cutoff=0)
+    return f"; here are {', '.join(likely)}" if likely else ""
+
+
+def _is_model(folder: Path) -> bool:
+    return native.is_native(folder) or (folder / "config.json").is_file()
 
 
 def save(
-    model: Model, path: str | Path, *, format: Format = "colonnade", dtype: DType = "auto", shard_bytes: int = 5 * 10**9
+    model: Model,
+    path: str | Path,
+    *,
+    format: Format = "colonnade",
+    dtype: DType = "auto",
+    shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
 ) -> Path:
-    """Write ``model`` to the new folder ``path``, whole or not at all; every rank of its ground calls this.
+    """Write ``model`` to the folder ``path``, whole or not at all; every rank of its ground calls this.
 
     ``hf`` is what ``transformers`` loads (``dtype`` and ``shard_bytes`` say how it lies on disk), ``colonnade`` what
-    any plan of ours loads. Raises :class:`CheckpointError` when the folder exists or cannot be written.
+    any plan of ours loads. ``overwrite`` replaces a model that is there, once the new one is written. Raises
+    :class:`CheckpointError` when the folder exists otherwise, or cannot be written.
     """
     place = Path(path)
     if format == "hf":
         kept = None if dtype == "auto" else getattr(torch, dtype)
-        write_hf(model.transformer, place, tokenizer=model._tokenizer, dtype=kept, shard_bytes=shard_bytes)
+        write_hf(
+            model.transformer, place, tokenizer=model._tokenizer, dtype=kept, shard_bytes=shard_bytes,
+            overwrite=overwrite,
+        )  # fmt: skip
     elif dtype not in ("auto", str(next(model.transformer.parameters()).dtype).removeprefix("torch.")):
         raise ConfigError(f"the colonnade format keeps the weights' own type; load with dtype='{dtype}' and save that")
     else:
         meta = native.Meta(model=model.config)
-        native.save(place, model.transformer, meta, model.ground, tokenizer=model._tokenizer)
+        native.save(place, model.transformer, meta, model.ground, tokenizer=model._tokenizer, overwrite=overwrite)
     return place

@@ -2,14 +2,17 @@
 
     colonnade demo | corpus | train | eval | generate | chat | serve | convert
 
-A mistake of the user's is one line on stderr and a non-zero exit; ``--debug`` before the verb shows the traceback.
+A mistake of the user's is one line on stderr and a non-zero exit; ``--debug``, anywhere, shows the traceback.
 Modules that need torch are imported by the verb that needs them, so that ``--help`` is instant.
 """
 
 import functools
+import json
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -22,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional, arg
 
-from colonnade.config import Device, ModelConfig, Plan, RunConfig, ServeConfig
+from colonnade.config import Device, ModelConfig, Plan, RunConfig, ServeConfig, count, nearest
 from colonnade.config.presets import PRESETS, preset
 from colonnade.config.toml import dumps
 from colonnade.config.toml import read as read_toml
@@ -41,9 +44,13 @@ Model = Annotated[
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 console = Console(stderr=True, highlight=False)
 
+TELL_S = 10.0
+"""Where there is no terminal: time between two lines of progress, at least [s]."""
+
 ABOUT = """Trains and serves large transformers with one model definition, from a laptop to a cluster.
 
-A mistake is one line on stderr and exit code 1; --debug before the verb shows the traceback. --version says which."""
+A mistake is one line on stderr and exit code 1; with --debug, before or after the verb, it is a traceback.
+--version prints the version."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +80,33 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """The parallel layout of a model that is not trained."""
+
+    tp: int = 1
+    """Tensor parallel: ranks that share each layer's heads, hidden width and vocabulary (Megatron-LM)."""
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Room for the keys and values of one text."""
+
+    pages: int | None = None
+    """Pages of 16 tokens in the pool; None takes cache_bytes."""
+    cache_bytes: int = 1 << 28
+    """Memory for the key/value cache of one rank, at most [bytes], when pages is not given."""
+
+    @property
+    def limits(self) -> ServeConfig:
+        """The same for an engine that answers one request at a time."""
+        return ServeConfig(max_requests=1, pages=self.pages, cache_bytes=self.cache_bytes)
+
+
+@dataclass(frozen=True)
 class Placing:
     """Where the model runs."""
 
-    plan: Plan = Plan()
+    plan: Ranks = Ranks()
     device: Device = "auto"
     """auto: a GPU for each rank if there are enough, otherwise the CPU."""
     dtype: DType = "auto"
@@ -86,7 +116,7 @@ class Placing:
         """The same for :mod:`colonnade.talk`."""
         from colonnade.talk import Where
 
-        return Where(model, self.plan, serve, self.device, self.dtype)
+        return Where(model, Plan(tp=self.plan.tp), serve, self.device, self.dtype)
 
 
 def demo(folder: Path = Path("runs/demo"), port: int = 0) -> None:
@@ -121,7 +151,7 @@ def corpus(
         tokenizer: A tokenizer.json, or a folder with one; without it a byte-level BPE is learnt from the text.
         vocab_size: Tokens in a learnt vocabulary (8192 unless given).
         wordpiece: Learn BERT's WordPiece instead, with the control tokens that masking needs.
-        validation_share: Share of the documents kept from training.
+        validation_share: Share of the documents kept from training, at least one (of one document its end); 0: none.
         field: JSONL field or Parquet column that holds the text.
         separator: What stands between the documents of a text file; by default a file is one document.
         overwrite: Replace a corpus that is there already.
@@ -139,7 +169,7 @@ def corpus(
             validation_share=validation_share, field=field, separator=separator, progress=progress,
         )  # fmt: skip
     console.print(
-        f"{out}: {manifest.train.documents:,} documents, {manifest.train.tokens:,} tokens to train on; "
+        f"{out}: {count(manifest.train.documents, 'document')}, {manifest.train.tokens:,} tokens to train on; "
         f"{manifest.validation.documents:,} and {manifest.validation.tokens:,} to validate; "
         f"vocabulary {manifest.vocab_size:,}",
         soft_wrap=True,
@@ -166,7 +196,9 @@ def evaluate(
     from colonnade.parallel.launch import launch
 
     name, content = sotu_documents()[-1] if text == "sotu" else (text, _read(Path(text)))
-    result = launch(_score, (model, placing, content, context, stride), placing.plan)
+    where = placing.where(model, ServeConfig())
+    where.find()
+    result = launch(_score, (where, content, context, stride), where.plan)
     if _speaks():
         print(
             f"perplexity {result.perplexity:.3f} on {name} "
@@ -174,14 +206,23 @@ def evaluate(
         )
 
 
-def _score(model: str, placing: Placing, text: str, context: int | None, stride: int | None) -> Any:
+def _score(where: "Where", text: str, context: int | None, stride: int | None) -> Any:
     from colonnade import api
 
-    with api.load(model, plan=placing.plan, dtype=placing.dtype, device=placing.device) as loaded:
+    with api.load(where.model, plan=where.plan, dtype=where.dtype, device=where.device) as loaded:
         if loaded.ground.rank:
             return loaded.score(text, context=context, stride=stride)
         with console.status("scoring") as status:
-            progress = lambda done, total: status.update(f"scoring: {done} of {total} windows")  # noqa: E731
+            told_s = -math.inf
+
+            def progress(done: int, total: int) -> None:
+                nonlocal told_s
+                so_far = f"scoring: {done} of {count(total, 'window')}"
+                status.update(so_far)
+                if not console.is_terminal and (now_s := time.monotonic()) - told_s >= TELL_S:
+                    console.print(so_far)
+                    told_s = now_s
+
             return loaded.score(text, context=context, stride=stride, progress=progress)
 
 
@@ -199,7 +240,7 @@ def generate(
     prompt: Annotated[Positional[str], arg(metavar="PROMPT")],
     sampling: Annotated[Sampling, arg(name="")] = Sampling(),
     placing: Annotated[Placing, arg(name="")] = Placing(),
-    serve: ServeConfig = ServeConfig(),
+    serve: Cache = Cache(),
 ) -> None:
     """Continue a text, as it is generated.
 
@@ -208,11 +249,11 @@ def generate(
         prompt: The beginning of the text.
         sampling: How tokens are chosen.
         placing: Where the model runs.
-        serve: Limits of the engine.
+        serve: Room for the text's keys and values.
     """
     from colonnade import talk
 
-    talk.generate(placing.where(model, serve), prompt, sampling.params())
+    talk.generate(placing.where(model, serve.limits), prompt, sampling.params())
 
 
 def chat(
@@ -220,7 +261,7 @@ def chat(
     system: str | None = None,
     sampling: Annotated[Sampling, arg(name="")] = Sampling(),
     placing: Annotated[Placing, arg(name="")] = Placing(),
-    serve: ServeConfig = ServeConfig(),
+    serve: Cache = Cache(),
 ) -> None:
     """Chat with an instruction-tuned model on the terminal.
 
@@ -229,12 +270,12 @@ def chat(
         system: The system message that opens the conversation.
         sampling: How tokens are chosen.
         placing: Where the model runs.
-        serve: Limits of the engine.
+        serve: Room for the text's keys and values.
     """
     _start_alone("chat")
     from colonnade import talk
 
-    talk.chat(placing.where(model, serve), system, sampling.params())
+    talk.chat(placing.where(model, serve.limits), system, sampling.params())
 
 
 def serve(
@@ -256,7 +297,7 @@ def serve(
         raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
 
     where = placing.where(model, serve)
-    run(where.load, placing.plan, serve, name=Path(model).name, device=placing.device, announce=console.print)
+    run(where.load, where.plan, serve, name=Path(model).name, device=placing.device, announce=console.print)
 
 
 def convert(
@@ -265,21 +306,69 @@ def convert(
     format: Literal["hf", "colonnade"] = "hf",
     dtype: DType = "auto",
     shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
 ) -> None:
     """Write a model in another format; hf is what transformers, vLLM and others load.
 
     Args:
         source: What to convert.
-        out: The new folder.
+        out: The folder to make.
         format: hf (config.json and safetensors) or colonnade (loads under any plan).
         dtype: Type of the weights on disk; auto keeps the one they are loaded in (float32).
         shard_bytes: Largest safetensors file [bytes] (hf).
+        overwrite: Replace a model that is there already, once the new one is written.
     """
     from colonnade import api
 
     model = api.load(source, dtype="float32" if dtype == "auto" else dtype, device="cpu")
-    api.save(model, out, format=format, dtype=dtype, shard_bytes=shard_bytes)
+    api.save(model, out, format=format, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite)
     console.print(f"{out}: {model.config.parameters:,} parameters, format {format}")
+
+
+def verify(
+    model: Annotated[Positional[str], arg(metavar="MODEL")] = "tour",
+    world: int = 4,
+    all: bool = False,
+    out: Path = Path("verify.json"),
+) -> None:
+    """Prove that every parallel layout computes what one process computes, on this machine's processors.
+
+    Each plan trains two steps, saves, loads what another plan saved, and writes some tokens; everything is compared with
+    one process in float64. Ends with 1 when anything differs.
+
+    Args:
+        model: A preset, or anything that load takes, of which the config alone is read; shrunk in width and depth.
+        world: Processes that share the model.
+        all: Try every plan, not just a set in which each pair of choices meets.
+        out: JSON file for the results.
+    """
+    _start_alone("verify")
+    from colonnade import verify as it
+    from colonnade.verify import report
+
+    if world < 1:
+        raise ConfigError(f"--world {world} is not positive; 2, 4 and 8 are usual")
+    config = it.shrink(_config_of(model), 1)
+    plans = it.all_plans(world, config.but(layers=2 * world))
+    config = config.but(layers=1 + max(plan.pp * plan.stages for plan in plans))
+    plans = plans if all else it.covering(plans)
+    sizes = f"{config.layers} layers, {config.heads} heads of {config.head_width}, vocabulary {config.vocab_size}"
+    console.print(f"{model} in small ({sizes}) under {count(len(plans), 'plan')} of {count(world, 'process')}")
+    results = it.verify(config, plans, report.show)
+    report.write(results, config, out)
+    console.print(report.table(results))
+    missed = [result for result in results if not result.ok]
+    console.print(f"{len(results) - len(missed)} of {count(len(results), 'plan')} equal one process; {out}")
+    if missed:
+        sys.exit(1)
+
+
+def _config_of(model: str) -> ModelConfig:
+    if model in PRESETS:
+        return preset(model)
+    from colonnade import api
+
+    return api.find(model, Plan()).config
 
 
 @dataclass(frozen=True)
@@ -302,18 +391,22 @@ def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
     Settings come from the command line, else from --config, else from --preset, else from the defaults shown here.
     """
     run = args.run
-    run.plan.check(run.model)
-    if _speaks():
-        console.print(_plan_table(run))
-        if args.dry_run:
-            print(dumps(run), end="")
     if args.dry_run:
+        run.plan.check(run.model)
+        if _speaks():
+            if not (run.data.path / "manifest.json").is_file():
+                console.print(f"{run.data.path} is no corpus yet: the vocabulary is the model's own", soft_wrap=True)
+            console.print(_plan_table(run))
+            print(dumps(run), end="")
         return
     if run.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS picks its algorithms freely
     from colonnade.train.loop import Trainer
 
-    summary = Trainer(run).fit()
+    trainer = Trainer(run)
+    if _speaks():
+        console.print(_plan_table(run))
+    summary = trainer.fit()
     if summary.stopped:
         if _speaks():
             how = f"stopped by {summary.stopped}; the same command goes on from {summary.checkpoint}"
@@ -373,23 +466,24 @@ VERBS: dict[str, Callable[..., None]] = {
     "chat": chat,
     "serve": serve,
     "convert": convert,
+    "verify": verify,
 }
 
 
 def parse(argv: list[str]) -> Callable[[], None]:
     """The call that ``argv`` asks for, not made yet; raises SystemExit for words that no verb takes."""
-    verbs = dict(VERBS)
-    if argv[:1] == ["train"]:
-        verbs["train"] = _with_defaults(train, _train_defaults(argv))
+    name, words = (argv or ["--help"])[0], argv[1:]
+    # A choice between "none" and a table of settings (rope_scaling) is made in the TOML file.
+    options = {"use_underscores": True, "config": (tyro.conf.AvoidSubcommands,)}
+    if name in VERBS:
+        verb = _with_defaults(train, _train_defaults(words)) if name == "train" else VERBS[name]
+        return tyro.cli(_later(verb), prog=f"colonnade {name}", args=words, **options)
+    if not name.startswith("-"):
+        console.print(f"colonnade has no verb '{name}'{nearest(name, list(VERBS))} (see colonnade --help)")
+        sys.exit(2)
+    verbs = {each: _later(verb) for each, verb in VERBS.items()}
     return tyro.extras.subcommand_cli_from_dict(
-        {name: _later(verb) for name, verb in verbs.items()},
-        prog="colonnade",
-        description=ABOUT,
-        args=argv,
-        use_underscores=True,
-        sort_subcommands=False,
-        # A choice between "none" and a table of settings (rope_scaling) is made in the TOML file.
-        config=(tyro.conf.AvoidSubcommands,),
+        verbs, prog="colonnade", description=ABOUT, args=[name], sort_subcommands=False, **options
     )
 
 
@@ -406,9 +500,8 @@ def _later(verb: Callable[..., None]) -> Callable[..., Callable[[], None]]:
 def main(argv: list[str] | None = None) -> None:
     """The program; returns normally or raises SystemExit with the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    debug = argv[:1] == ["--debug"]
-    if debug:
-        del argv[0]
+    if debug := "--debug" in argv:
+        argv.remove("--debug")
     if argv[:1] == ["--version"]:
         print(f"colonnade {version('colonnade')}")
         return
@@ -417,7 +510,10 @@ def main(argv: list[str] | None = None) -> None:
     except ColonnadeError as error:
         if debug:
             raise
-        console.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), str(error)), soft_wrap=True)
+        kind = f"{type(error).__name__}: "
+        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun ends its own account with
+            Path(report).write_text(json.dumps({"message": f"{kind}{error}", "timestamp": time.time()}))
+        console.print(Text.assemble((kind, "bold red"), str(error)), soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

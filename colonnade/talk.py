@@ -12,7 +12,7 @@ from rich.console import Console
 from colonnade import api
 from colonnade.config import Device, Plan, ServeConfig
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.errors import ColonnadeError
+from colonnade.errors import CheckpointError, ColonnadeError
 from colonnade.model import Transformer
 from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground
@@ -40,8 +40,12 @@ class Where:
 
     @property
     def load(self) -> Load:
-        """What an engine process calls for its share of the model; a wrong path is reported before any starts."""
-        return functools.partial(_load, str(api.locate(self.model)), self.dtype)
+        """What an engine process calls for its share of the model; raises before any starts what :meth:`find` does."""
+        return functools.partial(_load, str(self.find().place), self.dtype)
+
+    def find(self) -> api.Found:
+        """The model, opened, and the plan checked against it."""
+        return api.find(self.model, self.plan)
 
 
 def _load(path: str, dtype: api.DType, ground: Ground) -> tuple[Transformer, Tokenizer]:
@@ -51,6 +55,7 @@ def _load(path: str, dtype: api.DType, ground: Ground) -> tuple[Transformer, Tok
 
 def generate(where: Where, prompt: str, params: SamplingParams) -> None:
     """Print the continuation of ``prompt``."""
+    where.find()
     launch(_generate, (where, prompt, params), where.plan)
 
 
@@ -74,8 +79,15 @@ def _generate(where: Where, prompt: str, params: SamplingParams) -> None:
 def chat(where: Where, system: str | None, params: SamplingParams) -> None:
     """Chat until /quit or the end of the input.
 
-    The model runs where a server's would, in engine processes of its own, so that any plan can be talked to.
+    The model runs where a server's would, in engine processes of its own, so that any plan can be talked to. Raises
+    :class:`CheckpointError` for a model without a chat template.
     """
+    tokenizer = where.find().tokenizer()
+    if tokenizer is None or tokenizer.chat_template is None:
+        raise CheckpointError(
+            f"{where.model} has no chat template, so that it cannot chat; continue a text: "
+            f"colonnade generate {where.model} PROMPT"
+        )
     console = Console(stderr=True, highlight=False)
     opening: list[Mapping[str, str]] = [{"role": "system", "content": system}] if system else []
     messages = list(opening)

@@ -3,6 +3,7 @@
 Everything is written into a hidden sibling (``.step-200.partial``), flushed to the disk, listed with size and SHA-256
 in ``manifest.json`` (written last), and then renamed: POSIX makes a rename within a file system atomic, so that a
 process killed at any moment leaves either no ``step-200`` or a complete one, and every earlier folder as it was.
+(A folder that is overwritten is first moved aside, to ``.step-200.old``, and deleted when its successor stands.)
 """
 
 import hashlib
@@ -10,12 +11,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
+from safetensors.torch import save_file
+from torch import Tensor
 
 from colonnade.config import Config
 from colonnade.errors import CheckpointError, ConfigError
@@ -119,22 +122,30 @@ def write_json(path: Path, values: Any) -> None:
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file into a folder, as readable as the folder is: safetensors makes it its owner's alone."""
+    save_file(dict(tensors), path, metadata=metadata)
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
 def partial(folder: Path) -> Path:
     """Where a folder is written before it appears."""
     return folder.with_name(f".{folder.name}.partial")
 
 
-def begin(folder: Path) -> None:
-    """Make an empty place for ``folder`` to be written into (:func:`partial`)."""
-    refuse_existing(folder)
+def begin(folder: Path, overwrite: bool = False) -> None:
+    """Make an empty place for ``folder`` to be written into (:func:`partial`); see :func:`refuse_existing`."""
+    refuse_existing(folder, overwrite)
     discard(folder)
     partial(folder).mkdir(parents=True)
 
 
-def refuse_existing(folder: Path) -> None:
-    """Raise :class:`CheckpointError` when ``folder`` is there already."""
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists already; delete it or choose another name")
+def refuse_existing(folder: Path, overwrite: bool = False) -> None:
+    """Raise :class:`CheckpointError` when ``folder`` exists, unless it is a model and ``overwrite`` lets it go."""
+    if folder.exists() and not overwrite:
+        raise CheckpointError(f"{folder} exists already; choose another name, or replace it (--overwrite)")
+    if folder.exists() and not any((folder / name).is_file() for name in (MANIFEST, "config.json")):
+        raise CheckpointError(f"{folder} exists and is no model, so that it is not overwritten; choose another name")
 
 
 def discard(folder: Path) -> None:
@@ -150,7 +161,7 @@ def discard_all(run: Path) -> None:
 
 
 def commit(folder: Path, known: dict[str, Digest]) -> None:
-    """Let ``folder`` appear: list its files (``known`` ones are not read again), flush everything, rename."""
+    """Let ``folder`` appear with a manifest: list its files (``known`` ones are not read again), flush everything."""
     place = partial(folder)
     names = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
     files = {name: known.get(name) or digest_of(place / name) for name in names}
@@ -158,10 +169,27 @@ def commit(folder: Path, known: dict[str, Digest]) -> None:
     for name in (*names, MANIFEST):
         if name not in known:
             flush(place / name)
+    appear(folder)
+
+
+def appear(folder: Path) -> None:
+    """Rename what was written and flushed to ``folder``; what it replaces is deleted when it stands there."""
+    place, aside = partial(folder), folder.with_name(f".{folder.name}.old")
     for path in (place, *(path for path in place.rglob("*") if path.is_dir())):
         flush(path)
-    place.rename(folder)
+    if replaced := folder.exists():
+        if aside.exists():  # of a process that was killed just before it deleted this
+            shutil.rmtree(aside)
+        folder.rename(aside)
+    try:
+        place.rename(folder)
+    except OSError:
+        if replaced:
+            aside.rename(folder)
+        raise
     flush(folder.parent)
+    if replaced:
+        shutil.rmtree(aside)
 
 
 def flush(path: Path) -> None:

@@ -104,13 +104,16 @@ def save(
     masters: Masters | None = None,
     optimizer: Moments | None = None,
     tokenizer: Savable | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write ``folder``, whole or not at all; every rank of ``ground`` calls it.
 
-    With ``masters`` the float32 weights are written, without them the model's own. Raises :class:`CheckpointError`
-    when the folder exists or cannot be written, :class:`CapacityError` when the disk is full.
+    With ``masters`` the float32 weights are written, without them the model's own. ``overwrite`` replaces a model that
+    is there. Raises :class:`CheckpointError` when the folder exists or cannot be written, :class:`CapacityError` when
+    the disk is full.
     """
-    writing(folder, model, meta, ground, masters=masters, optimizer=optimizer, tokenizer=tokenizer)()
+    rest: dict[str, Any] = {"masters": masters, "optimizer": optimizer, "tokenizer": tokenizer, "overwrite": overwrite}
+    writing(folder, model, meta, ground, **rest)()
 
 
 def writing(
@@ -122,6 +125,7 @@ def writing(
     masters: Masters | None = None,
     optimizer: Moments | None = None,
     tokenizer: Savable | None = None,
+    overwrite: bool = False,
     stage: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
     group: ProcessGroup | None = None,
     after: Callable[[], object] = lambda: None,
@@ -151,7 +155,11 @@ def writing(
                 state_dict_saver.save,
                 views,
                 storage_writer=Writer(
-                    folder, seal, after, seal_bytes=SMALL_FILES + (tokenizer.size_bytes if tokenizer else 0)
+                    folder,
+                    seal,
+                    after,
+                    overwrite=overwrite,
+                    seal_bytes=SMALL_FILES + (tokenizer.size_bytes if tokenizer else 0),
                 ),
                 planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=group,
@@ -181,11 +189,9 @@ def load(
     """
     manifest, meta, index = _open(folder)
     if meta.model != model.config:
-        changed = [key for key in ModelConfig.model_fields if getattr(meta.model, key) != getattr(model.config, key)]
-        raise CheckpointError(
-            f"{folder} holds a model with another {', '.join(changed)}; "
-            "build the model from the checkpoint's own config"
-        )
+        fields = [(key, getattr(meta.model, key), getattr(model.config, key)) for key in ModelConfig.model_fields]
+        differ = ", ".join(f"{key} {was}, not {now}" for key, was, now in fields if was != now)
+        raise CheckpointError(f"{folder} holds a model with {differ}; use another --name for another model")
     local = _local(model, masters, optimizer)
     whole = model.whole_shapes()
     for key, tensor in local.items():

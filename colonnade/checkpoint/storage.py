@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -115,10 +114,14 @@ class Writer(StorageWriter):
         seal: Callable[[Path], None],
         after: Callable[[], object] = lambda: None,
         *,
+        overwrite: bool = False,
         seal_bytes: int = 0,
     ):
-        """``seal_bytes`` is what the coordinator's own files take at most."""
-        self.folder, self.seal, self.after, self.seal_bytes = folder, seal, after, seal_bytes
+        """``overwrite`` replaces a model that is there; ``seal_bytes`` is what the coordinator's own files take at
+        most.
+        """
+        self.folder, self.seal, self.after = folder, seal, after
+        self.overwrite, self.seal_bytes = overwrite, seal_bytes
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A writer serves one checkpoint."""
@@ -133,10 +136,10 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator, before anyone writes: see that all fits, make the place, number the ranks' files."""
-        folders.refuse_existing(self.folder)
+        folders.refuse_existing(self.folder, self.overwrite)
         folders.discard(self.folder)
         check_room(self.folder, self.seal_bytes + sum(_size_bytes(plan) for plan in plans))
-        folders.begin(self.folder)
+        folders.begin(self.folder, self.overwrite)
         return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -154,7 +157,7 @@ class Writer(StorageWriter):
                 assert isinstance(tensor, Tensor), "a checkpoint holds tensors only"
                 tensors[part_of(item.index.fqn)[1]] = tensor.detach().cpu().contiguous()
             try:
-                save_file(tensors, path)
+                folders.write_tensors(path, tensors)
             except SafetensorError as why:
                 raise _cannot_write(path, why) from None
             folders.flush(path)

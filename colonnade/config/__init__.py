@@ -1,6 +1,6 @@
 """Typed, frozen configurations; presets; TOML in and out; dotted overrides."""
 
-from colonnade.config.base import Config, nearest
+from colonnade.config.base import Config, count, nearest
 from colonnade.config.model import ModelConfig, RopeScaling
 from colonnade.config.plan import Plan
 from colonnade.config.run import DataConfig, Device, RunConfig, TrainConfig
@@ -16,5 +16,6 @@ __all__ = [
     "RunConfig",
     "ServeConfig",
     "TrainConfig",
+    "count",
     "nearest",
 ]

@@ -18,6 +18,11 @@ def nearest(name: str, known: list[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}"
 
 
+def count(number: int, what: str) -> str:
+    """``"1 document"``, ``"2,717 documents"``."""
+    return f"{number:,} {what}" + ("" if number == 1 else "es" if what.endswith("s") else "s")
+
+
 class Config(BaseModel):
     """A frozen record. Derived sizes are properties; a change is a new object (:meth:`but`)."""
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from colonnade.config.base import Config
+from colonnade.config.base import Config, count
 from colonnade.config.model import ModelConfig, divisors
 from colonnade.errors import PlanError
 
@@ -119,9 +119,8 @@ class Plan(Config):
         if world != self.world:
             others = self.world // self.dp
             fits = "" if world % others else f", or set --plan.dp {world // others}"
-            raise PlanError(
-                f"the plan ({self}) needs {self.world} processes but {world} were started; start {self.world}{fits}"
-            )
+            needs = count(self.world, "process")
+            raise PlanError(f"the plan ({self}) needs {needs} but {world} were started; start {self.world}{fits}")
 
     def __str__(self) -> str:
         """``tp=2 sp cp=2 dp=2``: what differs from one process."""
@@ -136,16 +135,19 @@ class Plan(Config):
 
     def table(self, model: ModelConfig) -> list[tuple[str, str, str]]:
         """Rows (axis, ranks, what each rank holds) for people to read."""
+
+        def share(size: int) -> str:
+            return f"{'up to ' if size % self.tp else ''}{-(-size // self.tp)} of {size}"
+
         rows = [
             ("tp", self.tp, f"{model.heads // self.tp} of {model.heads} query heads, "
              f"{model.kv_heads // self.tp} of {model.kv_heads} key/value heads, "
-             f"<= {-(-model.ffn_width // self.tp)} of {model.ffn_width} hidden units, "
-             f"<= {-(-model.vocab_size // self.tp)} of {model.vocab_size} vocabulary rows"
+             f"{share(model.ffn_width)} hidden units, {share(model.vocab_size)} vocabulary rows"
              + (f"; between them 1/{self.tp} of the tokens" if self.sequence_parallel else "")),
             ("cp", self.cp, f"1/{self.cp} of each sequence, as a chunk from its front and one from its back"),
             ("dp", self.dp, f"1/{self.dp * self.cp} of each parameter and 1/{self.data_ranks} of every batch"),
             ("replicate", self.replicate, "a copy of the data-parallel group's shards"),
-            ("pp", self.pp, f"{self.stages} stage(s) of {[len(s) for s in self.spans(model.layers)]} blocks, "
+            ("pp", self.pp, f"{count(self.stages, 'stage')} of {[len(s) for s in self.spans(model.layers)]} blocks, "
              f"{self.schedule}"),
             ("world", self.world, f"{model.parameters / self.world * self.replicate / 1e6:.2f} M of "
              f"{model.parameters / 1e6:.2f} M parameters"),

@@ -46,8 +46,8 @@ class TrainConfig(Config):
     """Peak learning rate."""
     min_lr: float = Field(default=3e-5, ge=0)
     """Learning rate at the end of the decay."""
-    warmup: int = Field(default=100, ge=0)
-    """Steps of linear warm-up from 0."""
+    warmup: int | None = Field(default=None, ge=0)
+    """Steps of linear warm-up from 0; None: a tenth of the steps, at most 100."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the decay after the warm-up."""
     weight_decay: float = Field(default=0.1, ge=0)
@@ -89,8 +89,8 @@ class TrainConfig(Config):
     """Seeds the initial weights and the dropout."""
     log_every: int = Field(default=10, gt=0)
     """Steps between two lines of metrics."""
-    eval_every: int = Field(default=100, ge=0)
-    """Steps between two validations; 0 never."""
+    eval_every: int | None = Field(default=None, ge=0)
+    """Steps between two validations; 0 never; None: 100, or never where too little text is held out."""
     eval_samples: int = Field(default=64, gt=0)
     """Samples of one validation, over all ranks."""
     save_every: int = Field(default=200, ge=0)
@@ -116,8 +116,10 @@ class TrainConfig(Config):
     def _consistent(self) -> "TrainConfig":
         if self.min_lr > self.lr:
             raise ConfigError(f"min_lr {self.min_lr} is above lr {self.lr}; lower it")
-        if self.warmup > self.steps:
-            raise ConfigError(f"warmup {self.warmup} is longer than the run of {self.steps} steps; shorten it")
+        if self.warmup_steps > self.steps:
+            raise ConfigError(
+                f"--train.warmup {self.warmup} is longer than the run of {self.steps} steps; lower it, or leave it out"
+            )
         if not math.log2(self.loss_scale).is_integer():
             near = 2 ** round(math.log2(self.loss_scale))
             raise ConfigError(f"loss_scale {self.loss_scale} is no power of two, so it would round; use {near}")
@@ -129,6 +131,11 @@ class TrainConfig(Config):
                 "and bytes need recompute budget; set both or neither"
             )
         return self
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of linear warm-up."""
+        return min(100, self.steps // 10) if self.warmup is None else self.warmup
 
 
 class RunConfig(Config):

@@ -40,7 +40,8 @@ def read(cls: type[AnyConfig], path: Path, base: AnyConfig | None = None) -> Any
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as why:
-        raise ConfigError(f"{path} cannot be read: {why}") from None
+        reason = why.strerror if isinstance(why, OSError) else f"not UTF-8 text (byte {why.start})"
+        raise ConfigError(f"{path} cannot be read: {reason}; give a file of settings in TOML") from None
     return parse(cls, text, str(path), base)
 
 

@@ -3,22 +3,19 @@
     documents -> a tokenizer, given or learnt from the training documents -> tokens, each document closed by its end
     token -> train or validation -> shards, index, manifest
 
-A document's split is decided by a hash of its text: the same document always falls on the same side, whatever stands
-beside it, however the shards are cut; and its copies fall there too, so that none of them leaks into validation.
+Which documents are held out: :mod:`colonnade.data.division`.
 """
 
-import hashlib
-import math
 import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
+from colonnade.data.division import Division, Drawn, divide
 from colonnade.data.manifest import MANIFEST, SPLITS, Manifest, SplitRecord, token_dtype
 from colonnade.data.progress import Built, Listener
 from colonnade.data.shards import ShardWriter
@@ -49,21 +46,22 @@ def build(
 ) -> Manifest:
     """Write the corpus of ``sources`` to the folder ``out``, whole or not at all, and return its manifest.
 
-    ``sources`` are text, JSONL and Parquet files, folders of them, or (name, text) pairs. ``tokenizer`` is used as
-    it is; without one a byte-level BPE (BERT's WordPiece with ``wordpiece``) of ``vocab_size`` tokens (default
-    8192) is learnt from about ``vocabulary_bytes`` of the training documents. ``field`` names the JSONL field or
-    Parquet column; ``separator`` is what stands between the documents of a text file (by default a file is one).
-    ``validation_share`` is the share of documents kept from training. ``shard_tokens`` is the size of a file of
-    tokens. ``overwrite`` replaces a corpus that is in the way.
+    ``sources`` are text, JSONL and Parquet files, folders of them, or (name, text) pairs. ``tokenizer`` is used as it
+    is; without one a byte-level BPE (BERT's WordPiece with ``wordpiece``) of ``vocab_size`` tokens (default 8192) is
+    learnt from about ``vocabulary_bytes`` of the training documents. ``field`` names the JSONL field or Parquet column;
+    ``separator`` is what stands between the documents of a text file (by default a file is one). ``validation_share``
+    is the share of documents kept from training: at least one, and of a single document the end. ``shard_tokens`` is
+    the size of a file of tokens. ``overwrite`` replaces a corpus that is in the way.
 
-    Raises :class:`DataError` for what cannot be read or written, for no documents at all, and for a split that gets
-    none; :class:`ConfigError` for settings out of range.
+    Raises :class:`DataError` for what cannot be read or written and for no documents at all; :class:`ConfigError` for
+    settings out of range.
     """
     out = Path(out)
     _check_settings(tokenizer, vocab_size, wordpiece, validation_share, shard_tokens, separator)
     _check_free(out, overwrite)
     found, how = find(sources), Reading(field, separator)
     size_bytes = total_bytes(found)
+    division = divide(documents(found, how), validation_share)
     tell = progress or (lambda _: None)
 
     # Beside ``out``, so that the last step is a rename within one file system: a kill leaves this folder, never ``out``
@@ -74,15 +72,13 @@ def build(
             pieces = _heard(documents(found, how), size_bytes, tell)
             share = min(1.0, vocabulary_bytes / max(size_bytes, 1))
             learn = train_wordpiece if wordpiece else Tokenizer.train
-            tokenizer = learn(_sampled(pieces, validation_share, share), vocab_size or _VOCAB_SIZE)
+            tokenizer = learn(_sampled(pieces, division, share), vocab_size or _VOCAB_SIZE)
         elif not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_file(tokenizer)
         if not tokenizer.eos_ids:
             raise DataError("the tokenizer names no token that ends a text; set eos_token in its tokenizer_config.json")
         tokenizer.save(folder / "tokenizer")
-        train, validation = _write(
-            documents(found, how), folder, tokenizer, validation_share, shard_tokens, size_bytes, tell
-        )
+        train, validation = _write(documents(found, how), folder, tokenizer, division, shard_tokens, size_bytes, tell)
         manifest = Manifest(
             dtype=token_dtype(tokenizer.vocab_size),
             vocab_size=tokenizer.vocab_size,
@@ -113,13 +109,13 @@ def _check_settings(
     if tokenizer is not None and wordpiece:
         raise ConfigError("a tokenizer is given, and a WordPiece vocabulary is to be learnt; leave out one of them")
     if tokenizer is not None and vocab_size is not None:
-        raise ConfigError(f"a tokenizer is given, and a vocab_size of {vocab_size} to learn one; leave out one of them")
+        raise ConfigError(f"--tokenizer is given, and --vocab_size {vocab_size} to learn one; leave out one of them")
     if not 0 <= validation_share < 1:
-        raise ConfigError(f"validation_share {validation_share} is not in [0, 1); it is a share of the documents")
+        raise ConfigError(f"--validation_share {validation_share} is not in [0, 1); it is a share of the documents")
     if shard_tokens < 1:
         raise ConfigError(f"shard_tokens {shard_tokens} is not positive; 2**27 makes files of 256 MiB")
     if separator == "":
-        raise ConfigError("an empty separator stands everywhere; give the text between two documents, or none")
+        raise ConfigError("an empty separator stands everywhere; give what is between two documents, or no --separator")
 
 
 def _check_free(out: Path, overwrite: bool) -> None:
@@ -132,26 +128,10 @@ def _check_free(out: Path, overwrite: bool) -> None:
         raise DataError(f"{out} exists and is not a corpus; choose another folder")
 
 
-class _Drawn(NamedTuple):
-    """A piece, and its document's lot: a number in [0, 1) that depends on the text alone."""
-
-    piece: Piece
-    lot: float
-
-
-def _drawn(pieces: Iterable[Piece]) -> Iterator[_Drawn]:
-    lot, fresh = 0.0, True
-    for piece in pieces:
-        if fresh:  # a long document's first piece speaks for all of it
-            lot = int.from_bytes(hashlib.blake2b(piece.text.encode(), digest_size=8).digest()) / 2**64
-        yield _Drawn(piece, lot)
-        fresh = piece.last
-
-
-def _sampled(pieces: Iterable[Piece], validation_share: float, share: float) -> Iterator[str]:
+def _sampled(pieces: Iterable[Piece], division: Division, share: float) -> Iterator[str]:
     """The text of about ``share`` of the training documents."""
-    high = validation_share + share * (1 - validation_share)
-    return (piece.text for piece, lot in _drawn(pieces) if validation_share <= lot < high)
+    low = division.threshold
+    return (piece.text for piece, lot in division.draw(pieces) if low <= lot < low + share * (1 - low))
 
 
 def _heard(pieces: Iterable[Piece], size_bytes: int, tell: Listener) -> Iterator[Piece]:
@@ -165,8 +145,8 @@ def _heard(pieces: Iterable[Piece], size_bytes: int, tell: Listener) -> Iterator
     tell(Built("vocabulary", size_bytes, size_bytes))
 
 
-def _batches(drawn: Iterable[_Drawn]) -> Iterator[list[_Drawn]]:
-    batch: list[_Drawn] = []
+def _batches(drawn: Iterable[Drawn]) -> Iterator[list[Drawn]]:
+    batch: list[Drawn] = []
     characters = 0
     for one in drawn:
         batch.append(one)
@@ -182,48 +162,28 @@ def _write(
     pieces: Iterable[Piece],
     folder: Path,
     tokenizer: Tokenizer,
-    validation_share: float,
+    division: Division,
     shard_tokens: int,
     size_bytes: int,
     tell: Listener,
 ) -> tuple[SplitRecord, SplitRecord]:
     """Tokenise every document into the shards of its split."""
     dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
-    end, done, lowest, highest = tokenizer.eos_ids[0], 0, 1.0, 0.0
+    end, done = tokenizer.eos_ids[0], 0
     with ExitStack() as files:
         train, validation = (files.enter_context(ShardWriter(folder, name, dtype, shard_tokens)) for name in SPLITS)
-        for batch in _batches(_drawn(pieces)):
+        for batch in _batches(division.draw(pieces)):
             encoded = tokenizer.encode_documents([piece.text for piece, _ in batch])
             for (piece, lot), tokens in zip(batch, encoded, strict=True):
-                writer = validation if lot < validation_share else train
+                writer = validation if lot < division.threshold else train
                 writer.append(tokens)
                 if piece.last:
                     writer.append([end])
                     writer.end_document()
-                done, lowest, highest = done + piece.size_bytes, min(lowest, lot), max(highest, lot)
+                done += piece.size_bytes
             written = train.documents + validation.documents, train.tokens + validation.tokens
             tell(Built("tokens", min(done, size_bytes), size_bytes, *written))
-        _check_shares(train.documents, validation.documents, validation_share, lowest, highest)
         return train.finish(), validation.finish()
-
-
-def _check_shares(train: int, validation: int, share: float, lowest: float, highest: float) -> None:
-    """Refuse a corpus one of whose splits got no document, and say which share would do."""
-    if train + validation == 0:
-        raise DataError("the corpus is empty: its sources hold nothing but white space; add some text")
-    if train and (validation or share == 0):
-        return
-    if train + validation == 1:
-        raise DataError(
-            "one document cannot be both trained on and held out: add documents, cut it into some with separator=, "
-            "or hold none out with validation_share=0"
-        )
-    which, fits = ("train", f"{math.floor(highest * 1e4) / 1e4:g} or less") if validation else (
-        "validation", f"{math.ceil(lowest * 1e4 + 1) / 1e4:g} or more")  # fmt: skip
-    raise DataError(
-        f"none of the {train + validation} documents falls into the {which} split at validation_share={share:g}; "
-        f"use {fits}, or 0 to hold none out"
-    )
 
 
 def _publish(folder: Path, out: Path) -> None:

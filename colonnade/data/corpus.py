@@ -39,7 +39,7 @@ class Corpus:
         if not split.tokens:
             raise DataError(
                 f"{self.path} has no {name} documents (its validation_share is {self.manifest.validation_share:g}); "
-                "build it with another share, or switch validation off (train.eval_every 0)"
+                "build it with another share, or switch validation off (--train.eval_every 0)"
             )
         return split
 

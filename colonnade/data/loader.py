@@ -43,7 +43,7 @@ class NextToken:
         if not self.samples:
             raise DataError(
                 f"the {split.name} split has {split.tokens} tokens, and one sample with its last target needs "
-                f"{config.sequence + 1}; add text, or set data.sequence to {max(split.tokens - 1, 1)} or less"
+                f"{config.sequence + 1}; add text, or set --data.sequence {max(split.tokens - 1, 1)} or less"
             )
 
     def pack(self, samples: np.ndarray, numbers: np.ndarray) -> Batch:

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from colonnade.config import count
 
 Stage = Literal["vocabulary", "tokens"]
 
@@ -48,8 +51,8 @@ def shown(console: Console | None = None) -> Iterator[Listener]:
             if built.stage not in tasks:
                 tasks[built.stage] = bars.add_task(built.stage, total=built.total_bytes, count="")
                 if not console.is_terminal:
-                    console.print(f"corpus: {built.stage}, {built.total_bytes / 1e6:.1f} MB of text")
-            count = f"{built.tokens:,} tokens, {built.documents:,} documents" if built.tokens else ""
-            bars.update(tasks[built.stage], completed=built.done_bytes, count=count)
+                    console.print(f"corpus: {built.stage}, {decimal(built.total_bytes)} of text")
+            so_far = f"{built.tokens:,} tokens, {count(built.documents, 'document')}" if built.tokens else ""
+            bars.update(tasks[built.stage], completed=built.done_bytes, count=so_far)
 
         yield listen

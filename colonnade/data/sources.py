@@ -135,7 +135,7 @@ def _jsonl(file: Path, how: Reading) -> Iterator[Piece]:
             if not isinstance(record, dict):
                 raise DataError(f"{place}: {_kind(record)}, not an object; a .jsonl file holds one object a line")
             if how.field not in record:
-                raise DataError(f"{place}: no field '{how.field}', but {_names(record)}; choose one with field=")
+                raise DataError(f"{place}: no field '{how.field}', but {_names(record)}; choose one with --field")
             yield from _whole(record[how.field], f"{place}: field '{how.field}'", len(line))
 
 
@@ -147,7 +147,7 @@ def _parquet(file: Path, how: Reading) -> Iterator[Piece]:
         with pyarrow.parquet.ParquetFile(file) as table:
             names = table.schema_arrow.names
             if how.field not in names:
-                raise DataError(f"{file}: no column '{how.field}', but {_names(names)}; choose one with field=")
+                raise DataError(f"{file}: no column '{how.field}', but {_names(names)}; choose one with --field")
             row, row_bytes = 0, file.stat().st_size // max(table.metadata.num_rows, 1)
             for batch in table.iter_batches(batch_size=256, columns=[how.field]):
                 for value in batch.column(0).to_pylist():

@@ -46,7 +46,7 @@ def score(
     stride: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Score:
-    """Score ``tokens`` as one text; ``progress(done, total)`` is told the windows.
+    """Score ``tokens`` as one text; ``progress(done, total)`` is told the windows, from 0 done.
 
     Raises :class:`~colonnade.errors.RequestError` for fewer than two tokens or a context or stride that cannot be.
     """
@@ -66,6 +66,7 @@ def score(
     nll, count = 0.0, 0
     batch = max(1, AT_ONCE_TOKENS // context)
     for i in range(0, len(starts), batch):
+        progress(i, len(starts))
         windows = [_window(tokens, start, context, stride, device) for start in starts[i : i + batch]]
         lengths = [len(inputs) for inputs, _ in windows]
         stream = Stream(
@@ -74,7 +75,6 @@ def score(
         )
         loss, valid = model(stream, Packed.of(lengths, device), Loss(torch.cat([targets for _, targets in windows])))
         nll, count = nll + loss.item(), count + int(valid.item())
-        progress(min(i + batch, len(starts)), len(starts))
     return Score(nll, count)
 
 

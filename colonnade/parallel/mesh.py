@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from colonnade.config import Plan
+from colonnade.config import Plan, count
 from colonnade.errors import PlanError
 from colonnade.parallel.axis import SOLO, Axes, Axis, group_name
 from colonnade.parallel.launch import local_ranks, place
@@ -171,5 +171,7 @@ def choose_device(plan: Plan, device: str) -> str:
     if device == "auto":
         return "cuda" if gpus >= local else "cpu"
     if device == "cuda" and gpus < local:
-        raise PlanError(f"the plan puts {local} ranks on this machine, which has {gpus} GPUs; use --device cpu")
+        raise PlanError(
+            f"the plan puts {count(local, 'rank')} on this machine, which has {count(gpus, 'GPU')}; use --device cpu"
+        )
     return device

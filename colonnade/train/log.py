@@ -159,6 +159,10 @@ class Log:
             self.screen.line(it.recomputed)
         if it.checkpoint is not None:
             self.screen.line(f"resumed {it.checkpoint}" + (f" with {', '.join(it.changes)}" if it.changes else ""))
+        if it.taken >= run.train.steps:
+            self.screen.line(f"already at step {it.taken} of {run.train.steps}; raise --train.steps to go on")
+        if it.feed.why_off:
+            self.screen.line(f"validation is off: {it.feed.why_off}")
 
     @contextmanager
     def _aside(self) -> Iterator[None]:

@@ -15,8 +15,9 @@ import torch
 from colonnade.checkpoint import native
 from colonnade.config import RunConfig
 from colonnade.parallel.launch import Interrupted, launch
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.mesh import Ground, choose_device
 from colonnade.parallel.watchdog import BACKSTOP, Watchdog
+from colonnade.train.feed import Feed
 from colonnade.train.log import Log, Summary
 from colonnade.train.session import Session
 from colonnade.train.stop import Stop
@@ -27,15 +28,20 @@ class Trainer:
     """``Trainer(run).fit()`` trains ``run`` to its end, from its newest checkpoint where there is one."""
 
     def __init__(self, run: RunConfig, trackers: Sequence[OpenTracker] = ()):
-        """``trackers`` get the metrics besides JSON Lines and TensorBoard; workers import them, so no lambdas."""
+        """``trackers`` get the metrics besides JSON Lines and TensorBoard; workers import them, so no lambdas.
+
+        Raises :class:`~colonnade.errors.ColonnadeError` for a plan, a device or a corpus that does not fit.
+        """
         run.plan.check(run.model)
+        choose_device(run.plan, run.device)
+        Feed(run)
         self.run, self.trackers = run, tuple(trackers)
 
     def fit(self) -> Summary:
         """Train in as many processes as the plan wants and return rank 0's summary.
 
         SIGTERM and SIGINT finish the step, save, and return. Raises :class:`~colonnade.errors.ColonnadeError` for a
-        corpus or checkpoint that does not fit, and for a loss that is not finite.
+        checkpoint that does not fit, and for a loss that is not finite.
         """
         try:
             return launch(train, (self.run, self.trackers), self.run.plan, self.run.train.restarts)
@@ -58,17 +64,18 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:
             Stop(session.world) as stop,
             Log(session, trackers) as log,
         ):
+            eval_every = session.feed.eval_every
             stopped = None
             while session.taken < t.steps and stopped is None:
                 log.note(session.step())
                 log.settle()
                 stopped = stop.asked()
                 done = session.taken == t.steps
-                if stopped or done or log.due(t.log_every, t.eval_every, t.save_every):
+                if stopped or done or log.due(t.log_every, eval_every, t.save_every):
                     log.report()
                 if stopped or done or log.due(t.save_every):
                     log.save()  # first what must not be lost: whoever sent the signal may not wait for long
-                if t.eval_every and not stopped and (done or log.due(t.eval_every)):
+                if eval_every and not stopped and (done or log.due(eval_every)):
                     log.validate()
             summary = log.summary()
         if stopped is not None:

@@ -17,10 +17,10 @@ from colonnade.config import TrainConfig
 
 def learning_rate(step: int, train: TrainConfig) -> float:
     """The rate of optimizer step ``step`` (from 0); steps past the end stay at the final rate."""
-    if step < train.warmup:
-        return train.lr * (step + 1) / (train.warmup + 1)
-    decay_steps = max(train.steps - 1 - train.warmup, 1)
-    done = min((step - train.warmup) / decay_steps, 1.0)
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / (train.warmup_steps + 1)
+    decay_steps = max(train.steps - 1 - train.warmup_steps, 1)
+    done = min((step - train.warmup_steps) / decay_steps, 1.0)
     if train.schedule == "cosine":
         return train.min_lr + (train.lr - train.min_lr) * (1 + math.cos(math.pi * done)) / 2
     if train.schedule == "linear":

@@ -19,7 +19,7 @@ from colonnade.checkpoint.background import Background
 from colonnade.checkpoint.folder import Manifest
 from colonnade.checkpoint.retention import prune
 from colonnade.config import Config, ModelConfig, RunConfig
-from colonnade.data import Batch, Corpus, Loader, Pairs, Pieces
+from colonnade.data import Batch
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Transformer, initialise
 from colonnade.model.linear import in_float8
@@ -28,6 +28,7 @@ from colonnade.parallel.fsdp import masters
 from colonnade.parallel.mesh import Ground
 from colonnade.parallel.watchdog import Watchdog
 from colonnade.train.activations import arrange
+from colonnade.train.feed import Feed
 from colonnade.train.offload import OffloadedAdamW
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
@@ -50,10 +51,7 @@ class Session:
         self.run, self.ground, self.world = run, ground, world_axis()
         self.watch = watch or Watchdog(run.train.timeout_s)
         self._compiled = False
-        self.corpus = Corpus(run.data.path)
-        self._check_corpus()
-        self.samples = self._loader("train")
-        self.held_out = self._loader("validation") if run.train.eval_every else None
+        self.feed = Feed(run, ground.axes.dp.rank, ground.axes.dp.size)
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
         spans = [span for _, span in ground.stages(run.model.layers)]
         compute = COMPUTE[run.train.dtype]
@@ -62,7 +60,7 @@ class Session:
         """The newest complete checkpoint, if there is one."""
         if self.checkpoint is None:
             initialise(self.model, run.train.seed)
-        sample = next(self._on_device(self.samples.at(0)))
+        sample = next(self._on_device(self.feed.samples.at(0)))
         self.recomputed = arrange(
             self.model, run.train, sample, lambda config: self._build(config, compute), self.world
         )
@@ -87,7 +85,7 @@ class Session:
     def step(self) -> Outcome:
         """Take the next optimizer step."""
         self.watch.at(self.taken + 1, "reads samples")
-        batches = list(self._on_device(self.samples.at(self.seen)))
+        batches = list(self._on_device(self.feed.samples.at(self.seen)))
         self.watch.at(self.taken + 1, "computes", patient=not self._compiled)
         outcome = self._step(self.taken, batches)
         self._compiled = True
@@ -96,13 +94,13 @@ class Session:
 
     def samples_of(self, step: int) -> list[int]:
         """The numbers of the samples that step ``step`` (from 1) of this session was made of."""
-        return self.samples.numbers(self.seen - (self.taken - step + 1) * self.run.train.batch)
+        return self.feed.samples.numbers(self.seen - (self.taken - step + 1) * self.run.train.batch)
 
     def validate(self) -> Tensor:
         """The mean loss on held-out samples, always the same ones."""
-        assert self.held_out is not None, "validation is switched off"
+        assert self.feed.held_out is not None, "validation is switched off"
         self.watch.at(self.taken, "validates", patient=True)
-        return evaluate(self.model, self._on_device(self.held_out.sweep(self.run.train.eval_samples)), self.piped)
+        return evaluate(self.model, self._on_device(self.feed.held_out.sweep(self.run.train.eval_samples)), self.piped)
 
     def save(self) -> Path | None:
         """Begin to write ``runs/NAME/step-N``, which :meth:`settle` ends; no other save may be under way.
@@ -127,7 +125,7 @@ class Session:
             self.ground,
             masters=self.masters,
             optimizer=self.optimizer,
-            tokenizer=self.corpus.tokenizer,
+            tokenizer=self.feed.corpus.tokenizer,
             stage=self._saving.stage if t.async_save else dict,
             group=self._saving.group,
             after=lambda: prune(self.run.folder, t.keep, t.keep_every),
@@ -175,11 +173,6 @@ class Session:
                 block.compile()
         return model
 
-    def _loader(self, split: str) -> Loader:
-        dp, t, data, part = self.ground.axes.dp, self.run.train, self.run.data, self.corpus.split(split)
-        objective = None if self.run.model.causal else Pairs(part, data, Pieces.of(self.corpus.tokenizer))
-        return Loader(part, data, t.batch, t.micro_batch, dp.rank, dp.size, objective)
-
     def _on_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         return (batch.to(self.ground.device) for batch in batches)
 
@@ -208,7 +201,7 @@ class Session:
 
     def _cursor(self) -> dict[str, Any]:
         """How many samples are behind us, and all that decides which ones these are."""
-        manifest, data = self.corpus.manifest, self.run.data
+        manifest, data = self.feed.corpus.manifest, self.run.data
         return {
             "seen": self.seen,
             "skipped": self.skipped,
@@ -217,14 +210,6 @@ class Session:
             "sequence": data.sequence,
             "seed": data.seed,
         }
-
-    def _check_corpus(self) -> None:
-        needs, has = self.corpus.manifest.vocab_size, self.run.model.vocab_size
-        if needs > has:
-            raise ConfigError(
-                f"{self.run.data.path} has a vocabulary of {needs} tokens, the model of {has}; "
-                f"set --model.vocab_size {needs}"
-            )
 
 
 def newest(run: Path, world: Axis) -> Path | None:

@@ -13,7 +13,7 @@ from colonnade.verify.run import CHECKS, TOLERANCE, Result
 
 def line(result: Result) -> str:
     """One plan's result as it comes."""
-    errors = "  ".join(f"{check} {result.errors[check]:.0e}" for check in CHECKS)
+    errors = "  ".join(f"{check} {error:.0e}" for check, error in result.errors.items())
     return f"{'ok  ' if result.ok else 'MISS'} {result.plan!s:48} {errors}"
 
 
@@ -28,7 +28,9 @@ def table(results: Sequence[Result]) -> Table:
     for result in results:
         cells = []
         for check in CHECKS:
-            error = result.errors[check]
+            if (error := result.errors.get(check)) is None:
+                cells.append("-")
+                continue
             missed = not error <= TOLERANCE
             cells.append(f"[bold red]{error:.0e} {result.where.get(check, '')}[/]" if missed else f"{error:.0e}")
         made.add_row(str(result.plan), *cells)

@@ -122,7 +122,8 @@ def _compare(model: ModelConfig, ground: Ground, one: _One, saved: Path) -> tupl
     other = Trial.start(model, ground, seed=1)
     other.load(saved)
     result.note("load", *_states_differ(other, one.trial))
-    result.note("tokens", float(sum(a != b for a, b in zip(mine.greedy(), one.tokens, strict=True))))
+    if model.causal:
+        result.note("tokens", float(sum(a != b for a, b in zip(mine.greedy(), one.tokens, strict=True))))
     return _worst_of_all(result, world_axis()), mine
 
 
@@ -154,8 +155,8 @@ def _differ(mine: Trial, parts: Mapping[str, Tensor], whole: Mapping[str, Tensor
 
 def _worst_of_all(result: Result, world: Axis) -> Result:
     """The largest error of any rank for each check; where it is, is known to the rank that has it."""
-    values = torch.tensor([result.errors[check] for check in CHECKS], dtype=torch.float64)
-    for check, error in zip(CHECKS, world.max_(values).tolist(), strict=True):
+    values = torch.tensor(list(result.errors.values()), dtype=torch.float64)
+    for check, error in zip(list(result.errors), world.max_(values).tolist(), strict=True):
         if error > result.errors[check]:
             result.where[check] = "on another rank"
         result.errors[check] = error

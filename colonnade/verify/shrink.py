@@ -24,5 +24,5 @@ def shrink(model: ModelConfig, layers: int) -> ModelConfig:
         context=CONTEXT,
         window=None if model.window is None else min(model.window, 7),
         window_from_layer=min(model.window_from_layer, layers - 1),
-        rope_scaling=model.rope_scaling,
+        top=model.top if model.causal or model.predicts_masked else "pretraining",
     )

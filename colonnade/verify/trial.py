@@ -5,7 +5,7 @@ clips nothing, so that the raw gradients can be looked at; the second reads sequ
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ class Trial:
         step = Step(self.model, self.masters, self.optimizer, train, self.world, self.piped)
         first, stop = self.ground.axes.dp.part(MICRO_BATCHES)
         lengths = RAGGED if number == 0 else EQUAL
-        batches = [batch(lengths, i, 1000 * number + i, self.model.config.vocab_size) for i in range(first, stop)]
+        batches = [batch(lengths, i, 1000 * number + i, self.model.config) for i in range(first, stop)]
         outcome: Outcome = step(number, batches)
         self.losses.append((self.ground.axes.everywhere(outcome.loss_sum) / outcome.count).item())
         self.norms.append(outcome.norm.item())
@@ -114,7 +114,9 @@ class Trial:
         native.load(folder, self.model, self.ground, masters=self.masters, optimizer=self.optimizer)
 
     def greedy(self) -> list[int]:
-        """The likeliest tokens after a short text, one by one, as many as :data:`GREEDY`."""
+        """The likeliest tokens after a short text, one by one, as many as :data:`GREEDY`; an encoder writes none."""
+        if not self.model.config.causal:
+            return []
         tokens = [3, 1, 4, 1, 5]
         for _ in range(GREEDY):
             tokens.append(int(self._last_logits(tokens).argmax()))
@@ -137,12 +139,23 @@ class Trial:
         return axes.pp.sum_(axes.cp.sum_(logits_V))
 
 
-def batch(lengths: list[int], number: int, seed: int, vocab_size: int) -> Batch:
-    """Micro-batch ``number`` of a step, with random tokens and targets, some of which do not count."""
+def batch(lengths: list[int], number: int, seed: int, config: ModelConfig) -> Batch:
+    """Micro-batch ``number`` of a step, with random tokens and targets, some of which do not count; for an encoder each
+    sequence is a pair.
+    """
     generator, T = torch.Generator().manual_seed(seed), sum(lengths)
-    draw: Callable[[], Tensor] = lambda: torch.randint(vocab_size, (T,), generator=generator)  # noqa: E731
+    draw: Callable[[], Tensor] = lambda: torch.randint(config.vocab_size, (T,), generator=generator)  # noqa: E731
     tokens_T, targets_T = draw(), draw()
     targets_T[torch.rand(T, generator=generator) < 0.2 * (seed % 4)] = IGNORE
     packed = Packed.of(lengths)
     positions_T = torch.cat([torch.arange(n) for n in lengths])
-    return Batch(tokens_T, positions_T, targets_T, packed.cu_seqlens, packed.longest, packed.equal, first=number * T)
+    made = Batch(tokens_T, positions_T, targets_T, packed.cu_seqlens, packed.longest, packed.equal, first=number * T)
+    if config.causal:
+        return made
+    return replace(
+        made,
+        segments_T=(positions_T > 2).long(),
+        predicted_R=torch.arange(0, T, 3),
+        first_R=packed.cu_seqlens[:-1].long(),
+        orders_R=torch.tensor([(i + seed) % 2 if (i + seed) % 3 else IGNORE for i in range(len(lengths))]),
+    )

@@ -168,6 +168,12 @@ def test_models_and_health(running: Running, client: openai.OpenAI):
     assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
 
 
+def test_no_page_that_loads_scripts_from_elsewhere(running: Running):
+    """FastAPI's pages at /docs and /redoc take theirs from a CDN."""
+    assert "/v1/completions" in httpx.get(f"{running.url}/openapi.json").json()["paths"]
+    assert [httpx.get(f"{running.url}/{page}").status_code for page in ("docs", "redoc")] == [404, 404]
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -235,7 +241,8 @@ def test_bad_bodies_are_refused_by_name(running: Running, body, param: str | Non
         ([], "messages is empty"),
         ("hello", "valid list"),
         ([{"role": "user"}], "messages.0.content"),
-        ([{"role": "wizard", "content": "x"}], "unknown role wizard"),
+        ([{"role": "bot", "content": "x"}], "'system', 'developer', 'user' or 'assistant'"),
+        ([{"role": "developer", "content": "x"}], "refuses these messages: unknown role developer"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             "only parts of type 'text'",

@@ -68,7 +68,11 @@ def test_a_file_may_say_little_and_a_base_fills_the_rest() -> None:
     ("before", "after", "message"),
     [
         ("steps = 20", "stpes = 20", r"run.toml:15: TrainConfig has no key 'stpes'; did you mean 'steps'\?"),
-        ("warmup = 5", "warmup = 50", r"run.toml:1[56]: warmup 50 is longer than the run of 20 steps; shorten it"),
+        (
+            "warmup = 5",
+            "warmup = 50",
+            r"run.toml:1[56]: --train.warmup 50 is longer than the run of 20 steps; lower it",
+        ),
         ("factor = 2.0", "factor = -2.0", r"run.toml:12: RopeScaling.factor is -2.0: input should be greater than 0"),
         ("layers = 1", 'layers = "one"', r"run.toml:5: ModelConfig.layers is 'one'"),
         ("layers = 1\n", "", r"run.toml:3: ModelConfig needs 'layers'"),

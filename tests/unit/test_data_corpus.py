@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.filesize import decimal
 
 from colonnade.data import Corpus, Manifest, Tokenizer, build, samples
 from colonnade.data.progress import Built, shown
@@ -111,6 +112,31 @@ def test_the_share_is_about_kept(tmp_path):
     assert 150 < manifest.validation.documents < 250
 
 
+@pytest.mark.parametrize(("share", "held_out"), [(1e-6, 1), (0.999999, 3)])
+def test_at_least_one_document_is_held_out_and_not_all(tmp_path, share, held_out):
+    few = SPEECHES[:4]
+    for name, documents in (("a", few), ("b", few[::-1])):
+        manifest = build(documents, tmp_path / name, vocab_size=260, validation_share=share)
+        assert (manifest.train.documents, manifest.validation.documents) == (4 - held_out, held_out)
+    a, b = (Corpus(tmp_path / name) for name in "ab")
+    assert sorted(texts(a, "validation")) == sorted(texts(b, "validation")), "whatever the order"
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_of_a_single_document_the_end_is_held_out(tmp_path, monkeypatch, share, pieces):
+    text = " ".join(f"{i}: {text}" for i, (_, text) in enumerate(SPEECHES))
+    monkeypatch.setattr("colonnade.data.sources.PIECE_CHARACTERS", len(text) // pieces + 1)
+    (tmp_path / "book.txt").write_text(text)
+    manifest = build([tmp_path / "book.txt"], tmp_path / "c", tokenizer=tokens.byte_level(), validation_share=share)
+    assert (manifest.train.documents, manifest.validation.documents) == (1, 1)
+    corpus = Corpus(tmp_path / "c", verify=True)
+    (head,), (tail,) = texts(corpus, "train"), texts(corpus, "validation")
+    assert head + tail == text
+    assert abs(len(tail) - share * len(text)) < 20
+    assert head.endswith(" "), "between words"
+
+
 def test_large_vocabularies_take_four_bytes(tmp_path):
     core = tokens.byte_level()._core.from_str(tokens.byte_level()._core.to_str())
     core.add_tokens([f"word{i}" for i in range(70_000)])
@@ -125,7 +151,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
 def test_no_validation_when_none_is_wanted(tmp_path):
     manifest = build(SPEECHES[:1], tmp_path / "c", vocab_size=260, validation_share=0)
     assert (manifest.train.documents, manifest.validation.documents) == (1, 0)
-    with pytest.raises(DataError, match=r"no validation documents .*train.eval_every 0"):
+    with pytest.raises(DataError, match=r"no validation documents .*--train.eval_every 0"):
         Corpus(tmp_path / "c", verify=True).split("validation")
 
 
@@ -155,9 +181,11 @@ def test_progress_ends_where_the_sources_end(tmp_path, capsys):
     with shown() as listener:
         for built in heard:
             listener(built)
+    size = decimal(manifest.source_bytes)
+    assert size.endswith(" kB")
     assert capsys.readouterr().err.splitlines() == [
-        "corpus: vocabulary, 0.0 MB of text",
-        "corpus: tokens, 0.0 MB of text",
+        f"corpus: vocabulary, {size} of text",
+        f"corpus: tokens, {size} of text",
     ]
 
 
@@ -247,18 +275,10 @@ def test_an_empty_corpus_is_refused(tmp_path, sources):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_split_without_documents_is_refused_with_a_share_that_works(tmp_path):
-    few = SPEECHES[:4]
-    with pytest.raises(DataError, match="one document cannot be both"):
-        build(few[:1], tmp_path / "c", vocab_size=260)
-    with pytest.raises(DataError, match="none of the 4 documents falls into the validation split") as caught:
-        build(few, tmp_path / "c", vocab_size=260, validation_share=1e-6)
-    share = float(str(caught.value).split("use ")[1].split(" or more")[0])
-    assert build(few, tmp_path / "c", vocab_size=260, validation_share=share).validation.documents == 1
-    with pytest.raises(DataError, match="falls into the train split") as caught:
-        build(few, tmp_path / "d", vocab_size=260, validation_share=0.999999)
-    share = float(str(caught.value).split("use ")[1].split(" or less")[0])
-    assert build(few, tmp_path / "d", vocab_size=260, validation_share=share).train.documents == 1
+def test_copies_of_one_text_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"all 3 documents are the same text.*--validation_share 0"):
+        build(SPEECHES[:1] * 3, tmp_path / "c", vocab_size=260)
+    assert build(SPEECHES[:1] * 3, tmp_path / "c", vocab_size=260, validation_share=0).train.documents == 3
 
 
 @pytest.mark.parametrize(

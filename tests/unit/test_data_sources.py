@@ -168,7 +168,7 @@ def test_bytes_that_are_not_text_are_told_with_their_offset(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('{"body": "x", "id": 1}', r"b\.jsonl:2: no field 'text', but 'body', 'id'; choose one with field="),
+        ('{"body": "x", "id": 1}', r"b\.jsonl:2: no field 'text', but 'body', 'id'; choose one with --field"),
         ("{}", r"b\.jsonl:2: no field 'text', but none at all"),
         ("{text}", r"b\.jsonl:2: not JSON"),
         ("[1]", r"b\.jsonl:2: a list, not an object"),

@@ -102,7 +102,7 @@ def inline(text: str) -> list[list[str]]:
 
 def refused(words: list[str]) -> str | None:
     """What the command line has against ``words``, which are parsed and not run (a training run is planned)."""
-    words = words[1:] if words[:1] == ["--debug"] else words
+    words = [word for word in words if word != "--debug"]
     if words == ["--version"]:
         return None
     said = io.StringIO()

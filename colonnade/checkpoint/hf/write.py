@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from colonnade.checkpoint import folder as folders
@@ -53,12 +52,14 @@ def write_hf(
     tokenizer: SavesItself | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
 ) -> None:
     """Save ``model`` as the new folder ``path``; all ranks of the model's axes must call it together.
 
     ``dtype`` is the type on disk (by default the parameters' own); ``shard_bytes`` the largest file, unless a single
-    parameter is larger. Raises :class:`CheckpointError`, on all ranks, when the folder exists already or cannot be
-    written, or when the family cannot express the model; nothing is left behind then.
+    parameter is larger; ``overwrite`` replaces a model that is there. Raises :class:`CheckpointError`, on all ranks,
+    when the folder exists already or cannot be written, or when the family cannot express the model; nothing is left
+    behind then.
     """
     path = Path(path).absolute()
     dtype = dtype or next(model.parameters()).dtype
@@ -75,11 +76,11 @@ def write_hf(
         weight_map = {theirs: file for file, names in shards.items() for name in names for theirs in forms[name].names}
         texts[INDEX] = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
 
-    on_writer(model.axes, partial(folders.begin, path))
+    on_writer(model.axes, partial(folders.begin, path, overwrite))
     try:
         for file, names in shards.items():
             tensors = _shard(model, forms, names, dtype)
-            save = partial(save_file, tensors, folders.partial(path) / file, metadata={"format": "pt"})
+            save = partial(folders.write_tensors, folders.partial(path) / file, tensors, {"format": "pt"})
             on_writer(model.axes, save)
         on_writer(model.axes, partial(_finish, path, texts, tokenizer))
     except CheckpointError:
@@ -127,8 +128,7 @@ def _finish(path: Path, texts: Mapping[str, Any], tokenizer: SavesItself | None)
         tokenizer.save(place)
     for file in place.iterdir():
         folders.flush(file)
-    place.rename(path)
-    folders.flush(path.parent)
+    folders.appear(path)
 
 
 def _special_ids(tokenizer: SavesItself | None) -> dict[str, Any]:

@@ -33,7 +33,7 @@ CLIENT_GONE = 499
 
 def build_app(engine: EngineClient, model: str, max_body_bytes: int) -> FastAPI:
     """The application that serves ``engine`` under the name ``model``."""
-    app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     errors.install(app)
     metrics, started = Metrics(engine, model), int(time.time())

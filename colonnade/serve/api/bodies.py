@@ -5,7 +5,7 @@ ignores ``logprobs`` or a penalty is a wrong answer. Names that change no text (
 Unknown names are refused with the nearest known one.
 """
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
@@ -136,7 +136,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    role: str
+    role: Literal["system", "developer", "user", "assistant"]
     content: str
     name: str | None = None
 
