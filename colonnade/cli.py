@@ -328,13 +328,13 @@ def convert(
 def verify(
     model: Annotated[Positional[str], arg(metavar="MODEL")] = "tour",
     world: int = 4,
-    all: bool = False,
+    all: bool = False,  # noqa: A002 - the flag's name
     out: Path = Path("verify.json"),
 ) -> None:
     """Prove that every parallel layout computes what one process computes, on this machine's processors.
 
-    Each plan trains two steps, saves, loads what another plan saved, and writes some tokens; everything is compared with
-    one process in float64. Ends with 1 when anything differs.
+    Each plan trains two steps, saves, loads what another plan saved, and writes some tokens; everything is compared
+    with one process in float64. Ends with 1 when anything differs.
 
     Args:
         model: A preset, or anything that load takes, of which the config alone is read; shrunk in width and depth.
