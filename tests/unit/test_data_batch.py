@@ -154,5 +154,5 @@ def test_mistakes_are_told_with_the_numbers(split):
     too_long = split.tokens
     with pytest.raises(DataError, match=f"the train split has {split.tokens} tokens, .* needs {too_long + 1};") as it:
         loader(split, sequence=too_long)
-    fits = int(str(it.value).split("data.sequence to ")[1].split(" ")[0])
+    fits = int(str(it.value).split("data.sequence ")[1].split(" ")[0])
     assert loader(split, sequence=fits).samples == 1

@@ -71,7 +71,7 @@ def test_an_overflow_moves_nothing_and_is_got_over() -> None:
     counts, scales, losses = [], [], []
     for i in range(24):
         before = it.all()
-        out = it.step(i, [ragged(i % 3, 61), ragged(i % 3 + 50, 61)])
+        out = it.step(i, [ragged(i % 3, it.model.config), ragged(i % 3 + 50, it.model.config)])
         assert out.skipped is not None and out.loss_scale is not None
         counts.append(int(out.skipped))
         scales.append(float(out.loss_scale))
@@ -87,7 +87,7 @@ def test_an_overflow_moves_nothing_and_is_got_over() -> None:
 def test_the_scale_leaves_the_numbers_alone() -> None:
     """A power of two rounds nothing where nothing vanishes: gradients, norm and step are the same for any scale."""
     runs = [Training(scale=scale) for scale in (2.0**10, 2.0**11)]
-    outs = [it.step(0, [ragged(1, 61)]) for it in runs]
+    outs = [it.step(0, [ragged(1, it.model.config)]) for it in runs]
     torch.testing.assert_close(outs[0].norm, outs[1].norm, rtol=1e-4, atol=0)
     for one, other in zip(*(it.held.local.values() for it in runs), strict=True):
         assert (one - other).norm() <= 1e-3 * one.norm()
