@@ -118,7 +118,7 @@ def test_the_passages_are_balanced_and_no_speech_is_on_both_sides() -> None:
     assert all(len(text.split()) == 64 for text, _ in train + test)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_century_of_a_speech_by_the_median_of_five_seeds(capsys: pytest.CaptureFixture[str]) -> None:
     try:

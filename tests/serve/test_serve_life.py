@@ -128,7 +128,7 @@ def test_a_killed_engine_is_a_clear_error(tp: int):
         code, out, err = running.stop(0)
         assert code != 0 and out == ""
         who = "the engine process" if tp == 1 else "rank 1"
-        assert re.fullmatch(rf"PlanError: {who} was killed by SIGKILL .*\n", err), err
+        assert re.fullmatch(rf"WorkerError: {who} was killed by SIGKILL .*\n", err), err
         assert gone(pids)
 
 
