@@ -348,9 +348,9 @@ def verify(
 
     if world < 1:
         raise ConfigError(f"--world {world} is not positive; 2, 4 and 8 are usual")
-    config = it.shrink(_config_of(model), 1)
-    plans = it.all_plans(world, config.but(layers=2 * world))
-    config = config.but(layers=1 + max(plan.pp * plan.stages for plan in plans))
+    whole = _config_of(model)
+    plans = it.all_plans(world, it.shrink(whole, 2 * world))
+    config = it.shrink(whole, 1 + max(plan.pp * plan.stages for plan in plans))
     plans = plans if all else it.covering(plans)
     sizes = f"{config.layers} layers, {config.heads} heads of {config.head_width}, vocabulary {config.vocab_size}"
     console.print(f"{model} in small ({sizes}) under {count(len(plans), 'plan')} of {count(world, 'process')}")

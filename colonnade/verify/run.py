@@ -19,6 +19,7 @@ from colonnade.config import ModelConfig, Plan
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground, fresh_group
+from colonnade.train.optimizer import MOMENTS
 from colonnade.verify.trial import Trial
 
 TOLERANCE = 1e-10
@@ -79,14 +80,15 @@ class _One:
     tokens: list[int]
 
     @staticmethod
-    def of(model: ModelConfig) -> "_One":
-        trial = Trial.start(model, Ground.solo()).train()
+    def of(model: ModelConfig, processes: int) -> "_One":
+        trial = Trial.start(model, Ground.solo(), processes).train()
         return _One(trial, trial.greedy())
 
 
 def _work(model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Shown | None) -> list[Result]:
     """On every rank."""
-    one, saved = _One.of(model), folder / "one"
+    world = plans[0].world
+    one, saved = _One.of(model, world), folder / "one"
     results: list[Result] = []
     for number, plan in enumerate(plans):
         with fresh_group(folder / f"meet-{number}"), Ground.build(plan, "cpu") as ground:
@@ -103,7 +105,7 @@ def _work(model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Shown 
                 raise
         results.append(result)
         if number + 1 == len(plans):
-            last = Trial.start(model, Ground.solo(), seed=1)
+            last = Trial.start(model, Ground.solo(), world, seed=1)
             last.load(saved)
             result.note("load", *_states_differ(last, one.trial))
         if shown is not None and ground.rank == 0:
@@ -113,25 +115,37 @@ def _work(model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Shown 
 
 def _compare(model: ModelConfig, ground: Ground, one: _One, saved: Path) -> tuple[Result, Trial]:
     """All checks of one plan; the worst of all ranks, the same on each."""
-    result, mine = Result(ground.plan), Trial.start(model, ground).train()
+    result, mine = Result(ground.plan), Trial.start(model, ground, ground.world).train()
     for check, here, there in (("loss", mine.losses, one.trial.losses), ("norm", mine.norms, one.trial.norms)):
         pair = torch.tensor([here, there], dtype=torch.float64)
         result.note(check, ((pair[0] - pair[1]).abs() / pair[1].abs()).max().nan_to_num(nan=torch.inf).item())
-    result.note("gradients", *_differ(mine, mine.gradients, one.trial.gradients))
+    result.note("gradients", *_gradients_differ(mine, one.trial))
     result.note("step", *_states_differ(mine, one.trial))
-    other = Trial.start(model, ground, seed=1)
+    other = Trial.start(model, ground, ground.world, seed=1)
     other.load(saved)
     result.note("load", *_states_differ(other, one.trial))
     if model.causal:
         result.note("tokens", float(sum(a != b for a, b in zip(mine.greedy(), one.tokens, strict=True))))
-    return _worst_of_all(result, world_axis()), mine
+    return _worst_of_all(result, world_axis(), [*one.trial.masters.local, *one.trial.optimizer.state]), mine
+
+
+def _gradients_differ(mine: Trial, one: Trial) -> tuple[float, str]:
+    """The largest error of the first step's gradients, and where it is; one that is missing is a miss."""
+    for name, weight in mine.masters.local.items():
+        if weight.numel() and (name in mine.gradients) != (name in one.gradients):
+            return float("inf"), name
+    return _differ(mine, mine.gradients, one.gradients)
 
 
 def _states_differ(mine: Trial, one: Trial) -> tuple[float, str]:
-    """The largest error of the weights and moments, and where it is."""
-    return max(
-        _differ(mine, mine.masters.local, one.masters.local), _differ(mine, mine.optimizer.state, one.optimizer.state)
-    )
+    """The largest error of the weights and of each kind of moment, and where it is."""
+    pairs = [(mine.masters.local, one.masters.local)]
+    pairs += [(_of_kind(mine, kind), _of_kind(one, kind)) for kind in MOMENTS]
+    return max(_differ(mine, parts, whole) for parts, whole in pairs)
+
+
+def _of_kind(trial: Trial, kind: str) -> dict[str, Tensor]:
+    return {key: moment for key, moment in trial.optimizer.state.items() if key.startswith(f"{kind}/")}
 
 
 @torch.no_grad()
@@ -153,11 +167,13 @@ def _differ(mine: Trial, parts: Mapping[str, Tensor], whole: Mapping[str, Tensor
     return worst
 
 
-def _worst_of_all(result: Result, world: Axis) -> Result:
-    """The largest error of any rank for each check; where it is, is known to the rank that has it."""
-    values = torch.tensor(list(result.errors.values()), dtype=torch.float64)
-    for check, error in zip(list(result.errors), world.max_(values).tolist(), strict=True):
-        if error > result.errors[check]:
-            result.where[check] = "on another rank"
-        result.errors[check] = error
+def _worst_of_all(result: Result, world: Axis, names: list[str]) -> Result:
+    """The largest error of any rank for each check, and where it is: one of ``names``, by its number."""
+    checks = list(result.errors)
+    mine = torch.tensor([result.errors[check] for check in checks], dtype=torch.float64)
+    worst = world.max_(mine)
+    where = torch.tensor([names.index(at) if (at := result.where[check]) else -1 for check in checks])
+    where = world.max_(where.where(mine == worst, -1))
+    for check, error, at in zip(checks, worst.tolist(), where.tolist(), strict=True):
+        result.errors[check], result.where[check] = error, names[at] if at >= 0 else ""
     return result

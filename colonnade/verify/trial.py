@@ -26,7 +26,7 @@ from colonnade.train.piped import Piped
 from colonnade.train.step import Outcome, Step
 
 MICRO_BATCHES = 16
-"""In one step, over all data ranks: enough for a pipeline of 8 beside data ranks."""
+"""In one step, over all data ranks, at least: enough for a pipeline of 8 beside data ranks."""
 RAGGED, EQUAL = [9, 1, 13, 4, 2], [32, 32]
 """Lengths of the sequences of a micro-batch, in the first step and in the second."""
 TRAIN = TrainConfig(
@@ -67,19 +67,23 @@ class Trial:
     masters: Masters
     optimizer: _Seen
     world: Axis
+    micro_batches: int
+    """In one step, over all data ranks: a multiple of the processes, so that every plan can share them out."""
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Of the first step, as the optimizer gets them; nothing was clipped."""
 
     @staticmethod
-    def start(config: ModelConfig, ground: Ground, seed: int = 0) -> "Trial":
-        """With initial weights by ``seed``, which no plan changes."""
+    def start(config: ModelConfig, ground: Ground, processes: int, seed: int = 0) -> "Trial":
+        """With initial weights by ``seed``, which no plan changes; ``processes`` of all plans, not of this ground."""
         spans = [span for _, span in ground.stages(config.layers)]
         model = initialise(Transformer(config, ground.axes, spans=spans, dtype=torch.float64), seed)
         piped = Piped(model, ground, torch.float64) if ground.plan.pp > 1 else None
         held = masters(model, ground, torch.float64, piped and piped.stages)
-        return Trial(ground, model, piped, held, _Seen(held.local, TRAIN), world_axis() if ground.world > 1 else SOLO)
+        world = world_axis() if ground.world > 1 else SOLO
+        total = -(-MICRO_BATCHES // processes) * processes
+        return Trial(ground, model, piped, held, _Seen(held.local, TRAIN), world, total)
 
     def train(self) -> "Trial":
         """Take the two steps and note what is to be compared; returns itself."""
@@ -91,7 +95,7 @@ class Trial:
     def _step(self, number: int) -> None:
         train = TRAIN if number == 0 else TRAIN.but(clip=CLIP)
         step = Step(self.model, self.masters, self.optimizer, train, self.world, self.piped)
-        first, stop = self.ground.axes.dp.part(MICRO_BATCHES)
+        first, stop = self.ground.axes.dp.part(self.micro_batches)
         lengths = RAGGED if number == 0 else EQUAL
         batches = [batch(lengths, i, 1000 * number + i, self.model.config) for i in range(first, stop)]
         outcome: Outcome = step(number, batches)

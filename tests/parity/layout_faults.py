@@ -1,0 +1,163 @@
+"""Faults that layouts of other frameworks have had, to be put into ours: what ``colonnade verify`` must find.
+
+Each breaks one thing and leaves one process as it is, so that a fault shows only where a plan brings it about. They are
+applied inside the workers: what is patched in the parent does not reach a spawned process.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from colonnade.checkpoint import native
+from colonnade.config import ModelConfig, Plan
+from colonnade.data import Batch
+from colonnade.kernels.attention import chunk
+from colonnade.kernels.choose import choose
+from colonnade.model import IGNORE, Noise, loss, ring
+from colonnade.parallel.axis import Axis
+from colonnade.train import norm, step
+from colonnade.verify import run as verifying
+
+Patch = pytest.MonkeyPatch
+
+
+def partial_gradients_not_summed(patch: Patch) -> None:
+    """Norms under sequence parallelism keep the gradient of this rank's tokens."""
+    patch.setattr(norm, "sum_partial", lambda *_: None)
+
+
+def replicated_counted_by_all(patch: Patch) -> None:
+    """The norm counts a parameter that tp ranks share once for each of them."""
+    right = norm.gradient_norm
+    patch.setattr(norm, "gradient_norm", lambda weights, layout, *rest: right(weights, dict.fromkeys(layout, 0), *rest))
+
+
+def tied_gradients_not_summed(patch: Patch) -> None:
+    """Each end of a pipeline keeps its own gradient of the tied weight."""
+    patch.setattr(norm, "sum_tied", lambda *_: None)
+
+
+def copies_counted(patch: Patch) -> None:
+    """The norm counts the tied weight at both ends of a pipeline."""
+    right = norm.gradient_norm
+    patch.setattr(
+        norm,
+        "gradient_norm",
+        lambda weights, layout, axes, world, copies, loss_sum: right(weights, layout, axes, world, (), loss_sum),
+    )
+
+
+def ring_backward_by_chunks(patch: Patch) -> None:
+    """Each chunk of the ring is differentiated with its own output and log-sum-exp instead of the final ones."""
+
+    def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, queries: Any, keys: Any, **see):
+        own = chunk.forward(q, k, v, queries, keys, **see)
+        return chunk.backward(do, q, k, v, own.o, own.lse, queries, keys, **see)
+
+    def chosen(operation: str, *rest: Any) -> Callable[..., Any]:
+        return backward if operation == "chunk_backward" else choose(operation, *rest)
+
+    patch.setattr(ring, "choose", chosen)
+
+
+def tokens_counted_by_data_rank(patch: Patch) -> None:
+    """The loss is divided by this data rank's own tokens: a mean of means."""
+    right = step.valid_tokens
+    patch.setattr(step, "valid_tokens", lambda batches, dp: right(batches, Axis("mine")) * dp.size)
+
+
+def tokens_counted_by_context_rank(patch: Patch) -> None:
+    """The loss is the mean over context ranks of the means over their own tokens."""
+
+    def forward(model: Any, batch: Batch, terms: Any) -> Tensor:
+        stream, attend, head = step.lay(batch, model, terms)
+        loss_sum, own = model(stream, attend, head)
+        return loss_sum * (batch.targets_T != IGNORE).sum() / (own * model.axes.cp.size).clamp(min=1)
+
+    patch.setattr(step, "forward", forward)
+
+
+def fsdp_takes_the_mean(patch: Patch) -> None:
+    """FSDP left as it comes: gradients are averaged over its ranks."""
+    patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda *_: None)
+
+
+def dropout_by_local_row(patch: Patch) -> None:
+    """A mask is drawn for a token's place on its rank, not in the global batch."""
+
+    def rows(self: Noise, part: slice | Tensor) -> Noise:
+        count = len(self.index_T[part])
+        return self.of_tokens(self.index_T[:count])
+
+    patch.setattr(Noise, "rows", rows)
+
+
+def smoothing_over_own_vocabulary(patch: Patch) -> None:
+    """Label smoothing is spread over this rank's rows of the vocabulary only."""
+    right = loss._gradient
+    patch.setattr(loss, "_gradient", lambda z_cv, *rest: right(z_cv, *rest[:-1], z_cv.shape[1]))
+
+
+def logits_joined_in_another_order(patch: Patch) -> None:
+    """The vocabulary's parts are laid together from the last rank to the first."""
+    right = Axis.join
+
+    def join(self: Axis, x: Tensor, dim: int, n: int) -> Tensor:
+        return right(self, x, dim, n).flip(dim) if self.size > 1 else right(self, x, dim, n)
+
+    patch.setattr(Axis, "join", join)
+
+
+def second_moment_not_loaded(patch: Patch) -> None:
+    """A checkpoint that is read under a plan leaves one moment of one weight as it was."""
+    right = native.load
+
+    def load(folder: Path, model: Any, ground: Any, **parts: Any) -> native.Meta:
+        lost = parts["optimizer"].state["exp_avg_sq/embed.tokens.weight"]
+        kept = lost.clone()
+        meta = right(folder, model, ground, **parts)
+        if ground.world > 1:
+            lost.copy_(kept)
+        return meta
+
+    patch.setattr(native, "load", load)
+
+
+def a_gradient_missing(patch: Patch) -> None:
+    """One parameter gets no gradient on ranks that have company."""
+    right = norm.sum_partial
+
+    def lose(weights: dict[str, Tensor], layout: Any, tp: Axis) -> None:
+        right(weights, layout, tp)
+        if tp.size > 1:
+            weights["blocks.0.norm1.weight"].grad = None
+
+    patch.setattr(norm, "sum_partial", lose)
+
+
+def not_a_number(patch: Patch) -> None:
+    """The loss of the last data rank is NaN, and so is all that follows."""
+    right = step.forward
+
+    def forward(model: Any, batch: Batch, terms: Any) -> Tensor:
+        dp = model.axes.dp
+        return right(model, batch, terms) * (torch.nan if dp.size > 1 and dp.rank == dp.size - 1 else 1)
+
+    patch.setattr(step, "forward", forward)
+
+
+def work(
+    fault: Callable[[Patch], None], model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Any
+) -> list[verifying.Result]:
+    """What each worker of ``colonnade verify`` does, with a fault in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        return _right_work(model, plans, folder, shown)
+
+
+_right_work = verifying._work

@@ -1,0 +1,263 @@
+"""Traps into which today's frameworks have fallen when parallelisms compose, one test each.
+
+Each test also shows that the numbers are such that the mistake would be seen: what the wrong way gives is far from what
+is right. The traps of experts (their share of the gradient norm, the group over which their gradients are scaled) come
+with mixture of experts. That training with dropout is the same for 20 steps under every plan is test_dropout_parity's;
+``colonnade verify`` is given these mistakes, and others, in test_verify.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from colonnade.checkpoint import native
+from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
+from colonnade.data import Batch, Corpus, Loader, build
+from colonnade.errors import PlanError
+from colonnade.model import IGNORE, Transformer
+from colonnade.model.loss import cross_entropy_sum
+from colonnade.parallel.layout import PARTIAL, WHOLE, layout_of
+from colonnade.parallel.mesh import Ground
+from colonnade.train.loop import train
+from colonnade.train.step import evaluate
+from tests.parity.train_cases import CASES, TRAIN, Run, micro_batches, ragged
+from tests.worlds import assert_same, run
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+
+def _cross_entropy(V: int, smoothing: float) -> tuple[float, float]:
+    """Ours over the ranks against torch's on one process, with all gradients; (this rank's loss, torch's)."""
+    with Ground.build(Plan(tp=torch.distributed.get_world_size())) as ground:
+        tp = ground.axes.tp
+        draw = torch.Generator().manual_seed(V)
+        x_TD, weight_VD = (torch.randn(n, 6, generator=draw, dtype=torch.float64) for n in (10, V))
+        targets_T = torch.randint(V, (10,), generator=draw).index_fill(0, torch.tensor([3]), IGNORE)
+        whole = [x.clone().requires_grad_() for x in (x_TD, weight_VD)]
+        theirs = F.cross_entropy(
+            whole[0] @ whole[1].T, targets_T, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing
+        )
+        theirs.backward()
+        mine = slice(*tp.part(V))
+        parts = [x_TD.clone().requires_grad_(), weight_VD[mine].clone().requires_grad_()]
+        ours = cross_entropy_sum(tp.fan_out(parts[0]), parts[1], targets_T, tp=tp, vocab_size=V, smoothing=smoothing)
+        ours.backward()
+        assert_same(ours, theirs, what=f"{V=} {smoothing=}")
+        assert_same(parts[0].grad, whole[0].grad, what=f"{V=} {smoothing=}: gradient of x")
+        assert_same(parts[1].grad, whole[1].grad[mine], what=f"{V=} {smoothing=}: gradient of W")
+        return ours.item(), theirs.item()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_label_smoothing_is_the_same_on_every_rank(world: int) -> None:
+    """Trap: each rank spreads ε over its own part of the vocabulary, and so has a loss of its own."""
+    plain = run(world, _cross_entropy, 37, 0.0)
+    smooth = run(world, _cross_entropy, 37, 0.2)
+    assert len({loss for loss, _ in smooth}) == 1, "bit for bit the same number"
+    assert abs(smooth[0][0] - plain[0][0]) > 0.1, "smoothing is on"
+
+
+def _no_weights(V: int) -> float:
+    with Ground.build(Plan(tp=2)) as ground:
+        tp = ground.axes.tp
+        start, stop = tp.part(V)
+        zero = torch.zeros(stop - start, 4, dtype=torch.float64)
+        return cross_entropy_sum(
+            torch.ones(1, 4, dtype=torch.float64), zero, torch.tensor([V - 1]), tp=tp, vocab_size=V
+        ).item()
+
+
+def test_the_loss_is_not_off_by_the_logarithm_of_tp() -> None:
+    """Trap: each rank sums over its own vocabulary only. Of V equal logits the loss is log V, not log V/tp."""
+    for loss in run(2, _no_weights, 64):
+        assert loss == pytest.approx(math.log(64), abs=1e-12)
+        assert abs(loss - math.log(64 / 2)) > 0.6
+
+
+def _uneven(case: str, V: int, tp: int) -> list[int]:
+    """Two steps at a vocabulary that does not divide; the rows of it on each rank."""
+    config = CASES[case].but(vocab_size=V)
+    one = Run.start(config, Ground.solo())
+    expected = one.go(0, 2)
+    with Ground.build(Plan(tp=tp)) as ground:
+        it = Run.start(config, ground)
+        for found, wanted in zip(it.go(0, 2), expected, strict=True):
+            assert found == pytest.approx(wanted, abs=1e-10)
+        for name, weight in it.masters.local.items():
+            assert_same(weight, it.mine(name, one.masters.local[name]), what=name)
+        rows = len(it.masters.local["embed.tokens.weight"])
+        assert int(ground.axes.tp.sum_(torch.tensor(rows))) == V, "nothing was added for the plan's sake"
+        return [rows]
+
+
+@pytest.mark.parametrize(("V", "rows"), [(101, [34, 34, 33]), (7, [3, 3, 1])])
+def test_vocabularies_that_do_not_divide(V: int, rows: list[int]) -> None:
+    """Trap: padding by the plan, which changes the softmax's sum, or the checkpoint, from layout to layout."""
+    assert [n for (n,) in run(3, _uneven, "gpt2", V, 3)] == rows
+    assert [n for (n,) in run(3, _uneven, "llama", V, 3)] == rows
+
+
+def test_a_rank_without_vocabulary_is_refused() -> None:
+    with pytest.raises(PlanError, match="5 vocabulary rows leave the last of 4 tensor-parallel ranks empty"):
+        Plan(tp=4).check(CASES["gpt2"].but(vocab_size=5))
+
+
+def _lopsided(seed: int, config: ModelConfig, valid: slice) -> Batch:
+    """A micro-batch in which only some of the tokens have a target."""
+    batch = ragged(seed, config)
+    kept = torch.zeros(len(batch.targets_T), dtype=torch.bool)
+    kept[valid] = True
+    return replace(batch, targets_T=batch.tokens_T.where(kept, IGNORE))
+
+
+def _weighted(plan: Plan) -> None:
+    config, none = CASES["gpt2"], slice(0, 0)
+    # Of the first micro-batch everything counts, of the second one token, of the third nothing.
+    whole = [_lopsided(i, config, valid) for i, valid in enumerate((slice(None), slice(0, 1), none, slice(5, 8)))]
+    whole = [replace(batch, first=13 * i) for i, batch in enumerate(whole)]
+    one = Run.start(config, Ground.solo(), TRAIN.but(clip=float("inf")))
+    alone = one.step(0, whole)
+    with Ground.build(plan) as ground:
+        it = Run.start(config, ground, TRAIN.but(clip=float("inf")))
+        mine = whole[slice(*ground.axes.dp.part(4))]
+        out = it.step(0, mine)
+        assert int(out.count) == int(alone.count) == 13 + 1 + 3
+        assert_same(ground.axes.everywhere(out.loss_sum) / out.count, alone.loss_sum / alone.count, what="loss")
+        assert_same(out.norm, alone.norm, what="norm")
+        for name, weight in it.masters.local.items():
+            assert_same(weight, it.mine(name, one.masters.local[name]), what=name)
+    # On the weights after the step, which are no worse for that.
+    means = [(one.model, [batch]) for batch in whole if int((batch.targets_T != IGNORE).sum())]
+    mean_of_means = sum(evaluate(*each).item() for each in means) / len(means)
+    assert abs(mean_of_means - evaluate(one.model, whole).item()) > 1e-3, "the mistake would show"
+
+
+@pytest.mark.parametrize("plan", [Plan(cp=2), Plan(dp=2), Plan(pp=2)], ids=str)
+def test_the_loss_is_divided_by_the_tokens_of_all(plan: Plan) -> None:
+    """Trap: each context or data rank, or each micro-batch, divides by its own count of tokens."""
+    run(2, _weighted, plan)
+
+
+def _norm(plan: Plan, case: str) -> None:
+    config = CASES[case]
+    one = Run.start(config, Ground.solo())
+    one.optimizer.step = lambda *_, **__: None
+    one.step.train = TRAIN.but(clip=float("inf"))
+    right = one.step(0, micro_batches(0, Ground.solo().axes.dp, config)).norm
+    gradients = {name: weight.grad for name, weight in one.masters.local.items()}
+    assert_same(torch.cat([grad.flatten() for grad in gradients.values()]).norm(), right, what="one process")
+    with Ground.build(plan) as ground:
+        it = Run.start(config, ground)
+        out = it.step(0, micro_batches(0, ground.axes.dp, config))
+        assert_same(out.norm, right, what=f"{plan} {case}")
+        layout = layout_of(it.model)
+        shared = [grad for name, grad in gradients.items() if layout.get(name) in (WHOLE, PARTIAL)]
+        twice = (right**2 + sum(grad.square().sum() for grad in shared)).sqrt()
+        assert plan.tp == 1 or abs(twice / right - 1) > 1e-4, "counting twice would show"
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(tp=2), Plan(tp=2, sequence_parallel=True), Plan(pp=2), Plan(replicate=2)], ids=str
+)
+@pytest.mark.parametrize("case", ["gpt2", "qwen3"])
+def test_the_gradient_norm_counts_each_parameter_once(plan: Plan, case: str) -> None:
+    """Trap: replicated parameters, tied copies or replicas of shards are counted by each rank that has them.
+
+    Experts, which live on other ranks than the rest, come with mixture of experts.
+    """
+    run(2, _norm, plan, case)
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "corpus"
+    words = ["a", "column", "stands", "in", "a", "row", "and", "bears", "its", "share", "of", "weight"]
+    texts = [(str(i), " ".join(words[(i * j) % len(words)] for j in range(5 + i % 40))) for i in range(120)]
+    build(texts, folder, vocab_size=300, validation_share=0.2)
+    return folder
+
+
+LEGS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 6])), min_size=1, max_size=5)
+
+
+@given(LEGS)
+def test_no_sample_is_repeated_or_left_out_when_data_ranks_change(corpus: Path, legs: list[tuple[int, int]]) -> None:
+    """Trap: a resume at another data-parallel degree reads data again, skips some, or takes them in another order."""
+    split, batch = Corpus(corpus).split("train"), 12
+    config = DataConfig(path=corpus, sequence=16)
+    seen, found = 0, []
+    for steps, ranks in legs:  # each leg is a resume on so many data ranks, for so many steps
+        loaders = [Loader(split, config, batch, 2, rank, ranks) for rank in range(ranks)]
+        for _ in range(steps):
+            found += [micro.tokens_T for loader in loaders for micro in loader.at(seen)]
+            seen += batch
+    alone = Loader(split, config, batch, batch)
+    expected = [alone.at(at)[0].tokens_T for at in range(0, seen, batch)]
+    assert torch.equal(torch.cat(found), torch.cat(expected))
+    order = np.concatenate([alone.numbers(at) for at in range(0, seen, batch)])
+    epoch = order[: alone.samples]
+    assert len(set(epoch.tolist())) == len(epoch), "within an epoch each sample comes once"
+
+
+MODEL = ModelConfig(vocab_size=300, layers=2, width=16, heads=4, kv_heads=2, ffn_width=24, context=32, tied=True)
+SHORT = TrainConfig(
+    steps=6, batch=4, micro_batch=1, lr=1e-2, warmup=2, schedule="constant", eval_every=0, dtype="float64", dropout=0.2,
+    attention_dropout=0.3, embedding_dropout=0.1,
+)  # fmt: skip
+
+
+def _runs(corpus: Path, folder: Path, plan: Plan) -> tuple[RunConfig, RunConfig]:
+    """The run that is not interrupted, and the one that will be."""
+    base = RunConfig(
+        runs=folder, device="cpu", model=MODEL, data=DataConfig(path=corpus, sequence=16), train=SHORT, plan=plan
+    )
+    return base.but(name="whole"), base.but(name="stopped")
+
+
+def _losses(config: RunConfig) -> list[float]:
+    rows = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.mark.parametrize("plan", [Plan(dp=2), Plan(cp=2), Plan(pp=2)], ids=str)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(corpus: Path, tmp_path: Path, plan: Plan) -> None:
+    """Trap: something that matters is not in the checkpoint: a moment, Adam's count, the data's place, a generator."""
+    whole, stopped = _runs(corpus, tmp_path, plan)
+    for config in (whole, stopped.but(train=SHORT.but(steps=3)), stopped):
+        run(2, train, config)
+    files = [path.name for path in (whole.folder / "step-6").glob("*.safetensors")]
+    assert len(files) == 2 * 3, "weights and two moments of each rank"
+    for name in files:
+        assert (whole.folder / "step-6" / name).read_bytes() == (stopped.folder / "step-6" / name).read_bytes(), name
+    assert _losses(whole) == _losses(stopped)
+    assert len(_losses(whole)) == 6
+
+
+def test_a_run_resumed_on_other_data_ranks_is_the_same_run(corpus: Path, tmp_path: Path) -> None:
+    """Both traps of resuming at once: 2 data ranks, then 1 process, then 2 context ranks, as one process all along."""
+    whole, stopped = _runs(corpus, tmp_path, Plan())
+    train(whole)
+    for steps, plan in ((2, Plan(dp=2)), (4, Plan()), (6, Plan(cp=2))):
+        run(plan.world, train, stopped.but(plan=plan, train=SHORT.but(steps=steps)))
+    assert _losses(stopped) == pytest.approx(_losses(whole), abs=1e-10)
+    assert len(set(_losses(whole))) == 6
+    one, other = (_weights(config.folder / "step-6") for config in (whole, stopped))
+    for name, weight in one.items():
+        assert_same(other[name], weight, what=name)
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    model = Transformer(MODEL, dtype=torch.float64)
+    native.load(folder, model, Ground.solo())
+    return {name: p.detach() for name, p in model.named_parameters()}

@@ -1,0 +1,233 @@
+"""`colonnade verify` passes what is right and, above all, finds what is wrong, and where."""
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from colonnade import verify as it
+from colonnade.checkpoint import native
+from colonnade.cli import main
+from colonnade.config import ModelConfig, Plan
+from colonnade.config.presets import preset
+from colonnade.model import Transformer, initialise
+from colonnade.parallel.axis import world_axis
+from colonnade.parallel.mesh import Ground
+from colonnade.verify import CHECKS, TOLERANCE, Result, all_plans, covering, shrink
+from colonnade.verify import run as verifying
+from tests.parity import layout_faults as faults
+from tests.worlds import run
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+MODEL = ModelConfig(
+    family="qwen3", vocab_size=53, layers=3, width=24, heads=4, kv_heads=4, head_width=4, ffn_width=29, context=64,
+    qk_norm=True, tied=True, window=7, window_from_layer=1,
+)  # fmt: skip
+BERT = shrink(preset("bert-tour"), 3)
+
+
+@functools.cache
+def _one(model: ModelConfig, world: int) -> verifying._One:
+    """Workers live on from test to test, and what one process computes with them."""
+    return verifying._One.of(model, world)
+
+
+def _compared(model: ModelConfig, plans: list[Plan], folder: Path, fault: Callable | None) -> list[Result]:
+    """The comparison that a worker makes, in a world that stands already."""
+    one = _one(model, plans[0].world)
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            fault(patch)
+        for plan in plans:
+            with Ground.build(plan) as ground:
+                if ground.rank == 0 and not (folder / "one").exists():
+                    one.trial.save(folder / "one")
+                world_axis().max_(one.trial.masters.local["norm.weight"])  # all wait until it is written
+                results.append(verifying._compare(model, ground, one, folder / "one")[0])
+    return results
+
+
+# -- what is wrong is found, by the check that must find it, and the tensor is named -----------------------------------
+
+SP, RING = Plan(tp=2, sequence_parallel=True), Plan(cp=2)
+NEGATIVE = [
+    (faults.partial_gradients_not_summed, SP, "gradients", "norm"),
+    (faults.partial_gradients_not_summed, Plan(tp=2), "gradients", r"[qk]_norm"),
+    (faults.replicated_counted_by_all, Plan(tp=2), "norm", ""),
+    (faults.tied_gradients_not_summed, Plan(pp=2), "gradients", "embed.tokens.weight"),
+    (faults.copies_counted, Plan(pp=2), "norm", ""),
+    (faults.ring_backward_by_chunks, RING, "gradients", ""),
+    (faults.tokens_counted_by_data_rank, Plan(dp=2), "gradients", ""),
+    (faults.tokens_counted_by_context_rank, RING, "gradients", ""),
+    (faults.fsdp_takes_the_mean, Plan(dp=2), "gradients", ""),
+    (faults.fsdp_takes_the_mean, RING, "gradients", ""),
+    (faults.dropout_by_local_row, RING, "loss", ""),
+    (faults.dropout_by_local_row, SP, "loss", ""),
+    (faults.smoothing_over_own_vocabulary, Plan(tp=2), "gradients", ""),
+    (faults.logits_joined_in_another_order, Plan(tp=2), "tokens", ""),
+    (faults.second_moment_not_loaded, Plan(dp=2), "load", "exp_avg_sq/embed.tokens.weight"),
+    (faults.a_gradient_missing, Plan(tp=2), "gradients", "blocks.0.norm1.weight"),
+    (faults.not_a_number, Plan(dp=2), "loss", ""),
+]  # fmt: skip
+ALONE = {
+    faults.replicated_counted_by_all: {"norm", "step", "loss"},
+    faults.copies_counted: {"norm", "step", "loss"},
+    faults.logits_joined_in_another_order: {"tokens"},
+    faults.second_moment_not_loaded: {"load"},
+}
+"""Faults that must not be blamed on any other check: `step` and `loss` of the second step follow from a wrong clip."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "plan", "check", "where"), NEGATIVE, ids=[f"{fault.__name__}-{plan}" for fault, plan, *_ in NEGATIVE]
+)
+def test_a_broken_layout_is_found(fault: Callable, plan: Plan, check: str, where: str, tmp_path: Path) -> None:
+    every_rank = run(2, _compared, MODEL, [plan], tmp_path, fault)
+    for (result,) in every_rank:
+        missed = {name for name, error in result.errors.items() if not error <= TOLERANCE}
+        assert not result.ok
+        assert check in missed, result.errors
+        assert re.search(where, result.where[check]), result.where
+        assert missed <= ALONE.get(fault, set(CHECKS)), result.errors
+    assert every_rank[0][0].where == every_rank[1][0].where, "all ranks name the same tensor"
+
+
+def test_the_same_comparison_passes_without_a_fault(tmp_path: Path) -> None:
+    """Else the controls above would prove nothing."""
+    plans = list(dict.fromkeys(plan for _, plan, *_ in NEGATIVE))
+    for results in run(2, _compared, MODEL, plans, tmp_path, None):
+        assert [result.plan for result in results if not result.ok] == []
+        assert all(set(result.errors) == set(CHECKS) for result in results)
+
+
+def test_nan_is_a_miss() -> None:
+    result = Result(Plan())
+    result.note("loss", 1e-16)
+    assert result.ok
+    result.note("loss", float("nan"))
+    result.note("loss", 1e-16)
+    assert not result.ok
+
+
+# -- what is right passes ----------------------------------------------------------------------------------------------
+
+
+def test_a_few_plans_of_four_processes(tmp_path: Path) -> None:
+    """Those in which most choices meet; the whole covering set is below."""
+    plans = covering(all_plans(4, MODEL.but(layers=8)))[:6]
+    plans += [Plan(dp=2, cp=2), Plan(pp=2, tp=2, sequence_parallel=True)]
+    layers = 1 + max(plan.pp * plan.stages for plan in plans)
+    for results in run(4, _compared, MODEL.but(layers=layers), plans, tmp_path, None):
+        assert {str(result.plan): result.errors for result in results if not result.ok} == {}
+
+
+def test_three_processes_share_the_micro_batches(tmp_path: Path) -> None:
+    """16 do not divide by 3: one data rank would wait for the others' gathers for ever."""
+    plans = [Plan(dp=3), Plan(pp=3, schedule="interleaved", stages=2), Plan(cp=3)]
+    for results in run(3, _compared, MODEL.but(layers=7), plans, tmp_path, None):
+        assert {str(result.plan): result.errors for result in results if not result.ok} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", [MODEL, BERT], ids=["decoder", "encoder"])
+def test_the_covering_set_of_four_processes(model: ModelConfig, tmp_path: Path) -> None:
+    plans = covering(all_plans(4, model.but(layers=8)))
+    assert len(plans) > 30
+    for first in range(0, len(plans), 6):  # a world's answer is waited for two minutes
+        part, folder = plans[first : first + 6], tmp_path / str(first)
+        folder.mkdir()
+        for results in run(4, _compared, model.but(layers=9), part, folder, None):
+            assert {str(result.plan): result.errors for result in results if not result.ok} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_eight_processes(tmp_path: Path) -> None:
+    plans = covering(all_plans(8, MODEL.but(layers=16)))[:6]
+    layers = 1 + max(plan.pp * plan.stages for plan in plans)
+    for number, plan in enumerate(plans):
+        (tmp_path / str(number)).mkdir()
+        for results in run(8, _compared, MODEL.but(layers=layers), [plan], tmp_path / str(number), None):
+            assert {str(result.plan): result.errors for result in results if not result.ok} == {}
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def _verify(*words: str | Path) -> int:
+    """The command's exit code."""
+    try:
+        main(["verify", *map(str, words)])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def _read(out: Path, plans: int) -> dict:
+    found = json.loads(out.read_text())
+    assert found["tolerance"] == TOLERANCE and found["checks"] == CHECKS
+    assert len(found["plans"]) == plans
+    return found
+
+
+def test_every_plan_of_two_processes_for_a_decoder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "verify.json"
+    assert _verify("tour", "--world", "2", "--all", "--out", out) == 0
+    plans = all_plans(2)
+    found = _read(out, len(plans))
+    assert {row["name"] for row in found["plans"]} == {str(plan) for plan in plans}
+    assert all(row["ok"] and set(row["errors"]) == set(CHECKS) for row in found["plans"])
+    assert found["model"]["heads"] == preset("tour").heads
+    said = capfd.readouterr()
+    assert said.out.count("ok  ") == len(plans)
+    assert f"{len(plans)} of {len(plans)} plans equal one process" in said.err
+
+
+def test_an_encoder_has_no_tokens_to_compare(tmp_path: Path) -> None:
+    out = tmp_path / "verify.json"
+    assert _verify("bert-tour", "--world", "2", "--out", out) == 0
+    found = _read(out, len(covering(all_plans(2))))
+    assert all(row["ok"] and set(row["errors"]) == set(CHECKS) - {"tokens"} for row in found["plans"])
+
+
+def _checkpoint(folder: Path) -> Path:
+    config = MODEL.but(kv_heads=1, layers=2)
+    native.save(folder, initialise(Transformer(config), 0), native.Meta(model=config), Ground.solo())
+    return folder
+
+
+def test_a_checkpoint_is_verified_by_its_config(tmp_path: Path) -> None:
+    """One key/value head allows no tensor parallelism, so none is tried; one process is a plan as well."""
+    out = tmp_path / "verify.json"
+    assert _verify(_checkpoint(tmp_path / "tiny"), "--world", "1", "--out", out) == 0
+    found = _read(out, 1)
+    assert (found["model"]["kv_heads"], found["model"]["qk_norm"], found["model"]["window"]) == (1, True, 7)
+    assert found["plans"][0]["name"] == "one process"
+
+
+def test_a_miss_ends_with_1_and_names_the_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "verify.json"
+    broken = functools.partial(faults.work, faults.tied_gradients_not_summed)
+    monkeypatch.setattr(verifying, "_work", broken)
+    monkeypatch.setattr(it, "all_plans", lambda *_: [Plan(pp=2), Plan(dp=2)])
+    assert _verify("tour", "--world", "2", "--all", "--out", out) == 1
+    broke, right = _read(out, 2)["plans"]
+    assert (broke["ok"], right["ok"]) == (False, True)
+    assert broke["where"]["gradients"] == "embed.tokens.weight"
+    said = capfd.readouterr()
+    assert "MISS pp=2 1f1b" in said.out
+    assert "embed.tokens.weight" in " ".join(said.err.split())
+    assert "1 of 2 plans equal one process" in said.err
+
+
+def test_a_world_of_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _verify("tour", "--world", "0") == 1
+    assert "ConfigError: --world 0 is not positive" in capsys.readouterr().err
