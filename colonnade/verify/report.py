@@ -1,6 +1,7 @@
 """The matrix of plans and checks, for people and for programs."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +14,12 @@ from colonnade.verify.run import CHECKS, TOLERANCE, Result
 
 def line(result: Result) -> str:
     """One plan's result as it comes."""
-    errors = "  ".join(f"{check} {error:.0e}" for check, error in result.errors.items())
+    errors = "  ".join(f"{check} {_said(check, result.errors[check])}" for check in CHECKS if check in result.errors)
     return f"{'ok  ' if result.ok else 'MISS'} {result.plan!s:48} {errors}"
+
+
+def _said(check: str, error: float) -> str:
+    return f"{error:.0f}" if check == "tokens" or error == 0 else f"{error:.0e}"
 
 
 def show(result: Result) -> None:
@@ -32,13 +37,14 @@ def table(results: Sequence[Result]) -> Table:
                 cells.append("-")
                 continue
             missed = not error <= TOLERANCE
-            cells.append(f"[bold red]{error:.0e} {result.where.get(check, '')}[/]" if missed else f"{error:.0e}")
+            said = _said(check, error)
+            cells.append(f"[bold red]{said} {result.where.get(check, '')}[/]" if missed else said)
         made.add_row(str(result.plan), *cells)
     return made
 
 
 def write(results: Sequence[Result], model: ModelConfig, file: Path) -> None:
-    """All of it as JSON."""
+    """All of it as JSON, which knows no infinity: an error that is none of its numbers is null."""
     found = {
         "tolerance": TOLERANCE,
         "checks": CHECKS,
@@ -49,10 +55,10 @@ def write(results: Sequence[Result], model: ModelConfig, file: Path) -> None:
                 "plan": result.plan.model_dump(mode="json"),
                 "name": str(result.plan),
                 "ok": result.ok,
-                "errors": result.errors,
+                "errors": {check: e if math.isfinite(e) else None for check, e in result.errors.items()},
                 "where": result.where,
             }
             for result in results
         ],
     }
-    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -7,6 +7,7 @@ same parts of that; the worst of all ranks is the result. Each plan also loads t
 wrote (the first one that of one process, one process that of the last), so that every plan's files are read by another.
 """
 
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,12 +47,14 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether the plan computes what one process computes; an error that is no number is a miss."""
+        """Whether the plan computes what one process computes."""
         return all(error <= TOLERANCE for error in self.errors.values())
 
     def note(self, check: str, error: float, where: str = "") -> None:
-        """Keep the larger error of a check; NaN is larger than any."""
-        if not error <= self.errors.get(check, -1.0):
+        """Keep the larger error of a check; one that is no number is infinite."""
+        if math.isnan(error):
+            error = math.inf
+        if error > self.errors.get(check, -1.0):
             self.errors[check], self.where[check] = error, where
 
 
@@ -118,7 +121,7 @@ def _compare(model: ModelConfig, ground: Ground, one: _One, saved: Path) -> tupl
     result, mine = Result(ground.plan), Trial.start(model, ground, ground.world).train()
     for check, here, there in (("loss", mine.losses, one.trial.losses), ("norm", mine.norms, one.trial.norms)):
         pair = torch.tensor([here, there], dtype=torch.float64)
-        result.note(check, ((pair[0] - pair[1]).abs() / pair[1].abs()).max().nan_to_num(nan=torch.inf).item())
+        result.note(check, ((pair[0] - pair[1]).abs() / pair[1].abs()).max().item())
     result.note("gradients", *_gradients_differ(mine, one.trial))
     result.note("step", *_states_differ(mine, one.trial))
     other = Trial.start(model, ground, ground.world, seed=1)

@@ -24,5 +24,6 @@ def shrink(model: ModelConfig, layers: int) -> ModelConfig:
         context=CONTEXT,
         window=None if model.window is None else min(model.window, 7),
         window_from_layer=min(model.window_from_layer, layers - 1),
-        top=model.top if model.causal or model.predicts_masked else "pretraining",
+        top=model.top if model.causal or model.predicts_masked else "pretraining",  # verify trains, on tokens
+        classes=0,
     )

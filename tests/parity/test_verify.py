@@ -16,7 +16,7 @@ from colonnade.config.presets import preset
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.mesh import Ground
-from colonnade.verify import CHECKS, TOLERANCE, Result, all_plans, covering, shrink
+from colonnade.verify import CHECKS, TOLERANCE, Result, all_plans, covering, report, shrink
 from colonnade.verify import run as verifying
 from tests.parity import layout_faults as faults
 from tests.worlds import run
@@ -105,13 +105,20 @@ def test_the_same_comparison_passes_without_a_fault(tmp_path: Path) -> None:
         assert all(set(result.errors) == set(CHECKS) for result in results)
 
 
-def test_nan_is_a_miss() -> None:
+def test_nan_is_a_miss(tmp_path: Path) -> None:
     result = Result(Plan())
     result.note("loss", 1e-16)
     assert result.ok
     result.note("loss", float("nan"))
     result.note("loss", 1e-16)
     assert not result.ok
+    report.write([result], MODEL, tmp_path / "verify.json")
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    (row,) = json.loads((tmp_path / "verify.json").read_text(), parse_constant=refuse)["plans"]
+    assert row["errors"] == {"loss": None} and not row["ok"]
 
 
 # -- what is right passes ----------------------------------------------------------------------------------------------

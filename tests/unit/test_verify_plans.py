@@ -1,0 +1,123 @@
+"""Which plans `verify` tries, and the likeness of a model on which it tries them."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colonnade.config import ModelConfig, Plan
+from colonnade.config.presets import PRESETS, preset
+from colonnade.errors import PlanError
+from colonnade.verify import all_plans, covering, shrink
+from colonnade.verify.plans import pairs
+
+
+def enumerated(world: int) -> set[Plan]:
+    """The same plans by trying all numbers, and by writing down what makes a difference."""
+    found = set()
+    for pp, replicate, dp, cp, tp in itertools.product(range(1, world + 1), repeat=5):
+        if pp * replicate * dp * cp * tp != world:
+            continue
+        orders = [("1f1b", 1)] if pp == 1 else [
+            ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2)
+        ]  # fmt: skip
+        for schedule, stages in orders:
+            for sequence_parallel in {False, tp > 1}:
+                for reshard in {True, not (pp == 1 and replicate * dp * cp > 1)}:
+                    found.add(
+                        Plan(
+                            pp=pp, replicate=replicate, dp=dp, cp=cp, tp=tp, schedule=schedule, stages=stages,
+                            sequence_parallel=sequence_parallel, reshard=reshard,
+                        )
+                    )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(("world", "count"), [(1, 1), (2, 13), (4, 56), (6, 99)])
+def test_all_plans_are_all(world: int, count: int) -> None:
+    plans = all_plans(world)
+    assert len(plans) == len(set(plans)) == count
+    assert set(plans) == enumerated(world)
+    assert len({str(plan) for plan in plans}) == count, "what differs is told apart in the matrix"
+
+
+MODELS = st.builds(
+    lambda kv_heads, layers: ModelConfig(
+        vocab_size=53, layers=layers, width=24, heads=4 * kv_heads, kv_heads=kv_heads, head_width=4, ffn_width=29
+    ),
+    st.integers(1, 8),
+    st.integers(1, 16),
+)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from([1, 2, 3, 4, 6, 8]), MODELS)
+def test_every_pair_of_choices_meets_in_a_valid_plan(world: int, model: ModelConfig) -> None:
+    plans = all_plans(world, model)
+    chosen = covering(plans)
+    assert set(chosen) <= set(plans) and len(set(chosen)) == len(chosen)
+    met = set().union(*(pairs(plan) for plan in chosen))
+    assert met == set().union(*(pairs(plan) for plan in plans))
+    for plan in chosen:
+        assert plan.world == world
+        plan.check(model)
+    left_out = [plan for plan in all_plans(world) if plan not in plans]
+    for plan in left_out:
+        with pytest.raises(PlanError):
+            plan.check(model)
+
+
+def test_what_a_pair_is() -> None:
+    """By hand, so that the property above is not about an empty notion."""
+    met = pairs(Plan(pp=2, tp=2, sequence_parallel=True, schedule="gpipe"))
+    assert (("schedule", "gpipe"), ("sequence_parallel", True)) in met
+    assert len(met) == 9 * 8 // 2
+    assert (("pp", 1), ("schedule", "gpipe")) not in pairs(Plan(schedule="gpipe")), "without a pipeline it is no choice"
+
+
+def test_the_set_is_always_the_same_and_begins_with_the_most_useful() -> None:
+    plans = all_plans(4)
+    assert covering(plans) == covering(plans)
+    assert len(covering(plans)) < len(plans)
+    first, last = covering(plans)[0], covering(plans)[-1]
+    assert len(pairs(first)) >= len(pairs(last) - set().union(*(pairs(plan) for plan in covering(plans)[:-1]))) > 0
+    assert covering([]) == []
+
+
+SHRUNK = {
+    "layers", "width", "head_width", "ffn_width", "vocab_size", "context", "window", "window_from_layer", "top",
+    "classes",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_likeness_keeps_what_decides_layouts(name: str) -> None:
+    model = preset(name)
+    small = shrink(model, 5)
+    kept = set(ModelConfig.model_fields) - SHRUNK
+    assert {field: getattr(small, field) for field in kept} == {field: getattr(model, field) for field in kept}
+    assert small.layers == 5
+    assert (small.window is None) == (model.window is None)
+    assert small.parameters < min(model.parameters, 5_000_000)
+    assert small.ffn_width % 2 and small.vocab_size % 2, "shares are uneven"
+    assert small.causal or small.predicts_masked, "there is something to train on"
+    for plan in covering(all_plans(2, small)):
+        plan.check(small)
+    allowed = [tp for tp in (1, 2, 3, 4, 8) if model.kv_heads % tp == 0]
+    for tp in allowed:
+        Plan(tp=tp).check(small)
+
+
+def test_a_window_that_begins_late_still_does() -> None:
+    model = preset("mistral-7b").but(window_from_layer=20)
+    small = shrink(model, 5)
+    assert [small.window_of(i) for i in range(5)] == [None] * 4 + [7]
+
+
+def test_other_tops_become_the_two_losses() -> None:
+    bert = preset("bert-base")
+    for top in ("encoder", "classes", "spans"):
+        whole = bert.but(top=top, classes=5) if top == "classes" else bert.but(top=top)
+        assert shrink(whole, 2).top == "pretraining"
+    assert shrink(bert.but(top="masked"), 2).top == "masked"
