@@ -353,12 +353,14 @@ def verify(
     config = it.shrink(whole, 1 + max(plan.pp * plan.stages for plan in plans))
     plans = plans if all else it.covering(plans)
     sizes = f"{config.layers} layers, {config.heads} heads of {config.head_width}, vocabulary {config.vocab_size}"
-    console.print(f"{model} in small ({sizes}) under {count(len(plans), 'plan')} of {count(world, 'process')}")
+    under = f"{count(len(plans), 'plan')} of {count(world, 'process')}"
+    console.print(f"{model} in small ({sizes}) under {under}", soft_wrap=True)
     results = it.verify(config, plans, report.show)
     report.write(results, config, out)
     console.print(report.table(results))
     missed = [result for result in results if not result.ok]
-    console.print(f"{len(results) - len(missed)} of {count(len(results), 'plan')} equal one process; {out}")
+    right = f"{len(results) - len(missed)} of {count(len(results), 'plan')}"
+    console.print(f"{right} equal one process; {out}", soft_wrap=True)
     if missed:
         sys.exit(1)
 

@@ -13,13 +13,21 @@ from colonnade.verify.run import CHECKS, TOLERANCE, Result
 
 
 def line(result: Result) -> str:
-    """One plan's result as it comes."""
-    errors = "  ".join(f"{check} {_said(check, result.errors[check])}" for check in CHECKS if check in result.errors)
-    return f"{'ok  ' if result.ok else 'MISS'} {result.plan!s:48} {errors}"
+    """One plan's result as it comes, and in which tensor a miss is."""
+    words = []
+    for check in (check for check in CHECKS if check in result.errors):
+        words.append(f"{check} {_said(check, result.errors[check])}")
+        if _missed(result, check) and result.where[check]:
+            words[-1] += f" in {result.where[check]}"
+    return f"{'ok  ' if result.ok else 'MISS'} {result.plan!s:48} {'  '.join(words)}"
 
 
 def _said(check: str, error: float) -> str:
     return f"{error:.0f}" if check == "tokens" or error == 0 else f"{error:.0e}"
+
+
+def _missed(result: Result, check: str) -> bool:
+    return not result.errors[check] <= TOLERANCE
 
 
 def show(result: Result) -> None:
@@ -28,17 +36,13 @@ def show(result: Result) -> None:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Plan × check: the worst error, and in which tensor a miss is."""
+    """Plan × check: the worst error."""
     made = Table("plan", *CHECKS, title=f"worst error against one process; a miss is above {TOLERANCE:.0e}")
     for result in results:
         cells = []
         for check in CHECKS:
-            if (error := result.errors.get(check)) is None:
-                cells.append("-")
-                continue
-            missed = not error <= TOLERANCE
-            said = _said(check, error)
-            cells.append(f"[bold red]{said} {result.where.get(check, '')}[/]" if missed else said)
+            said = _said(check, result.errors[check]) if check in result.errors else "-"
+            cells.append(f"[bold red]{said}[/]" if check in result.errors and _missed(result, check) else said)
         made.add_row(str(result.plan), *cells)
     return made
 
