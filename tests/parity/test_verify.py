@@ -213,13 +213,26 @@ def _checkpoint(folder: Path) -> Path:
     return folder
 
 
-def test_a_checkpoint_is_verified_by_its_config(tmp_path: Path) -> None:
-    """One key/value head allows no tensor parallelism, so none is tried; one process is a plan as well."""
+def test_a_checkpoint_is_verified_by_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key/value head allows no tensor parallelism, so none is tried."""
+    allowed: list[Plan] = []
+
+    def two(plans: list[Plan]) -> list[Plan]:
+        allowed.extend(plans)
+        return [plan for plan in plans if plan in (RING, Plan(dp=2))]
+
+    monkeypatch.setattr(it, "covering", two)
     out = tmp_path / "verify.json"
-    assert _verify(_checkpoint(tmp_path / "tiny"), "--world", "1", "--out", out) == 0
-    found = _read(out, 1)
-    assert (found["model"]["kv_heads"], found["model"]["qk_norm"], found["model"]["window"]) == (1, True, 7)
-    assert found["plans"][0]["name"] == "one process"
+    assert _verify(_checkpoint(tmp_path / "tiny"), "--world", "2", "--out", out) == 0
+    assert {plan.tp for plan in allowed} == {1} and {plan.pp for plan in allowed} == {1, 2}
+    found = _read(out, 2)["model"]
+    assert (found["kv_heads"], found["qk_norm"], found["window"]) == (1, True, 7)
+
+
+def test_one_process_is_a_plan_as_well(tmp_path: Path) -> None:
+    out = tmp_path / "verify.json"
+    assert _verify("bert-tour", "--world", "1", "--out", out) == 0
+    assert _read(out, 1)["plans"][0]["name"] == "one process"
 
 
 def test_a_miss_ends_with_1_and_names_the_tensor(
