@@ -130,7 +130,7 @@ class Plan(Config):
         words += ["sequence_parallel"] if self.sequence_parallel and self.tp > 1 else []
         if self.pp > 1:
             words += [self.schedule] + ([f"stages={self.stages}"] if self.stages > 1 else [])
-        words += ["keep"] if not self.reshard and self.dp * self.cp * self.replicate > 1 else []
+        words += ["no_reshard"] if not self.reshard and self.dp * self.cp * self.replicate > 1 else []
         return " ".join(words) or "one process"
 
     def table(self, model: ModelConfig) -> list[tuple[str, str, str]]:

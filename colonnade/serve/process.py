@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 
 from colonnade import errors
 from colonnade.config import Plan, ServeConfig
-from colonnade.errors import ColonnadeError, PlanError
+from colonnade.errors import ColonnadeError, PlanError, WorkerError
 from colonnade.parallel.launch import Interrupted, launch
 from colonnade.serve.client import EngineClient
 from colonnade.serve.worker import Load, work
@@ -150,5 +150,5 @@ def _why(report: Connection, code: int | None) -> ColonnadeError:
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         hint = " (out of memory is the usual reason)" if name == "SIGKILL" else ""
-        return PlanError(f"the engine process was killed by {name}{hint}; start the server again")
-    return PlanError(f"the engine process ended with exit code {code}; start the server again")
+        return WorkerError(f"the engine process was killed by {name}{hint}; start the server again")
+    return WorkerError(f"the engine process ended with exit code {code}; start the server again")
