@@ -1,4 +1,4 @@
-"""What a run tells of itself: a profile and its table, memory and data in each row, trackers, and running out of memory."""
+"""What a run tells of itself: a profile and its table, memory in each row, trackers, and running out of memory."""
 
 import gzip
 import json
@@ -23,7 +23,8 @@ from tests.worlds import run as in_world
 
 pytestmark = pytest.mark.xdist_group("worlds")
 
-WORDS = "we the people of this union hold that a column stands in a row and bears its share of the weight".split()
+TEXT = "we the people of this union hold that a column stands in a row and bears its share of the weight"
+WORDS = TEXT.split()
 MODEL = ModelConfig(vocab_size=300, layers=4, width=16, heads=4, kv_heads=4, ffn_width=24, context=32, tied=True)
 GIB = 1 << 30
 
@@ -81,7 +82,7 @@ def test_the_table_is_shown_and_a_short_run_says_why_there_is_none(
 def test_rows_tell_memory_and_data(config: RunConfig) -> None:
     Trainer(config).fit()
     rows = read_rows(config.folder)
-    assert all(1 << 26 < row["memory_peak_bytes"] < 1 << 40 and 0 < row["data_s"] for row in rows)
+    assert all(1 << 26 < row["memory_peak_bytes"] < 1 << 40 and row["data_s"] > 0 for row in rows)
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ def test_a_run_ends_with_it(config: RunConfig, monkeypatch: pytest.MonkeyPatch) 
         torch.empty(1 << 60, dtype=torch.uint8)  # which no machine has: torch's own message
 
     monkeypatch.setattr("colonnade.train.norm.clip_", fails)
-    with pytest.raises(CapacityError, match="which wanted 1.074e\\+09 GiB more") as caught:
+    with pytest.raises(CapacityError, match=r"which wanted 1\.074e\+09 GiB more") as caught:
         Trainer(config).fit()
     assert "gradients" in str(caught.value), "after the backward pass they are there"
     monkeypatch.setattr("colonnade.train.norm.clip_", lambda *_: [].pop())
