@@ -198,16 +198,24 @@ def accounted(
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
+        lack = lack_of_memory(error)
+        if lack is None:
             raise
-        account = take_account(model, masters, optimizer, device, error)
+        account = take_account(model, masters, optimizer, device, lack)
         advice = best(changes(run, account, device), run.plan.world)
         raise CapacityError(_say(account, advice, run, device, step)) from error
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that there was too little memory; torch has no type of its own for that on a CPU."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+def lack_of_memory(error: BaseException) -> BaseException | None:
+    """That of ``error`` and its causes (torch's pipelines wrap what a stage raises) which says that there was too
+    little memory; torch has no type of its own for that on a CPU.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(cause):
+            return cause
+        cause = cause.__cause__
+    return None
 
 
 def _say(account: Account, advice: list[Change], run: RunConfig, device: torch.device, step: int) -> str:

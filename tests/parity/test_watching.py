@@ -96,7 +96,7 @@ def starved(session: Session, step: int) -> str:
     """What is said when an allocation fails in the forward pass of ``step``."""
     for _ in range(step - 1):
         session.step()
-    session.model.blocks.get_submodule("0").register_forward_hook(out_of_memory)
+    next(session.model.blocks.children()).register_forward_hook(out_of_memory)
     with pytest.raises(CapacityError) as caught:
         session.step()
     return str(caught.value)
@@ -143,6 +143,14 @@ def test_a_run_ends_with_it(config: RunConfig, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("colonnade.train.norm.clip_", lambda *_: [].pop())
     with pytest.raises(IndexError):
         Trainer(config.but(name="bug")).fit()
+
+
+def test_what_a_pipeline_wraps_is_found() -> None:
+    lack = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    wrapped = RuntimeError("Stage 0 failed to run forward")
+    wrapped.__cause__ = lack
+    assert memory.lack_of_memory(wrapped) is lack
+    assert memory.lack_of_memory(RuntimeError("the sizes do not agree")) is None
 
 
 ACCOUNT = memory.Account(
