@@ -89,6 +89,11 @@ class TrainConfig(Config):
     """Seeds the initial weights and the dropout."""
     log_every: int = Field(default=10, gt=0)
     """Steps between two lines of metrics."""
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
+    """Where metrics go besides JSON lines and TensorBoard; each needs its package (pip install 'colonnade[track]')."""
+    profile: int = Field(default=0, ge=0)
+    """Steps to trace with torch.profiler, the fourth of a session and those after it, into runs/NAME/profile; then a
+    table says where their time went."""
     eval_every: int | None = Field(default=None, ge=0)
     """Steps between two validations; 0 never; None: 100, or never where too little text is held out."""
     eval_samples: int = Field(default=64, gt=0)

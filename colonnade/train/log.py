@@ -10,13 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from colonnade.train.breakdown import Breakdown
 from colonnade.train.chips import Throughput
 from colonnade.train.metrics import Diverged, Meter, Row, rates
 from colonnade.train.plot import draw
+from colonnade.train.profile import BEFORE, Profile
 from colonnade.train.screen import Screen
 from colonnade.train.session import Session
 from colonnade.train.step import Outcome
-from colonnade.train.trackers import JsonLines, OpenTracker, TensorBoard, Tracker
+from colonnade.train.trackers import JsonLines, OpenTracker, TensorBoard, Tracker, named
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Log:
         self.row: Row = {}
         self.validation_loss: float | None = None
         self.speed: Throughput | None = None
-        self._open_trackers = (JsonLines, TensorBoard, *trackers)
+        self._open_trackers = (JsonLines, TensorBoard, *named(session.run), *trackers)
+        self.profile = Profile(session.run, session.ground)
         self._trackers: list[Tracker] = []
         self._first_step = True
         self._open = ExitStack()
@@ -64,6 +67,7 @@ class Log:
                 self._open.callback(self._trackers[-1].close)
         self._introduce()
         self._open.enter_context(self.screen)
+        self._open.callback(self.profile.close)
         self.meter.restart()
         return self
 
@@ -82,6 +86,15 @@ class Log:
             self.meter.pause()
             self.meter.restart()
             self._first_step = False
+        if (found := self.profile.after_step()) is not None:
+            self._profiled(found)
+
+    def _profiled(self, found: Breakdown) -> None:
+        """Where the time of the traced steps went; they were slower than others, and are no measure of them."""
+        self._track(self.session.taken, found.row)
+        self.screen.line(f"{found}\n  {self.profile.path}")
+        self.meter.pause()
+        self.meter.restart()
 
     def report(self) -> None:
         """Read what was noted since the last report, track it, show the newest.
@@ -159,6 +172,8 @@ class Log:
             self.screen.line(it.recomputed)
         if it.checkpoint is not None:
             self.screen.line(f"resumed {it.checkpoint}" + (f" with {', '.join(it.changes)}" if it.changes else ""))
+        if run.train.profile and run.train.steps - it.taken < (needs := BEFORE + run.train.profile):
+            self.screen.line(f"no profile: it takes {needs} steps, and {run.train.steps - it.taken} are left")
         if it.taken >= run.train.steps:
             self.screen.line(f"already at step {it.taken} of {run.train.steps}; raise --train.steps to go on")
         if it.feed.why_off:

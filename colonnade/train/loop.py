@@ -21,7 +21,7 @@ from colonnade.train.feed import Feed
 from colonnade.train.log import Log, Summary
 from colonnade.train.session import Session
 from colonnade.train.stop import Stop
-from colonnade.train.trackers import OpenTracker
+from colonnade.train.trackers import OpenTracker, named
 
 
 class Trainer:
@@ -30,11 +30,13 @@ class Trainer:
     def __init__(self, run: RunConfig, trackers: Sequence[OpenTracker] = ()):
         """``trackers`` get the metrics besides JSON Lines and TensorBoard; workers import them, so no lambdas.
 
-        Raises :class:`~colonnade.errors.ColonnadeError` for a plan, a device or a corpus that does not fit.
+        Raises :class:`~colonnade.errors.ColonnadeError` for a plan, a device or a corpus that does not fit, and for a
+        tracker whose package is missing.
         """
         run.plan.check(run.model)
         choose_device(run.plan, run.device)
         Feed(run)
+        named(run)
         self.run, self.trackers = run, tuple(trackers)
 
     def fit(self) -> Summary:

@@ -2,8 +2,9 @@
 
 A step leaves its loss and norm as tensors that may not exist yet (a GPU runs behind the program). Waiting for them
 every step would stop the program from preparing the next one, so they are kept, and read all at once when a line of
-metrics is due: one sum over the data ranks, one copy to the host. A loss that is not finite is found then, with the
-step and the data ranks in which it arose; no checkpoint is written before that was looked at.
+metrics is due: one sum over the data ranks, one copy to the host (and the largest memory peak of all ranks). A loss
+that is not finite is found then, with the step and the data ranks in which it arose; no checkpoint is written before
+that was looked at.
 """
 
 import time
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from colonnade.config import RunConfig
 from colonnade.errors import ColonnadeError
+from colonnade.parallel.axis import world_axis
 from colonnade.parallel.mesh import Ground
 from colonnade.train.chips import Throughput, chip_of, throughput
 from colonnade.train.scaler import LOWEST
@@ -58,9 +60,12 @@ class Meter:
         norms = torch.stack([outcome.norm for outcome in outcomes]).double()
         table = torch.stack([losses, norms, *_scales(outcomes)]).T.tolist()
         flags = mine.isfinite().tolist()
+        peaks = world_axis().max_(torch.tensor([outcome.memory_bytes for outcome in outcomes])).tolist()
         rows: list[tuple[int, Row]] = []
-        for (steps, outcome), (loss, norm, *scaled), here in zip(self._pending, table, flags, strict=True):
+        read = zip(self._pending, table, flags, peaks, strict=True)
+        for (steps, outcome), (loss, norm, *scaled), here, peak in read:
             row = {"loss": loss, "grad_norm": norm, "lr": outcome.lr} | dict(zip(SCALED, scaled, strict=False))
+            row |= {"data_s": outcome.data_s, "memory_peak_bytes": peak}
             finite = {name: value for name, value in row.items() if value - value == 0}
             if len(finite) < len(row) and not scaled:
                 self.bad(steps, self._diagnosis(steps, loss, norm, here))

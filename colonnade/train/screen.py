@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from colonnade.train.activations import size
 from colonnade.train.chips import Throughput
 from colonnade.train.metrics import Row
 
@@ -63,6 +64,8 @@ class Screen:
             state += f"  scale 2^{math.log2(row['loss_scale']):.0f}  skipped {row['skipped']:.0f}"
         if speed is not None:
             state += f"  {speed}"
+        if "memory_peak_bytes" in row:
+            state += f"  peak {size(int(row['memory_peak_bytes']))}"
         if self._live is not None and steps < self.total_steps:
             self._state.plain = state
         else:

@@ -5,13 +5,16 @@ schedule is a function of the step and the order of the data one of the cursor, 
 resumed under the same plan is bit for bit the run that was not; under another plan it is the same run up to rounding.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint import native
@@ -28,7 +31,9 @@ from colonnade.parallel.fsdp import masters
 from colonnade.parallel.mesh import Ground
 from colonnade.parallel.watchdog import Watchdog
 from colonnade.train.activations import arrange
+from colonnade.train.breakdown import READS
 from colonnade.train.feed import Feed
+from colonnade.train.memory import accounted, peak_bytes
 from colonnade.train.offload import OffloadedAdamW
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
@@ -84,10 +89,16 @@ class Session:
 
     def step(self) -> Outcome:
         """Take the next optimizer step."""
-        self.watch.at(self.taken + 1, "reads samples")
-        batches = list(self._on_device(self.feed.samples.at(self.seen)))
+        self.watch.at(self.taken + 1, READS)
+        begun_s = time.perf_counter()
+        with record_function(READS):
+            batches = list(self._on_device(self.feed.samples.at(self.seen)))
+        data_s = time.perf_counter() - begun_s
         self.watch.at(self.taken + 1, "computes", patient=not self._compiled)
-        outcome = self._step(self.taken, batches)
+        device = self.ground.device
+        with accounted(self.run, self.model, self.masters, self.optimizer, device, self.taken + 1):
+            outcome = self._step(self.taken, batches)
+        outcome = replace(outcome, data_s=data_s, memory_bytes=peak_bytes(device))
         self._compiled = True
         self.taken, self.seen = self.taken + 1, self.seen + self.run.train.batch
         return outcome

@@ -45,6 +45,10 @@ class Outcome:
     """In float16: the scale that the step used."""
     skipped: Tensor | None = None
     """In float16: steps of the run that overflowed and moved nothing, this one included; its norm is not finite."""
+    data_s: float = 0.0
+    """What this rank's samples took to read."""
+    memory_bytes: int = 0
+    """The most that this rank had in use: in the step on a GPU, since it began on a CPU."""
 
 
 class Step:

@@ -1,16 +1,26 @@
-"""Where metrics go. A tracker is two methods; JSON Lines and TensorBoard are two trackers, yours is a third.
+"""Where metrics go. A tracker is two methods; JSON Lines and TensorBoard are two trackers, wandb and mlflow two more
+that a run may ask for, yours is a fifth.
 
 Only rank 0 tracks. A resumed run forgets what was tracked after the checkpoint that it resumes from, so that each
 step stands once.
 """
 
+import functools
+import importlib
+import importlib.util
 import json
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from colonnade.config import RunConfig
+from colonnade.errors import ConfigError
 
 METRICS = "metrics.jsonl"
+WANDB, MLFLOW = "wandb-id", "mlflow-id"
+"""Files in the run's folder: the names by which the services know it."""
 
 
 class Tracker(Protocol):
@@ -67,6 +77,85 @@ class TensorBoard:
     def close(self) -> None:
         """Flush to the disk."""
         self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases. ``WANDB_PROJECT``, ``WANDB_MODE`` and its other settings are read from the environment, by it.
+
+    A resumed run goes on as the same run there; steps that it has already are not written a second time.
+    """
+
+    def __init__(self, folder: Path, resumed_step: int, *, config: Mapping[str, Any]):
+        wandb = importlib.import_module("wandb")
+        known = _known(folder / WANDB, resumed_step)
+        # A run that it does not know by this name begins.
+        id = known or uuid.uuid4().hex
+        self._run = wandb.init(name=folder.name, id=id, resume="allow", dir=str(folder), config=dict(config))
+        (folder / WANDB).write_text(id, encoding="utf-8")
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """Log a row; rows of one step are joined."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+class Mlflow:
+    """MLflow. ``MLFLOW_TRACKING_URI`` and ``MLFLOW_EXPERIMENT_NAME`` are read from the environment, by it.
+
+    A resumed run goes on as the same run there; steps that it has already are not written a second time.
+    """
+
+    def __init__(self, folder: Path, resumed_step: int, *, config: Mapping[str, Any]):
+        mlflow = importlib.import_module("mlflow")
+        known = _known(folder / MLFLOW, resumed_step)
+        id = mlflow.start_run(run_id=known, run_name=None if known else folder.name).info.run_id
+        (folder / MLFLOW).write_text(id, encoding="utf-8")
+        if known is None:
+            mlflow.log_params(flat(config))
+        history = mlflow.MlflowClient().get_metric_history(id, "loss")
+        self._seen, self._mlflow = max((metric.step for metric in history), default=0), mlflow
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """Log a row."""
+        if step > self._seen:
+            self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        """Mark the run as finished (or stopped for now)."""
+        self._mlflow.end_run()
+
+
+NAMED: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "mlflow": Mlflow}
+"""What train.trackers can name; each is told the configuration besides."""
+
+
+def named(run: RunConfig) -> list[OpenTracker]:
+    """The trackers that ``run`` asks for; raises :class:`ConfigError` when the package of one is missing."""
+    for name in run.train.trackers:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a mere folder of that name, as wandb itself leaves, is no package
+            raise ConfigError(
+                f"train.trackers names {name}, and the package '{name}' is not installed; "
+                "run: pip install 'colonnade[track]', or leave it out"
+            )
+    config = run.model_dump(mode="json")
+    return [functools.partial(NAMED[name], config=config) for name in run.train.trackers]
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """``{"train.lr": "0.0003", …}``."""
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": str(value)}
+    return found
+
+
+def _known(file: Path, resumed_step: int) -> str | None:
+    """By which name a service knows the run that is resumed; one that begins anew is a new run there."""
+    return file.read_text(encoding="utf-8") if resumed_step and file.is_file() else None
 
 
 def read_rows(folder: Path) -> list[dict[str, float]]:

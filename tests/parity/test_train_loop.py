@@ -88,7 +88,7 @@ def test_what_a_run_leaves_behind(config: RunConfig, capsys: pytest.CaptureFixtu
 
     summary = Trainer(config, trackers=[Listener]).fit()
     assert (summary.steps, summary.stopped) == (12, None)
-    assert told[0] == (1, {"loss", "grad_norm", "lr"})
+    assert told[0] == (1, {"loss", "grad_norm", "lr", "data_s", "memory_peak_bytes"})
     assert told[-2:] == [(12, {"validation_loss"}), (-1, set())]
     assert summary.checkpoint == config.folder / "step-12" == native.newest(config.folder)
     assert [step for step, _ in folders.steps(config.folder)] == [12, 8, 4]

@@ -1,0 +1,81 @@
+"""On a GPU: a profile is read from kernels, and memory that runs out for real is accounted for."""
+
+import gzip
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from colonnade.data import build
+from colonnade.errors import CapacityError
+from colonnade.train import Trainer
+from colonnade.train.memory import UNITS
+from colonnade.train.trackers import read_rows
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+# The loss compiles its two passes on a GPU, and the compiler warns of its own doings.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+WORDS = ["column", "row", "share", "whole", "bears", "stands", "weight", "of", "the", "and"]
+MODEL = ModelConfig(vocab_size=300, layers=4, width=512, heads=8, kv_heads=8, ffn_width=2048, context=512, tied=True)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    texts = [(str(i), " ".join(WORDS[(i * j + j) % 10] for j in range(8 + 7 * i % 900))) for i in range(400)]
+    build(texts, tmp_path / "corpus", vocab_size=300, validation_share=0.2)
+    t = TrainConfig(steps=8, batch=32, micro_batch=32, warmup=2, dtype="bfloat16", eval_every=0, profile=3)
+    data = DataConfig(path=tmp_path / "corpus", sequence=512)
+    return RunConfig(name="it", runs=tmp_path, device="cuda", model=MODEL, data=data, train=t)
+
+
+def test_a_profile_is_read_from_kernels(config: RunConfig) -> None:
+    Trainer(config).fit()
+    (row,) = [row for row in read_rows(config.folder) if "compute_s" in row]
+    assert row["step"] == 6
+    for kind in ("matmul", "attention", "optimizer", "elementwise", "compute"):
+        assert row[f"{kind}_s"] > 0, kind
+    assert row["matmul_s"] > row["optimizer_s"]
+    assert row["communication_exposed_s"] == 0
+    told = ("compute", "communication_exposed", "data_exposed", "idle")
+    assert sum(row[f"{kind}_s"] for kind in told) == pytest.approx(row["step_s"])
+    with gzip.open(config.folder / "profile" / "rank-0.json.gz", "rt") as file:
+        assert any(event.get("cat") == "kernel" for event in json.load(file)["traceEvents"])
+    peaks = [row["memory_peak_bytes"] for row in read_rows(config.folder) if "loss" in row]
+    n = config.model.parameters
+    assert min(peaks) > (4 + 8 + 2) * n and max(peaks) < 40e9
+
+
+def test_memory_that_runs_out_is_accounted_for(config: RunConfig) -> None:
+    """A share of the device as small as the weights, their moments and a little more."""
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(0.9 * GIB / total)
+    try:
+        with pytest.raises(CapacityError) as caught:
+            Trainer(config).fit()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    said = str(caught.value)
+    assert said.startswith("out of memory on cuda:0 in step 1, which wanted")
+    n = config.model.parameters
+    assert row(said, "master weights") == pytest.approx(4 * n, rel=0.01)
+    assert row(said, "weights to compute with") == pytest.approx(2 * n, rel=0.01)
+    assert row(said, "moments") == pytest.approx(8 * n, rel=0.01)
+    known = sum(row(said, name) for name in ("master weights", "weights to compute with", "moments"))
+    assert 0 < row(said, "activations and the rest") < 0.95 * GIB - known
+    assert "--train.micro_batch 16" in said or "--train.recompute full" in said
+
+
+GIB = 1 << 30
+
+
+def row(said: str, name: str) -> float:
+    found = re.search(rf"^  {name} +([\d.]+) (\w+)", said, re.MULTILINE)
+    assert found, said
+    return float(found[1]) * UNITS[found[2].lower()]

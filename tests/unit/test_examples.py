@@ -1,0 +1,80 @@
+"""The examples of launching: scripts that their shells take, and commands that ours takes."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.unit.test_docs import refused
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def torchrun(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """(torchrun's own options, our command line) of ``torchrun … -m colonnade …``."""
+    middle = words.index("-m")
+    assert words[0] == "torchrun" and words[middle + 1] == "colonnade"
+    joined = " ".join(words[1:middle]).replace("=", " ").split()
+    return dict(zip(joined[::2], joined[1::2], strict=True)), words[middle + 2 :]
+
+
+def check(words: list[str], machines: int) -> None:
+    options, ours = torchrun(words)
+    assert refused(ours) is None
+    plan = {ours[i]: int(ours[i + 1]) for i, word in enumerate(ours) if re.fullmatch(r"--plan\.(tp|dp|cp|pp)", word)}
+    world = 1
+    for size in plan.values():
+        world *= size
+    assert world == machines * int(options["--nproc-per-node"]), "as many processes as the plan has places for"
+    assert set(options) >= {"--nnodes", "--rdzv-id", "--rdzv-backend", "--rdzv-endpoint"}
+    from torch.distributed.run import get_args_parser
+
+    get_args_parser().parse_args(words[1:])
+
+
+def test_the_slurm_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run for real, with stand-ins for Slurm's two programs: srun prints what it would start."""
+    script = EXAMPLES / "slurm.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    for name, body in {"scontrol": 'printf "node7\\nnode8\\n"', "srun": 'printf "%s\\n" "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2"}
+    said = subprocess.run(
+        ["bash", str(script)], env={"PATH": f"{tmp_path}:/usr/bin:/bin"} | slurm, capture_output=True, text=True,
+        check=True,
+    ).stdout.splitlines()  # fmt: skip
+    words = said[said.index("torchrun") :]
+    monkeypatch.chdir(tmp_path)
+    directives = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
+    check(words, int(directives["nodes"]))
+    options, _ = torchrun(words)
+    assert options["--rdzv-endpoint"] == "node7:29500"
+    assert options["--nproc-per-node"] == directives["gpus-per-node"]
+
+
+def test_the_kubernetes_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    spec: dict[str, Any] = job["spec"]
+    pod: dict[str, Any] = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    words = [part for word in container["command"] + container["args"] for part in word.split("=", 1)]
+    monkeypatch.chdir(tmp_path)
+    check(words, spec["completions"])
+    options, _ = torchrun(words)
+    name = job["metadata"]["name"]
+    assert options["--rdzv-endpoint"] == f"{name}-0.{pod['subdomain']}:29500"
+    assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["selector"] == {"job-name": name}
+    assert spec["parallelism"] == spec["completions"] == int(options["--nnodes"])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(options["--nproc-per-node"])
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_shell_words_of_the_examples_are_quoted() -> None:
+    for script in EXAMPLES.glob("*.sh"):
+        for line in script.read_text().splitlines():
+            shlex.split(line.removesuffix("\\"), comments=True)
