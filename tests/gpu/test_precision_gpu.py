@@ -122,6 +122,6 @@ def test_a_budget_is_kept(config: RunConfig, compiled: bool) -> None:  # noqa: F
         session = Session(config, ground)
         assert session.recomputed is not None and "full" in session.recomputed
         batch = session.feed.samples.at(0)[0].to("cuda")
-        kept = kept_bytes(session.model, lambda: forward(session.model, batch, 0.0))
+        kept = kept_bytes(session.model, lambda: forward(session.model, batch))
         weight = config.model.vocab_size * config.model.width * 4
         assert kept < 1_500_000 + 2 * weight
