@@ -147,7 +147,7 @@ def _in_parts(world: int, model: ModelConfig, plans: list[Plan], folder: Path, s
             assert {str(result.plan): result.errors for result in results if not result.ok} == {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_covering_set_of_four_processes(tmp_path: Path) -> None:
     plans = covering(all_plans(4, MODEL.but(layers=8)))
@@ -155,13 +155,13 @@ def test_the_covering_set_of_four_processes(tmp_path: Path) -> None:
     _in_parts(4, MODEL, plans, tmp_path, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_an_encoder_over_four_processes(tmp_path: Path) -> None:
     _in_parts(4, BERT, covering(all_plans(4, BERT.but(layers=8)))[:8], tmp_path, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_eight_processes(tmp_path: Path) -> None:
     _in_parts(8, MODEL, covering(all_plans(8, MODEL.but(layers=16)))[:4], tmp_path, 1)
