@@ -18,9 +18,9 @@ Where all sequences have one length that 2·cp divides, each is cut so; otherwis
 documents begin and end, and the shares may be uneven.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,10 +28,8 @@ from torch.autograd import Function
 
 from colonnade.kernels.attention.chunk import Rows
 from colonnade.kernels.choose import choose
-from colonnade.kernels.dropout.reference import Pairs
 from colonnade.kernels.softmax_state import State, merge
 from colonnade.model.attend import Packed
-from colonnade.model.noise import Noise
 from colonnade.parallel.axis import Axis
 
 
@@ -76,19 +74,13 @@ class Ring:
     axis: Axis
     shares: tuple[Share, ...]
     """Of each rank."""
-    causal: bool = True
-    window: int | None = None
-    kernels: str = "auto"
-    noise: Noise | None = None
-    """Of the whole stream, as that of :class:`~colonnade.model.attend.Packed`."""
-    head: int = 0
-    dropout: Pairs | None = None
+    packed: Packed
+    """The whole stream, as one rank would attend to it."""
 
     @staticmethod
     def of(packed: Packed, T: int, axis: Axis) -> "Ring":
         """``packed``, of T tokens in all, shared by the ranks of ``axis``."""
-        held = shares(packed, T, axis.size)
-        return Ring(axis, held, packed.causal, packed.window, packed.kernels, packed.noise, packed.head)
+        return Ring(axis, shares(packed, T, axis.size), packed)
 
     @property
     def index_t(self) -> Tensor:
@@ -97,18 +89,19 @@ class Ring:
 
     def at(self, layer: int, window: int | None) -> "Ring":
         """The same for every layer, but for the window and the key of the dropout."""
-        if self.noise is not None:
-            return replace(self, window=window, noise=None, dropout=self.noise.pairs(layer, self.head))
-        return self if window == self.window else replace(self, window=window)
+        packed = self.packed.at(layer, window)
+        return self if packed is self.packed else replace(self, packed=packed)
 
-    @property
-    def choice(self) -> str:
-        """The chunk kernels to use: only the reference drops."""
-        return self.kernels if self.dropout is None else "reference"
+    def chosen(self, operation: Literal["chunk_forward", "chunk_backward"], q_tnH: Tensor) -> Callable[..., Any]:
+        """The chunk kernel; only the reference drops."""
+        kernels = self.packed.kernels if self.packed.dropout is None else "reference"
+        return choose(operation, q_tnH.device.type, q_tnH.dtype, kernels)
 
-    def see(self, *, causal: bool) -> dict[str, Any]:
-        """What the chunk kernels are told of who sees whom."""
-        return {"causal": causal, "window": self.window} | ({} if self.dropout is None else {"dropout": self.dropout})
+    def see(self, rank: int) -> dict[str, Any]:
+        """What the chunk kernels are told of who sees whom among ``rank``'s keys."""
+        packed = self.packed
+        told = {"causal": packed.causal and rank == self.axis.rank, "window": packed.window}
+        return told | ({} if packed.dropout is None else {"dropout": packed.dropout})
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
         """o_TnH, T being this rank's tokens."""
@@ -144,12 +137,12 @@ def shares(packed: Packed, T: int, ranks: int) -> tuple[Share, ...]:
 class _RingAttention(Function):
     @staticmethod
     def forward(ctx, q_tnH: Tensor, k_tkH: Tensor, v_tkH: Tensor, ring: Ring) -> Tensor:
-        run = choose("chunk_forward", q_tnH.device.type, q_tnH.dtype, ring.choice)
+        run = ring.chosen("chunk_forward", q_tnH)
         me, mine = ring.axis.rank, ring.shares[ring.axis.rank]
         folded: State | None = None
         for rank, k, v in _round(ring, k_tkH, v_tkH):
-            theirs, see = ring.shares[rank], ring.see(causal=ring.causal and rank == me)
-            if not ring.causal or rank == me:
+            theirs, see = ring.shares[rank], ring.see(rank)
+            if not ring.packed.causal or rank == me:
                 part = run(q_tnH, k, v, mine.both, theirs.both, **see)
             elif rank < me:
                 part = run(q_tnH, theirs.early(k), theirs.early(v), mine.both, theirs.first, **see)
@@ -170,14 +163,14 @@ class _RingAttention(Function):
     def backward(ctx, do_tnH: Tensor):
         ring: Ring = ctx.ring
         q_tnH, k_tkH, v_tkH, o_tnH, lse_tn = ctx.saved_tensors
-        run = choose("chunk_backward", q_tnH.device.type, q_tnH.dtype, ring.choice)
+        run = ring.chosen("chunk_backward", q_tnH)
         me, mine = ring.axis.rank, ring.shares[ring.axis.rank]
         dq_tnH = torch.zeros_like(o_tnH)
         travelling: Tensor | None = None  # the gradients of the keys that come next, as far as they are summed
         for rank, k, v in _round(ring, k_tkH, v_tkH):
-            theirs, see = ring.shares[rank], ring.see(causal=ring.causal and rank == me)
+            theirs, see = ring.shares[rank], ring.see(rank)
             dkv_t2kH = o_tnH.new_zeros(len(k), 2, *k.shape[1:])
-            if not ring.causal or rank == me:
+            if not ring.packed.causal or rank == me:
                 dq, dk, dv = run(do_tnH, q_tnH, k, v, o_tnH, lse_tn, mine.both, theirs.both, **see)
                 dq_tnH += dq
                 dkv_t2kH += torch.stack((dk, dv), 1)
