@@ -350,7 +350,7 @@ def verify(
         raise ConfigError(f"--world {world} is not positive; 2, 4 and 8 are usual")
     whole = _config_of(model)
     plans = it.all_plans(world, it.shrink(whole, 2 * world))
-    config = it.shrink(whole, 1 + max(plan.pp * plan.stages for plan in plans))
+    config = it.shrink(whole, 1 + max(plan.all_stages for plan in plans))
     plans = plans if all else it.covering(plans)
     sizes = f"{config.layers} layers, {config.heads} heads of {config.head_width}, vocabulary {config.vocab_size}"
     under = f"{count(len(plans), 'plan')} of {count(world, 'process')}"

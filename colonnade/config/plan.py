@@ -53,9 +53,9 @@ class Plan(Config):
             raise PlanError(
                 f"{self.schedule} has one stage on each rank, not {self.stages}; use --plan.schedule interleaved"
             )
-        if self.layers and (len(self.layers) != self.pp * self.stages or min(self.layers) < 1):
+        if self.layers and (len(self.layers) != self.all_stages or min(self.layers) < 1):
             raise PlanError(
-                f"layers {self.layers} do not name one or more blocks for each of the {self.pp * self.stages} stages "
+                f"layers {self.layers} do not name one or more blocks for each of the {self.all_stages} stages "
                 f"(pp={self.pp}, {self.stages} on each rank)"
             )
         return self
@@ -66,13 +66,18 @@ class Plan(Config):
         return self.pp * self.replicate * self.dp * self.cp * self.tp
 
     @property
+    def all_stages(self) -> int:
+        """Pipeline stages on all ranks together."""
+        return self.pp * self.stages
+
+    @property
     def data_ranks(self) -> int:
         """Groups of ranks that read different samples."""
         return self.replicate * self.dp
 
     def spans(self, layers: int) -> list[range]:
         """The blocks of each pipeline stage, in order; stage s stands on pipeline rank s mod pp."""
-        count = self.pp * self.stages
+        count = self.all_stages
         sizes = list(self.layers)
         if not sizes:
             # The embedding and the loss are work too, so that what does not divide goes to the stages between them.
@@ -92,9 +97,9 @@ class Plan(Config):
                 raise PlanError(
                     f"{size} {what} leave the last of {self.tp} tensor-parallel ranks empty; use a lower tp"
                 )
-        if model.layers < self.pp * self.stages:
+        if model.layers < self.all_stages:
             raise PlanError(
-                f"{model.layers} layers do not fill {self.pp * self.stages} pipeline stages; use a lower pp or stages"
+                f"{model.layers} layers do not fill {self.all_stages} pipeline stages; use a lower pp or stages"
             )
         if self.layers and sum(self.layers) != model.layers:
             raise PlanError(f"layers {self.layers} are {sum(self.layers)} blocks, and the model has {model.layers}")

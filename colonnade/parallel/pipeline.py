@@ -13,6 +13,7 @@ and hand anything else whole to every micro-batch (docs/decisions/0004-ground-ch
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,42 +61,36 @@ class Pipeline:
 
     def __init__(self, stages: Sequence[Stage], plan: Plan, axis: Axis, device: torch.device):
         self.stages, self.plan, self.axis, self.device = stages, plan, axis, device
-        self.total = plan.pp * plan.stages
-        self._schedules: dict[object, object] = {}
+        self.total = plan.all_stages
+        self._schedules: dict[object, Any] = {}
 
-    def step(self, count: int, example: Tensor) -> Tensor:
-        """Forward and backward of ``count`` micro-batches; the sum of their losses, 0 where the last stage is not."""
+    def step(self, count: int, example: Tensor) -> None:
+        """Forward and backward of ``count`` micro-batches."""
         key = (count, example.shape, example.dtype)
         if key not in self._schedules:  # a schedule serves one shape: gloo aborts the process otherwise
             self._schedules[key] = self._schedule(count, example)
-        schedule = self._schedules[key]
-        losses: list[Tensor] = []
         numbers = torch.arange(count)
         first = any(stage.number == 0 for stage in self.stages)
         last = any(stage.number == self.total - 1 for stage in self.stages)
-        schedule.step(  # type: ignore[attr-defined]
-            *([numbers] if first else []), i=numbers, losses=losses,
-            target=torch.zeros(count, device=self.device) if last else None, return_outputs=False,
-        )  # fmt: skip
-        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+        target = torch.zeros(count, device=self.device) if last else None
+        self._schedules[key].step(*([numbers] if first else []), i=numbers, target=target, return_outputs=False)
 
     @torch.no_grad()
-    def relay(self, count: int, example: Tensor) -> list[Tensor]:
-        """The forward passes alone, one micro-batch after another; their results, where the last stage is."""
-        results: list[Tensor] = []
-        for i in range(count):
-            for stage in self.stages:
-                x = example
-                if stage.number > 0:
-                    x = collectives.receive(example, (self.axis.rank - 1) % self.axis.size, self.axis.group)
-                y = stage(x, torch.tensor(i))
-                if stage.number < self.total - 1:
-                    collectives.send(y, (self.axis.rank + 1) % self.axis.size, self.axis.group)
-                else:
-                    results.append(y)
-        return results
+    def relay(self, example: Tensor) -> Tensor | None:
+        """The forward pass of micro-batch 0 alone; its result, where the last stage is."""
+        result, i = None, torch.tensor(0)
+        for stage in self.stages:
+            x = example
+            if stage.number > 0:
+                x = collectives.receive(example, (self.axis.rank - 1) % self.axis.size, self.axis.group)
+            y = stage(x, i)
+            if stage.number < self.total - 1:
+                collectives.send(y, (self.axis.rank + 1) % self.axis.size, self.axis.group)
+            else:
+                result = y
+        return result
 
-    def _schedule(self, count: int, example: Tensor) -> object:
+    def _schedule(self, count: int, example: Tensor) -> Any:
         group = collectives.group_of(self.axis.group)
         made = [self._stage(stage, example, group) for stage in self.stages]
         schedule = SCHEDULES[self.plan.schedule]

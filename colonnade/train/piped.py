@@ -40,7 +40,7 @@ class Piped:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
             self._feed([batch], torch.ones((), device=self.device), terms)
-            self._pipeline.relay(1, self._example())
+            self._pipeline.relay(self._example())
             total += self._sum
         return total
 
@@ -48,8 +48,7 @@ class Piped:
     def forward(self, batch: Batch, head: Head) -> Tensor | None:
         """What ``head`` makes of one micro-batch, on the ranks of the last stage."""
         self._feed([batch], torch.ones((), device=self.device), head=head)
-        results = self._pipeline.relay(1, self._example())
-        return results[0] if results else None
+        return self._pipeline.relay(self._example())
 
     def _feed(
         self,
@@ -58,19 +57,20 @@ class Piped:
         terms: Terms = VALIDATION,
         head: Head | None = None,
     ) -> None:
-        self._batches, self._count, self._terms, self._head = batches, count, terms, head
+        self._laid = [lay(batch, self.model, terms) for batch in batches]  # once for all stages of this rank
+        self._count, self._head = count, head
         self._sum = torch.zeros((), dtype=torch.promote_types(self.compute, torch.float32), device=self.device)
 
     def _example(self) -> Tensor:
         """What travels between two stages: this rank's rows of the residual stream of one micro-batch."""
-        stream, _, _ = lay(self._batches[0], self.model)
+        stream, _, _ = self._laid[0]
         rows = self.axes.rows(len(stream.tokens_T))
         size = (rows.stop - rows.start, self.model.config.width)
         return torch.empty(size, dtype=self.compute, device=self.device)
 
     def _run(self, span: range, x_tD: Tensor | None, i: int) -> Tensor:
         """One stage's part of micro-batch ``i``."""
-        stream, attend, loss = lay(self._batches[i], self.model, self._terms)
+        stream, attend, loss = self._laid[i]
         out = self.model.run(span, x_tD, stream, attend, self._head or loss)
         if isinstance(out, Tensor):
             return out
