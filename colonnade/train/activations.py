@@ -83,16 +83,22 @@ def _first(kind: Kind, few: int, rest: Kind, blocks: int) -> list[Kind]:
 
 
 def arrange(
-    model: Transformer, train: TrainConfig, batch: Batch, make: Callable[[ModelConfig], Transformer], world: Axis
+    model: Transformer,
+    train: TrainConfig,
+    sample: Callable[[], Batch],
+    make: Callable[[ModelConfig], Transformer],
+    world: Axis,
 ) -> str | None:
     """Tell ``model``'s blocks what to compute again; says what was chosen where there was a choice.
 
-    ``batch`` is one of the run's micro-batches; the rest is as for :func:`weigh`, and raises as :func:`choose_kinds`.
+    ``sample`` reads one of the run's micro-batches, where one must be measured; the rest is as for :func:`weigh`, and
+    raises as :func:`choose_kinds`.
     """
     blocks, allowed_bytes = len(model.blocks), train.activation_bytes
     if train.recompute != "budget":
         recompute(model.blocks, [train.recompute for _ in model.blocks])
         return None
+    batch = sample()
     block_bytes = weigh(make, model.config, lambda it: forward(it, batch), world)
     choice = Choice(choose_kinds(block_bytes, blocks, allowed_bytes), block_bytes, allowed_bytes)
     recompute(model.blocks, choice.kinds)

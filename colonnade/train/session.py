@@ -40,13 +40,6 @@ from colonnade.train.piped import Piped
 from colonnade.train.scaler import LossScaler
 from colonnade.train.step import Outcome, Step, evaluate
 
-COMPUTE = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
-
 
 class Session:
     """A run, begun or resumed from its newest complete checkpoint."""
@@ -59,15 +52,18 @@ class Session:
         self.feed = Feed(run, ground.axes.dp.rank, ground.axes.dp.size)
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
         spans = [span for _, span in ground.stages(run.model.layers)]
-        compute = COMPUTE[run.train.dtype]
+        compute: torch.dtype = getattr(torch, run.train.dtype)  # torch's own names
         self.model = self._build(run.model, kept, spans)
         self.checkpoint = newest(run.folder, self.world)
         """The newest complete checkpoint, if there is one."""
         if self.checkpoint is None:
             initialise(self.model, run.train.seed)
-        sample = next(self._on_device(self.feed.samples.at(0)))
         self.recomputed = arrange(
-            self.model, run.train, sample, lambda config: self._build(config, compute), self.world
+            self.model,
+            run.train,
+            lambda: next(self._on_device(self.feed.samples.at(0))),
+            lambda config: self._build(config, compute),
+            self.world,
         )
         """What the backward pass computes again, where that was chosen by measurement."""
         self.piped = Piped(self.model, ground, compute) if run.plan.pp > 1 else None
