@@ -5,18 +5,12 @@ from pathlib import Path
 import pytest
 
 from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from colonnade.data import build
-
-TEXT = "we the people of this union hold that a column stands in a row and bears its share of the weight"
-WORDS = TEXT.split()
+from tests import corpora
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "corpus"
-    texts = [(str(i), " ".join(WORDS[(i * j) % len(WORDS)] for j in range(5 + i % 40))) for i in range(120)]
-    build(texts, folder, vocab_size=300, validation_share=0.2)
-    return folder
+    return corpora.small(tmp_path_factory.mktemp("data") / "corpus")
 
 
 @pytest.fixture
@@ -28,10 +22,3 @@ def config(corpus: Path, tmp_path: Path) -> RunConfig:
     )
     data = DataConfig(path=corpus, sequence=16)
     return RunConfig(name="it", runs=tmp_path / "runs", device="cpu", model=model, data=data, train=train)
-
-
-def tensors(folder: Path) -> dict[str, bytes]:
-    """Every file of weights and moments of a checkpoint, byte for byte."""
-    found = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-    assert found
-    return found

@@ -17,7 +17,7 @@ from colonnade.parallel.mesh import Ground
 from colonnade.train import Trainer
 from colonnade.train.loop import train
 from colonnade.train.session import Session
-from tests.faults.conftest import tensors
+from tests.corpora import tensors
 from tests.worlds import run as in_world
 
 pytestmark = pytest.mark.xdist_group("worlds")

@@ -15,8 +15,8 @@ from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint import native
 from colonnade.config import Plan, RunConfig
 from colonnade.train.loop import train
+from tests.corpora import tensors
 from tests.faults import faulty
-from tests.faults.conftest import tensors
 from tests.worlds import run as in_world
 
 pytestmark = [pytest.mark.xdist_group("worlds"), pytest.mark.slow]

@@ -15,7 +15,7 @@ from colonnade.config import Plan, RunConfig
 from colonnade.errors import CapacityError
 from colonnade.train import Trainer
 from colonnade.train.loop import train
-from tests.faults.conftest import tensors
+from tests.corpora import tensors
 from tests.worlds import run as in_world
 
 pytestmark = pytest.mark.xdist_group("worlds")

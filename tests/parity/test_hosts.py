@@ -18,17 +18,15 @@ import pytest
 from colonnade.checkpoint import native
 from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
 from colonnade.config.toml import dumps
-from colonnade.data import build
 from colonnade.parallel.mesh import Ground
 from colonnade.train import Trainer
 from colonnade.train.trackers import read_rows
+from tests import corpora
 from tests.models import build as build_model
 from tests.worlds import assert_same
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-TEXT = "we the people of this union hold that a column stands in a row and bears its share of the weight"
-WORDS = TEXT.split()
 MODEL = ModelConfig(vocab_size=300, layers=2, width=16, heads=4, kv_heads=4, ffn_width=26, context=32, tied=True)
 NAMED = Path("/etc/netns")
 """``ip netns exec NAME`` puts the files of /etc/netns/NAME in the place of those in /etc."""
@@ -81,10 +79,7 @@ def hosts(number: int) -> Iterator[list[list[str]]]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "corpus"
-    texts = [(str(i), " ".join(WORDS[(i * j) % len(WORDS)] for j in range(5 + i % 40))) for i in range(120)]
-    build(texts, folder, vocab_size=300, validation_share=0.2)
-    return folder
+    return corpora.small(tmp_path_factory.mktemp("data") / "corpus")
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,17 @@ from safetensors.torch import load_file, save_file
 from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint import native
 from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
-from colonnade.data import build
 from colonnade.errors import CapacityError, ConfigError, PlanError
 from colonnade.train import Trainer
 from colonnade.train.loop import train
 from colonnade.train.metrics import Diverged
+from tests import corpora
+from tests.corpora import tensors
 from tests.worlds import run as in_world
 
 pytestmark = pytest.mark.xdist_group("worlds")
 
 TEXT = "we the people of this union hold that a column stands in a row and bears its share"
-WORDS = TEXT.split()
 MODEL = ModelConfig(vocab_size=300, layers=3, width=16, heads=4, kv_heads=2, ffn_width=32, context=32, tied=True)
 TRAIN = TrainConfig(
     steps=12, batch=4, micro_batch=2, lr=1e-2, min_lr=1e-3, warmup=2, log_every=4, eval_every=0, save_every=4
@@ -31,22 +31,13 @@ HALF = {"dtype": "float16", "loss_scale": 2.0**30, "loss_scale_steps": 3}
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "corpus"
-    texts = [(str(i), " ".join(WORDS[(i * j) % len(WORDS)] for j in range(5 + i % 40))) for i in range(120)]
-    build(texts, folder, vocab_size=300, validation_share=0.2)
-    return folder
+    return corpora.small(tmp_path_factory.mktemp("data") / "corpus", TEXT)
 
 
 @pytest.fixture
 def config(corpus: Path, tmp_path: Path) -> RunConfig:
     data = DataConfig(path=corpus, sequence=16)
     return RunConfig(name="it", runs=tmp_path, device="cpu", model=MODEL, data=data, train=TRAIN)
-
-
-def tensors(folder: Path) -> dict[str, bytes]:
-    found = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-    assert found
-    return found
 
 
 def rows(run: RunConfig) -> list[dict[str, float]]:

@@ -24,12 +24,12 @@ from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.train import Trainer
 from colonnade.train.loop import train
 from colonnade.train.metrics import Diverged
+from tests import corpora
+from tests.corpora import tensors
 from tests.worlds import run as in_world
 
 pytestmark = pytest.mark.xdist_group("worlds")
 
-TEXT = "we the people of this union hold that a column stands in a row and bears its share of the weight"
-WORDS = TEXT.split()
 MODEL = ModelConfig(vocab_size=300, layers=2, width=16, heads=4, kv_heads=2, ffn_width=24, context=32, tied=True)
 TRAIN = TrainConfig(
     steps=12,
@@ -47,23 +47,13 @@ TRAIN = TrainConfig(
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "corpus"
-    texts = [(str(i), " ".join(WORDS[(i * j) % len(WORDS)] for j in range(5 + i % 40))) for i in range(120)]
-    build(texts, folder, vocab_size=300, validation_share=0.2)
-    return folder
+    return corpora.small(tmp_path_factory.mktemp("data") / "corpus")
 
 
 @pytest.fixture
 def config(corpus: Path, tmp_path: Path) -> RunConfig:
     data = DataConfig(path=corpus, sequence=16)
     return RunConfig(name="it", runs=tmp_path, device="cpu", model=MODEL, data=data, train=TRAIN)
-
-
-def tensors(folder: Path) -> dict[str, bytes]:
-    """Every file of weights and moments, byte for byte."""
-    found = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-    assert found
-    return found
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 100) -> None:
@@ -229,7 +219,8 @@ def test_runs_that_cannot_be(config: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds a model with ffn_width 24, not 32; use another --name"):
         Trainer(short.but(model=MODEL.but(ffn_width=32))).fit()
     other = tmp_path / "other"
-    build([(str(i), " ".join(WORDS[: 5 + i % 7])) for i in range(90)], other, vocab_size=300, validation_share=0.2)
+    words = corpora.TEXT.split()
+    build([(str(i), " ".join(words[: 5 + i % 7])) for i in range(90)], other, vocab_size=300, validation_share=0.2)
     with pytest.raises(DataError, match="is not the corpus that"):
         Trainer(short.but(data=DataConfig(path=other, sequence=16))).fit()
     with pytest.raises(ConfigError, match=r"data.seed is 7, and .* trained with 0: .* set --data.seed 0, or"):

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from colonnade.checkpoint import native
 from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
-from colonnade.data import Batch, Corpus, Loader, build
+from colonnade.data import Batch, Corpus, Loader
 from colonnade.errors import PlanError
 from colonnade.model import IGNORE, Transformer
 from colonnade.model.loss import cross_entropy_sum
@@ -28,6 +28,7 @@ from colonnade.parallel.layout import PARTIAL, WHOLE, layout_of
 from colonnade.parallel.mesh import Ground
 from colonnade.train.loop import train
 from colonnade.train.step import evaluate
+from tests import corpora
 from tests.parity.train_cases import CASES, TRAIN, Run, micro_batches, ragged
 from tests.worlds import assert_same, run
 
@@ -181,11 +182,9 @@ def test_the_gradient_norm_counts_each_parameter_once(plan: Plan, case: str) -> 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "corpus"
-    words = ["a", "column", "stands", "in", "a", "row", "and", "bears", "its", "share", "of", "weight"]
-    texts = [(str(i), " ".join(words[(i * j) % len(words)] for j in range(5 + i % 40))) for i in range(120)]
-    build(texts, folder, vocab_size=300, validation_share=0.2)
-    return folder
+    return corpora.small(
+        tmp_path_factory.mktemp("data") / "corpus", "a column stands in a row and bears its share of weight"
+    )
 
 
 LEGS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 6])), min_size=1, max_size=5)

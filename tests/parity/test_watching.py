@@ -12,29 +12,24 @@ import pytest
 import torch
 
 from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
-from colonnade.data import build
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.parallel.mesh import Ground
 from colonnade.train import Trainer, memory
 from colonnade.train.loop import train
 from colonnade.train.session import Session
 from colonnade.train.trackers import read_rows
+from tests import corpora
 from tests.worlds import run as in_world
 
 pytestmark = pytest.mark.xdist_group("worlds")
 
-TEXT = "we the people of this union hold that a column stands in a row and bears its share of the weight"
-WORDS = TEXT.split()
 MODEL = ModelConfig(vocab_size=300, layers=4, width=16, heads=4, kv_heads=4, ffn_width=24, context=32, tied=True)
 GIB = 1 << 30
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "corpus"
-    texts = [(str(i), " ".join(WORDS[(i * j) % len(WORDS)] for j in range(5 + i % 40))) for i in range(120)]
-    build(texts, folder, vocab_size=300, validation_share=0.2)
-    return folder
+    return corpora.small(tmp_path_factory.mktemp("data") / "corpus")
 
 
 @pytest.fixture
