@@ -2,6 +2,7 @@
 
 from colonnade.config.base import Config, count, nearest
 from colonnade.config.model import ModelConfig, RopeScaling
+from colonnade.config.moe import MoeConfig, RouterConfig
 from colonnade.config.plan import Plan
 from colonnade.config.run import DataConfig, Device, RunConfig, TrainConfig
 from colonnade.config.serve import ServeConfig
@@ -11,8 +12,10 @@ __all__ = [
     "DataConfig",
     "Device",
     "ModelConfig",
+    "MoeConfig",
     "Plan",
     "RopeScaling",
+    "RouterConfig",
     "RunConfig",
     "ServeConfig",
     "TrainConfig",

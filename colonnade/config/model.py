@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from colonnade.config.base import Config
+from colonnade.config.moe import MoeConfig
 from colonnade.errors import ConfigError
 
 Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "bert", "megatron-bert"]
@@ -109,6 +110,8 @@ class ModelConfig(Config):
     classifier. spans: the first and the last token of an answer."""
     classes: int = Field(default=0, ge=0)
     """Outputs of the classifier (top = classes)."""
+    moe: MoeConfig | None = None
+    """Experts in the place of the feed-forward part, in some layers or all."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights; residual outputs are divided by √(2L)."""
 
@@ -174,6 +177,10 @@ class ModelConfig(Config):
         """The sliding window of one layer [tokens], or None for full attention."""
         return self.window if layer >= self.window_from_layer else None
 
+    def experts_of(self, layer: int) -> MoeConfig | None:
+        """The mixture of experts of one layer, or None for a dense feed-forward part."""
+        return self.moe if self.moe is not None and self.moe.has_experts(layer) else None
+
     @property
     def has_pooler(self) -> bool:
         """Whether a tanh layer reads each sequence's first token."""
@@ -191,14 +198,24 @@ class ModelConfig(Config):
         norm = d * (2 if self.norm == "layernorm" else 1)
         qkv = (self.heads + 2 * self.kv_heads) * h
         attention = qkv * d + qkv * self.qkv_bias + d * self.heads * h + d * self.out_bias + 2 * h * self.qk_norm
-        ffn = (2 + self.gated) * d * f + self.ffn_bias * ((1 + self.gated) * f + d)
+        expert_layers = sum(self.experts_of(i) is not None for i in range(self.layers))
+        ffn = self._ffn_parameters(f) * (self.layers - expert_layers)
+        if moe := self.moe:
+            each = moe.experts * self._ffn_parameters(moe.ffn_width)
+            each += self._ffn_parameters(moe.shared_width) * bool(moe.shared_width) + d * moe.shared_gate
+            each += moe.router.gates * moe.experts * (d + moe.router.bias)
+            ffn += each * expert_layers
         outside = self.vocab_size * d * (1 if self.tied else 2)
         outside += norm * ((self.norm_order == "pre") + self.embed_norm) + self.segments * d
         outside += self.context * d if self.positions == "learned" else 0
         square = d * d + d
         outside += (square + norm + self.vocab_size) * self.predicts_masked + square * self.has_pooler
         outside += (d + 1) * {"pretraining": 2, "spans": 2, "classes": self.classes}.get(self.top, 0)
-        return self.layers * (attention + ffn + 2 * norm) + outside
+        return self.layers * (attention + 2 * norm) + ffn + outside
+
+    def _ffn_parameters(self, hidden: int) -> int:
+        """Weights of a feed-forward part with so many hidden units."""
+        return (2 + self.gated) * self.width * hidden + self.ffn_bias * ((1 + self.gated) * hidden + self.width)
 
     def flops_per_token(self, sequence: int, *, causal: bool) -> float:
         """Floating-point operations to train on one token: 3 × the forward pass's matrix products.
@@ -208,10 +225,15 @@ class ModelConfig(Config):
         costs nothing; recomputation is not counted (it is model FLOPs, not hardware FLOPs).
         """
         qkv = (self.heads + 2 * self.kv_heads) * self.head_width
-        dense = self.width * (qkv + self.heads * self.head_width + (2 + self.gated) * self.ffn_width)
+        attention = self.width * (qkv + self.heads * self.head_width)
+        hidden = 0  # units that a token passes, in all layers
+        for layer in range(self.layers):
+            moe = self.experts_of(layer)
+            hidden += self.ffn_width if moe is None else moe.active * moe.ffn_width + moe.shared_width
+        ffn = self.width * (2 + self.gated) * hidden
         seen = min(sequence, self.window) if self.window else sequence
         scores = 2 * seen * self.heads * self.head_width * (0.5 if causal and self.causal else 1.0)
-        return 3 * 2 * (self.layers * (dense + scores) + self.width * self.vocab_size)
+        return 3 * 2 * (self.layers * (attention + scores) + ffn + self.width * self.vocab_size)
 
 
 def divisors(n: int) -> list[int]:

@@ -45,8 +45,18 @@ class Plan(Config):
     """FSDP gives gathered weights back after the forward pass and gathers them again; False keeps them: faster, larger.
     A pipeline always keeps them until its step is over."""
 
+    ep: int = Field(default=1, ge=1)
+    """Expert parallel: ranks of a pipeline stage that share a layer's experts among them, whatever else they share."""
+    sh: int = Field(default=1, ge=1)
+    """Ranks that share each expert's hidden units."""
+
     @model_validator(mode="after")
     def _consistent(self) -> "Plan":
+        if self.stage % (self.ep * self.sh):
+            raise PlanError(
+                f"ep={self.ep} times sh={self.sh} does not divide the {self.stage} ranks of a pipeline stage "
+                f"(replicate · dp · cp · tp); use ep and sh of which the product is one of {divisors(self.stage)}"
+            )
         if self.stages > 1 and self.pp == 1:
             raise PlanError(f"{self.stages} stages a rank need a pipeline; set --plan.pp 2 or --plan.stages 1")
         if self.stages > 1 and self.schedule not in SEVERAL:
@@ -64,6 +74,16 @@ class Plan(Config):
     def world(self) -> int:
         """Processes in all."""
         return self.pp * self.replicate * self.dp * self.cp * self.tp
+
+    @property
+    def stage(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.replicate * self.dp * self.cp * self.tp
+
+    @property
+    def copies(self) -> int:
+        """Ranks of a stage that hold the same shares of the same experts."""
+        return self.stage // (self.ep * self.sh)
 
     @property
     def all_stages(self) -> int:
@@ -97,6 +117,17 @@ class Plan(Config):
                 raise PlanError(
                     f"{size} {what} leave the last of {self.tp} tensor-parallel ranks empty; use a lower tp"
                 )
+        if model.moe is None and self.ep * self.sh > 1:
+            raise PlanError(
+                f"ep={self.ep} and sh={self.sh} share out experts, and this model has none; leave them at 1"
+            )
+        if model.moe is not None:
+            for what, size, ranks in (
+                ("experts", model.moe.experts, self.ep), ("hidden units of an expert", model.moe.ffn_width, self.sh)
+            ):  # fmt: skip
+                if size % ranks:
+                    name = "ep" if what == "experts" else "sh"
+                    raise PlanError(f"{size} {what} do not divide over {name}={ranks}; use {name} of {divisors(size)}")
         if model.layers < self.all_stages:
             raise PlanError(
                 f"{model.layers} layers do not fill {self.all_stages} pipeline stages; use a lower pp or stages"
@@ -136,6 +167,7 @@ class Plan(Config):
         if self.pp > 1:
             words += [self.schedule] + ([f"stages={self.stages}"] if self.stages > 1 else [])
         words += ["no_reshard"] if not self.reshard and self.dp * self.cp * self.replicate > 1 else []
+        words += [f"{name}={size}" for name in ("ep", "sh") if (size := getattr(self, name)) > 1]
         return " ".join(words) or "one process"
 
     def table(self, model: ModelConfig) -> list[tuple[str, str, str]]:

@@ -15,8 +15,10 @@ import torch
 from colonnade.kernels.attention import chunk, chunk_flash, reference, sdpa, varlen
 from colonnade.kernels.dropout import recompute
 from colonnade.kernels.dropout import reference as dropout_reference
+from colonnade.kernels.experts import reference as experts_reference
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear import scaled, scaled_mm, thin
+from colonnade.kernels.permute import reference as permute_reference
 
 Operation = Literal[
     "packed_attention",
@@ -27,6 +29,10 @@ Operation = Literal[
     "dropout",
     "linear",
     "scaled_product",
+    "experts",
+    "sort_choices",
+    "gather_rows",
+    "combine_rows",
 ]
 FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -77,6 +83,10 @@ TABLE: tuple[Row, ...] = (
     Row("linear", "reference", linear_reference.linear),
     Row("scaled_product", "scaled_mm", scaled_mm.product, devices=("cuda",), dtypes=FLOATS8),
     Row("scaled_product", "reference", scaled.product, dtypes=FLOATS8),
+    Row("experts", "reference", experts_reference.experts),
+    Row("sort_choices", "reference", permute_reference.sort),
+    Row("gather_rows", "reference", permute_reference.gather),
+    Row("combine_rows", "reference", permute_reference.combine),
 )
 
 CHOSEN = {

@@ -8,32 +8,26 @@ before, one after (Megatron-LM, arXiv 1909.08053, section 3, figure 3a). The out
 the sum.
 """
 
-import functools
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from colonnade.config import ModelConfig
+from colonnade.kernels.experts.reference import ACTIVATIONS
 from colonnade.model.linear import Linear
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, on_rows
-
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
-    "relu": F.relu,
-}
 
 
 class FeedForward(nn.Module):
     """x_tD to y_tD, through f = F/tp hidden units on this rank."""
 
-    def __init__(self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype, width: int | None = None
+    ):
+        """``width`` is F where it is not the model's."""
         super().__init__()
         self.axes, self.act = axes, ACTIVATIONS[config.activation]
-        start, stop = axes.tp.part(config.ffn_width)
+        start, stop = axes.tp.part(width or config.ffn_width)
         on = {"device": device, "dtype": dtype}
         self.gate = Linear(config.width, stop - start, bias=config.ffn_bias, **on) if config.gated else None
         self.up = Linear(config.width, stop - start, bias=config.ffn_bias, **on)

@@ -8,13 +8,14 @@ Places: 0 is the embedding, 1 + i is block i. Sites within a block: after attent
 before the sum with the residual stream, as in GPT-2), and the attention's probabilities.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from colonnade.kernels.choose import choose
-from colonnade.kernels.dropout.reference import Pairs
+from colonnade.kernels.dropout.reference import Pairs, uniform
 from colonnade.parallel.randomness import keys
 
 EMBEDDING, ATTENTION, FFN = 0, 1, 2
@@ -48,6 +49,20 @@ class PlaceNoise:
             return x_TD
         run = choose("dropout", x_TD.device.type, x_TD.dtype)
         return run(x_TD, self.key, self.index_T, site=site, rate=rate, start=start)
+
+    def uniform(self, columns: int, site: int) -> Tensor:
+        """float64 (T, columns) in [0, 1): one number for each token and column."""
+        return uniform(self.key, self.index_T, columns, site)
+
+    def normal(self, columns: int, site: int) -> Tensor:
+        """float64 (T, columns) of the standard normal distribution (Box and Muller 1958)."""
+        u_T2C = self.uniform(2 * columns, site)
+        radius_TC = (-2 * (1 - u_T2C[:, :columns]).log()).sqrt()
+        return radius_TC * (2 * math.pi * u_T2C[:, columns:]).cos()
+
+    def rows(self, part: slice | Tensor) -> "PlaceNoise":
+        """The same for some of the tokens."""
+        return replace(self, index_T=self.index_T[part])
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from colonnade.model.moe.routing import Routing
 from colonnade.model.noise import Noise
 
 
@@ -18,3 +19,5 @@ class Stream(NamedTuple):
     """int64 segment of each token, for a model that has a table of them; None is segment 0 everywhere."""
     noise: Noise | None = None
     """What is random in this step of training; None drops nothing."""
+    routing: Routing | None = None
+    """What concerns the routers of a mixture of experts; None is inference."""

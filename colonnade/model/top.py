@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import ModelConfig
-from colonnade.model.ffn import ACTIVATIONS
+from colonnade.kernels.experts.reference import ACTIVATIONS
 from colonnade.model.linear import Linear
 from colonnade.model.norm import Norm
 from colonnade.parallel.axis import Axes

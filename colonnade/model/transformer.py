@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colonnade.config import ModelConfig
+from colonnade.config import ModelConfig, MoeConfig
 from colonnade.model.attend import Attend, Attending
 from colonnade.model.attention import Attention
 from colonnade.model.embedding import Embedding
 from colonnade.model.ffn import FeedForward
 from colonnade.model.head import Head
 from colonnade.model.linear import Linear
+from colonnade.model.moe import MixtureOfExperts, Report, Routed
 from colonnade.model.noise import ATTENTION, EMBEDDING, FFN, PlaceNoise, drop
 from colonnade.model.norm import Norm
 from colonnade.model.recompute import again
@@ -41,29 +42,62 @@ class Block(nn.Module):
     post  norm(x + f(x))      Vaswani 2017, the original BERT; figure 7a
     """
 
-    def __init__(self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, config: ModelConfig, axes: Axes, moe: MoeConfig | None = None, *, device: torch.device, dtype: torch.dtype
+    ):
+        """``moe``: experts in the place of the feed-forward part."""
         super().__init__()
         self.norm1 = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
         self.attention = Attention(config, axes, device=device, dtype=dtype)
         self.norm2 = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
-        self.ffn = FeedForward(config, axes, device=device, dtype=dtype)
+        self.ffn = (
+            FeedForward(config, axes, device=device, dtype=dtype)
+            if moe is None
+            else MixtureOfExperts(config, moe, axes, device=device, dtype=dtype)
+        )
         self.post = config.norm_order == "post"
         self.recompute = False
 
     def forward(
-        self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend, noise: PlaceNoise | None = None
-    ) -> Tensor:
-        """x_tD to x_tD: the residual stream of T tokens, or this rank's rows of it; ``noise`` is of the same rows."""
+        self,
+        x_tD: Tensor,
+        T: int,
+        turn: Rotation | None,
+        attend: Attend,
+        noise: PlaceNoise | None = None,
+        routed: Routed | None = None,
+    ) -> tuple[Tensor, Report | None]:
+        """x_tD to x_tD: the residual stream of T tokens, or this rank's rows of it, which ``noise`` is of too; beside
+        it what the experts did, in a block that has some, to which ``routed`` speaks.
+        """
         if self.recompute:
-            return again(self._run, x_tD, T, turn, attend, noise)
-        return self._run(x_tD, T, turn, attend, noise)
+            return again(self._run, x_tD, T, turn, attend, noise, routed)
+        return self._run(x_tD, T, turn, attend, noise, routed)
 
-    def _run(self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend, noise: PlaceNoise | None) -> Tensor:
+    def _run(
+        self,
+        x_tD: Tensor,
+        T: int,
+        turn: Rotation | None,
+        attend: Attend,
+        noise: PlaceNoise | None,
+        routed: Routed | None,
+    ) -> tuple[Tensor, Report | None]:
         if self.post:
             x_tD = self.norm1(x_tD + drop(self.attention(x_tD, T, turn, attend), noise, ATTENTION))
-            return self.norm2(x_tD + drop(self.ffn(x_tD, T), noise, FFN))
+            y_tD, report = self._feed_forward(x_tD, T, noise, routed)
+            return self.norm2(x_tD + drop(y_tD, noise, FFN)), report
         x_tD = x_tD + drop(self.attention(self.norm1(x_tD), T, turn, attend), noise, ATTENTION)
-        return x_tD + drop(self.ffn(self.norm2(x_tD), T), noise, FFN)
+        y_tD, report = self._feed_forward(self.norm2(x_tD), T, noise, routed)
+        return x_tD + drop(y_tD, noise, FFN), report
+
+    def _feed_forward(
+        self, x_tD: Tensor, T: int, noise: PlaceNoise | None, routed: Routed | None
+    ) -> tuple[Tensor, Report | None]:
+        if isinstance(self.ffn, FeedForward):
+            return self.ffn(x_tD, T), None
+        assert routed is not None, "a block with experts needs the tokens"
+        return self.ffn(x_tD, T, routed, noise)
 
 
 class Transformer(nn.Module):
@@ -93,7 +127,7 @@ class Transformer(nn.Module):
             self.copies = frozenset() if first else frozenset({"embed.tokens.weight"})
         self.blocks = nn.ModuleList()
         for i in (i for span in spans for i in span):
-            self.blocks.add_module(str(i), Block(config, axes, **on))
+            self.blocks.add_module(str(i), Block(config, axes, config.experts_of(i), **on))
         self.norm = None
         if last:  # in post-norm order the last block ends with a norm of its own
             pre = config.norm_order == "pre"
@@ -126,7 +160,10 @@ class Transformer(nn.Module):
         turn = self._turn(stream.positions_T, x_tD.dtype)
         for i in span:
             block, sees = self.blocks.get_submodule(str(i)), attend.at(i, self.config.window_of(i))
-            x_tD = block(x_tD, T, turn, sees, noise and noise.at(i))
+            routed = Routed.at(i, stream.tokens_T, stream.routing) if self.config.experts_of(i) else None
+            x_tD, report = block(x_tD, T, turn, sees, noise and noise.at(i), routed)
+            if report is not None and stream.routing is not None:
+                stream.routing.reports[i] = report
         if span.stop < self.config.layers:
             return x_tD
         assert self.norm is not None, "the last span ends with the head"

@@ -22,6 +22,7 @@ size 1 (:data:`SOLO`) returns its input, so model code has no ``if`` about the w
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
@@ -102,6 +103,21 @@ class Axis:
         """The maximum over the axis, without a gradient."""
         return x.detach() if self.size == 1 else collectives.all_reduce(x.detach(), "max", self.group)
 
+    def list_(self, n: int, device: torch.device | str = "cpu") -> list[int]:
+        """The ``n`` of every rank; waits for the device."""
+        if self.size == 1:
+            return [n]
+        mine = torch.tensor([n], device=device)
+        return collectives.all_gather(mine, self.size, self.group).tolist()
+
+    def lay_together_(self, x: Tensor, counts: list[int]) -> Tensor:
+        """The rows of all ranks, ``counts`` of each, one rank's after another's, without a gradient."""
+        if self.size == 1:
+            return x.detach()
+        most = max(counts)
+        rows = collectives.all_gather(_pad(x.detach(), 0, most), self.size, self.group)
+        return torch.cat([part[:n] for part, n in zip(rows.split(most), counts, strict=True)]) if most else rows
+
     def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
         """Overwrite ``x`` on every rank with that of rank ``src`` of this axis (control messages; never traced)."""
         if self.size > 1:
@@ -111,6 +127,30 @@ class Axis:
 
 SOLO = Axis("solo")
 """The axis of a world of one: every method returns its input."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How experts stand on the ranks of a pipeline stage, which are also its data, context and tensor ranks.
+
+    The ranks are copies × ep × sh, ``sh`` innermost: each ep rank holds its share of the experts, each sh rank among
+    those its share of their hidden units. What is stored where never changes with how a step uses it.
+    """
+
+    ep: Axis = SOLO
+    sh: Axis = SOLO
+    all: Axis = SOLO
+    """The ep × sh ranks among which tokens travel; rank = ep rank · sh + sh rank."""
+    copies: Axis = SOLO
+    """Ranks that hold the same shares of the same experts."""
+    tokens: Axis = SOLO
+    """All ranks of the stage: no two have the same tokens, where experts are concerned."""
+    strided: tuple[tuple[int, Axis], ...] = ()
+    """For each divisor r of sh, the sh ranks that are equal modulo r: together a hidden slice of 1/r."""
+
+    def every(self, r: int) -> Axis:
+        """This rank among those whose sh rank is equal to its own modulo r."""
+        return dict(self.strided).get(r, SOLO)
 
 
 @dataclass(frozen=True)
@@ -135,6 +175,8 @@ class Axes:
     ends: Axis = SOLO
     """The first and the last rank of the pipeline, which share tied weights; of size 1 on ranks between them."""
     sequence_parallel: bool = False
+    grid: Grid = Grid()
+    """How experts stand on the same ranks."""
 
     def enter(self, x_tD: Tensor, T: int) -> Tensor:
         """x_TD of the residual stream, for ranks of which each does its own share of the work on all T tokens."""
@@ -147,6 +189,14 @@ class Axes:
     def leave(self, y_TD: Tensor) -> Tensor:
         """The ranks' partial results, summed, as the residual stream holds them."""
         return self.tp.scatter_sum(y_TD, 0) if self.sequence_parallel else self.tp.fan_in(y_TD)
+
+    def apart(self, x_tD: Tensor) -> Tensor:
+        """This rank's own tokens of the residual stream: each is with one tp rank only."""
+        return x_tD if self.sequence_parallel else self.tp.split(x_tD, 0)
+
+    def rejoin(self, x_tD: Tensor, T: int) -> Tensor:
+        """The residual stream of T tokens of which each rank has its own."""
+        return x_tD if self.sequence_parallel else self.tp.join(x_tD, 0, T)
 
     def everywhere(self, x: Tensor) -> Tensor:
         """The sum over data, context and pipeline ranks, without a gradient: of losses, for instance."""

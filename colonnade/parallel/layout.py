@@ -8,11 +8,14 @@ A module says, for each parameter it owns, along which dimension tensor parallel
 ``PARTIAL``  every tp rank holds it whole but uses it on a share of the heads or tokens only, so that its gradient
              must be summed over tp (query/key norms; naively an error of 507 in a prototype).
 
+``Experts``  cut over the ranks of the expert grid: by experts, and by hidden units.
+
 What is applied to the rows of the residual stream is the one or the other, by :func:`on_rows`.
 
 Initialisation, loading, saving, the gradient norm and the storage view all derive from this table and nothing else.
 """
 
+from dataclasses import dataclass
 from enum import Enum
 
 from torch import Tensor, nn
@@ -28,8 +31,17 @@ class Replicated(Enum):
 
 
 WHOLE, PARTIAL = Replicated.WHOLE, Replicated.PARTIAL
-Placement = int | Replicated
-"""A dimension that is cut over tp, or one of the two replicated kinds."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A stack of experts: dimension 0 is cut over ep, and the dimension ``hidden`` over sh (None: no other is)."""
+
+    hidden: int | None = None
+
+
+Placement = int | Replicated | Experts
+"""A dimension that is cut over tp, one of the two replicated kinds, or a stack of experts."""
 
 
 def on_rows(axes: Axes) -> Replicated:
@@ -52,9 +64,16 @@ def layout_of(model: nn.Module) -> dict[str, Placement]:
     return table
 
 
-def share(whole: Tensor, placement: Placement, tp: Axis) -> Tensor:
+def share(whole: Tensor, placement: Placement, axes: Axes) -> Tensor:
     """This rank's part of a whole parameter (a view)."""
     if isinstance(placement, Replicated):
         return whole
-    start, stop = tp.part(whole.shape[placement])
-    return whole.narrow(placement, start, stop - start)
+    if isinstance(placement, Experts):
+        part = _cut(whole, 0, axes.grid.ep)
+        return part if placement.hidden is None else _cut(part, placement.hidden, axes.grid.sh)
+    return _cut(whole, placement, axes.tp)
+
+
+def _cut(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    start, stop = axis.part(x.shape[dim])
+    return x.narrow(dim, start, stop - start)

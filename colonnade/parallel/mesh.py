@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from colonnade.config import Plan, count
+from colonnade.config.model import divisors
 from colonnade.errors import PlanError
-from colonnade.parallel.axis import SOLO, Axes, Axis, group_name
+from colonnade.parallel.axis import SOLO, Axes, Axis, Grid, group_name
 from colonnade.parallel.launch import local_ranks, place
 from colonnade.parallel.meet import fresh_store
 
@@ -130,9 +131,9 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> Ground:
 
     groups: dict[str, dist.ProcessGroup] = {}
 
-    def axis(name: str, *along: int) -> Axis:
-        """The ranks that differ from this one in the dimensions ``along`` of ``order`` only."""
-        rows = order.movedim(along, tuple(range(-len(along), 0))).flatten(-len(along)).flatten(0, -2).tolist()
+    def axis(name: str, *along: int, of: torch.Tensor = order) -> Axis:
+        """The ranks that differ from this one in the dimensions ``along`` of the array ``of`` ranks only."""
+        rows = of.movedim(along, tuple(range(-len(along), 0))).flatten(-len(along)).flatten(0, -2).tolist()
         if len(rows[0]) == 1:
             return SOLO
         if str(rows) not in groups:  # axes over the same ranks share their connections
@@ -143,6 +144,22 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> Ground:
 
     def named(name: str, group: dist.ProcessGroup) -> Axis:
         return Axis(name, dist.get_world_size(group), dist.get_rank(group), group_name(group))
+
+    def grid() -> Grid:
+        """The expert grid, over the ranks of each pipeline stage in their order."""
+        laid = order.view(plan.pp, plan.copies, plan.ep, plan.sh)
+        strided: list[tuple[int, Axis]] = []
+        for r in divisors(plan.sh):
+            by_r = laid.unflatten(3, (plan.sh // r, r))
+            strided.append((r, axis(f"sh mod {r}", 3, of=by_r)))
+        return Grid(
+            ep=axis("ep", 2, of=laid),
+            sh=axis("sh", 3, of=laid),
+            all=axis("experts", 2, 3, of=laid),
+            copies=axis("copies", 1, of=laid),
+            tokens=axis("tokens", 1, 2, 3, of=laid),
+            strided=tuple(strided),
+        )
 
     def ends() -> Axis:
         if plan.pp <= 2:
@@ -159,6 +176,7 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> Ground:
         pp=axis("pp", 0),
         ends=ends(),
         sequence_parallel=plan.sequence_parallel and plan.tp > 1,
+        grid=grid(),
     )
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     return Ground(plan, axes, device, dist.get_rank(), mesh)

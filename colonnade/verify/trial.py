@@ -104,7 +104,7 @@ class Trial:
 
     def mine(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole parameter, or of what is shaped like one."""
-        part = share(whole, layout_of(self.model)[name], self.ground.axes.tp)
+        part = share(whole, layout_of(self.model)[name], self.ground.axes)
         start, stop = self.ground.shard.part(part.shape[0])
         return part[start:stop]
 

@@ -18,7 +18,7 @@ def _check(config: ModelConfig, world: int, sequence_parallel: bool = False) -> 
         whole, mine = build(config), build(config, ground.axes)
         layout = layout_of(mine)
         for name, p in whole.named_parameters():
-            assert_same(mine.get_parameter(name), share(p, layout[name], tp), what=f"initial {name}")
+            assert_same(mine.get_parameter(name), share(p, layout[name], ground.axes), what=f"initial {name}")
         stream, attend, targets = ragged(config)
         for smoothing in (0.0, 0.1):
             for model in (whole, mine):
@@ -30,7 +30,9 @@ def _check(config: ModelConfig, world: int, sequence_parallel: bool = False) -> 
             assert mine.last[1] == whole.last[1]
             for name, p in mine.named_parameters():
                 grad = tp.sum_(p.grad) if layout[name] is PARTIAL else p.grad
-                assert_same(grad, share(whole.get_parameter(name).grad, layout[name], tp), what=f"gradient of {name}")
+                assert_same(
+                    grad, share(whole.get_parameter(name).grad, layout[name], ground.axes), what=f"gradient of {name}"
+                )
         with torch.no_grad():
             assert_same(mine(stream, attend, Rows()), whole(stream, attend, Rows()), what="logits")
             assert greedy(mine) == greedy(whole)
@@ -70,7 +72,7 @@ def _few(lengths: list[int]) -> None:
         layout = layout_of(mine)
         for name, p in mine.named_parameters():
             grad = ground.axes.tp.sum_(p.grad) if layout[name] is PARTIAL else p.grad
-            assert_same(grad, share(whole.get_parameter(name).grad, layout[name], ground.axes.tp), what=name)
+            assert_same(grad, share(whole.get_parameter(name).grad, layout[name], ground.axes), what=name)
 
 
 @pytest.mark.xdist_group("worlds")
@@ -93,7 +95,7 @@ def _logits_gradient() -> None:
             model(stream, attend, Rows(torch.tensor([3, 5]))).pow(2).sum().backward()
         layout = layout_of(mine)
         for name, p in mine.named_parameters():
-            assert_same(p.grad, share(whole.get_parameter(name).grad, layout[name], ground.axes.tp), what=name)
+            assert_same(p.grad, share(whole.get_parameter(name).grad, layout[name], ground.axes), what=name)
 
 
 @pytest.mark.xdist_group("worlds")

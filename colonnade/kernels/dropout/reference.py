@@ -60,6 +60,12 @@ def dropout(x_TD: Tensor, key: Tensor, index_T: Tensor, *, site: int, rate: floa
     return torch.where(kept_TD, x_TD * (1 / (1 - rate)), 0.0)
 
 
+def uniform(key: Tensor, index_T: Tensor, columns: int, site: int) -> Tensor:
+    """float64 (T, columns), uniform in [0, 1) to 2⁻³²: a number for each token and column, of the same hashes."""
+    column_C = column_hash(site, torch.arange(columns, device=index_T.device))
+    return (mix(row_hash(key, index_T)[:, None] ^ column_C).double() + 2**31) * 2.0**-32
+
+
 class Pairs(NamedTuple):
     """Dropout of attention probabilities: an element is a (query head, query's token, key's token).
 

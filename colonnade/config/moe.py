@@ -1,0 +1,112 @@
+"""Mixture of experts in the feed-forward part: how many experts, who goes where, and what balances the load.
+
+    y = Σ_j w_j · expert_{i_j}(x) [+ shared(x)]           (i, w) = router(x), A of E experts a token
+
+Symbols as in docs/alphabet.md: E experts, A active ones a token, F hidden width of one expert, C capacity.
+"""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from colonnade.config.base import Config
+from colonnade.errors import ConfigError
+
+Balance = Literal["none", "gshard", "switch", "choices", "importance"]
+
+
+class RouterConfig(Config):
+    """Who goes to which expert."""
+
+    kind: str = "softmax"
+    """A name in the registry of :mod:`colonnade.model.moe.router`."""
+    gates: int = Field(default=1, ge=1)
+    """Gates of a layer, one of which a forward pass picks."""
+    dtype: Literal["float32", "model"] = "float32"
+    """Precision of the scores: float32, or the model's own (Switch, arXiv 2101.03961, section 2.4)."""
+    bias: bool = False
+    """A bias on the scores."""
+    normalise: bool = True
+    """Divide a token's A weights by their sum (only when A > 1)."""
+    scale: float = Field(default=1.0, gt=0)
+    """The weights are multiplied by this at the end (DeepSeek's routed_scaling_factor)."""
+    jitter: float = Field(default=0.0, ge=0, lt=1)
+    """In training the router's input is multiplied by U(1 − jitter, 1 + jitter) (Switch, section 2.2)."""
+    noise: float = Field(default=0.0, ge=0)
+    """In training noise·N(0, 1)/E is added to the scores (Tutel's gate_noise)."""
+    groups: int = Field(default=1, ge=1)
+    """Groups of experts, of which a token may use some (DeepSeek-V2, arXiv 2405.04434, section 2.2.2)."""
+    groups_kept: int = Field(default=1, ge=1)
+    """Groups that a token may use."""
+    group_score: Literal["max", "top2"] = "top2"
+    """A group's score: its best expert's (DeepSeek-V2) or the sum of its two best, biased (DeepSeek-V3)."""
+    projection: int = Field(default=256, ge=1)
+    """cosine: width in which tokens and experts are compared."""
+    temperature: float = Field(default=0.5, gt=0)
+    """cosine: the initial temperature; learned from there on."""
+
+
+class MoeConfig(Config):
+    """The mixture of experts that stands in the place of a model's feed-forward part."""
+
+    experts: int = Field(ge=1)
+    """E: experts of a layer."""
+    active: int = Field(default=2, ge=1)
+    """A: experts that a token goes to (top-k)."""
+    ffn_width: int = Field(gt=0)
+    """F: hidden width of one expert."""
+    shared_width: int = Field(default=0, ge=0)
+    """Hidden width of the experts that every token goes to, together; 0: none."""
+    shared_gate: bool = False
+    """The shared experts' output is multiplied by σ(w·x) (Qwen2-MoE)."""
+    first: int = Field(default=0, ge=0)
+    """The first layer with experts; those before it are dense."""
+    every: int = Field(default=1, ge=1)
+    """Of the layers from there on, every n-th has experts (2: GShard and Switch)."""
+    router: RouterConfig = RouterConfig()
+    """Who goes to which expert."""
+    capacity: float | None = None
+    """None: dropless, every token reaches its experts. f > 0: at most C = A·int(f·⌈T/E⌉) tokens an expert; 0: as many
+    as any expert has, so that none is dropped; f < 0: the smaller of the two, with −f (Tutel)."""
+    capacity_over: Literal["batch", "rank"] = "batch"
+    """Whose tokens an expert's capacity counts: those of all ranks together, which no layout changes, or of each rank
+    by itself (Tutel)."""
+    priority: bool = False
+    """Places go to the tokens of the highest weight first, not to the first ones (batch-prioritised routing)."""
+    dropped: Literal["zero", "residual"] = "zero"
+    """What a token gets for a place that it did not get: nothing, or its own input at that weight."""
+    balance: Balance = "switch"
+    """The loss that balances the load. gshard: E/T²·Σ_e(Σ_t p_te)(Σ_t [top1 = e]). switch: E·Σ_e f_e·P_e, f the
+    shares of all choices, which sum to 1 (Switch, Megatron). choices: the same with shares that sum to A (as Hugging
+    Face has it). importance: squared coefficients of variation of Σ_t p and of the expected load (Shazeer 2017)."""
+    balance_weight: float = Field(default=0.01, ge=0)
+    """Weight of the balance loss beside the model's own."""
+    z_weight: float = Field(default=0.0, ge=0)
+    """Weight of the router z-loss, mean_t logsumexp(scores)² (ST-MoE, arXiv 2202.08906, section 3.3)."""
+    bias_rate: float = Field(default=0.0, ge=0)
+    """By how much an expert's bias moves against its load at each step (DeepSeek-V3, arXiv 2412.19437, section 2.1.2);
+    0: there is none."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "MoeConfig":
+        if self.active > self.experts:
+            raise ConfigError(f"a token cannot go to {self.active} of {self.experts} experts; lower moe.active")
+        router = self.router
+        if self.experts % router.groups:
+            raise ConfigError(f"{self.experts} experts do not divide into {router.groups} groups; change one of them")
+        if router.groups_kept > router.groups:
+            raise ConfigError(
+                f"a token cannot use {router.groups_kept} of {router.groups} groups; lower moe.router.groups_kept"
+            )
+        if self.active > router.groups_kept * (self.experts // router.groups):
+            raise ConfigError(
+                f"{router.groups_kept} groups of {self.experts // router.groups} experts do not hold {self.active} "
+                "active ones; raise moe.router.groups_kept or lower moe.active"
+            )
+        if self.shared_gate and not self.shared_width:
+            raise ConfigError("shared_gate needs shared experts; set moe.shared_width or leave shared_gate off")
+        return self
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether block number ``layer`` has experts in the place of its feed-forward part."""
+        return layer >= self.first and (layer - self.first) % self.every == 0

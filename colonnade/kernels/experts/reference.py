@@ -1,0 +1,55 @@
+"""Each expert's feed-forward part on its own rows: the specification, in plain torch.
+
+    y_r = W_down act(W_up x_r)                        for the rows r of expert e, with e's weights
+    y_r = W_down (act(W_gate x_r) ⊙ W_up x_r)         gated
+
+All weights are stored hidden units first, (E, F, D), so that each is cut along the same dimension however the hidden
+units are shared out. Rows past the last end belong to no expert: 0.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+}
+
+
+class Weights(NamedTuple):
+    """The weights of E experts."""
+
+    up_EFD: Tensor
+    down_EFD: Tensor
+    gate_EFD: Tensor | None = None
+    up_bias_EF: Tensor | None = None
+    gate_bias_EF: Tensor | None = None
+    down_bias_ED: Tensor | None = None
+
+    def of(self, expert: int) -> tuple[Tensor | None, ...]:
+        """Those of one of them."""
+        return tuple(None if w is None else w[expert] for w in self)
+
+
+def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> Tensor:
+    """y_RD: rows ends[e − 1]:ends[e] through expert e."""
+    act, start, parts = ACTIVATIONS[activation], 0, []
+    for e, end in enumerate(ends_E.tolist()):
+        up_FD, down_FD, gate_FD, up_b, gate_b, down_b = weights.of(e)
+        assert up_FD is not None
+        assert down_FD is not None
+        x_cD = x_RD[start:end]
+        up_cF = F.linear(x_cD, up_FD, up_b)
+        h_cF = act(up_cF) if gate_FD is None else act(F.linear(x_cD, gate_FD, gate_b)) * up_cF
+        y_cD = h_cF @ down_FD
+        parts.append(y_cD if down_b is None else y_cD + down_b)
+        start = end
+    parts.append(x_RD.new_zeros(len(x_RD) - start, x_RD.shape[1]))
+    return torch.cat(parts)

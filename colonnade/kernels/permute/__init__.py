@@ -1,0 +1,1 @@
+"""Moving tokens to their experts and back: rows in the order of the experts."""

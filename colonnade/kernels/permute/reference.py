@@ -1,0 +1,38 @@
+"""Rows in the order of their experts, and back: the specification, in plain torch.
+
+    order   = stable argsort of the T·A choices by expert           choice r = t·A + j: token t's j-th
+    x_RD    = x_TD[order // A]                                      gather: each token once for each of its choices
+    y_TD    = Σ_j w_tj · y_RD[row of choice (t, j)]                 combine
+
+A choice whose expert is E or more is none: such choices come last, and the rows past ``ends_E[-1]`` mean nothing. The
+number of rows is known without asking the device: nothing here waits for it (MegaBlocks, arXiv 2211.15841, section 4,
+where rows are padded to blocks; here they are not).
+"""
+
+import torch
+from torch import Tensor
+
+
+def sort(ids_TA: Tensor, experts: int, rows: int | None = None) -> tuple[Tensor, Tensor]:
+    """(order_R, ends_E): the choices by expert, those of one expert in the order of the tokens, and where each expert's
+    rows end. ``rows`` bounds how many choices there are at all, where they are fewer than T·A.
+    """
+    ids_R = ids_TA.flatten()
+    order_R = ids_R.argsort(stable=True)
+    wanted_E = torch.arange(1, experts + 1, device=ids_TA.device, dtype=ids_TA.dtype)
+    ends_E = torch.searchsorted(ids_R[order_R], wanted_E)
+    return (order_R if rows is None else order_R[:rows]), ends_E
+
+
+def gather(x_TD: Tensor, order_R: Tensor, active: int) -> Tensor:
+    """x_RD: the token of each row."""
+    return x_TD[order_R // active]
+
+
+def combine(y_RD: Tensor, order_R: Tensor, weights_TA: Tensor) -> Tensor:
+    """y_TD: each token's rows, summed by their weights, in the type of ``y_RD``."""
+    T, A = weights_TA.shape
+    w_R1 = weights_TA.flatten()[order_R].unsqueeze(1)
+    weighted_RD = (y_RD * w_R1).to(torch.promote_types(y_RD.dtype, weights_TA.dtype))
+    into_TD = weighted_RD.new_zeros(T, y_RD.shape[1])
+    return into_TD.index_add(0, order_R // A, weighted_RD).to(y_RD.dtype)

@@ -1,0 +1,74 @@
+"""A layer of experts: Router, Dispatch, Experts, Combine, beside the experts that everybody shares.
+
+    y = Σ_j w_j · expert_{i_j}(x) + shared(x)
+
+A dense feed-forward part is one expert; capacity and droplessness differ in Dispatch only (GShard, arXiv 2006.16668;
+MegaBlocks, arXiv 2211.15841).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.config import ModelConfig, MoeConfig
+from colonnade.kernels.choose import choose
+from colonnade.model.ffn import FeedForward
+from colonnade.model.linear import Linear
+from colonnade.model.moe.capacity import admit
+from colonnade.model.moe.experts import Experts
+from colonnade.model.moe.losses import load, losses
+from colonnade.model.moe.router import Router
+from colonnade.model.moe.routing import Report, Routed, Step, attach
+from colonnade.model.noise import PlaceNoise
+from colonnade.parallel.axis import Axes
+from colonnade.parallel.layout import Placement, on_rows
+
+
+class MixtureOfExperts(nn.Module):
+    """x_tD to y_tD, and a report of what went where."""
+
+    def __init__(self, config: ModelConfig, moe: MoeConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self.moe, self.axes = moe, axes
+        on = {"device": device, "dtype": dtype}
+        self.router = Router(config, moe, axes, **on)
+        self.experts = Experts(config, moe, axes, **on)
+        self.shared = FeedForward(config, axes, width=moe.shared_width, **on) if moe.shared_width else None
+        self.shared_gate = Linear(config.width, 1, bias=False, **on) if moe.shared_gate else None
+        self.layout: dict[str, Placement] = {"shared_gate.weight": on_rows(axes)} if moe.shared_gate else {}
+
+    def forward(self, x_tD: Tensor, T: int, routed: Routed, noise: PlaceNoise | None = None) -> tuple[Tensor, Report]:
+        """y_tD of the residual stream of T tokens; ``noise`` is of the rows at hand, as ``x_tD``."""
+        routing = routed.routing
+        own = slice(*self.axes.tp.part(T))  # these tokens are this rank's, whoever else has their rows
+        own_tD, tokens_t = self.axes.apart(x_tD), routed.tokens_T[own]
+        index_t = torch.arange(own.start, own.stop, device=x_tD.device) if routing is None else routing.index_T[own]
+        if noise is not None and not self.axes.sequence_parallel:
+            noise = noise.rows(own)
+        choice, logits_tE = self.router(own_tD, tokens_t, index_t, noise, 0 if routing is None else routing.gate)
+        load_E = load(choice.ids_TA, self.moe.experts)
+        admitted = admit(choice, index_t, self.moe, self.axes.grid.tokens)
+        out_tD = self._through_experts(own_tD, admitted.ids_TA, admitted.weights_TA, choice.rows, routed.step)
+        zero = out_tD.new_zeros(())
+        report = Report(load_E, zero, zero, load_E.sum() - load(admitted.ids_TA, self.moe.experts).sum())
+        if routing is not None and routing.weight is not None:
+            surrogate, balance, z = losses(choice, load_E, logits_tE, self.moe, self.axes.grid.tokens)
+            out_tD = attach(out_tD, surrogate, routing.weight)
+            report = report._replace(balance=balance, z=z)
+        if self.moe.dropped == "residual":
+            lost_tA = choice.weights_TA * (admitted.ids_TA == self.moe.experts)
+            out_tD = out_tD + (own_tD * lost_tA.sum(1, keepdim=True)).to(out_tD.dtype)
+        y_tD = self.axes.rejoin(out_tD, T)
+        if self.shared is not None:
+            shared_tD = self.shared(x_tD, T)
+            y_tD = y_tD + (shared_tD if self.shared_gate is None else self.shared_gate(x_tD).sigmoid() * shared_tD)
+        return y_tD, report
+
+    def _through_experts(
+        self, x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, rows: int | None, step: Step
+    ) -> Tensor:
+        """y_TD: each token through its experts, which are all on this rank."""
+        kind = x_TD.device.type
+        order_R, ends_E = choose("sort_choices", kind, x_TD.dtype)(ids_TA, self.moe.experts, rows)
+        x_RD = choose("gather_rows", kind, x_TD.dtype)(x_TD, order_R, ids_TA.shape[1])
+        y_RD = self.experts(x_RD, ends_E, self.experts.weights)
+        return choose("combine_rows", kind, x_TD.dtype)(y_RD, order_R, weights_TA)

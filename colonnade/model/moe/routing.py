@@ -1,0 +1,91 @@
+"""What a forward pass says to its layers of experts, and what they say of themselves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+
+class Report(NamedTuple):
+    """What one layer did; all on the device, the same on all ranks but for ``load_E``."""
+
+    load_E: Tensor
+    """int64: choices of this rank's tokens by expert, dropped ones included."""
+    balance: Tensor
+    """The balance loss, a mean over all ranks' tokens."""
+    z: Tensor
+    """The router z-loss, likewise."""
+    dropped: Tensor
+    """Choices of this rank's tokens that got no place."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a layer spreads its work in this step; what is stored where does not change with it."""
+
+    degree: int = 1
+    """r: 0 gathers all experts on every rank; r ≥ 1, a divisor of sh, hands each token to r ranks of its expert."""
+    overlap: int = 1
+    """p: parts in which tokens travel, each while the experts compute the one before."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What concerns the routers of one forward pass. None in a stream: inference, by gate 0."""
+
+    index_T: Tensor
+    """int64: each token's number in the step's global batch; orders tokens of different ranks."""
+    weight: Tensor | float | None = None
+    """What a unit of each layer's loss sum counts in the gradient; None: no losses, no noise of the router's own."""
+    gate: int = 0
+    """Which of each layer's gates decides."""
+    steps: Sequence[Step] = (Step(),)
+    """How each layer with experts spreads its work: one for all of them, or one each by block number."""
+    reports: dict[int, Report] = field(default_factory=dict)
+    """Filled by the forward pass: each layer's report, by block number."""
+
+    def rows(self, part: slice | Tensor) -> "Routing":
+        """The same for some of the tokens; reports go to the same place."""
+        return replace(self, index_T=self.index_T[part])
+
+    def step(self, layer: int) -> Step:
+        """How block ``layer`` spreads its work."""
+        return self.steps[layer] if len(self.steps) > 1 else self.steps[0]
+
+
+class Routed(NamedTuple):
+    """What one layer of experts must know beside its input."""
+
+    tokens_T: Tensor
+    """The ids of the stream's tokens."""
+    routing: Routing | None
+    step: Step
+
+    @staticmethod
+    def at(layer: int, tokens_T: Tensor, routing: Routing | None) -> "Routed":
+        """The view of block ``layer``."""
+        return Routed(tokens_T, routing, Step() if routing is None else routing.step(layer))
+
+
+class _Attach(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.dtype = loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (weight,) = ctx.saved_tensors
+        return grad, weight.to(ctx.dtype), None
+
+
+def attach(x: Tensor, loss: Tensor, weight: Tensor | float) -> Tensor:
+    """``x``, whose backward pass adds the gradient of ``weight · loss``.
+
+    So a layer's own loss needs no way to the end of the model, which may stand on another pipeline rank.
+    """
+    return _Attach.apply(x, loss, torch.as_tensor(weight, device=loss.device))
