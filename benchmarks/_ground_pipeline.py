@@ -188,7 +188,7 @@ def _equals_one_process(table: Table, case: Case) -> tuple[str, str]:
         dist.all_reduce(total)
         worst = max(worst, difference(total / case.tp, want))
         for name, parameter in one.named_parameters():
-            expected = share(parameter.grad, layout[name], axes.tp)
+            expected = share(parameter.grad, layout[name], axes)
             found = [g for part in parts if (g := part.gradient(name)) is not None]
             mine = sum(found[1:], found[0]) if found else torch.zeros_like(expected)
             mine = pp.sum_(mine if case.fsdp is not None else data.sum_(mine))  # FSDP2 has summed over data ranks

@@ -71,7 +71,7 @@ class Run:
         return max(difference(mine, self._shard(name, whole)) for name, mine, whole in pairs)
 
     def _shard(self, name: str, whole: Tensor) -> Tensor:
-        part = share(whole.detach(), layout_of(self.model)[name], self.ground.axes.tp)
+        part = share(whole.detach(), layout_of(self.model)[name], self.ground.axes)
         start, stop = self.ground.axes.dp.part(part.shape[0])
         return part[start:stop]
 

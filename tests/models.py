@@ -2,7 +2,7 @@
 
 import torch
 
-from colonnade.config import ModelConfig, RopeScaling
+from colonnade.config import ModelConfig, MoeConfig, RopeScaling
 from colonnade.model import IGNORE, Packed, Stream, Transformer, initialise
 from colonnade.parallel.axis import SOLO_AXES, Axes
 
@@ -92,3 +92,18 @@ def pairs(config: ModelConfig, lengths: list[int] = LENGTHS, seed: int = 0) -> t
     segments = torch.cat([(torch.arange(n) >= n // 2).long() for n in lengths])
     targets[torch.rand(len(targets), generator=torch.Generator().manual_seed(seed)) < 0.6] = IGNORE
     return stream._replace(segments_T=segments), Packed.of(lengths, causal=False), targets
+
+
+_EXPERTS = {"experts": 6, "ffn_width": 12, "balance_weight": 0.3, "z_weight": 0.2}
+MOES: dict[str, ModelConfig] = {
+    "gated": ModelConfig(vocab_size=101, heads=12, head_width=2, **_TINY, moe=MoeConfig(active=2, **_EXPERTS)),
+    "biased_shared": ModelConfig(
+        vocab_size=67, heads=12, head_width=2, **_TINY, **_GPT2,
+        moe=MoeConfig(active=3, first=1, shared_width=7, shared_gate=True, balance="gshard", **_EXPERTS),
+    ),
+    "capacity": ModelConfig(
+        vocab_size=67, heads=12, head_width=2, **_TINY,
+        moe=MoeConfig(active=2, capacity=0.75, priority=True, balance="importance", **_EXPERTS),
+    ),
+}  # fmt: skip
+"""Six experts of twelve hidden units: they divide over 2, 3 and 4 (sh) ranks."""

@@ -35,7 +35,7 @@ from colonnade.config import Config, ModelConfig, RunConfig
 from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
 from colonnade.model import Transformer
 from colonnade.parallel.fsdp import Masters
-from colonnade.parallel.layout import Placement, layout_of
+from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of
 from colonnade.parallel.mesh import Ground
 
 META = "checkpoint.json"
@@ -267,6 +267,7 @@ def _parameter(key: str) -> str:
 
 def _local(model: Transformer, masters: Masters | None, optimizer: Moments | None) -> dict[str, Tensor]:
     weights: Mapping[str, Tensor] = dict(model.named_parameters()) if masters is None else masters.local
+    weights = {**weights, **dict(model.named_buffers())}
     return {f"weights/{name}": w.detach() for name, w in weights.items()} | (optimizer.state if optimizer else {})
 
 
@@ -276,8 +277,11 @@ def _views(local: dict[str, Tensor], model: Transformer, ground: Ground, *, shar
         return local
     layout, whole = layout_of(model), model.whole_shapes()
 
+    state = {name for name, _ in model.named_buffers()}  # the same on all ranks
+
     def view(name: str, tensor: Tensor) -> Tensor:
-        return storage_view(tensor, layout[name], whole[name], ground, sharded=sharded)
+        at, cut = (WHOLE, False) if name in state else (layout[name], sharded)
+        return storage_view(tensor, at, whole[name], ground, sharded=cut)
 
     return {key: view(_parameter(key), tensor) for key, tensor in local.items()}
 
@@ -289,12 +293,18 @@ def storage_view(local: Tensor, placement: Placement, whole: torch.Size, ground:
     without a word). ``sharded`` says whether FSDP cut it. Shape and stride are given because uneven shares cannot tell
     them.
     """
-    over_tp = Shard(placement) if isinstance(placement, int) else Replicate()
-    over_dp = Shard(0) if sharded else Replicate()
     stride = torch.empty(whole, device="meta").stride()
     # A DTensor moves what is not on its mesh's device, and would then alias nothing: moments in host memory.
-    mesh = ground.storage_mesh if local.device.type == ground.device.type else ground.host_storage_mesh
-    return DTensor.from_local(local, mesh, [over_tp, Replicate(), over_dp], run_check=False, shape=whole, stride=stride)
+    here = local.device.type == ground.device.type
+    if isinstance(placement, Experts) and ground.expert_mesh is not None:
+        mesh = ground.expert_storage_mesh if here else ground.host_expert_storage_mesh
+        hidden = Replicate() if placement.hidden is None else Shard(placement.hidden)
+        cuts = [Replicate(), Shard(0), hidden]
+    else:
+        mesh = ground.storage_mesh if here else ground.host_storage_mesh
+        over_tp = Shard(placement) if isinstance(placement, int) else Replicate()
+        cuts = [over_tp, Replicate(), Shard(0) if sharded and not isinstance(placement, Experts) else Replicate()]
+    return DTensor.from_local(local, mesh, cuts, run_check=False, shape=whole, stride=stride)
 
 
 def _dcp(folder: Path, work: Callable[..., Any], views: dict[str, Tensor], **options: Any) -> None:

@@ -49,6 +49,11 @@ class Plan(Config):
     """Expert parallel: ranks of a pipeline stage that share a layer's experts among them, whatever else they share."""
     sh: int = Field(default=1, ge=1)
     """Ranks that share each expert's hidden units."""
+    degree: int = Field(default=1, ge=0)
+    """r: 0: all experts' weights are gathered on every rank. r of the divisors of sh: tokens travel, each to r ranks of
+    its expert (Tutel). What is stored where is the same for all."""
+    overlap: int = Field(default=1, ge=1)
+    """p: parts in which tokens travel to the experts, each while the experts compute the one before."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Plan":
@@ -56,6 +61,11 @@ class Plan(Config):
             raise PlanError(
                 f"ep={self.ep} times sh={self.sh} does not divide the {self.stage} ranks of a pipeline stage "
                 f"(replicate · dp · cp · tp); use ep and sh of which the product is one of {divisors(self.stage)}"
+            )
+        if self.degree and self.sh % self.degree:
+            raise PlanError(
+                f"degree={self.degree} does not divide the sh={self.sh} ranks of an expert; use 0 or one of "
+                f"{divisors(self.sh)}"
             )
         if self.stages > 1 and self.pp == 1:
             raise PlanError(f"{self.stages} stages a rank need a pipeline; set --plan.pp 2 or --plan.stages 1")
@@ -167,7 +177,8 @@ class Plan(Config):
         if self.pp > 1:
             words += [self.schedule] + ([f"stages={self.stages}"] if self.stages > 1 else [])
         words += ["no_reshard"] if not self.reshard and self.dp * self.cp * self.replicate > 1 else []
-        words += [f"{name}={size}" for name in ("ep", "sh") if (size := getattr(self, name)) > 1]
+        words += [f"{name}={size}" for name in ("ep", "sh", "overlap") if (size := getattr(self, name)) > 1]
+        words += [f"degree={self.degree}"] if self.degree != 1 else []
         return " ".join(words) or "one process"
 
     def table(self, model: ModelConfig) -> list[tuple[str, str, str]]:

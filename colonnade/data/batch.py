@@ -13,6 +13,7 @@ which would always do, because a kernel's grid grows with it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from colonnade.data.shards import Split
 from colonnade.model.loss import IGNORE
+
+_ROWS = ("cu_seqlens", "predicted_R", "first_R")
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,22 @@ class Batch:
             orders_R = orders_R.where(torch.arange(len(orders_R), device=orders_R.device) < samples, IGNORE)
         kept_T = torch.arange(T, device=self.targets_T.device) < tokens
         return replace(self, targets_T=self.targets_T.where(kept_T, IGNORE), orders_R=orders_R)
+
+
+def together(batches: Sequence[Batch]) -> Batch:
+    """Some batches as one; their tokens follow one another in the step's global batch."""
+    first, starts = batches[0], [0, *accumulate(len(batch.tokens_T) for batch in batches)]
+    joined: dict[str, Tensor] = {}
+    for name in (name for name, value in vars(first).items() if isinstance(value, Tensor)):
+        parts = [getattr(batch, name) for batch in batches]
+        if name in _ROWS:  # they point into the stream
+            parts = [part + start for part, start in zip(parts, starts, strict=False)]
+        if name == "cu_seqlens":
+            parts = [first.cu_seqlens[:1], *(part[1:] for part in parts)]
+        joined[name] = torch.cat(parts)
+    longest = max(batch.longest for batch in batches)
+    equal = all(batch.equal and batch.longest == longest for batch in batches)
+    return replace(first, **joined, longest=longest, equal=equal)
 
 
 def samples_in(split: Split, sequence: int) -> int:

@@ -1,9 +1,10 @@
 """The samples of a step, for one data rank: the same global batch, whoever shares it.
 
-A step's global batch is the next ``batch`` samples of the :class:`~colonnade.data.cursor.Cursor`; data rank r of R
-takes the r-th of R equal runs of it, in micro-batches. The ranks' samples one after another are the global batch, so a
-step does not depend on how many they are. There is no state: a step is a function of how many samples the run has
-seen, which is all that a checkpoint needs to keep.
+A step's global batch is the next ``batch`` samples of the :class:`~colonnade.data.cursor.Cursor`; the first
+micro-batches of all R data ranks, one after another, are the first R·``micro_batch`` samples of it, the second ones the
+next, and so on. So a step does not depend on how many ranks there are, nor does what is balanced within a micro-batch,
+if R times its size stays the same. There is no state: a step is a function of how many samples the run has seen, which
+is all that a checkpoint needs to keep.
 
 There is no thread that reads ahead: packing 32 samples of 1024 tokens took 1.3 ms on one core of a busy two-core
 machine, where GPT-2 1.2B takes half a second to train on them, on an H200.
@@ -82,16 +83,14 @@ class Loader:
 
     def at(self, seen: int) -> list[Batch]:
         """This rank's micro-batches of the step that begins after ``seen`` samples, counted over all ranks."""
-        share = self._batch // self._ranks
-        place = self._rank * share
-        first = seen + place
-        mine, numbers = self._cursor.at(first, share), np.arange(first, first + share)
-        parts = zip(self._parts(mine), self._parts(numbers), strict=True)
-        batches = [self._objective.pack(samples, drawn) for samples, drawn in parts]
-        return [
-            replace(batch, first=(place + i * self._micro_batch) * self._config.sequence)
-            for i, batch in enumerate(batches)
-        ]
+        share, batches = self._batch // self._ranks, []
+        for before in range(0, share, self._micro_batch):
+            size = min(self._micro_batch, share - before)
+            place = before * self._ranks + self._rank * size
+            numbers = np.arange(seen + place, seen + place + size)
+            batch = self._objective.pack(self._cursor.at(seen + place, size), numbers)
+            batches.append(replace(batch, first=place * self._config.sequence))
+        return batches
 
     def numbers(self, seen: int) -> list[int]:
         """The sample numbers of the step that begins after ``seen`` samples, those of all ranks in their order."""

@@ -28,7 +28,7 @@ def initialise(model: Transformer, seed: int) -> Transformer:
     """Fill ``model`` (of plain local tensors, before FSDP wraps it) from ``seed``; returns it."""
     config, shapes, layout = model.config, model.whole_shapes(), layout_of(model)
     for name, parameter in model.named_parameters():
-        if name.endswith(("bias", "bias_E")):
+        if name.endswith("bias"):
             parameter.zero_()
         elif len(shapes[name]) == 1:
             parameter.fill_(1.0)

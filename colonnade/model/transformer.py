@@ -185,6 +185,6 @@ class Transformer(nn.Module):
         return rotation(positions_T, self._theta, self._turn_factor, dtype)
 
     def whole_shapes(self) -> dict[str, torch.Size]:
-        """The shape of each parameter over all tp ranks, by name."""
+        """The shape of each parameter and buffer over all ranks, by name."""
         whole = Transformer(self.config, device="meta")
-        return {name: p.shape for name, p in whole.named_parameters()}
+        return {name: x.shape for name, x in (*whole.named_parameters(), *whole.named_buffers())}

@@ -79,6 +79,17 @@ class Axis:
         """Send ``send[r]`` rows to each rank r and lay the ``receive[r]`` rows from each together."""
         return x if self.size == 1 else _Exchange.apply(x, send, receive, self.group)
 
+    def begin_exchange(self, x: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, "Journey | None"]:
+        """:meth:`exchange` of which the result may be used only after :meth:`finish_exchange`; so backward too."""
+        if self.size == 1:
+            return x, None
+        journey = Journey(send, receive, self.group)
+        return _Begin.apply(x, journey), journey
+
+    def finish_exchange(self, x: Tensor, journey: "Journey | None") -> Tensor:
+        """What :meth:`begin_exchange` returned, when it is there."""
+        return x if journey is None else _Finish.apply(x, journey)
+
     # -- the ring: a tensor travels from each rank to the next, for Functions that write their own backward -----------
 
     def depart(self, x: Tensor, rows: int) -> Tensor:
@@ -314,6 +325,42 @@ class _Exchange(Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return collectives.all_to_all(grad, ctx.send, ctx.receive, ctx.group), None, None, None
+
+
+class Journey:
+    """One exchange under way, forward and later backward: what :meth:`Axis.begin_exchange` and ``finish`` share."""
+
+    def __init__(self, send: list[int], receive: list[int], group: str):
+        self.send, self.receive, self.group = send, receive, group
+        self.gradient: Tensor | None = None
+        """Of what was sent, on its way back."""
+
+
+class _Begin(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, journey: Journey) -> Tensor:
+        ctx.journey = journey
+        return collectives.begin_all_to_all(x, journey.receive, journey.send, journey.group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        # What autograd hands over stands for the gradient that is under way.
+        gradient, ctx.journey.gradient = ctx.journey.gradient, None
+        return collectives.wait(gradient), None
+
+
+class _Finish(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, journey: Journey) -> Tensor:
+        ctx.journey = journey
+        y = collectives.wait(x)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        journey = ctx.journey
+        journey.gradient = collectives.begin_all_to_all(grad, journey.send, journey.receive, journey.group)
+        return grad.new_zeros(()).expand_as(grad), None
 
 
 def group_name(group: dist.ProcessGroup) -> str:

@@ -13,7 +13,7 @@ FSDP over one rank gives the same numbers but copies each weight into and out of
 count of tokens, so FSDP must not divide by the number of ranks (layout rule 7).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from colonnade.parallel.layout import Experts, layout_of
 from colonnade.parallel.mesh import Ground
 
 
@@ -52,16 +53,18 @@ def masters(
     use to the end of the backward pass. ``roots`` are the modules that are called: the stages of a pipeline, or
     ``model`` itself.
     """
-    return Sharded(model, ground, compute, roots or [model]) if ground.sharded else Whole(model, compute)
+    if not ground.sharded:
+        return Whole(_trainable(model), compute)
+    return Sharded(model, ground, compute, roots or [model])
 
 
 class Whole:
     """Masters of a model that one data rank holds alone."""
 
-    def __init__(self, model: nn.Module, compute: torch.dtype):
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], compute: torch.dtype):
         self.local: dict[str, Tensor] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []
-        for name, parameter in _trainable(model):
+        for name, parameter in parameters:
             if parameter.dtype == compute:
                 self.local[name] = parameter
                 continue
@@ -98,7 +101,9 @@ def _move_gradient(parameter: Tensor, master: Tensor) -> None:
 
 
 class Sharded:
-    """Masters that FSDP2 shards over the data axis."""
+    """Masters that FSDP2 shards over the data axis. Experts are shared out over a grid of their own on the same ranks
+    (layout rule 10), so that their masters are :class:`Whole` on each.
+    """
 
     def __init__(self, model: nn.Module, ground: Ground, compute: torch.dtype, roots: Sequence[nn.Module]):
         # A pipeline runs many micro-batches through a stage before it may let go of the weights (layout rule 8).
@@ -109,10 +114,14 @@ class Sharded:
             reduce_dtype=kept,
             cast_forward_inputs=False,  # rotary tables stay float32; everything else has the compute type already
         )
+        layout = layout_of(model)
+        experts = {name: p for name, p in _trainable(model) if isinstance(layout[name], Experts)}
+        self._experts, apart = Whole(experts.items(), compute), set(experts.values())
         for block in model.get_submodule("blocks").children():
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=apart)
         self._roots: list[FSDPModule] = [
-            fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard and None) for root in roots
+            fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard and None, ignored_params=apart)
+            for root in roots
         ]
         for module in (module for root in roots for module in root.modules()):
             if isinstance(module, FSDPModule):
@@ -120,8 +129,11 @@ class Sharded:
                 # and NCCL answers with zeros in bfloat16 (docs/decisions/0004-ground-check-on-h200.md).
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        self._parameters = dict(_trainable(model))
-        self.local = {name: _shard(p).detach().requires_grad_() for name, p in self._parameters.items()}
+        parameters = dict(_trainable(model))
+        self._parameters = {name: p for name, p in parameters.items() if name not in experts}
+        sharded = {name: _shard(p).detach().requires_grad_() for name, p in self._parameters.items()}
+        # In the model's own order, which is the same under every plan.
+        self.local = {name: self._experts.local[name] if name in experts else sharded[name] for name in parameters}
 
     def accumulate(self, *, last: bool) -> None:
         """Reduce over the data axis once a step, not once a micro-batch."""
@@ -131,13 +143,15 @@ class Sharded:
 
     def collect(self) -> None:
         """Hand FSDP's gradient shards to the plain tensors that the optimizer knows."""
+        self._experts.collect()
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 self.local[name].grad = _shard(parameter.grad)
                 parameter.grad = None
 
     def publish(self) -> None:
-        """Nothing to do: the masters alias FSDP's shards, which the next gather reads."""
+        """The masters alias FSDP's shards, which the next gather reads; only the experts' are copies."""
+        self._experts.publish()
 
 
 def _shard(x: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ class Ground:
     device: torch.device
     rank: int = 0
     mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
+    """(pp, copies, ep, sh), where experts are shared out."""
 
     @property
     def world(self) -> int:
@@ -48,13 +50,21 @@ class Ground:
         assert self.mesh is not None, "no process group: Ground.build makes one"
         return self.mesh["tp", "replicate", "shard"]
 
+    @property
+    def expert_storage_mesh(self) -> DeviceMesh:
+        """(copies, ep, sh): the same for experts."""
+        assert self.expert_mesh is not None, "all ranks have all experts"
+        return self.expert_mesh["copies", "ep", "sh"]
+
     @cached_property
     def host_storage_mesh(self) -> DeviceMesh:
-        """The same over the same groups, for tensors in host memory."""
-        mesh = self.storage_mesh
-        names = mesh.mesh_dim_names
-        assert names is not None
-        return DeviceMesh.from_group(mesh.get_all_groups(), "cpu", mesh=mesh.mesh, mesh_dim_names=names)
+        """:attr:`storage_mesh` over the same groups, for tensors in host memory."""
+        return _on_host(self.storage_mesh)
+
+    @cached_property
+    def host_expert_storage_mesh(self) -> DeviceMesh:
+        """:attr:`expert_storage_mesh` likewise."""
+        return _on_host(self.expert_storage_mesh)
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
@@ -128,6 +138,10 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> Ground:
     order = torch.arange(plan.world).view(plan.pp, plan.replicate, plan.dp, plan.cp, plan.tp)
     ranks = order.flatten(2, 3).permute(0, 3, 1, 2)
     mesh = DeviceMesh(kind, ranks, mesh_dim_names=("pp", "tp", "replicate", "shard"))
+    experts = order.view(plan.pp, plan.copies, plan.ep, plan.sh)
+    expert_mesh = None
+    if plan.ep * plan.sh > 1:
+        expert_mesh = DeviceMesh(kind, experts, mesh_dim_names=("pp", "copies", "ep", "sh"))
 
     groups: dict[str, dist.ProcessGroup] = {}
 
@@ -147,17 +161,16 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> Ground:
 
     def grid() -> Grid:
         """The expert grid, over the ranks of each pipeline stage in their order."""
-        laid = order.view(plan.pp, plan.copies, plan.ep, plan.sh)
         strided: list[tuple[int, Axis]] = []
         for r in divisors(plan.sh):
-            by_r = laid.unflatten(3, (plan.sh // r, r))
+            by_r = experts.unflatten(3, (plan.sh // r, r))
             strided.append((r, axis(f"sh mod {r}", 3, of=by_r)))
         return Grid(
-            ep=axis("ep", 2, of=laid),
-            sh=axis("sh", 3, of=laid),
-            all=axis("experts", 2, 3, of=laid),
-            copies=axis("copies", 1, of=laid),
-            tokens=axis("tokens", 1, 2, 3, of=laid),
+            ep=axis("ep", 2, of=experts),
+            sh=axis("sh", 3, of=experts),
+            all=axis("experts", 2, 3, of=experts),
+            copies=axis("copies", 1, of=experts),
+            tokens=axis("tokens", 1, 2, 3, of=experts),
             strided=tuple(strided),
         )
 
@@ -179,7 +192,13 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> Ground:
         grid=grid(),
     )
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    return Ground(plan, axes, device, dist.get_rank(), mesh)
+    return Ground(plan, axes, device, dist.get_rank(), mesh, expert_mesh)
+
+
+def _on_host(mesh: DeviceMesh) -> DeviceMesh:
+    names = mesh.mesh_dim_names
+    assert names is not None
+    return DeviceMesh.from_group(mesh.get_all_groups(), "cpu", mesh=mesh.mesh, mesh_dim_names=names)
 
 
 def choose_device(plan: Plan, device: str) -> str:

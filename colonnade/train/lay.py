@@ -1,13 +1,15 @@
 """A micro-batch as a model takes it: the stream, who sees whom, the loss; or this context rank's share of them."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from colonnade.config import TrainConfig
+from colonnade.config import ModelConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import IGNORE, Loss, Noise, Orders, Packed, Pretraining, Rates, Ring, Stream, Transformer
+from colonnade.model.moe import Report, Routing, Spread
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,12 @@ class Terms:
     """What the order of a pair counts beside a token (BERT's second loss)."""
     noise: Noise | None = None
     """What is random in the step, of whatever tokens; None drops nothing."""
+    router_weight: Tensor | None = None
+    """What a unit of the routers' loss sums counts in the gradient; None in a validation."""
+    steps: Sequence[Spread] = (Spread(),)
+    """How layers of experts spread their work."""
+    reports: list[Mapping[int, Report]] = field(default_factory=list)
+    """Filled as micro-batches are laid: where their layers of experts will report."""
 
 
 VALIDATION = Terms()
@@ -35,7 +43,12 @@ def lay(
     first_head, _ = model.axes.tp.part(config.heads)
     cu, longest, equal = batch.cu_seqlens, batch.longest, batch.equal
     attend = Packed(cu, longest, equal, causal=config.causal, noise=noise, head=first_head)
-    stream = Stream(batch.tokens_T, batch.positions_T, batch.segments_T, noise)
+    routing = None
+    if config.moe is not None:
+        routing = Routing(numbers(batch), terms.router_weight, steps=terms.steps)
+        if terms.router_weight is not None:
+            terms.reports.append(routing.reports)
+    stream = Stream(batch.tokens_T, batch.positions_T, batch.segments_T, noise, routing)
     targets_R, rows_R, first_R, orders_R = batch.targets_T, batch.predicted_R, batch.first_R, batch.orders_R
     if rows_R is not None:
         targets_R = targets_R[rows_R]
@@ -43,7 +56,8 @@ def lay(
         attend = Ring.of(attend, T, cp)
         mine_t = attend.index_t
         segments_t, mine = None if batch.segments_T is None else batch.segments_T[mine_t], noise and noise.rows(mine_t)
-        stream = Stream(batch.tokens_T[mine_t], batch.positions_T[mine_t], segments_t, mine)
+        routing = routing and routing.rows(mine_t)
+        stream = Stream(batch.tokens_T[mine_t], batch.positions_T[mine_t], segments_t, mine, routing)
         # Where each token of the whole stream stands here, or -1: shapes do not depend on what is where.
         here_T = torch.full_like(batch.tokens_T, -1)
         here_T[mine_t] = torch.arange(len(mine_t), device=mine_t.device)
@@ -61,12 +75,12 @@ def lay(
     return stream, attend, Pretraining(tokens, Orders(first_R), orders_R, terms.order_weight)
 
 
-def noise_of(train: TrainConfig, number: int, layers: int, device: torch.device) -> Noise | None:
-    """What is random in step ``number``, of no tokens yet; None when nothing is dropped."""
+def noise_of(train: TrainConfig, number: int, model: ModelConfig, device: torch.device) -> Noise | None:
+    """What is random in step ``number``, of no tokens yet; None when nothing is."""
     rates = Rates(residual=train.dropout, attention=train.attention_dropout, embedding=train.embedding_dropout)
-    if not any(rates):
+    if not any(rates) and model.moe is None:
         return None
-    return Noise.of(train.seed, number, layers, torch.empty(0, dtype=torch.int64, device=device), rates)
+    return Noise.of(train.seed, number, model.layers, torch.empty(0, dtype=torch.int64, device=device), rates)
 
 
 def numbers(batch: Batch) -> Tensor:

@@ -3,9 +3,9 @@
     ‖g‖² = Σ over parameters, Σ over their *owners*, ‖local gradient‖²         g ← g · min(1, clip / (‖g‖ + 10⁻⁶))
 
 A rank owns what nobody else counts: its own shard over the data axis, in one replica; over tp its own part of a cut
-parameter, and of a replicated one only rank 0's copy; of tied weights the first pipeline rank's. (Pascanu 2013, arXiv
-1211.5063, section 3.2; frameworks that clip each shard by itself, or count a replicated parameter tp times, train
-another model at another layout.)
+parameter, and of a replicated one only rank 0's copy; of tied weights the first pipeline rank's; of experts one copy.
+(Pascanu 2013, arXiv 1211.5063, section 3.2; frameworks that clip each shard by itself, or count a replicated parameter
+tp times, train another model at another layout.)
 
 Everything stays on the device: a bucket sum over tp for PARTIAL parameters, one number summed over the world, and the
 multiplication. Nothing waits for the result.
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from colonnade.parallel.axis import Axes, Axis
-from colonnade.parallel.layout import PARTIAL, Placement
+from colonnade.parallel.axis import Axes, Axis, Grid
+from colonnade.parallel.layout import PARTIAL, Experts, Placement
 
 
 def sum_partial(weights: Mapping[str, Tensor], layout: Mapping[str, Placement], tp: Axis) -> None:
@@ -30,6 +30,21 @@ def sum_partial(weights: Mapping[str, Tensor], layout: Mapping[str, Placement], 
     parts = whole.split([grad.numel() for grad in grads])
     for grad, part in zip(grads, parts, strict=True):
         grad.copy_(part.view_as(grad))
+
+
+def sum_experts(weights: Mapping[str, Tensor], layout: Mapping[str, Placement], grid: Grid) -> None:
+    """Complete the gradients of experts: over the ranks that hold copies of them, and those of an output's bias, which
+    each rank of an expert has whole, over its sh ranks too.
+    """
+    for axis, wanted in ((grid.copies, (1, None)), (grid.sh, (None,))):
+        held = [w for name, w in weights.items() if isinstance(at := layout[name], Experts) and at.hidden in wanted]
+        if axis.size == 1 or not held:
+            continue
+        # No token may have come to this rank's experts, whose peers sum all the same.
+        grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in held]
+        whole = axis.sum_(torch.cat([grad.flatten() for grad in grads]))
+        for w, part in zip(held, whole.split([w.numel() for w in held]), strict=True):
+            w.grad = part.view_as(w)
 
 
 def sum_tied(weights: Mapping[str, Tensor], tied: bool, ends: Axis) -> None:
@@ -54,17 +69,19 @@ def gradient_norm(
     loss of finite gradients, and whoever skips bad steps must not need a second sum over the world to learn of it.
     """
     owned = [
-        w.grad
-        for name, w in weights.items()
-        if w.grad is not None
-        and axes.replicate.rank == 0
-        and name not in copies
-        and (isinstance(layout[name], int) or axes.tp.rank == 0)
+        w.grad for name, w in weights.items() if w.grad is not None and name not in copies and _owns(layout[name], axes)
     ]
     # A rank that owns nothing still takes part in the sum.
     norm = get_total_norm(owned) if owned else next(iter(weights.values())).new_zeros(())
     square = norm.square() if loss_sum is None else norm.square() + (0 * loss_sum).to(norm.dtype)
     return world.sum_(square).sqrt()
+
+
+def _owns(placement: Placement, axes: Axes) -> bool:
+    """Whether this rank is the one that counts its part of a parameter."""
+    if isinstance(placement, Experts):
+        return axes.grid.copies.rank == 0 and (placement.hidden is not None or axes.grid.sh.rank == 0)
+    return axes.replicate.rank == 0 and (isinstance(placement, int) or axes.tp.rank == 0)
 
 
 def clip_(weights: Mapping[str, Tensor], norm: Tensor, limit: float) -> None:

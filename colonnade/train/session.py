@@ -26,6 +26,7 @@ from colonnade.data import Batch
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Transformer, initialise
 from colonnade.model.linear import in_float8
+from colonnade.model.moe import Spread
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.mesh import Ground
@@ -70,7 +71,10 @@ class Session:
         self.masters = masters(self.model, ground, compute, self.piped and self.piped.stages)
         self.optimizer = (AdamW if run.train.offload == "none" else OffloadedAdamW)(self.masters.local, run.train)
         self.scaler = LossScaler(run.train, ground.device) if run.train.dtype == "float16" else None
-        self._step = Step(self.model, self.masters, self.optimizer, run.train, self.world, self.piped, self.scaler)
+        spread = [Spread(run.plan.degree, run.plan.overlap)]
+        self._step = Step(
+            self.model, self.masters, self.optimizer, run.train, self.world, self.piped, self.scaler, spread
+        )
         self.taken = 0
         """Optimizer steps taken."""
         self.seen = 0

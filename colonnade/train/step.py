@@ -2,6 +2,7 @@
 
     loss = Σ token losses / Σ valid tokens          both over data ranks, context ranks and micro-batches
            + Σ order losses / Σ pairs               for BERT, likewise
+           + Σ router losses / Σ tokens             for a mixture of experts, likewise
     a step whose loss or norm is not finite moves nothing: weights, moments and Adam's count stay as they were
 
 The count of valid tokens is summed over all of them *before* the first backward pass, so that each micro-batch's
@@ -10,7 +11,7 @@ unequal counts is another loss, and differs from layout to layout).
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,10 +19,12 @@ from torch import Tensor
 from colonnade.config import TrainConfig
 from colonnade.data import Batch
 from colonnade.model import IGNORE, Transformer
+from colonnade.model.moe import Spread
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import layout_of
 from colonnade.train import norm
+from colonnade.train.balance import Routed, rebalance, routed
 from colonnade.train.lay import VALIDATION, Terms, lay, noise_of
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
@@ -45,6 +48,8 @@ class Outcome:
     """In float16: the scale that the step used."""
     skipped: Tensor | None = None
     """In float16: steps of the run that overflowed and moved nothing, this one included; its norm is not finite."""
+    routed: Routed | None = None
+    """What the layers of experts of this pipeline rank did, over all ranks."""
     data_s: float = 0.0
     """What this rank's samples took to read."""
     memory_bytes: int = 0
@@ -63,8 +68,12 @@ class Step:
         world: Axis,
         piped: Piped | None = None,
         scaler: LossScaler | None = None,
+        spread: Sequence[Spread] = (Spread(),),
     ):
-        """``piped`` when ``model`` is one rank's part of a pipeline, ``scaler`` for float16."""
+        """``piped`` when ``model`` is one rank's part of a pipeline, ``scaler`` for float16; ``spread`` says how layers
+        of experts spread their work, and may be set anew between two steps.
+        """
+        self.spread = spread
         self.piped, self.scaler = piped, scaler
         self.model, self.masters, self.optimizer, self.train = model, masters, optimizer, train
         self.axes, self.world, self.layout = model.axes, world, layout_of(model)
@@ -77,8 +86,12 @@ class Step:
         terms = Terms(
             self.train.label_smoothing,
             pair_weight(micro_batches, count, self.axes.dp),
-            noise_of(self.train, number, self.model.config.layers, count.device),
+            noise_of(self.train, number, self.model.config, count.device),
         )
+        sizes = [len(batch.tokens_T) for batch in micro_batches]
+        if self.model.config.moe is not None:
+            tokens = self.axes.dp.sum_(torch.tensor(sum(sizes), device=count.device)).clamp(min=1)
+            terms = replace(terms, router_weight=count / (tokens * divisor), steps=self.spread)
         if self.piped is None:
             loss_sum = self._accumulate(micro_batches, divisor, terms)
         else:
@@ -86,6 +99,7 @@ class Step:
         self.masters.collect()
         norm.sum_tied(weights, self.model.config.tied, self.axes.ends)
         norm.sum_partial(weights, self.layout, self.axes.tp)
+        norm.sum_experts(weights, self.layout, self.axes.grid)
         gradient_norm = norm.gradient_norm(weights, self.layout, self.axes, self.world, self.model.copies, loss_sum)
         if self.scaler is not None:
             gradient_norm = self.scaler.seen(gradient_norm)
@@ -93,9 +107,12 @@ class Step:
         skip = (~gradient_norm.isfinite()).to(torch.float32)
         self.optimizer.step(lr, skip, None if self.scaler is None else self.scaler.used)
         self.masters.publish()
+        found = routed(self.model, terms.reports, sizes)
+        if found is not None:
+            rebalance(self.model, found)
         if self.scaler is None:
-            return Outcome(loss_sum, count, gradient_norm, lr)
-        return Outcome(loss_sum, count, gradient_norm, lr, self.scaler.used, self.scaler.skipped)
+            return Outcome(loss_sum, count, gradient_norm, lr, routed=found)
+        return Outcome(loss_sum, count, gradient_norm, lr, self.scaler.used, self.scaler.skipped, found)
 
     def _accumulate(self, micro_batches: Sequence[Batch], divisor: Tensor, terms: Terms) -> Tensor:
         """Forward and backward of one micro-batch after another; the summed loss."""

@@ -10,17 +10,32 @@ from collections.abc import Iterator
 from typing import Any
 
 from colonnade.config import ModelConfig, Plan
+from colonnade.config.model import divisors
 from colonnade.config.plan import SEVERAL
 from colonnade.errors import PlanError
 
 AXES = ("pp", "replicate", "dp", "cp", "tp")
+OVERLAP = 2
+"""Parts in which tokens travel to experts."""
 STAGES = 2
 """Stages on a rank, where a schedule can have several."""
 
 
 def all_plans(world: int, model: ModelConfig | None = None) -> list[Plan]:
     """Every plan of ``world`` processes that differs from the others in what it does, and that ``model`` allows."""
-    return [plan for plan in _every(world) if model is None or _fits(plan, model)]
+    plans = [plan for plan in _every(world) if model is None or _fits(plan, model)]
+    if model is None or model.moe is None:
+        return plans
+    return [laid for plan in plans for laid in _with_experts(plan) if _fits(laid, model)]
+
+
+def _with_experts(plan: Plan) -> Iterator[Plan]:
+    """``plan`` with every grid of experts, degree and overlap; where no token travels there is one overlap."""
+    for ep, sh in itertools.product(divisors(plan.stage), divisors(plan.stage)):
+        if plan.stage % (ep * sh) == 0:
+            for degree in (0, *divisors(sh)) if ep * sh > 1 else (1,):
+                for overlap in (1, OVERLAP) if degree and ep * sh > 1 else (1,):
+                    yield plan.but(ep=ep, sh=sh, degree=degree, overlap=overlap)
 
 
 def _every(world: int) -> Iterator[Plan]:
@@ -49,12 +64,13 @@ def _fits(plan: Plan, model: ModelConfig) -> bool:
 
 def covering(plans: list[Plan]) -> list[Plan]:
     """A few of ``plans`` in which each pair of choices that occurs in any of them occurs; the most useful first."""
-    wanted = set().union(*(pairs(plan) for plan in plans)) if plans else set()
+    meet = [pairs(plan) for plan in plans]
+    wanted = set().union(*meet)
     chosen: list[Plan] = []
     while wanted:
-        best = max(plans, key=lambda plan: len(pairs(plan) & wanted))  # the first of equals: always the same set
-        chosen.append(best)
-        wanted -= pairs(best)
+        best = max(range(len(plans)), key=lambda i: len(meet[i] & wanted))  # the first of equals: always the same set
+        chosen.append(plans[best])
+        wanted -= meet[best]
     return chosen
 
 

@@ -84,27 +84,30 @@ class _One:
     tokens: list[int]
 
     @staticmethod
-    def of(model: ModelConfig, processes: int) -> "_One":
-        trial = Trial.start(model, Ground.solo(), processes).train()
+    def of(model: ModelConfig, processes: int, data_ranks: int = 1) -> "_One":
+        """``data_ranks`` of which each takes one of what is one micro-batch here, where that makes a difference."""
+        trial = Trial.start(model, Ground.solo(), processes, merged=data_ranks).train()
         return _One(trial, trial.greedy())
 
 
 def _work(model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Shown | None) -> list[Result]:
     """On every rank."""
     world = plans[0].world
-    one, saved = _One.of(model, world), folder / "one"
+    ones = {ranks: _One.of(model, world, ranks) for ranks in sorted({_merged(model, plan) for plan in plans})}
+    writer, saved = next(iter(ones.values())), folder / "one"
     results: list[Result] = []
     for number, plan in enumerate(plans):
         with fresh_group(folder / f"meet-{number}"), Ground.build(plan, "cpu") as ground:
             if number == 0:
                 if ground.rank == 0:
-                    one.trial.save(saved)
+                    writer.trial.save(saved)
                 world_axis().sum_(torch.zeros(()))  # nobody reads before it is written
             try:
-                result, trial = _compare(model, ground, one, saved)
+                one = ones[_merged(model, plan)]
+                result, trial = _compare(model, ground, one, saved, writer)
                 trained = result.errors["step"] <= TOLERANCE
                 if trained:  # what went wrong here must not be blamed on the plan that loads next
-                    saved = folder / f"plan-{number}"
+                    writer, saved = one, folder / f"plan-{number}"
                     trial.save(saved)
             except Exception as why:
                 why.add_note(f"under the plan: {plan}")
@@ -113,14 +116,19 @@ def _work(model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Shown 
         if number + 1 == len(plans) and trained:
             last = Trial.start(model, Ground.solo(), world, seed=1)
             last.load(saved)
-            result.note("load", *_states_differ(last, one.trial))
+            result.note("load", *_states_differ(last, writer.trial))
         if shown is not None and ground.rank == 0:
             shown(result)
     return results
 
 
-def _compare(model: ModelConfig, ground: Ground, one: _One, saved: Path) -> tuple[Result, Trial]:
-    """All checks of one plan; the worst of all ranks, the same on each."""
+def _merged(model: ModelConfig, plan: Plan) -> int:
+    """How many data ranks' micro-batches are one of the one process: all, where experts are balanced among them."""
+    return 1 if model.moe is None else plan.data_ranks
+
+
+def _compare(model: ModelConfig, ground: Ground, one: _One, saved: Path, writer: _One) -> tuple[Result, Trial]:
+    """All checks of one plan; the worst of all ranks, the same on each. ``saved`` holds what ``writer`` computed."""
     result, mine = Result(ground.plan), Trial.start(model, ground, ground.world).train()
     for check, here, there in (("loss", mine.losses, one.trial.losses), ("norm", mine.norms, one.trial.norms)):
         pair = torch.tensor([here, there], dtype=torch.float64)
@@ -129,10 +137,15 @@ def _compare(model: ModelConfig, ground: Ground, one: _One, saved: Path) -> tupl
     result.note("step", *_states_differ(mine, one.trial))
     other = Trial.start(model, ground, ground.world, seed=1)
     other.load(saved)
-    result.note("load", *_states_differ(other, one.trial))
+    result.note("load", *_states_differ(other, writer.trial))
     if model.causal:
         result.note("tokens", float(sum(a != b for a, b in zip(mine.greedy(), one.tokens, strict=True))))
-    return _worst_of_all(result, world_axis(), [*one.trial.masters.local, *one.trial.optimizer.state]), mine
+    return _worst_of_all(result, world_axis(), _names(one.trial)), mine
+
+
+def _names(one: Trial) -> list[str]:
+    """Of all that is compared."""
+    return [*one.masters.local, *one.optimizer.state, *(name for name, _ in one.model.named_buffers())]
 
 
 def _gradients_differ(mine: Trial, one: Trial) -> tuple[float, str]:
@@ -147,7 +160,10 @@ def _states_differ(mine: Trial, one: Trial) -> tuple[float, str]:
     """The largest error of the weights and of each kind of moment, and where it is."""
     pairs = [(mine.masters.local, one.masters.local)]
     pairs += [(_of_kind(mine, kind), _of_kind(one, kind)) for kind in MOMENTS]
-    return max(_differ(mine, parts, whole) for parts, whole in pairs)
+    worst = max(_differ(mine, parts, whole) for parts, whole in pairs)
+    for name, state in mine.model.named_buffers():
+        worst = max(worst, ((state - one.model.get_buffer(name)).abs().max().item(), name))
+    return worst
 
 
 def _of_kind(trial: Trial, kind: str) -> dict[str, Tensor]:

@@ -15,10 +15,12 @@ from torch import Tensor
 from colonnade.checkpoint import native
 from colonnade.config import ModelConfig, TrainConfig
 from colonnade.data import Batch
+from colonnade.data.batch import together
 from colonnade.model import IGNORE, Packed, Rows, Transformer, initialise
+from colonnade.model.moe import Spread
 from colonnade.parallel.axis import SOLO, Axis, world_axis
 from colonnade.parallel.fsdp import Masters, masters
-from colonnade.parallel.layout import layout_of, share
+from colonnade.parallel.layout import Experts, layout_of, share
 from colonnade.parallel.mesh import Ground
 from colonnade.train.lay import lay
 from colonnade.train.optimizer import AdamW
@@ -69,13 +71,16 @@ class Trial:
     world: Axis
     micro_batches: int
     """In one step, over all data ranks: a multiple of the processes, so that every plan can share them out."""
+    merged: int = 1
+    """Micro-batches that are one here, and one on each of so many data ranks elsewhere: experts are balanced over all
+    that run at the same time."""
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Of the first step, as the optimizer gets them; nothing was clipped."""
 
     @staticmethod
-    def start(config: ModelConfig, ground: Ground, processes: int, seed: int = 0) -> "Trial":
+    def start(config: ModelConfig, ground: Ground, processes: int, seed: int = 0, merged: int = 1) -> "Trial":
         """With initial weights by ``seed``, which no plan changes; ``processes`` of all plans, not of this ground."""
         spans = [span for _, span in ground.stages(config.layers)]
         model = initialise(Transformer(config, ground.axes, spans=spans, dtype=torch.float64), seed)
@@ -83,7 +88,7 @@ class Trial:
         held = masters(model, ground, torch.float64, piped and piped.stages)
         world = world_axis() if ground.world > 1 else SOLO
         total = -(-MICRO_BATCHES // processes) * processes
-        return Trial(ground, model, piped, held, _Seen(held.local, TRAIN), world, total)
+        return Trial(ground, model, piped, held, _Seen(held.local, TRAIN), world, total, merged)
 
     def train(self) -> "Trial":
         """Take the two steps and note what is to be compared; returns itself."""
@@ -94,17 +99,22 @@ class Trial:
 
     def _step(self, number: int) -> None:
         train = TRAIN if number == 0 else TRAIN.but(clip=CLIP)
-        step = Step(self.model, self.masters, self.optimizer, train, self.world, self.piped)
-        first, stop = self.ground.axes.dp.part(self.micro_batches)
-        lengths = RAGGED if number == 0 else EQUAL
-        batches = [batch(lengths, i, 1000 * number + i, self.model.config) for i in range(first, stop)]
+        spread = [Spread(self.ground.plan.degree, self.ground.plan.overlap)]
+        step = Step(self.model, self.masters, self.optimizer, train, self.world, self.piped, spread=spread)
+        lengths, dp = RAGGED if number == 0 else EQUAL, self.ground.axes.dp
+        mine = range(dp.rank, self.micro_batches, dp.size)
+        batches = [batch(lengths, i, 1000 * number + i, self.model.config) for i in mine]
+        batches = [together(batches[i : i + self.merged]) for i in range(0, len(batches), self.merged)]
         outcome: Outcome = step(number, batches)
         self.losses.append((self.ground.axes.everywhere(outcome.loss_sum) / outcome.count).item())
         self.norms.append(outcome.norm.item())
 
     def mine(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole parameter, or of what is shaped like one."""
-        part = share(whole, layout_of(self.model)[name], self.ground.axes)
+        placement = layout_of(self.model)[name]
+        part = share(whole, placement, self.ground.axes)
+        if isinstance(placement, Experts):
+            return part
         start, stop = self.ground.shard.part(part.shape[0])
         return part[start:stop]
 

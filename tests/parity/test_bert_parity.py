@@ -88,7 +88,7 @@ def _check(config: ModelConfig, world: int, sequence_parallel: bool) -> None:
             if p.grad is not None:
                 grad = ground.axes.tp.sum_(p.grad) if layout[name] is PARTIAL else p.grad
                 assert grad.abs().max() > 0, f"{name} has no part in the loss"
-                assert_same(grad, share(reference, layout[name], ground.axes.tp), what=f"gradient of {name}")
+                assert_same(grad, share(reference, layout[name], ground.axes), what=f"gradient of {name}")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -68,7 +68,7 @@ def _shares() -> None:
         )
         layout = layout_of(mine)
         for name, p in whole.named_parameters():
-            assert_same(mine.get_parameter(name), share(p, layout[name], ground.axes.tp), what=name)
+            assert_same(mine.get_parameter(name), share(p, layout[name], ground.axes), what=name)
 
 
 def _solo():

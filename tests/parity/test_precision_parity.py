@@ -133,7 +133,7 @@ def _in_float8(plan: Plan, scaling: str) -> float:
         layout = layout_of(model)
         errors = []
         for name, grad in found["several"][1].items():
-            whole = share(found["one"][1][name], layout[name], ground.axes.tp)
+            whole = share(found["one"][1][name], layout[name], ground.axes)
             errors.append(float((grad - whole).norm() / whole.norm()))
         return max(errors)
 

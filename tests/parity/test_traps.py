@@ -200,7 +200,8 @@ def test_no_sample_is_repeated_or_left_out_when_data_ranks_change(corpus: Path, 
     for steps, ranks in legs:  # each leg is a resume on so many data ranks, for so many steps
         loaders = [Loader(split, config, batch, 2, rank, ranks) for rank in range(ranks)]
         for _ in range(steps):
-            found += [micro.tokens_T for loader in loaders for micro in loader.at(seen)]
+            shares = [loader.at(seen) for loader in loaders]
+            found += [micro.tokens_T for together in zip(*shares, strict=True) for micro in together]
             seen += batch
     alone = Loader(split, config, batch, batch)
     expected = [alone.at(at)[0].tokens_T for at in range(0, seen, batch)]

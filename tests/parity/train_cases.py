@@ -108,7 +108,7 @@ class Run:
 
     def mine(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a whole tensor: cut by the layout over tp, then by rows over data and context ranks."""
-        part = share(whole, layout_of(self.model)[name], self.ground.axes.tp)
+        part = share(whole, layout_of(self.model)[name], self.ground.axes)
         start, stop = self.ground.shard.part(part.shape[0])
         return part[start:stop]
 

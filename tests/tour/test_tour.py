@@ -22,7 +22,7 @@ from colonnade.errors import ConfigError, PlanError
 from colonnade.kernels.attention.reference import attend as attend_to
 from colonnade.kernels.softmax_state import identity, merge
 from colonnade.model import KVCache, Loss, Packed, Paged, Rows, Stream, Transformer, initialise
-from colonnade.parallel.axis import SOLO_AXES, Axis
+from colonnade.parallel.axis import SOLO_AXES, Axes, Axis
 from colonnade.parallel.layout import layout_of, share
 from colonnade.parallel.mesh import Ground
 from tests.worlds import run as in_processes
@@ -129,9 +129,9 @@ def test_6_two_processes_compute_what_one_does() -> None:
     layout = layout_of(tiny())
     for rank, (loss_of_rank, of_rank) in enumerate(shares):
         assert abs(loss_of_rank - loss) < 1e-10
-        tp = Axis("tp", size=2, rank=rank)
+        axes = Axes(tp=Axis("tp", size=2, rank=rank))
         for name, gradient in gradients.items():
-            torch.testing.assert_close(of_rank[name], share(gradient, layout[name], tp), rtol=0, atol=1e-10)
+            torch.testing.assert_close(of_rank[name], share(gradient, layout[name], axes), rtol=0, atol=1e-10)
 
 
 @pytest.fixture(scope="module")

@@ -94,9 +94,10 @@ def test_the_ranks_together_have_the_global_batch(split, ranks, micro_batch):
     one = loader(split).at(24)[0]
     shares = [loader(split, 8, micro_batch, rank, ranks).at(24) for rank in range(ranks)]
     for name in ("tokens_T", "positions_T", "targets_T"):
-        joined = torch.cat([getattr(micro, name) for share in shares for micro in share])
+        joined = torch.cat([getattr(micro, name) for together in zip(*shares, strict=True) for micro in together])
         assert torch.equal(joined, getattr(one, name))
-    indices = [torch.arange(len(micro.tokens_T)) + micro.first for share in shares for micro in share]
+    each = [micro for together in zip(*shares, strict=True) for micro in together]
+    indices = [torch.arange(len(micro.tokens_T)) + micro.first for micro in each]
     assert torch.equal(torch.cat(indices), torch.arange(8 * S)), "a token's number in the global batch"
     assert len({tuple(len(micro.tokens_T) for micro in share) for share in shares}) == 1
     assert max(len(micro.tokens_T) for micro in shares[0]) <= micro_batch * S

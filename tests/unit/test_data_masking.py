@@ -231,7 +231,8 @@ def test_a_batch_says_what_was_masked(corpus: Corpus, pieces: Pieces) -> None:
 @given(st.integers(0, 500), st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2, 5, 12]))
 def test_any_ranks_and_any_resume_see_the_same_masks(corpus: Corpus, seen: int, ranks: int, micro: int) -> None:
     whole = loader(corpus, 12, 12).at(seen)
-    parts = [batch for rank in range(ranks) for batch in loader(corpus, 12, micro, rank, ranks).at(seen)]
+    shares = [loader(corpus, 12, micro, rank, ranks).at(seen) for rank in range(ranks)]
+    parts = [batch for together in zip(*shares, strict=True) for batch in together]
     steps = [batch for first in (seen, seen + 6) for batch in loader(corpus, 6, 3).at(first)]
     for name in ("tokens_T", "targets_T", "segments_T", "positions_T", "orders_R"):
         assert read(parts, name) == read(whole, name) == read(steps, name)

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.kernels.choose import choose
 from colonnade.kernels.experts.reference import Weights
-from colonnade.parallel.axis import Axes
+from colonnade.model.recompute import again
+from colonnade.parallel.axis import SOLO, Axes, Axis, Grid
 from colonnade.parallel.layout import Experts as Stack
 from colonnade.parallel.layout import Placement
 
@@ -16,7 +17,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
-        self.activation = config.activation
+        self.activation, self.count = config.activation, moe.experts
         first, stop = axes.grid.ep.part(moe.experts)
         start, end = axes.grid.sh.part(moe.ffn_width)
         e, f, D = stop - first, end - start, config.width
@@ -45,3 +46,29 @@ class Experts(nn.Module):
     def forward(self, x_RD: Tensor, ends_e: Tensor, weights: Weights) -> Tensor:
         """y_RD of rows in the order of ``weights``' experts."""
         return choose("experts", x_RD.device.type, x_RD.dtype)(x_RD, ends_e, weights, self.activation)
+
+    def gathered(self, hidden: Axis, experts: Axis = SOLO) -> Weights:
+        """The shares of the ranks along ``hidden``, and of those along ``experts``, laid together."""
+
+        def whole(w: Tensor | None, *, cut: bool = True) -> Tensor | None:
+            if w is None:
+                return None
+            w = hidden.gather(w, 1, w.shape[1] * hidden.size) if cut else w
+            return experts.gather(w, 0, w.shape[0] * experts.size)
+
+        up, down, gate, up_bias, gate_bias, down_bias = self.weights
+        up, down = whole(up), whole(down)
+        assert up is not None
+        assert down is not None
+        return Weights(up, down, whole(gate), whole(up_bias), whole(gate_bias), whole(down_bias, cut=False))
+
+    def slice_of(self, x_RD: Tensor, ends_e: Tensor, grid: Grid, degree: int) -> Tensor:
+        """What the hidden slice s mod ``degree`` adds to y_RD; the output's bias is the first slice's."""
+        axis, first = grid.every(degree), grid.sh.rank % degree == 0
+        if axis.size == 1:
+            return self._slice(x_RD, ends_e, axis, first)
+        return again(self._slice, x_RD, ends_e, axis, first)  # gathered weights are not kept
+
+    def _slice(self, x_RD: Tensor, ends_e: Tensor, axis: Axis, first: bool) -> Tensor:
+        weights = self.gathered(axis)
+        return self(x_RD, ends_e, weights if first else weights._replace(down_bias_ED=None))

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import ModelConfig, MoeConfig
-from colonnade.kernels.choose import choose
 from colonnade.model.ffn import FeedForward
 from colonnade.model.linear import Linear
 from colonnade.model.moe.capacity import admit
+from colonnade.model.moe.dispatch import through_experts
 from colonnade.model.moe.experts import Experts
 from colonnade.model.moe.losses import load, losses
 from colonnade.model.moe.router import Router
-from colonnade.model.moe.routing import Report, Routed, Step, attach
+from colonnade.model.moe.routing import Report, Routed, attach
 from colonnade.model.noise import PlaceNoise
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, on_rows
@@ -47,7 +47,9 @@ class MixtureOfExperts(nn.Module):
         choice, logits_tE = self.router(own_tD, tokens_t, index_t, noise, 0 if routing is None else routing.gate)
         load_E = load(choice.ids_TA, self.moe.experts)
         admitted = admit(choice, index_t, self.moe, self.axes.grid.tokens)
-        out_tD = self._through_experts(own_tD, admitted.ids_TA, admitted.weights_TA, choice.rows, routed.step)
+        out_tD = through_experts(
+            own_tD, admitted.ids_TA, admitted.weights_TA, self.experts, self.axes.grid, routed.step, choice.rows
+        )
         zero = out_tD.new_zeros(())
         report = Report(load_E, zero, zero, load_E.sum() - load(admitted.ids_TA, self.moe.experts).sum())
         if routing is not None and routing.weight is not None:
@@ -62,13 +64,3 @@ class MixtureOfExperts(nn.Module):
             shared_tD = self.shared(x_tD, T)
             y_tD = y_tD + (shared_tD if self.shared_gate is None else self.shared_gate(x_tD).sigmoid() * shared_tD)
         return y_tD, report
-
-    def _through_experts(
-        self, x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, rows: int | None, step: Step
-    ) -> Tensor:
-        """y_TD: each token through its experts, which are all on this rank."""
-        kind = x_TD.device.type
-        order_R, ends_E = choose("sort_choices", kind, x_TD.dtype)(ids_TA, self.moe.experts, rows)
-        x_RD = choose("gather_rows", kind, x_TD.dtype)(x_TD, order_R, ids_TA.shape[1])
-        y_RD = self.experts(x_RD, ends_E, self.experts.weights)
-        return choose("combine_rows", kind, x_TD.dtype)(y_RD, order_R, weights_TA)

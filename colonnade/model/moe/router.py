@@ -22,7 +22,7 @@ from colonnade.config.base import nearest
 from colonnade.errors import ConfigError
 from colonnade.model.noise import PlaceNoise
 from colonnade.parallel.axis import Axes, Axis
-from colonnade.parallel.layout import PARTIAL, WHOLE, Placement
+from colonnade.parallel.layout import PARTIAL, Placement
 
 SCORES, INPUT, SECOND = 3, 4, 5
 """Sites of a router's noise within a block, after the dropouts' (:mod:`colonnade.model.noise`)."""
@@ -143,14 +143,17 @@ class Router(nn.Module):
             {name: nn.Parameter(torch.empty(shape, **on)) for name, shape in self._rule.shapes(config).items()}
         )
         self.layout: dict[str, Placement] = {f"own.{name}": PARTIAL for name in self.own}
-        self.bias_E = None
-        if moe.bias_rate:
-            # Moved by the load, not by a gradient, and so small beside the scores that 16 bits would lose it.
-            self.bias_E = nn.Parameter(
-                torch.zeros(moe.experts, device=device, dtype=torch.promote_types(dtype, torch.float32)),
-                requires_grad=False,
-            )
-            self.layout["bias_E"] = WHOLE
+        self.bias_E: Tensor | None
+        # Moved by the load, not by a gradient, and so small beside the scores that 16 bits would lose it.
+        exact = torch.promote_types(dtype, torch.float32)
+        self.register_buffer("bias_E", torch.zeros(moe.experts, device=device, dtype=exact) if moe.bias_rate else None)
+
+    @torch.no_grad()
+    def rebalance(self, load_E: Tensor) -> None:
+        """Move the bias against the load of all ranks, by a fixed step (DeepSeek-V3, section 2.1.2)."""
+        if self.bias_E is not None:
+            load_E = load_E.to(self.bias_E.dtype)
+            self.bias_E += self.moe.bias_rate * (load_E.mean() - load_E).sign()
 
     def forward(
         self, x_TD: Tensor, tokens_T: Tensor, index_T: Tensor, noise: PlaceNoise | None, gate: int = 0

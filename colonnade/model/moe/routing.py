@@ -23,7 +23,7 @@ class Report(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class Spread:
     """How a layer spreads its work in this step; what is stored where does not change with it."""
 
     degree: int = 1
@@ -42,7 +42,7 @@ class Routing:
     """What a unit of each layer's loss sum counts in the gradient; None: no losses, no noise of the router's own."""
     gate: int = 0
     """Which of each layer's gates decides."""
-    steps: Sequence[Step] = (Step(),)
+    steps: Sequence[Spread] = (Spread(),)
     """How each layer with experts spreads its work: one for all of them, or one each by block number."""
     reports: dict[int, Report] = field(default_factory=dict)
     """Filled by the forward pass: each layer's report, by block number."""
@@ -51,7 +51,7 @@ class Routing:
         """The same for some of the tokens; reports go to the same place."""
         return replace(self, index_T=self.index_T[part])
 
-    def step(self, layer: int) -> Step:
+    def step(self, layer: int) -> Spread:
         """How block ``layer`` spreads its work."""
         return self.steps[layer] if len(self.steps) > 1 else self.steps[0]
 
@@ -62,12 +62,12 @@ class Routed(NamedTuple):
     tokens_T: Tensor
     """The ids of the stream's tokens."""
     routing: Routing | None
-    step: Step
+    step: Spread
 
     @staticmethod
     def at(layer: int, tokens_T: Tensor, routing: Routing | None) -> "Routed":
         """The view of block ``layer``."""
-        return Routed(tokens_T, routing, Step() if routing is None else routing.step(layer))
+        return Routed(tokens_T, routing, Spread() if routing is None else routing.step(layer))
 
 
 class _Attach(Function):

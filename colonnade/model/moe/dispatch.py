@@ -1,0 +1,162 @@
+"""Dispatch: tokens to the ranks of their experts and back, by any degree r of the same stored weights (Tutel).
+
+The ranks that share a layer's experts are ep × sh: ep rank i stores experts i·e … i·e + e − 1, of which sh rank s
+stores the s-th share of the hidden units. A step's degree r, 0 or a divisor of sh, says what travels:
+
+    r = 0    weights: every rank gathers all experts; no token leaves its rank
+    r ≥ 1    tokens: an expert's rows are dealt out to sh/r groups of r ranks; each rank of a group gathers the hidden
+             slice s mod r, from the ranks s ≡ s' (mod r), and the r partial results are summed where the token is
+    r = 1    is expert parallelism with sharded weights, r = sh with sharded arithmetic, which gathers no weights
+
+(Tutel, arXiv 2206.03382, section 4.1; here for any ep and sh, gated experts too, without capacity: what is sent is what
+was chosen.) Hidden units may be taken in any order, so a strided group gathers just what it needs. A gathered weight is
+not kept for the backward pass but gathered again. Sizes are exchanged before the rows: one wait for the device.
+
+Tokens go in p parts, part i + 1 under way while the experts work on part i; the backward pass does the same, because a
+begun exchange is a node of its own in the graph.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from colonnade.kernels.choose import choose
+from colonnade.kernels.experts.reference import Weights
+from colonnade.model.moe.experts import Experts
+from colonnade.model.moe.routing import Spread
+from colonnade.model.recompute import again
+from colonnade.parallel.axis import Axis, Grid, Journey
+
+
+def through_experts(
+    x_tD: Tensor,
+    ids_tA: Tensor,
+    weights_tA: Tensor,
+    experts: Experts,
+    grid: Grid,
+    step: Spread,
+    rows: int | None = None,
+) -> Tensor:
+    """y_tD: each of this rank's tokens through the experts that it chose (E for none), by its weights.
+
+    ``rows`` bounds how many choices are not none.
+    """
+    if grid.all.size == 1:
+        return _here(x_tD, ids_tA, weights_tA, experts, experts.weights, rows)
+    if step.degree == 0:
+        return again(_gathered, x_tD, ids_tA, weights_tA, experts, grid, rows)
+    return _exchanged(x_tD, ids_tA, weights_tA, experts, grid, step)
+
+
+def _here(
+    x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, experts: Experts, weights: Weights, rows: int | None
+) -> Tensor:
+    """All experts are on this rank."""
+    kind, dtype = x_tD.device.type, x_tD.dtype
+    order_R, ends_E = choose("sort_choices", kind, dtype)(ids_tA, len(weights.up_EFD), rows)
+    x_RD = choose("gather_rows", kind, dtype)(x_tD, order_R, ids_tA.shape[1])
+    y_RD = experts(x_RD, ends_E, weights)
+    return choose("combine_rows", kind, dtype)(y_RD, order_R, weights_tA)
+
+
+def _gathered(
+    x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, experts: Experts, grid: Grid, rows: int | None
+) -> Tensor:
+    """r = 0."""
+    return _here(x_tD, ids_tA, weights_tA, experts, experts.gathered(grid.sh, grid.ep), rows)
+
+
+def _exchanged(x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, experts: Experts, grid: Grid, step: Spread) -> Tensor:
+    """r ≥ 1."""
+    kind, dtype, A = x_tD.device.type, x_tD.dtype, ids_tA.shape[1]
+    parts = [slice(*Axis("part", step.overlap).part(len(x_tD), i)) for i in range(step.overlap)]
+    parcels = _address([ids_tA[part] for part in parts], experts.count, grid, step.degree)
+    gather = choose("gather_rows", kind, dtype)
+
+    def send(i: int) -> tuple[Tensor, Journey | None]:
+        x_RD = gather(x_tD[parts[i]], parcels[i].order_R, A)
+        return grid.all.begin_exchange(x_RD, parcels[i].send, parcels[i].receive)
+
+    under_way, back = send(0), []
+    for i, parcel in enumerate(parcels):
+        arriving, under_way = under_way, send(i + 1) if i + 1 < len(parcels) else under_way
+        x_RD = grid.all.finish_exchange(*arriving)
+        y_RD = experts.slice_of(x_RD[parcel.by_expert_R], parcel.ends_e, grid, step.degree)
+        y_RD = torch.empty_like(y_RD).index_copy(0, parcel.by_expert_R, y_RD)
+        back.append(grid.all.begin_exchange(y_RD, parcel.receive, parcel.send))
+    out: list[Tensor] = []
+    for part, parcel, returning in zip(parts, parcels, back, strict=True):
+        y_RD = grid.all.finish_exchange(*returning)
+        if step.degree > 1:  # the partial results of r ranks, each with its slice of the hidden units
+            y_RD = y_RD.new_zeros(parcel.choices, y_RD.shape[1]).index_add(0, parcel.row_R, y_RD)
+        out.append(choose("combine_rows", kind, dtype)(y_RD, parcel.choice_R, weights_tA[part]))
+    return torch.cat(out)
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """One part of the tokens, addressed."""
+
+    order_R: Tensor
+    """The choice (t·A + j) behind each row that is sent."""
+    row_R: Tensor
+    """Of each row that is sent, its number among the choices; r rows have the same."""
+    choice_R: Tensor
+    """The choices that are sent at all, in the order of their numbers."""
+    choices: int
+    send: list[int]
+    receive: list[int]
+    by_expert_R: Tensor
+    """The rows that come in, by expert."""
+    ends_e: Tensor
+
+
+def _address(ids: list[Tensor], experts: int, grid: Grid, degree: int) -> list[_Parcel]:
+    """Who gets which rows, for every part: one exchange of counts, and one wait, for all of them."""
+    ep, sh = grid.ep.size, grid.sh.size
+    groups, local, device = sh // degree, experts // grid.ep.size, ids[0].device
+    sorted_, counts = [], []
+    for ids_tA in ids:
+        ids_R = ids_tA.flatten()
+        # An expert's rows go round its groups, beginning with another one on each rank.
+        nth_R = torch.arange(len(ids_R), device=device) + grid.all.rank
+        by_expert_R = ids_R.argsort(stable=True)
+        group_R = torch.empty_like(ids_R).index_copy_(0, by_expert_R, nth_R % groups)
+        address_R = (ids_R // local * groups + group_R) * local + ids_R % local
+        address_R = torch.where(ids_R < experts, address_R, ep * groups * local)
+        order_R = address_R.argsort(stable=True)
+        wanted = torch.arange(ep * groups * local + 1, device=device)
+        begin = torch.searchsorted(address_R[order_R], wanted)
+        sorted_.append(order_R)
+        counts.append(begin.diff().view(ep * groups, local))
+    # Each rank of a group is told the same: (rank, part, expert).
+    mine = torch.stack(counts, 1).repeat_interleave(degree, 0)
+    ones = [1] * grid.all.size
+    theirs = grid.all.exchange(mine, ones, ones)
+    sizes = torch.stack((mine.sum(2), theirs.sum(2))).tolist()
+    parcels: list[_Parcel] = []
+    for i, order_R in enumerate(sorted_):
+        send, receive = ([row[i] for row in side] for side in sizes)
+        blocks = send[::degree]  # one of each group
+        choices = sum(blocks)
+        numbers = torch.arange(choices, device=device)
+        row_R = numbers
+        if degree > 1:
+            row_R = torch.cat([block.repeat(degree) for block in numbers.split(blocks)])
+        came_se = theirs[:, i]
+        expert_R = torch.arange(local, device=device).repeat(len(came_se))
+        expert_R = expert_R.repeat_interleave(came_se.flatten(), output_size=sum(receive))
+        parcels.append(
+            _Parcel(
+                order_R[row_R],
+                row_R,
+                order_R[:choices],
+                choices,
+                send,
+                receive,
+                expert_R.argsort(stable=True),
+                came_se.sum(0).cumsum(0),
+            )
+        )
+    return parcels
