@@ -4,14 +4,18 @@ The balancing bias moves once a step, against the load of all tokens of the step
 2.1.2), whatever ranks and micro-batches they were in.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from colonnade.config import ModelConfig
 from colonnade.model import Transformer
 from colonnade.model.moe import MixtureOfExperts, Report
+from colonnade.parallel.axis import Axis
 
 
 class Routed(NamedTuple):
@@ -27,6 +31,8 @@ class Routed(NamedTuple):
     """The balance loss, a mean over the step's tokens."""
     z_L: Tensor
     """The router z-loss, likewise."""
+    sent_bytes_L: Tensor
+    """int64: what the ranks handed to one another in the forward passes."""
 
 
 def routed(model: Transformer, reports: Sequence[Mapping[int, Report]], tokens: Sequence[int]) -> Routed | None:
@@ -35,23 +41,78 @@ def routed(model: Transformer, reports: Sequence[Mapping[int, Report]], tokens: 
     if not layers:
         return None
     by_layer = [[report[layer] for report in reports] for layer in layers]
-    counts_LE1 = torch.stack(
-        [torch.cat((sum_of(r.load_E for r in row), sum_of(r.dropped for r in row)[None])) for row in by_layer]
-    )
-    counts_LE1 = model.axes.grid.tokens.sum_(counts_LE1)
-    share_M = torch.tensor(tokens, dtype=by_layer[0][0].balance.dtype, device=counts_LE1.device) / max(1, sum(tokens))
+    counts_LC = model.axes.grid.tokens.sum_(torch.stack([_counts(row) for row in by_layer]))
+    share_M = torch.tensor(tokens, dtype=by_layer[0][0].balance.dtype, device=counts_LC.device) / max(1, sum(tokens))
     return Routed(
         layers,
-        counts_LE1[:, :-1],
-        counts_LE1[:, -1],
+        counts_LC[:, :-2],
+        counts_LC[:, -2],
         torch.stack([torch.stack([r.balance for r in row]) @ share_M for row in by_layer]),
         torch.stack([torch.stack([r.z for r in row]) @ share_M for row in by_layer]),
+        counts_LC[:, -1],
     )
 
 
-def sum_of(parts) -> Tensor:
-    """The sum of some tensors of one shape."""
-    return torch.stack(list(parts)).sum(0)
+def _counts(reports: Sequence[Report]) -> Tensor:
+    """int64 (E + 2,): load, dropped choices and bytes of some micro-batches."""
+    return torch.stack([torch.cat((r.load_E, torch.stack((r.dropped, r.sent_bytes)))) for r in reports]).sum(0)
+
+
+Table = dict[int, dict[str, Any]]
+"""By layer, for people and files: its load by expert and the rest, as plain numbers."""
+
+
+def tabled(found: Routed | None, model: ModelConfig, pp: Axis, device: torch.device) -> Table:
+    """What the layers of all pipeline ranks did; waits for the device, and every rank must ask."""
+    if model.moe is None:
+        return {}
+    E, layers = model.moe.experts, [i for i in range(model.layers) if model.experts_of(i)]
+    all_LC = torch.zeros(len(layers), E + 4, dtype=torch.float64, device=device)
+    if found is not None:
+        rows = torch.tensor([layers.index(layer) for layer in found.layers], device=device)
+        columns = (found.dropped_L, found.balance_L, found.z_L, found.sent_bytes_L)
+        all_LC[rows] = torch.cat((found.load_LE, *(column[:, None] for column in columns)), 1).double()
+    return {
+        layer: {
+            "load": [int(n) for n in row[:E]],
+            "dropped": int(row[E]),
+            "balance": row[E + 1],
+            "z": row[E + 2],
+            "sent_bytes": int(row[E + 3]),
+        }
+        for layer, row in zip(layers, pp.sum_(all_LC).tolist(), strict=True)
+    }
+
+
+OVERALL: dict[str, Callable[[Iterable[float]], float]] = {
+    "balance": statistics.fmean,
+    "z": statistics.fmean,
+    "dropped": max,
+    "busiest": max,
+    "idle": sum,
+    "entropy": min,
+    "sent_bytes": sum,
+}
+"""What a tracker gets of each layer, and how the layers are one number."""
+
+
+def row_of(found: Table) -> dict[str, float]:
+    """A step's numbers for a tracker, ``moe/dropped`` over all layers and ``moe/3/dropped`` of layer 3."""
+    row: dict[str, float] = {}
+    for layer, it in found.items():
+        choices = max(1, sum(it["load"]))
+        shares = [n / choices for n in it["load"]]
+        even = math.log(len(shares)) or 1.0
+        row |= {
+            f"moe/{layer}/balance": it["balance"],
+            f"moe/{layer}/z": it["z"],
+            f"moe/{layer}/dropped": it["dropped"] / choices,
+            f"moe/{layer}/busiest": max(shares) * len(shares),
+            f"moe/{layer}/idle": float(it["load"].count(0)),
+            f"moe/{layer}/entropy": -sum(p * math.log(p) for p in shares if p) / even,
+            f"moe/{layer}/sent_bytes": float(it["sent_bytes"]),
+        }
+    return {f"moe/{key}": float(of([row[f"moe/{i}/{key}"] for i in found])) for key, of in OVERALL.items()} | row
 
 
 def rebalance(model: Transformer, found: Routed) -> None:

@@ -18,7 +18,7 @@ from colonnade.train.profile import BEFORE, Profile
 from colonnade.train.screen import Screen
 from colonnade.train.session import Session
 from colonnade.train.step import Outcome
-from colonnade.train.trackers import JsonLines, OpenTracker, TensorBoard, Tracker, named
+from colonnade.train.trackers import ROUTING, JsonLines, OpenTracker, TensorBoard, Tracker, named
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Log:
         self._open_trackers = (JsonLines, TensorBoard, *named(session.run), *trackers)
         self.profile = Profile(session.run, session.ground)
         self._trackers: list[Tracker] = []
+        self._routing: JsonLines | None = None
         self._first_step = True
         self._open = ExitStack()
 
@@ -65,6 +66,9 @@ class Log:
             for open_tracker in self._open_trackers:
                 self._trackers.append(open_tracker(folder, taken))
                 self._open.callback(self._trackers[-1].close)
+            if self.run.model.moe is not None:
+                self._routing = JsonLines(folder, taken, ROUTING)
+                self._open.callback(self._routing.close)
         self._introduce()
         self._open.enter_context(self.screen)
         self._open.callback(self.profile.close)
@@ -103,6 +107,8 @@ class Log:
         """
         with self._aside():
             rows = self.meter.read()
+            if rows and self._routing is not None:
+                self._routing.record(rows[-1][0], {str(layer): it for layer, it in self.meter.routing.items()})
             self.speed = self.meter.speed() or self.speed
             for taken, row in rows:
                 newest = taken == self.session.taken and self.speed is not None

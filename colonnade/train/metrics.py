@@ -17,6 +17,7 @@ from colonnade.config import RunConfig
 from colonnade.errors import ColonnadeError
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.mesh import Ground
+from colonnade.train.balance import Table, row_of, tabled
 from colonnade.train.chips import Throughput, chip_of, throughput
 from colonnade.train.scaler import LOWEST
 from colonnade.train.step import Outcome
@@ -40,6 +41,8 @@ class Meter:
         self.run, self.ground, self.bad = run, ground, bad
         self.chip = chip_of(ground.device)
         self._pending: list[tuple[int, Outcome]] = []
+        self.routing: Table = {}
+        """What the layers of experts did in the newest step that was read."""
         self._busy_s, self._since_s, self._steps = 0.0, time.perf_counter(), 0
 
     def note(self, steps: int, outcome: Outcome) -> None:
@@ -73,6 +76,9 @@ class Meter:
                 # Otherwise it overflowed in float16 and is no news, until lowering the scale stops helping.
                 raise Diverged(self._diagnosis(steps, loss, norm, here) + _collapse(scaled))
             rows.append((steps, finite))
+        self.routing = tabled(outcomes[-1].routed, self.run.model, self.ground.axes.pp, self.ground.device)
+        if self.routing:
+            rows[-1][1].update(row_of(self.routing))
         self._pending.clear()
         return rows
 

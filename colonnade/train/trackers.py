@@ -19,6 +19,8 @@ from colonnade.config import RunConfig
 from colonnade.errors import ConfigError
 
 METRICS = "metrics.jsonl"
+ROUTING = "routing.jsonl"
+"""Of a mixture of experts: for each line of metrics, every layer's load by expert."""
 WANDB, MLFLOW = "wandb-id", "mlflow-id"
 """Files in the run's folder: the names by which the services know it."""
 
@@ -40,17 +42,17 @@ OpenTracker = Callable[[Path, int], Tracker]
 
 
 class JsonLines:
-    """One JSON object a line in ``metrics.jsonl``: easy to read with anything."""
+    """One JSON object a line in ``metrics.jsonl``, or another file: easy to read with anything."""
 
-    def __init__(self, folder: Path, resumed_step: int):
-        self.path = folder / METRICS
-        kept = [row for row in read_rows(folder) if row["step"] <= resumed_step]
+    def __init__(self, folder: Path, resumed_step: int, file: str = METRICS):
+        self.path = folder / file
+        kept = [row for row in read_rows(folder, file) if row["step"] <= resumed_step]
         fresh = self.path.with_suffix(".partial")
         fresh.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         fresh.replace(self.path)
         self._file = self.path.open("a", encoding="utf-8")
 
-    def record(self, step: int, values: Mapping[str, float]) -> None:
+    def record(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a line."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
@@ -158,10 +160,10 @@ def _known(file: Path, resumed_step: int) -> str | None:
     return file.read_text(encoding="utf-8") if resumed_step and file.is_file() else None
 
 
-def read_rows(folder: Path) -> list[dict[str, float]]:
-    """The rows of a run's ``metrics.jsonl``; a last line that a kill cut off is dropped."""
-    path = folder / METRICS
-    rows: list[dict[str, float]] = []
+def read_rows(folder: Path, file: str = METRICS) -> list[dict[str, Any]]:
+    """The rows of a run's ``metrics.jsonl``, or another file; a last line that a kill cut off is dropped."""
+    path = folder / file
+    rows: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             rows.append(json.loads(line))

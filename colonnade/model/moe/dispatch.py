@@ -37,15 +37,17 @@ def through_experts(
     grid: Grid,
     step: Spread,
     rows: int | None = None,
-) -> Tensor:
-    """y_tD: each of this rank's tokens through the experts that it chose (E for none), by its weights.
+) -> tuple[Tensor, int]:
+    """y_tD: each of this rank's tokens through the experts that it chose (E for none), by its weights; and the bytes
+    that this rank handed to others for it.
 
     ``rows`` bounds how many choices are not none.
     """
     if grid.all.size == 1:
-        return _here(x_tD, ids_tA, weights_tA, experts, experts.weights, rows)
+        return _here(x_tD, ids_tA, weights_tA, experts, experts.weights, rows), 0
     if step.degree == 0:
-        return again(_gathered, x_tD, ids_tA, weights_tA, experts, grid, rows)
+        y_tD = again(_gathered, x_tD, ids_tA, weights_tA, experts, grid, rows)
+        return y_tD, experts.size_bytes * (grid.all.size - 1)
     return _exchanged(x_tD, ids_tA, weights_tA, experts, grid, step)
 
 
@@ -67,7 +69,9 @@ def _gathered(
     return _here(x_tD, ids_tA, weights_tA, experts, experts.gathered(grid.sh, grid.ep), rows)
 
 
-def _exchanged(x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, experts: Experts, grid: Grid, step: Spread) -> Tensor:
+def _exchanged(
+    x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, experts: Experts, grid: Grid, step: Spread
+) -> tuple[Tensor, int]:
     """r ≥ 1."""
     kind, dtype, A = x_tD.device.type, x_tD.dtype, ids_tA.shape[1]
     parts = [slice(*Axis("part", step.overlap).part(len(x_tD), i)) for i in range(step.overlap)]
@@ -91,7 +95,9 @@ def _exchanged(x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, experts: Expert
         if step.degree > 1:  # the partial results of r ranks, each with its slice of the hidden units
             y_RD = y_RD.new_zeros(parcel.choices, y_RD.shape[1]).index_add(0, parcel.row_R, y_RD)
         out.append(choose("combine_rows", kind, dtype)(y_RD, parcel.choice_R, weights_tA[part]))
-    return torch.cat(out)
+    away = sum(sum(parcel.send) + sum(parcel.receive) - 2 * parcel.send[grid.all.rank] for parcel in parcels)
+    sent_bytes = away * x_tD.shape[1] * x_tD.itemsize + experts.size_bytes * (grid.every(step.degree).size - 1)
+    return torch.cat(out), sent_bytes
 
 
 @dataclass(frozen=True)

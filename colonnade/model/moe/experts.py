@@ -43,6 +43,11 @@ class Experts(nn.Module):
         """This rank's, as the kernels take them."""
         return Weights(self.up, self.down, self.gate, self.up_bias, self.gate_bias, self.down_bias)
 
+    @property
+    def size_bytes(self) -> int:
+        """Of this rank's weights."""
+        return sum(w.nbytes for w in self.weights if w is not None)
+
     def forward(self, x_RD: Tensor, ends_e: Tensor, weights: Weights) -> Tensor:
         """y_RD of rows in the order of ``weights``' experts."""
         return choose("experts", x_RD.device.type, x_RD.dtype)(x_RD, ends_e, weights, self.activation)

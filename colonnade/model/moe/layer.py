@@ -47,11 +47,12 @@ class MixtureOfExperts(nn.Module):
         choice, logits_tE = self.router(own_tD, tokens_t, index_t, noise, 0 if routing is None else routing.gate)
         load_E = load(choice.ids_TA, self.moe.experts)
         admitted = admit(choice, index_t, self.moe, self.axes.grid.tokens)
-        out_tD = through_experts(
+        out_tD, sent_bytes = through_experts(
             own_tD, admitted.ids_TA, admitted.weights_TA, self.experts, self.axes.grid, routed.step, choice.rows
         )
         zero = out_tD.new_zeros(())
-        report = Report(load_E, zero, zero, load_E.sum() - load(admitted.ids_TA, self.moe.experts).sum())
+        dropped = load_E.sum() - load(admitted.ids_TA, self.moe.experts).sum()
+        report = Report(load_E, zero, zero, dropped, torch.tensor(sent_bytes, device=x_tD.device))
         if routing is not None and routing.weight is not None:
             surrogate, balance, z = losses(choice, load_E, logits_tE, self.moe, self.axes.grid.tokens)
             out_tD = attach(out_tD, surrogate, routing.weight)

@@ -20,6 +20,8 @@ class Report(NamedTuple):
     """The router z-loss, likewise."""
     dropped: Tensor
     """Choices of this rank's tokens that got no place."""
+    sent_bytes: Tensor
+    """What this rank handed to others for its forward pass: tokens there and back, and weights."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,144 @@
+"""``colonnade train`` with experts: any grid and degree is the same run, also resumed, and it says what it did."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import colonnade
+from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RouterConfig, RunConfig, TrainConfig
+from colonnade.data import Corpus
+from colonnade.errors import ConfigError, PlanError
+from colonnade.train import Trainer
+from colonnade.train.loop import train
+from colonnade.train.trackers import ROUTING, read_rows
+from tests.corpora import TEXT, small
+from tests.worlds import assert_same
+from tests.worlds import run as in_world
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+MOE = MoeConfig(
+    experts=4, active=2, ffn_width=12, shared_width=5, first=1, balance_weight=0.1, z_weight=0.01, bias_rate=0.01,
+    router=RouterConfig(noise=1.0),
+)  # fmt: skip
+TRAIN = TrainConfig(
+    steps=8, batch=8, micro_batch=4, lr=1e-2, min_lr=1e-3, warmup=2, dtype="float64", eval_every=4, eval_samples=5,
+    save_every=4, dropout=0.1,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small(tmp_path_factory.mktemp("data") / "corpus", TEXT)
+
+
+def config(corpus: Path, runs: Path, **train: object) -> RunConfig:
+    model = ModelConfig(
+        vocab_size=Corpus(corpus).manifest.vocab_size, layers=3, width=16, heads=4, ffn_width=20, context=32, moe=MOE
+    )
+    return RunConfig(
+        name="it", runs=runs, device="cpu", model=model, data=DataConfig(path=corpus, sequence=16),
+        train=TRAIN.but(**train),
+    )  # fmt: skip
+
+
+def history(run: RunConfig) -> list[float]:
+    return [row[key] for row in read_rows(run.folder) for key in ("loss", "grad_norm", "validation_loss") if key in row]
+
+
+@pytest.mark.parametrize(
+    ("plan", "then"),
+    [
+        (Plan(dp=2, ep=2), Plan(tp=2, sh=2, degree=2)),
+        (Plan(dp=4, ep=2, sh=2, degree=0), Plan()),
+        (Plan(tp=2, dp=2, ep=4, sequence_parallel=True, overlap=2), Plan(dp=2)),
+        (Plan(pp=2, dp=2, sh=2, degree=2), Plan(replicate=2, dp=2, ep=2)),
+        (Plan(cp=2, replicate=2, ep=2, reshard=False), Plan(pp=2, schedule="gpipe")),
+    ],
+    ids=str,
+)
+def test_any_plan_is_the_same_run(plan: Plan, then: Plan, corpus: Path, tmp_path: Path) -> None:
+    """Under one plan, its second half again under another."""
+    alone = config(corpus, tmp_path / "alone")
+    Trainer(alone).fit()
+    several = alone.but(runs=tmp_path / "several")
+    for laid in (plan, then):
+        # What is balanced together is the micro-batches of all data ranks.
+        leg = several.but(plan=laid, train=alone.train.but(micro_batch=4 // laid.data_ranks))
+        if leg.plan.world == 1:
+            Trainer(leg).fit()
+        else:
+            in_world(leg.plan.world, train, leg)
+        if laid is plan:
+            shutil.rmtree(leg.folder / "step-8")  # the run goes on from step 4
+    assert history(several) == pytest.approx(history(alone), rel=1e-9)
+    mine, theirs = (
+        colonnade.load(run.folder, device="cpu", dtype="float64").transformer.state_dict() for run in (several, alone)
+    )
+    for name, x in theirs.items():
+        assert_same(mine[name], x, 1e-9, name)
+    assert mine["blocks.1.ffn.router.bias_E"].abs().max() > 0, "the load moved the bias"
+
+
+def test_the_run_says_what_its_experts_did(corpus: Path, tmp_path: Path) -> None:
+    run = config(corpus, tmp_path, log_every=2)
+    Trainer(run).fit()
+    routing = read_rows(run.folder, ROUTING)
+    assert [row["step"] for row in routing] == [2, 4, 6, 8]
+    rows = {row["step"]: row for row in read_rows(run.folder) if "moe/busiest" in row}
+    for row in routing:
+        for layer in ("1", "2"):
+            assert sum(row[layer]["load"]) == 8 * 16 * 2, "every choice of every token of the step"
+            share = max(row[layer]["load"]) / (8 * 16 * 2)
+            assert rows[row["step"]][f"moe/{layer}/busiest"] == pytest.approx(4 * share)
+        assert row.keys() == {"step", "1", "2"} and row["1"]["dropped"] == 0
+        assert rows[row["step"]]["moe/balance"] == pytest.approx((row["1"]["balance"] + row["2"]["balance"]) / 2)
+
+
+def test_capacity_drops_and_says_so(corpus: Path, tmp_path: Path) -> None:
+    run = config(corpus, tmp_path, steps=2, log_every=1)
+    run = run.but(model=run.model.but(moe=MOE.but(capacity=0.5)))
+    Trainer(run).fit()
+    assert all(row["1"]["dropped"] > 0 for row in read_rows(run.folder, ROUTING))
+
+
+def test_a_trained_one_is_loaded_and_generates(corpus: Path, tmp_path: Path) -> None:
+    run = config(corpus, tmp_path, steps=2)
+    Trainer(run).fit()
+    model = colonnade.load(run.folder, device="cpu")
+    assert json.loads((run.folder / "step-2" / "checkpoint.json").read_text())["model"]["moe"]["experts"] == 4
+    tokens = model.tokenizer.encode("we the people")
+    expected = list(tokens)
+    for _ in range(5):
+        expected.append(int(model.logits(expected)[-1].argmax()))
+    assert model.generate(tokens, max_tokens=5, temperature=0) == expected[len(tokens) :]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: MOE.but(active=5), "cannot go to 5 of 4 experts"),
+        (lambda: MOE.but(router=RouterConfig(groups=3)), "4 experts do not divide into 3 groups"),
+        (lambda: Plan(dp=2, ep=3), "does not divide the 2 ranks"),
+        (lambda: Plan(dp=4, sh=4, degree=3), "degree=3 does not divide the sh=4 ranks"),
+        (lambda: Plan(dp=3, ep=3).check(ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8, moe=MOE)),
+         "4 experts do not divide over ep=3"),
+        (lambda: Plan(dp=5, sh=5).check(ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8, moe=MOE)),
+         "12 hidden units of an expert do not divide over sh=5"),
+        (lambda: Plan(dp=2, ep=2).check(ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8)),
+         "this model has none"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(wrong, said: str) -> None:
+    with pytest.raises((ConfigError, PlanError), match=said):
+        wrong()
+
+
+def test_nothing_is_random_in_inference(corpus: Path, tmp_path: Path) -> None:
+    run = config(corpus, tmp_path, steps=2)
+    Trainer(run).fit()
+    model = colonnade.load(run.folder, device="cpu")
+    assert torch.equal(model.logits([1, 2, 3]), model.logits([1, 2, 3]))
