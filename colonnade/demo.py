@@ -29,6 +29,7 @@ from colonnade.data.samples import sotu_documents
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.parallel.launch import launch
 from colonnade.train.loop import Trainer
+from colonnade.train.trackers import ROUTING, read_rows
 
 PROMPTS = ("The state of our union is", "My fellow citizens, the year that has passed", "I ask the Congress to")
 BARS = "▁▂▃▄▅▆▇█"
@@ -52,7 +53,7 @@ def demo(folder: Path, port: int) -> None:
         manifest = build(sotu_documents(), corpus, vocab_size=4096, progress=progress)
     console.print(f"{manifest.train.documents} speeches, {manifest.train.tokens:,} tokens in {corpus}")
 
-    _title(2, "Training on two processes, tensor-parallel")
+    _title(2, "Training a mixture of experts on two processes: heads shared out by tensor, experts by expert")
     run = settings(folder, corpus)
     for axis, ranks, share in run.plan.table(run.model):
         console.print(f"[bold]{axis:>6}[/bold] {ranks}  {share}")
@@ -60,6 +61,7 @@ def demo(folder: Path, port: int) -> None:
     if summary.stopped:
         raise KeyboardInterrupt
     _curve(run.folder / "metrics.jsonl")
+    _loads(run.folder)
     console.print(f"loss curve: {summary.picture}    checkpoint: {summary.checkpoint}")
 
     _title(3, "One checkpoint, any layout: saved by two processes, loaded by one")
@@ -96,12 +98,12 @@ def demo(folder: Path, port: int) -> None:
 
 
 def settings(folder: Path, corpus: Path) -> RunConfig:
-    """The run: about 4 million parameters, a minute of training on two cores."""
+    """The run: 10 million parameters, of which a token uses 4; a minute of training on two cores."""
     return RunConfig(
         name="tour",
         runs=folder,
-        model=preset("tour").but(vocab_size=Corpus(corpus).manifest.vocab_size),
-        plan=Plan(tp=2),
+        model=preset("tour-moe").but(vocab_size=Corpus(corpus).manifest.vocab_size),
+        plan=Plan(tp=2, ep=2),
         data=DataConfig(path=corpus, sequence=256),
         train=TrainConfig(
             steps=500,
@@ -133,6 +135,14 @@ def _curve(metrics: Path) -> None:
     low, high = min(losses), max(losses)
     bars = "".join(BARS[round((loss - low) / (high - low or 1) * (len(BARS) - 1))] for loss in losses)
     console.print(f"loss {losses[0]:.2f} {bars} {losses[-1]:.2f}")
+
+
+def _loads(folder: Path) -> None:
+    """Which share of the tokens each expert had at the end."""
+    last = read_rows(folder, ROUTING)[-1]
+    for layer, it in ((layer, it) for layer, it in last.items() if layer != "step"):
+        shares = "  ".join(f"{n / sum(it['load']):4.0%}" for n in it["load"])
+        console.print(f"layer {layer}: its experts' shares of the tokens  {shares}")
 
 
 def _logits(checkpoint: Path, plan: Plan, tokens: list[int]) -> np.ndarray:

@@ -213,6 +213,14 @@ class ModelConfig(Config):
         outside += (d + 1) * {"pretraining": 2, "spans": 2, "classes": self.classes}.get(self.top, 0)
         return self.layers * (attention + 2 * norm) + ffn + outside
 
+    @property
+    def expert_parameters(self) -> int:
+        """Of these, the weights of experts that not every token goes to."""
+        if self.moe is None:
+            return 0
+        layers = sum(self.experts_of(i) is not None for i in range(self.layers))
+        return layers * self.moe.experts * self._ffn_parameters(self.moe.ffn_width)
+
     def _ffn_parameters(self, hidden: int) -> int:
         """Weights of a feed-forward part with so many hidden units."""
         return (2 + self.gated) * self.width * hidden + self.ffn_bias * ((1 + self.gated) * hidden + self.width)

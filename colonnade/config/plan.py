@@ -197,8 +197,28 @@ class Plan(Config):
             ("replicate", self.replicate, "a copy of the data-parallel group's shards"),
             ("pp", self.pp, f"{count(self.stages, 'stage')} of {[len(s) for s in self.spans(model.layers)]} blocks, "
              f"{self.schedule}"),
-            ("world", self.world, f"{model.parameters / self.world * self.replicate / 1e6:.2f} M of "
+            *self._expert_rows(model),
+            ("world", self.world, f"{self._held(model) / 1e6:.2f} M of "
              f"{model.parameters / 1e6:.2f} M parameters"),
         ]  # fmt: skip
         shown = [row for row in rows if row[1] > 1 or row[0] in ("tp", "dp", "world")]
         return [(name, str(size), what) for name, size, what in shown]
+
+    def _expert_rows(self, model: ModelConfig) -> list[tuple[str, int, str]]:
+        moe = model.moe
+        if moe is None:
+            return []
+        how = (
+            "weights travel"
+            if self.degree == 0
+            else f"each token travels to {count(self.degree, 'rank')} of its expert"
+        )
+        return [
+            ("ep", self.ep, f"{moe.experts // self.ep} of {moe.experts} experts in each layer that has some; {how}"),
+            ("sh", self.sh, f"{moe.ffn_width // self.sh} of {moe.ffn_width} hidden units of each expert"),
+        ]
+
+    def _held(self, model: ModelConfig) -> float:
+        """Parameters that a rank stores, on the average."""
+        experts = model.expert_parameters
+        return (model.parameters - experts) / self.world * self.replicate + experts / (self.pp * self.ep * self.sh)

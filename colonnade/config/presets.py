@@ -12,6 +12,7 @@ from typing import Any
 
 from colonnade.config.base import nearest
 from colonnade.config.model import ModelConfig, RopeScaling
+from colonnade.config.moe import MoeConfig
 from colonnade.errors import ConfigError
 
 
@@ -143,6 +144,18 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     # The demo's: four million parameters, a laptop's minute and a half; 4 key/value heads lie on 1, 2 or 4 ranks.
     "tour": lambda: ModelConfig(
         vocab_size=4096, layers=4, width=256, heads=8, kv_heads=4, ffn_width=704, context=512, tied=True
+    ),
+    # As much arithmetic for a token, and four times the hidden units.
+    "tour-moe": lambda: ModelConfig(
+        vocab_size=4096,
+        layers=4,
+        width=256,
+        heads=8,
+        kv_heads=4,
+        ffn_width=704,
+        context=512,
+        tied=True,
+        moe=MoeConfig(experts=8, active=2, ffn_width=352),
     ),
     # openai-community/gpt2, -medium, -large, -xl
     "gpt2": lambda: _gpt2(12, 768, 12),

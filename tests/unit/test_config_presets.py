@@ -46,7 +46,7 @@ PUBLISHED = {
 ROUND = {
     "gpt2-355m": 0.355, "gpt2-1.2b": 1.2, "gpt2-2.5b": 2.5, "gpt2-4.2b": 4.2, "gpt2-8.3b": 8.3,
     "gpt2-8.3b-24-heads": 8.3, "bert-336m": 0.336, "bert-1.3b": 1.3, "bert-3.9b": 3.9, "tour": 0.004,
-    "bert-tour": 0.0044,
+    "bert-tour": 0.0044, "tour-moe": 0.0105,
 }  # fmt: skip
 
 
