@@ -6,7 +6,7 @@ Ranks are numbered in this order, ``tp`` innermost: tensor-parallel peers exchan
 are neighbours on the fastest links; then context, data, its replicas, and outermost the pipeline, which sends least.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -49,9 +49,10 @@ class Plan(Config):
     """Expert parallel: ranks of a pipeline stage that share a layer's experts among them, whatever else they share."""
     sh: int = Field(default=1, ge=1)
     """Ranks that share each expert's hidden units."""
-    degree: int = Field(default=1, ge=0)
+    degree: Annotated[int, Field(ge=0)] | Literal["auto"] = 1
     """r: 0: all experts' weights are gathered on every rank. r of the divisors of sh: tokens travel, each to r ranks of
-    its expert (Tutel). What is stored where is the same for all."""
+    its expert (Tutel). auto: whichever is faster, layer by layer, by measured links and the load (overlap too). What is
+    stored where is the same for all."""
     overlap: int = Field(default=1, ge=1)
     """p: parts in which tokens travel to the experts, each while the experts compute the one before."""
 
@@ -62,7 +63,7 @@ class Plan(Config):
                 f"ep={self.ep} times sh={self.sh} does not divide the {self.stage} ranks of a pipeline stage "
                 f"(replicate · dp · cp · tp); use ep and sh of which the product is one of {divisors(self.stage)}"
             )
-        if self.degree and self.sh % self.degree:
+        if self.degree not in ("auto", 0) and self.sh % self.degree:
             raise PlanError(
                 f"degree={self.degree} does not divide the sh={self.sh} ranks of an expert; use 0 or one of "
                 f"{divisors(self.sh)}"
@@ -208,10 +209,8 @@ class Plan(Config):
         moe = model.moe
         if moe is None:
             return []
-        how = (
-            "weights travel"
-            if self.degree == 0
-            else f"each token travels to {count(self.degree, 'rank')} of its expert"
+        how = {0: "weights travel", "auto": "tokens or weights travel, whichever is faster"}.get(
+            self.degree, f"each token travels to {self.degree} of the ranks of its expert"
         )
         return [
             ("ep", self.ep, f"{moe.experts // self.ep} of {moe.experts} experts in each layer that has some; {how}"),

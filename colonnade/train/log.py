@@ -107,6 +107,9 @@ class Log:
         """
         with self._aside():
             rows = self.meter.read()
+            for decision in self.session.decided:
+                self.screen.line(decision)
+            self.session.decided.clear()
             if rows and self._routing is not None:
                 self._routing.record(rows[-1][0], {str(layer): it for layer, it in self.meter.routing.items()})
             self.speed = self.meter.speed() or self.speed

@@ -32,6 +32,7 @@ from colonnade.parallel.fsdp import masters
 from colonnade.parallel.mesh import Ground
 from colonnade.parallel.watchdog import Watchdog
 from colonnade.train.activations import arrange
+from colonnade.train.adapt import EVERY, Adaptive, holds_experts
 from colonnade.train.breakdown import READS
 from colonnade.train.feed import Feed
 from colonnade.train.memory import accounted, peak_bytes
@@ -71,10 +72,13 @@ class Session:
         self.masters = masters(self.model, ground, compute, self.piped and self.piped.stages)
         self.optimizer = (AdamW if run.train.offload == "none" else OffloadedAdamW)(self.masters.local, run.train)
         self.scaler = LossScaler(run.train, ground.device) if run.train.dtype == "float16" else None
-        spread = [Spread(run.plan.degree, run.plan.overlap)]
+        self._adaptive = Adaptive(self.model) if run.plan.degree == "auto" and holds_experts(self.model) else None
+        spread = [Spread() if run.plan.degree == "auto" else Spread(run.plan.degree, run.plan.overlap)]
         self._step = Step(
             self.model, self.masters, self.optimizer, run.train, self.world, self.piped, self.scaler, spread
         )
+        self.decided: list[str] = []
+        """What was decided about the layers of experts and not yet shown (plan.degree auto)."""
         self.taken = 0
         """Optimizer steps taken."""
         self.seen = 0
@@ -99,6 +103,9 @@ class Session:
         with accounted(self.run, self.model, self.masters, self.optimizer, device, self.taken + 1):
             outcome = self._step(self.taken, batches)
         outcome = replace(outcome, data_s=data_s, memory_bytes=peak_bytes(device))
+        if self._adaptive is not None and outcome.routed is not None and self.taken % EVERY == 0:
+            self.decided += self._adaptive.look(outcome.routed.layers, outcome.routed.load_LE.tolist(), len(batches))
+            self._step.spread = self._adaptive.spread
         self._compiled = True
         self.taken, self.seen = self.taken + 1, self.seen + self.run.train.batch
         return outcome

@@ -99,7 +99,9 @@ class Trial:
 
     def _step(self, number: int) -> None:
         train = TRAIN if number == 0 else TRAIN.but(clip=CLIP)
-        spread = [Spread(self.ground.plan.degree, self.ground.plan.overlap)]
+        degree = self.ground.plan.degree
+        assert degree != "auto", "every degree is a plan of its own here"
+        spread = [Spread(degree, self.ground.plan.overlap)]
         step = Step(self.model, self.masters, self.optimizer, train, self.world, self.piped, spread=spread)
         lengths, dp = RAGGED if number == 0 else EQUAL, self.ground.axes.dp
         mine = range(dp.rank, self.micro_batches, dp.size)

@@ -1,5 +1,6 @@
 """``colonnade train`` with experts: any grid and degree is the same run, also resumed, and it says what it did."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +12,8 @@ import colonnade
 from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RouterConfig, RunConfig, TrainConfig
 from colonnade.data import Corpus
 from colonnade.errors import ConfigError, PlanError
-from colonnade.train import Trainer
+from colonnade.model.moe import Spread
+from colonnade.train import Trainer, adapt, session
 from colonnade.train.loop import train
 from colonnade.train.trackers import ROUTING, read_rows
 from tests.corpora import TEXT, small
@@ -96,6 +98,27 @@ def test_the_run_says_what_its_experts_did(corpus: Path, tmp_path: Path) -> None
             assert rows[row["step"]][f"moe/{layer}/busiest"] == pytest.approx(4 * share)
         assert row.keys() == {"step", "1", "2"} and row["1"]["dropped"] == 0
         assert rows[row["step"]]["moe/balance"] == pytest.approx((row["1"]["balance"] + row["2"]["balance"]) / 2)
+
+
+def test_an_adaptive_run_is_the_same_run(corpus: Path, tmp_path: Path) -> None:
+    """It decides anew after every step, and no number changes."""
+    alone = config(corpus, tmp_path / "alone")
+    Trainer(alone).fit()
+    plan = Plan(dp=2, sh=2, degree="auto")
+    several = alone.but(runs=tmp_path / "several", plan=plan, train=alone.train.but(micro_batch=2))
+    in_world(2, _adapting, several)
+    assert history(several) == pytest.approx(history(alone), rel=1e-9)
+
+
+def _adapting(run: RunConfig) -> None:
+    """Every look finds another way better."""
+    ways = itertools.cycle([Spread(2, 4), Spread(0), Spread(1, 2)])
+    adapt.better, before = lambda *_: next(ways), adapt.better
+    session.EVERY, every = 1, session.EVERY
+    try:
+        train(run)
+    finally:
+        adapt.better, session.EVERY = before, every
 
 
 def test_capacity_drops_and_says_so(corpus: Path, tmp_path: Path) -> None:

@@ -44,6 +44,11 @@ class Experts(nn.Module):
         return Weights(self.up, self.down, self.gate, self.up_bias, self.gate_bias, self.down_bias)
 
     @property
+    def matrices(self) -> list[Tensor]:
+        """This rank's weights without biases."""
+        return [w for w in (self.up, self.down, self.gate) if w is not None]
+
+    @property
     def size_bytes(self) -> int:
         """Of this rank's weights."""
         return sum(w.nbytes for w in self.weights if w is not None)

@@ -1,0 +1,157 @@
+"""Which degree r and overlap p each layer of experts works at: from measured links and the load that it really has.
+
+What a step costs at (r, p), forward and backward, on the slowest rank; b are the bytes of this rank's shares of the
+weights, c those of a token, W = ep·sh ranks, n the choices of a rank's tokens, m the busiest ep rank's:
+
+    r = 0    3 · gather(b·(W − 1))                                         + compute(n)
+    r ≥ 1    3 · gather(b·(sh/r − 1)) + 4 · exchange(c·n·r·(W − 1)/W)      + compute(m/sh)
+
+p parts hide the shorter of exchange and compute but for 1/p of it, and pay the exchange's latency p times. (Tutel,
+arXiv 2206.03382, section 4.1, chooses by 2P against 4·C_g·r + 2P/(E·r) bytes; here bytes become seconds by what this
+machine was measured to do, and the load counts, which at r = 0 alone is even by itself.) A change must promise a tenth,
+or noise would make it go to and fro.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from colonnade.config.model import divisors
+from colonnade.model import Transformer
+from colonnade.model.moe import MixtureOfExperts, Spread
+from colonnade.parallel import measure
+from colonnade.parallel.axis import Grid
+from colonnade.parallel.measure import Link
+
+GAIN = 0.1
+"""The share of a layer's time that a change must promise."""
+EVERY = 10
+"""Steps between two looks at the load."""
+OVERLAPS = (1, 2, 4)
+ROWS = 256
+"""Rows of each expert on which its arithmetic is timed."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What was measured."""
+
+    exchange: Link
+    gathers: dict[int, Link]
+    """By degree: laying the shares of the weights together."""
+    flops_per_s: float
+    """Of the experts' products, forward."""
+
+    @staticmethod
+    def measured(model: Transformer) -> "Costs":
+        """By trying; all ranks that share experts must take part."""
+        grid, layer = model.axes.grid, _layers(model)[0][1]
+        device = layer.experts.up.device
+        e, f, D = layer.experts.up.shape
+        x_RD = torch.randn(e * ROWS, D, device=device, dtype=layer.experts.up.dtype)
+        ends_e = torch.arange(1, e + 1, device=device) * ROWS
+
+        @torch.no_grad()
+        def products() -> None:
+            layer.experts(x_RD, ends_e, layer.experts.weights)
+
+        took_s = measure.rate(products, device, grid.tokens)
+        gathers = {r: measure.gather_link(grid.every(r), device) for r in divisors(max(1, grid.sh.size))}
+        gathers[0] = measure.gather_link(grid.all, device)
+        flops = 2 * len(layer.experts.matrices) * e * ROWS * f * D
+        return Costs(measure.exchange_link(grid.all, device), gathers, flops / took_s)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What decides one layer's cost."""
+
+    ep: int
+    sh: int
+    choices: float
+    """Of one rank's tokens."""
+    busiest: float
+    """Choices that the ep rank with most of them has, all its sh ranks together."""
+    token_bytes: int
+    weight_bytes: int
+    """This rank's shares."""
+    flops: float
+    """Of one choice, forward, all hidden units."""
+
+
+def seconds(spread: Spread, layer: Layer, costs: Costs) -> float:
+    """What one step of ``layer`` costs, as far as ``spread`` decides it."""
+    ranks, r = layer.ep * layer.sh, spread.degree
+    if r == 0:
+        gathered_s = 3 * costs.gathers[0].seconds(layer.weight_bytes * (ranks - 1))
+        return gathered_s + 3 * layer.choices * layer.flops / costs.flops_per_s
+    others = layer.sh // r - 1
+    gathered_s = 3 * costs.gathers[r].seconds(layer.weight_bytes * others) if others else 0.0
+    sent_bytes = layer.token_bytes * layer.choices * r * (ranks - 1) / ranks
+    latency_s = 4 * costs.exchange.latency_s * spread.overlap
+    exchange_s = 4 * sent_bytes / costs.exchange.bytes_per_s
+    compute_s = 3 * layer.busiest / layer.sh * layer.flops / costs.flops_per_s
+    hidden_s = (1 - 1 / spread.overlap) * min(exchange_s, compute_s)
+    return gathered_s + latency_s + exchange_s + compute_s - hidden_s
+
+
+def better(now: Spread, layer: Layer, costs: Costs) -> Spread:
+    """The cheapest way, or the present one where the gain is small."""
+    ways = [Spread(0, 1)] + [Spread(r, p) for r in divisors(layer.sh) for p in OVERLAPS]
+    best = min(ways, key=lambda way: seconds(way, layer, costs))
+    return best if seconds(best, layer, costs) < (1 - GAIN) * seconds(now, layer, costs) else now
+
+
+class Adaptive:
+    """Watches the load and says how each layer of this pipeline rank is to spread its work."""
+
+    def __init__(self, model: Transformer):
+        self.model, self.costs = model, Costs.measured(model)
+        self.spread = [Spread()] * model.config.layers
+        """By block number."""
+
+    def look(self, layers: Sequence[int], loads: Sequence[Sequence[int]], micro_batches: int) -> list[str]:
+        """Decide anew by a step's ``loads``, over all ranks, in so many micro-batches; what changed, for people."""
+        grid, said = self.model.axes.grid, []
+        modules = dict(_layers(self.model))
+        for number, load in zip(layers, loads, strict=True):
+            layer, now = _described(modules[number], load, grid, micro_batches), self.spread[number]
+            then = better(now, layer, self.costs)
+            if then != now:
+                was_s, is_s = (seconds(way, layer, self.costs) for way in (now, then))
+                said.append(
+                    f"layer {number}: degree {now.degree} -> {then.degree}, overlap {now.overlap} -> {then.overlap} "
+                    f"({was_s * 1e3:.2f} -> {is_s * 1e3:.2f} ms by what was measured)"
+                )
+                self.spread[number] = then
+        return said
+
+
+def _described(module: MixtureOfExperts, load: Sequence[int], grid: Grid, micro_batches: int) -> Layer:
+    experts, each = module.experts, module.moe.experts // grid.ep.size
+    # Copies of the experts share the load out among them.
+    groups = max(1, grid.copies.size) * micro_batches
+    by_rank = [sum(load[i : i + each]) / groups for i in range(0, len(load), each)]
+    _, f, D = experts.up.shape
+    return Layer(
+        ep=grid.ep.size,
+        sh=grid.sh.size,
+        choices=sum(by_rank) / grid.all.size,
+        busiest=max(by_rank),
+        token_bytes=D * experts.up.itemsize,
+        weight_bytes=experts.size_bytes,
+        flops=2.0 * math.prod((len(experts.matrices), f * grid.sh.size, D)),
+    )
+
+
+def holds_experts(model: Transformer) -> bool:
+    """Whether this pipeline rank has layers of experts."""
+    return bool(_layers(model))
+
+
+def _layers(model: Transformer) -> list[tuple[int, MixtureOfExperts]]:
+    """The layers with experts of this pipeline rank."""
+    found = [(int(name), block.get_submodule("ffn")) for name, block in model.blocks.named_children()]
+    return [(number, ffn) for number, ffn in found if isinstance(ffn, MixtureOfExperts)]

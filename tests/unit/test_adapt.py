@@ -1,0 +1,52 @@
+"""The choice of degree and overlap: what is cheap where, and that it does not go to and fro."""
+
+from dataclasses import replace
+
+import pytest
+
+from colonnade.model.moe import Spread
+from colonnade.parallel.measure import FREE, Link
+from colonnade.train.adapt import GAIN, OVERLAPS, Costs, Layer, better, seconds
+
+LINK = Link(latency_s=20e-6, bytes_per_s=100e9)
+COSTS = Costs(exchange=LINK, gathers={0: LINK, 1: LINK, 2: LINK, 4: FREE}, flops_per_s=400e12)
+EVEN = Layer(
+    ep=2, sh=4, choices=32768, busiest=131072, token_bytes=8192, weight_bytes=1 << 26, flops=6 * 4096 * 1024
+)  # fmt: skip
+
+
+def ways(layer: Layer) -> dict[tuple[int, int], float]:
+    return {(r, p): seconds(Spread(r, p), layer, COSTS) for r in (0, 1, 2, 4) for p in OVERLAPS if r or p == 1}
+
+
+@pytest.mark.parametrize("now", [Spread(0, 1), Spread(1, 1), Spread(4, 4)], ids=str)
+@pytest.mark.parametrize("choices", [1, 64, 4096, 1 << 20])
+@pytest.mark.parametrize("weights", [1 << 16, 1 << 24, 1 << 32])
+def test_it_is_within_the_gain_of_the_best(now: Spread, choices: int, weights: int) -> None:
+    layer = replace(EVEN, choices=choices, busiest=4 * choices, weight_bytes=weights)
+    best = min(ways(layer).values())
+    found = better(now, layer, COSTS)
+    assert best <= seconds(found, layer, COSTS) <= best / (1 - GAIN)
+    assert better(found, layer, COSTS) == found, "it does not go to and fro"
+
+
+def test_few_tokens_travel_and_small_weights_do() -> None:
+    few = replace(EVEN, choices=16, busiest=64)
+    assert better(Spread(0), few, COSTS).degree == 4, "all of the expert's ranks share a token, and no weight moves"
+    small = replace(EVEN, weight_bytes=1 << 12)
+    assert better(Spread(1), small, COSTS).degree == 0
+
+
+def test_a_skewed_load_prefers_degree_0() -> None:
+    """Where every rank has all experts the load is even."""
+    even, skewed = (replace(EVEN, busiest=n) for n in (131072, 262144))
+    assert seconds(Spread(0), even, COSTS) == seconds(Spread(0), skewed, COSTS)
+    assert seconds(Spread(1), skewed, COSTS) > seconds(Spread(1), even, COSTS)
+
+
+def test_overlap_hides_the_shorter_of_two() -> None:
+    one, four = (seconds(Spread(4, p), EVEN, COSTS) for p in (1, 4))
+    sent_s = 4 * 8192 * 32768 * 4 * 7 / 8 / 100e9
+    compute_s = 3 * 131072 / 4 * EVEN.flops / 400e12
+    assert one == pytest.approx(sent_s + compute_s + 4 * 20e-6)
+    assert one - four == pytest.approx(0.75 * min(sent_s, compute_s) - 3 * 4 * 20e-6)
