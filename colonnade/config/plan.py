@@ -56,8 +56,17 @@ class Plan(Config):
     overlap: int = Field(default=1, ge=1)
     """p: parts in which tokens travel to the experts, each while the experts compute the one before."""
 
+    near: int = Field(default=0, ge=0)
+    """Tokens travel in two steps: among so many neighbouring ranks (those of a machine), then across (Tutel's 2DH); 0:
+    in one."""
+
     @model_validator(mode="after")
     def _consistent(self) -> "Plan":
+        if self.near and (self.ep * self.sh) % self.near:
+            raise PlanError(
+                f"near={self.near} does not divide the {self.ep * self.sh} ranks among which tokens travel (ep · sh); "
+                f"use one of {divisors(self.ep * self.sh)}"
+            )
         if self.stage % (self.ep * self.sh):
             raise PlanError(
                 f"ep={self.ep} times sh={self.sh} does not divide the {self.stage} ranks of a pipeline stage "
@@ -179,6 +188,7 @@ class Plan(Config):
             words += [self.schedule] + ([f"stages={self.stages}"] if self.stages > 1 else [])
         words += ["no_reshard"] if not self.reshard and self.dp * self.cp * self.replicate > 1 else []
         words += [f"{name}={size}" for name in ("ep", "sh", "overlap") if (size := getattr(self, name)) > 1]
+        words += [f"near={self.near}"] if self.near else []
         words += [f"degree={self.degree}"] if self.degree != 1 else []
         return " ".join(words) or "one process"
 

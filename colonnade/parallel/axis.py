@@ -156,6 +156,10 @@ class Grid:
     """Ranks that hold the same shares of the same experts."""
     tokens: Axis = SOLO
     """All ranks of the stage: no two have the same tokens, where experts are concerned."""
+    near: Axis | None = None
+    """Of these, the neighbours, where tokens travel in two steps."""
+    far: Axis | None = None
+    """The ranks of the same place in other neighbourhoods."""
     strided: tuple[tuple[int, Axis], ...] = ()
     """For each divisor r of sh, the sh ranks that are equal modulo r: together a hidden slice of 1/r."""
 

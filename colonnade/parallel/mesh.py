@@ -165,6 +165,10 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> Ground:
         for r in divisors(plan.sh):
             by_r = experts.unflatten(3, (plan.sh // r, r))
             strided.append((r, axis(f"sh mod {r}", 3, of=by_r)))
+        near = far = None
+        if plan.near:
+            webs = experts.flatten(2, 3).unflatten(2, (-1, plan.near))
+            near, far = axis("near", 3, of=webs), axis("far", 2, of=webs)
         return Grid(
             ep=axis("ep", 2, of=experts),
             sh=axis("sh", 3, of=experts),
@@ -172,6 +176,8 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> Ground:
             copies=axis("copies", 1, of=experts),
             tokens=axis("tokens", 1, 2, 3, of=experts),
             strided=tuple(strided),
+            near=near,
+            far=far,
         )
 
     def ends() -> Axis:

@@ -34,8 +34,10 @@ def _with_experts(plan: Plan) -> Iterator[Plan]:
     for ep, sh in itertools.product(divisors(plan.stage), divisors(plan.stage)):
         if plan.stage % (ep * sh) == 0:
             for degree in (0, *divisors(sh)) if ep * sh > 1 else (1,):
-                for overlap in (1, OVERLAP) if degree and ep * sh > 1 else (1,):
-                    yield plan.but(ep=ep, sh=sh, degree=degree, overlap=overlap)
+                travels = degree and ep * sh > 1
+                nears = (0, *divisors(ep * sh)[1:-1][:1]) if travels else (0,)
+                for overlap, near in itertools.product((1, OVERLAP) if travels else (1,), nears):
+                    yield plan.but(ep=ep, sh=sh, degree=degree, overlap=overlap, near=near)
 
 
 def _every(world: int) -> Iterator[Plan]:

@@ -63,6 +63,10 @@ def _check(config: ModelConfig, plan: Plan) -> None:
         Plan(tp=4, ep=2, sh=2),
         Plan(tp=4, sh=4, sequence_parallel=True),
         Plan(tp=4, ep=2, sequence_parallel=True),
+        Plan(tp=4, ep=2, sh=2, near=2),
+        Plan(tp=6, ep=6, near=3),
+        Plan(tp=6, ep=3, sh=2, near=2, sequence_parallel=True),
+        Plan(tp=3, ep=3, near=1),
     ],
     ids=str,
 )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colonnade.config import ModelConfig, Plan
+from colonnade.config import ModelConfig, MoeConfig, Plan
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import PlanError
 from colonnade.verify import all_plans, covering, shrink
@@ -72,7 +72,7 @@ def test_what_a_pair_is() -> None:
     """By hand, so that the property above is not about an empty notion."""
     met = pairs(Plan(pp=2, tp=2, sequence_parallel=True, schedule="gpipe"))
     assert (("schedule", "gpipe"), ("sequence_parallel", True)) in met
-    assert len(met) == 13 * 12 // 2
+    assert len(met) == 14 * 13 // 2
     assert (("pp", 1), ("schedule", "gpipe")) not in pairs(Plan(schedule="gpipe")), "without a pipeline it is no choice"
 
 
@@ -87,8 +87,9 @@ def test_the_set_is_always_the_same_and_begins_with_the_most_useful() -> None:
 
 SHRUNK = {
     "layers", "width", "head_width", "ffn_width", "vocab_size", "context", "window", "window_from_layer", "top",
-    "classes",
+    "classes", "moe",
 }  # fmt: skip
+FEWER = {"experts", "active", "ffn_width", "shared_width", "first", "router"}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -97,6 +98,14 @@ def test_a_likeness_keeps_what_decides_layouts(name: str) -> None:
     small = shrink(model, 5)
     kept = set(ModelConfig.model_fields) - SHRUNK
     assert {field: getattr(small, field) for field in kept} == {field: getattr(model, field) for field in kept}
+    assert (small.moe is None) == (model.moe is None)
+    if small.moe is not None and model.moe is not None:
+        kept = set(MoeConfig.model_fields) - FEWER
+        assert {field: getattr(small.moe, field) for field in kept} == {
+            field: getattr(model.moe, field) for field in kept
+        }
+        assert small.moe.experts <= 16
+        assert all(small.moe.experts % n == 0 for n in (2, 4, 8) if model.moe.experts % n == 0)
     assert small.layers == 5
     assert (small.window is None) == (model.window is None)
     assert small.parameters < min(model.parameters, 5_000_000)

@@ -26,7 +26,8 @@ from colonnade.kernels.experts.reference import Weights
 from colonnade.model.moe.experts import Experts
 from colonnade.model.moe.routing import Spread
 from colonnade.model.recompute import again
-from colonnade.parallel.axis import Axis, Grid, Journey
+from colonnade.parallel.axis import Axis, Grid
+from colonnade.parallel.hierarchy import Begun, Sizes, Web
 
 
 def through_experts(
@@ -78,24 +79,27 @@ def _exchanged(
     parcels = _address([ids_tA[part] for part in parts], experts.count, grid, step.degree)
     gather = choose("gather_rows", kind, dtype)
 
-    def send(i: int) -> tuple[Tensor, Journey | None]:
+    web = Web(grid.all, grid.near, grid.far)
+
+    def send(i: int) -> Begun:
         x_RD = gather(x_tD[parts[i]], parcels[i].order_R, A)
-        return grid.all.begin_exchange(x_RD, parcels[i].send, parcels[i].receive)
+        return web.begin(x_RD, parcels[i].sizes)
 
     under_way, back = send(0), []
     for i, parcel in enumerate(parcels):
         arriving, under_way = under_way, send(i + 1) if i + 1 < len(parcels) else under_way
-        x_RD = grid.all.finish_exchange(*arriving)
+        x_RD = web.finish(arriving, parcel.sizes)
         y_RD = experts.slice_of(x_RD[parcel.by_expert_R], parcel.ends_e, grid, step.degree)
         y_RD = torch.empty_like(y_RD).index_copy(0, parcel.by_expert_R, y_RD)
-        back.append(grid.all.begin_exchange(y_RD, parcel.receive, parcel.send))
+        back.append(web.begin_back(y_RD, parcel.sizes))
     out: list[Tensor] = []
     for part, parcel, returning in zip(parts, parcels, back, strict=True):
-        y_RD = grid.all.finish_exchange(*returning)
+        y_RD = web.finish_back(returning, parcel.sizes)
         if step.degree > 1:  # the partial results of r ranks, each with its slice of the hidden units
             y_RD = y_RD.new_zeros(parcel.choices, y_RD.shape[1]).index_add(0, parcel.row_R, y_RD)
         out.append(choose("combine_rows", kind, dtype)(y_RD, parcel.choice_R, weights_tA[part]))
-    away = sum(sum(parcel.send) + sum(parcel.receive) - 2 * parcel.send[grid.all.rank] for parcel in parcels)
+    sizes = [parcel.sizes for parcel in parcels]
+    away = sum(sum(it.send) + sum(it.receive) - 2 * it.send[grid.all.rank] for it in sizes)
     sent_bytes = away * x_tD.shape[1] * x_tD.itemsize + experts.size_bytes * (grid.every(step.degree).size - 1)
     return torch.cat(out), sent_bytes
 
@@ -111,8 +115,7 @@ class _Parcel:
     choice_R: Tensor
     """The choices that are sent at all, in the order of their numbers."""
     choices: int
-    send: list[int]
-    receive: list[int]
+    sizes: Sizes
     by_expert_R: Tensor
     """The rows that come in, by expert."""
     ends_e: Tensor
@@ -138,12 +141,13 @@ def _address(ids: list[Tensor], experts: int, grid: Grid, degree: int) -> list[_
         counts.append(begin.diff().view(ep * groups, local))
     # Each rank of a group is told the same: (rank, part, expert).
     mine = torch.stack(counts, 1).repeat_interleave(degree, 0)
-    ones = [1] * grid.all.size
-    theirs = grid.all.exchange(mine, ones, ones)
-    sizes = torch.stack((mine.sum(2), theirs.sum(2))).tolist()
+    web = Web(grid.all, grid.near, grid.far)
+    theirs, between = web.counts(mine)
+    told = [mine.sum(2), theirs.sum(2)] + ([] if between is None else [between.sum(3).flatten(0, 1)])
+    sizes = torch.stack(told).tolist()
     parcels: list[_Parcel] = []
     for i, order_R in enumerate(sorted_):
-        send, receive = ([row[i] for row in side] for side in sizes)
+        send, receive, *crossing = ([row[i] for row in side] for side in sizes)
         blocks = send[::degree]  # one of each group
         choices = sum(blocks)
         numbers = torch.arange(choices, device=device)
@@ -159,8 +163,7 @@ def _address(ids: list[Tensor], experts: int, grid: Grid, degree: int) -> list[_
                 row_R,
                 order_R[:choices],
                 choices,
-                send,
-                receive,
+                Sizes(send, receive, *web.between(*crossing)),
                 expert_R.argsort(stable=True),
                 came_se.sum(0).cumsum(0),
             )
