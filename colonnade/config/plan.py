@@ -56,6 +56,9 @@ class Plan(Config):
     overlap: int = Field(default=1, ge=1)
     """p: parts in which tokens travel to the experts, each while the experts compute the one before."""
 
+    shadows: int = Field(default=0, ge=0)
+    """So many experts, those of the highest load at each step, are gathered on every rank, and their tokens stay where
+    they are (FasterMoE's shadowing)."""
     near: int = Field(default=0, ge=0)
     """Tokens travel in two steps: among so many neighbouring ranks (those of a machine), then across (Tutel's 2DH); 0:
     in one."""
@@ -148,6 +151,8 @@ class Plan(Config):
                 if size % ranks:
                     name = "ep" if what == "experts" else "sh"
                     raise PlanError(f"{size} {what} do not divide over {name}={ranks}; use {name} of {divisors(size)}")
+            if self.shadows >= model.moe.experts:
+                raise PlanError(f"{self.shadows} shadows of {model.moe.experts} experts are all; use --plan.degree 0")
         if model.layers < self.all_stages:
             raise PlanError(
                 f"{model.layers} layers do not fill {self.all_stages} pipeline stages; use a lower pp or stages"
@@ -188,7 +193,7 @@ class Plan(Config):
             words += [self.schedule] + ([f"stages={self.stages}"] if self.stages > 1 else [])
         words += ["no_reshard"] if not self.reshard and self.dp * self.cp * self.replicate > 1 else []
         words += [f"{name}={size}" for name in ("ep", "sh", "overlap") if (size := getattr(self, name)) > 1]
-        words += [f"near={self.near}"] if self.near else []
+        words += [f"{name}={size}" for name in ("near", "shadows") if (size := getattr(self, name))]
         words += [f"degree={self.degree}"] if self.degree != 1 else []
         return " ".join(words) or "one process"
 

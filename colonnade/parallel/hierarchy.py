@@ -16,7 +16,6 @@ from torch import Tensor
 
 from colonnade.parallel.axis import Axis, Journey
 
-
 Begun = tuple[Tensor, Journey | None]
 """Rows under way."""
 

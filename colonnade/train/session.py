@@ -73,7 +73,9 @@ class Session:
         self.optimizer = (AdamW if run.train.offload == "none" else OffloadedAdamW)(self.masters.local, run.train)
         self.scaler = LossScaler(run.train, ground.device) if run.train.dtype == "float16" else None
         self._adaptive = Adaptive(self.model) if run.plan.degree == "auto" and holds_experts(self.model) else None
-        spread = [Spread() if run.plan.degree == "auto" else Spread(run.plan.degree, run.plan.overlap)]
+        spread = [
+            Spread() if run.plan.degree == "auto" else Spread(run.plan.degree, run.plan.overlap, run.plan.shadows)
+        ]
         self._step = Step(
             self.model, self.masters, self.optimizer, run.train, self.world, self.piped, self.scaler, spread
         )

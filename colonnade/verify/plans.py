@@ -17,6 +17,8 @@ from colonnade.errors import PlanError
 AXES = ("pp", "replicate", "dp", "cp", "tp")
 OVERLAP = 2
 """Parts in which tokens travel to experts."""
+SHADOWS = 1
+"""Experts that every rank gathers."""
 STAGES = 2
 """Stages on a rank, where a schedule can have several."""
 
@@ -36,8 +38,9 @@ def _with_experts(plan: Plan) -> Iterator[Plan]:
             for degree in (0, *divisors(sh)) if ep * sh > 1 else (1,):
                 travels = degree and ep * sh > 1
                 nears = (0, *divisors(ep * sh)[1:-1][:1]) if travels else (0,)
-                for overlap, near in itertools.product((1, OVERLAP) if travels else (1,), nears):
-                    yield plan.but(ep=ep, sh=sh, degree=degree, overlap=overlap, near=near)
+                overlaps, shadows = ((1, OVERLAP), (0, SHADOWS)) if travels else ((1,), (0,))
+                for overlap, near, shadow in itertools.product(overlaps, nears, shadows):
+                    yield plan.but(ep=ep, sh=sh, degree=degree, overlap=overlap, near=near, shadows=shadow)
 
 
 def _every(world: int) -> Iterator[Plan]:

@@ -101,7 +101,7 @@ class Trial:
         train = TRAIN if number == 0 else TRAIN.but(clip=CLIP)
         degree = self.ground.plan.degree
         assert degree != "auto", "every degree is a plan of its own here"
-        spread = [Spread(degree, self.ground.plan.overlap)]
+        spread = [Spread(degree, self.ground.plan.overlap, self.ground.plan.shadows)]
         step = Step(self.model, self.masters, self.optimizer, train, self.world, self.piped, spread=spread)
         lengths, dp = RAGGED if number == 0 else EQUAL, self.ground.axes.dp
         mine = range(dp.rank, self.micro_batches, dp.size)

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.xdist_group("worlds")
 
 def _steps(sh: int) -> list[Spread]:
     degrees = [0] + [r for r in range(1, sh + 1) if sh % r == 0]
-    return [Spread(r, p) for r, p in itertools.product(degrees, (1, 3))]
+    ways = [Spread(r, p) for r, p in itertools.product(degrees, (1, 3))]
+    return [*ways, Spread(degrees[-1], 1, shadows=1), Spread(1, 2, shadows=4)]
 
 
 def _forward(model: Transformer, stream: Stream, attend: Packed, targets: torch.Tensor, step: Spread) -> list[float]:

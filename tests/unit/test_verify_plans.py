@@ -72,7 +72,7 @@ def test_what_a_pair_is() -> None:
     """By hand, so that the property above is not about an empty notion."""
     met = pairs(Plan(pp=2, tp=2, sequence_parallel=True, schedule="gpipe"))
     assert (("schedule", "gpipe"), ("sequence_parallel", True)) in met
-    assert len(met) == 14 * 13 // 2
+    assert len(met) == 15 * 14 // 2
     assert (("pp", 1), ("schedule", "gpipe")) not in pairs(Plan(schedule="gpipe")), "without a pipeline it is no choice"
 
 

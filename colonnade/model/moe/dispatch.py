@@ -12,6 +12,9 @@ stores the s-th share of the hidden units. A step's degree r, 0 or a divisor of 
 was chosen.) Hidden units may be taken in any order, so a strided group gathers just what it needs. A gathered weight is
 not kept for the backward pass but gathered again. Sizes are exchanged before the rows: one wait for the device.
 
+The experts of the highest load may be gathered on every rank, whose tokens then stay where they are (shadows;
+FasterMoE, PPoPP 2022, section 4.1).
+
 Tokens go in p parts, part i + 1 under way while the experts work on part i; the backward pass does the same, because a
 begun exchange is a node of its own in the graph.
 """
@@ -49,7 +52,13 @@ def through_experts(
     if step.degree == 0:
         y_tD = again(_gathered, x_tD, ids_tA, weights_tA, experts, grid, rows)
         return y_tD, experts.size_bytes * (grid.all.size - 1)
-    return _exchanged(x_tD, ids_tA, weights_tA, experts, grid, step)
+    if not step.shadows:
+        return _exchanged(x_tD, ids_tA, weights_tA, experts, grid, step)
+    hot_E, shadow_tA = _hottest(ids_tA, step.shadows, experts.count, grid.all)
+    staying_tD = again(_shadowed, x_tD, shadow_tA, weights_tA, experts, grid, hot_E)
+    ids_tA = torch.where(shadow_tA < len(hot_E), experts.count, ids_tA)
+    leaving_tD, sent_bytes = _exchanged(x_tD, ids_tA, weights_tA, experts, grid, step)
+    return staying_tD + leaving_tD, sent_bytes + experts.size_bytes * len(hot_E) // experts.count * grid.all.size
 
 
 def _here(
@@ -68,6 +77,27 @@ def _gathered(
 ) -> Tensor:
     """r = 0."""
     return _here(x_tD, ids_tA, weights_tA, experts, experts.gathered(grid.sh, grid.ep), rows)
+
+
+def _hottest(ids_tA: Tensor, shadows: int, experts: int, all_ranks: Axis) -> tuple[Tensor, Tensor]:
+    """(hot_E, shadow_tA): the experts that most tokens of all ranks chose, the lowest first of equals; and each choice
+    as a place among those, or their number for none.
+    """
+    ids_R = ids_tA.flatten()
+    count_E = torch.zeros(experts + 1, dtype=torch.int64, device=ids_tA.device)
+    load_E = all_ranks.sum_(count_E.index_add(0, ids_R, torch.ones_like(ids_R)))[:experts]
+    hot_E = load_E.argsort(descending=True, stable=True)[:shadows]
+    place_E = torch.full((experts + 1,), shadows, device=ids_tA.device)
+    place_E[hot_E] = torch.arange(shadows, device=ids_tA.device)
+    return hot_E, place_E[ids_tA]
+
+
+def _shadowed(
+    x_tD: Tensor, shadow_tA: Tensor, weights_tA: Tensor, experts: Experts, grid: Grid, hot_E: Tensor
+) -> Tensor:
+    """The choices of shadowed experts, here."""
+    weights_tA = weights_tA * (shadow_tA < len(hot_E))
+    return _here(x_tD, shadow_tA, weights_tA, experts, experts.shadows(hot_E, grid), None)
 
 
 def _exchanged(

@@ -72,6 +72,26 @@ class Experts(nn.Module):
         assert down is not None
         return Weights(up, down, whole(gate), whole(up_bias), whole(gate_bias), whole(down_bias, cut=False))
 
+    def shadows(self, hot_E: Tensor, grid: Grid) -> Weights:
+        """The weights of these experts, wherever they are stored."""
+        place_E = hot_E - grid.ep.rank * (self.count // grid.ep.size)
+        mine_E = (place_E >= 0) & (place_E < len(self.up))
+        place_E = place_E.where(mine_E, 0)
+
+        def copied(w: Tensor | None, *, cut: bool = True) -> Tensor | None:
+            if w is None:
+                return None
+            held = torch.where(mine_E.view(-1, *[1] * (w.dim() - 1)), w[place_E], 0)
+            # Each rank uses the sum for its own tokens, so that gradients are summed too.
+            held = grid.ep.fan_out(grid.ep.fan_in(held))
+            return grid.sh.gather(held, 1, w.shape[1] * grid.sh.size) if cut else held
+
+        up, down, gate, up_bias, gate_bias, down_bias = self.weights
+        up, down = copied(up), copied(down)
+        assert up is not None
+        assert down is not None
+        return Weights(up, down, copied(gate), copied(up_bias), copied(gate_bias), copied(down_bias, cut=False))
+
     def slice_of(self, x_RD: Tensor, ends_e: Tensor, grid: Grid, degree: int) -> Tensor:
         """What the hidden slice s mod ``degree`` adds to y_RD; the output's bias is the first slice's."""
         axis, first = grid.every(degree), grid.sh.rank % degree == 0

@@ -32,6 +32,8 @@ class Spread:
     """r: 0 gathers all experts on every rank; r ≥ 1, a divisor of sh, hands each token to r ranks of its expert."""
     overlap: int = 1
     """p: parts in which tokens travel, each while the experts compute the one before."""
+    shadows: int = 0
+    """The experts of the highest load, of which every rank gathers the weights for its own tokens (r ≥ 1)."""
 
 
 @dataclass(frozen=True)
