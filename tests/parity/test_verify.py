@@ -31,24 +31,25 @@ BERT = shrink(preset("bert-tour"), 3)
 
 
 @functools.cache
-def _one(model: ModelConfig, world: int) -> verifying._One:
+def _one(model: ModelConfig, world: int, merged: int) -> verifying._One:
     """Workers live on from test to test, and what one process computes with them."""
-    return verifying._One.of(model, world)
+    return verifying._One.of(model, world, merged)
 
 
-def _compared(model: ModelConfig, plans: list[Plan], folder: Path, fault: Callable | None) -> list[Result]:
+def compared(model: ModelConfig, plans: list[Plan], folder: Path, fault: Callable | None) -> list[Result]:
     """The comparison that a worker makes, in a world that stands already."""
-    one = _one(model, plans[0].world)
     results = []
     with pytest.MonkeyPatch.context() as patch:
         if fault is not None:
             fault(patch)
         for plan in plans:
+            merged = verifying._merged(model, plan)
+            one, saved = _one(model, plan.world, merged), folder / f"one-{merged}"
             with Ground.build(plan) as ground:
-                if ground.rank == 0 and not (folder / "one").exists():
-                    one.trial.save(folder / "one")
+                if ground.rank == 0 and not saved.exists():
+                    one.trial.save(saved)
                 world_axis().max_(one.trial.masters.local["norm.weight"])  # all wait until it is written
-                results.append(verifying._compare(model, ground, one, folder / "one")[0])
+                results.append(verifying._compare(model, ground, one, saved, one)[0])
     return results
 
 
@@ -87,7 +88,7 @@ ALONE = {
     ("fault", "plan", "check", "where"), NEGATIVE, ids=[f"{fault.__name__}-{plan}" for fault, plan, *_ in NEGATIVE]
 )
 def test_a_broken_layout_is_found(fault: Callable, plan: Plan, check: str, where: str, tmp_path: Path) -> None:
-    every_rank = run(2, _compared, MODEL, [plan], tmp_path, fault)
+    every_rank = run(2, compared, MODEL, [plan], tmp_path, fault)
     for (result,) in every_rank:
         missed = {name for name, error in result.errors.items() if not error <= TOLERANCE}
         assert not result.ok
@@ -100,7 +101,7 @@ def test_a_broken_layout_is_found(fault: Callable, plan: Plan, check: str, where
 def test_the_same_comparison_passes_without_a_fault(tmp_path: Path) -> None:
     """Else the controls above would prove nothing."""
     plans = list(dict.fromkeys(plan for _, plan, *_ in NEGATIVE))
-    for results in run(2, _compared, MODEL, plans, tmp_path, None):
+    for results in run(2, compared, MODEL, plans, tmp_path, None):
         assert [result.plan for result in results if not result.ok] == []
         assert all(set(result.errors) == set(CHECKS) for result in results)
 
@@ -128,22 +129,22 @@ def test_a_few_plans_of_four_processes(tmp_path: Path) -> None:
     """Those in which most choices meet; the whole covering set is below."""
     plans = covering(all_plans(4, MODEL.but(layers=4)))[:6]
     plans += [Plan(dp=2, cp=2), Plan(pp=2, tp=2, sequence_parallel=True)]
-    _in_parts(4, MODEL, plans, tmp_path, 4)
+    in_parts(4, MODEL, plans, tmp_path, 4)
 
 
 def test_three_processes_share_the_micro_batches(tmp_path: Path) -> None:
     """16 do not divide by 3: one data rank would wait for the others' gathers for ever."""
     plans = [Plan(dp=3), Plan(pp=3, schedule="interleaved", stages=2), Plan(cp=3)]
-    for results in run(3, _compared, MODEL.but(layers=7), plans, tmp_path, None):
+    for results in run(3, compared, MODEL.but(layers=7), plans, tmp_path, None):
         assert {str(result.plan): result.errors for result in results if not result.ok} == {}
 
 
-def _in_parts(world: int, model: ModelConfig, plans: list[Plan], folder: Path, size: int) -> None:
+def in_parts(world: int, model: ModelConfig, plans: list[Plan], folder: Path, size: int) -> None:
     """A few plans at a time: an answer of a world is waited for two minutes."""
     model = model.but(layers=1 + max(plan.all_stages for plan in plans))
     for first in range(0, len(plans), size):
         (here := folder / str(first)).mkdir()
-        for results in run(world, _compared, model, plans[first : first + size], here, None):
+        for results in run(world, compared, model, plans[first : first + size], here, None):
             assert {str(result.plan): result.errors for result in results if not result.ok} == {}
 
 
@@ -152,19 +153,19 @@ def _in_parts(world: int, model: ModelConfig, plans: list[Plan], folder: Path, s
 def test_the_covering_set_of_four_processes(tmp_path: Path) -> None:
     plans = covering(all_plans(4, MODEL.but(layers=8)))
     assert len(plans) > 30
-    _in_parts(4, MODEL, plans, tmp_path, 4)
+    in_parts(4, MODEL, plans, tmp_path, 4)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_an_encoder_over_four_processes(tmp_path: Path) -> None:
-    _in_parts(4, BERT, covering(all_plans(4, BERT.but(layers=8)))[:8], tmp_path, 4)
+    in_parts(4, BERT, covering(all_plans(4, BERT.but(layers=8)))[:8], tmp_path, 4)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_eight_processes(tmp_path: Path) -> None:
-    _in_parts(8, MODEL, covering(all_plans(8, MODEL.but(layers=16)))[:4], tmp_path, 1)
+    in_parts(8, MODEL, covering(all_plans(8, MODEL.but(layers=16)))[:4], tmp_path, 1)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,81 @@
+"""Faults that expert-parallel layers have had, to be put into ours: what ``colonnade verify`` must find."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from colonnade.kernels.experts.reference import Weights
+from colonnade.model import Transformer
+from colonnade.model.moe import dispatch, experts, layer, losses
+from colonnade.parallel.axis import SOLO, Axis, Grid
+from colonnade.parallel.layout import Experts
+from colonnade.train import balance, norm, step
+
+Patch = pytest.MonkeyPatch
+
+
+def copies_not_summed(patch: Patch) -> None:
+    """Ranks that hold the same experts keep the gradients of their own tokens."""
+    patch.setattr(norm, "sum_experts", lambda *_: None)
+
+
+def output_bias_of_own_tokens(patch: Patch) -> None:
+    """An output's bias, which each rank of an expert has whole, gets the gradient of some tokens only."""
+    right = norm.sum_experts
+    patch.setattr(norm, "sum_experts", lambda w, layout, grid: right(w, layout, Grid(copies=grid.copies)))
+
+
+def copies_counted(patch: Patch) -> None:
+    """The norm counts every copy of an expert."""
+    right = norm._owns
+    patch.setattr(norm, "_owns", lambda at, axes: isinstance(at, Experts) or right(at, axes))
+
+
+def every_slice_adds_the_bias(patch: Patch) -> None:
+    """Each of the r ranks of a token adds the output's bias to its partial result."""
+
+    def slice_(self: experts.Experts, x_RD: Tensor, ends_e: Tensor, axis: Axis, first: bool) -> Tensor:
+        return self(x_RD, ends_e, self.gathered(axis))
+
+    patch.setattr(experts.Experts, "_slice", slice_)
+
+
+def own_tokens_balanced(patch: Patch) -> None:
+    """The balance loss counts the load of this rank's tokens only."""
+    right = losses.losses
+    patch.setattr(layer, "losses", lambda *rest: right(*rest[:-1], SOLO))
+
+
+def bias_by_own_load(patch: Patch) -> None:
+    """The balancing bias moves by a load that is not that of all ranks."""
+    right = step.rebalance
+
+    def rebalance(model: Transformer, found: balance.Routed) -> None:
+        alone = model.axes.grid.tokens.size == 1
+        right(model, found if alone else found._replace(load_LE=found.load_LE.flip(1)))
+
+    patch.setattr(step, "rebalance", rebalance)
+
+
+def shadows_keep_their_gradient(patch: Patch) -> None:
+    """The owner of a shadowed expert does not hear of the tokens that stayed where they were."""
+
+    def gathered(x_tD, shadow_tA, weights_tA, experts, grid, hot_E):
+        weights_tA = weights_tA * (shadow_tA < len(hot_E))
+        held = Weights(*(None if w is None else w.detach() for w in experts.shadows(hot_E, grid)))
+        return dispatch._here(x_tD, shadow_tA, weights_tA, experts, held, None)
+
+    patch.setattr(dispatch, "_shadowed", gathered)
+
+
+def rows_in_the_order_of_arrival(patch: Patch) -> None:
+    """Rows that come in are taken for sorted by expert, as one sender's are."""
+    right = dispatch._address
+
+    def address(ids: list[Tensor], count: int, grid: Grid, degree: int) -> list[dispatch._Parcel]:
+        parcels = right(ids, count, grid, degree)
+        for parcel in parcels:
+            object.__setattr__(parcel, "by_expert_R", torch.arange(len(parcel.by_expert_R)))
+        return parcels
+
+    patch.setattr(dispatch, "_address", address)

@@ -1,0 +1,63 @@
+"""``colonnade verify`` over models with experts: right grids pass, and each of the known faults is found."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from colonnade.config import ModelConfig, MoeConfig, Plan, RouterConfig
+from colonnade.verify import TOLERANCE, all_plans, covering
+from tests.parity import expert_faults as faults
+from tests.parity.test_verify import compared, in_parts
+from tests.worlds import run
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+MODEL = ModelConfig(
+    vocab_size=53, layers=3, width=16, heads=4, head_width=4, ffn_width=29, context=64, tied=True, ffn_bias=True,
+    moe=MoeConfig(
+        experts=4, active=2, ffn_width=8, shared_width=5, first=1, balance_weight=0.3, z_weight=0.1, bias_rate=0.01,
+        router=RouterConfig(noise=1.0, jitter=0.1),
+    ),
+)  # fmt: skip
+NEGATIVE = [
+    (faults.copies_not_summed, Plan(dp=2), "gradients", "experts"),
+    (faults.output_bias_of_own_tokens, Plan(dp=2, sh=2), "gradients", "experts.down_bias"),
+    (faults.copies_counted, Plan(dp=2), "norm", ""),
+    (faults.every_slice_adds_the_bias, Plan(tp=2, sh=2, degree=2), "loss", ""),
+    (faults.own_tokens_balanced, Plan(dp=2, ep=2), "gradients", "router"),
+    (faults.bias_by_own_load, Plan(dp=2, ep=2), "step", "bias_E"),
+    (faults.shadows_keep_their_gradient, Plan(dp=2, ep=2, shadows=1), "gradients", "experts"),
+    (faults.rows_in_the_order_of_arrival, Plan(dp=2, ep=2), "loss", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fault", "plan", "check", "where"), NEGATIVE, ids=[f"{fault.__name__}-{plan}" for fault, plan, *_ in NEGATIVE]
+)
+def test_a_broken_layout_is_found(fault: Callable, plan: Plan, check: str, where: str, tmp_path: Path) -> None:
+    for (result,) in run(2, compared, MODEL, [plan], tmp_path, fault):
+        missed = {name for name, error in result.errors.items() if not error <= TOLERANCE}
+        assert check in missed, result.errors
+        assert re.search(where, result.where[check]), result.where
+
+
+def test_the_same_comparison_passes_without_a_fault(tmp_path: Path) -> None:
+    plans = list(dict.fromkeys(plan for _, plan, *_ in NEGATIVE))
+    for results in run(2, compared, MODEL, plans, tmp_path, None):
+        assert {str(result.plan): result.errors for result in results if not result.ok} == {}
+
+
+def test_a_few_plans_of_four_processes(tmp_path: Path) -> None:
+    """Those in which most choices meet."""
+    plans = covering(all_plans(4, MODEL.but(layers=4)))[:4]
+    in_parts(4, MODEL, [*plans, Plan(cp=2, dp=2, ep=2, sh=2, near=2, degree=2)], tmp_path, 3)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_covering_set_of_four_processes(tmp_path: Path) -> None:
+    plans = covering(all_plans(4, MODEL.but(layers=8)))
+    assert len(plans) > 40
+    in_parts(4, MODEL, plans, tmp_path, 3)
