@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from colonnade.config import ModelConfig, Plan, ServeConfig
+from colonnade.config import ModelConfig, MoeConfig, Plan, ServeConfig
 from colonnade.errors import PlanError
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.mesh import Ground
@@ -19,8 +19,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 WILD = SamplingParams(temperature=1, top_k=40, seed=3, max_tokens=9, ignore_eos=True)
 
 
-def _serve(world: int, changes: dict) -> list[tuple[int, ...]]:
-    with Ground.build(Plan(tp=world)) as ground:
+def _serve(world: int, changes: dict, grid: dict | None = None) -> list[tuple[int, ...]]:
+    with Ground.build(Plan(tp=world, **(grid or {}))) as ground:
         engine = Engine(tiny.model(ground.axes, **changes), tiny.tokenizer(), LIMITS)
         if ground.rank:
             engine.follow()
@@ -38,6 +38,14 @@ def _serve(world: int, changes: dict) -> list[tuple[int, ...]]:
 @pytest.mark.xdist_group("worlds")
 def test_two_ranks_say_what_one_says(changes: dict) -> None:
     assert run(2, _serve, 2, changes)[0] == run(1, _serve, 1, changes)[0]
+
+
+@pytest.mark.parametrize("grid", [{"ep": 2}, {"sh": 2}, {}], ids=["ep", "sh", "copies"])
+@pytest.mark.xdist_group("worlds")
+def test_so_do_their_experts(grid: dict) -> None:
+    """With fewer tokens than ranks too: a decoding step has one for each request."""
+    changes = {"moe": MoeConfig(experts=4, active=2, ffn_width=6, shared_width=3, shared_gate=True)}
+    assert run(2, _serve, 2, changes, grid)[0] == run(1, _serve, 1, changes)[0]
 
 
 def _idle(beats: int) -> int:

@@ -17,7 +17,7 @@ from colonnade.model.moe.dispatch import through_experts
 from colonnade.model.moe.experts import Experts
 from colonnade.model.moe.losses import load, losses
 from colonnade.model.moe.router import Router
-from colonnade.model.moe.routing import Report, Routed, attach
+from colonnade.model.moe.routing import Report, Routed, Spread, attach
 from colonnade.model.noise import PlaceNoise
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, on_rows
@@ -47,8 +47,9 @@ class MixtureOfExperts(nn.Module):
         choice, logits_tE = self.router(own_tD, tokens_t, index_t, noise, 0 if routing is None else routing.gate)
         load_E = load(choice.ids_TA, self.moe.experts)
         admitted = admit(choice, index_t, self.moe, self.axes.grid.tokens)
+        step = routed.step or Spread(degree=self.axes.grid.sh.size)
         out_tD, sent_bytes = through_experts(
-            own_tD, admitted.ids_TA, admitted.weights_TA, self.experts, self.axes.grid, routed.step, choice.rows
+            own_tD, admitted.ids_TA, admitted.weights_TA, self.experts, self.axes.grid, step, choice.rows
         )
         zero = out_tD.new_zeros(())
         dropped = load_E.sum() - load(admitted.ids_TA, self.moe.experts).sum()

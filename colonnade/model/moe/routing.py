@@ -66,12 +66,13 @@ class Routed(NamedTuple):
     tokens_T: Tensor
     """The ids of the stream's tokens."""
     routing: Routing | None
-    step: Spread
+    step: Spread | None
+    """How it spreads its work; None: tokens travel and no weight does, which suits the few tokens of inference."""
 
     @staticmethod
     def at(layer: int, tokens_T: Tensor, routing: Routing | None) -> "Routed":
         """The view of block ``layer``."""
-        return Routed(tokens_T, routing, Spread() if routing is None else routing.step(layer))
+        return Routed(tokens_T, routing, routing and routing.step(layer))
 
 
 class _Attach(Function):
