@@ -18,7 +18,7 @@ REACH = {
     "torch.distributed": ("parallel/*", "checkpoint/*"),
     "torch.distributed.tensor": ("checkpoint/native.py", "parallel/fsdp.py"),
     "torch.distributed.checkpoint": ("checkpoint/*",),
-    "os.environ": ("cli.py", "parallel/launch.py"),
+    "os.environ": ("cli/*", "parallel/launch.py"),
     "os.getenv": (),
     "os.putenv": (),
     "pickle": (),
