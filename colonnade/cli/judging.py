@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -84,9 +84,10 @@ def verify(
     model: Annotated[Positional[str], arg(metavar="MODEL")] = "tour",
     world: int = 4,
     all: bool = False,  # noqa: A002 - the flag's name
+    device: Literal["cpu", "cuda"] = "cpu",
     out: Path = Path("verify.json"),
 ) -> None:
-    """Prove that every parallel layout computes what one process computes, on this machine's processors.
+    """Prove that every parallel layout computes what one process computes, on this machine's processors or GPUs.
 
     Each plan trains two steps, saves, loads what another plan saved, and writes some tokens; everything is compared
     with one process in float64. Ends with 1 when anything differs.
@@ -95,6 +96,7 @@ def verify(
         model: A preset, or anything that load takes, of which the config alone is read; shrunk in width and depth.
         world: Processes that share the model.
         all: Try every plan, not just a set in which each pair of choices meets.
+        device: cpu, or cuda: a GPU for each process, still in float64.
         out: JSON file for the results.
     """
     start_alone("verify")
@@ -110,8 +112,8 @@ def verify(
     sizes = f"{config.layers} layers, {config.heads} heads of {config.head_width}, vocabulary {config.vocab_size}"
     under = f"{count(len(plans), 'plan')} of {count(world, 'process')}"
     console.print(f"{model} in small ({sizes}) under {under}", soft_wrap=True)
-    results = it.verify(config, plans, report.show)
-    report.write(results, config, out)
+    results = it.verify(config, plans, report.show, device)
+    report.write(results, config, out, device)
     console.print(report.table(results))
     missed = [result for result in results if not result.ok]
     right = f"{len(results) - len(missed)} of {count(len(results), 'plan')}"
