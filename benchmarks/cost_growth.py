@@ -47,7 +47,7 @@ def jobs(tiny: bool, worlds: Sequence[int]) -> list[Job]:
         tokens, vocab_size, train, warm, steps = 128, 211, PLAIN, 1, 2
     else:
         base = {"width": 1024, "layers": 24, "sequence": 1024}
-        changes = {"layers": (6, 12, 48), "width": (512, 2048, 3072), "sequence": (2048, 4096, 8192, 16384)}
+        changes = {"layers": (6, 12, 48), "width": (512, 2048, 3072), "sequence": (2048, 4096, 16384)}
         tokens, vocab_size, train, warm, steps = TOKENS, 51200, FAST, 3, 6
     points = [("base", base)] + [(key, base | {key: value}) for key in changes for value in changes[key]]
     made = [
