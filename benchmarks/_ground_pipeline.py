@@ -29,6 +29,7 @@ from torch.distributed.pipelining import (
 from _ground import GPT2, QWEN3, Batch, Table, batch_of, build, difference, exact, whole_of
 from colonnade.config import ModelConfig
 from colonnade.model import IGNORE, Loss, Stream, Transformer
+from colonnade.model.head import Projection
 from colonnade.parallel.axis import Axes, Axis, group_name
 from colonnade.parallel.layout import PARTIAL, layout_of, share
 
@@ -144,7 +145,9 @@ class Part(nn.Module):
             x = block(x, T, turn, batch.attend.at(int(number), None))
         if self.norm is None or self.output is None:
             return x
-        loss, _ = Loss(batch.targets_T)(self.norm(x), T, self.output.weight, self.axes, self.config.vocab_size)
+        loss, _ = Loss(batch.targets_T)(
+            self.norm(x), T, Projection(self.output.weight, self.axes, self.config.vocab_size)
+        )
         return (loss / self.count).reshape(1)
 
     def gradient(self, name: str) -> Tensor | None:

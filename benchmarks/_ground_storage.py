@@ -15,6 +15,7 @@ from _ground import EXACT, MODELS, Batch, Table, build, difference, exact, first
 from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint import native
 from colonnade.checkpoint.storage import Writer
+from colonnade.checkpoint.view import storage_view
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.model import Transformer
 from colonnade.parallel.axis import SOLO, Axis, world_axis
@@ -201,7 +202,7 @@ def _async(table: Table, total: int):
 
     def view(key: str, tensor: Tensor) -> Tensor:
         name = key.partition("/")[2]
-        return native.storage_view(tensor.detach(), layout[name], whole[name], ground, sharded=sharded)
+        return storage_view(tensor.detach(), layout[name], whole[name], ground, sharded=sharded)
 
     meta = native.Meta(model=it.model.config, step=STEPS)
     writing = state_dict_saver.async_save(

@@ -7,14 +7,13 @@
                                 exp_avg_sq-… of the optimizer
     tokenizer/                  the tokenizer's files
 
-torch.distributed.checkpoint sees every tensor through the *storage view*: a DTensor over (tp, replicate, shard), cut by
-the parameter's layout and, inside that, by FSDP (layout rule 1). The view aliases the local tensor, so loading fills
-it in place. What is stored is always the whole tensor in pieces, whatever the plan that wrote it.
+torch.distributed.checkpoint sees every tensor through the *storage view* (:mod:`colonnade.checkpoint.view`). What is
+stored is always the whole tensor in pieces, whatever the plan that wrote it.
 """
 
 import importlib.metadata
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,16 +25,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint.folder import Manifest
 from colonnade.checkpoint.storage import DTYPES, FULL, INDEX, Index, Reader, Writer, part_of
+from colonnade.checkpoint.view import Moments, local_tensors, parameter_of, storage_views
 from colonnade.config import Config, ModelConfig, RunConfig
 from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
 from colonnade.model import Transformer
 from colonnade.parallel.fsdp import Masters
-from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of
 from colonnade.parallel.mesh import Ground
 
 META = "checkpoint.json"
@@ -63,23 +61,6 @@ class Meta(Config):
     """Version that wrote it."""
     torch: str = torch.__version__
     """Version of torch that wrote it."""
-
-
-class Moments(Protocol):
-    """What a checkpoint needs of an optimizer (:class:`colonnade.train.optimizer.AdamW` is one)."""
-
-    @property
-    def steps(self) -> int:
-        """Steps that moved the weights; torch would replace this scalar, not fill it: it is in ``checkpoint.json``."""
-        ...
-
-    @steps.setter
-    def steps(self, taken: int) -> None: ...
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """``{moment}/{parameter}`` to a tensor laid out as the parameter, to be filled in place."""
-        ...
 
 
 class Savable(Protocol):
@@ -146,7 +127,7 @@ def writing(
             (place / TOKENIZER).mkdir()
             tokenizer.save(place / TOKENIZER)
 
-    views = _views(stage(_local(model, masters, optimizer)), model, ground, sharded=masters is not None)
+    views = storage_views(stage(local_tensors(model, masters, optimizer)), model, ground, sharded=masters is not None)
 
     def write() -> None:
         try:
@@ -192,17 +173,17 @@ def load(
         fields = [(key, getattr(meta.model, key), getattr(model.config, key)) for key in ModelConfig.model_fields]
         differ = ", ".join(f"{key} {was}, not {now}" for key, was, now in fields if was != now)
         raise CheckpointError(f"{folder} holds a model with {differ}; use another --name for another model")
-    local = _local(model, masters, optimizer)
+    local = local_tensors(model, masters, optimizer)
     whole = model.whole_shapes()
     for key, tensor in local.items():
         entry = index.tensors.get(key)
         if entry is None:
             what = "optimizer state" if not key.startswith("weights/") else "weight"
             raise CheckpointError(f"{folder / INDEX} has no {what} '{key}'; use a checkpoint that a training run wrote")
-        if tuple(whole[_parameter(key)]) != entry.shape:
+        if tuple(whole[parameter_of(key)]) != entry.shape:
             raise CheckpointError(
                 f"{folder / INDEX} has '{key}' of shape {entry.shape}, but the model needs "
-                f"{tuple(whole[_parameter(key)])}; use a checkpoint of this model"
+                f"{tuple(whole[parameter_of(key)])}; use a checkpoint of this model"
             )
         if optimizer is not None and tensor.dtype != DTYPES[entry.dtype]:
             raise CheckpointError(
@@ -212,7 +193,7 @@ def load(
     parts = {part_of(key)[0] for key in local}
     reader = Reader(folder, manifest, index, parts, rank=ground.rank, world=ground.world)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    views = _views(local, model, ground, sharded=masters is not None)
+    views = storage_views(local, model, ground, sharded=masters is not None)
     with torch.no_grad():
         _dcp(folder, state_dict_loader.load, views, storage_reader=reader, planner=planner, no_dist=ground.world == 1)
     if optimizer is not None:
@@ -259,52 +240,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # run from a source tree that was never installed
         return "unknown"
-
-
-def _parameter(key: str) -> str:
-    return key.partition("/")[2]
-
-
-def _local(model: Transformer, masters: Masters | None, optimizer: Moments | None) -> dict[str, Tensor]:
-    weights: Mapping[str, Tensor] = dict(model.named_parameters()) if masters is None else masters.local
-    weights = {**weights, **dict(model.named_buffers())}
-    return {f"weights/{name}": w.detach() for name, w in weights.items()} | (optimizer.state if optimizer else {})
-
-
-def _views(local: dict[str, Tensor], model: Transformer, ground: Ground, *, sharded: bool) -> dict[str, Tensor]:
-    """The storage view of each tensor; in a world of one, the tensor itself."""
-    if ground.world == 1:
-        return local
-    layout, whole = layout_of(model), model.whole_shapes()
-
-    state = {name for name, _ in model.named_buffers()}  # the same on all ranks
-
-    def view(name: str, tensor: Tensor) -> Tensor:
-        at, cut = (WHOLE, False) if name in state else (layout[name], sharded)
-        return storage_view(tensor, at, whole[name], ground, sharded=cut)
-
-    return {key: view(_parameter(key), tensor) for key, tensor in local.items()}
-
-
-def storage_view(local: Tensor, placement: Placement, whole: torch.Size, ground: Ground, *, sharded: bool) -> Tensor:
-    """``local`` as this rank's part of the whole tensor, for torch's planner; it aliases ``local``.
-
-    The mesh is (tp, replicate, shard) in this order: FSDP cuts what tensor parallelism left (the other order corrupts
-    without a word). ``sharded`` says whether FSDP cut it. Shape and stride are given because uneven shares cannot tell
-    them.
-    """
-    stride = torch.empty(whole, device="meta").stride()
-    # A DTensor moves what is not on its mesh's device, and would then alias nothing: moments in host memory.
-    here = local.device.type == ground.device.type
-    if isinstance(placement, Experts) and ground.expert_mesh is not None:
-        mesh = ground.expert_storage_mesh if here else ground.host_expert_storage_mesh
-        hidden = Replicate() if placement.hidden is None else Shard(placement.hidden)
-        cuts = [Replicate(), Shard(0), hidden]
-    else:
-        mesh = ground.storage_mesh if here else ground.host_storage_mesh
-        over_tp = Shard(placement) if isinstance(placement, int) else Replicate()
-        cuts = [over_tp, Replicate(), Shard(0) if sharded and not isinstance(placement, Experts) else Replicate()]
-    return DTensor.from_local(local, mesh, cuts, run_check=False, shape=whole, stride=stride)
 
 
 def _dcp(folder: Path, work: Callable[..., Any], views: dict[str, Tensor], **options: Any) -> None:

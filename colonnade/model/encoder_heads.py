@@ -8,21 +8,17 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from colonnade.model.head import Loss
+from colonnade.model.head import Loss, Projection
 from colonnade.model.loss import IGNORE
-from colonnade.model.top import Top
-from colonnade.parallel.axis import Axes
 
 
 @dataclass(frozen=True)
 class Hidden:
     """The last residual stream itself, of any model."""
 
-    def __call__(
-        self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int, top: Top | None = None
-    ) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
         """x_TD."""
-        return axes.together(x_tD, T)
+        return onto.axes.together(x_tD, T)
 
 
 @dataclass(frozen=True)
@@ -31,12 +27,10 @@ class Pooled:
 
     first_R: Tensor
 
-    def __call__(
-        self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int, top: Top | None = None
-    ) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
         """p_RD, between -1 and 1."""
-        assert top is not None, "a causal model has no pooler"
-        return top.pooled(axes.together(x_tD, T)[self.first_R])
+        assert onto.top is not None, "a causal model has no pooler"
+        return onto.top.pooled(onto.axes.together(x_tD, T)[self.first_R])
 
 
 @dataclass(frozen=True)
@@ -45,26 +39,22 @@ class Classes:
 
     first_R: Tensor
 
-    def __call__(
-        self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int, top: Top | None = None
-    ) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
         """logits_RC."""
-        assert top is not None, "a causal model has no classifier"
-        assert top.classes is not None, "this model has no classifier"
-        return top.classes(top.pooled(axes.together(x_tD, T)[self.first_R]))
+        assert onto.top is not None, "a causal model has no classifier"
+        assert onto.top.classes is not None, "this model has no classifier"
+        return onto.top.classes(onto.top.pooled(onto.axes.together(x_tD, T)[self.first_R]))
 
 
 @dataclass(frozen=True)
 class Spans:
     """For each token, how likely it is an answer's first, and its last (``top = spans``)."""
 
-    def __call__(
-        self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int, top: Top | None = None
-    ) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
         """logits_T2."""
-        assert top is not None, "a causal model has no span layer"
-        assert top.spans is not None, "this model has no span layer"
-        return top.spans(axes.together(x_tD, T))
+        assert onto.top is not None, "a causal model has no span layer"
+        assert onto.top.spans is not None, "this model has no span layer"
+        return onto.top.spans(onto.axes.together(x_tD, T))
 
 
 @dataclass(frozen=True)
@@ -73,13 +63,11 @@ class Orders:
 
     first_R: Tensor
 
-    def __call__(
-        self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int, top: Top | None = None
-    ) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
         """logits_R2."""
-        assert top is not None, "a causal model does not predict the order of sentences"
-        assert top.order is not None, "this model does not predict the order of sentences"
-        return top.order(top.pooled(axes.together(x_tD, T)[self.first_R]))
+        assert onto.top is not None, "a causal model does not predict the order of sentences"
+        assert onto.top.order is not None, "this model does not predict the order of sentences"
+        return onto.top.order(onto.top.pooled(onto.axes.together(x_tD, T)[self.first_R]))
 
 
 @dataclass(frozen=True)
@@ -93,11 +81,9 @@ class Pretraining:
     weight: Tensor | float = 1.0
     """Of a pair's loss beside a token's."""
 
-    def __call__(
-        self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int, top: Top | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> tuple[Tensor, Tensor]:
         """(sum over the masked tokens + weight · sum over the pairs, number of masked tokens) on all tp ranks."""
-        masked, count = self.masked(x_tD, T, weight_vD, axes, vocab_size, top)
-        logits_R2 = self.orders(x_tD, T, weight_vD, axes, vocab_size, top).to(masked.dtype)
+        masked, count = self.masked(x_tD, T, onto)
+        logits_R2 = self.orders(x_tD, T, onto).to(masked.dtype)
         order = F.cross_entropy(logits_R2, self.orders_R, ignore_index=IGNORE, reduction="sum")
         return masked + self.weight * order, count

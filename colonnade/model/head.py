@@ -1,7 +1,7 @@
 """What comes out of a forward pass: some rows of logits, or the loss. Passed in, like ``attend``."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -11,14 +11,22 @@ from colonnade.model.top import Top
 from colonnade.parallel.axis import Axes
 
 
-class Head(Protocol):
-    """Turns the last residual stream into the result, given this rank's rows of the output projection, and an
-    encoder's :class:`~colonnade.model.top.Top`.
-    """
+class Projection(NamedTuple):
+    """What a model has for its heads, whatever the tokens."""
 
-    def __call__(
-        self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int, top: Top | None = None
-    ) -> Any:
+    weight_vD: Tensor
+    """This rank's rows of the output projection."""
+    axes: Axes
+    vocab_size: int
+    """V, over all ranks."""
+    top: Top | None = None
+    """An encoder's."""
+
+
+class Head(Protocol):
+    """Turns the last residual stream into the result."""
+
+    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Any:
         """The result of the forward pass over T tokens, of which ``x_tD`` holds the rows ``axes.rows(T)``."""
         ...
 
@@ -29,12 +37,10 @@ class Rows:
 
     index_R: Tensor | None = None
 
-    def __call__(
-        self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int, top: Top | None = None
-    ) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
         """logits_RV."""
-        x_RD, bias_v = _ready(x_tD, T, self.index_R, axes, top)
-        return axes.tp.join(linear(x_RD, weight_vD, bias_v), 1, vocab_size)
+        x_RD, bias_v = _ready(x_tD, T, self.index_R, onto)
+        return onto.axes.tp.join(linear(x_RD, onto.weight_vD, bias_v), 1, onto.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -48,27 +54,26 @@ class Loss:
     smoothing: float = 0.0
     rows_R: Tensor | None = None
 
-    def __call__(
-        self, x_tD: Tensor, T: int, weight_vD: Tensor, axes: Axes, vocab_size: int, top: Top | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> tuple[Tensor, Tensor]:
         """(sum of the losses, number of valid targets), the same on all tp ranks; the mean is the caller's affair,
         because it is taken over data ranks and micro-batches too.
         """
-        x_RD, bias_v = _ready(x_tD, T, self.rows_R, axes, top)
+        x_RD, bias_v = _ready(x_tD, T, self.rows_R, onto)
         total = cross_entropy_sum(
             x_RD,
-            weight_vD,
+            onto.weight_vD,
             self.targets_R,
-            tp=axes.tp,
-            vocab_size=vocab_size,
+            tp=onto.axes.tp,
+            vocab_size=onto.vocab_size,
             smoothing=self.smoothing,
             bias_v=bias_v,
         )
         return total, (self.targets_R != IGNORE).sum()
 
 
-def _ready(x_tD: Tensor, T: int, rows_R: Tensor | None, axes: Axes, top: Top | None) -> tuple[Tensor, Tensor | None]:
+def _ready(x_tD: Tensor, T: int, rows_R: Tensor | None, onto: Projection) -> tuple[Tensor, Tensor | None]:
     """x_RD as the ranks enter the output projection, and this rank's part of its bias."""
+    axes, top = onto.axes, onto.top
     if top is None:
         x_TD = axes.enter(x_tD, T)
         return (x_TD if rows_R is None else x_TD[rows_R]), None

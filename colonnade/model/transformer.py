@@ -22,7 +22,7 @@ from colonnade.model.attend import Attend, Attending
 from colonnade.model.attention import Attention
 from colonnade.model.embedding import Embedding
 from colonnade.model.ffn import FeedForward
-from colonnade.model.head import Head
+from colonnade.model.head import Head, Projection
 from colonnade.model.linear import Linear
 from colonnade.model.moe import MixtureOfExperts, Report, Routed
 from colonnade.model.noise import ATTENTION, EMBEDDING, FFN, PlaceNoise, drop
@@ -167,15 +167,17 @@ class Transformer(nn.Module):
         if span.stop < self.config.layers:
             return x_tD
         assert self.norm is not None, "the last span ends with the head"
-        return head(self.norm(x_tD), T, self.output, self.axes, self.config.vocab_size, self.top)
+        return head(self.norm(x_tD), T, self.output)
 
     @property
-    def output(self) -> Tensor:
-        """weight_vD of the output projection: this rank's rows."""
+    def output(self) -> Projection:
+        """What the heads need of the model; to be asked anew in each pass, for FSDP gathers the weights."""
         if self.unembed is not None:
-            return self.unembed.weight
-        assert self.embed is not None
-        return self.embed.tokens.weight
+            weight_vD = self.unembed.weight
+        else:
+            assert self.embed is not None
+            weight_vD = self.embed.tokens.weight
+        return Projection(weight_vD, self.axes, self.config.vocab_size, self.top)
 
     def _turn(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation | None:
         if self.config.positions != "rotary":

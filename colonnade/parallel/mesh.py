@@ -25,6 +25,8 @@ from colonnade.parallel.launch import local_ranks, place
 from colonnade.parallel.meet import fresh_store
 
 TIMEOUT = datetime.timedelta(minutes=10)
+# With GPUs both at once: gloo carries control messages on the CPU, NCCL the tensors of the model.
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 @dataclass(frozen=True)
@@ -105,15 +107,9 @@ class Ground:
         kind = choose_device(plan, device)
         ours = not dist.is_initialized()
         if ours:
-            # Both backends at once: gloo carries control messages on the CPU, NCCL the tensors of the model.
-            backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-            if kind == "cuda":
-                torch.cuda.set_device(dist.get_node_local_rank(0))
-            if launched:
-                store, rank, world = fresh_store(timeout)
-                dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-            else:
-                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            own_device(kind)
+            store, rank, world = fresh_store(timeout) if launched else (dist.HashStore(), 0, 1)
+            dist.init_process_group(BACKENDS[kind], store=store, rank=rank, world_size=world, timeout=timeout)
         try:
             plan.check_world(dist.get_world_size())
             yield _stand(plan, kind, timeout)
@@ -123,11 +119,14 @@ class Ground:
 
 
 @contextmanager
-def fresh_group(file: Path) -> Iterator[None]:
-    """A gloo group of the launched processes that meet in ``file``; all that was laid over it ends with it."""
+def fresh_group(file: Path, kind: str = "cpu") -> Iterator[None]:
+    """A group of the launched processes that meet in ``file``, for tensors on ``kind`` ("cpu", "cuda"); all that was
+    laid over it ends with it.
+    """
+    own_device(kind)
     rank, world = place()
     store = dist.FileStore(str(file), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    dist.init_process_group(BACKENDS[kind], store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     try:
         yield
     finally:
@@ -205,6 +204,14 @@ def _on_host(mesh: DeviceMesh) -> DeviceMesh:
     names = mesh.mesh_dim_names
     assert names is not None
     return DeviceMesh.from_group(mesh.get_all_groups(), "cpu", mesh=mesh.mesh, mesh_dim_names=names)
+
+
+def own_device(kind: str) -> torch.device:
+    """This process's device: the CPU, or the GPU of its number on this machine, which becomes its current one."""
+    if kind != "cuda":
+        return torch.device(kind)
+    torch.cuda.set_device(dist.get_node_local_rank(0))
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def choose_device(plan: Plan, device: str) -> str:

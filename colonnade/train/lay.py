@@ -64,9 +64,9 @@ def lay(
         if rows_R is None:
             targets_R = targets_R[mine_t]
         else:
-            rows_R, targets_R = _on_this_rank(here_T[rows_R], targets_R)
+            rows_R, targets_R = _on_this_rank(here_T[rows_R], targets_R, len(mine_t))
         if first_R is not None and orders_R is not None:
-            first_R, orders_R = _on_this_rank(here_T[first_R], orders_R)
+            first_R, orders_R = _on_this_rank(here_T[first_R], orders_R, len(mine_t))
     tokens = Loss(targets_R, terms.smoothing, rows_R)
     if config.top != "pretraining":
         return stream, attend, tokens
@@ -92,6 +92,10 @@ def numbers(batch: Batch) -> Tensor:
     return batch.first + sample_T * (len(row_T) // len(batch.first_R)) + row_T - batch.first_R[sample_T]
 
 
-def _on_this_rank(row_R: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and targets of what is on this rank (row >= 0); the others point to row 0 and have no target."""
+def _on_this_rank(row_R: Tensor, target_R: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Rows and targets of what is on this rank (row >= 0), which has so many tokens; the others point to row 0 and have
+    no target. Where there is no token there is no row 0 either, and nothing is asked.
+    """
+    if tokens == 0:
+        return row_R[:0], target_R[:0]
     return row_R.clamp(min=0), target_R.where(row_R >= 0, IGNORE)

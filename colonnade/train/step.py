@@ -22,14 +22,12 @@ from colonnade.model import IGNORE, Transformer
 from colonnade.model.moe import Spread
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.fsdp import Masters
-from colonnade.parallel.layout import layout_of
-from colonnade.train import norm
 from colonnade.train.balance import Routed, rebalance, routed
 from colonnade.train.lay import VALIDATION, Terms, lay, noise_of
+from colonnade.train.move import Move
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
 from colonnade.train.scaler import LossScaler
-from colonnade.train.schedule import learning_rate
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Outcome:
 
 
 class Step:
-    """``step(number, micro_batches)``: forward, backward, norm, clip, AdamW."""
+    """``step(number, micro_batches)``: forward, backward, and the :class:`~colonnade.train.move.Move`."""
 
     def __init__(
         self,
@@ -75,12 +73,11 @@ class Step:
         """
         self.spread = spread
         self.piped, self.scaler = piped, scaler
-        self.model, self.masters, self.optimizer, self.train = model, masters, optimizer, train
-        self.axes, self.world, self.layout = model.axes, world, layout_of(model)
+        self.model, self.masters, self.train, self.axes = model, masters, train, model.axes
+        self.move = Move(model, masters, optimizer, train, world, scaler)
 
     def __call__(self, number: int, micro_batches: Sequence[Batch]) -> Outcome:
         """Train on this data rank's ``micro_batches`` as step ``number`` (from 0)."""
-        weights, lr = self.masters.local, learning_rate(number, self.train)
         count = valid_tokens(micro_batches, self.axes.dp)
         divisor = count if self.scaler is None else self.scaler.up(count)
         terms = Terms(
@@ -96,17 +93,7 @@ class Step:
             loss_sum = self._accumulate(micro_batches, divisor, terms)
         else:
             loss_sum = self.piped.step(micro_batches, divisor, terms)
-        self.masters.collect()
-        norm.sum_tied(weights, self.model.config.tied, self.axes.ends)
-        norm.sum_partial(weights, self.layout, self.axes.tp)
-        norm.sum_experts(weights, self.layout, self.axes.grid)
-        gradient_norm = norm.gradient_norm(weights, self.layout, self.axes, self.world, self.model.copies, loss_sum)
-        if self.scaler is not None:
-            gradient_norm = self.scaler.seen(gradient_norm)
-        norm.clip_(weights, gradient_norm, self.train.clip)
-        skip = (~gradient_norm.isfinite()).to(torch.float32)
-        self.optimizer.step(lr, skip, None if self.scaler is None else self.scaler.used)
-        self.masters.publish()
+        gradient_norm, lr = self.move(number, loss_sum)
         found = routed(self.model, terms.reports, sizes)
         if found is not None:
             rebalance(self.model, found)

@@ -20,15 +20,12 @@ from colonnade.data import Cursor
 from colonnade.errors import DataError, PlanError
 from colonnade.model import Classes, Packed, Stream, Transformer
 from colonnade.model.retop import retop
-from colonnade.parallel.axis import world_axis
+from colonnade.parallel.axis import SOLO, world_axis
 from colonnade.parallel.fsdp import masters
-from colonnade.parallel.layout import layout_of
 from colonnade.parallel.mesh import Ground
-from colonnade.train import norm
+from colonnade.train.move import Move
 from colonnade.train.optimizer import AdamW
-from colonnade.train.schedule import learning_rate
-
-COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+from colonnade.train.scaler import LossScaler
 
 
 class Example(NamedTuple):
@@ -55,27 +52,27 @@ def fit(model: Transformer, examples: Sequence[Example], train: TrainConfig, gro
     check(model, examples)
     if ground.plan.pp * ground.plan.cp > 1:
         raise PlanError(f"fine-tuning lays a model over tensor and data ranks only, not over {ground.plan}")
-    held = masters(model, ground, COMPUTE[train.dtype])
-    optimizer, layout = AdamW(held.local, train), layout_of(model)
+    compute: torch.dtype = getattr(torch, train.dtype)  # torch's own names
+    held = masters(model, ground, compute)
+    scaler = LossScaler(train, ground.device) if train.dtype == "float16" else None
+    move = Move(model, held, AdamW(held.local, train), train, world_axis() if ground.world > 1 else SOLO, scaler)
+    count = torch.tensor(train.batch, device=ground.device)
     cursor, dp = Cursor(len(examples), train.seed), model.axes.dp
     losses: list[Tensor] = []
     for number in range(train.steps):
         start, stop = dp.part(train.batch)
         mine = [examples[i] for i in cursor.indices(number, train.batch)[start:stop].tolist()]
         parts = [mine[i : i + train.micro_batch] for i in range(0, max(len(mine), 1), train.micro_batch)]
-        total = torch.zeros((), device=ground.device)
+        divisor = count if scaler is None else scaler.up(count)
+        total = torch.zeros((), dtype=torch.promote_types(compute, torch.float32), device=ground.device)
         for i, part in enumerate(parts):
             held.accumulate(last=i == len(parts) - 1)
-            loss = F.cross_entropy(logits(model, part), labels(part, ground.device), reduction="sum") / train.batch
-            loss.backward()
-            total += loss.detach()
-        held.collect()
-        norm.sum_partial(held.local, layout, model.axes.tp)
-        size = norm.gradient_norm(held.local, layout, model.axes, world_axis() if ground.world > 1 else dp)
-        norm.clip_(held.local, size, train.clip)
-        optimizer.step(learning_rate(number, train))
-        held.publish()
-        losses.append(dp.sum_(total))
+            found_RC = logits(model, part).to(total.dtype)
+            loss_sum = F.cross_entropy(found_RC, labels(part, ground.device), reduction="sum")
+            (loss_sum / divisor).backward()
+            total += loss_sum.detach()
+        move(number, total)
+        losses.append(dp.sum_(total) / train.batch)
     return torch.stack(losses).tolist()
 
 

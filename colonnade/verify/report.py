@@ -47,12 +47,13 @@ def table(results: Sequence[Result]) -> Table:
     return made
 
 
-def write(results: Sequence[Result], model: ModelConfig, file: Path) -> None:
+def write(results: Sequence[Result], model: ModelConfig, file: Path, device: str = "cpu") -> None:
     """All of it as JSON, which knows no infinity: an error that is none of its numbers is null."""
     found = {
         "tolerance": TOLERANCE,
         "checks": CHECKS,
         "torch": torch.__version__,
+        "device": device if device == "cpu" else torch.cuda.get_device_name(),
         "model": model.model_dump(mode="json"),
         "plans": [
             {

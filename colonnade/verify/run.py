@@ -3,9 +3,10 @@
     error = max|Δ| / ‖reference‖∞        in float64, where rounding leaves about 1e-15 and a fault does not
 
 Every process works out for itself what one process alone computes, and compares its own parts of every tensor with the
-same parts of that; the worst of all ranks is the result. Each plan also loads the checkpoint that the plan before it
-wrote (the first one that of one process, one process that of the last), so that every plan's files are read by another;
-but for those of a plan that trained wrongly.
+same parts of that; the worst of all ranks is the result. It does so on its own device: angles of rotary positions are
+float32, and a GPU's cosine differs from a CPU's in the last place of that. Each plan also loads the checkpoint that the
+plan before it wrote (the first one that of one process, one process that of the last), so that every plan's files are
+read by another; but for those of a plan that trained wrongly.
 """
 
 import math
@@ -20,7 +21,7 @@ from torch import Tensor
 from colonnade.config import ModelConfig, Plan
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.launch import launch
-from colonnade.parallel.mesh import Ground, fresh_group
+from colonnade.parallel.mesh import Ground, choose_device, fresh_group, own_device
 from colonnade.train.optimizer import MOMENTS
 from colonnade.verify.trial import Trial
 
@@ -62,18 +63,20 @@ class Result:
 Shown = Callable[[Result], None]
 
 
-def verify(model: ModelConfig, plans: Sequence[Plan], shown: Shown | None = None) -> list[Result]:
-    """Compare each of ``plans``, all of one world, with one process, on local gloo processes.
+def verify(model: ModelConfig, plans: Sequence[Plan], shown: Shown | None = None, device: str = "cpu") -> list[Result]:
+    """Compare each of ``plans``, all of one world, with one process, on local processes.
 
-    ``shown`` is told each result as it comes, in the process of rank 0. Raises
-    :class:`~colonnade.errors.PlanError` for a plan that ``model`` does not allow.
+    ``device`` is "cpu" (gloo) or "cuda" (NCCL, a GPU a rank). ``shown`` is told each result as it comes, in the process
+    of rank 0. Raises :class:`~colonnade.errors.PlanError` for a plan that ``model`` does not allow, and for more ranks
+    than there are GPUs.
     """
     for plan in plans:
         plan.check(model)
     world = plans[0].world
     assert all(plan.world == world for plan in plans), "plans of one world share their processes"
+    choose_device(plans[0], device)
     with tempfile.TemporaryDirectory(prefix="colonnade-verify-") as folder:
-        return launch(_work, (model, tuple(plans), Path(folder), shown), Plan(dp=world))
+        return launch(_work, (model, tuple(plans), Path(folder), shown, device), Plan(dp=world))
 
 
 @dataclass(frozen=True)
@@ -84,20 +87,23 @@ class _One:
     tokens: list[int]
 
     @staticmethod
-    def of(model: ModelConfig, processes: int, data_ranks: int = 1) -> "_One":
+    def of(model: ModelConfig, processes: int, data_ranks: int = 1, device: torch.device | str = "cpu") -> "_One":
         """``data_ranks`` of which each takes one of what is one micro-batch here, where that makes a difference."""
-        trial = Trial.start(model, Ground.solo(), processes, merged=data_ranks).train()
+        trial = Trial.start(model, Ground.solo(device), processes, merged=data_ranks).train()
         return _One(trial, trial.greedy())
 
 
-def _work(model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Shown | None) -> list[Result]:
+def _work(
+    model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Shown | None, device: str = "cpu"
+) -> list[Result]:
     """On every rank."""
     world = plans[0].world
-    ones = {ranks: _One.of(model, world, ranks) for ranks in sorted({_merged(model, plan) for plan in plans})}
+    own = own_device(device)
+    ones = {ranks: _One.of(model, world, ranks, own) for ranks in sorted({_merged(model, plan) for plan in plans})}
     writer, saved = next(iter(ones.values())), folder / "one"
     results: list[Result] = []
     for number, plan in enumerate(plans):
-        with fresh_group(folder / f"meet-{number}"), Ground.build(plan, "cpu") as ground:
+        with fresh_group(folder / f"meet-{number}", device), Ground.build(plan, device) as ground:
             if number == 0:
                 if ground.rank == 0:
                     writer.trial.save(saved)
@@ -114,7 +120,7 @@ def _work(model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Shown 
                 raise
         results.append(result)
         if number + 1 == len(plans) and trained:
-            last = Trial.start(model, Ground.solo(), world, seed=1)
+            last = Trial.start(model, one.trial.ground, world, seed=1)
             last.load(saved)
             result.note("load", *_states_differ(last, writer.trial))
         if shown is not None and ground.rank == 0:

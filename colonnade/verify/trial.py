@@ -83,7 +83,8 @@ class Trial:
     def start(config: ModelConfig, ground: Ground, processes: int, seed: int = 0, merged: int = 1) -> "Trial":
         """With initial weights by ``seed``, which no plan changes; ``processes`` of all plans, not of this ground."""
         spans = [span for _, span in ground.stages(config.layers)]
-        model = initialise(Transformer(config, ground.axes, spans=spans, dtype=torch.float64), seed)
+        bare = Transformer(config, ground.axes, spans=spans, device=ground.device, dtype=torch.float64)
+        model = initialise(bare, seed)
         piped = Piped(model, ground, torch.float64) if ground.plan.pp > 1 else None
         held = masters(model, ground, torch.float64, piped and piped.stages)
         world = world_axis() if ground.world > 1 else SOLO
@@ -105,8 +106,9 @@ class Trial:
         step = Step(self.model, self.masters, self.optimizer, train, self.world, self.piped, spread=spread)
         lengths, dp = RAGGED if number == 0 else EQUAL, self.ground.axes.dp
         mine = range(dp.rank, self.micro_batches, dp.size)
-        batches = [batch(lengths, i, 1000 * number + i, self.model.config) for i in mine]
-        batches = [together(batches[i : i + self.merged]) for i in range(0, len(batches), self.merged)]
+        drawn = [batch(lengths, i, 1000 * number + i, self.model.config) for i in mine]
+        drawn = [together(drawn[i : i + self.merged]) for i in range(0, len(drawn), self.merged)]
+        batches = [each.to(self.ground.device) for each in drawn]
         outcome: Outcome = step(number, batches)
         self.losses.append((self.ground.axes.everywhere(outcome.loss_sum) / outcome.count).item())
         self.norms.append(outcome.norm.item())
@@ -143,13 +145,13 @@ class Trial:
         """logits_V of the token after ``tokens``, on every rank."""
         ids, T, axes = torch.tensor(tokens), len(tokens), self.ground.axes
         packed = Packed.of([T])
-        text = Batch(ids, torch.arange(T), ids, packed.cu_seqlens, T, equal=True)
+        text = Batch(ids, torch.arange(T), ids, packed.cu_seqlens, T, equal=True).to(self.ground.device)
         stream, attend, _ = lay(text, self.model)
         # Of the context ranks one has the last token.
-        places = torch.arange(T) if axes.cp.size == 1 else attend.index_t  # type: ignore[union-attr]
+        places = text.positions_T if axes.cp.size == 1 else attend.index_t  # type: ignore[union-attr]
         head = Rows((places == T - 1).nonzero().flatten())
         found = self.model(stream, attend, head) if self.piped is None else self.piped.forward(text, head)
-        logits_V = torch.zeros(self.model.config.vocab_size, dtype=torch.float64)
+        logits_V = torch.zeros(self.model.config.vocab_size, dtype=torch.float64, device=self.ground.device)
         if found is not None:
             logits_V += found.sum(0)
         return axes.pp.sum_(axes.cp.sum_(logits_V))

@@ -152,12 +152,12 @@ def not_a_number(patch: Patch) -> None:
 
 
 def work(
-    fault: Callable[[Patch], None], model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Any
+    fault: Callable[[Patch], None], model: ModelConfig, plans: Sequence[Plan], folder: Path, *rest: Any
 ) -> list[verifying.Result]:
     """What each worker of ``colonnade verify`` does, with a fault in it."""
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
-        return _right_work(model, plans, folder, shown)
+        return _right_work(model, plans, folder, *rest)
 
 
 _right_work = verifying._work

@@ -81,10 +81,14 @@ def test_another_top_under_tensor_parallelism() -> None:
 
 
 def test_it_learns_a_toy_task() -> None:
-    model = classifier(build(BERTS["post_encoder"], dtype=torch.float32), 3, seed=0)
+    """In float16 as well, with a loss scale."""
     settings = TrainConfig(steps=40, batch=10, micro_batch=10, lr=3e-3, min_lr=0, warmup=4, schedule="linear")
-    fit(model, examples(), settings, Ground.solo())
-    assert accuracy(model, examples(30)) >= 0.9
+    losses = {}
+    for dtype in ("float32", "float16"):
+        model = classifier(build(BERTS["post_encoder"], dtype=torch.float32), 3, seed=0)
+        losses[dtype] = fit(model, examples(), settings.but(dtype=dtype), Ground.solo())
+        assert accuracy(model, examples(30)) >= 0.9
+    assert losses["float16"] == pytest.approx(losses["float32"], abs=0.05)
 
 
 def test_what_cannot_be_learnt_is_refused() -> None:

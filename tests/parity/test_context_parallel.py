@@ -9,7 +9,11 @@ from colonnade.config import Plan
 from colonnade.model import Noise, Rates
 from colonnade.model.attend import Packed
 from colonnade.model.ring import Ring
+from colonnade.parallel.layout import PARTIAL, layout_of, share
 from colonnade.parallel.mesh import Ground
+from colonnade.train.step import forward
+from colonnade.verify.trial import batch
+from tests.models import BERTS, CONFIGS, build
 from tests.worlds import assert_same, run
 
 N, K, H = 4, 2, 3
@@ -71,3 +75,32 @@ def test_causal_work_is_balanced() -> None:
 
     seen = [int((share.both.index_T + 1).sum()) for share in shares(Packed.of([64]), 64, 4)]
     assert len(set(seen)) == 1
+
+
+def _few(plan: Plan, lengths: list[int]) -> None:
+    with Ground.build(plan) as ground:
+        for name, config in {"llama": CONFIGS["llama"], "bert": BERTS["pre_pretraining"]}.items():
+            micro = batch(lengths, 0, 4, config)
+            whole, mine = build(config), build(config, ground.axes)
+            loss = forward(whole, micro)
+            loss.backward()
+            here = forward(mine, micro)
+            here.backward()
+            cp, tp, layout = ground.axes.cp, ground.axes.tp, layout_of(mine)
+            assert_same(cp.sum_(here), loss, what=name)
+            for key, p in mine.named_parameters():
+                assert p.grad is not None, "a rank without gradients would not take part in FSDP's sums"
+                grad = cp.sum_(p.grad)
+                grad = tp.sum_(grad) if layout[key] is PARTIAL else grad
+                assert_same(grad, share(whole.get_parameter(key).grad, layout[key], ground.axes), what=f"{name} {key}")
+
+
+@pytest.mark.parametrize(
+    ("plan", "lengths"),
+    [(Plan(cp=3), [2]), (Plan(cp=3), [1, 1]), (Plan(cp=2), [1]), (Plan(cp=2, tp=2, sequence_parallel=True), [1])],
+    ids=str,
+)
+@pytest.mark.xdist_group("worlds")
+def test_a_rank_may_be_left_without_tokens(plan: Plan, lengths: list[int]) -> None:
+    """Fewer tokens than ranks: the last ones have neither rows of a masked token nor the first of a sequence."""
+    run(plan.world, _few, plan, lengths)

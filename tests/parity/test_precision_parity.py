@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colonnade.checkpoint.native import storage_view
+from colonnade.checkpoint.view import storage_view
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.model import Loss, Transformer, initialise
 from colonnade.model.linear import in_float8
@@ -75,7 +75,9 @@ def _trained(plan: Plan) -> None:
         for case, kinds in (("gpt2", ["full", "attention"]), ("qwen3", ["none", "full"])):
             plain, other = (Run.start(CASES[case], ground) for _ in range(2))
             recompute(other.model.blocks, kinds)
-            other.optimizer = other.step.optimizer = OffloadedAdamW(other.masters.local, TRAIN, bucket_bytes=1 << 13)
+            other.optimizer = other.step.move.optimizer = OffloadedAdamW(
+                other.masters.local, TRAIN, bucket_bytes=1 << 13
+            )
             assert len(other.optimizer._buckets) > 3, "several buckets"
             assert plain.go(0, 3) == other.go(0, 3)
             for name, weight in plain.masters.local.items():

@@ -33,7 +33,7 @@ def _gradients_as_one(plan: Plan, case: str) -> None:
     for where in ("one", "several"):
         with Ground.build(plan) as ground:
             it = Run.start(CASES[case], Ground.solo() if where == "one" else ground)
-            it.step.train = it.step.train.but(clip=float("inf"))
+            it.step.move.train = it.step.train.but(clip=float("inf"))
             it.optimizer.step = lambda *_, **__: None
             it.go(0, 1)
             found[where] = it

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from colonnade import verify as it
 from colonnade.checkpoint import native
@@ -252,6 +253,13 @@ def test_a_miss_ends_with_1_and_names_the_tensor(
     assert miss.startswith("MISS pp=2 1f1b ") and fine.startswith("ok   dp=2 "), "its checkpoint is not passed on"
     assert re.search(r"gradients \de-01 in embed.tokens.weight", miss)
     assert "1 of 2 plans equal one process" in said.err
+
+
+def test_more_ranks_than_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before any process starts."""
+    gpus = torch.cuda.device_count()
+    assert _verify("tour", "--world", str(gpus + 2), "--device", "cuda") == 1
+    assert f"{gpus + 2} ranks on this machine, which has {gpus} GPUs; use --device cpu" in capsys.readouterr().err
 
 
 def test_a_world_of_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -349,7 +349,7 @@ def test_eval_tells_how_far_it_is(
     main(words)
     (once,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"scoring: 0 of \d+ windows", once)
-    monkeypatch.setattr("colonnade.cli.TELL_S", 0)
+    monkeypatch.setattr("colonnade.cli.judging.TELL_S", 0)
     main(words)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 1 and lines[0] == once

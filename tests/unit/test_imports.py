@@ -16,9 +16,9 @@ PACKAGE = Path(__file__).parents[2] / "colonnade"
 # dotted name (and everything below it) -> the files that may use it
 REACH = {
     "torch.distributed": ("parallel/*", "checkpoint/*"),
-    "torch.distributed.tensor": ("checkpoint/native.py", "parallel/fsdp.py"),
+    "torch.distributed.tensor": ("checkpoint/view.py", "parallel/fsdp.py"),
     "torch.distributed.checkpoint": ("checkpoint/*",),
-    "os.environ": ("cli.py", "parallel/launch.py"),
+    "os.environ": ("cli/*", "parallel/launch.py"),
     "os.getenv": (),
     "os.putenv": (),
     "pickle": (),

@@ -1,0 +1,263 @@
+"""Models in training on several ranks, and how fast they go: what the speed benchmarks of layouts share.
+
+    rows = series([Job("GPT-2 1.2B", config, Plan(dp=2), sequence=1024, batch=32), …], device="cuda")
+
+Jobs of one world share their processes, one after another, in the order of the list; each row is printed as soon as it
+is there. Tokens are random, dropout is 0, a step is forward, backward, norm, clip and AdamW. Weights are drawn on the
+device by the parameter's name, not by ``initialise``, which draws 8 billion numbers on a CPU in minutes.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from _report import RESULTS
+from colonnade.config import ModelConfig, Plan, TrainConfig
+from colonnade.data import Batch
+from colonnade.model import Packed, Transformer
+from colonnade.model.linear import in_float8
+from colonnade.model.recompute import recompute
+from colonnade.parallel.axis import world_axis
+from colonnade.parallel.fsdp import masters
+from colonnade.parallel.launch import launch
+from colonnade.parallel.mesh import Ground
+from colonnade.train.breakdown import Breakdown, breakdown
+from colonnade.train.optimizer import AdamW
+from colonnade.train.piped import Piped
+from colonnade.train.step import Step
+
+Row = dict[str, Any]
+"""Of a table: words and numbers."""
+FAST = TrainConfig(steps=1000, lr=1e-4, min_lr=0, warmup=0, weight_decay=0.01, dtype="bfloat16", compile=True)
+"""As the speed of a GPU is measured: float32 masters, bfloat16 compute, each block compiled."""
+PLAIN = FAST.but(dtype="float32", compile=False)
+"""For the tiny settings, which only show that a script works."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model in training under one plan."""
+
+    name: str
+    config: ModelConfig
+    plan: Plan
+    sequence: int
+    batch: int
+    """Sequences of one data rank in one step, all at once."""
+    train: TrainConfig = FAST
+    warm: int = 3
+    """Steps before the timed ones: they compile, and find the allocator's sizes."""
+    steps: int = 8
+    traced: int = 0
+    """Steps under the profiler after the timed ones, for the breakdown."""
+
+    def start(self, ground: Ground) -> Callable[[int], Tensor]:
+        """``step(i)``: takes a step and gives the mean loss of all its tokens."""
+        self.plan.check(self.config)
+        config, train = self.config, self.train
+        spans = [span for _, span in ground.stages(config.layers)]
+        model = filled(Transformer(config, ground.axes, spans=spans, device=ground.device))
+        if train.float8 != "none":
+            in_float8(model.blocks, train.float8)
+        assert train.recompute != "budget", "a benchmark says what is computed again"
+        recompute(model.blocks, [train.recompute for _ in model.blocks])
+        if train.compile:
+            for block in model.blocks:
+                block.compile()
+        compute: torch.dtype = getattr(torch, train.dtype)
+        piped = Piped(model, ground, compute) if ground.plan.pp > 1 else None
+        held = masters(model, ground, compute, piped and piped.stages)
+        run = Step(model, held, AdamW(held.local, train), train, world_axis(), piped)
+        seeds = (2 * ground.axes.dp.rank, 2 * ground.axes.dp.rank + 1)
+        batches = [random_batch(config, self.sequence, self.batch, seed, ground.device) for seed in seeds]
+
+        def step(i: int) -> Tensor:
+            outcome = run(i, [batches[i % 2]])
+            return ground.axes.everywhere(outcome.loss_sum) / outcome.count
+
+        return step
+
+
+def series(jobs: Sequence[Job], device: str) -> list[Row]:
+    """A row for each job, smallest world first."""
+    rows: list[Row] = []
+    for world in sorted({job.plan.world for job in jobs}):
+        rows += launch(work, (tuple(job for job in jobs if job.plan.world == world), device), Plan(dp=world))
+    return rows
+
+
+def work(jobs: Sequence[Job], device: str) -> list[Row]:
+    """On every rank of one world: its jobs, one after another."""
+    rows: list[Row] = []
+    with Ground.build(Plan(dp=jobs[0].plan.world), device) as ground:
+        for job in jobs:
+            with Ground.build(job.plan, device) as laid:
+                row: Row = {"what": job.name, "plan": str(job.plan), "ranks": job.plan.world, **measured(job, laid)}
+            rows.append(row)
+            if ground.rank == 0:
+                print(json.dumps(row), flush=True)
+            forget(ground.device)
+    return rows
+
+
+def measured(job: Job, ground: Ground) -> Row:
+    """The speed of one job; the same on every rank, but for the breakdown, which is this rank's."""
+    if ground.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(ground.device)
+    step = job.start(ground)
+    began = time.perf_counter()
+    first, *_ = [float(step(i)) for i in range(job.warm)]
+    settle(ground.device)
+    warm_s = time.perf_counter() - began
+    step_s = statistics.median(durations(lambda i: step(job.warm + i), job.steps, ground.device))
+    tokens = job.batch * job.sequence * job.plan.data_ranks
+    rate = tokens / step_s
+    row: Row = {
+        "step_ms": round(1e3 * step_s, 2),
+        "tokens_per_s": round(rate),
+        "tokens_per_s_per_rank": round(rate / ground.world),
+        "tflops_per_rank_all_scores": tflops(rate, job, causal=False),
+        "tflops_per_rank_causal": tflops(rate, job, causal=True),
+        "first_loss": round(first, 4),
+        "peak_gib": peak_gib(ground.device),
+        "warm_up_s": round(warm_s, 1),
+    }
+    return row | (spent(traced(step, job.traced, ground.device)) if job.traced else {})
+
+
+def tflops(rate: float, job: Job, *, causal: bool) -> float:
+    """10¹² floating-point operations a second of one rank, recomputation not counted."""
+    return round(rate * job.config.flops_per_token(job.sequence, causal=causal) / 1e12 / job.plan.world, 1)
+
+
+@torch.no_grad()
+def filled(model: Transformer) -> Transformer:
+    """``model`` with random matrices and biases of 0; a weight has the same numbers wherever it is held whole."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+            parameter.normal_(0.0, model.config.init_std, generator=generator)
+    return model
+
+
+def random_batch(config: ModelConfig, sequence: int, count: int, seed: int, device: torch.device) -> Batch:
+    """``count`` sequences of equal length, whose targets are the next tokens."""
+    ids = torch.randint(config.vocab_size, (count, sequence + 1), generator=torch.Generator().manual_seed(seed))
+    packed = Packed.of([sequence] * count)
+    positions_T = torch.arange(sequence).repeat(count)
+    tokens_T, targets_T = ids[:, :-1].flatten().contiguous(), ids[:, 1:].flatten().contiguous()
+    return Batch(tokens_T, positions_T, targets_T, packed.cu_seqlens, sequence, equal=True).to(device)
+
+
+# -- time and memory ---------------------------------------------------------------------------------------------------
+
+
+def durations(step: Callable[[int], Any], steps: int, device: torch.device) -> list[float]:
+    """Seconds of each of ``steps`` steps: between CUDA events, or by the wall's clock."""
+    if device.type != "cuda":
+        marks_s = [time.perf_counter()]
+        for i in range(steps):
+            step(i)
+            marks_s.append(time.perf_counter())
+        return [b - a for a, b in itertools.pairwise(marks_s)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    marks[0].record()
+    for i in range(steps):
+        step(i)
+        marks[i + 1].record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_gib(device: torch.device) -> float | None:
+    """The most that any rank had allocated; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    mine = torch.tensor(torch.cuda.max_memory_allocated(device) / 2**30, dtype=torch.float64)
+    return round(world_axis().max_(mine).item(), 1)
+
+
+def forget(device: torch.device) -> None:
+    """Let go of the last job's model and graphs."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def traced(step: Callable[[int], Any], steps: int, device: torch.device) -> Breakdown:
+    """Where the time of a few steps goes, on this rank."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with profile(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
+            on_trace_ready=lambda it: it.export_chrome_trace(str(path)),
+            acc_events=True,
+        ) as watched:
+            for i in range(1 + steps):
+                step(i)
+                if i in (0, steps):  # so that the device's work of the traced steps is all of it within them
+                    settle(device)
+                watched.step()
+        return breakdown(json.loads(path.read_text(encoding="utf-8")))
+
+
+def spent(found: Breakdown) -> Row:
+    """A breakdown as cells [ms]; the traced steps are slower than the timed ones."""
+    names = ("step", "compute", "matmul", "attention", "communication_exposed", "communication_hidden", "idle")
+    return {f"traced_{name}_ms": round(1e3 * found.row[f"{name}_s"], 2) for name in names}
+
+
+# -- what the scripts' command lines share -------------------------------------------------------------------------
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """With --tiny and --out."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--tiny", action="store_true", help="tiny models over gloo on a CPU: shows that the script works")
+    made.add_argument("--out", type=Path, help="folder of the results; benchmarks/results, with --tiny a temporary one")
+    return made
+
+
+def place(args: argparse.Namespace) -> tuple[str, Path, str]:
+    """(device, folder, what ends the result's name) by the command line."""
+    if args.tiny:
+        return "cpu", args.out or Path(tempfile.gettempdir()) / "colonnade-tiny", "tiny"
+    return "cuda", args.out or RESULTS, torch.cuda.get_device_name().split()[-1].lower()
+
+
+def enough(args: argparse.Namespace, gpus: int) -> bool:
+    """Whether this machine can run the script; says so where it cannot."""
+    has = torch.cuda.device_count()
+    if not args.tiny and has < gpus:
+        print(f"skipped: needs {gpus} GPUs, and this machine has {has} (--tiny runs it in small on a CPU)")
+    return args.tiny or has >= gpus
+
+
+def share_of_linear(rows: Sequence[Row], rate: str = "tokens_per_s") -> list[Row]:
+    """``rows`` of one model with what each one's rate is of the first one's, times the ranks."""
+    base = rows[0][rate] / rows[0]["ranks"]
+    return [row | {"share_of_linear": round(row[rate] / row["ranks"] / base, 4)} for row in rows]

@@ -1,0 +1,58 @@
+"""Context parallelism at 131,072 tokens: one sequence over 1, 2 and 4 GPUs, the keys travelling round a ring.
+
+    python benchmarks/context.py                 needs 4 GPUs; --worlds 1 2 with two
+    python benchmarks/context.py --tiny          the same in small, on a CPU
+
+Llama-3.2-1B's shape (16 x 2048, 32 heads on 8, vocabulary 128,256), batch 1, bfloat16 compute, blocks compiled. All
+recompute every block, because one GPU must: without it a token and block keeps 7.75 D + 3 F = 40,448 numbers of 2
+bytes, times 131,072 tokens and 16 blocks 170 GB. With it 8.6 GB of blocks' inputs, one block's 11 GB, and 22 GB of
+weights and moments. On one rank attention is cuDNN's over the whole sequence; on several each rank folds the chunks
+that it is passed (zig-zag, causal pairs skipped). Equal tokens in all: the share of linear is tokens/s over n times
+those of one GPU.
+"""
+
+from collections.abc import Sequence
+
+from _jobs import FAST, PLAIN, Job, Row, enough, parser, place, series, share_of_linear
+from _report import Headline, report
+from colonnade.config import ModelConfig, Plan
+from colonnade.config.presets import preset
+
+TINY = ModelConfig(vocab_size=211, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=256)
+
+
+def jobs(tiny: bool, worlds: Sequence[int], sequence: int) -> list[Job]:
+    """The same sequence over more and more ranks."""
+    if tiny:
+        train, config = PLAIN.but(recompute="full"), TINY
+        return [Job("in small", config, Plan(cp=n), 256, 1, train, 1, 2) for n in worlds]
+    config, train = preset("llama-3.2-1b"), FAST.but(recompute="full")
+    return [Job(f"Llama-3.2-1B, {sequence:,} tokens", config, Plan(cp=n), sequence, 1, train, 2, 3) for n in worlds]
+
+
+def heads_of(rows: Sequence[Row]) -> list[Headline]:
+    """The largest world's share of linear, and its speed beside one GPU's."""
+    first, last = rows[0], rows[-1]
+    what = f"context parallel, {last['what']} on {last['ranks']} GPUs"
+    return [
+        Headline(what, last["tokens_per_s"], "tokens/s", f"on {first['ranks']}", first["tokens_per_s"]),
+        Headline(f"{what}: share of linear", round(100 * last["share_of_linear"], 1), "%"),
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and report."""
+    options = parser(__doc__)
+    options.add_argument("--worlds", type=int, nargs="+", help="numbers of ranks; 1 2 4, with --tiny 1 2")
+    options.add_argument("--sequence", type=int, default=131072, help="tokens")
+    args = options.parse_args(argv)
+    worlds = args.worlds or ([1, 2] if args.tiny else [1, 2, 4])
+    if not enough(args, max(worlds)):
+        return
+    device, folder, name = place(args)
+    rows = share_of_linear(series(jobs(args.tiny, worlds, args.sequence), device))
+    report(f"context_{name}", rows, __doc__ or "", headlines=heads_of(rows), folder=folder)
+
+
+if __name__ == "__main__":
+    main()

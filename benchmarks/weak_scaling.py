@@ -1,0 +1,83 @@
+"""Weak scaling of tensor parallelism at the shapes of Megatron-LM's table 1, beside torch's own, with a breakdown.
+
+    python benchmarks/weak_scaling.py                     needs 4 GPUs; --worlds 1 2 with two
+    python benchmarks/weak_scaling.py --who torch_async   only some of the layouts
+    python benchmarks/weak_scaling.py --tiny              the same in small, on a CPU
+
+1.2B (40 x 1536) on one GPU, 2.5B (54 x 1920) on two, 4.2B (64 x 2304) on four, batch 8, sequence 1024, vocabulary
+51,200 (arXiv 1909.08053, section 5.1 and table 1). TFLOP/s count all scores, as the paper does, and no recomputation.
+
+    colonnade, colonnade_sp     tp over all ranks, without and with sequence parallelism: float32 masters, clip
+    torch, torch_sp             plain modules under parallelize_module; bfloat16 parameters and moments, no clip
+    torch_async                 torch_sp with inductor's micro-pipeline: collectives cut up and overlapped with products
+
+Each block is compiled in all of them. After the timed steps two are traced: traced_compute_ms is the device's
+arithmetic, traced_communication_exposed_ms what of the collectives lay beside none (colonnade.train.breakdown), on rank
+0. The operators of torch_async move data by copy engines, which the trace shows as copies or as communication. Where
+inductor finds nothing to overlap it warns "async TP found no matching"; then torch_async is torch_sp.
+"""
+
+from collections.abc import Sequence
+
+from _jobs import FAST, PLAIN, Job, Row, enough, parser, place, series
+from _parallelized import TorchJob
+from _report import Headline, report
+from colonnade.config import Plan
+from colonnade.config.presets import preset
+
+SHAPES = {1: "gpt2-1.2b", 2: "gpt2-2.5b", 4: "gpt2-4.2b", 8: "gpt2-8.3b"}
+"""By ranks."""
+WHO = ("colonnade", "colonnade_sp", "torch", "torch_sp", "torch_async")
+
+
+def jobs(tiny: bool, worlds: Sequence[int], who: Sequence[str]) -> list[Job]:
+    """Every layout that there is on so many ranks, this machine's kind of device permitting."""
+    made: list[Job] = []
+    for ranks in worlds:
+        for name in who:
+            by_tokens, ours = name.endswith(("_sp", "_async")), name.startswith("colonnade")
+            if (by_tokens and ranks == 1) or (tiny and name == "torch_async"):
+                continue
+            plan = Plan(tp=ranks, sequence_parallel=by_tokens)
+            kind = Job if ours else TorchJob
+            asked = {"asynchronous": True} if name == "torch_async" else {}
+            if tiny:
+                config = preset("gpt2").but(vocab_size=208, layers=2, width=32, heads=4, ffn_width=64, context=32)
+                made.append(kind(name, config, plan, 32, 2, PLAIN, 1, 2, 1, **asked))
+            else:
+                made.append(kind(name, preset(SHAPES[ranks]), plan, 1024, 8, FAST, 3, 8, 2, **asked))
+    return made
+
+
+def heads_of(rows: Sequence[Row]) -> list[Headline]:
+    """For each world our best layout beside torch's best."""
+    heads = []
+    for ranks in sorted({row["ranks"] for row in rows}):
+        rates = {row["what"]: row["tflops_per_rank_all_scores"] for row in rows if row["ranks"] == ranks}
+        best = {
+            kind: max((name for name in rates if name.startswith(kind)), key=rates.__getitem__, default=None)
+            for kind in ("colonnade", "torch")
+        }
+        ours, theirs = best["colonnade"], best["torch"]
+        if ours and theirs:
+            what = f"train {SHAPES[ranks]}, batch 8, {ours}, tp={ranks}"
+            heads.append(Headline(what, rates[ours], "TFLOP/s a GPU", theirs, rates[theirs]))
+    return heads
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and report."""
+    options = parser(__doc__)
+    options.add_argument("--worlds", type=int, nargs="+", choices=SHAPES, help="ranks; 1 2 4, with --tiny 1 2")
+    options.add_argument("--who", nargs="+", choices=WHO, default=WHO, help="layouts to measure")
+    args = options.parse_args(argv)
+    worlds = args.worlds or ([1, 2] if args.tiny else [1, 2, 4])
+    if not enough(args, max(worlds)):
+        return
+    device, folder, name = place(args)
+    rows = series(jobs(args.tiny, worlds, args.who), device)
+    report(f"weak_scaling_{name}", rows, __doc__ or "", headlines=heads_of(rows), folder=folder)
+
+
+if __name__ == "__main__":
+    main()

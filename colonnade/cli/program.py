@@ -1,0 +1,95 @@
+"""The program: finds the verb, parses its words, and turns what the user did wrong into one line."""
+
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.text import Text
+
+from colonnade.cli.files import convert, corpus
+from colonnade.cli.judging import evaluate, verify
+from colonnade.cli.serving import chat, generate, serve
+from colonnade.cli.shared import console
+from colonnade.cli.training import demo, train, train_defaults, with_defaults
+from colonnade.config import nearest
+from colonnade.errors import ColonnadeError, Interrupted
+
+ABOUT = """Trains and serves large transformers with one model definition, from a laptop to a cluster.
+
+A mistake is one line on stderr and exit code 1; with --debug, before or after the verb, it is a traceback.
+--version prints the version."""
+
+VERBS: dict[str, Callable[..., None]] = {
+    "demo": demo,
+    "corpus": corpus,
+    "train": train,
+    "eval": evaluate,
+    "generate": generate,
+    "chat": chat,
+    "serve": serve,
+    "convert": convert,
+    "verify": verify,
+}
+
+
+def parse(argv: list[str]) -> Callable[[], None]:
+    """The call that ``argv`` asks for, not made yet; raises SystemExit for words that no verb takes."""
+    name, words = (argv or ["--help"])[0], argv[1:]
+    # A choice between "none" and a table of settings (rope_scaling) is made in the TOML file.
+    options = {"use_underscores": True, "config": (tyro.conf.AvoidSubcommands,)}
+    if name in VERBS:
+        verb = with_defaults(train, train_defaults(words)) if name == "train" else VERBS[name]
+        return tyro.cli(_later(verb), prog=f"colonnade {name}", args=words, **options)
+    if not name.startswith("-"):
+        console.print(f"colonnade has no verb '{name}'{nearest(name, list(VERBS))} (see colonnade --help)")
+        sys.exit(2)
+    verbs = {each: _later(verb) for each, verb in VERBS.items()}
+    return tyro.extras.subcommand_cli_from_dict(
+        verbs, prog="colonnade", description=ABOUT, args=[name], sort_subcommands=False, **options
+    )
+
+
+def _later(verb: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+    """``verb`` for tyro, which calls what it parsed: gives back the call instead."""
+
+    @functools.wraps(verb)
+    def bound(*args: Any, **kwargs: Any) -> Callable[[], None]:
+        return functools.partial(verb, *args, **kwargs)
+
+    return bound
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The program; returns normally or raises SystemExit with the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if debug := "--debug" in argv:
+        argv.remove("--debug")
+    if argv[:1] == ["--version"]:
+        print(f"colonnade {version('colonnade')}")
+        return
+    try:
+        parse(argv)()
+    except ColonnadeError as error:
+        if debug:
+            raise
+        kind = f"{type(error).__name__}: "
+        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun ends its own account with
+            Path(report).write_text(json.dumps({"message": f"{kind}{error}", "timestamp": time.time()}))
+        console.print(Text.assemble((kind, "bold red"), str(error)), soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except Interrupted as stop:
+        sys.exit(128 + stop.signal)
+    except BrokenPipeError:
+        # The reader of our output has gone (``colonnade generate … | head``): nothing is left to say.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

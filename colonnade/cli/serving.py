@@ -1,0 +1,120 @@
+"""Verbs that let a model write: ``generate``, ``chat`` and ``serve``."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, arg
+
+from colonnade.cli.shared import Model, Placing, console, start_alone
+from colonnade.config import ServeConfig
+from colonnade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from colonnade.serve.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen."""
+
+    max_tokens: int | None = None
+    """Tokens to generate, at most; by default an answer may fill the context, and a continuation has 256."""
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the likeliest token."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probabilities sum to p."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as probable as the likeliest."""
+    seed: int | None = None
+    """The same seed gives the same text."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text."""
+
+    def params(self) -> "SamplingParams":
+        """The same for the engine, checked."""
+        from colonnade.serve.sampling import SamplingParams
+
+        return SamplingParams(**vars(self))
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Room for the keys and values of one text."""
+
+    pages: int | None = None
+    """Pages of 16 tokens in the pool; None takes cache_bytes."""
+    cache_bytes: int = 1 << 28
+    """Memory for the key/value cache of one rank, at most [bytes], when pages is not given."""
+
+    @property
+    def limits(self) -> ServeConfig:
+        """The same for an engine that answers one request at a time."""
+        return ServeConfig(max_requests=1, pages=self.pages, cache_bytes=self.cache_bytes)
+
+
+def generate(
+    model: Positional[Model],
+    prompt: Annotated[Positional[str], arg(metavar="PROMPT")],
+    sampling: Annotated[Sampling, arg(name="")] = Sampling(),
+    placing: Annotated[Placing, arg(name="")] = Placing(),
+    serve: Cache = Cache(),
+) -> None:
+    """Continue a text, as it is generated.
+
+    Args:
+        model: What to ask.
+        prompt: The beginning of the text.
+        sampling: How tokens are chosen.
+        placing: Where the model runs.
+        serve: Room for the text's keys and values.
+    """
+    from colonnade import talk
+
+    talk.generate(placing.where(model, serve.limits), prompt, sampling.params())
+
+
+def chat(
+    model: Positional[Model],
+    system: str | None = None,
+    sampling: Annotated[Sampling, arg(name="")] = Sampling(),
+    placing: Annotated[Placing, arg(name="")] = Placing(),
+    serve: Cache = Cache(),
+) -> None:
+    """Chat with an instruction-tuned model on the terminal.
+
+    Args:
+        model: Whom to chat with.
+        system: The system message that opens the conversation.
+        sampling: How tokens are chosen.
+        placing: Where the model runs.
+        serve: Room for the text's keys and values.
+    """
+    start_alone("chat")
+    from colonnade import talk
+
+    talk.chat(placing.where(model, serve.limits), system, sampling.params())
+
+
+def serve(
+    model: Positional[Model],
+    serve: ServeConfig = ServeConfig(),
+    placing: Annotated[Placing, arg(name="")] = Placing(),
+) -> None:
+    """Serve a model over HTTP as OpenAI's API does: /v1/completions, /v1/chat/completions, /v1/models.
+
+    Args:
+        model: What to serve.
+        serve: Address and limits.
+        placing: Where the model runs.
+    """
+    start_alone("serve")
+    try:
+        from colonnade.serve.server import serve as run
+    except ImportError as error:
+        raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
+
+    where = placing.where(model, serve)
+    run(where.load, where.plan, serve, name=Path(model).name, device=placing.device, announce=console.print)

@@ -1,0 +1,60 @@
+"""What the verbs have in common: how a model is named and placed, the console, and who may speak."""
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from rich.console import Console
+from tyro.conf import arg
+
+from colonnade.config import Device, Plan, ServeConfig
+from colonnade.errors import PlanError
+
+if TYPE_CHECKING:
+    from colonnade.talk import Where
+
+Model = Annotated[
+    str,
+    arg(
+        metavar="MODEL",
+        help="A checkpoint or run of ours, a Hugging Face folder, a GGUF file, a hub id, smollm2, or minilm.",
+    ),
+]
+DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+console = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The parallel layout of a model that is not trained."""
+
+    tp: int = 1
+    """Tensor parallel: ranks that share each layer's heads, hidden width and vocabulary (Megatron-LM)."""
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Where the model runs."""
+
+    plan: Ranks = Ranks()
+    device: Device = "auto"
+    """auto: a GPU for each rank if there are enough, otherwise the CPU."""
+    dtype: DType = "auto"
+    """auto: float32 on a CPU, bfloat16 on a GPU."""
+
+    def where(self, model: str, serve: ServeConfig) -> "Where":
+        """The same for :mod:`colonnade.talk`."""
+        from colonnade.talk import Where
+
+        return Where(model, Plan(tp=self.plan.tp), serve, self.device, self.dtype)
+
+
+def start_alone(verb: str) -> None:
+    """Refuse to run under torchrun; raises :class:`~colonnade.errors.PlanError`."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise PlanError(f"{verb} starts the processes of its plan itself; run it without torchrun")
+
+
+def speaks() -> bool:
+    """Whether this process talks to the user: of those that torchrun started only the first does."""
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,117 @@
+"""Verbs that train: ``demo`` and ``train``."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from rich.table import Table
+from tyro.conf import arg
+
+from colonnade.cli.shared import console, speaks, start_alone
+from colonnade.config import ModelConfig, RunConfig
+from colonnade.config.presets import PRESETS, preset
+from colonnade.config.toml import dumps
+from colonnade.config.toml import read as read_toml
+
+
+def demo(folder: Path = Path("runs/demo"), port: int = 0) -> None:
+    """Train a small model on real speeches in two processes, reload it in one, serve it, and talk to it (3 minutes).
+
+    Args:
+        folder: Where the demo keeps its corpus and its run; made anew.
+        port: TCP port of the server; 0 takes a free one.
+    """
+    start_alone("demo")
+    from colonnade.demo import demo as run
+
+    run(folder, port)
+
+
+@dataclass(frozen=True)
+class TrainArgs:
+    """What ``train`` takes."""
+
+    run: Annotated[RunConfig, arg(name="")]
+    config: Path | None = None
+    """A TOML file of settings, in the tables [model] [plan] [data] [train]."""
+    preset: Annotated[
+        str, arg(help=f"A model by name; its vocabulary is the corpus's. One of {', '.join(PRESETS)}.")
+    ] = "tour"
+    dry_run: bool = False
+    """Print the resolved settings and the plan, and train nothing."""
+
+
+def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
+    """Train a transformer on a corpus; the same command again resumes it.
+
+    Settings come from the command line, else from --config, else from --preset, else from the defaults shown here.
+    """
+    run = args.run
+    if args.dry_run:
+        run.plan.check(run.model)
+        if speaks():
+            if not (run.data.path / "manifest.json").is_file():
+                console.print(f"{run.data.path} is no corpus yet: the vocabulary is the model's own", soft_wrap=True)
+            console.print(_plan_table(run))
+            print(dumps(run), end="")
+        return
+    if run.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS picks its algorithms freely
+    from colonnade.train.loop import Trainer
+
+    trainer = Trainer(run)
+    if speaks():
+        console.print(_plan_table(run))
+    summary = trainer.fit()
+    if summary.stopped:
+        if speaks():
+            how = f"stopped by {summary.stopped}; the same command goes on from {summary.checkpoint}"
+            console.print(how, soft_wrap=True)
+        sys.exit(128 + signal.Signals[summary.stopped])
+
+
+def with_defaults(verb: Callable[..., None], defaults: TrainArgs) -> Callable[..., None]:
+    """``verb`` for tyro, with ``defaults`` for all that no flag says."""
+
+    def train(args: Annotated[TrainArgs, arg(name="")] = defaults) -> None:
+        verb(args)
+
+    train.__doc__ = verb.__doc__
+    return train
+
+
+def train_defaults(argv: list[str]) -> TrainArgs:
+    """What --preset and --config say, and the corpus's vocabulary, as the defaults of every other flag."""
+    chosen, file = _value(argv, "--preset") or "tour", _value(argv, "--config")
+    base = RunConfig(model=preset(chosen))
+    run = read_toml(RunConfig, Path(file), base=base) if file else base
+    folder = Path(_value(argv, "--data.path") or run.data.path)
+    model = run.model
+    if model.vocab_size == base.model.vocab_size and (folder / "manifest.json").is_file():
+        from colonnade.data import Corpus
+
+        model = model.but(vocab_size=Corpus(folder).manifest.vocab_size)
+    # Not validated again, and with the sizes that follow from others left open: a flag may change what they follow.
+    open_model = ModelConfig.model_construct(None, **(dict(model) | model.derived()))
+    open_run = RunConfig.model_construct(None, **(dict(run) | {"model": open_model}))
+    return TrainArgs(open_run, Path(file) if file else None, chosen)
+
+
+def _value(argv: list[str], flag: str) -> str | None:
+    for i, word in enumerate(argv):
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+        if word == flag and i + 1 < len(argv):
+            return argv[i + 1]
+    return None
+
+
+def _plan_table(run: RunConfig) -> Table:
+    table = Table("axis", "ranks", "each rank holds", title=f"{run.folder}: {run.model.parameters:,} parameters")
+    for row in run.plan.table(run.model):
+        table.add_row(*row)
+    return table

@@ -1,0 +1,62 @@
+"""The end of a step, whatever the loss was: complete the gradients, take their norm, clip, AdamW, publish.
+
+A step whose loss or norm is not finite moves nothing: weights, moments and Adam's count stay as they were. Nothing
+waits for the device to learn which it was.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from colonnade.config import TrainConfig
+from colonnade.model import Transformer
+from colonnade.parallel.axis import Axis
+from colonnade.parallel.fsdp import Masters
+from colonnade.parallel.layout import layout_of
+from colonnade.train import norm
+from colonnade.train.optimizer import AdamW
+from colonnade.train.scaler import LossScaler
+from colonnade.train.schedule import learning_rate
+
+
+class Moved(NamedTuple):
+    """What it saw."""
+
+    norm: Tensor
+    """Global gradient norm before the clip; not finite where nothing moved."""
+    lr: float
+
+
+class Move:
+    """``move(number, loss_sum)``, after the last backward pass of step ``number`` (from 0)."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        masters: Masters,
+        optimizer: AdamW,
+        train: TrainConfig,
+        world: Axis,
+        scaler: LossScaler | None = None,
+    ):
+        """``scaler`` where the loss was multiplied by its scale: float16."""
+        self.model, self.masters, self.optimizer, self.train = model, masters, optimizer, train
+        self.world, self.scaler, self.layout = world, scaler, layout_of(model)
+
+    def __call__(self, number: int, loss_sum: Tensor) -> Moved:
+        """Move the weights; ``loss_sum`` is this rank's, looked at for whether it is finite."""
+        weights, model, axes = self.masters.local, self.model, self.model.axes
+        lr = learning_rate(number, self.train)
+        self.masters.collect()
+        norm.sum_tied(weights, model.config.tied, axes.ends)
+        norm.sum_partial(weights, self.layout, axes.tp)
+        norm.sum_experts(weights, self.layout, axes.grid)
+        size = norm.gradient_norm(weights, self.layout, axes, self.world, model.copies, loss_sum)
+        if self.scaler is not None:
+            size = self.scaler.seen(size)
+        norm.clip_(weights, size, self.train.clip)
+        skip = (~size.isfinite()).to(torch.float32)
+        self.optimizer.step(lr, skip, None if self.scaler is None else self.scaler.used)
+        self.masters.publish()
+        return Moved(size, lr)

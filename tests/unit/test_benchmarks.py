@@ -1,0 +1,102 @@
+"""The speed benchmarks of layouts, in small on a CPU: they run to the end, and conclude what they should."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import _jobs
+import bubble
+import context
+import cost_growth
+import fsdp
+import weak_scaling
+from tests.worlds import run
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+
+def rows_of(jobs: list[_jobs.Job]) -> list[_jobs.Row]:
+    """As ``series``, in worlds that stand already; rank 0's rows."""
+    found = []
+    for world in sorted({job.plan.world for job in jobs}):
+        found += run(world, _jobs.work, [job for job in jobs if job.plan.world == world], "cpu")[0]
+    return found
+
+
+def test_fsdp() -> None:
+    rows, heads = fsdp.scaled(rows_of(fsdp.scaling_jobs(True, [1, 2])))
+    assert [row["ranks"] for row in rows] == [1, 2] and rows[0]["share_of_linear"] == 1
+    assert rows[1]["share_of_linear"] == pytest.approx(rows[1]["tokens_per_s"] / rows[0]["tokens_per_s"] / 2, abs=1e-3)
+    assert len(heads) == 1
+    rows = rows_of(fsdp.llama_jobs(True, 2))
+    assert len(fsdp.llama_heads(rows)) == 2
+    assert rows[0]["first_loss"] == rows[1]["first_loss"]
+
+
+def test_context() -> None:
+    one, two = rows = _jobs.share_of_linear(rows_of(context.jobs(True, [1, 2], 0)))
+    assert one["first_loss"] == two["first_loss"], "the same tokens, the same weights"
+    assert (one["plan"], two["plan"]) == ("one process", "cp=2")
+    assert context.heads_of(rows)[0].peer_value == one["tokens_per_s"]
+
+
+def test_bubble() -> None:
+    size = bubble.sizes(tiny=True)
+    rows, heads = bubble.judged([row for n in (1, 2) for row in run(n, bubble.work, n, size, "cpu")[0]])
+    assert {row["schedule"] for row in rows} == {"one rank", "gpipe", "1f1b", "interleaved", "zero_bubble"}
+    assert len(rows) == 2 * 5 and len(heads) == 4
+
+
+def test_a_pipeline_that_is_as_theory_says_has_that_bubble() -> None:
+    rows = [{"schedule": "one rank", "ranks": 1, "micro_batches": m, "step_ms": 12.0 * m, "waits": 0.0} for m in (2, 4)]
+    for plan in bubble.plans(4):
+        b = bubble.waits(plan)
+        rows += [
+            {"schedule": plan.schedule, "ranks": 4, "micro_batches": m, "step_ms": 3 * (m + b), "waits": b}
+            for m in (8, 16)
+        ]
+    found, _ = bubble.judged(rows)
+    for row in found:
+        assert row["over_theory"] == pytest.approx(0, abs=1e-4)
+        assert row["bubble"] == pytest.approx(row["bubble_theory"], abs=1e-4)
+        assert row["bubble_by_slope"] == pytest.approx(row["bubble_theory"], abs=1e-4)
+    at_8 = {row["schedule"]: row["bubble_theory"] for row in found if row["micro_batches"] == 8}
+    assert at_8 == {"gpipe": 0.375, "1f1b": 0.375, "interleaved": 0.1875, "zero_bubble": 0.0625}
+
+
+def test_cost_growth(tmp_path: Path) -> None:
+    jobs = cost_growth.jobs(True, [1, 2])
+    rows = cost_growth.foretold(jobs, rows_of(jobs))
+    base, deeper = rows[0], next(row for row in rows if row["layers"] == 4)
+    assert base["of_foretold"] == 1 and deeper["foretold_tokens_per_s"] < base["foretold_tokens_per_s"]
+    assert rows[-1]["foretold_tokens_per_s"] == 2 * base["foretold_tokens_per_s"]
+    cost_growth.draw(rows, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_weak_scaling_and_its_peers() -> None:
+    """torch's layouts compute the same loss with and without sequence parallelism, on one rank and on two."""
+    rows = rows_of(weak_scaling.jobs(True, [1, 2], weak_scaling.WHO))
+    torchs = [row for row in rows if str(row["what"]).startswith("torch")]
+    assert [row["what"] for row in torchs] == ["torch", "torch", "torch_sp"]
+    assert len({row["first_loss"] for row in torchs}) == 1
+    for row in rows:
+        parts = ("compute", "communication_exposed", "idle")
+        assert sum(row[f"traced_{part}_ms"] for part in parts) == pytest.approx(row["traced_step_ms"], rel=0.02)
+        assert (row["traced_communication_exposed_ms"] > 0) is (row["ranks"] > 1)
+    assert len(weak_scaling.heads_of(rows)) == 2
+
+
+def test_a_machine_without_gpus_skips(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make bench` runs what the machine can."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for script in (fsdp, context, bubble, cost_growth, weak_scaling):
+        script.main([])
+        assert "needs 4 GPUs, and this machine has 0" in capsys.readouterr().out
+
+
+def test_a_record_is_written(tmp_path: Path) -> None:
+    context.main(["--tiny", "--worlds", "1", "--out", str(tmp_path)])
+    (row,) = json.loads((tmp_path / "context_tiny.json").read_text())["rows"]
+    assert row["ranks"] == 1 and row["share_of_linear"] == 1
