@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from colonnade.kernels.permute import reference as permute
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -53,3 +55,11 @@ def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> 
         start = end
     parts.append(x_RD.new_zeros(len(x_RD) - start, x_RD.shape[1]))
     return torch.cat(parts)
+
+
+def routed(
+    x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, weights: Weights, activation: str
+) -> Tensor:
+    """y_TD: each token through its experts, Σ_j w_tj expert_j(x_t), of choices sorted by ``permute.sort``."""
+    x_RD = permute.gather(x_TD, order_R, weights_TA.shape[1])
+    return permute.combine(experts(x_RD, ends_E, weights, activation), order_R, weights_TA)

@@ -1,0 +1,205 @@
+"""The experts' products that have a row of the result for a row of the input, as grouped matrix products.
+
+    up            u = x W_upᵀ + b, a = x W_gateᵀ + b, h = act(a) ⊙ u        x gathered from the tokens where ``order`` is
+    down          y = w ⊙ (h W_down + b)                                    given; w the routing weight of the row
+    hidden_back   dh = dy W_downᵀ, gathered likewise; in its epilogue       dw = h · dh + b · dy (the latter by the host),
+                  w h, du and da of the way back
+    rows_back     dx = du W_up + da W_gate                                  both in one sum
+
+Operands stay in their own type, sums are float32. With R rows, widths D and F and elements of 2 bytes, a gated layer
+computes 6RDF operations forward and 12RDF backward. It moves at least 2(3EDF + RD + RF) bytes for the first product and
+half the weights, RF and RD for the second; ``up`` reads a row of x once for each BN columns and a weight once for each
+BM·GROUP rows (from the cache between), so that a 128 × 256 tile does 171 operations a byte of level-2 traffic, where
+64 × 64 did 64. Fewer rows than some 200 an expert and the weights' bytes are the floor: 6EDF over the bandwidth.
+The fused gather saves writing and reading R·D elements, the epilogues 6RF, of the unfused 2RD + 10RF.
+
+The order of tiles is :mod:`colonnade.kernels.experts.triton_schedule`'s. Rows past the last end are left alone but by
+``down`` and ``rows_back`` with TAIL, which write 0.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+import triton
+from triton import language as tl
+
+from colonnade.kernels.experts.triton_activation import activate
+from colonnade.kernels.experts.triton_schedule import place, rows_of, spread
+
+
+@triton.jit
+def _across(
+    x_ptr, at, w, v, expert, n, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TWO: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """(x wᵀ, x vᵀ) for the rows of x that start at ``at``; w and v are (E, N, K)."""
+    k = tl.arange(0, BK)
+    c = n * BN + tl.arange(0, BN)
+    x_ptrs = x_ptr + at[:, None] + k[None, :]
+    weight_at = (expert.to(tl.int64) * N + tl.where(c < N, c, 0)) * K
+    one = tl.zeros((BM, BN), tl.float32)
+    two = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, K, BK):
+        here = k < K - k0
+        if EVEN:
+            x = tl.load(x_ptrs + k0)
+        else:
+            x = tl.load(x_ptrs + k0, here[None, :], 0.0)
+        if TMA:
+            wt = tl.trans(w.load([expert, n * BN, k0]).reshape(BN, BK))
+        elif EVEN:
+            wt = tl.load(w + weight_at[None, :] + (k0 + k)[:, None])
+        else:
+            wt = tl.load(w + weight_at[None, :] + (k0 + k)[:, None], here[:, None], 0.0)
+        one = tl.dot(x, wt, one, input_precision="ieee")
+        if TWO:
+            if TMA:
+                vt = tl.trans(v.load([expert, n * BN, k0]).reshape(BN, BK))
+            elif EVEN:
+                vt = tl.load(v + weight_at[None, :] + (k0 + k)[:, None])
+            else:
+                vt = tl.load(v + weight_at[None, :] + (k0 + k)[:, None], here[:, None], 0.0)
+            two = tl.dot(x, vt, two, input_precision="ieee")
+    return one, two
+
+
+@triton.jit
+def _along(
+    acc, x_ptr, at, w, expert, n, N, K, width,
+    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """acc + x w over the first ``width`` of K; w is (E, K, N)."""
+    k = tl.arange(0, BK)
+    c = n * BN + tl.arange(0, BN)
+    c = tl.where(c < N, c, 0)
+    x_ptrs = x_ptr + at[:, None] + k[None, :]
+    weight_at = expert.to(tl.int64) * K * N
+    for k0 in range(0, width, BK):
+        here = k < K - k0
+        if EVEN:
+            x = tl.load(x_ptrs + k0)
+        else:
+            x = tl.load(x_ptrs + k0, here[None, :], 0.0)
+        if TMA:
+            wt = w.load([expert, k0, n * BN]).reshape(BK, BN)
+        elif EVEN:
+            wt = tl.load(w + weight_at + (k0 + k)[:, None] * N + c[None, :])
+        else:
+            wt = tl.load(w + weight_at + (k0 + k)[:, None] * N + c[None, :], here[:, None], 0.0)
+        acc = tl.dot(x, wt, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _sources(order_ptr, r, here, active, GATHER: tl.constexpr):
+    """Rows of the input: the tokens of the choices, or the rows themselves; row 0, which exists, where there is none."""
+    if GATHER:
+        return tl.load(order_ptr + r, here, 0).to(tl.int64) // active
+    return tl.where(here, r, 0).to(tl.int64)
+
+
+@triton.jit
+def up(
+    x_ptr, order_ptr, ends_ptr, up_w, gate_w, up_b_ptr, gate_b_ptr, h_ptr, a_ptr, u_ptr, R, D, F, E, stride, active,
+    GATHER: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, KEEP: tl.constexpr, ACT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_PAD: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """h, and with KEEP what the way back needs: a and u before the activation."""
+    columns = tl.cdiv(F, BN)
+    first_e, tiles_e = spread(ends_ptr, R, E, columns, BM, E_PAD, False)
+    for tile in range(tl.program_id(0), tl.sum(tiles_e, 0) * columns, tl.num_programs(0)):
+        expert, m, n = place(tile, first_e, tiles_e, columns, E_PAD, GROUP)
+        start, end = rows_of(ends_ptr, expert, E, R)
+        r = start + m * BM + tl.arange(0, BM)
+        at = _sources(order_ptr, r, r < end, active, GATHER) * stride
+        u, a = _across(x_ptr, at, up_w, gate_w, expert, n, F, D, BM, BN, BK, EVEN, GATED, TMA)
+        f = n * BN + tl.arange(0, BN)
+        if BIASED:
+            u += tl.load(up_b_ptr + expert * F + f, f < F, 0.0).to(tl.float32)[None, :]
+            if GATED:
+                a += tl.load(gate_b_ptr + expert * F + f, f < F, 0.0).to(tl.float32)[None, :]
+        if GATED:
+            h = activate(a, ACT)[0] * u
+        else:
+            h = activate(u, ACT)[0]
+        here = (r < end)[:, None] & (f < F)[None, :]
+        to = r.to(tl.int64)[:, None] * F + f[None, :]
+        tl.store(h_ptr + to, h.to(h_ptr.dtype.element_ty), here)
+        if KEEP:
+            tl.store(u_ptr + to, u.to(u_ptr.dtype.element_ty), here)
+            if GATED:
+                tl.store(a_ptr + to, a.to(a_ptr.dtype.element_ty), here)
+
+
+@triton.jit
+def down(
+    one_ptr, two_ptr, order_ptr, ends_ptr, one_w, two_w, bias_ptr, routing_ptr, y_ptr, R, F, D, E,
+    TWO: tl.constexpr, BIASED: tl.constexpr, WEIGHTED: tl.constexpr, TAIL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_PAD: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """y of h (or dx of du and da); with TAIL 0 for the rows past the last end."""
+    columns = tl.cdiv(D, BN)
+    first_e, tiles_e = spread(ends_ptr, R, E, columns, BM, E_PAD, TAIL)
+    for tile in range(tl.program_id(0), tl.sum(tiles_e, 0) * columns, tl.num_programs(0)):
+        expert, m, n = place(tile, first_e, tiles_e, columns, E_PAD, GROUP)
+        start, end = rows_of(ends_ptr, expert, E, R)
+        r = start + m * BM + tl.arange(0, BM)
+        at = tl.where(r < end, r, start).to(tl.int64) * F
+        if TAIL:
+            width = tl.where(expert < E, F, 0)
+        else:
+            width = F
+        y = tl.zeros((BM, BN), tl.float32)
+        y = _along(y, one_ptr, at, one_w, expert, n, D, F, width, BN, BK, EVEN, TMA)
+        if TWO:
+            y = _along(y, two_ptr, at, two_w, expert, n, D, F, width, BN, BK, EVEN, TMA)
+        d = n * BN + tl.arange(0, BN)
+        if BIASED:
+            y += tl.load(bias_ptr + expert * D + d, d < tl.where(expert < E, D, 0), 0.0).to(tl.float32)[None, :]
+        if WEIGHTED:
+            choice = tl.load(order_ptr + r, r < end, 0)
+            y *= tl.load(routing_ptr + choice, r < end, 0.0).to(tl.float32)[:, None]
+        here = (r < end)[:, None] & (d < D)[None, :]
+        tl.store(y_ptr + r.to(tl.int64)[:, None] * D + d[None, :], y.to(y_ptr.dtype.element_ty), here)
+
+
+@triton.jit
+def hidden_back(
+    dy_ptr, order_ptr, ends_ptr, down_w, routing_ptr, a_ptr, u_ptr, h_ptr, da_ptr, du_ptr, part_ptr, R, D, F, E, active,
+    GATHER: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, ACT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_PAD: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """w h, da and du; with WEIGHTED also each tile's share of h · dh, (tiles of columns, R)."""
+    columns = tl.cdiv(F, BN)
+    first_e, tiles_e = spread(ends_ptr, R, E, columns, BM, E_PAD, False)
+    for tile in range(tl.program_id(0), tl.sum(tiles_e, 0) * columns, tl.num_programs(0)):
+        expert, m, n = place(tile, first_e, tiles_e, columns, E_PAD, GROUP)
+        start, end = rows_of(ends_ptr, expert, E, R)
+        r = start + m * BM + tl.arange(0, BM)
+        at = _sources(order_ptr, r, r < end, active, GATHER) * D
+        dh, _ = _across(dy_ptr, at, down_w, down_w, expert, n, F, D, BM, BN, BK, EVEN, False, TMA)
+        f = n * BN + tl.arange(0, BN)
+        here = (r < end)[:, None] & (f < F)[None, :]
+        to = r.to(tl.int64)[:, None] * F + f[None, :]
+        u = tl.load(u_ptr + to, here, 0.0).to(tl.float32)
+        if GATED:
+            active_a, slope = activate(tl.load(a_ptr + to, here, 0.0).to(tl.float32), ACT)
+            h = active_a * u
+        else:
+            h, slope = activate(u, ACT)
+        if WEIGHTED:
+            # Columns past F hold weights of column 0: they count only where h is 0, as it is there.
+            tl.store(part_ptr + n.to(tl.int64) * R + r, tl.sum(tl.where(here, h * dh, 0.0), 1), r < end)
+            choice = tl.load(order_ptr + r, r < end, 0)
+            w = tl.load(routing_ptr + choice, r < end, 0.0).to(tl.float32)[:, None]
+            dh *= w
+            tl.store(h_ptr + to, (h * w).to(h_ptr.dtype.element_ty), here)
+        else:
+            tl.store(h_ptr + to, h.to(h_ptr.dtype.element_ty), here)
+        if GATED:
+            tl.store(da_ptr + to, (dh * u * slope).to(da_ptr.dtype.element_ty), here)
+            tl.store(du_ptr + to, (dh * active_a).to(du_ptr.dtype.element_ty), here)
+        else:
+            tl.store(du_ptr + to, (dh * slope).to(du_ptr.dtype.element_ty), here)
