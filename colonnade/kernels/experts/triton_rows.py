@@ -70,10 +70,13 @@ def _along(
     """acc + x w over the first ``width`` of K; w is (E, K, N)."""
     k = tl.arange(0, BK)
     c = n * BN + tl.arange(0, BN)
-    c = tl.where(c < N, c, 0)
     x_ptrs = x_ptr + at[:, None] + k[None, :]
-    weight_at = expert.to(tl.int64) * K * N
-    for k0 in range(0, width, BK):
+    # A mask, not another column in its place: columns stay known as neighbours, and are copied 16 bytes at once.
+    column = (c < N)[None, :]
+    w_ptrs = w
+    if not TMA:
+        w_ptrs = w + expert.to(tl.int64) * K * N + k[:, None] * N + c[None, :]
+    for k0 in tl.range(0, width, BK):
         here = k < K - k0
         if EVEN:
             x = tl.load(x_ptrs + k0)
@@ -82,9 +85,9 @@ def _along(
         if TMA:
             wt = w.load([expert, k0, n * BN]).reshape(BK, BN)
         elif EVEN:
-            wt = tl.load(w + weight_at + (k0 + k)[:, None] * N + c[None, :])
+            wt = tl.load(w_ptrs + k0.to(tl.int64) * N, column, 0.0)
         else:
-            wt = tl.load(w + weight_at + (k0 + k)[:, None] * N + c[None, :], here[:, None], 0.0)
+            wt = tl.load(w_ptrs + k0.to(tl.int64) * N, here[:, None] & column, 0.0)
         acc = tl.dot(x, wt, acc, input_precision="ieee")
     return acc
 
@@ -95,6 +98,17 @@ def _sources(order_ptr, r, here, active, GATHER: tl.constexpr):
     if GATHER:
         return tl.load(order_ptr + r, here, 0).to(tl.int64) // active
     return tl.where(here, r, 0).to(tl.int64)
+
+
+@triton.jit
+def _tile(start, end, m, n, N, BM: tl.constexpr, BN: tl.constexpr):
+    """(where tile m, n of an expert's rows begins, its elements from there, which of them there are).
+
+    Only the beginning needs 64 bits: for each element they would be registers that the sums need.
+    """
+    i, c = tl.arange(0, BM), tl.arange(0, BN)
+    base = (start + m * BM).to(tl.int64) * N + n * BN
+    return base, i[:, None] * N + c[None, :], (i < end - start - m * BM)[:, None] & (c < N - n * BN)[None, :]
 
 
 @triton.jit
@@ -122,13 +136,12 @@ def up(
             h = activate(a, ACT)[0] * u
         else:
             h = activate(u, ACT)[0]
-        here = (r < end)[:, None] & (f < F)[None, :]
-        to = r.to(tl.int64)[:, None] * F + f[None, :]
-        tl.store(h_ptr + to, h.to(h_ptr.dtype.element_ty), here)
+        base, to, here = _tile(start, end, m, n, F, BM, BN)
+        tl.store(h_ptr + base + to, h.to(h_ptr.dtype.element_ty), here)
         if KEEP:
-            tl.store(u_ptr + to, u.to(u_ptr.dtype.element_ty), here)
+            tl.store(u_ptr + base + to, u.to(u_ptr.dtype.element_ty), here)
             if GATED:
-                tl.store(a_ptr + to, a.to(a_ptr.dtype.element_ty), here)
+                tl.store(a_ptr + base + to, a.to(a_ptr.dtype.element_ty), here)
 
 
 @triton.jit
@@ -160,8 +173,30 @@ def down(
         if WEIGHTED:
             choice = tl.load(order_ptr + r, r < end, 0)
             y *= tl.load(routing_ptr + choice, r < end, 0.0).to(tl.float32)[:, None]
-        here = (r < end)[:, None] & (d < D)[None, :]
-        tl.store(y_ptr + r.to(tl.int64)[:, None] * D + d[None, :], y.to(y_ptr.dtype.element_ty), here)
+        base, to, here = _tile(start, end, m, n, D, BM, BN)
+        tl.store(y_ptr + base + to, y.to(y_ptr.dtype.element_ty), here)
+
+
+@triton.jit
+def _slice_back(
+    dh, w, start, end, m, n, a_ptr, u_ptr, h_ptr, da_ptr, du_ptr, F,
+    GATED: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """h · dh of each row over a slice of columns, whose w h, da and du are written."""
+    base, to, here = _tile(start, end, m, n, F, BM, BN)
+    u = tl.load(u_ptr + base + to, here, 0.0).to(tl.float32)
+    weighted = dh * w[:, None]
+    if GATED:
+        h, slope = activate(tl.load(a_ptr + base + to, here, 0.0).to(tl.float32), ACT)
+        tl.store(da_ptr + base + to, (weighted * u * slope).to(da_ptr.dtype.element_ty), here)
+        tl.store(du_ptr + base + to, (weighted * h).to(du_ptr.dtype.element_ty), here)
+        h *= u
+    else:
+        h, slope = activate(u, ACT)
+        tl.store(du_ptr + base + to, (weighted * slope).to(du_ptr.dtype.element_ty), here)
+    tl.store(h_ptr + base + to, (h * w[:, None]).to(h_ptr.dtype.element_ty), here)
+    # Columns past F hold a product with column 0's weights: they count only where h is 0, as it is there.
+    return tl.sum(tl.where(here, h * dh, 0.0), 1)
 
 
 @triton.jit
@@ -180,26 +215,19 @@ def hidden_back(
         r = start + m * BM + tl.arange(0, BM)
         at = _sources(order_ptr, r, r < end, active, GATHER) * D
         dh, _ = _across(dy_ptr, at, down_w, down_w, expert, n, F, D, BM, BN, BK, EVEN, False, TMA)
-        f = n * BN + tl.arange(0, BN)
-        here = (r < end)[:, None] & (f < F)[None, :]
-        to = r.to(tl.int64)[:, None] * F + f[None, :]
-        u = tl.load(u_ptr + to, here, 0.0).to(tl.float32)
-        if GATED:
-            active_a, slope = activate(tl.load(a_ptr + to, here, 0.0).to(tl.float32), ACT)
-            h = active_a * u
-        else:
-            h, slope = activate(u, ACT)
+        w = tl.full((BM,), 1.0, tl.float32)
         if WEIGHTED:
-            # Columns past F hold weights of column 0: they count only where h is 0, as it is there.
-            tl.store(part_ptr + n.to(tl.int64) * R + r, tl.sum(tl.where(here, h * dh, 0.0), 1), r < end)
             choice = tl.load(order_ptr + r, r < end, 0)
-            w = tl.load(routing_ptr + choice, r < end, 0.0).to(tl.float32)[:, None]
-            dh *= w
-            tl.store(h_ptr + to, (h * w).to(h_ptr.dtype.element_ty), here)
-        else:
-            tl.store(h_ptr + to, h.to(h_ptr.dtype.element_ty), here)
-        if GATED:
-            tl.store(da_ptr + to, (dh * u * slope).to(da_ptr.dtype.element_ty), here)
-            tl.store(du_ptr + to, (dh * active_a).to(du_ptr.dtype.element_ty), here)
-        else:
-            tl.store(du_ptr + to, (dh * slope).to(du_ptr.dtype.element_ty), here)
+            w = tl.load(routing_ptr + choice, r < end, 0.0).to(tl.float32)
+        # In slices of columns: a whole tile of each of a, u, h, da, du beside the sums would not fit the registers.
+        halves = tl.reshape(dh, (BM, 2, BN // 2)).permute(0, 2, 1).split()
+        dot = tl.zeros((BM,), tl.float32)
+        for i in tl.static_range(2):
+            quarters = tl.reshape(halves[i], (BM, 2, BN // 4)).permute(0, 2, 1).split()
+            for j in tl.static_range(2):
+                dot += _slice_back(
+                    quarters[j], w, start, end, m, 4 * n + 2 * i + j, a_ptr, u_ptr, h_ptr, da_ptr, du_ptr, F,
+                    GATED, ACT, BM, BN // 4,
+                )  # fmt: skip
+        if WEIGHTED:
+            tl.store(part_ptr + n.to(tl.int64) * R + r, dot, r < end)

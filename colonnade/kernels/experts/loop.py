@@ -1,0 +1,147 @@
+"""Experts one after another, only those that have rows: what a CPU does best, where a product is a call to a library.
+
+:func:`routed` never lays the tokens out in the order of the experts: each expert takes its own out of x, and adds what
+it makes of them to y while both are in the cache. An expert that nobody chose is not touched, so a decode step of one
+token reads A experts' weights, whatever E is.
+
+The way back is written out, y_r = w_r (h_r W_down + b) and dh_r = W_downᵀ dy_t, with dw_r = h_r · dh_r + b · dy_t: left
+to autograd, each expert's slice of the stacked weights would have a gradient of the size of all of them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
+from colonnade.kernels.linear import thin
+
+THIN = (torch.float32, torch.float64)
+"""The types whose products with few rows torch leaves to one core (see :mod:`colonnade.kernels.linear.thin`)."""
+
+
+def _slopes(activation: str, dh: Tensor, a: Tensor) -> Tensor:
+    """dh ⊙ act'(a)."""
+    if activation == "silu":
+        return torch.ops.aten.silu_backward(dh, a)
+    if activation == "relu":
+        return torch.ops.aten.threshold_backward(dh, a, 0)
+    return torch.ops.aten.gelu_backward(dh, a, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def _busy(ends_E: Tensor) -> list[tuple[int, int, int]]:
+    """(expert, first row, end) of those that have rows."""
+    ends = ends_E.tolist()
+    return [(e, start, end) for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)) if end > start]
+
+
+class _Loop(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, order_R: Tensor | None, ends_E: Tensor, routing_TA: Tensor | None, activation: str,
+        keep: bool, *stacks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        weights, act, busy = Weights(*stacks), ACTIVATIONS[activation], _busy(ends_E)  # type: ignore[arg-type]
+        linear = thin.linear if x.dtype in THIN else F.linear
+        held, token_R, w_R1, into = [], None, None, x.dtype
+        if order_R is not None and routing_TA is not None:
+            token_R, w_R1 = order_R // routing_TA.shape[1], routing_TA.flatten()[order_R].unsqueeze(1)
+            into = torch.promote_types(x.dtype, routing_TA.dtype)
+        y = x.new_zeros(x.shape, dtype=into)
+        for e, start, end in busy:
+            up, down, gate, up_b, gate_b, down_b = weights.of(e)
+            x_cD = x[start:end] if token_R is None else x[token_R[start:end]]
+            u = linear(x_cD, up, up_b)
+            a = u if gate is None else linear(x_cD, gate, gate_b)
+            h = act(a) if gate is None else (act(a) if keep else _over(activation, act, a)) * u
+            y_cD = h @ down if down_b is None else torch.addmm(down_b, h, down)
+            if token_R is None or w_R1 is None:
+                y[start:end] = y_cD
+            else:
+                y.index_add_(0, token_R[start:end], (y_cD * w_R1[start:end]).to(into))
+            if keep:
+                held += [a, u] if gate is not None else [u]
+        if keep:
+            ctx.save_for_backward(x, order_R, routing_TA, *stacks, *held)
+            ctx.activation, ctx.busy = activation, busy
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (x, order_R, routing_TA, *rest) = grads, ctx.saved_tensors
+        weights, held = Weights(*rest[:6]), iter(rest[6:])
+        act, needs = ACTIVATIONS[ctx.activation], ctx.needs_input_grad
+        of_weights, token_R, w_R1, dw_R = any(needs[6:]), None, None, None
+        if order_R is not None:
+            token_R, w_R1 = order_R // routing_TA.shape[1], routing_TA.flatten()[order_R].unsqueeze(1)
+            dw_R = torch.zeros_like(w_R1).squeeze(1)
+        dx = torch.zeros_like(x) if needs[0] else None
+        d = Weights(*(None if w is None or not of_weights else torch.empty_like(w) for w in weights))  # type: ignore[arg-type]
+        busy = {e: (start, end) for e, start, end in ctx.busy}
+        for e in range(len(weights.up_EFD)) if of_weights else busy:
+            if e not in busy:
+                for stack in d:
+                    if stack is not None:
+                        stack[e].zero_()
+                continue
+            start, end = busy[e]
+            up, down, gate, _, _, down_b = weights.of(e)
+            assert up is not None
+            assert down is not None
+            some = slice(start, end) if token_R is None else token_R[start:end]
+            dy_cD, a, u = dy[some], next(held), None
+            if gate is not None:
+                u = next(held)
+            dh = dy_cD @ down.T
+            h = act(a) if u is None else act(a) * u
+            if w_R1 is not None and dw_R is not None:
+                w = w_R1[start:end]
+                dw_R[start:end] = (h * dh).sum(1, dtype=w.dtype)
+                if down_b is not None:
+                    dw_R[start:end] += (dy_cD @ down_b).to(w.dtype)
+                dh, dy_cD = (dh * w).to(x.dtype), (dy_cD * w).to(x.dtype)
+            du = _slopes(ctx.activation, dh, a) if u is None else dh * act(a)
+            da = None if u is None else _slopes(ctx.activation, dh * u, a)
+            if dx is not None:
+                dx_cD = du @ up
+                if da is not None and gate is not None:
+                    dx_cD = dx_cD.addmm_(da, gate)
+                if token_R is None:
+                    dx[some] = dx_cD
+                else:
+                    dx.index_add_(0, some, dx_cD)
+            if of_weights:
+                x_cD = x[some]
+                for stack, left, right in ((d.up_EFD, du, x_cD), (d.gate_EFD, da, x_cD), (d.down_EFD, h, dy_cD)):
+                    if stack is not None and left is not None:
+                        torch.mm(left.T, right, out=stack[e])
+                for stack, rows in ((d.up_bias_EF, du), (d.gate_bias_EF, da), (d.down_bias_ED, dy_cD)):
+                    if stack is not None and rows is not None:
+                        torch.sum(rows, 0, out=stack[e])
+        d_routing = None
+        if dw_R is not None:
+            d_routing = torch.zeros_like(routing_TA).flatten().scatter_(0, order_R, dw_R).view_as(routing_TA)
+        return dx, None, None, d_routing, None, None, *d
+
+
+def _over(activation: str, act: Any, a: Tensor) -> Tensor:
+    """act(a), over a where there is such an operation: nobody needs a again."""
+    return F.silu(a, inplace=True) if activation == "silu" else act(a)
+
+
+def _run(x: Tensor, order_R: Tensor | None, ends_E: Tensor, routing_TA: Tensor | None, w: Weights, activation: str):
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, routing_TA, *w))
+    return _Loop.apply(x, order_R, ends_E, routing_TA, activation, keep, *w)
+
+
+def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> Tensor:
+    """y_RD (see :func:`reference.experts`)."""
+    return _run(x_RD, None, ends_E, None, weights, activation)
+
+
+def routed(
+    x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, weights: Weights, activation: str
+) -> Tensor:
+    """y_TD (see :func:`reference.routed`)."""
+    return _run(x_TD, order_R, ends_E, weights_TA, weights, activation)
