@@ -76,7 +76,7 @@ def _along(
     w_ptrs = w
     if not TMA:
         w_ptrs = w + expert.to(tl.int64) * K * N + k[:, None] * N + c[None, :]
-    for k0 in tl.range(0, width, BK):
+    for k0 in range(0, width, BK):
         here = k < K - k0
         if EVEN:
             x = tl.load(x_ptrs + k0)
@@ -85,10 +85,12 @@ def _along(
         if TMA:
             wt = w.load([expert, k0, n * BN]).reshape(BK, BN)
         elif EVEN:
-            wt = tl.load(w_ptrs + k0.to(tl.int64) * N, column, 0.0)
+            wt = tl.load(w_ptrs, column, 0.0)
         else:
-            wt = tl.load(w_ptrs + k0.to(tl.int64) * N, here[:, None] & column, 0.0)
+            wt = tl.load(w_ptrs, here[:, None] & column, 0.0)
         acc = tl.dot(x, wt, acc, input_precision="ieee")
+        if not TMA:
+            w_ptrs += BK * N
     return acc
 
 
