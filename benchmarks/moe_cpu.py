@@ -5,7 +5,7 @@
 All take the same tokens, choices (uniform over the experts) and weights, and give the same numbers, which is checked;
 the router, which is a product of its own, is left out of all. Theirs are the module's own loop (eager) and
 ``batched_mm``, which copies the chosen experts' weights for each choice, so that it is left out where the copies pass
-8 GB; and ``grouped_mm``. They take turns; the ratio is the median over the rounds of each pair's own ratio.
+1 GB; and ``grouped_mm``. They take turns; the ratio is the median over the rounds of each pair's own ratio.
 """
 
 import argparse
@@ -39,7 +39,7 @@ SHAPES = {"mixtral": Shape(8, 2, 1024, 3584), "olmoe": Shape(64, 8, 512, 256)}
 TINY = {"mixtral": Shape(4, 2, 32, 48), "olmoe": Shape(8, 4, 32, 24)}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
-COPIES_BYTES = 8e9
+COPIES_BYTES = 1e9
 
 
 def peer(name: str, shape: Shape, dtype: torch.dtype) -> Any:
@@ -148,7 +148,13 @@ def main() -> None:
                 rounds = max(3, args.rounds // 3) if T >= 1024 else args.rounds
                 shape = (TINY if args.tiny else SHAPES)[name]
                 found = measure(name, shape, DTYPES[dtype], T, rounds, backward=args.backward)
-                print(name, dtype, T, {row["who"]: (row["ms"], row["colonnade_speed_over_it"]) for row in found}, flush=True)
+                print(
+                    name,
+                    dtype,
+                    T,
+                    {row["who"]: (row["ms"], row["colonnade_speed_over_it"]) for row in found},
+                    flush=True,
+                )
                 rows += found
     peers = [row for row in rows if row["who"] in ("transformers eager", "transformers batched_mm")]
     print("slowest against the better of eager and batched:", min(row["colonnade_speed_over_it"] for row in peers))

@@ -17,6 +17,12 @@ _product = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 available = _product is not None
 
 
+def product(x_RD: Tensor, w_EDF: Tensor, ends_E: Tensor) -> Tensor:
+    """y_RF: the rows up to each of the int32 ends times that expert's weights; rows past the last end are anything."""
+    assert _product is not None
+    return _product(x_RD, w_EDF, offs=ends_E)
+
+
 def _padded(x: Tensor, dim: int) -> Tensor:
     """``x`` with ``dim`` filled up to 16 bytes with zeros."""
     more = -x.shape[dim] % (16 // x.element_size())
@@ -27,7 +33,6 @@ def _padded(x: Tensor, dim: int) -> Tensor:
 
 def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> Tensor:
     """y_RD (see :func:`reference.experts`)."""
-    assert _product is not None
     R, D = x_RD.shape
     if not R or not len(ends_E):
         return _of_none(x_RD, weights)
@@ -37,8 +42,8 @@ def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> 
     biased = weights.up_bias_EF is not None or weights.down_bias_ED is not None
     expert_R = torch.searchsorted(ends_E, row, right=True).clamp(max=len(ends_E) - 1) if biased else None
 
-    def product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        y = _product(x, w, offs=ends)
+    def through(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        y = product(x, w, ends)
         if bias is not None and expert_R is not None:
             y = y[:, : bias.shape[1]] + bias[expert_R]
         return y.where(here_R1, 0)
@@ -46,13 +51,13 @@ def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> 
     # Padded along both widths, so that the products of the way back, which swap them, fit as well.
     up, down = (_padded(_padded(w, 1), 2) for w in (weights.up_EFD, weights.down_EFD))
     x = _padded(x_RD.where(here_R1, 0), 1)
-    u = product(x, up.transpose(1, 2), weights.up_bias_EF)
+    u = through(x, up.transpose(1, 2), weights.up_bias_EF)
     if weights.gate_EFD is None:
         h = act(u)
     else:
         gate = _padded(_padded(weights.gate_EFD, 1), 2)
-        h = act(product(x, gate.transpose(1, 2), weights.gate_bias_EF)) * u
-    return product(_padded(h, 1), down, weights.down_bias_ED)[:, :D]
+        h = act(through(x, gate.transpose(1, 2), weights.gate_bias_EF)) * u
+    return through(_padded(h, 1), down, weights.down_bias_ED)[:, :D]
 
 
 def _of_none(x_RD: Tensor, weights: Weights) -> Tensor:

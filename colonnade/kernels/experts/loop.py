@@ -77,7 +77,8 @@ class _Loop(torch.autograd.Function):
             token_R, w_R1 = order_R // routing_TA.shape[1], routing_TA.flatten()[order_R].unsqueeze(1)
             dw_R = torch.zeros_like(w_R1).squeeze(1)
         dx = torch.zeros_like(x) if needs[0] else None
-        d = Weights(*(None if w is None or not of_weights else torch.empty_like(w) for w in weights))  # type: ignore[arg-type]
+        d_stacks = [None if w is None or not of_weights else torch.empty_like(w) for w in weights]
+        d = Weights(*d_stacks)  # type: ignore[arg-type]
         busy = {e: (start, end) for e, start, end in ctx.busy}
         for e in range(len(weights.up_EFD)) if of_weights else busy:
             if e not in busy:
@@ -87,10 +88,8 @@ class _Loop(torch.autograd.Function):
                 continue
             start, end = busy[e]
             up, down, gate, _, _, down_b = weights.of(e)
-            assert up is not None
-            assert down is not None
-            some = slice(start, end) if token_R is None else token_R[start:end]
-            dy_cD, a, u = dy[some], next(held), None
+            token_c = None if token_R is None else token_R[start:end]
+            dy_cD, a, u = dy[start:end] if token_c is None else dy[token_c], next(held), None
             if gate is not None:
                 u = next(held)
             dh = dy_cD @ down.T
@@ -107,12 +106,12 @@ class _Loop(torch.autograd.Function):
                 dx_cD = du @ up
                 if da is not None and gate is not None:
                     dx_cD = dx_cD.addmm_(da, gate)
-                if token_R is None:
-                    dx[some] = dx_cD
+                if token_c is None:
+                    dx[start:end] = dx_cD
                 else:
-                    dx.index_add_(0, some, dx_cD)
+                    dx.index_add_(0, token_c, dx_cD)
             if of_weights:
-                x_cD = x[some]
+                x_cD = x[start:end] if token_c is None else x[token_c]
                 for stack, left, right in ((d.up_EFD, du, x_cD), (d.gate_EFD, da, x_cD), (d.down_EFD, h, dy_cD)):
                     if stack is not None and left is not None:
                         torch.mm(left.T, right, out=stack[e])
@@ -120,7 +119,7 @@ class _Loop(torch.autograd.Function):
                     if stack is not None and rows is not None:
                         torch.sum(rows, 0, out=stack[e])
         d_routing = None
-        if dw_R is not None:
+        if order_R is not None and dw_R is not None:
             d_routing = torch.zeros_like(routing_TA).flatten().scatter_(0, order_R, dw_R).view_as(routing_TA)
         return dx, None, None, d_routing, None, None, *d
 

@@ -35,9 +35,10 @@ class Weights(NamedTuple):
     gate_bias_EF: Tensor | None = None
     down_bias_ED: Tensor | None = None
 
-    def of(self, expert: int) -> tuple[Tensor | None, ...]:
+    def of(self, e: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Those of one of them."""
-        return tuple(None if w is None else w[expert] for w in self)
+        gate, up_b, gate_b, down_b = (None if w is None else w[e] for w in self[2:])
+        return self.up_EFD[e], self.down_EFD[e], gate, up_b, gate_b, down_b
 
 
 def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> Tensor:
@@ -45,8 +46,6 @@ def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> 
     act, start, parts = ACTIVATIONS[activation], 0, []
     for e, end in enumerate(ends_E.tolist()):
         up_FD, down_FD, gate_FD, up_b, gate_b, down_b = weights.of(e)
-        assert up_FD is not None
-        assert down_FD is not None
         x_cD = x_RD[start:end]
         up_cF = F.linear(x_cD, up_FD, up_b)
         h_cF = act(up_cF) if gate_FD is None else act(F.linear(x_cD, gate_FD, gate_b)) * up_cF

@@ -1,4 +1,4 @@
-"""Experts on a GPU in our own grouped products: see ``triton_rows`` for the arithmetic, ``triton_schedule`` for the order.
+"""Experts on a GPU in our own grouped products: ``triton_rows`` has the arithmetic, ``triton_schedule`` the order.
 
 :func:`experts` takes rows that stand in the order of the experts; :func:`routed` takes tokens, and gathers them within
 the first product and weights them within the second:
@@ -192,8 +192,8 @@ def _differentiate(ctx, dy: Tensor, _a: Tensor | None, _u: Tensor | None):
     needs, inputs = ctx.needs_input_grad, ctx.saved_tensors[:10]
     of_weights = any(needs[4:10])
     dx, d_routing, *rest = _backward(dy, *ctx.saved_tensors, ctx.activation, needs[0], of_weights)
-    grads = [dx, None, None, d_routing, *rest]
-    wanted = [g.view_as(w) if need else None for g, w, need in zip(grads, inputs, needs[:10], strict=True)]  # type: ignore[union-attr]
+    grads = (dx, dx, dx, d_routing, *rest)  # the order and the ends have none, and need none
+    wanted = [g.view_as(w) if need else None for g, w, need in zip(grads, inputs, needs[:10], strict=True)]
     return *wanted, None, None
 
 

@@ -1,23 +1,24 @@
 """The experts' products that have a row of the result for a row of the input, as grouped matrix products.
 
-    up            u = x W_upᵀ + b, a = x W_gateᵀ + b, h = act(a) ⊙ u        x gathered from the tokens where ``order`` is
-    down          y = w ⊙ (h W_down + b)                                    given; w the routing weight of the row
-    hidden_back   dh = dy W_downᵀ, gathered likewise; in its epilogue       dw = h · dh + b · dy (the latter by the host),
-                  w h, du and da of the way back
-    rows_back     dx = du W_up + da W_gate                                  both in one sum
+    up            u = x W_upᵀ + b, a = x W_gateᵀ + b; h = act(a) ⊙ u in its epilogue
+    down          y = w ⊙ (h W_down + b)
+    hidden_back   dh = dy W_downᵀ; in its epilogue w ⊙ h, du, da and each row's h · dh, which is dw (but for the bias)
+    rows_back     dx = du W_up + da W_gate in one sum; the same kernel as ``down``
 
-Operands stay in their own type, sums are float32. With R rows, widths D and F and elements of 2 bytes, a gated layer
-computes 6RDF operations forward and 12RDF backward. It moves at least 2(3EDF + RD + RF) bytes for the first product and
-half the weights, RF and RD for the second; ``up`` reads a row of x once for each BN columns and a weight once for each
-BM·GROUP rows (from the cache between), so that a 128 × 256 tile does 171 operations a byte of level-2 traffic, where
-64 × 64 did 64. Fewer rows than some 200 an expert and the weights' bytes are the floor: 6EDF over the bandwidth.
-The fused gather saves writing and reading R·D elements, the epilogues 6RF, of the unfused 2RD + 10RF.
+``up`` and ``hidden_back`` take their rows from the tokens, by ``order``, where that is given: the gather costs no pass
+of its own. Operands stay in their own type, sums are float32.
 
-The order of tiles is :mod:`colonnade.kernels.experts.triton_schedule`'s. Rows past the last end are left alone but by
+R rows of widths D and F take 6RDF operations forward and 12RDF back when gated. In elements, the least that can move is
+3EDF + 2RD + 2RF forward; unfused, the gather, the activation and the weighted sum add 4RD + 3RF. A tile does
+BM·BN / (BM + BN) operations a byte of level-2 traffic in 2-byte types: 85 at 128 × 256, 32 at 64 × 64. With R / E below
+some 200 rows, the weights' 6EDF bytes over the bandwidth are the floor, and tiles only need to be many.
+
+The order of tiles is :mod:`colonnade.kernels.experts.triton_schedule`'s. Rows past the last end are left alone, but by
 ``down`` and ``rows_back`` with TAIL, which write 0.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# Constants are plain numbers to a kernel, and its unrolled ranges are nobody else's.
 
 import triton
 from triton import language as tl
@@ -40,10 +41,7 @@ def _across(
     two = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, K, BK):
         here = k < K - k0
-        if EVEN:
-            x = tl.load(x_ptrs + k0)
-        else:
-            x = tl.load(x_ptrs + k0, here[None, :], 0.0)
+        x = tl.load(x_ptrs + k0) if EVEN else tl.load(x_ptrs + k0, here[None, :], 0.0)
         if TMA:
             wt = tl.trans(w.load([expert, n * BN, k0]).reshape(BN, BK))
         elif EVEN:
@@ -78,10 +76,7 @@ def _along(
         w_ptrs = w + expert.to(tl.int64) * K * N + k[:, None] * N + c[None, :]
     for k0 in range(0, width, BK):
         here = k < K - k0
-        if EVEN:
-            x = tl.load(x_ptrs + k0)
-        else:
-            x = tl.load(x_ptrs + k0, here[None, :], 0.0)
+        x = tl.load(x_ptrs + k0) if EVEN else tl.load(x_ptrs + k0, here[None, :], 0.0)
         if TMA:
             wt = w.load([expert, k0, n * BN]).reshape(BK, BN)
         elif EVEN:
@@ -96,7 +91,7 @@ def _along(
 
 @triton.jit
 def _sources(order_ptr, r, here, active, GATHER: tl.constexpr):
-    """Rows of the input: the tokens of the choices, or the rows themselves; row 0, which exists, where there is none."""
+    """Rows of the input: the choices' tokens, or the rows themselves; row 0, which exists, where there is none."""
     if GATHER:
         return tl.load(order_ptr + r, here, 0).to(tl.int64) // active
     return tl.where(here, r, 0).to(tl.int64)
@@ -134,10 +129,7 @@ def up(
             u += tl.load(up_b_ptr + expert * F + f, f < F, 0.0).to(tl.float32)[None, :]
             if GATED:
                 a += tl.load(gate_b_ptr + expert * F + f, f < F, 0.0).to(tl.float32)[None, :]
-        if GATED:
-            h = activate(a, ACT)[0] * u
-        else:
-            h = activate(u, ACT)[0]
+        h = activate(a, ACT)[0] * u if GATED else activate(u, ACT)[0]
         base, to, here = _tile(start, end, m, n, F, BM, BN)
         tl.store(h_ptr + base + to, h.to(h_ptr.dtype.element_ty), here)
         if KEEP:
@@ -161,10 +153,7 @@ def down(
         start, end = rows_of(ends_ptr, expert, E, R)
         r = start + m * BM + tl.arange(0, BM)
         at = tl.where(r < end, r, start).to(tl.int64) * F
-        if TAIL:
-            width = tl.where(expert < E, F, 0)
-        else:
-            width = F
+        width = tl.where(expert < E, F, 0) if TAIL else F
         y = tl.zeros((BM, BN), tl.float32)
         y = _along(y, one_ptr, at, one_w, expert, n, D, F, width, BN, BK, EVEN, TMA)
         if TWO:

@@ -38,10 +38,7 @@ def weights_back(
     two = tl.zeros((BM, BN), tl.float32)
     for r0 in range(start, end, BK):
         r = r0 + k
-        if GATHER:
-            q_r = tl.load(order_ptr + r, r < end, 0).to(tl.int64) // active
-        else:
-            q_r = r.to(tl.int64)
+        q_r = tl.load(order_ptr + r, r < end, 0).to(tl.int64) // active if GATHER else r.to(tl.int64)
         q = tl.load(q_ptr + q_r[:, None] * q_stride + d[None, :], (r < end)[:, None] & (d < D)[None, :], 0.0)
         at = r.to(tl.int64)[:, None] * F + f[None, :]
         here = (r < end)[:, None] & (f < F)[None, :]

@@ -7,7 +7,7 @@ The way back of each is the other, by the inverse permutation r(t, j), so that n
 the same each time. dw_tj = y_r · dy_t is found in the pass that writes dy_r = w_tj dy_t.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # A kernel is launched with more than its signature says, and its constants are plain numbers.
 
 import torch
