@@ -1,8 +1,16 @@
 """Experts one after another, only those that have rows: what a CPU does best, where a product is a call to a library.
 
-:func:`routed` never lays the tokens out in the order of the experts: each expert takes its own out of x, and adds what
+:func:`routed` never lays many tokens out in the order of the experts: each expert takes its own out of x, and adds what
 it makes of them to y while both are in the cache. An expert that nobody chose is not touched, so a decode step of one
-token reads A experts' weights, whatever E is.
+token reads A experts' weights, whatever E is. Milliseconds of one core of an EPYC 9004, uniform loads, no gradient,
+D × F of 512 × 1024 for 8 experts (2 a token) and 512 × 256 for 64 (8 a token):
+
+                          float32, E = 8                 bfloat16, E = 64
+    tokens           1     16    256   1024           1     16    256   1024
+    loop          0.67   4.77   22.6   71.2        0.97   10.2   19.3   44.3
+    batched       4.04   7.58   25.5   77.7        5.62   7.24   20.2   69.8
+    grouped_mm    0.41   6.74   23.3   77.2        0.93   8.43   19.3   50.2
+    reference     0.86   6.58   22.4   71.0        1.60   10.4   19.5   43.2
 
 The way back is written out, y_r = w_r (h_r W_down + b) and dh_r = W_downᵀ dy_t, with dw_r = h_r · dh_r + b · dy_t: left
 to autograd, each expert's slice of the stacked weights would have a gradient of the size of all of them.
@@ -20,6 +28,10 @@ from colonnade.kernels.linear import thin
 THIN = (torch.float32, torch.float64)
 """The types whose products with few rows torch leaves to one core (see :mod:`colonnade.kernels.linear.thin`)."""
 
+FEW_ROWS, SMALL = 2, 1 << 20
+AT_ONCE = 2048
+"""Up to so many choices, one gather and one sum cost less than one of each for every expert."""
+
 
 def _slopes(activation: str, dh: Tensor, a: Tensor) -> Tensor:
     """dh ⊙ act'(a)."""
@@ -28,6 +40,25 @@ def _slopes(activation: str, dh: Tensor, a: Tensor) -> Tensor:
     if activation == "relu":
         return torch.ops.aten.threshold_backward(dh, a, 0)
     return torch.ops.aten.gelu_backward(dh, a, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def _down(h_cF: Tensor, down_FD: Tensor) -> Tensor:
+    """h W_down, where there is no gradient to be found: of a row or two and a small matrix as a weighted sum of rows.
+
+    Microseconds in bfloat16, one core and two of an EPYC 9004, as a product and as a bag of rows:
+
+        F × D         rows      one core         two
+        256 × 512        1       37    19       37    18
+        256 × 512        2       39    24       41    26
+        256 × 512        4       45    36       38    40
+        3584 × 1024      1      999   712      581   683
+        3584 × 1024      2      976   919      522   882
+    """
+    c, F_ = h_cF.shape
+    if c > FEW_ROWS or down_FD.numel() > SMALL or h_cF.dtype == torch.float64:
+        return h_cF @ down_FD
+    index_cF = torch.arange(F_).expand(c, -1)
+    return F.embedding_bag(index_cF, down_FD, per_sample_weights=h_cF, mode="sum")
 
 
 def _busy(ends_E: Tensor) -> list[tuple[int, int, int]]:
@@ -39,33 +70,39 @@ def _busy(ends_E: Tensor) -> list[tuple[int, int, int]]:
 class _Loop(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, order_R: Tensor | None, ends_E: Tensor, routing_TA: Tensor | None, activation: str,
+        ctx: Any, tokens: Tensor, order_R: Tensor | None, ends_E: Tensor, routing_TA: Tensor | None, activation: str,
         keep: bool, *stacks: Tensor | None,
     ) -> Tensor:  # fmt: skip
+        x = tokens
         weights, act, busy = Weights(*stacks), ACTIVATIONS[activation], _busy(ends_E)  # type: ignore[arg-type]
         linear = thin.linear if x.dtype in THIN else F.linear
-        held, token_R, w_R1, into = [], None, None, x.dtype
+        held, token_R, w_R1, y_RD = [], None, None, None
         if order_R is not None and routing_TA is not None:
             token_R, w_R1 = order_R // routing_TA.shape[1], routing_TA.flatten()[order_R].unsqueeze(1)
-            into = torch.promote_types(x.dtype, routing_TA.dtype)
-        y = x.new_zeros(x.shape, dtype=into)
+            y = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, routing_TA.dtype))
+            if len(order_R) <= AT_ONCE:
+                x, y_RD = x[token_R], x.new_zeros(len(order_R), x.shape[1])
+        else:
+            y = y_RD = torch.zeros_like(x)
         for e, start, end in busy:
             up, down, gate, up_b, gate_b, down_b = weights.of(e)
-            x_cD = x[start:end] if token_R is None else x[token_R[start:end]]
+            x_cD = x[start:end] if y_RD is not None or token_R is None else x[token_R[start:end]]
             u = linear(x_cD, up, up_b)
             a = u if gate is None else linear(x_cD, gate, gate_b)
             h = act(a) if gate is None else (act(a) if keep else _over(activation, act, a)) * u
-            y_cD = h @ down if down_b is None else torch.addmm(down_b, h, down)
-            if token_R is None or w_R1 is None:
-                y[start:end] = y_cD
-            else:
-                y.index_add_(0, token_R[start:end], (y_cD * w_R1[start:end]).to(into))
+            y_cD = _down(h, down) if down_b is None else _down(h, down) + down_b
+            if y_RD is not None:
+                y_RD[start:end] = y_cD
+            elif token_R is not None and w_R1 is not None:
+                y.index_add_(0, token_R[start:end], (y_cD * w_R1[start:end]).to(y.dtype))
             if keep:
                 held += [a, u] if gate is not None else [u]
+        if token_R is not None and w_R1 is not None and y_RD is not None:
+            y.index_add_(0, token_R, (y_RD * w_R1).to(y.dtype))
         if keep:
-            ctx.save_for_backward(x, order_R, routing_TA, *stacks, *held)
+            ctx.save_for_backward(tokens, order_R, routing_TA, *stacks, *held)
             ctx.activation, ctx.busy = activation, busy
-        return y.to(x.dtype)
+        return y.to(tokens.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
