@@ -43,7 +43,8 @@ class Tiles(NamedTuple):
 
 
 @functools.cache
-def _table() -> dict[str, list[tuple[int | None, Tiles]]]:
+def table() -> dict[str, list[tuple[int | None, Tiles]]]:
+    """By kernel, (mean rows of an expert at most, sizes), the last without a bound."""
     record = json.loads(Path(__file__).with_name("tiles.json").read_text(encoding="utf-8"))
     return {
         kernel: [(row["rows_an_expert"], Tiles(**row["tiles"])) for row in rows]
@@ -64,4 +65,4 @@ def pick(kernel: Kernel, rows: int, experts: int, element_bytes: int) -> Tiles:
     if element_bytes > 2:
         return WIDE
     mean = rows / max(experts, 1)
-    return next(tiles for most, tiles in _table()[kernel] if most is None or mean <= most)
+    return next(tiles for most, tiles in table()[kernel] if most is None or mean <= most)
