@@ -16,15 +16,14 @@ real decoder replays too, do not count; ``waits`` says who does.
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from _clock import Clock
 from _report import Headline, report
 from colonnade.kernels.choose import choose
 from colonnade.kernels.experts import grouped
@@ -48,50 +47,6 @@ SHAPES = {
 TINY = {"mixtral": Shape(4, 2, 64, 96), "deepseek": Shape(8, 4, 64, 48), "qwen3": Shape(16, 4, 64, 32)}
 TOKENS = (1, 16, 64, 256, 4096, 16384, 32768)
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class Clock:
-    """Times runs on one device, with its caches cold."""
-
-    def __init__(self, device: str) -> None:
-        self.gpu = device == "cuda"
-        self.trash = torch.empty(2**26 if self.gpu else 2**10, device=device)
-
-    def once(self, run: Callable[[], Any]) -> float:
-        """Seconds of one run."""
-        self.trash.zero_()
-        if not self.gpu:
-            began = time.perf_counter()
-            run()
-            return time.perf_counter() - began
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        run()
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last) / 1e3
-
-    def median(self, run: Callable[[], Any], budget_s: float) -> float:
-        """The median of as many runs as the budget allows, 5 to 50, after three to warm up."""
-        for _ in range(2):
-            run()
-        once = self.once(run)
-        return statistics.median(self.once(run) for _ in range(max(5, min(50, int(budget_s / max(once, 1e-4))))))
-
-    def graphed(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """``run`` as a graph's replay, where there is a GPU."""
-        if not self.gpu:
-            return run
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        return graph.replay
 
 
 def stacks(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Weights, Tensor]:
@@ -135,7 +90,7 @@ def pipeline(shape: Shape, both_EgD: Tensor, down_EFD: Tensor) -> Run:
     return run
 
 
-def transformers(shape: Shape, both_EgD: Tensor, down_EFD: Tensor, how: str) -> Run | None:
+def transformers(shape: Shape, both_EgD: Tensor, down_EDF: Tensor, how: str) -> Run | None:
     """Their experts on the same weights; None where the installed version has none of this form."""
     try:
         from transformers.models.mixtral.configuration_mixtral import MixtralConfig
@@ -147,8 +102,8 @@ def transformers(shape: Shape, both_EgD: Tensor, down_EFD: Tensor, how: str) -> 
     config = MixtralConfig(**sizes, num_local_experts=shape.E, num_experts_per_tok=shape.A)
     with torch.device("meta"):
         experts = MixtralExperts(config)
-    experts.gate_up_proj = torch.nn.Parameter(both_EgD.detach())
-    experts.down_proj = torch.nn.Parameter(down_EFD.detach().transpose(1, 2).contiguous())
+    del experts.gate_up_proj, experts.down_proj
+    experts.gate_up_proj, experts.down_proj = both_EgD, down_EDF  # not parameters: one leaf serves all who use it
 
     def run(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
         config._experts_implementation = how
@@ -190,12 +145,14 @@ def measure(
 ) -> list[dict]:
     device, dtype = args.device, torch.bfloat16
     weights, both_EgD = stacks(shape, device, dtype)
+    down_EDF = weights.down_EFD.detach().transpose(1, 2).contiguous().requires_grad_()
     runs: dict[str, Run | None] = {"colonnade": ours(shape, weights)}
     if grouped.available:
         runs["colonnade, grouped_mm"] = ours(shape, weights, "grouped")
         runs["grouped_mm pipeline"] = pipeline(shape, both_EgD, weights.down_EFD)
     for how in ("grouped_mm", "eager"):
-        runs[f"transformers {how}"] = transformers(shape, both_EgD, weights.down_EFD, how)
+        runs[f"transformers {how}"] = transformers(shape, both_EgD, down_EDF, how)
+    leaves = [both_EgD, down_EDF, *(w for w in weights if w is not None)]
     rows: list[dict] = []
     for T, load in ((T, load) for T in args.tokens for load in args.loads):
         draw = torch.Generator().manual_seed(T)
@@ -216,7 +173,7 @@ def measure(
                 if step != "forward" and clock.gpu and (T < 1024 or (waits and shape.E > 8)):
                     continue  # decoding has no way back; eager's writes a gradient of all experts for each expert
                 try:
-                    row = timing(clock, run, (x_TD, ids_TA, weights_TA), step, waits=waits)
+                    row = timing(clock, run, (x_TD, ids_TA, weights_TA), leaves, step, waits=waits)
                 except torch.OutOfMemoryError as why:
                     print(f"{who} {step} {T}: {why}", flush=True)
                     continue
@@ -239,8 +196,10 @@ def measure(
     return rows
 
 
-def timing(clock: Clock, run: Run, inputs: tuple[Tensor, Tensor, Tensor], step: str, *, waits: bool) -> float:
-    """Median seconds of one pass."""
+def timing(
+    clock: Clock, run: Run, inputs: tuple[Tensor, Tensor, Tensor], leaves: list[Tensor], step: str, *, waits: bool
+) -> float:
+    """Median seconds of one pass; each backward pass writes its gradients, and adds them to none."""
     if step == "forward":
 
         def once() -> None:
@@ -252,7 +211,7 @@ def timing(clock: Clock, run: Run, inputs: tuple[Tensor, Tensor, Tensor], step: 
     def both() -> None:
         y_TD = run(*inputs)
         y_TD.backward(inputs[0].detach())
-        for leaf in inputs:
+        for leaf in (*inputs, *leaves):
             leaf.grad = None
 
     return clock.median(both, 0.3)

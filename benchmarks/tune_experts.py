@@ -20,10 +20,11 @@ from pathlib import Path
 import torch
 import triton
 
+from _clock import Clock
 from colonnade.kernels.choose import choose
 from colonnade.kernels.experts import tiles
 from colonnade.kernels.experts.tiles import Tiles
-from moe_layer import Clock, Shape, choices, ours, stacks
+from moe_layer import Shape, choices, ours, stacks
 
 TABLE = Path(tiles.__file__).with_name("tiles.json")
 LAYERS = (Shape(128, 8, 2048, 768), Shape(8, 2, 4096, 14336))
