@@ -15,6 +15,7 @@ import torch
 from colonnade.kernels.attention import chunk, chunk_flash, reference, sdpa, varlen
 from colonnade.kernels.dropout import recompute
 from colonnade.kernels.dropout import reference as dropout_reference
+from colonnade.kernels.experts import batched, grouped, loop
 from colonnade.kernels.experts import reference as experts_reference
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear import scaled, scaled_mm, thin
@@ -29,6 +30,7 @@ Operation = Literal[
     "dropout",
     "linear",
     "scaled_product",
+    "routed_experts",
     "experts",
     "sort_choices",
     "gather_rows",
@@ -55,12 +57,25 @@ def _written_in_triton() -> tuple[Row, ...]:
         return ()
     from colonnade.kernels.attention import triton_dropout
     from colonnade.kernels.dropout import triton_elements
+    from colonnade.kernels.experts import triton_experts
+    from colonnade.kernels.permute import triton_moves, triton_sort
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     return (
         Row("dropout_attention", "triton", triton_dropout.packed, **on),
         Row("dropout", "triton", triton_elements.dropout, **on),
+        Row("routed_experts", "triton", triton_experts.routed, **on),
+        Row("experts", "triton", triton_experts.experts, **on),
+        Row("sort_choices", "triton", triton_sort.sort, devices=("cuda",)),
+        Row("gather_rows", "triton", triton_moves.gather, **on),
+        Row("combine_rows", "triton", triton_moves.combine, **on),
     )
+
+
+def _grouped(device: str) -> tuple[Row, ...]:
+    """torch's grouped product, where this torch has it; it knows no float64, and on a CPU is slower than a loop."""
+    on = {"devices": (device,), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
+    return (Row("experts", "grouped", grouped.experts, **on),) if grouped.available else ()
 
 
 TABLE: tuple[Row, ...] = (
@@ -83,6 +98,13 @@ TABLE: tuple[Row, ...] = (
     Row("linear", "reference", linear_reference.linear),
     Row("scaled_product", "scaled_mm", scaled_mm.product, devices=("cuda",), dtypes=FLOATS8),
     Row("scaled_product", "reference", scaled.product, dtypes=FLOATS8),
+    *_grouped("cuda"),
+    # On a CPU the loop, at any number of tokens: its docstring has the measurements.
+    Row("routed_experts", "loop", loop.routed),
+    Row("routed_experts", "reference", experts_reference.routed),
+    Row("experts", "loop", loop.experts),
+    *_grouped("cpu"),
+    Row("experts", "batched", batched.experts),
     Row("experts", "reference", experts_reference.experts),
     Row("sort_choices", "reference", permute_reference.sort),
     Row("gather_rows", "reference", permute_reference.gather),

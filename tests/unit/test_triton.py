@@ -1,4 +1,4 @@
-"""Kernels written in Triton, checked without a GPU by its interpreter (tests/interpreted.py)."""
+"""Kernels written in Triton, checked without a GPU by its interpreter (tests/interpreted.py and its neighbour)."""
 
 import importlib.util
 import os
@@ -13,11 +13,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton")
-def test_interpreted_kernels_equal_their_references():
+@pytest.mark.parametrize(("module", "checks"), [("interpreted", 4), ("interpreted_experts", 6)])
+def test_interpreted_kernels_equal_their_references(module: str, checks: int) -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.interpreted"],
+        [sys.executable, "-m", f"tests.{module}"],
         check=False, cwd=ROOT, capture_output=True, text=True, timeout=170,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.count(" cases") == 4, ran.stdout
+    assert ran.stdout.count(" cases") == checks, ran.stdout

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from colonnade.kernels.permute import reference as permute
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -33,9 +35,10 @@ class Weights(NamedTuple):
     gate_bias_EF: Tensor | None = None
     down_bias_ED: Tensor | None = None
 
-    def of(self, expert: int) -> tuple[Tensor | None, ...]:
+    def of(self, e: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Those of one of them."""
-        return tuple(None if w is None else w[expert] for w in self)
+        gate, up_b, gate_b, down_b = (None if w is None else w[e] for w in self[2:])
+        return self.up_EFD[e], self.down_EFD[e], gate, up_b, gate_b, down_b
 
 
 def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> Tensor:
@@ -43,8 +46,6 @@ def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> 
     act, start, parts = ACTIVATIONS[activation], 0, []
     for e, end in enumerate(ends_E.tolist()):
         up_FD, down_FD, gate_FD, up_b, gate_b, down_b = weights.of(e)
-        assert up_FD is not None
-        assert down_FD is not None
         x_cD = x_RD[start:end]
         up_cF = F.linear(x_cD, up_FD, up_b)
         h_cF = act(up_cF) if gate_FD is None else act(F.linear(x_cD, gate_FD, gate_b)) * up_cF
@@ -53,3 +54,11 @@ def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> 
         start = end
     parts.append(x_RD.new_zeros(len(x_RD) - start, x_RD.shape[1]))
     return torch.cat(parts)
+
+
+def routed(
+    x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, weights: Weights, activation: str
+) -> Tensor:
+    """y_TD: each token through its experts, Σ_j w_tj expert_j(x_t), of choices sorted by ``permute.sort``."""
+    x_RD = permute.gather(x_TD, order_R, weights_TA.shape[1])
+    return permute.combine(experts(x_RD, ends_E, weights, activation), order_R, weights_TA)

@@ -1,0 +1,277 @@
+"""A layer of experts on a GPU in bfloat16: our kernels, torch's grouped product, and ``transformers``, in one run.
+
+    python benchmarks/moe_layer.py                                     # the main rows, within 4 minutes of one H200
+    python benchmarks/moe_layer.py --shapes qwen3 --tokens 16384 --loads zipf --passes forward
+    python benchmarks/moe_layer.py --tiny                              # toy sizes, on a CPU too: that it runs
+
+Shapes are Mixtral-8x7B's, DeepSeek-V2-Lite's (with 8 choices) and Qwen3-30B-A3B's. Everybody gets the same tokens,
+choices, routing weights and expert weights and sorts for himself; that all compute the same is checked. Loads are
+uniform, or Zipf's: experts are drawn without replacement with chances 1/1, 1/2, 1/3, …
+
+Operations are those of the rows there are, without padding: 6RDF forward and 12RDF more backward. Their rate is set
+against one dense product of 8192³ random numbers in the same run; at few tokens the bytes of the experts that were
+chosen, read once, against the bandwidth of a copy in the same run. Each timing is a median; before each the level-2
+cache is overwritten. Forward passes that do not wait for the device are replayed as graphs, so that launches, which a
+real decoder replays too, do not count; ``waits`` says who does.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from _clock import Clock
+from _report import Headline, report
+from colonnade.kernels.choose import choose
+from colonnade.kernels.experts import grouped
+from colonnade.kernels.experts.reference import Weights
+
+
+class Shape(NamedTuple):
+    """E experts, A of them a token, widths D and F."""
+
+    E: int
+    A: int
+    D: int
+    F: int
+
+
+SHAPES = {
+    "mixtral": Shape(8, 2, 4096, 14336),
+    "deepseek": Shape(64, 8, 2048, 1408),
+    "qwen3": Shape(128, 8, 2048, 768),
+}
+TINY = {"mixtral": Shape(4, 2, 64, 96), "deepseek": Shape(8, 4, 64, 48), "qwen3": Shape(16, 4, 64, 32)}
+TOKENS = (1, 16, 64, 256, 4096, 16384, 32768)
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def stacks(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Weights, Tensor]:
+    """Our weights, and theirs for the first product: gate above up, (E, 2F, D)."""
+    draw = torch.Generator(device).manual_seed(0)
+
+    def stack(rows: int, scale: float) -> Tensor:
+        drawn = torch.empty(shape.E, rows, shape.D, device=device, dtype=dtype)
+        return drawn.normal_(0, scale, generator=draw).requires_grad_()
+
+    both = stack(2 * shape.F, shape.D**-0.5)
+    gate, up = (half.detach().clone().requires_grad_() for half in both.chunk(2, 1))
+    return Weights(up, stack(shape.F, shape.F**-0.5), gate), both
+
+
+def ours(shape: Shape, weights: Weights, kernels: str = "auto") -> Run:
+    def run(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
+        kind, dtype = x_TD.device.type, x_TD.dtype
+        order_R, ends_E = choose("sort_choices", kind, dtype)(ids_TA, shape.E)
+        if kernels == "auto":
+            return choose("routed_experts", kind, dtype)(x_TD, order_R, ends_E, weights_TA, weights, "silu")
+        x_RD = choose("gather_rows", kind, dtype)(x_TD, order_R, shape.A)
+        y_RD = choose("experts", kind, dtype, kernels)(x_RD, ends_E, weights, "silu")
+        return choose("combine_rows", kind, dtype)(y_RD, order_R, weights_TA)
+
+    return run
+
+
+def pipeline(shape: Shape, both_EgD: Tensor, down_EFD: Tensor) -> Run:
+    """What a careful user writes with torch alone."""
+
+    def run(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
+        ids_R, order_R = ids_TA.flatten().sort()
+        ends_E = torch.searchsorted(ids_R, torch.arange(1, shape.E + 1, device=ids_R.device)).int()
+        gate_RF, up_RF = grouped.product(x_TD[order_R // shape.A], both_EgD.transpose(1, 2), ends_E).chunk(2, 1)
+        y_RD = grouped.product(F.silu(gate_RF) * up_RF, down_EFD, ends_E)
+        weighted_RD = y_RD * weights_TA.flatten()[order_R].unsqueeze(1).to(y_RD.dtype)
+        back_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+        return weighted_RD[back_R].view(-1, shape.A, shape.D).sum(1)
+
+    return run
+
+
+def transformers(shape: Shape, both_EgD: Tensor, down_EDF: Tensor, how: str) -> Run | None:
+    """Their experts on the same weights; None where the installed version has none of this form."""
+    try:
+        from transformers.models.mixtral.configuration_mixtral import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+    except ImportError as why:
+        print(f"transformers {how}: left out, {why}", flush=True)
+        return None
+    sizes = {"hidden_size": shape.D, "intermediate_size": shape.F}
+    config = MixtralConfig(**sizes, num_local_experts=shape.E, num_experts_per_tok=shape.A)
+    with torch.device("meta"):
+        experts = MixtralExperts(config)
+    del experts.gate_up_proj, experts.down_proj
+    experts.gate_up_proj, experts.down_proj = both_EgD, down_EDF  # not parameters: one leaf serves all who use it
+
+    def run(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
+        config._experts_implementation = how
+        return experts(x_TD, ids_TA, weights_TA.to(x_TD.dtype))
+
+    return run
+
+
+def choices(T: int, shape: Shape, load: str, device: str) -> Tensor:
+    """(T, A) distinct experts of each token."""
+    draw = torch.Generator().manual_seed(T)
+    chance_E = torch.ones(shape.E) if load == "uniform" else 1 / torch.arange(1.0, shape.E + 1)
+    noise_TE = -torch.empty(T, shape.E).exponential_(generator=draw).log()
+    return (chance_E.log() + noise_TE).topk(shape.A).indices.to(device)
+
+
+def share(clock: Clock, shape: Shape, x_TD: Tensor, ids_TA: Tensor, layer_s: float) -> float:
+    """Router, sort and combine, of the layer with its router; the gather is inside the first product."""
+    kind, dtype = x_TD.device.type, x_TD.dtype
+    router_ED = torch.randn(shape.E, shape.D, device=kind, dtype=torch.float32)
+    order_R, _ = choose("sort_choices", kind, dtype)(ids_TA, shape.E)
+    y_RD = torch.randn(len(order_R), shape.D, device=kind).to(dtype)
+    weights_TA = torch.rand(ids_TA.shape, device=kind)
+
+    def route() -> None:
+        scores_TE = F.linear(x_TD.float(), router_ED).softmax(-1)
+        scores_TE.topk(shape.A)
+
+    def move() -> None:
+        choose("sort_choices", kind, dtype)(ids_TA, shape.E)
+        choose("combine_rows", kind, dtype)(y_RD, order_R, weights_TA)
+
+    router_s, move_s = (clock.median(clock.graphed(it), 0.1) for it in (route, move))
+    return (router_s + move_s) / (router_s + layer_s)
+
+
+def measure(
+    clock: Clock, name: str, shape: Shape, args: argparse.Namespace, dense_flops: float, copy_bytes: float
+) -> list[dict]:
+    device, dtype = args.device, torch.bfloat16
+    weights, both_EgD = stacks(shape, device, dtype)
+    down_EDF = weights.down_EFD.detach().transpose(1, 2).contiguous().requires_grad_()
+    runs: dict[str, Run | None] = {"colonnade": ours(shape, weights)}
+    if grouped.available:
+        runs["colonnade, grouped_mm"] = ours(shape, weights, "grouped")
+        runs["grouped_mm pipeline"] = pipeline(shape, both_EgD, weights.down_EFD)
+    for how in ("grouped_mm", "eager"):
+        runs[f"transformers {how}"] = transformers(shape, both_EgD, down_EDF, how)
+    leaves = [both_EgD, down_EDF, *(w for w in weights if w is not None)]
+    rows: list[dict] = []
+    for T, load in ((T, load) for T in args.tokens for load in args.loads):
+        draw = torch.Generator().manual_seed(T)
+        x_TD = torch.randn(T, shape.D, generator=draw).to(dtype).to(device).requires_grad_()
+        ids_TA = choices(T, shape, load, device)
+        weights_TA = torch.rand(T, shape.A, generator=draw).softmax(1).to(device).requires_grad_()
+        exact = None
+        for who, run in runs.items():
+            if run is None or (args.who and who not in args.who):
+                continue
+            with torch.no_grad():
+                y_TD = run(x_TD, ids_TA, weights_TA).float()
+            exact = y_TD if exact is None else exact
+            error = float((y_TD - exact).norm() / exact.norm())
+            assert error < 2e-2, f"{who} computes something else: {error:.1e}"
+            waits = who == "transformers eager" or not clock.gpu
+            for step in args.passes:
+                if step != "forward" and clock.gpu and (T < 1024 or (waits and shape.E > 8)):
+                    continue  # decoding has no way back; eager's writes a gradient of all experts for each expert
+                try:
+                    row = timing(clock, run, (x_TD, ids_TA, weights_TA), leaves, step, waits=waits)
+                except torch.OutOfMemoryError as why:
+                    print(f"{who} {step} {T}: {why}", flush=True)
+                    continue
+                flops = (6 if step == "forward" else 18) * T * shape.A * shape.D * shape.F
+                touched = int(ids_TA.unique().numel()) * 3 * shape.D * shape.F * 2
+                busiest = float(ids_TA.flatten().bincount().max()) * shape.E / ids_TA.numel()
+                rows.append(
+                    {
+                        "shape": f"{name} E={shape.E} A={shape.A} D={shape.D} F={shape.F}", "pass": step,
+                        "load": load, "tokens": T, "who": who, "ms": round(row * 1e3, 4),
+                        "tflops": round(flops / row / 1e12, 1), "of_dense": round(flops / row / dense_flops, 3),
+                        "of_bandwidth": round(touched / row / copy_bytes, 3) if step == "forward" else None,
+                        "busiest_over_mean": round(busiest, 2),
+                        "router_dispatch_combine": round(share(clock, shape, x_TD.detach(), ids_TA, row), 3)
+                        if (who, step, load) == ("colonnade", "forward", "uniform") else None,
+                        "waits": waits,
+                    }
+                )  # fmt: skip
+                print(rows[-1], flush=True)
+    return rows
+
+
+def timing(
+    clock: Clock, run: Run, inputs: tuple[Tensor, Tensor, Tensor], leaves: list[Tensor], step: str, *, waits: bool
+) -> float:
+    """Median seconds of one pass; each backward pass writes its gradients, and adds them to none."""
+    if step == "forward":
+
+        def once() -> None:
+            with torch.no_grad():
+                run(*inputs)
+
+        return clock.median(once if waits else clock.graphed(once), 0.15)
+
+    def both() -> None:
+        y_TD = run(*inputs)
+        y_TD.backward(inputs[0].detach())
+        for leaf in (*inputs, *leaves):
+            leaf.grad = None
+
+    return clock.median(both, 0.3)
+
+
+def ceilings(clock: Clock, device: str, n: int) -> tuple[float, float]:
+    """(operations a second of a dense product n³, bytes a second of a copy, read and written)."""
+    a, b = (torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
+    dense = 2 * n**3 / clock.median(lambda: a @ b, 0.5)
+    source = torch.randn(n * n * 8, device=device)
+    target = torch.empty_like(source)
+    return dense, 2 * source.numel() * 4 / clock.median(lambda: target.copy_(source), 0.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="which layers")
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="tokens of a call")
+    parser.add_argument("--loads", nargs="+", choices=("uniform", "zipf"), default=["uniform", "zipf"])
+    parser.add_argument(
+        "--passes", nargs="+", choices=("forward", "forward+backward"), default=["forward", "forward+backward"]
+    )
+    parser.add_argument("--who", nargs="+", help="only these, such as colonnade")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, to see that it runs")
+    parser.add_argument("--no-report", action="store_true", help="print only; write no result")
+    args = parser.parse_args()
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.device == "cpu" and not args.tiny:
+        parser.error("no GPU here: --tiny shows that the benchmark runs; benchmarks/moe_cpu.py measures a CPU")
+    if args.tiny:
+        args.tokens = [1, 40]
+    clock = Clock(args.device)
+    dense, copied = ceilings(clock, args.device, 256 if args.tiny else 8192)
+    print(f"dense {dense / 1e12:.1f} TFLOP/s, copy {copied / 1e12:.2f} TB/s", flush=True)
+    rows: list[dict] = []
+    for name in args.shapes:
+        rows += measure(clock, name, (TINY if args.tiny else SHAPES)[name], args, dense, copied)
+    if args.no_report or args.tiny:
+        return
+
+    def headlines(step: str, load: str) -> list[Headline]:
+        lines = []
+        for name in args.shapes:
+            here = [r for r in rows if r["shape"].startswith(name) and (r["pass"], r["load"]) == (step, load)]
+            most = max((r["tokens"] for r in here), default=0)
+            best = {r["who"]: r["tflops"] for r in here if r["tokens"] == most}
+            rest = [(value, who) for who, value in best.items() if not who.startswith("colonnade")]
+            if "colonnade" in best and rest:
+                what = f"{name} experts, {most} tokens, {load} load, {step}"
+                lines.append(Headline(what, best["colonnade"], "TFLOP/s", max(rest)[1], max(rest)[0]))
+        return lines
+
+    notes = (
+        f"bfloat16, medians, cold caches; dense product of 8192³ in this run {dense / 1e12:.1f} TFLOP/s, copy "
+        f"{copied / 1e12:.2f} TB/s (read and written); operations without padding; the sort is in everybody's time, "
+        "the router in nobody's; of_bandwidth sets the chosen experts' weights, read once, against the copy."
+    )
+    heads = [line for step in args.passes for load in args.loads for line in headlines(step, load)]
+    report("moe_layer_h200", rows, notes, headlines=heads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Experts in torch's grouped matrix product, which takes the rows' ends as they are: no padding, no synchronisation.
+
+torch's product wants rows whose elements are neighbours and begin at multiples of 16 bytes, one type on both sides, and
+int32 ends; it leaves rows past the last end as they were in memory. So the widths are padded with zeros where they do
+not fit, and such rows are set to 0 after each product, forward and backward: what is left there may be NaN, and
+0 · NaN is NaN. It differentiates itself, with grouped products again. Biases are added row by row.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
+
+_product = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+"""Public since torch 2.12 or so; the same under a private name before."""
+available = _product is not None
+
+
+def product(x_RD: Tensor, w_EDF: Tensor, ends_E: Tensor) -> Tensor:
+    """y_RF: the rows up to each of the int32 ends times that expert's weights; rows past the last end are anything."""
+    assert _product is not None
+    return _product(x_RD, w_EDF, offs=ends_E)
+
+
+def _padded(x: Tensor, dim: int) -> Tensor:
+    """``x`` with ``dim`` filled up to 16 bytes with zeros."""
+    more = -x.shape[dim] % (16 // x.element_size())
+    if not more:
+        return x
+    return F.pad(x, (0, more) if dim in (-1, x.dim() - 1) else (0, 0, 0, more))
+
+
+def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> Tensor:
+    """y_RD (see :func:`reference.experts`)."""
+    R, D = x_RD.shape
+    if not R or not len(ends_E):
+        return _of_none(x_RD, weights)
+    act, row = ACTIVATIONS[activation], torch.arange(R, device=x_RD.device)
+    here_R1 = (row < ends_E[-1]).unsqueeze(1)
+    ends = ends_E.to(torch.int32)
+    biased = weights.up_bias_EF is not None or weights.down_bias_ED is not None
+    expert_R = torch.searchsorted(ends_E, row, right=True).clamp(max=len(ends_E) - 1) if biased else None
+
+    def through(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        y = product(x, w, ends)
+        if bias is not None and expert_R is not None:
+            y = y[:, : bias.shape[1]] + bias[expert_R]
+        return y.where(here_R1, 0)
+
+    # Padded along both widths, so that the products of the way back, which swap them, fit as well.
+    up, down = (_padded(_padded(w, 1), 2) for w in (weights.up_EFD, weights.down_EFD))
+    x = _padded(x_RD.where(here_R1, 0), 1)
+    u = through(x, up.transpose(1, 2), weights.up_bias_EF)
+    if weights.gate_EFD is None:
+        h = act(u)
+    else:
+        gate = _padded(_padded(weights.gate_EFD, 1), 2)
+        h = act(through(x, gate.transpose(1, 2), weights.gate_bias_EF)) * u
+    return through(_padded(h, 1), down, weights.down_bias_ED)[:, :D]
+
+
+def _of_none(x_RD: Tensor, weights: Weights) -> Tensor:
+    """Rows of no expert, still hanging on the inputs, as a gradient of zeros has to reach them."""
+    return x_RD * 0 + sum((w.sum() * 0 for w in weights if w is not None), start=x_RD.new_zeros(()))

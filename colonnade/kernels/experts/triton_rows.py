@@ -1,0 +1,224 @@
+"""The experts' products that have a row of the result for a row of the input, as grouped matrix products.
+
+    up            u = x W_upᵀ + b, a = x W_gateᵀ + b; h = act(a) ⊙ u in its epilogue
+    down          y = w ⊙ (h W_down + b)
+    hidden_back   dh = dy W_downᵀ; in its epilogue w ⊙ h, du, da and each row's h · dh, which is dw (but for the bias)
+    rows_back     dx = du W_up + da W_gate in one sum; the same kernel as ``down``
+
+``up`` and ``hidden_back`` take their rows from the tokens, by ``order``, where that is given: the gather costs no pass
+of its own. Operands stay in their own type, sums are float32.
+
+R rows of widths D and F take 6RDF operations forward and 12RDF back when gated. In elements, the least that can move is
+3EDF + 2RD + 2RF forward; unfused, the gather, the activation and the weighted sum add 4RD + 3RF. A tile does
+BM·BN / (BM + BN) operations a byte of level-2 traffic in 2-byte types: 85 at 128 × 256, 32 at 64 × 64. With R / E below
+some 200 rows, the weights' 6EDF bytes over the bandwidth are the floor, and tiles only need to be many.
+
+The order of tiles is :mod:`colonnade.kernels.experts.triton_schedule`'s. Rows past the last end are left alone, but by
+``down`` and ``rows_back`` with TAIL, which write 0.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# Constants are plain numbers to a kernel, and its unrolled ranges are nobody else's.
+
+import triton
+from triton import language as tl
+
+from colonnade.kernels.experts.triton_activation import activate
+from colonnade.kernels.experts.triton_schedule import place, rows_of, spread
+
+
+@triton.jit
+def _across(
+    x_ptr, at, w, v, expert, n, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TWO: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """(x wᵀ, x vᵀ) for the rows of x that start at ``at``; w and v are (E, N, K)."""
+    k = tl.arange(0, BK)
+    c = n * BN + tl.arange(0, BN)
+    x_ptrs = x_ptr + at[:, None] + k[None, :]
+    weight_at = (expert.to(tl.int64) * N + tl.where(c < N, c, 0)) * K
+    one = tl.zeros((BM, BN), tl.float32)
+    two = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, K, BK):
+        here = k < K - k0
+        x = tl.load(x_ptrs + k0) if EVEN else tl.load(x_ptrs + k0, here[None, :], 0.0)
+        if TMA:
+            wt = tl.trans(w.load([expert, n * BN, k0]).reshape(BN, BK))
+        elif EVEN:
+            wt = tl.load(w + weight_at[None, :] + (k0 + k)[:, None])
+        else:
+            wt = tl.load(w + weight_at[None, :] + (k0 + k)[:, None], here[:, None], 0.0)
+        one = tl.dot(x, wt, one, input_precision="ieee")
+        if TWO:
+            if TMA:
+                vt = tl.trans(v.load([expert, n * BN, k0]).reshape(BN, BK))
+            elif EVEN:
+                vt = tl.load(v + weight_at[None, :] + (k0 + k)[:, None])
+            else:
+                vt = tl.load(v + weight_at[None, :] + (k0 + k)[:, None], here[:, None], 0.0)
+            two = tl.dot(x, vt, two, input_precision="ieee")
+    return one, two
+
+
+@triton.jit
+def _along(
+    acc, x_ptr, at, w, expert, n, N, K, width,
+    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """acc + x w over the first ``width`` of K; w is (E, K, N)."""
+    k = tl.arange(0, BK)
+    c = n * BN + tl.arange(0, BN)
+    x_ptrs = x_ptr + at[:, None] + k[None, :]
+    # A mask, not another column in its place: columns stay known as neighbours, and are copied 16 bytes at once.
+    column = (c < N)[None, :]
+    w_ptrs = w
+    if not TMA:
+        w_ptrs = w + expert.to(tl.int64) * K * N + k[:, None] * N + c[None, :]
+    for k0 in range(0, width, BK):
+        here = k < K - k0
+        x = tl.load(x_ptrs + k0) if EVEN else tl.load(x_ptrs + k0, here[None, :], 0.0)
+        if TMA:
+            wt = w.load([expert, k0, n * BN]).reshape(BK, BN)
+        elif EVEN:
+            wt = tl.load(w_ptrs, column, 0.0)
+        else:
+            wt = tl.load(w_ptrs, here[:, None] & column, 0.0)
+        acc = tl.dot(x, wt, acc, input_precision="ieee")
+        if not TMA:
+            w_ptrs += BK * N
+    return acc
+
+
+@triton.jit
+def _sources(order_ptr, r, here, active, GATHER: tl.constexpr):
+    """Rows of the input: the choices' tokens, or the rows themselves; row 0, which exists, where there is none."""
+    if GATHER:
+        return tl.load(order_ptr + r, here, 0).to(tl.int64) // active
+    return tl.where(here, r, 0).to(tl.int64)
+
+
+@triton.jit
+def _tile(start, end, m, n, N, BM: tl.constexpr, BN: tl.constexpr):
+    """(where tile m, n of an expert's rows begins, its elements from there, which of them there are).
+
+    Only the beginning needs 64 bits: for each element they would be registers that the sums need.
+    """
+    i, c = tl.arange(0, BM), tl.arange(0, BN)
+    base = (start + m * BM).to(tl.int64) * N + n * BN
+    return base, i[:, None] * N + c[None, :], (i < end - start - m * BM)[:, None] & (c < N - n * BN)[None, :]
+
+
+@triton.jit
+def up(
+    x_ptr, order_ptr, ends_ptr, up_w, gate_w, up_b_ptr, gate_b_ptr, h_ptr, a_ptr, u_ptr, R, D, F, E, stride, active,
+    GATHER: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, KEEP: tl.constexpr, ACT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_PAD: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """h, and with KEEP what the way back needs: a and u before the activation."""
+    columns = tl.cdiv(F, BN)
+    first_e, tiles_e = spread(ends_ptr, R, E, columns, BM, E_PAD, False)
+    for tile in range(tl.program_id(0), tl.sum(tiles_e, 0) * columns, tl.num_programs(0)):
+        expert, m, n = place(tile, first_e, tiles_e, columns, E_PAD, GROUP)
+        start, end = rows_of(ends_ptr, expert, E, R)
+        r = start + m * BM + tl.arange(0, BM)
+        at = _sources(order_ptr, r, r < end, active, GATHER) * stride
+        u, a = _across(x_ptr, at, up_w, gate_w, expert, n, F, D, BM, BN, BK, EVEN, GATED, TMA)
+        f = n * BN + tl.arange(0, BN)
+        if BIASED:
+            u += tl.load(up_b_ptr + expert * F + f, f < F, 0.0).to(tl.float32)[None, :]
+            if GATED:
+                a += tl.load(gate_b_ptr + expert * F + f, f < F, 0.0).to(tl.float32)[None, :]
+        h = activate(a, ACT)[0] * u if GATED else activate(u, ACT)[0]
+        base, to, here = _tile(start, end, m, n, F, BM, BN)
+        tl.store(h_ptr + base + to, h.to(h_ptr.dtype.element_ty), here)
+        if KEEP:
+            tl.store(u_ptr + base + to, u.to(u_ptr.dtype.element_ty), here)
+            if GATED:
+                tl.store(a_ptr + base + to, a.to(a_ptr.dtype.element_ty), here)
+
+
+@triton.jit
+def down(
+    one_ptr, two_ptr, order_ptr, ends_ptr, one_w, two_w, bias_ptr, routing_ptr, y_ptr, R, F, D, E,
+    TWO: tl.constexpr, BIASED: tl.constexpr, WEIGHTED: tl.constexpr, TAIL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_PAD: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """y of h (or dx of du and da); with TAIL 0 for the rows past the last end."""
+    columns = tl.cdiv(D, BN)
+    first_e, tiles_e = spread(ends_ptr, R, E, columns, BM, E_PAD, TAIL)
+    for tile in range(tl.program_id(0), tl.sum(tiles_e, 0) * columns, tl.num_programs(0)):
+        expert, m, n = place(tile, first_e, tiles_e, columns, E_PAD, GROUP)
+        start, end = rows_of(ends_ptr, expert, E, R)
+        r = start + m * BM + tl.arange(0, BM)
+        at = tl.where(r < end, r, start).to(tl.int64) * F
+        width = tl.where(expert < E, F, 0) if TAIL else F
+        y = tl.zeros((BM, BN), tl.float32)
+        y = _along(y, one_ptr, at, one_w, expert, n, D, F, width, BN, BK, EVEN, TMA)
+        if TWO:
+            y = _along(y, two_ptr, at, two_w, expert, n, D, F, width, BN, BK, EVEN, TMA)
+        d = n * BN + tl.arange(0, BN)
+        if BIASED:
+            y += tl.load(bias_ptr + expert * D + d, d < tl.where(expert < E, D, 0), 0.0).to(tl.float32)[None, :]
+        if WEIGHTED:
+            choice = tl.load(order_ptr + r, r < end, 0)
+            y *= tl.load(routing_ptr + choice, r < end, 0.0).to(tl.float32)[:, None]
+        base, to, here = _tile(start, end, m, n, D, BM, BN)
+        tl.store(y_ptr + base + to, y.to(y_ptr.dtype.element_ty), here)
+
+
+@triton.jit
+def _slice_back(
+    dh, w, start, end, m, n, a_ptr, u_ptr, h_ptr, da_ptr, du_ptr, F,
+    GATED: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """h · dh of each row over a slice of columns, whose w h, da and du are written."""
+    base, to, here = _tile(start, end, m, n, F, BM, BN)
+    u = tl.load(u_ptr + base + to, here, 0.0).to(tl.float32)
+    weighted = dh * w[:, None]
+    if GATED:
+        h, slope = activate(tl.load(a_ptr + base + to, here, 0.0).to(tl.float32), ACT)
+        tl.store(da_ptr + base + to, (weighted * u * slope).to(da_ptr.dtype.element_ty), here)
+        tl.store(du_ptr + base + to, (weighted * h).to(du_ptr.dtype.element_ty), here)
+        h *= u
+    else:
+        h, slope = activate(u, ACT)
+        tl.store(du_ptr + base + to, (weighted * slope).to(du_ptr.dtype.element_ty), here)
+    tl.store(h_ptr + base + to, (h * w[:, None]).to(h_ptr.dtype.element_ty), here)
+    # Columns past F hold a product with column 0's weights: they count only where h is 0, as it is there.
+    return tl.sum(tl.where(here, h * dh, 0.0), 1)
+
+
+@triton.jit
+def hidden_back(
+    dy_ptr, order_ptr, ends_ptr, down_w, routing_ptr, a_ptr, u_ptr, h_ptr, da_ptr, du_ptr, part_ptr, R, D, F, E, active,
+    GATHER: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, ACT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_PAD: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """w h, da and du; with WEIGHTED also each tile's share of h · dh, (tiles of columns, R)."""
+    columns = tl.cdiv(F, BN)
+    first_e, tiles_e = spread(ends_ptr, R, E, columns, BM, E_PAD, False)
+    for tile in range(tl.program_id(0), tl.sum(tiles_e, 0) * columns, tl.num_programs(0)):
+        expert, m, n = place(tile, first_e, tiles_e, columns, E_PAD, GROUP)
+        start, end = rows_of(ends_ptr, expert, E, R)
+        r = start + m * BM + tl.arange(0, BM)
+        at = _sources(order_ptr, r, r < end, active, GATHER) * D
+        dh, _ = _across(dy_ptr, at, down_w, down_w, expert, n, F, D, BM, BN, BK, EVEN, False, TMA)
+        w = tl.full((BM,), 1.0, tl.float32)
+        if WEIGHTED:
+            choice = tl.load(order_ptr + r, r < end, 0)
+            w = tl.load(routing_ptr + choice, r < end, 0.0).to(tl.float32)
+        # In slices of columns: a whole tile of each of a, u, h, da, du beside the sums would not fit the registers.
+        halves = tl.reshape(dh, (BM, 2, BN // 2)).permute(0, 2, 1).split()
+        dot = tl.zeros((BM,), tl.float32)
+        for i in tl.static_range(2):
+            quarters = tl.reshape(halves[i], (BM, 2, BN // 4)).permute(0, 2, 1).split()
+            for j in tl.static_range(2):
+                dot += _slice_back(
+                    quarters[j], w, start, end, m, 4 * n + 2 * i + j, a_ptr, u_ptr, h_ptr, da_ptr, du_ptr, F,
+                    GATED, ACT, BM, BN // 4,
+                )  # fmt: skip
+        if WEIGHTED:
+            tl.store(part_ptr + n.to(tl.int64) * R + r, dot, r < end)

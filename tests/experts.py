@@ -1,0 +1,103 @@
+"""Cases for the kernels of experts, shared by the contract on a CPU, Triton's interpreter and a GPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colonnade.kernels.experts.reference import Weights
+from colonnade.kernels.permute import reference as permute
+
+LOADS = ("even", "skewed", "one", "some dropped", "bounded", "all dropped")
+NAMES = ("y", "x", "routing", *Weights._fields)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer and its load."""
+
+    T: int
+    A: int
+    E: int
+    D: int
+    F: int
+    load: str = "even"
+    gated: bool = True
+    biased: bool = False
+    activation: str = "silu"
+
+    def ids(self) -> Tensor:
+        """(T, A): distinct experts of each token but in "one"; E is none."""
+        draw = torch.Generator().manual_seed(self.T)
+        scores_TE = torch.rand(self.T, self.E, generator=draw)
+        if self.load == "skewed":
+            scores_TE *= torch.arange(1, self.E + 1) ** 2.0
+        ids_TA = scores_TE.argsort(1, descending=True)[:, : self.A]
+        if self.load == "one":
+            ids_TA = torch.full_like(ids_TA, self.E - 1)
+        if self.load in ("some dropped", "bounded"):
+            ids_TA[::3] = self.E
+        return torch.full_like(ids_TA, self.E) if self.load == "all dropped" else ids_TA
+
+    def rows(self) -> int | None:
+        """How many choices there are at most; more than there are, in "bounded"."""
+        return int((self.ids() < self.E).sum()) + 1 if self.load == "bounded" else None
+
+    def leaves(self, dtype: torch.dtype, device: str) -> list[Tensor | None]:
+        """x, the routing weights and the experts' weights."""
+        draw = torch.Generator().manual_seed(self.E)
+
+        def leaf(*shape: int, scale: float = 1.0, wanted: bool = True, kind: torch.dtype = dtype) -> Tensor | None:
+            drawn = torch.randn(*shape, generator=draw, dtype=torch.float64) * scale
+            # Rounded to the type at hand before anybody computes with it, also the exact one.
+            return drawn.to(kind).to(device).requires_grad_() if wanted else None
+
+        T, A, E, D, F = self.T, self.A, self.E, self.D, self.F
+        kind = torch.promote_types(dtype, torch.float32)
+        return [
+            leaf(T, D), leaf(T, A, kind=kind), leaf(E, F, D, scale=D**-0.5), leaf(E, F, D, scale=F**-0.5),
+            leaf(E, F, D, scale=D**-0.5, wanted=self.gated), leaf(E, F, wanted=self.biased),
+            leaf(E, F, wanted=self.biased and self.gated), leaf(E, D, wanted=self.biased),
+        ]  # fmt: skip
+
+
+def routed_experts(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An implementation of "routed_experts" as a function of a case and its leaves."""
+
+    def of(case: Case, x: Tensor, routing: Tensor, *stacks: Any) -> Tensor:
+        order_R, ends_E = permute.sort(case.ids().to(x.device), case.E, case.rows())
+        return run(x, order_R, ends_E, routing, Weights(*stacks), case.activation)
+
+    return of
+
+
+def experts_of_rows(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """One of "experts", between the plain gather and combine."""
+
+    def of(case: Case, x: Tensor, routing: Tensor, *stacks: Any) -> Tensor:
+        order_R, ends_E = permute.sort(case.ids().to(x.device), case.E, case.rows())
+        x_RD = permute.gather(x, order_R, case.A)
+        y_RD = run(x_RD, ends_E, Weights(*stacks), case.activation)
+        assert not len(order_R) or not y_RD[int(ends_E[-1]) :].any(), "rows of no expert are 0"
+        return permute.combine(y_RD, order_R, routing)
+
+    return of
+
+
+def gradients(
+    run: Callable[..., Tensor], case: Case, dtype: torch.dtype, device: str = "cpu", values: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """y and every gradient, of inputs that ``values`` can hold (else ``dtype``)."""
+    leaves = case.leaves(values or dtype, device)
+    leaves = [None if w is None else w.detach().to(torch.promote_types(dtype, w.dtype)) for w in leaves]
+    leaves = [None if w is None else w.requires_grad_() for w in leaves]
+    y = run(case, *leaves)
+    assert y.dtype == dtype
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(y))
+    found = {"y": y.detach()}
+    for name, leaf in zip(NAMES[1:], leaves, strict=True):
+        if leaf is not None:
+            found[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    return found

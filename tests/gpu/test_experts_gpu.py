@@ -1,0 +1,154 @@
+"""Experts on a GPU: every row of the table equals float64 by relative norm; the same bits each time; no waiting."""
+
+import pytest
+import torch
+
+from colonnade.kernels.choose import TABLE, Row, choose
+from colonnade.kernels.experts import reference
+from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
+from colonnade.kernels.experts.tiles import CHOSEN, Tiles
+from colonnade.kernels.permute import reference as permute
+from tests.experts import LOADS, Case, experts_of_rows, gradients, routed_experts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+"""The hidden units are rounded between the products, as well as what comes out."""
+CASES = [
+    Case(200, 2, 8, 256, 384),
+    Case(333, 8, 64, 128, 96, load="skewed"),
+    Case(77, 4, 40, 72, 56, load="one", biased=True, activation="gelu"),
+    Case(150, 3, 16, 136, 264, load="some dropped", gated=False, activation="relu"),
+    Case(90, 2, 8, 128, 200, load="bounded", biased=True, activation="gelu_tanh"),
+    Case(40, 2, 8, 64, 64, load="all dropped"),
+    Case(1, 8, 128, 512, 256),
+    Case(0, 2, 8, 64, 64),
+    Case(2500, 2, 4, 512, 640, biased=True),
+]
+ROWS = [
+    pytest.param(row, dtype, id=f"{row.operation}-{row.name}-{str(dtype).removeprefix('torch.')}")
+    for row in TABLE
+    if row.operation in ("experts", "routed_experts") and row.name != "reference" and "cuda" in row.devices
+    for dtype in row.dtypes
+]
+
+
+def run_of(row: Row):
+    return routed_experts(row.run) if row.operation == "routed_experts" else experts_of_rows(row.run)
+
+
+def close(row: Row, case: Case, dtype: torch.dtype) -> None:
+    exact = gradients(routed_experts(reference.routed), case, torch.float64, "cuda", values=dtype)
+    for name, got in gradients(run_of(row), case, dtype, "cuda").items():
+        error = float((got.double() - exact[name]).norm() / exact[name].norm().clamp(min=1e-3))
+        assert error < TOLERANCE[dtype] * (1 if name == "y" else 2), (name, error)
+
+
+def test_our_kernels_are_chosen() -> None:
+    for operation in ("routed_experts", "experts", "sort_choices", "gather_rows", "combine_rows"):
+        assert choose(operation, "cuda", torch.bfloat16) is choose(operation, "cuda", torch.bfloat16, "triton")
+
+
+@pytest.mark.parametrize(("row", "dtype"), ROWS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.T}x{case.A}of{case.E}-{case.load}")
+def test_experts(row: Row, dtype: torch.dtype, case: Case) -> None:
+    close(row, case, dtype)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation: str) -> None:
+    for row in (row for row in TABLE if row.operation == "routed_experts" and row.name == "triton"):
+        close(row, Case(100, 2, 8, 64, 128, activation=activation), torch.bfloat16)
+
+
+@pytest.mark.parametrize("how", [{"a_processor": 1}, {"a_processor": 2, "GROUP": 1}, {"descriptors": True}], ids=str)
+def test_every_way_to_cut(how: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel in ("up", "gated_up", "down", "hidden_back", "rows_back"):
+        monkeypatch.setitem(CHOSEN, kernel, Tiles(64, 64, 64, 4, 3)._replace(**how))
+    for row in (row for row in TABLE if row.operation == "routed_experts" and row.name == "triton"):
+        close(row, Case(700, 4, 32, 256, 320, load="skewed"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_sort_is_the_references(load: str) -> None:
+    for case in (Case(5000, 8, 128, 1, 1, load=load), Case(1, 8, 64, 1, 1, load=load), Case(0, 2, 8, 1, 1)):
+        ids_TA = case.ids().cuda()
+        got = choose("sort_choices", "cuda", torch.bfloat16)(ids_TA, case.E, case.rows())
+        for ours, exact in zip(got, permute.sort(ids_TA, case.E, case.rows()), strict=True):
+            assert torch.equal(ours, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_there_and_back(dtype: torch.dtype) -> None:
+    """Gather and combine with unit weights give A times each token, and the gradients are the references'."""
+    T, A, D = 700, 4, 1100
+    order_R, _ = permute.sort(Case(T, A, 16, 1, 1).ids().cuda(), 16)
+    x, y = torch.randn(T, D, device="cuda").to(dtype), torch.randn(T * A, D, device="cuda").to(dtype)
+    w, results = torch.rand(T, A, device="cuda"), []
+    for kernels in ("triton", "reference"):
+        leaves = [t.detach().clone().requires_grad_() for t in (x, y, w)]
+        x_RD = choose("gather_rows", "cuda", dtype, kernels)(leaves[0], order_R, A)
+        y_TD = choose("combine_rows", "cuda", dtype, kernels)(leaves[1], order_R, leaves[2])
+        whole = choose("combine_rows", "cuda", dtype, kernels)(x_RD, order_R, torch.ones_like(w))
+        assert torch.equal(whole, x * A)
+        torch.autograd.backward([x_RD, y_TD], [y, x])
+        results.append((x_RD, y_TD, *(leaf.grad for leaf in leaves)))
+    for ours, exact in zip(*results, strict=True):
+        assert float((ours - exact).float().norm() / exact.float().norm()) < TOLERANCE[dtype]
+
+
+def test_the_same_bits_each_time() -> None:
+    for row in (row for row in TABLE if row.operation == "routed_experts" and row.name == "triton"):
+        case = Case(3000, 8, 64, 256, 192, load="skewed")
+        first, second = (gradients(run_of(row), case, torch.bfloat16, "cuda") for _ in range(2))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """A layer is captured in a graph and replayed with other choices, whose loads the host never sees."""
+    T, E, A, D, F = 300, 16, 4, 128, 192
+    draw = torch.Generator("cuda").manual_seed(0)
+    stacks = [torch.randn(E, F, D, device="cuda", generator=draw).bfloat16() / 16 for _ in range(3)]
+    x, w = torch.randn(T, D, device="cuda").bfloat16(), torch.rand(T, A, device="cuda")
+    ids = torch.rand(T, E, device="cuda", generator=draw).argsort(1)[:, :A].contiguous()
+
+    def layer(kernels: str) -> torch.Tensor:
+        order_R, ends_E = choose("sort_choices", "cuda", x.dtype, kernels)(ids, E)
+        weights = Weights(stacks[0], stacks[1], stacks[2])
+        return choose("routed_experts", "cuda", x.dtype, kernels)(x, order_R, ends_E, w, weights, "silu")
+
+    layer("triton")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer("triton")
+    for replacement in (ids.flip(0), torch.full_like(ids, E - 1), torch.full_like(ids, E)):
+        ids.copy_(replacement)
+        graph.replay()
+        exact = layer("reference").float()
+        assert float((y.float() - exact).norm()) <= 1e-2 * float(exact.norm())
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_one_compiled_graph(backward: bool) -> None:
+    case = Case(64, 2, 8, 64, 96)
+    x, routing, *stacks = case.leaves(torch.bfloat16, "cuda")
+    assert x is not None
+    ids = case.ids().cuda()
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        order_R, ends_E = choose("sort_choices", "cuda", torch.bfloat16)(ids, case.E)
+        return choose("routed_experts", "cuda", torch.bfloat16)(
+            x,
+            order_R,
+            ends_E,
+            routing,
+            Weights(*stacks),
+            case.activation,  # type: ignore[arg-type]
+        )
+
+    results = []
+    for run in (layer, torch.compile(layer, fullgraph=True)):
+        y = run(x)
+        results.append(torch.autograd.grad(y.float().sum(), x)[0] if backward else y)
+    assert torch.equal(*results)

@@ -1,0 +1,135 @@
+"""The experts' kernels in Triton, run by its interpreter: ``TRITON_INTERPRET=1 python -m tests.interpreted_experts``.
+
+Tiles are small, so that experts have several and none; in turn one program a tile, a few that stay, and weights
+fetched through tensor descriptors.
+"""
+
+import itertools
+import warnings
+from typing import get_args
+
+import torch
+
+from colonnade.kernels.experts import reference, tiles, triton_experts
+from colonnade.kernels.experts.tiles import Kernel, Tiles
+from colonnade.kernels.permute import reference as permute
+from colonnade.kernels.permute import triton_moves, triton_sort
+from tests.experts import LOADS, Case, experts_of_rows, gradients, routed_experts
+
+HOW = [
+    Tiles(16, 16, 16, 4, 2, GROUP=2),
+    Tiles(16, 32, 16, 4, 2, GROUP=1, a_processor=1),
+    Tiles(32, 16, 32, 4, 2, descriptors=True),
+]
+SHAPES = [(23, 2, 5, 24, 20), (9, 3, 8, 32, 48), (5, 2, 4, 17, 33), (1, 2, 4, 16, 16)]
+ACTIVATIONS = list(reference.ACTIVATIONS)
+
+
+def same(run, case: Case, dtype: torch.dtype = torch.float32, tolerance: float = 1e-5) -> None:
+    """Values and gradients against float64, by norm, relative where it is above 1."""
+    exact = gradients(routed_experts(reference.routed), case, torch.float64, values=dtype)
+    for name, got in gradients(run, case, dtype).items():
+        error = float((got.double() - exact[name]).norm() / exact[name].norm().clamp(min=1))
+        assert error < tolerance, (case, name, error)
+
+
+def cut(how: Tiles) -> None:
+    """Let every kernel be cut up like this."""
+    tiles.CHOSEN.update(dict.fromkeys(get_args(Kernel), how))
+
+
+def check_experts() -> int:
+    """Tokens to tokens, each load and each shape once or more."""
+    count = 0
+    for i, (load, shape) in enumerate(itertools.product(LOADS, SHAPES[:2])):
+        cut(HOW[i % 3])
+        gated, biased = i % 4 != 1, i % 3 == 1
+        same(
+            routed_experts(triton_experts.routed),
+            Case(*shape, load=load, gated=gated, biased=biased, activation=ACTIVATIONS[i % 4]),
+        )
+        count += 1
+    for shape in (*SHAPES[2:], (0, 2, 4, 16, 16)):
+        same(routed_experts(triton_experts.routed), Case(*shape, biased=True, activation="gelu"))
+        count += 1
+    same(routed_experts(triton_experts.routed), Case(*SHAPES[1]), torch.float16, 2e-3)
+    return count + 1
+
+
+def check_rows() -> int:
+    """Rows to rows; those past the last end are 0, and so are their gradients."""
+    for i, load in enumerate(LOADS):
+        cut(HOW[i % 3])
+        same(experts_of_rows(triton_experts.experts), Case(*SHAPES[i % 3], load=load, gated=i % 2 == 0, biased=i > 2))
+    return len(LOADS)
+
+
+def check_bits() -> int:
+    """The same bits each time, and unlike tiles give like results."""
+    case = Case(*SHAPES[0], load="skewed")
+    found = []
+    for how in (HOW[0], HOW[0], HOW[1]):
+        cut(how)
+        found.append(gradients(routed_experts(triton_experts.routed), case, torch.float32))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert all((found[0][name] - found[2][name]).abs().max() < 1e-5 for name in found[0])
+    return 2
+
+
+def check_sort() -> int:
+    """Exactly the reference's order and ends."""
+    count = 0
+    draw = torch.Generator().manual_seed(0)
+    for T, A, E, none in itertools.product((0, 1, 150), (1, 3), (1, 5, 64, 200), (False, True)):
+        if T == 150 and E == 200 and A == 3:
+            continue
+        ids = torch.randint(E + none, (T, A), generator=draw)
+        for rows in (None, T * A // 2):
+            for got, exact in zip(triton_sort.sort(ids, E, rows), permute.sort(ids, E, rows), strict=True):
+                assert torch.equal(got, exact), (T, A, E, none, rows)
+        count += 1
+    return count
+
+
+def check_moves() -> int:
+    """Gather and combine, and the gradients of both; also of rows that are slices, and fewer than the choices."""
+    count = 0
+    draw = torch.Generator().manual_seed(0)
+    for T, A, D, rows in ((13, 2, 1100, None), (5, 3, 7, 9), (1, 1, 1, None), (0, 2, 4, None), (4, 2, 8, 0)):
+        order_R = torch.randperm(T * A, generator=draw)[:rows]
+        wide = torch.randn(max(T, T * A), D + 3, generator=draw)
+        weights, R = torch.rand(T, A, generator=draw), len(order_R)
+        results = []
+        for module in (triton_moves, permute):
+            x, y, w = (t.detach().clone().requires_grad_() for t in (wide[:T], wide[:R], weights))
+            got = module.gather(x[:, 1 : D + 1], order_R, A)
+            back = module.combine(y[:, 2 : D + 2], order_R, w)
+            torch.autograd.backward([got, back], [wide[:R, :D].clone(), wide[:T, 3:].clone()])
+            zeros = [torch.zeros_like(t) if t.grad is None else t.grad for t in (x, y, w)]
+            results.append((got, back, *zeros))
+        for ours, exact in zip(*results, strict=True):
+            assert torch.allclose(ours, exact, atol=1e-6, rtol=1e-5), (T, A, D, rows)
+        count += 1
+    return count
+
+
+def check_operators() -> int:
+    """What torch.compile relies on: schemas, shapes without data, gradients registered where autograd looks."""
+    cut(HOW[0])
+    case = Case(4, 2, 3, 16, 16, biased=True)
+    x, routing, *stacks = case.leaves(torch.float32, "cpu")
+    order_R, ends_E = permute.sort(case.ids(), case.E)
+    operators = torch.ops.colonnade
+    torch.library.opcheck(operators.experts.default, (x, order_R, ends_E, routing, *stacks, "silu", True))
+    torch.library.opcheck(operators.experts.default, (x, None, ends_E.clamp(max=4), None, *stacks, "silu", True))
+    torch.library.opcheck(operators.sort_choices.default, (case.ids(), case.E))
+    torch.library.opcheck(operators.gather_rows.default, (x, order_R, 2))
+    y = torch.randn(8, 16, requires_grad=True)
+    torch.library.opcheck(operators.combine_rows.default, (y, order_R, routing, 4, 2))
+    return 5
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    for check in (check_experts, check_rows, check_bits, check_sort, check_moves, check_operators):
+        print(f"{check.__name__}: {check()} cases", flush=True)

@@ -1,0 +1,94 @@
+"""The contract of the experts' kernels: every row of the table computes what the reference does, and its gradients.
+
+Kernels in Triton are held to the same cases by tests/interpreted.py.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from colonnade.kernels.choose import TABLE, Row
+from colonnade.kernels.experts import loop, reference
+from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
+from colonnade.kernels.permute import reference as permute
+from tests.experts import LOADS, Case, experts_of_rows, gradients, routed_experts
+
+ROWS = [
+    pytest.param(row, dtype, id=f"{row.operation}-{row.name}-{str(dtype).removeprefix('torch.')}")
+    for row in TABLE
+    if row.operation in ("experts", "routed_experts") and row.name != "reference" and "cpu" in row.devices
+    for dtype in ((torch.float64 if torch.float64 in row.dtypes else torch.float32),)
+]
+SHAPES = [(37, 2, 5, 24, 20), (9, 3, 8, 16, 32), (1, 2, 4, 7, 9), (0, 2, 3, 8, 8), (40, 1, 4, 10, 6)]
+"""(tokens, choices, experts, width, hidden width)"""
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    """max|Δ| over max(1, ‖exact‖∞)."""
+    return float((got.double() - exact).abs().max() / exact.abs().max().clamp(min=1)) if exact.numel() else 0.0
+
+
+def of(row: Row) -> Callable[..., Tensor]:
+    return routed_experts(row.run) if row.operation == "routed_experts" else experts_of_rows(row.run)
+
+
+@pytest.mark.parametrize(("row", "dtype"), ROWS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(("gated", "biased"), list(itertools.product([True, False], repeat=2)))
+def test_experts(row: Row, dtype: torch.dtype, shape: tuple, load: str, gated: bool, biased: bool) -> None:
+    activation = list(ACTIVATIONS)[(shape[0] + gated + 2 * biased) % 4]
+    case = Case(*shape, load=load, gated=gated, biased=biased, activation=activation)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    exact = gradients(routed_experts(reference.routed), case, torch.float64)
+    for name, got in gradients(of(row), case, dtype).items():
+        assert error(got, exact[name]) <= tolerance, name
+
+
+@pytest.mark.parametrize(("row", "dtype"), ROWS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(row: Row, dtype: torch.dtype, activation: str) -> None:
+    case = Case(20, 2, 4, 12, 14, activation=activation)
+    exact = gradients(routed_experts(reference.routed), case, torch.float64)
+    for name, got in gradients(of(row), case, dtype).items():
+        assert error(got, exact[name]) <= (1e-10 if dtype == torch.float64 else 1e-5), name
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_an_expert_takes_its_own_of_many_tokens(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the loop does with more choices than it gathers at once."""
+    case = Case(30, 2, 6, 12, 14, load=load, biased=True)
+    monkeypatch.setattr(loop, "AT_ONCE", 0)
+    exact = gradients(routed_experts(reference.routed), case, torch.float64)
+    for name, got in gradients(routed_experts(loop.routed), case, torch.float64).items():
+        assert error(got, exact[name]) <= 1e-10, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("T", [1, 2, 40])
+@pytest.mark.parametrize("biased", [True, False])
+def test_few_rows_in_the_types_that_decode(dtype: torch.dtype, T: int, biased: bool) -> None:
+    case = Case(T, 2, 12, 64, 96, biased=biased)
+    exact = gradients(routed_experts(reference.routed), case, torch.float64, values=dtype)
+    for name, got in gradients(routed_experts(loop.routed), case, dtype).items():
+        assert float((got - exact[name]).norm() / exact[name].norm()) < (1e-5 if dtype == torch.float32 else 1.5e-2), (
+            name
+        )
+
+
+def test_an_idle_expert_is_not_read() -> None:
+    """Decoding one token of many experts: the weights of those it did not choose may be anything."""
+    case = Case(1, 2, 8, 16, 12)
+    x, routing, up, down, gate, *rest = (None if w is None else w.detach() for w in case.leaves(torch.float32, "cpu"))
+    assert x is not None
+    ids_TA = case.ids()
+    order_R, ends_E = permute.sort(ids_TA, case.E)
+    exact = loop.routed(x, order_R, ends_E, routing, Weights(up, down, gate, *rest), "silu")  # type: ignore[arg-type]
+    for stack in (up, down, gate):
+        assert stack is not None
+        stack[[e for e in range(case.E) if e not in ids_TA]] = torch.nan
+    got = loop.routed(x, order_R, ends_E, routing, Weights(up, down, gate, *rest), "silu")  # type: ignore[arg-type]
+    assert torch.equal(got, exact)

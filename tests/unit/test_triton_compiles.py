@@ -1,0 +1,101 @@
+"""The experts' kernels compiled for Hopper, which takes no GPU: they fit, use its matrix units, and spill little.
+
+What the interpreter cannot tell: that the compiler accepts a kernel, and what it makes of it.
+"""
+
+import importlib.util
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton"
+    ),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+SHARED_BYTES, SPILLED_BYTES = 227 * 1024, 128
+"""What a block of threads may take on Hopper; a few registers, in a loop's prologue, are no harm."""
+WHOLE = ("R", "D", "F", "stride", "q_stride")
+"""Numbers that are multiples of 16, as in any real layer."""
+
+
+def signature(kernel: str, tma: bool, tiles: Any) -> tuple[str, dict[str, str], dict[str, Any]]:
+    """(the function, types of its arguments, constants) of a gated layer without biases in bfloat16."""
+    common = {"order_ptr": "*i64", "ends_ptr": "*i64", "R": "i32", "F": "i32", "D": "i32", "E": "i32"}
+    sizes = {"BM": tiles.BM, "BN": tiles.BN, "BK": tiles.BK, "GROUP": tiles.GROUP}
+    rows = {**sizes, "E_PAD": 256, "EVEN": True, "TMA": tma}
+
+    def of(*names: str) -> dict[str, str]:
+        return dict.fromkeys(names, "*bf16")
+
+    def weights(*names: str, across: bool) -> dict[str, str]:
+        block = (tiles.BN, tiles.BK) if across else (tiles.BK, tiles.BN)
+        return dict.fromkeys(names, f"tensordesc<bf16[1, {block[0]}, {block[1]}]>" if tma else "*bf16")
+
+    gathered = {"active": "i32"}
+    if kernel in ("up", "gated_up"):
+        gated = kernel == "gated_up"
+        types = common | of("x_ptr", "h_ptr", "a_ptr", "u_ptr") | gathered | {"stride": "i32"}
+        types |= weights("up_w", *(["gate_w"] if gated else []), across=True)
+        return "up", types, {"GATHER": True, "GATED": gated, "BIASED": False, "KEEP": True, "ACT": "silu", **rows}
+    if kernel in ("down", "rows_back"):
+        two = kernel == "rows_back"
+        types = common | of("one_ptr", "y_ptr", *(["two_ptr"] if two else []))
+        types |= weights("one_w", *(["two_w"] if two else []), across=False) | {"routing_ptr": "*fp32"}
+        return "down", types, {"TWO": two, "BIASED": False, "WEIGHTED": not two, "TAIL": False, **rows}
+    if kernel == "hidden_back":
+        types = common | of("dy_ptr", "a_ptr", "u_ptr", "h_ptr", "da_ptr", "du_ptr") | gathered
+        types |= weights("down_w", across=True) | {"routing_ptr": "*fp32", "part_ptr": "*fp32"}
+        return "hidden_back", types, {"GATHER": True, "GATED": True, "WEIGHTED": True, "ACT": "silu", **rows}
+    two = kernel == "gated_weights_back"
+    types = common | of("p_ptr", "q_ptr", "dp_ptr", *(["s_ptr", "ds_ptr"] if two else [])) | gathered
+    return "weights_back", types | {"q_stride": "i32"}, {"TWO": two, "GATHER": True, **sizes}
+
+
+def cases() -> list[Any]:
+    if importlib.util.find_spec("triton") is None:
+        return []
+    from colonnade.kernels.experts.tiles import table
+
+    return [
+        pytest.param(kernel, most, how, tma, id=f"{kernel}-{most}-{'tma' if tma else 'pointers'}")
+        for kernel, rows in table().items()
+        for most, how in rows
+        for tma in ((False, True) if "weights" not in kernel else (False,))
+    ]
+
+
+@pytest.mark.parametrize(("kernel", "most", "how", "tma"), cases())
+def test_it_fits_the_chip(kernel: str, most: int | None, how: Any, tma: bool, tmp_path: Path) -> None:
+    import triton
+    from triton.backends import nvidia
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from colonnade.kernels.experts import triton_rows, triton_weights
+
+    name, types, constants = signature(kernel, tma, how)
+    function = getattr(triton_rows, name, None) or getattr(triton_weights, name)
+    places = {argument: i for i, argument in enumerate(function.arg_names)}
+    found = {argument: types.get(argument, "constexpr") for argument in places}
+    values = {(places[argument],): constants.get(argument) for argument in places if found[argument] == "constexpr"}
+    aligned = [a for a, kind in found.items() if a in WHOLE or kind.startswith("*")]
+    attributes = {(places[argument],): [["tt.divisibility", 16]] for argument in aligned}
+    source = ASTSource(function, found, values, attributes)
+    options = {"num_warps": how.warps, "num_stages": how.stages}
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert built.metadata.shared <= SHARED_BYTES
+    image = tmp_path / "kernel.cubin"
+    image.write_bytes(built.asm["cubin"])
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", image], check=True, capture_output=True, text=True).stdout
+    assert int(usage.split("STACK:")[1].split()[0]) <= SPILLED_BYTES, usage
+    assert ("wgmma" in built.asm["ptx"]) == (how.BM >= 64)
+    assert ("cp.async.bulk.tensor" in built.asm["ptx"]) == tma
+    # Every operand of the loop comes asynchronously, several steps ahead.
+    assert "cp.async" in built.asm["ptx"]
