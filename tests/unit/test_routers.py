@@ -63,9 +63,8 @@ def plain(name: str, moe: MoeConfig, router: Router) -> tuple[list[list[int]], l
     if config.jitter:
         u = noise.uniform(WIDTH, INPUT)
         x_TD = x_TD * (1 - config.jitter + 2 * config.jitter * u)
-    rows = gate_rows(router, x_TD) if "weight" in own else None
+    rows = gate_rows(router, x_TD) if "weight" in own else []
     if kind == "cosine":
-        rows = []
         factor = math.exp(min(own["own.temperature"].item(), math.log(100)))
         for x in x_TD:
             p = own["own.project"] @ x
@@ -407,6 +406,20 @@ def test_a_router_of_sequences_must_be_told_them(kind):
         few = moe_of("task", tasks=2)
         with pytest.raises(ConfigError, match="has 5 tasks, and the router 2"):
             router_of(few)(x_TD, tokens_T, index_T, None, units=units)
+
+
+def test_a_layer_learns_through_a_router_that_does_not():
+    """The hash has nothing to learn: its losses are seen, and the experts' gradients flow all the same."""
+    moe = moe_of("hash")
+    model = initialise(Transformer(config_of(moe), dtype=torch.float64), seed=0)
+    layer = model.get_submodule("blocks.0.ffn")
+    x_TD, tokens_T, index_T, _ = tokens()
+    y_TD, report = layer(x_TD, TOKENS, Routed(tokens_T, Routing(index_T, 1.0), Step()))
+    y_TD.square().sum().backward()
+    assert report.balance > 1
+    assert report.z == 0
+    assert bool(report.finite)
+    assert all(p.grad is not None for p in layer.experts.parameters())
 
 
 # -- scores that are no numbers --------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def _by_sequence(
     ones_T1 = probs_TE.new_ones(len(probs_TE), 1)
     sum_U = over.sum_(units.sum_(torch.cat([probs_TE, chosen_TE, ones_T1], 1)))
     prob_UE, load_UE, count_U1 = sum_U.split([E, E, 1], 1)
-    sequences = (count_U1 > 0).sum().clamp(min=1)
+    sequences = (count_U1 > 0).sum(dtype=count_U1.dtype).clamp(min=1)
     slope_UE = E / moe.active / sequences * load_UE / count_U1.clamp(min=1).square()
     return (slope_UE * prob_UE).sum(), slope_UE[units.of_T]
 

@@ -40,15 +40,15 @@ def scores_finite(reports: Mapping[int, Report], layers: int, device: torch.devi
     return finite
 
 
-def blame(finite_WL: list[list[bool]]) -> str | None:
+def blame(by_rank: list[list[bool]]) -> str | None:
     """Which layer's routers, and on which ranks, were the first to have scores that are not finite; None for none.
 
-    ``finite_WL`` is :func:`scores_finite` of every rank.
+    ``by_rank`` is :func:`scores_finite` of every rank.
     """
-    for layer in range(min(map(len, finite_WL), default=0)):
-        ranks = [str(rank) for rank, finite in enumerate(finite_WL) if not finite[layer]]
+    for layer in range(min(map(len, by_rank), default=0)):
+        ranks = [str(rank) for rank, finite in enumerate(by_rank) if not finite[layer]]
         if ranks:
-            return f"the router's scores in layer {layer} are not finite on rank {', '.join(ranks)} of {len(finite_WL)}"
+            return f"the router's scores in layer {layer} are not finite on rank {', '.join(ranks)} of {len(by_rank)}"
     return None
 
 
