@@ -226,6 +226,17 @@ def test_the_noisy_routers_load_is_the_share_of_draws_that_choose_an_expert():
         assert abs(share - choice.expected_TE[t, e]) < 0.015
 
 
+def test_the_cosines_factor_stops_at_100():
+    moe = moe_of("cosine", noise=0.0)
+    router = router_of(moe)
+    logits = {}
+    for temperature in (math.log(100), 7.0):
+        router.gates[0].own["temperature"].data.fill_(temperature)
+        logits[temperature] = chosen("cosine", moe, router).logits_TE
+    assert 1 < logits[7.0].abs().max() <= 100
+    assert_same(logits[7.0], logits[math.log(100)])
+
+
 def test_expert_choice_loads_all_experts_alike_and_bounds_its_rows():
     moe = moe_of("expert_choice")
     choice = chosen("expert_choice", moe, router_of(moe))
