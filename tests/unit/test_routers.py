@@ -425,7 +425,7 @@ def test_a_layer_learns_through_a_router_that_does_not():
     model = initialise(Transformer(config_of(moe), dtype=torch.float64), seed=0)
     layer = model.get_submodule("blocks.0.ffn")
     x_TD, tokens_T, index_T, _ = tokens()
-    y_TD, report = layer(x_TD, TOKENS, Routed(tokens_T, Routing(index_T, 1.0), Step()))
+    y_TD, report = layer(x_TD, TOKENS, Routed(tokens_T, Routing(index_T, 1.0), Spread()))
     y_TD.square().sum().backward()
     assert report.balance > 1
     assert report.z == 0

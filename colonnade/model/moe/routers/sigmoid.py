@@ -2,8 +2,8 @@
 
     s = σ(W x)        i = top-A of s + b, within the best groups        w = s_i / Σ s_i · scale
 
-The bias decides who is chosen, never with what weight; it moves against the load once a step,
-so that no loss need pull at the scores.
+The bias decides who is chosen, never with what weight; it moves against the load once a step, so that no loss need pull
+at the scores.
 """
 
 from colonnade.model.moe.router import Choice, Seen, keep, router
