@@ -5,19 +5,27 @@ process does what the papers say is tests/unit/test_routers.py's affair.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from colonnade.config import MoeConfig
+from colonnade.config import DataConfig, MoeConfig, Plan, RunConfig, TrainConfig
+from colonnade.data import Corpus
 from colonnade.model.moe import Routing, Units
 from colonnade.model.moe.capacity import admit, capacity
 from colonnade.model.moe.losses import load, losses
 from colonnade.parallel.axis import Axes, Axis, Grid, world_axis
-from tests.routers import EXPERTS, KINDS, TOKENS, moe_of, noise_for, router_of, tokens
+from colonnade.train import Trainer
+from colonnade.train.loop import train
+from colonnade.train.trackers import read_rows
+from tests.corpora import TEXT, small
+from tests.routers import EXPERTS, KINDS, TOKENS, config_of, moe_of, noise_for, router_of, tokens
 from tests.worlds import assert_same, run
+
+pytestmark = pytest.mark.xdist_group("worlds")
 
 WAYS: dict[str, dict[str, Any]] = {
     "dropless": {"capacity": None},
@@ -143,3 +151,46 @@ def test_a_capacity_that_holds_nothing_is_refused_on_all_ranks_alike():
     messages = set(run(3, check_refusal))
     assert len(messages) == 1
     assert "ConfigError: a capacity of 0.1 leaves int(0.1·⌈29/6⌉) = 0 places" in messages.pop()
+
+
+# -- whole runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small(tmp_path_factory.mktemp("data") / "corpus", TEXT)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "plan"),
+    [
+        ("sequence", {}, Plan(cp=2, dp=2, ep=2)),
+        ("expert_choice", {}, Plan(dp=2, ep=2)),
+        ("noisy", {"capacity": 1.0, "priority": True}, Plan(tp=2, ep=2, sequence_parallel=True)),
+        ("gshard", {"jitter": 0.1}, Plan(pp=2, dp=2, sh=2)),
+        ("topology", {"balance": "sequence"}, Plan(tp=2, dp=2, ep=2)),
+    ],
+)
+def test_a_run_is_the_same_under_a_plan(
+    name: str, changes: dict[str, Any], plan: Plan, corpus: Path, tmp_path: Path
+) -> None:
+    """Packed documents, micro-batches, and a stream that is cut by tensor, context, data or pipeline ranks."""
+    model = config_of(moe_of(name, **changes)).but(vocab_size=Corpus(corpus).manifest.vocab_size, layers=2)
+    train_config = TrainConfig(
+        steps=3, batch=8, micro_batch=4, lr=1e-2, min_lr=1e-3, warmup=1, dtype="float64", eval_every=3, eval_samples=5
+    )
+    alone = RunConfig(
+        name="it", runs=tmp_path / "alone", device="cpu", model=model, data=DataConfig(path=corpus, sequence=16),
+        train=train_config,
+    )  # fmt: skip
+    laid = alone.but(runs=tmp_path / "laid", plan=plan, train=train_config.but(micro_batch=4 // plan.data_ranks))
+    Trainer(alone).fit()
+    run(plan.world, train, laid)
+    keys = ["loss", "grad_norm"]
+    if name != "expert_choice":  # validation puts other samples beside one another, and experts would choose others
+        keys.append("validation_loss")
+    numbers, expected = (
+        [row[key] for row in read_rows(of.folder) for key in keys if key in row] for of in (laid, alone)
+    )
+    assert len(expected) == (7 if "validation_loss" in keys else 6)
+    assert numbers == pytest.approx(expected, rel=1e-9)
