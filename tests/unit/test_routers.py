@@ -1,6 +1,8 @@
 """Each router against its formula, written out token by token; what a newcomer must do; what is refused."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,6 +163,15 @@ def test_a_router_is_its_formula(name):
 
 def test_the_cases_use_every_router_of_the_registry():
     assert {kind_of(name) for name in KINDS} == set(RULES) - {"first_letters", "careless"}
+
+
+def test_the_documentation_and_the_config_list_every_router():
+    names = {kind_of(name) for name in KINDS}
+    page = (Path(__file__).parents[2] / "docs/ideas/routing.md").read_text(encoding="utf-8")
+    table = page[page.index("| `moe.router.kind`") : page.index("Beside the kind")]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == names
+    described = RouterConfig.model_fields["kind"].description
+    assert set(re.split(r"[,.]\s+", described.removeprefix("Its name: ").split(", or one")[0])) == names
 
 
 @pytest.mark.parametrize("name", KINDS)
