@@ -109,7 +109,7 @@ class Step:
         self.masters.publish()
         found = routed(self.model, terms.reports, sizes)
         if found is not None:
-            rebalance(self.model, found)
+            rebalance(self.model, found, skip)
         if self.scaler is None:
             return Outcome(loss_sum, count, gradient_norm, lr, routed=found)
         return Outcome(loss_sum, count, gradient_norm, lr, self.scaler.used, self.scaler.skipped, found)

@@ -12,7 +12,7 @@ from colonnade.errors import ConfigError
 from colonnade.model import Transformer, initialise
 from colonnade.model.moe import Choice, MixtureOfExperts, Own, Routed, Router, Routing, Seen, Spread, Units, router
 from colonnade.model.moe.router import INPUT, RULES, SCORES, SECOND, draws
-from colonnade.model.moe.routing import blame, scores_finite
+from colonnade.model.moe.routing import blame
 from colonnade.parallel.axis import SOLO_AXES
 from tests.routers import EXPERTS, KINDS, TOKENS, WIDTH, config_of, kind_of, moe_of, noise_for, router_of, tokens
 from tests.worlds import assert_same
@@ -457,7 +457,6 @@ def test_scores_that_are_no_number_reach_the_loss_and_name_their_layer(name):
             p.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
     x_TD, tokens_T, index_T, units = tokens()
     weight = next(p for name, p in layer.router.named_parameters() if name.endswith(("gates.0.weight", "own.project")))
-    reports = {}
     for broken in (False, True):
         if broken:
             weight.data[1, 2] = math.nan
@@ -468,8 +467,6 @@ def test_scores_that_are_no_number_reach_the_loss_and_name_their_layer(name):
         assert layer.router.gates[0].weight is None or weight.grad.isfinite().all() == (not broken)
         assert y_TD.isfinite().all() == (not broken)
         assert bool(report.finite) == (not broken)
-        reports[4 if broken else 1] = report
-    assert scores_finite(reports, 6, x_TD.device).tolist() == [True, True, True, True, False, True]
 
 
 def test_the_first_layer_that_broke_is_named_with_its_ranks():

@@ -204,13 +204,13 @@ class Router(nn.Module):
         self.register_buffer("bias_E", torch.zeros(moe.experts, device=device, dtype=exact) if moe.bias_rate else None)
 
     @torch.no_grad()
-    def rebalance(self, load_E: Tensor) -> None:
+    def rebalance(self, load_E: Tensor, skip: Tensor | int = 0) -> None:
         """Move the bias by ``bias_rate``·sign(mean load − load_e), of the choices of a whole step on all ranks, by
-        expert (DeepSeek-V3, section 2.1.2).
+        expert (DeepSeek-V3, section 2.1.2); by nothing where ``skip`` is 1.
         """
         if self.bias_E is not None:
             # The sum against E times the load, in integers: an expert at exactly the mean stays where it is.
-            self.bias_E += self.moe.bias_rate * (load_E.sum() - len(load_E) * load_E).sign()
+            self.bias_E += self.moe.bias_rate * (1 - skip) * (load_E.sum() - len(load_E) * load_E).sign()
 
     def forward(
         self,

@@ -1,6 +1,6 @@
 """What a forward pass says to its layers of experts, and what they say of themselves."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -28,22 +28,11 @@ class Report(NamedTuple):
     """bool: whether all scores of this rank's tokens are finite."""
 
 
-def scores_finite(reports: Mapping[int, Report], layers: int, device: torch.device) -> Tensor:
-    """bool (layers,): whether this rank's routers had finite scores; True for layers without a report.
-
-    Nobody need wait for it: scores that are not finite make the step's gradient not finite, which then moves nothing,
-    and whoever reads that later asks here in which layer, and on which rank, it began (:func:`blame`).
-    """
-    finite = torch.ones(layers, dtype=torch.bool, device=device)
-    for layer, report in reports.items():
-        finite[layer] = report.finite
-    return finite
-
-
 def blame(by_rank: list[list[bool]]) -> str | None:
     """Which layer's routers, and on which ranks, were the first to have scores that are not finite; None for none.
 
-    ``by_rank`` is :func:`scores_finite` of every rank.
+    ``by_rank`` says for each rank, and layer, whether they are. Nobody need ask before a step was found to be bad: such
+    scores make its gradient not finite, and it then moves nothing.
     """
     for layer in range(min(map(len, by_rank), default=0)):
         ranks = [str(rank) for rank, finite in enumerate(by_rank) if not finite[layer]]
