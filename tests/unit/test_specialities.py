@@ -13,8 +13,8 @@ from tests.models import MOES, build, ragged
 
 def test_kinds_of_tokens():
     pieces = [
-        "The", " old", " Pres", "ident", " Lincoln", " was", " walking", ",", " in", " 18", "65", ".", "\n", "We", " saw",
-        "!",
+        "The", " old", " Pres", "ident", " Lincoln", " was", " walking", ",", " in", " 18", "65", ".", "\n", "We",
+        " saw", "!",
     ]  # fmt: skip
     assert kinds_of(pieces) == [
         "function word", "word", "name", "part of a word", "name", "verb", "verb", "punctuation", "function word",
