@@ -155,6 +155,8 @@ def test_a_capacity_that_holds_nothing_is_refused_on_all_ranks_alike():
 
 # -- whole runs ------------------------------------------------------------------------------------------------------
 
+KEYS = ("loss", "grad_norm", "validation_loss")
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -177,7 +179,7 @@ def test_a_run_is_the_same_under_a_plan(
     """Packed documents, micro-batches, and a stream that is cut by tensor, context, data or pipeline ranks."""
     model = config_of(moe_of(name, **changes)).but(vocab_size=Corpus(corpus).manifest.vocab_size, layers=2)
     train_config = TrainConfig(
-        steps=3, batch=8, micro_batch=4, lr=1e-2, min_lr=1e-3, warmup=1, dtype="float64", eval_every=3, eval_samples=5
+        steps=3, batch=8, micro_batch=4, lr=1e-2, min_lr=1e-3, warmup=1, dtype="float64", eval_every=3, eval_samples=8
     )
     alone = RunConfig(
         name="it", runs=tmp_path / "alone", device="cpu", model=model, data=DataConfig(path=corpus, sequence=16),
@@ -186,11 +188,8 @@ def test_a_run_is_the_same_under_a_plan(
     laid = alone.but(runs=tmp_path / "laid", plan=plan, train=train_config.but(micro_batch=4 // plan.data_ranks))
     Trainer(alone).fit()
     run(plan.world, train, laid)
-    keys = ["loss", "grad_norm"]
-    if name != "expert_choice":  # validation puts other samples beside one another, and experts would choose others
-        keys.append("validation_loss")
     numbers, expected = (
-        [row[key] for row in read_rows(of.folder) for key in keys if key in row] for of in (laid, alone)
+        [row[key] for row in read_rows(of.folder) for key in KEYS if key in row] for of in (laid, alone)
     )
-    assert len(expected) == (7 if "validation_loss" in keys else 6)
+    assert len(expected) == 7
     assert numbers == pytest.approx(expected, rel=1e-9)
