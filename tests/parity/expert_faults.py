@@ -52,7 +52,7 @@ def bias_by_own_load(patch: Patch) -> None:
 
     def rebalance(model: Transformer, found: balance.Routed, skip: Tensor) -> None:
         alone = model.axes.grid.tokens.size == 1
-        right(model, found if alone else found._replace(load_LE=found.load_LE.neg()), skip)
+        right(model, found if alone else found._replace(load_LE=found.load_LE.flip(1)), skip)
 
     patch.setattr(step, "rebalance", rebalance)
 
