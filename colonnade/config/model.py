@@ -203,7 +203,7 @@ class ModelConfig(Config):
         if moe := self.moe:
             each = moe.experts * self._ffn_parameters(moe.ffn_width)
             each += self._ffn_parameters(moe.shared_width) * bool(moe.shared_width) + d * moe.shared_gate
-            each += moe.router.gates * moe.experts * (d + moe.router.bias)
+            each += moe.router_parameters(d)
             ffn += each * expert_layers
         outside = self.vocab_size * d * (1 if self.tied else 2)
         outside += norm * ((self.norm_order == "pre") + self.embed_norm) + self.segments * d

@@ -12,14 +12,15 @@ from pydantic import Field, model_validator
 from colonnade.config.base import Config
 from colonnade.errors import ConfigError
 
-Balance = Literal["none", "gshard", "switch", "choices", "importance"]
+Balance = Literal["none", "gshard", "switch", "choices", "sequence", "importance"]
 
 
 class RouterConfig(Config):
     """Who goes to which expert."""
 
     kind: str = "softmax"
-    """A name in the registry of :mod:`colonnade.model.moe.router`."""
+    """Its name: softmax, switch, gshard, noisy, cosine, sigmoid, expert_choice, hash, sequence, task, topology, or one
+    that a program entered itself (:mod:`colonnade.model.moe.router`)."""
     gates: int = Field(default=1, ge=1)
     """Gates of a layer, one of which a forward pass picks."""
     dtype: Literal["float32", "model"] = "float32"
@@ -44,6 +45,12 @@ class RouterConfig(Config):
     """cosine: width in which tokens and experts are compared."""
     temperature: float = Field(default=0.5, gt=0)
     """cosine: the initial temperature; learned from there on."""
+    tasks: int = Field(default=1, ge=1)
+    """task: how many there are."""
+    nodes: int = Field(default=1, ge=1)
+    """topology: machines among which tokens and experts are thought to be cut, whatever the plan (FasterMoE)."""
+    away: float = Field(default=0.14, ge=0, le=1)
+    """topology: the share of a node's tokens whose first choice may be another node's expert, in training."""
 
 
 class MoeConfig(Config):
@@ -72,13 +79,14 @@ class MoeConfig(Config):
     """Whose tokens an expert's capacity counts: those of all ranks together, which no layout changes, or of each rank
     by itself (Tutel)."""
     priority: bool = False
-    """Places go to the tokens of the highest weight first, not to the first ones (batch-prioritised routing)."""
+    """Places go to the tokens of the highest probability first, not to the first ones (batch-prioritised routing)."""
     dropped: Literal["zero", "residual"] = "zero"
     """What a token gets for a place that it did not get: nothing, or its own input at that weight."""
     balance: Balance = "switch"
     """The loss that balances the load. gshard: E/T²·Σ_e(Σ_t p_te)(Σ_t [top1 = e]). switch: E·Σ_e f_e·P_e, f the
     shares of all choices, which sum to 1 (Switch, Megatron). choices: the same with shares that sum to A (as Hugging
-    Face has it). importance: squared coefficients of variation of Σ_t p and of the expected load (Shazeer 2017)."""
+    Face has it). sequence: switch of each sequence by itself (DeepSeek-V3). importance: squared
+    coefficients of variation of Σ_t p and of the expected load (Shazeer 2017)."""
     balance_weight: float = Field(default=0.01, ge=0)
     """Weight of the balance loss beside the model's own."""
     z_weight: float = Field(default=0.0, ge=0)
@@ -103,9 +111,28 @@ class MoeConfig(Config):
                 f"{router.groups_kept} groups of {self.experts // router.groups} experts do not hold {self.active} "
                 "active ones; raise moe.router.groups_kept or lower moe.active"
             )
+        if router.nodes > self.experts:
+            raise ConfigError(f"{self.experts} experts are not at home on {router.nodes} nodes; lower moe.router.nodes")
         if self.shared_gate and not self.shared_width:
             raise ConfigError("shared_gate needs shared experts; set moe.shared_width or leave shared_gate off")
         return self
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether a stream must say which tokens are of one sequence."""
+        return self.balance == "sequence" or self.router.kind == "sequence"
+
+    def router_parameters(self, width: int) -> int:
+        """Weights of one layer's router for tokens of ``width`` features; for a program's own, of a linear gate."""
+        router, E = self.router, self.experts
+        linear = E * (width + router.bias)
+        table = {
+            "noisy": linear + E * width,
+            "cosine": router.projection * (width + E) + 1,
+            "hash": 0,
+            "task": router.tasks * E,
+        }
+        return router.gates * table.get(router.kind, linear)
 
     def has_experts(self, layer: int) -> bool:
         """Whether block number ``layer`` has experts in the place of its feed-forward part."""

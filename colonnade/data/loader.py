@@ -83,13 +83,11 @@ class Loader:
 
     def at(self, seen: int) -> list[Batch]:
         """This rank's micro-batches of the step that begins after ``seen`` samples, counted over all ranks."""
-        share, batches = self._batch // self._ranks, []
-        for before in range(0, share, self._micro_batch):
-            size = min(self._micro_batch, share - before)
-            place = before * self._ranks + self._rank * size
-            numbers = np.arange(seen + place, seen + place + size)
-            batch = self._objective.pack(self._cursor.at(seen + place, size), numbers)
-            batches.append(replace(batch, first=place * self._config.sequence))
+        batches = []
+        for places in self._shared(self._batch // self._ranks):
+            first = int(places[0])
+            batch = self._objective.pack(self._cursor.at(seen + first, len(places)), seen + places)
+            batches.append(replace(batch, first=first * self._config.sequence))
         return batches
 
     def numbers(self, seen: int) -> list[int]:
@@ -99,17 +97,20 @@ class Loader:
     def sweep(self, samples: int) -> Iterator[Batch]:
         """Micro-batches of ``samples`` samples spread evenly over the split (all of them, if it has fewer).
 
-        For validation: always the same ones, whatever the seed and the ranks. Every rank gets as many, because all
-        must enter the collectives: one that is a sample short repeats the last one with its targets ignored.
+        For validation: always the same ones, whatever the seed and the ranks, who share them as those of a step. Every
+        rank gets as many, because all must enter the collectives: for what is missing the last one is repeated with its
+        targets ignored.
         """
         samples = min(samples, self.samples)
-        share = -(-samples // self._ranks)
-        places = np.arange(self._rank * share, (self._rank + 1) * share)
-        for part in self._parts(places):
+        for part in self._shared(-(-samples // self._ranks)):
             repeated = np.minimum(part, samples - 1)
             chosen = repeated * self.samples // samples
             batch = self._objective.pack(chosen, -1 - chosen)  # numbers that no training sample has
+            batch = replace(batch, first=int(part[0]) * self._config.sequence)
             yield batch.scoring(int((part < samples).sum()), self._config.sequence)
 
-    def _parts(self, samples: np.ndarray) -> list[np.ndarray]:
-        return [samples[i : i + self._micro_batch] for i in range(0, len(samples), self._micro_batch)]
+    def _shared(self, share: int) -> Iterator[np.ndarray]:
+        """The places of each micro-batch of this rank, of ``share`` places a rank: all ranks' first ones come first."""
+        for before in range(0, share, self._micro_batch):
+            size = min(self._micro_batch, share - before)
+            yield before * self._ranks + self._rank * size + np.arange(size)

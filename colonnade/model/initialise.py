@@ -6,7 +6,7 @@ numbers (DESIGN §5; drawing 4096² costs 0.1 s).
 
     matrices, embeddings   N(0, init_std)
     residual outputs       N(0, init_std / √(2L))      (Radford 2019; Megatron-LM, section 4)
-    norms 1, biases 0
+    norms 1, biases 0                                  and what a module's table ``initial`` says of others
 
 Each expert is drawn by a name of its own.
 """
@@ -27,8 +27,15 @@ RESIDUAL_OUTPUTS = ("attention.out.weight", "ffn.down.weight", "shared.down.weig
 def initialise(model: Transformer, seed: int) -> Transformer:
     """Fill ``model`` (of plain local tensors, before FSDP wraps it) from ``seed``; returns it."""
     config, shapes, layout = model.config, model.whole_shapes(), layout_of(model)
+    initial = {
+        f"{prefix}.{name}": value
+        for prefix, module in model.named_modules()
+        for name, value in getattr(module, "initial", {}).items()
+    }
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
+        if name in initial:
+            parameter.fill_(initial[name])
+        elif name.endswith("bias"):
             parameter.zero_()
         elif len(shapes[name]) == 1:
             parameter.fill_(1.0)

@@ -15,6 +15,7 @@ from torch import Tensor
 from colonnade.config import ModelConfig
 from colonnade.model import Transformer
 from colonnade.model.moe import MixtureOfExperts, Report
+from colonnade.model.moe.routing import blame
 from colonnade.parallel.axis import Axis
 
 
@@ -33,6 +34,8 @@ class Routed(NamedTuple):
     """The router z-loss, likewise."""
     sent_bytes_L: Tensor
     """int64: what the ranks handed to one another in the forward passes."""
+    finite_L: Tensor
+    """bool: whether all scores of this rank's own tokens were finite."""
 
 
 def routed(model: Transformer, reports: Sequence[Mapping[int, Report]], tokens: Sequence[int]) -> Routed | None:
@@ -50,12 +53,24 @@ def routed(model: Transformer, reports: Sequence[Mapping[int, Report]], tokens: 
         torch.stack([torch.stack([r.balance for r in row]) @ share_M for row in by_layer]),
         torch.stack([torch.stack([r.z for r in row]) @ share_M for row in by_layer]),
         counts_LC[:, -1],
+        torch.stack([torch.stack([r.finite for r in row]).all() for row in by_layer]),
     )
 
 
 def _counts(reports: Sequence[Report]) -> Tensor:
     """int64 (E + 2,): load, dropped choices and bytes of some micro-batches."""
     return torch.stack([torch.cat((r.load_E, torch.stack((r.dropped, r.sent_bytes)))) for r in reports]).sum(0)
+
+
+def blamed(found: Routed | None, layers: int, world: Axis, device: torch.device) -> str:
+    """What is to be said of the routers in a bad step: whose scores were the first to break, or nothing. Every rank
+    must ask.
+    """
+    broken = torch.zeros(world.size, layers, device=device)
+    if found is not None:
+        broken[world.rank, found.layers] = (~found.finite_L).to(broken.dtype)
+    whom = blame((world.sum_(broken) == 0).tolist())
+    return f"; {whom}" if whom else ""
 
 
 Table = dict[int, dict[str, Any]]
@@ -115,9 +130,9 @@ def row_of(found: Table) -> dict[str, float]:
     return {f"moe/{key}": float(of([row[f"moe/{i}/{key}"] for i in found])) for key, of in OVERALL.items()} | row
 
 
-def rebalance(model: Transformer, found: Routed) -> None:
-    """Move the balancing biases of this rank's layers."""
+def rebalance(model: Transformer, found: Routed, skip: Tensor) -> None:
+    """Move the balancing biases of this rank's layers, unless ``skip`` (0 or 1) says that the step moves nothing."""
     for layer, load_E in zip(found.layers, found.load_LE, strict=True):
         ffn = model.blocks.get_submodule(str(layer)).get_submodule("ffn")
         assert isinstance(ffn, MixtureOfExperts)
-        ffn.router.rebalance(load_E)
+        ffn.router.rebalance(load_E, skip)

@@ -9,7 +9,7 @@ from torch import Tensor
 from colonnade.config import ModelConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import IGNORE, Loss, Noise, Orders, Packed, Pretraining, Rates, Ring, Stream, Transformer
-from colonnade.model.moe import Report, Routing, Spread
+from colonnade.model.moe import Report, Routing, Spread, Units
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ def lay(
     attend = Packed(cu, longest, equal, causal=config.causal, noise=noise, head=first_head)
     routing = None
     if config.moe is not None:
-        routing = Routing(numbers(batch), terms.router_weight, steps=terms.steps)
+        units = Units.sequences(cu, T, model.axes.dp) if config.moe.by_sequence else None
+        routing = Routing(numbers(batch), terms.router_weight, units=units, steps=terms.steps)
         if terms.router_weight is not None:
             terms.reports.append(routing.reports)
     stream = Stream(batch.tokens_T, batch.positions_T, batch.segments_T, noise, routing)

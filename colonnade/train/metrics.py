@@ -17,7 +17,7 @@ from colonnade.config import RunConfig
 from colonnade.errors import ColonnadeError
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.mesh import Ground
-from colonnade.train.balance import Table, row_of, tabled
+from colonnade.train.balance import Routed, Table, blamed, row_of, tabled
 from colonnade.train.chips import Throughput, chip_of, throughput
 from colonnade.train.scaler import LOWEST
 from colonnade.train.step import Outcome
@@ -71,10 +71,10 @@ class Meter:
             row |= {"data_s": outcome.data_s, "memory_peak_bytes": peak}
             finite = {name: value for name, value in row.items() if value - value == 0}
             if len(finite) < len(row) and not scaled:
-                self.bad(steps, self._diagnosis(steps, loss, norm, here))
+                self.bad(steps, self._diagnosis(steps, loss, norm, here, outcome.routed))
             elif len(finite) < len(row) and row["loss_scale"] <= LOWEST:
                 # Otherwise it overflowed in float16 and is no news, until lowering the scale stops helping.
-                raise Diverged(self._diagnosis(steps, loss, norm, here) + _collapse(scaled))
+                raise Diverged(self._diagnosis(steps, loss, norm, here, outcome.routed) + _collapse(scaled))
             rows.append((steps, finite))
         self.routing = tabled(outcomes[-1].routed, self.run.model, self.ground.axes.pp, self.ground.device)
         if self.routing:
@@ -82,13 +82,15 @@ class Meter:
         self._pending.clear()
         return rows
 
-    def _diagnosis(self, steps: int, loss: float, norm: float, finite_here: bool) -> str:
+    def _diagnosis(self, steps: int, loss: float, norm: float, finite_here: bool, found: Routed | None) -> str:
         batch = self.ground.axes.batch
         flags = torch.zeros(batch.size, device=self.ground.device)
         flags[batch.rank] = not finite_here
         guilty = [str(rank) for rank, flag in enumerate(self.ground.axes.everywhere(flags).tolist()) if flag]
         where = f" on data rank {', '.join(guilty)} of {batch.size}" if guilty else " on no rank alone"
         what = f"loss is {loss}{where}" if loss - loss != 0 else f"gradient norm is {norm} (the loss is {loss:.4g})"
+        if self.run.model.moe is not None:
+            what += blamed(found, self.run.model.layers, world_axis(), self.ground.device)
         return f"step {steps}: the {what}"
 
     # -- time: only training counts, not validation, saving or starting up -----------------------------------------

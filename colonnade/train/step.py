@@ -96,7 +96,7 @@ class Step:
         gradient_norm, lr = self.move(number, loss_sum)
         found = routed(self.model, terms.reports, sizes)
         if found is not None:
-            rebalance(self.model, found)
+            rebalance(self.model, found, skip)
         if self.scaler is None:
             return Outcome(loss_sum, count, gradient_norm, lr, routed=found)
         return Outcome(loss_sum, count, gradient_norm, lr, self.scaler.used, self.scaler.skipped, found)

@@ -43,16 +43,16 @@ def every_slice_adds_the_bias(patch: Patch) -> None:
 def own_tokens_balanced(patch: Patch) -> None:
     """The balance loss counts the load of this rank's tokens only."""
     right = losses.losses
-    patch.setattr(layer, "losses", lambda *rest: right(*rest[:-1], SOLO))
+    patch.setattr(layer, "losses", lambda *rest: right(*rest[:4], SOLO, *rest[5:]))
 
 
 def bias_by_own_load(patch: Patch) -> None:
     """The balancing bias moves by a load that is not that of all ranks."""
     right = step.rebalance
 
-    def rebalance(model: Transformer, found: balance.Routed) -> None:
+    def rebalance(model: Transformer, found: balance.Routed, skip: Tensor) -> None:
         alone = model.axes.grid.tokens.size == 1
-        right(model, found if alone else found._replace(load_LE=found.load_LE.flip(1)))
+        right(model, found if alone else found._replace(load_LE=found.load_LE.flip(1)), skip)
 
     patch.setattr(step, "rebalance", rebalance)
 

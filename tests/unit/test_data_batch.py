@@ -133,7 +133,8 @@ def test_validation_is_the_same_for_any_ranks(split, samples, ranks):
         kept = [(t, y) for tokens_BS, targets_BS in rows for t, y in zip(tokens_BS, targets_BS, strict=True)]
         return [row for row in kept if set(row[1]) != {IGNORE}]
 
-    assert counted([b for share in shares for b in share]) == counted(alone)
+    # As in a step: the first micro-batches of all ranks, then the second ones.
+    assert counted([b for together in zip(*shares, strict=True) for b in together]) == counted(alone)
     assert len(counted(alone)) == count
     spread = [i * samples_in(split, S) // count for i in range(count)]
     check(pack(split, spread, S, True), split, spread, True)

@@ -1,7 +1,11 @@
 """Mixture of experts: Router, Dispatch, Experts, Combine."""
 
+from colonnade.model.moe import routers
 from colonnade.model.moe.layer import MixtureOfExperts
-from colonnade.model.moe.router import Choice, Router, Seen, router
-from colonnade.model.moe.routing import Report, Routed, Routing, Spread
+from colonnade.model.moe.router import Choice, Own, Router, Seen, draws, router
+from colonnade.model.moe.routing import Report, Routed, Routing, Spread, Units
 
-__all__ = ["Choice", "MixtureOfExperts", "Report", "Routed", "Router", "Routing", "Seen", "Spread", "router"]
+__all__ = [
+    "Choice", "MixtureOfExperts", "Own", "Report", "Routed", "Router", "Routing", "Seen", "Spread", "Units", "draws",
+    "router", "routers",
+]  # fmt: skip

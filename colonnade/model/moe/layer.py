@@ -44,7 +44,10 @@ class MixtureOfExperts(nn.Module):
         index_t = torch.arange(own.start, own.stop, device=x_tD.device) if routing is None else routing.index_T[own]
         if noise is not None and not self.axes.sequence_parallel:
             noise = noise.rows(own)
-        choice, logits_tE = self.router(own_tD, tokens_t, index_t, noise, 0 if routing is None else routing.gate)
+        training = routing is not None and routing.weight is not None
+        units = None if routing is None or routing.units is None else routing.units.rows(own)
+        gate = 0 if routing is None else routing.gate
+        choice, logits_tE = self.router(own_tD, tokens_t, index_t, noise, gate, training=training, units=units)
         load_E = load(choice.ids_TA, self.moe.experts)
         admitted = admit(choice, index_t, self.moe, self.axes.grid.tokens)
         step = routed.step or Spread(degree=self.axes.grid.sh.size)
@@ -53,9 +56,10 @@ class MixtureOfExperts(nn.Module):
         )
         zero = out_tD.new_zeros(())
         dropped = load_E.sum() - load(admitted.ids_TA, self.moe.experts).sum()
-        report = Report(load_E, zero, zero, dropped, torch.tensor(sent_bytes, device=x_tD.device))
+        finite = zero == 0 if logits_tE is None else logits_tE.isfinite().all()
+        report = Report(load_E, zero, zero, dropped, torch.tensor(sent_bytes, device=x_tD.device), finite)
         if routing is not None and routing.weight is not None:
-            surrogate, balance, z = losses(choice, load_E, logits_tE, self.moe, self.axes.grid.tokens)
+            surrogate, balance, z = losses(choice, load_E, logits_tE, self.moe, self.axes.grid.tokens, units)
             out_tD = attach(out_tD, surrogate, routing.weight)
             report = report._replace(balance=balance, z=z)
         if self.moe.dropped == "residual":

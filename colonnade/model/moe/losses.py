@@ -3,21 +3,28 @@
     gshard      E/T² · Σ_e (Σ_t p_te)(Σ_t [top1 = e])            1 when uniform        GShard, arXiv 2006.16668, alg. 1
     switch      E · Σ_e f_e · P_e,  f_e = Σ_tj [i_tj = e] / (T·A)   1 when uniform     Switch, arXiv 2101.03961, eq. 4
     choices     the same with f_e = Σ_tj [i_tj = e] / T             A when uniform     as Hugging Face has it
-    importance  CV²(Σ_t p_te) = E·Σ_e s_e² / (Σ_e s_e)² − 1         0 when uniform     Shazeer, arXiv 1701.06538, eq. 6
+    sequence    the mean over sequences of each one's own switch    1 when uniform     DeepSeek-V3, 2412.19437, eq. 17
+    importance  CV²(Σ_t p_te) + CV²(Σ_t P_te)                       0 when uniform     Shazeer, 1701.06538, eq. 6-11
 
-with P_e = Σ_t p_te / T; and the z-loss mean_t logsumexp(logits_t)² (ST-MoE, arXiv 2202.08906, eq. 5). T counts the
-tokens of all ranks in this forward pass; counts of choices carry no gradient. Each loss is a function of Σ_t p_te alone
-where gradients are concerned, so a rank needs the slope ∂loss/∂(Σ_t p_te) and its own tokens: one sum over the ranks,
-without a gradient, is all that is exchanged.
+with P_e = Σ_t p_te / T, CV²(s) = E·Σ_e s_e² / (Σ_e s_e)² − 1, and P_te the probability that the router's noise sends
+t to e, where it has some (:mod:`colonnade.model.moe.routers.noisy`); and the z-loss mean_t logsumexp(logits_t)²
+(ST-MoE, arXiv 2202.08906, eq. 5). T counts the tokens of all ranks in this forward pass; counts of choices carry no
+gradient.
+
+Each loss is a function of Σ_t p_te (and Σ_t P_te) alone where gradients are concerned, so a rank needs the slopes
+∂loss/∂(Σ_t p_te) and its own tokens: one sum over the ranks, without a gradient, is all that is exchanged.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from colonnade.config import MoeConfig
+from colonnade.errors import ConfigError
 from colonnade.model.moe.router import Choice
+from colonnade.model.moe.routing import Units
 from colonnade.parallel.axis import Axis
 
 
@@ -26,12 +33,24 @@ class Sums(NamedTuple):
 
     prob_E: Tensor
     """Σ_t p_te."""
+    expected_E: Tensor
+    """Σ_t P_te; 0 for a router without noise."""
     load_E: Tensor
     """Choices."""
     top_E: Tensor
     """First choices."""
     T: Tensor
     """(1,): tokens."""
+
+
+class Balance(NamedTuple):
+    """A loss, and its derivatives."""
+
+    value: Tensor
+    slope_E: Tensor
+    """By Σ_t p_te."""
+    slope_expected_E: Tensor | None = None
+    """By Σ_t P_te."""
 
 
 def load(ids_TA: Tensor, experts: int) -> Tensor:
@@ -42,49 +61,103 @@ def load(ids_TA: Tensor, experts: int) -> Tensor:
 
 
 def losses(
-    choice: Choice, load_E: Tensor, logits_TE: Tensor | None, moe: MoeConfig, over: Axis
+    choice: Choice, load_E: Tensor, logits_TE: Tensor | None, moe: MoeConfig, over: Axis, units: Units | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(surrogate, balance, z): a sum over this rank's tokens whose gradient is that of (weighted losses · T), and the
-    two losses themselves, means over the tokens of all ranks ``over``.
+    two losses themselves, means over the tokens of all ranks ``over``. Raises :class:`ConfigError` where the loss is
+    one of sequences and the ``units`` are not known.
     """
-    E, probs_TE = moe.experts, choice.probs_TE
-    top_E = load(choice.ids_TA[:, :1], E)
-    z_T = None if logits_TE is None else logits_TE.logsumexp(1).square()
-    mine = [probs_TE.detach().sum(0), load_E, top_E, torch.full((1,), len(probs_TE), device=probs_TE.device)]
-    mine.append(probs_TE.new_zeros(1) if z_T is None else z_T.detach().sum().reshape(1))
-    all_ranks = over.sum_(torch.cat([part.to(probs_TE.dtype) for part in mine]))
-    prob_E, load_all_E, top_all_E, count, z = all_ranks.split([E, E, E, 1, 1])
-    sums = Sums(prob_E, load_all_E, top_all_E, count.clamp(min=1))
-    slope_E, balance = _BALANCES[moe.balance](sums, moe)
-    surrogate = moe.balance_weight * (probs_TE * (slope_E * sums.T)).sum()
+    E = moe.experts
+    # 16 bits could not count beyond 256.
+    exact = torch.promote_types(choice.probs_TE.dtype, torch.float32)
+    probs_TE = choice.probs_TE.to(exact)
+    expected_TE = None if choice.expected_TE is None else choice.expected_TE.to(exact)
+    z_T = None if logits_TE is None else logits_TE.to(exact).logsumexp(1).square()
+    none_E = probs_TE.new_zeros(E)
+    mine = [
+        probs_TE.detach().sum(0),
+        none_E if expected_TE is None else expected_TE.detach().sum(0),
+        load_E,
+        load(choice.ids_TA[:, :1], E),
+        none_E.new_full((1,), len(probs_TE)),
+        none_E[:1] if z_T is None else z_T.detach().sum().reshape(1),
+    ]
+    all_ranks = over.sum_(torch.cat([part.to(exact) for part in mine]))
+    *parts, count, z = all_ranks.split([E, E, E, E, 1, 1])
+    prob_E, expected_E, load_all_E, top_E = parts
+    sums = Sums(prob_E, expected_E, load_all_E, top_E, count.clamp(min=1))
+    if moe.balance == "sequence":
+        value, slope_TE = _by_sequence(choice, probs_TE.detach(), moe, over, units)
+        slope_expected_E = None
+    else:
+        value, slope_TE, slope_expected_E = _BALANCES[moe.balance](sums, moe)
+    surrogate = moe.balance_weight * (probs_TE * (slope_TE * sums.T)).sum()
+    if expected_TE is not None and slope_expected_E is not None:
+        surrogate = surrogate + moe.balance_weight * (expected_TE * (slope_expected_E * sums.T)).sum()
     if z_T is not None and moe.z_weight:
         surrogate = surrogate + moe.z_weight * z_T.sum()
-    return surrogate, balance.sum(), (z / sums.T).sum()
+    return surrogate, value.sum(), (z / sums.T).sum()
 
 
-def _none(sums: Sums, moe: MoeConfig) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    return torch.zeros_like(sums.prob_E), torch.zeros_like(sums.T)
+def _none(sums: Sums, moe: MoeConfig) -> Balance:  # noqa: ARG001
+    return Balance(torch.zeros_like(sums.T), torch.zeros_like(sums.prob_E))
 
 
-def _gshard(sums: Sums, moe: MoeConfig) -> tuple[Tensor, Tensor]:
+def _gshard(sums: Sums, moe: MoeConfig) -> Balance:
     slope_E = moe.experts / sums.T.square() * sums.top_E
-    return slope_E, (slope_E * sums.prob_E).sum()
+    return Balance((slope_E * sums.prob_E).sum(), slope_E)
 
 
-def _choices(sums: Sums, moe: MoeConfig) -> tuple[Tensor, Tensor]:
+def _choices(sums: Sums, moe: MoeConfig) -> Balance:
     slope_E = moe.experts / sums.T.square() * sums.load_E
-    return slope_E, (slope_E * sums.prob_E).sum()
+    return Balance((slope_E * sums.prob_E).sum(), slope_E)
 
 
-def _switch(sums: Sums, moe: MoeConfig) -> tuple[Tensor, Tensor]:
-    slope_E, value = _choices(sums, moe)
-    return slope_E / moe.active, value / moe.active
+def _switch(sums: Sums, moe: MoeConfig) -> Balance:
+    value, slope_E, _ = _choices(sums, moe)
+    return Balance(value / moe.active, slope_E / moe.active)
 
 
-def _importance(sums: Sums, moe: MoeConfig) -> tuple[Tensor, Tensor]:
-    whole, squares = sums.prob_E.sum(), sums.prob_E.square().sum()
-    slope_E = 2 * moe.experts * (sums.prob_E / whole**2 - squares / whole**3)
-    return slope_E, moe.experts * squares / whole**2 - 1
+def _importance(sums: Sums, moe: MoeConfig) -> Balance:  # noqa: ARG001
+    importance, slope_E = _variation(sums.prob_E)
+    expected, slope_expected_E = _variation(sums.expected_E)
+    return Balance(importance + expected, slope_E, slope_expected_E)
 
 
-_BALANCES = {"none": _none, "gshard": _gshard, "switch": _switch, "choices": _choices, "importance": _importance}
+def _variation(sum_E: Tensor) -> tuple[Tensor, Tensor]:
+    """CV² and its slope; 0 where nothing was summed."""
+    E, whole, squares = len(sum_E), sum_E.sum(), sum_E.square().sum()
+    any_ = whole != 0
+    safe = whole.where(any_, 1)
+    slope_E = 2 * E * (sum_E / safe**2 - squares / safe**3)
+    return torch.where(any_, E * squares / safe**2 - 1, 0), slope_E
+
+
+def _by_sequence(
+    choice: Choice, probs_TE: Tensor, moe: MoeConfig, over: Axis, units: Units | None
+) -> tuple[Tensor, Tensor]:
+    """The loss, and its slope by each token's p_te."""
+    if units is None:
+        raise ConfigError(
+            "moe.balance = 'sequence' is a loss of sequences, and the stream does not say which tokens are of which; "
+            "give its Routing the units, or use 'switch'"
+        )
+    E = moe.experts
+    chosen_TE = probs_TE.new_zeros(len(probs_TE), E + 1).scatter_add(
+        1, choice.ids_TA, torch.ones_like(choice.ids_TA, dtype=probs_TE.dtype)
+    )[:, :E]
+    ones_T1 = probs_TE.new_ones(len(probs_TE), 1)
+    sum_U = over.sum_(units.sum_(torch.cat([probs_TE, chosen_TE, ones_T1], 1)))
+    prob_UE, load_UE, count_U1 = sum_U.split([E, E, 1], 1)
+    sequences = (count_U1 > 0).sum(dtype=count_U1.dtype).clamp(min=1)
+    slope_UE = E / moe.active / sequences * load_UE / count_U1.clamp(min=1).square()
+    return (slope_UE * prob_UE).sum(), slope_UE[units.of_T]
+
+
+_BALANCES: dict[str, Callable[[Sums, MoeConfig], Balance]] = {
+    "none": _none,
+    "gshard": _gshard,
+    "switch": _switch,
+    "choices": _choices,
+    "importance": _importance,
+}

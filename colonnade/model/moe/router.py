@@ -1,11 +1,13 @@
 """Routers: who goes to which expert, and with what weight.
 
-A router is one function of what it sees, under a name:
+A router is one function of what it sees, under a name; :mod:`colonnade.model.moe.routers` has ours, a file each, and a
+program's own stands wherever its ``@router`` was run before the model is built:
 
     @router("softmax")
     def softmax(seen: Seen) -> Choice: …
 
-with parameters of its own where it has any, which :class:`Router` makes and hands over. Scores are computed in float32
+with parameters of its own where it has any (:class:`Own`), which a :class:`Gate` makes and hands over. A config names a
+router, and a name never imports anything, so that a checkpoint cannot bring code along. Scores are computed in float32
 unless the config says otherwise. All decisions are functions of values and of tokens' global numbers, so that no layout
 changes them.
 """
@@ -20,6 +22,7 @@ from torch.nn import functional as F
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.config.base import nearest
 from colonnade.errors import ConfigError
+from colonnade.model.moe.routing import Units
 from colonnade.model.noise import PlaceNoise
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.layout import PARTIAL, Placement
@@ -39,6 +42,10 @@ class Choice(NamedTuple):
     """How much each token leans to each expert, for the balance losses; rows need not sum to 1."""
     rows: int | None = None
     """At most so many choices are not none, where that is less than T·A."""
+    logits_TE: Tensor | None = None
+    """The scores, for the z-loss, where they are not the linear gate's."""
+    expected_TE: Tensor | None = None
+    """The probability that the noise sends each token to each expert, for the load loss."""
 
 
 class Seen(NamedTuple):
@@ -47,10 +54,12 @@ class Seen(NamedTuple):
     x_TD: Tensor
     """The tokens, in the scores' precision."""
     logits_TE: Tensor
-    """Their scores by the gate, noise included."""
+    """Their scores by the linear gate, noise included; 0 for a router without one."""
+    clean_TE: Tensor
+    """The same without noise."""
     moe: MoeConfig
     own: Mapping[str, Tensor]
-    """The router's own parameters."""
+    """The gate's own parameters, in the scores' precision."""
     bias_E: Tensor | None
     """Added to what is compared, never to what is multiplied (DeepSeek-V3's balance without a loss)."""
     noise: PlaceNoise | None
@@ -61,39 +70,91 @@ class Seen(NamedTuple):
     """The tokens' numbers in the step's global batch."""
     over: Axis
     """All ranks that have other tokens."""
+    training: bool = False
+    """Whether what follows trains: some routers hold back only then."""
+    units: Units | None = None
+    """Which tokens decide as one; None where the stream does not say."""
+
+    def noisy(self, logits_TE: Tensor) -> Tensor:
+        """``logits_TE`` with noise·N(0, 1)/E, in training where the config asks for it (Tutel's gate_noise)."""
+        if self.noise is None or not self.moe.router.noise:
+            return logits_TE
+        normal_TE = self.noise.normal(self.moe.experts, SCORES).to(logits_TE.dtype)
+        return logits_TE + self.moe.router.noise / self.moe.experts * normal_TE
 
 
-class _Rule(NamedTuple):
+class Own(NamedTuple):
+    """A parameter of a router's own."""
+
+    shape: tuple[int, ...]
+    start: float | None = None
+    """What it is filled with at first; None: drawn as the weights of all layers are."""
+
+
+Owns = Callable[[ModelConfig, MoeConfig], dict[str, Own]]
+
+
+class Rule(NamedTuple):
+    """A router, as the registry knows it."""
+
     choose: Callable[[Seen], Choice]
-    shapes: Callable[[ModelConfig], dict[str, tuple[int, ...]]]
+    own: Owns
     gate: bool
+    random: bool
+    biased: bool
+    active: int | None
 
 
-_RULES: dict[str, _Rule] = {}
+RULES: dict[str, Rule] = {}
+"""The registry."""
 
 
 def router(
     name: str,
-    shapes: Callable[[ModelConfig], dict[str, tuple[int, ...]]] = lambda config: {},
+    own: Owns = lambda config, moe: {},
     *,
     gate: bool = True,
+    random: bool = False,
+    biased: bool = False,
+    active: int | None = None,
 ) -> Callable[[Callable[[Seen], Choice]], Callable[[Seen], Choice]]:
-    """Enter a function under ``name``; ``shapes`` says what parameters of its own it has, ``gate`` whether it wants a
-    linear gate's scores.
+    """Enter a function under ``name``.
+
+    ``own`` says what parameters of its own it has, ``gate`` whether it wants a linear gate's scores, ``random`` whether
+    it needs noise in training, ``biased`` whether it heeds the balancing bias and groups of experts, ``active`` to how
+    many experts a token must go (None: as many as the config says).
     """
 
     def enter(choose: Callable[[Seen], Choice]) -> Callable[[Seen], Choice]:
-        _RULES[name] = _Rule(choose, shapes, gate)
+        RULES[name] = Rule(choose, own, gate, random, biased, active)
         return choose
 
     return enter
 
 
-def rule(name: str) -> _Rule:
-    """The router called ``name``; raises :class:`ConfigError` with the nearest name."""
-    if name not in _RULES:
-        raise ConfigError(f"there is no router '{name}'" + nearest(name, sorted(_RULES)))
-    return _RULES[name]
+def rule(moe: MoeConfig) -> Rule:
+    """The router that ``moe`` names; raises :class:`ConfigError` for an unknown name, with the nearest one, and for
+    what it cannot do.
+    """
+    kind, config = moe.router.kind, moe.router
+    if kind not in RULES:
+        raise ConfigError(f"there is no router '{kind}'" + nearest(kind, sorted(RULES)))
+    found = RULES[kind]
+    if found.active not in (None, moe.active):
+        raise ConfigError(
+            f"router '{kind}' sends a token to {found.active} of the experts, not {moe.active}; set moe.active to "
+            f"{found.active}, or moe.router.kind to 'softmax'"
+        )
+    if not found.biased and (moe.bias_rate or config.groups > 1):
+        what = "moe.bias_rate" if moe.bias_rate else "moe.router.groups"
+        able = ", ".join(sorted(name for name, other in RULES.items() if other.biased))
+        raise ConfigError(f"router '{kind}' does not heed {what}; leave it off, or use one of: {able}")
+    return found
+
+
+def draws(moe: MoeConfig) -> bool:
+    """Whether the router needs noise in training."""
+    return rule(moe).random or bool(moe.router.jitter or moe.router.noise)
 
 
 def keep(moe: MoeConfig, scores_TE: Tensor, ids_TA: Tensor) -> Tensor:
@@ -104,28 +165,26 @@ def keep(moe: MoeConfig, scores_TE: Tensor, ids_TA: Tensor) -> Tensor:
     return weights_TA * moe.router.scale
 
 
-@router("softmax")
-def softmax(seen: Seen) -> Choice:
-    """The A experts of the highest probability (GShard, Switch, Mixtral, Qwen, OLMoE)."""
-    probs_TE = seen.logits_TE.softmax(1)
-    ids_TA = seen.logits_TE.topk(seen.moe.active, dim=1).indices
-    return Choice(ids_TA, keep(seen.moe, probs_TE, ids_TA), probs_TE)
-
-
 class Gate(nn.Module):
-    """Scores of E experts."""
+    """Scores of E experts, and what else a router has of its own."""
 
-    def __init__(self, config: ModelConfig, moe: MoeConfig, *, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: ModelConfig, moe: MoeConfig, rule: Rule, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(moe.experts, config.width, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(moe.experts, device=device, dtype=dtype)) if moe.router.bias else None
+        on = {"device": device, "dtype": dtype}
+        biased = rule.gate and moe.router.bias
+        self.weight = nn.Parameter(torch.empty(moe.experts, config.width, **on)) if rule.gate else None
+        self.bias = nn.Parameter(torch.empty(moe.experts, **on)) if biased else None
+        owns = rule.own(config, moe)
+        self.own = nn.ParameterDict({name: nn.Parameter(torch.empty(own.shape, **on)) for name, own in owns.items()})
         # Each rank scores its own tokens: the gradient is a sum over tp, whatever the residual stream looks like.
-        self.layout: dict[str, Placement] = {"weight": PARTIAL}
-        if moe.router.bias:
-            self.layout["bias"] = PARTIAL
+        self.layout: dict[str, Placement] = {name: PARTIAL for name, _ in self.named_parameters()}
+        self.initial = {f"own.{name}": own.start for name, own in owns.items() if own.start is not None}
+        """What parameters are filled with at first, where that is not what the others of their kind are."""
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """logits_TE in the type of ``x_TD``."""
+    def forward(self, x_TD: Tensor) -> Tensor | None:
+        """logits_TE in the type of ``x_TD``; None of a gate that is not linear."""
+        if self.weight is None:
+            return None
         bias_E = None if self.bias is None else self.bias.to(x_TD.dtype)
         return F.linear(x_TD, self.weight.to(x_TD.dtype), bias_E)
 
@@ -135,42 +194,65 @@ class Router(nn.Module):
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
-        self.moe, self.axes, self._rule = moe, axes, rule(moe.router.kind)
-        on = {"device": device, "dtype": dtype}
-        count = moe.router.gates if self._rule.gate else 0
-        self.gates = nn.ModuleList(Gate(config, moe, **on) for _ in range(count))
-        self.own = nn.ParameterDict(
-            {name: nn.Parameter(torch.empty(shape, **on)) for name, shape in self._rule.shapes(config).items()}
+        self.moe, self.axes, self._rule = moe, axes, rule(moe)
+        self.gates = nn.ModuleList(
+            Gate(config, moe, self._rule, device=device, dtype=dtype) for _ in range(moe.router.gates)
         )
-        self.layout: dict[str, Placement] = {f"own.{name}": PARTIAL for name in self.own}
         self.bias_E: Tensor | None
         # Moved by the load, not by a gradient, and so small beside the scores that 16 bits would lose it.
         exact = torch.promote_types(dtype, torch.float32)
         self.register_buffer("bias_E", torch.zeros(moe.experts, device=device, dtype=exact) if moe.bias_rate else None)
 
     @torch.no_grad()
-    def rebalance(self, load_E: Tensor) -> None:
-        """Move the bias against the load of all ranks, by a fixed step (DeepSeek-V3, section 2.1.2)."""
+    def rebalance(self, load_E: Tensor, skip: Tensor | int = 0) -> None:
+        """Move the bias by ``bias_rate``·sign(mean load − load_e), of the choices of a whole step on all ranks, by
+        expert (DeepSeek-V3, section 2.1.2); by nothing where ``skip`` is 1.
+        """
         if self.bias_E is not None:
-            load_E = load_E.to(self.bias_E.dtype)
-            self.bias_E += self.moe.bias_rate * (load_E.mean() - load_E).sign()
+            # The sum against E times the load, in integers: an expert at exactly the mean stays where it is.
+            self.bias_E += self.moe.bias_rate * (1 - skip) * (load_E.sum() - len(load_E) * load_E).sign()
 
     def forward(
-        self, x_TD: Tensor, tokens_T: Tensor, index_T: Tensor, noise: PlaceNoise | None, gate: int = 0
+        self,
+        x_TD: Tensor,
+        tokens_T: Tensor,
+        index_T: Tensor,
+        noise: PlaceNoise | None,
+        gate: int = 0,
+        *,
+        training: bool = False,
+        units: Units | None = None,
     ) -> tuple[Choice, Tensor | None]:
-        """The choice of each token, and the gate's scores logits_TE, if it has one."""
-        config = self.moe.router
+        """The choice of each token, and its scores logits_TE, if it was by scores."""
+        if not 0 <= gate < len(self.gates):
+            raise ConfigError(f"there is no gate {gate} in a layer of {len(self.gates)}; raise moe.router.gates")
+        config, picked = self.moe.router, self.gates[gate]
+        assert isinstance(picked, Gate)
         if config.dtype == "float32":
             x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
         if noise is not None and config.jitter:
             x_TD = x_TD * (1 + config.jitter * (2 * noise.uniform(x_TD.shape[1], INPUT).to(x_TD.dtype) - 1))
-        logits_TE = self.gates[gate](x_TD) if len(self.gates) else x_TD.new_zeros(len(x_TD), self.moe.experts)
-        if noise is not None and config.noise:
-            logits_TE = logits_TE + config.noise / self.moe.experts * noise.normal(self.moe.experts, SCORES).to(
-                x_TD.dtype
-            )
+        linear_TE = picked(x_TD)
+        clean_TE = x_TD.new_zeros(len(x_TD), self.moe.experts) if linear_TE is None else linear_TE
+        own = {name: parameter.to(x_TD.dtype) for name, parameter in picked.own.items()}
         seen = Seen(
-            x_TD, logits_TE, self.moe, dict(self.own.items()), self.bias_E, noise, tokens_T, index_T,
-            self.axes.grid.tokens,
+            x_TD, clean_TE, clean_TE, self.moe, own, self.bias_E, noise, tokens_T, index_T, self.axes.grid.tokens,
+            training, units,
         )  # fmt: skip
-        return self._rule.choose(seen), logits_TE if len(self.gates) else None
+        if linear_TE is not None:
+            seen = seen._replace(logits_TE=seen.noisy(linear_TE))
+        choice = self._rule.choose(seen)
+        self._check(choice, len(x_TD))
+        if choice.logits_TE is not None:
+            return choice, choice.logits_TE
+        return choice, None if linear_TE is None else seen.logits_TE
+
+    def _check(self, choice: Choice, T: int) -> None:
+        ids_TA, weights_TA, probs_TE = choice[:3]
+        right = ids_TA.dtype == torch.int64 and ids_TA.shape == weights_TA.shape and ids_TA.shape[:1] == (T,)
+        if not right or ids_TA.dim() != 2 or probs_TE.shape != (T, self.moe.experts):
+            raise ConfigError(
+                f"router '{self.moe.router.kind}' gave ids of {tuple(ids_TA.shape)} {ids_TA.dtype}, weights of "
+                f"{tuple(weights_TA.shape)} and probabilities of {tuple(probs_TE.shape)} for {T} tokens and "
+                f"{self.moe.experts} experts; it must give int64 ({T}, A), ({T}, A) and ({T}, {self.moe.experts})"
+            )

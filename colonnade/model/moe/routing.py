@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from colonnade.parallel.axis import Axis
+
 
 class Report(NamedTuple):
-    """What one layer did; all on the device, the same on all ranks but for ``load_E``."""
+    """What one layer did; all on the device. The losses are the same on all ranks."""
 
     load_E: Tensor
     """int64: choices of this rank's tokens by expert, dropped ones included."""
@@ -22,6 +24,21 @@ class Report(NamedTuple):
     """Choices of this rank's tokens that got no place."""
     sent_bytes: Tensor
     """What this rank handed to others for its forward pass: tokens there and back, and weights."""
+    finite: Tensor
+    """bool: whether all scores of this rank's tokens are finite."""
+
+
+def blame(by_rank: list[list[bool]]) -> str | None:
+    """Which layer's routers, and on which ranks, were the first to have scores that are not finite; None for none.
+
+    ``by_rank`` says for each rank, and layer, whether they are. Nobody need ask before a step was found to be bad: such
+    scores make its gradient not finite, and it then moves nothing.
+    """
+    for layer in range(min(map(len, by_rank), default=0)):
+        ranks = [str(rank) for rank, finite in enumerate(by_rank) if not finite[layer]]
+        if ranks:
+            return f"the router's scores in layer {layer} are not finite on rank {', '.join(ranks)} of {len(by_rank)}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -36,6 +53,32 @@ class Spread:
     """The experts of the highest load, of which every rank gathers the weights for its own tokens (r ≥ 1)."""
 
 
+class Units(NamedTuple):
+    """What decides, or is balanced, as one: the sequences of a step, or the tasks that a text may be of."""
+
+    of_T: Tensor
+    """int64: the number of each token's own, the same for its tokens on other ranks."""
+    count: int
+    """Numbers are below it."""
+
+    @staticmethod
+    def sequences(cu_seqlens: Tensor, T: int, over: Axis) -> "Units":
+        """The sequences of a micro-batch of T tokens, numbered on through the ranks ``over`` that have others."""
+        each = len(cu_seqlens) - 1
+        row_T = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+        of_T = torch.searchsorted(cu_seqlens[1:].contiguous(), row_T, right=True)
+        counts = over.list_(each)
+        return Units(of_T + sum(counts[: over.rank]), sum(counts))
+
+    def rows(self, part: slice | Tensor) -> "Units":
+        """Of some of the tokens."""
+        return self._replace(of_T=self.of_T[part])
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """The sum of the rows of ``x`` by unit, over this rank's tokens."""
+        return x.new_zeros(self.count, x.shape[1]).index_add(0, self.of_T, x)
+
+
 @dataclass(frozen=True)
 class Routing:
     """What concerns the routers of one forward pass. None in a stream: inference, by gate 0."""
@@ -46,6 +89,8 @@ class Routing:
     """What a unit of each layer's loss sum counts in the gradient; None: no losses, no noise of the router's own."""
     gate: int = 0
     """Which of each layer's gates decides."""
+    units: Units | None = None
+    """Which tokens are of one sequence, or of one task, for routers and losses that ask."""
     steps: Sequence[Spread] = (Spread(),)
     """How each layer with experts spreads its work: one for all of them, or one each by block number."""
     reports: dict[int, Report] = field(default_factory=dict)
@@ -53,7 +98,7 @@ class Routing:
 
     def rows(self, part: slice | Tensor) -> "Routing":
         """The same for some of the tokens; reports go to the same place."""
-        return replace(self, index_T=self.index_T[part])
+        return replace(self, index_T=self.index_T[part], units=self.units and self.units.rows(part))
 
     def step(self, layer: int) -> Spread:
         """How block ``layer`` spreads its work."""

@@ -1,0 +1,70 @@
+"""Kinds of tokens, by their text alone: what experts may come to specialise in (ST-MoE, arXiv 2202.08906, section 7).
+
+    punctuation    number    name    function word    verb    word    part of a word    white space
+
+Rules and short lists of English, no tagger: a name is a capitalised word within a sentence, a verb one of the commonest
+or one that ends as verbs do. Good enough to see whether an expert takes commas; not to parse with.
+"""
+
+from collections.abc import Sequence
+
+KINDS = ("punctuation", "number", "name", "function word", "verb", "word", "part of a word", "white space")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_FUNCTION = _words(
+    """
+    a an the this that these those and or but nor so yet if because although though while than as of in on at by for
+    with from to into onto upon about over under between among through during before after above below against
+    without within i you he she it we they me him her us them my your his its our their who whom whose which what
+    not no
+    """
+)
+_VERBS = _words(
+    """
+    am is are was were be been being have has had having do does did done doing will would shall should can could
+    may might must go goes went gone come came take took taken give gave given get got make made know knew known
+    think thought see saw seen say said says tell told find found keep kept let put run ran become became leave left
+    feel felt bring brought begin began hold held write wrote stand stood hear heard meet met pay paid sit sat speak
+    spoke lead led grow grew lose lost fall fell send sent build built understand understood draw drew break broke
+    spend spent cut rise rose look want use work call try ask need seem help show play move live believe
+    """
+)
+_ENDS = ("ing", "ed", "ize", "ise", "ify")
+_SENTENCE_ENDS = frozenset(".!?:\n")
+
+
+def kinds_of(pieces: Sequence[str]) -> list[str]:
+    """The kind of each token of a text, one of :data:`KINDS`; ``pieces`` are the tokens' texts, with their spaces."""
+    kinds: list[str] = []
+    word_before, begins = False, True  # the last piece ended in a letter; a sentence begins
+    for piece in pieces:
+        bare = piece.strip()
+        kinds.append(_kind(bare, joined=word_before and piece[:1].isalpha(), begins=begins))
+        if bare and any(c.isalnum() for c in bare):
+            begins = False
+        if set(piece) & _SENTENCE_ENDS:
+            begins = True
+        if piece:
+            word_before = piece[-1].isalpha()
+    return kinds
+
+
+def _kind(bare: str, *, joined: bool, begins: bool) -> str:
+    if not bare:
+        return "white space"
+    if not any(c.isalnum() for c in bare):
+        return "punctuation"
+    if any(c.isdigit() for c in bare):
+        return "number"
+    if joined:
+        return "part of a word"
+    lower = bare.lower().strip("'’.,;:!?\"()")
+    if lower in _FUNCTION:
+        return "function word"
+    if bare[0].isupper() and not begins:
+        return "name"
+    return "verb" if lower in _VERBS or (len(lower) > 4 and lower.endswith(_ENDS)) else "word"

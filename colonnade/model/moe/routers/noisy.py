@@ -1,0 +1,45 @@
+"""Noisy top-k: how much noise a token's scores get is learned (Shazeer 2017, arXiv 1701.06538, 2.1, appendix A).
+
+    h = W x + N(0, 1) ⊙ σ,    σ = softplus(W_n x) + 10⁻²        i = top-A of h        w = softmax(h_i)
+
+What the balance losses see is differentiable in both weights: the importance Σ_t w, and the load Σ_t P_te, where
+
+    P_te = Φ((W x − k-th highest of the other h) / σ)
+
+is the probability that expert e is among the A if only its own noise is drawn again. Without noise (inference) h = W x.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from colonnade.model.moe.router import SCORES, Choice, Own, Seen, router
+
+
+@router("noisy", lambda config, moe: {"noise": Own((moe.experts, config.width), 0.0)}, random=True)
+def noisy(seen: Seen) -> Choice:
+    """The A experts of the highest noisy score; σ begins as softplus(0), the same for all."""
+    A, clean_TE, noise = seen.moe.active, seen.logits_TE, seen.noise
+    h_TE, sigma_TE = clean_TE, None
+    if noise is not None:
+        sigma_TE = F.softplus(F.linear(seen.x_TD, seen.own["noise"])) + 1e-2
+        h_TE = clean_TE + noise.normal(seen.moe.experts, SCORES).to(clean_TE.dtype) * sigma_TE
+    kept_TA, ids_TA = h_TE.topk(A, dim=1)
+    weights_TA = kept_TA.softmax(1)
+    probs_TE = torch.zeros_like(h_TE).scatter(1, ids_TA, weights_TA)
+    expected_TE = None if sigma_TE is None else expected(clean_TE, h_TE, sigma_TE, ids_TA)
+    return Choice(ids_TA, weights_TA * seen.moe.router.scale, probs_TE, expected_TE=expected_TE)
+
+
+def expected(clean_TE: Tensor, h_TE: Tensor, sigma_TE: Tensor, ids_TA: Tensor) -> Tensor:
+    """P_TE: the probability that each score, its own noise of width ``sigma_TE`` drawn again, is among the A highest of
+    ``h_TE``, which now are ``ids_TA``.
+    """
+    A = ids_TA.shape[1]
+    if h_TE.shape[1] == A:
+        return torch.ones_like(h_TE)
+    top = h_TE.topk(A + 1, dim=1).values
+    inside_TE = torch.zeros_like(h_TE, dtype=torch.bool).scatter(1, ids_TA, True)
+    # Without one of the A highest, the k-th highest of the others is the next one.
+    other_TE = torch.where(inside_TE, top[:, A:], top[:, A - 1 : A])
+    return torch.special.ndtr((clean_TE - other_TE) / sigma_TE)

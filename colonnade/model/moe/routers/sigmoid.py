@@ -1,0 +1,19 @@
+"""Sigmoid scores with a balancing bias: no expert's score depends on the others' (DeepSeek-V3, 2412.19437, 2.1.2).
+
+    s = σ(W x)        i = top-A of s + b, within the best groups        w = s_i / Σ s_i · scale
+
+The bias decides who is chosen, never with what weight; it moves against the load once a step, so that no loss need pull
+at the scores.
+"""
+
+from colonnade.model.moe.router import Choice, Seen, keep, router
+from colonnade.model.moe.routers.groups import highest
+
+
+@router("sigmoid", biased=True)
+def sigmoid(seen: Seen) -> Choice:
+    """The A experts of the highest biased score; the probabilities are the scores, divided by their sum."""
+    scores_TE = seen.logits_TE.sigmoid()
+    ids_TA = highest(seen, scores_TE)
+    probs_TE = scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=1e-20)
+    return Choice(ids_TA, keep(seen.moe, scores_TE, ids_TA), probs_TE)

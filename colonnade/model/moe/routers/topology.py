@@ -1,0 +1,51 @@
+"""A gate that knows the machine: few tokens leave their node for their first choice (FasterMoE, PPoPP'22, section 4.3).
+
+    home of the t-th of T tokens = ⌊t·nodes/T⌋        home of expert e = ⌊e·nodes/E⌋
+
+In training at most int(away · T_n) of a node's T_n tokens may choose an expert of another node first, those of the
+highest probability. The others' first choice is the best expert at home; their second is the best of all the rest.
+
+``moe.router.nodes`` is part of the model, not of the plan: tokens and experts are cut as a plan of so many nodes would
+cut them, and any other plan makes the same choices. Inference chooses freely.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from colonnade.model.moe.everyone import everyone, places
+from colonnade.model.moe.router import Choice, Seen, keep, router
+
+
+@router("topology")
+def topology(seen: Seen) -> Choice:
+    """The A experts of the highest probability, but that the first is at home where too many would leave."""
+    moe, probs_TE = seen.moe, seen.logits_TE.softmax(1)
+    compared_TE = seen.logits_TE.detach()
+    if seen.training and moe.router.nodes > 1:
+        compared_TE = compared_TE.masked_fill(_held(seen, probs_TE.detach()), float("inf"))
+    ids_TA = compared_TE.topk(moe.active, dim=1).indices
+    return Choice(ids_TA, keep(moe, probs_TE, ids_TA), probs_TE)
+
+
+def _held(seen: Seen, probs_TE: Tensor) -> Tensor:
+    """(T, E) booleans: the expert that a token must take first, where it must."""
+    moe, nodes = seen.moe, seen.moe.router.nodes
+    node_E = torch.arange(moe.experts, device=probs_TE.device) * nodes // moe.experts
+    top_T, first_T = probs_TE.max(1)
+    (all_top_T, all_first_T), where_T = everyone(seen.over, seen.index_T, top_T, first_T)
+    T = len(all_top_T)
+    home_T = torch.arange(T, device=probs_TE.device) * nodes // max(T, 1)
+    leaves_T = node_E[all_first_T] != home_T
+    first = [-(-n * T // nodes) for n in range(nodes + 1)]  # each home's first token
+    allowed = [int(moe.router.away * (stop - start)) for start, stop in pairwise(first)]
+    # Of each node's leavers the most probable go first; the rest counts as a node of its own.
+    from_T = torch.where(leaves_T, home_T, nodes)
+    order_T = all_top_T.argsort(descending=True, stable=True)
+    place_T = torch.empty_like(order_T)
+    place_T[order_T] = places(from_T[order_T, None], nodes)[:, 0]
+    held_T = (leaves_T & (place_T >= torch.tensor(allowed, device=home_T.device)[home_T]))[where_T]
+    at_home_TE = node_E == home_T[where_T, None]
+    best_T1 = probs_TE.masked_fill(~at_home_TE, -1).argmax(1, keepdim=True)
+    return torch.zeros_like(at_home_TE).scatter(1, best_T1, True) & held_T[:, None]

@@ -1,0 +1,80 @@
+"""Routers of all kinds with odd sizes, and tokens for them."""
+
+from typing import Any
+
+import torch
+
+from colonnade.config import ModelConfig, MoeConfig, RouterConfig
+from colonnade.model import Noise, Rates
+from colonnade.model.moe import Router, Units
+from colonnade.model.moe.router import draws
+from colonnade.model.noise import PlaceNoise
+from colonnade.parallel.axis import SOLO_AXES, Axes
+
+WIDTH, EXPERTS, TOKENS, VOCAB = 10, 6, 29, 40
+SEQUENCES = [7, 1, 0, 13, 8]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "softmax_tutel_noise": {"noise": 1.5, "balance": "importance"},
+    "softmax_biased": {"bias": True, "bias_rate": 0.01, "normalise": False, "scale": 1.7},
+    "softmax_groups_max": {"groups": 3, "groups_kept": 2, "group_score": "max"},
+    "switch": {"active": 1, "jitter": 0.3},
+    "gshard": {"balance": "gshard"},
+    "noisy": {"active": 3, "balance": "importance"},
+    "noisy_all": {"active": EXPERTS, "balance": "importance"},
+    "cosine": {"projection": 7, "noise": 0.5},
+    "sigmoid": {"bias_rate": 0.01, "scale": 2.5, "active": 3},
+    "sigmoid_groups": {"bias_rate": 0.01, "groups": 2, "groups_kept": 1},
+    "expert_choice": {"balance": "choices"},
+    "hash": {"active": 3},
+    "sequence": {"balance": "sequence"},
+    "task": {"tasks": len(SEQUENCES)},
+    "topology": {"nodes": 3, "away": 0.14},
+    "topology_no_way_out": {"nodes": 2, "away": 0.0},
+}
+"""A router each; the name up to the underscore is the registry's, but of expert_choice."""
+
+
+def kind_of(name: str) -> str:
+    return name if name == "expert_choice" else name.partition("_")[0]
+
+
+def moe_of(name: str, **changes: Any) -> MoeConfig:
+    """The config of one of :data:`KINDS`."""
+    wanted = KINDS[name] | changes
+    router = {key: value for key, value in wanted.items() if key in RouterConfig.model_fields}
+    rest = {key: value for key, value in wanted.items() if key not in router}
+    base = {"experts": EXPERTS, "active": 2, "ffn_width": 8, "z_weight": 0.1, "balance_weight": 0.3}
+    return MoeConfig(**(base | rest), router=RouterConfig(kind=kind_of(name), **router))
+
+
+def config_of(moe: MoeConfig) -> ModelConfig:
+    return ModelConfig(vocab_size=VOCAB, layers=1, width=WIDTH, heads=2, head_width=4, ffn_width=8, context=64, moe=moe)
+
+
+def router_of(moe: MoeConfig, axes: Axes = SOLO_AXES) -> Router:
+    """A router in float64 with the same weights under any axes, far from the small ones of a first step."""
+    router = Router(config_of(moe), moe, axes, device=torch.device("cpu"), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in router.parameters():
+            parameter.normal_(0, 0.6, generator=generator)
+    if router.bias_E is not None:
+        router.bias_E.normal_(0, 0.2, generator=generator)
+    return router
+
+
+def tokens(T: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Units]:
+    """x_TD, the tokens' ids, their numbers, which are not 0 … T − 1, and the sequence of each."""
+    generator = torch.Generator().manual_seed(3)
+    x_TD = torch.randn(T, WIDTH, generator=generator, dtype=torch.float64)
+    tokens_T = torch.randint(VOCAB, (T,), generator=generator)
+    index_T = 100 + 3 * torch.arange(T)
+    of_T = torch.repeat_interleave(torch.arange(len(SEQUENCES)), torch.tensor(SEQUENCES))
+    return x_TD, tokens_T, index_T, Units(of_T[:T], len(SEQUENCES))
+
+
+def noise_for(moe: MoeConfig, index_T: torch.Tensor) -> PlaceNoise | None:
+    """What a step of training gives the router: nothing unless it draws."""
+    return Noise.of(11, 4, 1, index_T, Rates()).at(0) if draws(moe) else None

@@ -1,0 +1,168 @@
+"""Each loss against its plain formula, and its closed-form slope against autograd; what makes it the losses' sum."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from colonnade.errors import ConfigError
+from colonnade.model.moe import Choice, Units
+from colonnade.model.moe.losses import load, losses
+from colonnade.parallel.axis import SOLO
+from tests.routers import EXPERTS, SEQUENCES, TOKENS, moe_of
+from tests.worlds import assert_same
+
+E, T = EXPERTS, TOKENS
+OF_T = torch.repeat_interleave(torch.arange(len(SEQUENCES)), torch.tensor(SEQUENCES))
+
+
+def draw(active: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits, ids, expected): scores, choices by other scores of which some are none, and probabilities."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_TE = torch.randn(T, E, generator=generator, dtype=torch.float64)
+    ids_TA = torch.randn(T, E, generator=generator).topk(active).indices
+    ids_TA[torch.rand(ids_TA.shape, generator=generator) < 0.1] = E
+    expected_TE = torch.rand(T, E, generator=generator, dtype=torch.float64)
+    return logits_TE, ids_TA, expected_TE
+
+
+def cv_squared(values: Tensor) -> Tensor:
+    """The square of the coefficient of variation: the variance over the squared mean."""
+    return values.var(correction=0) / values.mean() ** 2
+
+
+def counts(ids: Tensor) -> Tensor:
+    return torch.tensor([(ids == e).sum().item() for e in range(E)], dtype=torch.float64)
+
+
+def plain(balance: str, probs_TE: Tensor, ids_TA: Tensor, expected_TE: Tensor | None, active: int) -> Tensor:
+    """The loss as its paper writes it, differentiable in the probabilities."""
+    if balance == "none":
+        return probs_TE.sum() * 0
+    if balance == "gshard":
+        return E * (counts(ids_TA[:, 0]) / T * probs_TE.mean(0)).sum()
+    if balance in ("switch", "choices"):
+        share_E = counts(ids_TA) / T / (active if balance == "switch" else 1)
+        return E * (share_E * probs_TE.mean(0)).sum()
+    if balance == "sequence":
+        parts = []
+        for s in set(OF_T.tolist()):
+            mine = OF_T.eq(s)
+            f_E = counts(ids_TA[mine]) * E / (active * mine.sum())
+            parts.append((f_E * probs_TE[mine].mean(0)).sum())
+        return torch.stack(parts).mean()
+    importance = cv_squared(probs_TE.sum(0))
+    return importance if expected_TE is None else importance + cv_squared(expected_TE.sum(0))
+
+
+@pytest.mark.parametrize("active", [1, 3])
+@pytest.mark.parametrize("with_noise", [False, True])
+@pytest.mark.parametrize("balance", ["none", "gshard", "switch", "choices", "sequence", "importance"])
+def test_a_loss_is_its_formula_and_its_slope_is_autograds(balance, with_noise, active):
+    moe = moe_of("softmax", balance=balance, active=active, balance_weight=0.7, z_weight=0.2)
+    logits_TE, ids_TA, expected_TE = draw(active)
+    expected_TE = expected_TE if with_noise else None
+
+    def both(logits_TE: Tensor, expected_TE: Tensor | None):
+        leaves = [logits_TE.clone().requires_grad_()]
+        if expected_TE is not None:
+            leaves.append(expected_TE.clone().requires_grad_())
+        return leaves, leaves[0].softmax(1), leaves[1] if len(leaves) > 1 else None
+
+    leaves, probs_TE, noisy_TE = both(logits_TE, expected_TE)
+    weights_TA = torch.ones(ids_TA.shape, dtype=torch.float64)
+    choice = Choice(ids_TA, weights_TA, probs_TE, expected_TE=noisy_TE)
+    surrogate, value, z = losses(choice, load(ids_TA, E), leaves[0], moe, SOLO, Units(OF_T, len(SEQUENCES)))
+    surrogate.backward()
+
+    plain_leaves, plain_probs_TE, plain_noisy_TE = both(logits_TE, expected_TE)
+    reference = plain(balance, plain_probs_TE, ids_TA, plain_noisy_TE, active)
+    plain_z = plain_leaves[0].exp().sum(1).log().square().mean()
+    ((0.7 * reference + 0.2 * plain_z) * T).backward()
+
+    assert_same(value, reference.detach(), what="value")
+    assert_same(z, plain_z.detach(), what="z")
+    for got, wanted in zip(leaves, plain_leaves, strict=True):
+        assert_same(got.grad if got.grad is not None else torch.zeros_like(got),
+                    wanted.grad if wanted.grad is not None else torch.zeros_like(wanted), what="slope")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("balance", "even"), [("gshard", 1), ("switch", 1), ("choices", 3), ("sequence", 1), ("importance", 0)]
+)
+def test_a_loss_of_an_even_load(balance, even):
+    moe = moe_of("softmax", balance=balance, active=3)
+    ids_TA = (torch.arange(30)[:, None] * 3 + torch.arange(3)) % E
+    probs_TE = torch.full((30, E), 1 / E, dtype=torch.float64)
+    choice = Choice(ids_TA, torch.ones(30, 3), probs_TE)
+    units = Units(torch.arange(30) // 10, 3)
+    _, value, _ = losses(choice, load(ids_TA, E), None, moe, SOLO, units)
+    assert value.item() == pytest.approx(even, abs=1e-12)
+
+
+def test_the_two_normalisations_differ_by_exactly_A():  # noqa: N802
+    logits_TE, ids_TA, _ = draw(4)
+    results = {}
+    for balance in ("switch", "choices"):
+        moe = moe_of("softmax", balance=balance, active=4, z_weight=0.0, balance_weight=1.0)
+        leaf = logits_TE.clone().requires_grad_()
+        choice = Choice(ids_TA, ids_TA.double(), leaf.softmax(1))
+        surrogate, value, _ = losses(choice, load(ids_TA, E), leaf, moe, SOLO)
+        surrogate.backward()
+        results[balance] = value, leaf.grad
+    assert torch.equal(results["choices"][0], 4 * results["switch"][0])
+    assert torch.equal(results["choices"][1], 4 * results["switch"][1])
+
+
+def test_the_choices_loss_is_transformers_own():
+    modeling = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    logits_TE = draw(2)[0]
+    ids_TA = logits_TE.topk(2).indices
+    moe = moe_of("softmax", balance="choices")
+    choice = Choice(ids_TA, ids_TA.double(), logits_TE.softmax(1))
+    _, value, _ = losses(choice, load(ids_TA, E), logits_TE, moe, SOLO)
+    theirs = modeling.load_balancing_loss_func((logits_TE,), E, 2)
+    # Theirs counts in float32.
+    assert value.item() == pytest.approx(theirs.item(), rel=1e-6)
+
+
+def test_losses_of_no_tokens_are_finite():
+    for balance in ("none", "gshard", "switch", "choices", "sequence", "importance"):
+        moe = moe_of("softmax", balance=balance)
+        leaf = torch.zeros(0, E, dtype=torch.float64, requires_grad=True)
+        ids_TA = torch.zeros(0, 2, dtype=torch.int64)
+        choice = Choice(ids_TA, leaf[:, :2], leaf.softmax(1))
+        surrogate, value, z = losses(choice, load(ids_TA, E), leaf, moe, SOLO, Units(OF_T[:0], 3))
+        surrogate.backward()
+        assert surrogate.item() == 0
+        assert math.isfinite(value.item())
+        assert z.item() == 0
+
+
+def test_scores_in_16_bits_are_counted_exactly():
+    """bfloat16 knows no 701 and no 1001."""
+    moe = moe_of("softmax", active=1, balance="switch", z_weight=0.0)
+    ids_TA = (torch.arange(1001) < 701).long()[:, None]
+    probs_TE = torch.zeros(1001, E, dtype=torch.bfloat16).scatter(1, ids_TA, 1)
+    _, value, _ = losses(Choice(ids_TA, probs_TE[:, :1], probs_TE), load(ids_TA, E), None, moe, SOLO)
+    assert value.item() == pytest.approx(E * (701**2 + 300**2) / 1001**2, rel=1e-6)
+
+
+def test_no_number_among_the_scores_is_no_number_in_the_losses():
+    for balance in ("gshard", "switch", "choices", "importance"):
+        moe = moe_of("softmax", balance=balance)
+        logits_TE, ids_TA, _ = draw(2)
+        logits_TE[3, 1] = math.nan
+        choice = Choice(ids_TA, ids_TA.double(), logits_TE.softmax(1))
+        _, value, z = losses(choice, load(ids_TA, E), logits_TE, moe, SOLO)
+        assert value.isnan()
+        assert z.isnan()
+
+
+def test_a_loss_of_sequences_must_be_told_them():
+    moe = moe_of("softmax", balance="sequence")
+    _, ids_TA, _ = draw(2)
+    choice = Choice(ids_TA, ids_TA.double(), torch.ones(T, E, dtype=torch.float64))
+    with pytest.raises(ConfigError, match="loss of sequences, and the stream does not say"):
+        losses(choice, load(ids_TA, E), None, moe, SOLO)

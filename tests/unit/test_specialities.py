@@ -1,0 +1,80 @@
+"""Which experts take which kinds of tokens, from the tokens' texts and the routers' choices."""
+
+import math
+
+import pytest
+import torch
+
+from colonnade.data.kinds import KINDS, kinds_of
+from colonnade.model import Packed, Rows
+from colonnade.model.moe.specialities import examples, recorded, specialities
+from tests.models import MOES, build, ragged
+
+
+def test_kinds_of_tokens():
+    pieces = [
+        "The", " old", " Pres", "ident", " Lincoln", " was", " walking", ",", " in", " 18", "65", ".", "\n", "We",
+        " saw", "!",
+    ]  # fmt: skip
+    assert kinds_of(pieces) == [
+        "function word", "word", "name", "part of a word", "name", "verb", "verb", "punctuation", "function word",
+        "number", "number", "punctuation", "white space", "function word", "verb", "punctuation",
+    ]  # fmt: skip
+    assert set(kinds_of(pieces)) == set(KINDS)
+
+
+def test_a_capital_names_nobody_at_a_sentences_start():
+    assert kinds_of(["Lawyers", " met", ".", " Lawyers", " met", " Lawyers"])[::3] == ["word", "word"]
+    assert kinds_of(["Lawyers", " met", " Lawyers"])[2] == "name"
+    assert kinds_of(["", " ", "x"]) == ["white space", "white space", "word"]
+
+
+def test_experts_that_tell_the_kind_and_experts_that_do_not_care():
+    kinds = ["number"] * 6 + ["verb"] * 6
+    sharp = torch.tensor([[0]] * 6 + [[2]] * 6)
+    even = torch.tensor([[0], [1], [2]] * 4)
+    found = specialities({3: sharp, 5: even}, kinds, experts=4)
+    assert found[3].told == pytest.approx(1)
+    assert found[3].counts == [[6, 0, 0, 0], [0, 0, 6, 0]]
+    assert found[3].favourites("verb") == [(2, 2.0)]
+    assert found[5].told == pytest.approx(0, abs=1e-12)
+    assert found[5].lifts == [[1.0, 1.0, 1.0, 0.0]] * 2
+    assert found[5].favourites("number") == []
+
+
+def test_the_information_is_the_textbooks():
+    """By the definition, from counts: 3 of 4 numbers to expert 0, 1 of 4 verbs; none is none."""
+    ids_TA = torch.tensor([[0, 9], [0, 9], [0, 9], [1, 9], [0, 9], [1, 9], [1, 9], [1, 9]])
+    found = specialities({0: ids_TA}, ["number"] * 4 + ["verb"] * 4, experts=2)[0]
+    cells = [3 / 8, 1 / 8, 1 / 8, 3 / 8]
+    information = sum(p * math.log(p / 0.25) for p in cells)
+    assert found.told == pytest.approx(information / math.log(2))
+    assert found.lifts == [[1.5, 0.5], [0.5, 1.5]]
+
+
+def test_examples_are_the_tokens_beyond_an_experts_share():
+    pieces = [" the", ",", " the", ",", " the", " the"]
+    ids_TA = torch.tensor([[0], [1], [0], [1], [0], [1]])
+    assert examples(ids_TA, pieces, experts=3) == [["the"], [","], []]
+
+
+def test_choices_are_recorded_by_block_and_no_longer():
+    model = build(MOES["biased_shared"])
+    stream, attend, _ = ragged(MOES["biased_shared"])
+    T = len(stream.tokens_T)
+    assert isinstance(attend, Packed)
+    with torch.no_grad(), recorded(model) as ids:
+        model(stream, attend, Rows())
+        assert list(ids) == [1], "the first block is dense"
+        assert ids[1].shape == (T, 3)
+        model(stream, attend, Rows())
+    assert torch.equal(ids[1][:T], ids[1][T:])
+    with torch.no_grad():
+        model(stream, attend, Rows())
+    assert len(ids[1]) == 2 * T
+
+
+def test_nothing_chosen_is_no_speciality():
+    found = specialities({0: torch.full((2, 1), 4)}, ["verb", "number"], experts=4)[0]
+    assert found.told == 0
+    assert sum(map(sum, found.counts)) == 0
