@@ -26,6 +26,8 @@ class Moved(NamedTuple):
     norm: Tensor
     """Global gradient norm before the clip; not finite where nothing moved."""
     lr: float
+    skip: Tensor
+    """float32: 1 where nothing moved, else 0."""
 
 
 class Move:
@@ -59,4 +61,4 @@ class Move:
         skip = (~size.isfinite()).to(torch.float32)
         self.optimizer.step(lr, skip, None if self.scaler is None else self.scaler.used)
         self.masters.publish()
-        return Moved(size, lr)
+        return Moved(size, lr, skip)

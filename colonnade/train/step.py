@@ -93,7 +93,7 @@ class Step:
             loss_sum = self._accumulate(micro_batches, divisor, terms)
         else:
             loss_sum = self.piped.step(micro_batches, divisor, terms)
-        gradient_norm, lr = self.move(number, loss_sum)
+        gradient_norm, lr, skip = self.move(number, loss_sum)
         found = routed(self.model, terms.reports, sizes)
         if found is not None:
             rebalance(self.model, found, skip)

@@ -67,9 +67,8 @@ def _here(
     """All experts are on this rank."""
     kind, dtype = x_tD.device.type, x_tD.dtype
     order_R, ends_E = choose("sort_choices", kind, dtype)(ids_tA, len(weights.up_EFD), rows)
-    x_RD = choose("gather_rows", kind, dtype)(x_tD, order_R, ids_tA.shape[1])
-    y_RD = experts(x_RD, ends_E, weights)
-    return choose("combine_rows", kind, dtype)(y_RD, order_R, weights_tA)
+    run = choose("routed_experts", kind, dtype)
+    return run(x_tD, order_R, ends_E, weights_tA, weights, experts.activation)
 
 
 def _gathered(
