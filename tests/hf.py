@@ -57,3 +57,15 @@ def fail_to_write(folder: Path, plan: Plan, out: Path) -> str:
         except CheckpointError as error:
             return str(error)
     return ""
+
+
+def pass_on(folder: Path, plan: Plan, out: Path) -> tuple[dict[str, int], Tensor]:
+    """In a worker: load ``folder`` under ``plan`` and save it again as ``out``; how much of each stack of experts this
+    rank has, and the logits.
+    """
+    with Ground.build(plan, "cpu") as ground:
+        model = load(folder, ground.axes)
+        write_hf(model, out, shard_bytes=4000)
+        stream, attend, _ = stream_of(documents(model.config.vocab_size))
+        held = {name: p.numel() for name, p in model.named_parameters() if ".experts." in name}
+        return held, model(stream, attend, Rows()).detach()

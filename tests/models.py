@@ -2,9 +2,10 @@
 
 import torch
 
-from colonnade.config import ModelConfig, MoeConfig, RopeScaling
+from colonnade.config import LatentConfig, ModelConfig, MoeConfig, RopeScaling
 from colonnade.model import IGNORE, Packed, Stream, Transformer, initialise
 from colonnade.parallel.axis import SOLO_AXES, Axes
+from colonnade.parallel.layout import layout_of, share
 
 _TINY = {"layers": 2, "width": 24, "ffn_width": 26, "context": 64}
 _GPT2 = {
@@ -33,6 +34,19 @@ CONFIGS: dict[str, ModelConfig] = {
         vocab_size=50257, heads=12, head_width=4,
         rope_scaling=RopeScaling(kind="llama3", factor=8, original_context=16),
         **(_TINY | {"layers": 1}),
+    ),
+    "olmoe_clipped": ModelConfig(
+        family="olmoe", vocab_size=67, heads=24, kv_heads=12, head_width=2, qk_norm=True, qk_norm_over="all",
+        qkv_clip=0.7, **_TINY,
+    ),
+    "latent": ModelConfig(
+        family="deepseek_v3", vocab_size=101, heads=12, head_width=6,
+        latent=LatentConfig(kv_rank=7, q_rank=9, rope_width=4, v_width=3), **_TINY,
+    ),
+    "latent_yarn_biased": ModelConfig(
+        family="deepseek_v2", vocab_size=67, heads=12, head_width=5, qkv_bias=True, out_bias=True,
+        latent=LatentConfig(kv_rank=5, rope_width=2, v_width=5),
+        rope_scaling=RopeScaling(kind="yarn", factor=8, original_context=8, mscale=0.7, mscale_all_dim=0.9), **_TINY,
     ),
 }  # fmt: skip
 """12 key/value heads divide over tp of 1, 2, 3 and 4; 26 hidden units and the vocabularies do not."""
@@ -66,10 +80,11 @@ LENGTHS = [7, 1, 13, 4]
 def build(config: ModelConfig, axes: Axes = SOLO_AXES, *, seed: int = 0, dtype: torch.dtype = torch.float64):
     """An initialised model; norms and biases are moved off 1 and 0, where a wrong gradient could hide."""
     model = initialise(Transformer(config, axes, dtype=dtype), seed)
+    shapes, layout = model.whole_shapes(), layout_of(model)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")):
-                p.add_(torch.linspace(-0.5, 0.5, len(p), dtype=dtype))
+                p.add_(share(torch.linspace(-0.5, 0.5, shapes[name][0], dtype=dtype), layout[name], axes))
             elif name.endswith(("down.bias", "out.bias")):
                 p.add_(torch.linspace(-0.1, 0.1, len(p), dtype=dtype))
     return model

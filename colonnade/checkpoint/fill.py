@@ -14,8 +14,8 @@ from colonnade.checkpoint.stored import Box, Shape, Source, Stored, Table, store
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
-from colonnade.parallel.axis import Axis
-from colonnade.parallel.layout import Placement, layout_of
+from colonnade.parallel.axis import Axes, Axis
+from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of
 
 
 class Weights:
@@ -35,7 +35,7 @@ class Weights:
                 f"{config.parameters:,}; they belong to different models"
             )
         meta = Transformer(config, device="meta")
-        shapes = {name: tuple(parameter.shape) for name, parameter in meta.named_parameters()}
+        shapes = {name: tuple(shape) for name, shape in meta.whole_shapes().items()}
         self.forms: dict[str, Stored] = stored_parameters(list(shapes), table, source.file_of(""))
         wanted = {
             theirs: shape
@@ -65,9 +65,9 @@ class Weights:
                     'them; untie them there ("tie_word_embeddings": false)'
                 )
         shapes, layout = model.whole_shapes(), layout_of(model)
-        for name, parameter in model.named_parameters():
-            box = box_of(tuple(shapes[name]), layout[name], model.axes.tp)
-            parameter.copy_(self.forms[name].read(self.source, box, self.config))
+        for name, held in (*model.named_parameters(), *model.named_buffers()):
+            box = box_of(tuple(shapes[name]), layout.get(name, WHOLE), model.axes)
+            held.copy_(self.forms[name].read(self.source, box, self.config))
 
     def _compare(self, name: str, shape: Shape) -> None:
         found, file = self.source.shapes.get(name), self.source.file_of(name)
@@ -82,9 +82,14 @@ class Weights:
             )
 
 
-def box_of(shape: Shape, placement: Placement, tp: Axis) -> Box:
+def box_of(shape: Shape, placement: Placement, axes: Axes) -> Box:
     """The part of a parameter of ``shape`` that this rank holds."""
-    return tuple(tp.part(n) if dim == placement else (0, n) for dim, n in enumerate(shape))
+    cut: dict[int | None, Axis] = {}
+    if isinstance(placement, Experts):
+        cut = {placement.hidden: axes.grid.sh, 0: axes.grid.ep}
+    elif isinstance(placement, int):
+        cut = {placement: axes.tp}
+    return tuple(cut[dim].part(n) if dim in cut else (0, n) for dim, n in enumerate(shape))
 
 
 def same(source: Source, a: str, b: str, rows: int = 4096) -> bool:

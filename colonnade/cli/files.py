@@ -61,6 +61,8 @@ def convert(
     dtype: DType = "auto",
     shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
+    upcycle: int = 0,
+    active: int = 2,
 ) -> None:
     """Write a model in another format; hf is what transformers, vLLM and others load.
 
@@ -71,9 +73,13 @@ def convert(
         dtype: Type of the weights on disk; auto keeps the one they are loaded in (float32).
         shard_bytes: Largest safetensors file [bytes] (hf).
         overwrite: Replace a model that is there already, once the new one is written.
+        upcycle: Make so many experts of each feed-forward part, equal at first (0: leave it dense).
+        active: Experts that a token goes to, of these.
     """
-    from colonnade import api
+    from colonnade import api, tune
 
     model = api.load(source, dtype="float32" if dtype == "auto" else dtype, device="cpu")
+    if upcycle:
+        model.transformer = tune.upcycle(model.transformer, upcycle, active)
     api.save(model, out, format=format, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite)
     console.print(f"{out}: {model.config.parameters:,} parameters, format {format}")

@@ -1,6 +1,7 @@
 """Typed, frozen configurations; presets; TOML in and out; dotted overrides."""
 
 from colonnade.config.base import Config, count, nearest
+from colonnade.config.latent import LatentConfig
 from colonnade.config.model import ModelConfig, RopeScaling
 from colonnade.config.moe import MoeConfig, RouterConfig
 from colonnade.config.plan import Plan
@@ -11,6 +12,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "Device",
+    "LatentConfig",
     "ModelConfig",
     "MoeConfig",
     "Plan",

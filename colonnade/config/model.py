@@ -10,10 +10,14 @@ from typing import Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from colonnade.config.base import Config
+from colonnade.config.latent import LatentConfig
 from colonnade.config.moe import MoeConfig
 from colonnade.errors import ConfigError
 
-Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "bert", "megatron-bert"]
+Family = Literal[
+    "gpt2", "llama", "mistral", "qwen2", "qwen3", "bert", "megatron-bert",
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3",
+]  # fmt: skip
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
 Top = Literal["unembed", "masked", "pretraining", "encoder", "classes", "spans"]
 
@@ -91,7 +95,13 @@ class ModelConfig(Config):
     ffn_bias: bool = False
     """Biases in the feed-forward part."""
     qk_norm: bool = False
-    """RMSNorm on each query and key head before rotation (Qwen3)."""
+    """RMSNorm on queries and keys before rotation."""
+    qk_norm_over: Literal["head", "all"] = "head"
+    """What is normalised together: each head by itself (Qwen3), or all heads of a token (OLMoE)."""
+    qkv_clip: float | None = Field(default=None, gt=0)
+    """Queries, keys and values are clipped to ± this before rotation (OLMoE); None leaves them."""
+    latent: LatentConfig | None = None
+    """Latent attention in the place of plain heads (DeepSeek)."""
     tied: bool = False
     """The output projection is the embedding."""
     window: int | None = Field(default=None, gt=0)
@@ -139,12 +149,37 @@ class ModelConfig(Config):
                 f"{self.heads} query heads do not divide by {self.kv_heads} key/value heads; "
                 f"kv_heads must be one of {divisors(self.heads)}"
             )
-        if self.positions == "rotary" and self.head_width % 2:
+        if self.positions == "rotary" and self.latent is None and self.head_width % 2:
             raise ConfigError(f"rotary positions turn pairs: head_width {self.head_width} must be even")
         if self.positions == "learned" and self.rope_scaling:
             raise ConfigError("rope_scaling belongs to rotary positions; this model has learned ones; remove it")
+        self._consistent_latent()
         self._consistent_top()
         return self
+
+    def _consistent_latent(self) -> None:
+        if (latent := self.latent) is None:
+            return
+        if latent.rope_width % 2 or latent.rope_width >= self.head_width:
+            raise ConfigError(
+                f"latent.rope_width {latent.rope_width} must be even and leave some of head_width {self.head_width}; "
+                "change one of them"
+            )
+        if latent.v_width > self.head_width:
+            raise ConfigError(
+                f"latent.v_width {latent.v_width} is more than head_width {self.head_width}; values wider than keys "
+                "are not implemented"
+            )
+        plain = {
+            "kv_heads": self.kv_heads == self.heads, "positions": self.positions == "rotary",
+            "qk_norm": not self.qk_norm, "qkv_clip": self.qkv_clip is None, "window": self.window is None,
+            "norm": self.norm == "rmsnorm",
+        }  # fmt: skip
+        if wrong := [name for name, so in plain.items() if not so]:
+            raise ConfigError(
+                "latent attention has a key and a value head for each query head, rotary positions, RMSNorm, and "
+                f"neither a window nor query norms of its own; leave {wrong[0]} as it is by default"
+            )
 
     def _consistent_top(self) -> None:
         if self.causal != (self.top == "unembed"):
@@ -182,6 +217,11 @@ class ModelConfig(Config):
         return self.moe if self.moe is not None and self.moe.has_experts(layer) else None
 
     @property
+    def rotary_width(self) -> int:
+        """How much of a head is turned by the position."""
+        return self.latent.rope_width if self.latent else self.head_width
+
+    @property
     def has_pooler(self) -> bool:
         """Whether a tanh layer reads each sequence's first token."""
         return self.top in ("pretraining", "encoder", "classes")
@@ -197,7 +237,12 @@ class ModelConfig(Config):
         d, f, h = self.width, self.ffn_width, self.head_width
         norm = d * (2 if self.norm == "layernorm" else 1)
         qkv = (self.heads + 2 * self.kv_heads) * h
-        attention = qkv * d + qkv * self.qkv_bias + d * self.heads * h + d * self.out_bias + 2 * h * self.qk_norm
+        normed = 2 if self.qk_norm_over == "head" else self.heads + self.kv_heads
+        attention = self._projections + d * self.out_bias
+        if self.latent:
+            attention += self.latent.vectors(bias=self.qkv_bias)
+        else:
+            attention += qkv * self.qkv_bias + normed * h * self.qk_norm
         expert_layers = sum(self.experts_of(i) is not None for i in range(self.layers))
         ffn = self._ffn_parameters(f) * (self.layers - expert_layers)
         if moe := self.moe:
@@ -221,6 +266,21 @@ class ModelConfig(Config):
         layers = sum(self.experts_of(i) is not None for i in range(self.layers))
         return layers * self.moe.experts * self._ffn_parameters(self.moe.ffn_width)
 
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token has to do with: all but the experts that it does not go to."""
+        if self.moe is None:
+            return self.parameters
+        idle = self.moe.experts - self.moe.active
+        return self.parameters - self.expert_parameters // self.moe.experts * idle
+
+    @property
+    def _projections(self) -> int:
+        """Numbers in the matrices of one layer's attention."""
+        if self.latent:
+            return self.latent.projections(self.width, self.heads, self.head_width)
+        return 2 * self.width * (self.heads + self.kv_heads) * self.head_width
+
     def _ffn_parameters(self, hidden: int) -> int:
         """Weights of a feed-forward part with so many hidden units."""
         return (2 + self.gated) * self.width * hidden + self.ffn_bias * ((1 + self.gated) * hidden + self.width)
@@ -232,16 +292,15 @@ class ModelConfig(Config):
         mask keeps (of a causal model), otherwise all of them (the Megatron and PaLM papers'). The embedding look-up
         costs nothing; recomputation is not counted (it is model FLOPs, not hardware FLOPs).
         """
-        qkv = (self.heads + 2 * self.kv_heads) * self.head_width
-        attention = self.width * (qkv + self.heads * self.head_width)
         hidden = 0  # units that a token passes, in all layers
         for layer in range(self.layers):
             moe = self.experts_of(layer)
             hidden += self.ffn_width if moe is None else moe.active * moe.ffn_width + moe.shared_width
         ffn = self.width * (2 + self.gated) * hidden
         seen = min(sequence, self.window) if self.window else sequence
-        scores = 2 * seen * self.heads * self.head_width * (0.5 if causal and self.causal else 1.0)
-        return 3 * 2 * (self.layers * (attention + scores) + ffn + self.width * self.vocab_size)
+        widths = self.head_width + (self.latent.v_width if self.latent else self.head_width)
+        scores = seen * self.heads * widths * (0.5 if causal and self.causal else 1.0)
+        return 3 * 2 * (self.layers * (self._projections + scores) + ffn + self.width * self.vocab_size)
 
 
 def divisors(n: int) -> list[int]:

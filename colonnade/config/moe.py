@@ -70,6 +70,8 @@ class MoeConfig(Config):
     """The first layer with experts; those before it are dense."""
     every: int = Field(default=1, ge=1)
     """Of the layers from there on, every n-th has experts (2: GShard and Switch)."""
+    dense: tuple[int, ...] = ()
+    """Layers among those that are dense all the same (Qwen's mlp_only_layers)."""
     router: RouterConfig = RouterConfig()
     """Who goes to which expert."""
     capacity: float | None = None
@@ -136,4 +138,4 @@ class MoeConfig(Config):
 
     def has_experts(self, layer: int) -> bool:
         """Whether block number ``layer`` has experts in the place of its feed-forward part."""
-        return layer >= self.first and (layer - self.first) % self.every == 0
+        return layer >= self.first and (layer - self.first) % self.every == 0 and layer not in self.dense

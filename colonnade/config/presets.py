@@ -13,6 +13,7 @@ from typing import Any
 from colonnade.config.base import nearest
 from colonnade.config.model import ModelConfig, RopeScaling
 from colonnade.config.moe import MoeConfig
+from colonnade.config.presets_moe import MOE_PRESETS
 from colonnade.errors import ConfigError
 
 
@@ -147,6 +148,7 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     ),
     # As much arithmetic for a token, and four times the hidden units.
     "tour-moe": lambda: ModelConfig(
+        family="mixtral",
         vocab_size=4096,
         layers=4,
         width=256,
@@ -222,6 +224,7 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "qwen3-8b": lambda: _qwen3(36, 4096, 32, 12288, tied=False),
     "qwen3-14b": lambda: _qwen3(40, 5120, 40, 17408, tied=False),
     "qwen3-32b": lambda: _qwen3(64, 5120, 64, 25600, tied=False),
+    **MOE_PRESETS,
 }
 """Name to a function that makes the config, so that importing this file makes none."""
 

@@ -8,7 +8,7 @@ block makes one a layer, and after eight of them gives up).
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from colonnade.model.noise import Noise
 
 class Attend(Protocol):
     """One layer's view: called with this rank's heads of the new tokens, it returns the attention's output."""
+
+    keeps: ClassVar[bool]
+    """Whether keys and values outlive the call, so that small ones are worth some work."""
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
         """o_TnH."""
@@ -47,6 +50,8 @@ class Packed:
     With ``noise`` probabilities are dropped, in training; ``head`` is the number, of all, of this rank's first query
     head. ``dropout`` is what :meth:`at` makes of the two for one layer.
     """
+
+    keeps: ClassVar[bool] = False
 
     cu_seqlens: Tensor
     longest: int
@@ -118,6 +123,8 @@ class Paged:
 class PagedView:
     """One layer of a :class:`Paged`: writes the new keys and values, then attends to all of them."""
 
+    keeps: ClassVar[bool] = True
+
     table: PageTable
     slots_T: Tensor
     k_PpKH: Tensor
@@ -128,6 +135,7 @@ class PagedView:
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
         """o_TnH."""
         self.k_PpKH.flatten(0, 1).index_copy_(0, self.slots_T, k_TkH.to(self.k_PpKH.dtype))
-        self.v_PpKH.flatten(0, 1).index_copy_(0, self.slots_T, v_TkH.to(self.v_PpKH.dtype))
+        if self.v_PpKH is not self.k_PpKH:
+            self.v_PpKH.flatten(0, 1).index_copy_(0, self.slots_T, v_TkH.to(self.v_PpKH.dtype))
         run = choose("paged_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)
         return run(q_TnH, self.k_PpKH, self.v_PpKH, self.table, window=self.window)

@@ -6,7 +6,8 @@ Each rank has n = N/tp query heads and k = K/tp key/value heads: W_qkv is cut by
 collective before and one after (Megatron-LM, arXiv 1909.08053, section 3, figure 3b; ``Axes.enter`` and ``leave``).
 The rows of W_qkv are grouped by key/value head (its query heads, its key, its value), so that a cut between groups is
 one contiguous range and three projections are one product. Grouped heads: Ainslie et al., arXiv 2305.13245;
-query/key norms: Qwen3.
+query/key norms: Qwen3,
+over all heads OLMoE. Latent attention is another module (:mod:`colonnade.model.latent`).
 """
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from colonnade.config import ModelConfig
 from colonnade.model.attend import Attend
 from colonnade.model.linear import Linear
-from colonnade.model.norm import Norm
+from colonnade.model.norm import HeadsNorm, Norm
 from colonnade.model.recompute import again
 from colonnade.model.rotary import Rotation, rotate
 from colonnade.parallel.axis import Axes
@@ -37,9 +38,15 @@ class Attention(nn.Module):
             self.layout["qkv.bias"] = 0
         if config.out_bias:
             self.layout["out.bias"] = on_rows(axes)
-        # Each rank normalises its own heads only, so the gradient of these weights is partial.
-        self.q_norm = Norm(config, self.H, placement=PARTIAL, **on) if config.qk_norm else None
-        self.k_norm = Norm(config, self.H, placement=PARTIAL, **on) if config.qk_norm else None
+        self.q_norm = self.k_norm = None
+        if config.qk_norm and config.qk_norm_over == "all":
+            self.q_norm = HeadsNorm(config, config.heads, axes.tp, **on)
+            self.k_norm = HeadsNorm(config, config.kv_heads, axes.tp, **on)
+        elif config.qk_norm:
+            # Each rank normalises its own heads only, so the gradient of these weights is partial.
+            self.q_norm = Norm(config, self.H, placement=PARTIAL, **on)
+            self.k_norm = Norm(config, self.H, placement=PARTIAL, **on)
+        self.clip = config.qkv_clip
         self.recompute = False
 
     def forward(self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend) -> Tensor:
@@ -56,6 +63,8 @@ class Attention(nn.Module):
         k_TkH, v_TkH = qkv_TkgH[:, :, self.G], qkv_TkgH[:, :, self.G + 1]
         if self.q_norm is not None and self.k_norm is not None:
             q_TnH, k_TkH = self.q_norm(q_TnH), self.k_norm(k_TkH)
+        if self.clip is not None:
+            q_TnH, k_TkH, v_TkH = (x.clamp(-self.clip, self.clip) for x in (q_TnH, k_TkH, v_TkH))
         if turn is not None:
             q_TnH, k_TkH = rotate(q_TnH, turn), rotate(k_TkH, turn)
         return attend(q_TnH, k_TkH, v_TkH).flatten(1)

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade.config import ModelConfig
+from colonnade.parallel.axis import Axis
 from colonnade.parallel.layout import WHOLE, Placement
 
 
@@ -12,10 +13,18 @@ class Norm(nn.Module):
     """RMSNorm: x / √(mean(x²) + ε) · w. LayerNorm: (x − mean) / √(var + ε) · w + b."""
 
     def __init__(
-        self, config: ModelConfig, width: int, *, device: torch.device, dtype: torch.dtype, placement: Placement = WHOLE
+        self,
+        config: ModelConfig,
+        width: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        placement: Placement = WHOLE,
+        eps: float | None = None,
     ):
+        """``eps`` where it is not the model's."""
         super().__init__()
-        self.eps, self.width = config.norm_eps, (width,)
+        self.eps, self.width = config.norm_eps if eps is None else eps, (width,)
         self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
         layer = config.norm == "layernorm"
         self.bias = nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if layer else None
@@ -26,3 +35,24 @@ class Norm(nn.Module):
         if self.bias is None:
             return F.rms_norm(x, self.width, self.weight, self.eps)
         return F.layer_norm(x, self.width, self.weight, self.bias, self.eps)
+
+
+class HeadsNorm(nn.Module):
+    """RMSNorm of all heads of a token together, of which this rank has a share (OLMoE, arXiv 2409.02060)."""
+
+    def __init__(self, config: ModelConfig, heads: int, tp: Axis, *, device: torch.device, dtype: torch.dtype):
+        """``heads`` are those of all ranks of ``tp``."""
+        super().__init__()
+        self.eps, self.tp, self.all = config.norm_eps, tp, heads * config.head_width
+        self.weight = nn.Parameter(torch.empty(self.all // tp.size, device=device, dtype=dtype))
+        self.layout: dict[str, Placement] = {"weight": 0}
+
+    def forward(self, x_TnH: Tensor) -> Tensor:
+        """(T, heads, width) to the same shape."""
+        if self.tp.size == 1:
+            return F.rms_norm(x_TnH.flatten(1), (self.all,), self.weight, self.eps).view_as(x_TnH)
+        x_Tz = x_TnH.flatten(1).to(torch.promote_types(x_TnH.dtype, torch.float32))
+        # The sum is replicated, and each rank scales heads of its own by it: its gradient is a sum over ranks too.
+        squares_T1 = self.tp.fan_out(self.tp.fan_in(x_Tz.square().sum(1, keepdim=True)))
+        scaled_Tz = x_Tz * torch.rsqrt(squares_T1 / self.all + self.eps)
+        return (scaled_Tz.to(x_TnH.dtype) * self.weight).view_as(x_TnH)

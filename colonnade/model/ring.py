@@ -20,7 +20,7 @@ documents begin and end, and the shares may be uneven.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -70,6 +70,8 @@ class Share:
 @dataclass(frozen=True)
 class Ring:
     """What :class:`~colonnade.model.attend.Packed` is on one rank, over ranks that share its tokens."""
+
+    keeps: ClassVar[bool] = False
 
     axis: Axis
     shares: tuple[Share, ...]

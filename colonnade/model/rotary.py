@@ -31,8 +31,10 @@ class Rotation(NamedTuple):
 
 
 def frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """(θ float32 (H/2,) in radians a token, the factor on cos and sin) after stretching."""
-    half = torch.arange(0, config.head_width, 2, dtype=torch.int64).float() / config.head_width
+    """(θ float32 (H/2,) in radians a token, the factor on cos and sin) after stretching; H is the part of a head
+    that is turned.
+    """
+    half = torch.arange(0, config.rotary_width, 2, dtype=torch.int64).float() / config.rotary_width
     theta = 1.0 / (config.rope_theta**half)
     match config.rope_scaling:
         case None:
@@ -57,7 +59,7 @@ def _llama3(theta: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(theta: Tensor, scaling: RopeScaling, config: ModelConfig) -> Tensor:
-    width = config.head_width
+    width = config.rotary_width
 
     def dimension(rotations: float) -> float:
         """Where in the head a pair turns this many times within the original context."""
@@ -75,15 +77,22 @@ def _yarn(theta: Tensor, scaling: RopeScaling, config: ModelConfig) -> Tensor:
 
 def _temperature(scaling: RopeScaling) -> float:
     """YaRN's √(1/t) = 0.1·ln(factor) + 1, or DeepSeek's ratio of two such terms."""
-
-    def term(mscale: float) -> float:
-        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
-        return term(scaling.mscale) / term(scaling.mscale_all_dim)
-    return term(1.0)
+        return _term(scaling, scaling.mscale) / _term(scaling, scaling.mscale_all_dim)
+    return _term(scaling, 1.0)
+
+
+def _term(scaling: RopeScaling, mscale: float) -> float:
+    return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+
+def score_factor(scaling: RopeScaling | None) -> float:
+    """What DeepSeek multiplies the scores by under YaRN, the rotary part's own temperature excepted."""
+    if scaling is None or not scaling.mscale_all_dim:
+        return 1.0
+    return _term(scaling, scaling.mscale_all_dim) ** 2
 
 
 def rotation(positions_T: Tensor, theta: Tensor, factor: float, dtype: torch.dtype) -> Rotation:

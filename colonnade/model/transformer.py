@@ -1,4 +1,4 @@
-"""One Transformer: GPT-2, the Llama line, BERT, and whatever else differs from them by a field of its config.
+"""One Transformer: GPT-2, the Llama line, DeepSeek, BERT, and whatever else differs from them by a field of its config.
 
     out = model(stream, attend, head)
 
@@ -23,6 +23,7 @@ from colonnade.model.attention import Attention
 from colonnade.model.embedding import Embedding
 from colonnade.model.ffn import FeedForward
 from colonnade.model.head import Head, Projection
+from colonnade.model.latent import LatentAttention
 from colonnade.model.linear import Linear
 from colonnade.model.moe import MixtureOfExperts, Report, Routed
 from colonnade.model.noise import ATTENTION, EMBEDDING, FFN, PlaceNoise, drop
@@ -48,7 +49,8 @@ class Block(nn.Module):
         """``moe``: experts in the place of the feed-forward part."""
         super().__init__()
         self.norm1 = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
-        self.attention = Attention(config, axes, device=device, dtype=dtype)
+        attention = Attention if config.latent is None else LatentAttention
+        self.attention = attention(config, axes, device=device, dtype=dtype)
         self.norm2 = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
         self.ffn = (
             FeedForward(config, axes, device=device, dtype=dtype)

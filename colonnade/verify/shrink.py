@@ -26,6 +26,7 @@ def shrink(model: ModelConfig, layers: int) -> ModelConfig:
         width=max(2, round(model.width * narrower) // 2 * 2),
         ffn_width=hidden,
         moe=moe,
+        latent=model.latent and model.latent.but(kv_rank=7, q_rank=model.latent.q_rank and 9, rope_width=2, v_width=3),
         vocab_size=min(model.vocab_size, VOCABULARY),
         context=CONTEXT,
         window=None if model.window is None else min(model.window, 7),

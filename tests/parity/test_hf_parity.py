@@ -12,7 +12,6 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from colonnade.checkpoint.hf.families import FAMILIES
 from colonnade.checkpoint.hf.write import write_hf
@@ -21,6 +20,7 @@ from colonnade.config import ModelConfig, Plan
 from colonnade.model import Loss, Rows
 from tests.hf import documents, fail_to_write, load, relay, stream_of
 from tests.hf_configs import configs
+from tests.hf_theirs import random_model, their_logits
 from tests.models import build
 from tests.worlds import assert_same, run
 
@@ -79,22 +79,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def reference(case: str) -> Any:
-    """transformers' model of a case in float64, its weights large enough for every part to matter."""
+    """transformers' model of a case."""
     settings = dict(CASES[case])
     kind = settings.pop("model_type")
-    config = transformers.AutoConfig.for_model(kind, **((GPT2 if kind == "gpt2" else LLAMA) | settings))
-    torch.manual_seed(len(case))
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float64)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn_like(p) * 0.2 + (1.0 if p.dim() == 1 else 0.0))
-    return model.eval()
-
-
-def their_logits(model: Any, texts: list[Tensor]) -> Tensor:
-    """logits_TV of each document by itself."""
-    with torch.no_grad():
-        return torch.cat([model(input_ids=text[None]).logits[0] for text in texts])
+    return random_model(kind, (GPT2 if kind == "gpt2" else LLAMA) | settings, seed=len(case))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -161,11 +149,11 @@ def test_any_model_that_we_save_is_the_same_in_transformers(config: ModelConfig,
     ours = build(config, seed=seed)
     with torch.no_grad():
         for p in ours.parameters():
-            p.mul_(0.2 / config.init_std if p.dim() == 2 else 1.0)
+            p.mul_(0.2 / config.init_std if p.dim() > 1 else 1.0)
     with tempfile.TemporaryDirectory() as place:
         write_hf(ours, Path(place, "hf"))
         theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            Path(place, "hf"), dtype=torch.float64, attn_implementation="eager"
+            Path(place, "hf"), dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
     texts = documents(config.vocab_size)
     stream, attend, _ = stream_of(texts)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from colonnade.config import ModelConfig, MoeConfig, Plan, ServeConfig
+from colonnade.config import LatentConfig, ModelConfig, MoeConfig, Plan, ServeConfig
 from colonnade.errors import PlanError
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.mesh import Ground
@@ -34,7 +34,12 @@ def _serve(world: int, changes: dict, grid: dict | None = None) -> list[tuple[in
         return texts
 
 
-@pytest.mark.parametrize("changes", [{}, {"tied": True, "window": 7, "qk_norm": True}], ids=["llama", "tied_window"])
+LATENT = {"kv_heads": 6, "head_width": 6, "latent": LatentConfig(kv_rank=5, q_rank=7, rope_width=4, v_width=3)}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tied": True, "window": 7, "qk_norm": True}, LATENT], ids=["llama", "tied_window", "latent"]
+)
 @pytest.mark.xdist_group("worlds")
 def test_two_ranks_say_what_one_says(changes: dict) -> None:
     assert run(2, _serve, 2, changes)[0] == run(1, _serve, 1, changes)[0]

@@ -300,6 +300,17 @@ def test_generate_eval_and_convert(capsys: pytest.CaptureFixture[str], model: Pa
     assert "already" in refused(capsys, "convert", str(hf), str(back))
 
 
+def test_convert_makes_experts_of_a_dense_model(capsys: pytest.CaptureFixture[str], hf: Path, tmp_path: Path) -> None:
+    main(["convert", str(hf), str(tmp_path / "four"), "--upcycle", "4"])
+    with colonnade.load(hf, device="cpu") as dense, colonnade.load(tmp_path / "four", device="cpu") as sparse:
+        assert sparse.config.moe is not None
+        assert (sparse.config.moe.experts, sparse.config.moe.active) == (4, 2)
+        assert (dense.logits([1, 2, 3]) - sparse.logits([1, 2, 3])).abs().max() < 1e-4
+    words = ["convert", str(tmp_path / "four"), str(tmp_path / "eight"), "--upcycle", "8"]
+    assert "has 4 experts already" in refused(capsys, *words)
+    assert "with one expert a token" in refused(capsys, *words[:1], str(hf), *words[2:], "--active", "1")
+
+
 @pytest.mark.parametrize("format", ["hf", "colonnade"])
 def test_convert_overwrites_only_a_model(
     capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, format: str

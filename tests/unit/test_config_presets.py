@@ -41,12 +41,27 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "olmoe-1b-7b": 6_919_161_856,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    # Without the module that predicts a second token ahead, and without 58 · 256 biases that no gradient moves.
+    "deepseek-v3": 671_026_419_200 - 14_848,
 }
 # The papers' round figures [billions], for shapes that were never released.
 ROUND = {
     "gpt2-355m": 0.355, "gpt2-1.2b": 1.2, "gpt2-2.5b": 2.5, "gpt2-4.2b": 4.2, "gpt2-8.3b": 8.3,
     "gpt2-8.3b-24-heads": 8.3, "bert-336m": 0.336, "bert-1.3b": 1.3, "bert-3.9b": 3.9, "tour": 0.004,
-    "bert-tour": 0.0044, "tour-moe": 0.0105,
+    "bert-tour": 0.0044, "tour-moe": 0.0105, "gpt2-switch-8": 0.323, "gpt2-gshard-8": 0.323,
+}  # fmt: skip
+# What the authors say that one token has to do with [billions].
+ACTIVE = {
+    "mixtral-8x7b": 12.9, "mixtral-8x22b": 39.0, "qwen1.5-moe-a2.7b": 2.7, "qwen3-30b-a3b": 3.3,
+    "qwen3-235b-a22b": 22.0, "olmoe-1b-7b": 1.3, "deepseek-v2": 21.0, "deepseek-v3": 37.0,
 }  # fmt: skip
 
 
@@ -63,6 +78,20 @@ def test_every_preset_has_the_published_number_of_parameters(name: str) -> None:
 def test_the_count_is_that_of_the_model_itself(name: str) -> None:
     config = preset(name)
     assert sum(p.numel() for p in Transformer(config, device="meta").parameters()) == config.parameters
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_token_has_to_do_with_as_many_as_the_authors_say(name: str) -> None:
+    assert preset(name).active_parameters / 1e9 == pytest.approx(ACTIVE[name], rel=0.02)
+
+
+def test_active_parameters() -> None:
+    lite = preset("deepseek-v2-lite")
+    # Its authors count 2.4 billion, the embedding left out.
+    assert (lite.active_parameters - lite.vocab_size * lite.width) / 1e9 == pytest.approx(2.4, rel=0.03)
+    assert preset("smollm2-135m").active_parameters == preset("smollm2-135m").parameters
+    dense, switch = preset("gpt2"), preset("gpt2-switch-8")
+    assert switch.active_parameters - dense.parameters == 6 * 8 * 768, "one expert a token, and six routers"
 
 
 def test_the_shapes_of_the_megatron_paper() -> None:

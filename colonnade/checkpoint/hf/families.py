@@ -7,7 +7,8 @@ changed, and the field that changed is named. So there is no list of exceptions 
 from collections.abc import Mapping
 from typing import Any
 
-from colonnade.checkpoint.hf import bert, gpt2, llama, mistral, qwen2, qwen3
+from colonnade.checkpoint.hf import bert, deepseek, gpt2, llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen_moe
+from colonnade.checkpoint.hf.experts import expressible
 from colonnade.checkpoint.hf.keys import Keys
 from colonnade.checkpoint.hf.names import Family
 from colonnade.config import ModelConfig
@@ -15,7 +16,15 @@ from colonnade.errors import CheckpointError, ConfigError
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (*(m.FAMILY for m in (gpt2, llama, mistral, qwen2, qwen3)), bert.BERT, bert.MEGATRON)
+    for family in (
+        *(m.FAMILY for m in (gpt2, llama, mistral, qwen2, qwen3, mixtral, olmoe)),
+        qwen_moe.QWEN2,
+        qwen_moe.QWEN3_MOE,
+        deepseek.V2,
+        deepseek.V3,
+        bert.BERT,
+        bert.MEGATRON,
+    )
 }
 
 
@@ -47,15 +56,31 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     Raises :class:`CheckpointError` when the config's family cannot express one of its fields.
     """
     family = FAMILIES[config.family]
+    if family.experts != (config.moe is not None):
+        what = "no experts" if family.experts else "experts"
+        raise CheckpointError(
+            f"'{family.name}' files cannot express a model with {what}; set model.family to one of "
+            f"{', '.join(name for name, other in FAMILIES.items() if other.experts != family.experts)}"
+        )
     raw = {"model_type": family.name, "architectures": [family.architecture], **family.to_hf(config)}
     back = config_from_hf(raw)
-    for field in type(config).model_fields:
-        if field == "window_from_layer" and config.window is None:
-            continue
-        before, after = getattr(config, field), getattr(back, field)
-        if before != after:
+    before, after = _said(config), _said(back)
+    for field in [name for name in before if name in after]:
+        if before[field] != after[field]:
             raise CheckpointError(
-                f"'{config.family}' files cannot express {field} = {before!r} (it would read back as {after!r}); "
+                f"'{config.family}' files cannot express {field} = {before[field]!r} (it would read back as "
+                f"{after[field]!r}); "
                 f"set model.family to one of {', '.join(name for name in FAMILIES if name != config.family)}"
             )
     return raw
+
+
+def _said(config: ModelConfig) -> dict[str, Any]:
+    """The fields that a file must be able to say."""
+    layers_with_experts = sum(config.experts_of(i) is not None for i in range(config.layers))
+    silent = {"moe"}  # said field by field
+    silent |= {"window_from_layer"} if config.window is None else set()
+    silent |= {"ffn_width"} if layers_with_experts == config.layers else set()
+    silent |= {"qk_norm_over"} if not config.qk_norm else set()
+    fields = {name: getattr(config, name) for name in type(config).model_fields if name not in silent}
+    return fields | expressible(config)

@@ -34,8 +34,10 @@ TABLE: Table = {
 }
 
 
-def common_from_hf(keys: Keys) -> dict[str, Any]:
-    """The fields that the whole line has in common; sizes are required, the rest has transformers' defaults."""
+def common_from_hf(keys: Keys, *, theta: float = 10000.0) -> dict[str, Any]:
+    """The fields that the whole line has in common; sizes are required, the rest has transformers' defaults, of which
+    ``theta`` is the rotary base.
+    """
     heads = keys.size("num_attention_heads")
     return {
         "vocab_size": keys.size("vocab_size"),
@@ -49,7 +51,7 @@ def common_from_hf(keys: Keys) -> dict[str, Any]:
         "activation": activation_from_hf(keys, "hidden_act", "silu"),
         "tied": keys.flag("tie_word_embeddings", False),
         "init_std": keys.number("initializer_range", 0.02),
-    } | rope_from_hf(keys, keys.size("max_position_embeddings"))
+    } | rope_from_hf(keys, keys.size("max_position_embeddings"), theta=theta)
 
 
 def common_to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -47,8 +47,17 @@ class Family:
     """Tensors that a file may hold again under another name, to the original's."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Ends of tensor names in old files, to what they are today."""
+    experts: bool = False
+    """Whether its models have experts, in some layers or all."""
+    modules: Table = field(default_factory=dict)
+    """Forms that take the place of :attr:`table`'s where a file holds tensors as transformers 5's classes do."""
     as_held: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
     """Corrects the config by the names of the tensors that the folder really holds."""
+
+    def table_of(self, names: Collection[str]) -> Table:
+        """Our names to theirs for a file of these tensors."""
+        plain = any(name.endswith("mlp.experts.down_proj") for name in names)
+        return {**self.table, **self.modules} if plain else self.table
 
 
 def activation_from_hf(keys: Keys, key: str, default: str) -> Activation:

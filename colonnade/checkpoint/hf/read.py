@@ -42,7 +42,7 @@ class HFFolder:
         self.config: ModelConfig = family.as_held(said, source.shapes)
         head, embedding = (family.table[name].names[0] for name in ("unembed.weight", "embed.tokens.weight"))
         copies = {**family.copies, head: embedding} if self.config.tied else family.copies
-        self._weights = Weights(self.config, source, family.table, copies)
+        self._weights = Weights(self.config, source, family.table_of(source.shapes), copies)
 
     def fill(self, model: Transformer) -> None:
         """Read this rank's share into ``model``, built from :attr:`config`; see :meth:`Weights.fill`."""

@@ -41,16 +41,17 @@ REFUSED = {
 WITHOUT_EFFECT = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "finetuned"}
 
 
-def rope_from_hf(keys: Keys, context: int) -> dict[str, Any]:
+def rope_from_hf(keys: Keys, context: int, *, theta: float = 10000.0) -> dict[str, Any]:
     """The fields ``rope_theta``, ``rope_scaling`` and ``context`` of a :class:`ModelConfig`.
 
     ``context`` is their max_position_embeddings [tokens]. Qwen's recipe for yarn leaves it at the original value;
-    then the stretched one is returned. Raises :class:`CheckpointError` for what we cannot express.
+    then the stretched one is returned. ``theta`` is the base where the file names none. Raises
+    :class:`CheckpointError` for what we cannot express.
     """
     # transformers 5 lets an old rope_scaling win over rope_parameters; an old rope_theta only fills a gap.
     old, new = (_table(keys, name) for name in ("rope_scaling", "rope_parameters"))
     name, rope = ("rope_scaling", old) if old else ("rope_parameters", new)
-    outer_theta = keys.number("rope_theta", new.get("rope_theta") or 10000.0)
+    outer_theta = keys.number("rope_theta", new.get("rope_theta") or theta)
     theta = rope.get("rope_theta") or outer_theta
     keys.must_be("partial_rotary_factor", 1.0, "only rotation of the whole head is implemented")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:

@@ -20,7 +20,7 @@ from colonnade.checkpoint.stored import Stored, stored_parameters
 from colonnade.errors import CheckpointError, ColonnadeError
 from colonnade.model import Transformer
 from colonnade.parallel.axis import Axes
-from colonnade.parallel.layout import layout_of
+from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of
 
 GENERATION = "generation_config.json"
 MESSAGE_BYTES = 2048
@@ -63,7 +63,8 @@ def write_hf(
     """
     path = Path(path).absolute()
     dtype = dtype or next(model.parameters()).dtype
-    sizes = {name: shape.numel() * dtype.itemsize for name, shape in model.whole_shapes().items()}
+    shapes = model.whole_shapes()
+    sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
     family = FAMILIES[model.config.family]
     forms = stored_parameters(list(sizes), family.table, str(path))
     special = _special_ids(tokenizer)
@@ -73,7 +74,12 @@ def write_hf(
     }
     shards = plan_shards(sizes, shard_bytes)
     if len(shards) > 1:
-        weight_map = {theirs: file for file, names in shards.items() for name in names for theirs in forms[name].names}
+        weight_map = {
+            theirs: file
+            for file, names in shards.items()
+            for name in names
+            for theirs in forms[name].shapes(tuple(shapes[name]), model.config)
+        }
         texts[INDEX] = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
 
     on_writer(model.axes, partial(folders.begin, path, overwrite))
@@ -107,17 +113,28 @@ def plan_shards(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[st
 @torch.no_grad()
 def _shard(model: Transformer, forms: Mapping[str, Stored], names: list[str], dtype: torch.dtype) -> dict[str, Tensor]:
     """Their tensors of the parameters ``names``, on the rank that writes; {} on the others, which help to join."""
-    shapes, layout, tp = model.whole_shapes(), layout_of(model), model.axes.tp
+    shapes, layout, axes = model.whole_shapes(), layout_of(model), model.axes
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors: dict[str, Tensor] = {}
     for name in names:
-        parameter: Any = model.get_parameter(name)
+        parameter: Any = held[name]
         if hasattr(parameter, "full_tensor"):  # FSDP's: first over the data ranks
             parameter = parameter.full_tensor()
-        dim = layout[name]
-        joined = tp.join(parameter, dim, shapes[name][dim]) if isinstance(dim, int) else parameter
-        if _writes(model.axes):
-            tensors |= forms[name].write(joined.to("cpu", dtype), model.config)
+        joined = joined_over(parameter, shapes[name], layout.get(name, WHOLE), axes)
+        if _writes(axes):
+            # A balancing bias moves in steps too small for 16 bits; transformers keeps it in float32 as well.
+            kind = torch.promote_types(dtype, torch.float32) if name.endswith("bias_E") else dtype
+            tensors |= forms[name].write(joined.to("cpu", kind), model.config)
     return tensors
+
+
+def joined_over(part: Tensor, shape: torch.Size, placement: Placement, axes: Axes) -> Tensor:
+    """The whole parameter of which each rank has its share."""
+    if isinstance(placement, Experts):
+        if placement.hidden is not None:
+            part = axes.grid.sh.join(part, placement.hidden, shape[placement.hidden])
+        return axes.grid.ep.join(part, 0, shape[0])
+    return axes.tp.join(part, placement, shape[placement]) if isinstance(placement, int) else part
 
 
 def _finish(path: Path, texts: Mapping[str, Any], tokenizer: SavesItself | None) -> None:

@@ -1,0 +1,103 @@
+"""Qwen's mixtures of experts: the attention of the dense models, many small experts.
+
+    qwen2_moe   Qwen1.5-MoE and Qwen2-57B: beside the experts one that every token goes to, behind a gate σ(w·x)
+    qwen3_moe   Qwen3-30B-A3B and 235B-A22B (arXiv 2505.09388): query and key norms, no shared expert
+
+``decoder_sparse_step`` s gives every s-th layer experts, counted from 1, but for those of ``mlp_only_layers``.
+"""
+
+from typing import Any
+
+from colonnade.checkpoint.hf.experts import GATE, held_layers, moe_from_hf, per_expert, shared, stacked
+from colonnade.checkpoint.hf.keys import Keys
+from colonnade.checkpoint.hf.llama import BUFFERS, common_from_hf, common_to_hf
+from colonnade.checkpoint.hf.names import Family
+from colonnade.checkpoint.hf.qwen3 import TABLE as QWEN3
+from colonnade.checkpoint.stored import Stored, Table
+from colonnade.config import ModelConfig, MoeConfig
+
+_MLP = "model.layers.{i}.mlp."
+TABLE: Table = {
+    **QWEN3,
+    GATE: Stored(f"{_MLP}gate.weight"),
+    **per_expert(f"{_MLP}experts"),
+    **shared(f"{_MLP}shared_expert"),
+    "blocks.{i}.ffn.shared_gate.weight": Stored(f"{_MLP}shared_expert_gate.weight"),
+}
+MODULES: Table = stacked(f"{_MLP}experts")
+
+
+def _moe_from_hf(keys: Keys, layers: int, experts: int, **fields: Any) -> MoeConfig:
+    dense = keys.take("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
+        raise keys.refuse("mlp_only_layers", "a list of layer numbers was expected")
+    # transformers 5 writes Qwen3's number of experts under the name that Mixtral has for it.
+    name = "num_experts" if "num_experts" in keys.raw else "num_local_experts"
+    return moe_from_hf(
+        keys,
+        keys.size(name, experts),
+        keys.size("moe_intermediate_size", fields.pop("width")),
+        normalise=keys.flag("norm_topk_prob", False),
+        **held_layers(keys.size("decoder_sparse_step", 1), dense, layers),
+        **fields,
+    )
+
+
+def _moe_to_hf(config: ModelConfig) -> dict[str, Any]:
+    moe = config.moe
+    if moe is None:
+        return {}
+    with_experts = [i for i in range(config.layers) if moe.has_experts(i)]
+    step = moe.every if moe.first % moe.every == moe.every - 1 else 1
+    return {
+        "num_experts": moe.experts,
+        "num_experts_per_tok": moe.active,
+        "moe_intermediate_size": moe.ffn_width,
+        "norm_topk_prob": moe.router.normalise and moe.active > 1,
+        "router_aux_loss_coef": moe.balance_weight,
+        "decoder_sparse_step": step,
+        "mlp_only_layers": [i for i in range(step - 1, config.layers, step) if i not in with_experts],
+    }
+
+
+def _qwen2_from_hf(keys: Keys) -> ModelConfig:
+    fields = common_from_hf(keys)
+    keys.must_be("use_sliding_window", False, "only full attention is implemented for this family")
+    for name in ("sliding_window", "max_window_layers"):
+        keys.take(name)  # without effect then
+    kinds = ["full_attention"] * fields["layers"]
+    keys.must_be("layer_types", kinds, "only full attention is implemented for this family")
+    moe = _moe_from_hf(
+        keys, fields["layers"], 60, width=1408, shared_width=keys.size("shared_expert_intermediate_size", 5632),
+        shared_gate=True,
+    )  # fmt: skip
+    return ModelConfig(family="qwen2_moe", **fields, qkv_bias=keys.flag("qkv_bias", True), moe=moe)
+
+
+def _qwen2_to_hf(config: ModelConfig) -> dict[str, Any]:
+    shared = {"shared_expert_intermediate_size": config.moe.shared_width} if config.moe else {}
+    window = {"use_sliding_window": False, "sliding_window": None}
+    return common_to_hf(config) | _moe_to_hf(config) | shared | window | {"qkv_bias": config.qkv_bias}
+
+
+def _qwen3_from_hf(keys: Keys) -> ModelConfig:
+    fields = common_from_hf(keys)
+    size = keys.take("sliding_window", 4096)
+    window = {"window": size} if keys.flag("use_sliding_window", False) and size else {}
+    keys.take("max_window_layers")  # has no effect: a window is in all layers
+    bias = keys.flag("attention_bias", False)
+    moe = _moe_from_hf(keys, fields["layers"], 128, width=768)
+    return ModelConfig(family="qwen3_moe", **fields, **window, qk_norm=True, qkv_bias=bias, out_bias=bias, moe=moe)
+
+
+def _qwen3_to_hf(config: ModelConfig) -> dict[str, Any]:
+    window = {"use_sliding_window": config.window is not None, "sliding_window": config.window}
+    return common_to_hf(config) | _moe_to_hf(config) | window | {"attention_bias": config.qkv_bias}
+
+
+def _family(kind: str, architecture: str, from_hf: Any, to_hf: Any) -> Family:
+    return Family(kind, architecture, "model.", TABLE, from_hf, to_hf, BUFFERS, experts=True, modules=MODULES)
+
+
+QWEN2 = _family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2_from_hf, _qwen2_to_hf)
+QWEN3_MOE = _family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_from_hf, _qwen3_to_hf)

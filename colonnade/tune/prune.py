@@ -1,0 +1,84 @@
+"""Fewer experts: those that a task uses, found by measuring, and the rest taken out.
+
+    load_LE = choices by layer and expert over some texts            (:func:`measure`)
+    keep the n experts of the highest load in each layer             (:func:`prune`)
+
+A router's scores of the experts that stay are what they were; with them alone it chooses the best of these. A weight
+that is divided by the sum of the chosen ones knows nothing of the others, so tokens that never went to what was taken
+out are computed exactly as before, and so are sigmoid weights. Softmax weights that are not divided (OLMoE, Qwen2-MoE,
+DeepSeek-V2) are shares of all experts' scores, and grow as soon as some are gone: there parity cannot be had.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from colonnade.config import ModelConfig
+from colonnade.errors import ConfigError, DataError, PlanError
+from colonnade.model import Hidden, Packed, Stream, Transformer
+from colonnade.model.moe import Routing
+
+
+@torch.no_grad()
+def measure(model: Transformer, texts: Iterable[Tensor]) -> Tensor:
+    """load_LE int64: how many of the choices in ``texts``, int64 tokens (T,) each, fall on each expert of each layer;
+    0 in layers without experts. Raises :class:`ConfigError` for a dense model, :class:`DataError` for no texts.
+    """
+    config, device = model.config, next(model.parameters()).device
+    if config.moe is None:
+        raise ConfigError("this model has no experts whose load could be measured")
+    load_LE = torch.zeros(config.layers, config.moe.experts, dtype=torch.int64, device=device)
+    for text in texts:
+        T = len(text)
+        routing = Routing(torch.arange(T, device=device))
+        stream = Stream(text.to(device), torch.arange(T, device=device), routing=routing)
+        model(stream, Packed.of([T], device), Hidden())
+        for layer, report in routing.reports.items():
+            load_LE[layer] += report.load_E
+    if not load_LE.any():
+        raise DataError("there were no texts to measure the experts' load on; give some of the task's")
+    return load_LE
+
+
+@torch.no_grad()
+def prune(model: Transformer, load_LE: Tensor, keep: int) -> Transformer:
+    """A new model with the ``keep`` experts of each layer that have the highest load, in their order.
+
+    ``model`` is whole, on one process. Raises :class:`PlanError` for a share of one, :class:`ConfigError` for a number
+    that cannot be kept, loads of another model, and groups of experts, which would no longer be equal.
+    """
+    if (ranks := model.axes.grid.tokens.size) > 1:
+        raise PlanError(f"pruning takes a whole model on one process, and this is laid over {ranks}; load it alone")
+    config = pruned(model.config, load_LE, keep)
+    some = next(model.parameters())
+    new = Transformer(config, device=some.device, dtype=some.dtype)
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes, before = new.whole_shapes(), model.whole_shapes()
+    for name, tensor in (*new.named_parameters(), *new.named_buffers()):
+        if shapes[name] == before[name]:
+            tensor.copy_(held[name])
+        else:  # what has a row for each expert: stacks, gates, biases
+            layer = int(name.split(".")[1])
+            kept_e = load_LE[layer].topk(keep).indices.sort().values
+            tensor.copy_(held[name][kept_e])
+    return new
+
+
+def pruned(config: ModelConfig, load_LE: Tensor, keep: int) -> ModelConfig:
+    """The config of the pruned model; raises as :func:`prune`."""
+    moe = config.moe
+    if moe is None or load_LE.shape != (config.layers, moe.experts):
+        known = "no experts" if moe is None else f"{config.layers} layers of {moe.experts} experts"
+        raise ConfigError(f"loads of {tuple(load_LE.shape)} belong to another model: this one has {known}")
+    if not moe.active <= keep <= moe.experts:
+        raise ConfigError(
+            f"{keep} experts cannot be kept of {moe.experts}, of which a token uses {moe.active}; keep {moe.active} to "
+            f"{moe.experts}"
+        )
+    if moe.router.groups > 1:
+        raise ConfigError(
+            f"the experts stand in {moe.router.groups} groups, and pruning would leave them unequal; "
+            "set moe.router.groups to 1 first, if the router may choose among all of them"
+        )
+    return config.but(moe=moe.but(experts=keep))

@@ -1,0 +1,125 @@
+"""Latent attention: from a cache of compressed vectors, over a ring, and compiled, it is the written-out attention.
+
+Against transformers it is compared in test_hf_moe.py, and over tensor-parallel ranks in test_tensor_parallel.py.
+"""
+
+import pytest
+import torch
+
+from colonnade.config import LatentConfig, ModelConfig, Plan
+from colonnade.errors import ConfigError
+from colonnade.model import KVCache, Packed, Paged, Rows, Stream
+from colonnade.model.latent import LatentAttention
+from colonnade.model.ring import Ring
+from colonnade.model.rotary import frequencies, rotation
+from colonnade.parallel.layout import layout_of
+from colonnade.parallel.mesh import Ground
+from tests.models import CONFIGS, build
+from tests.worlds import assert_same, run
+
+NAMES = ["latent", "latent_yarn_biased"]
+
+
+def _step(cache: KVCache, pages: list[list[int]], spans: list[tuple[int, int]]) -> tuple[torch.Tensor, Paged]:
+    """Positions and attend of new tokens start … stop − 1 of each request."""
+    table, size = torch.tensor(pages, dtype=torch.int32), cache.page_tokens
+    at = [torch.arange(start, stop) for start, stop in spans]
+    slots = torch.cat([table[r, t // size] * size + t % size for r, t in enumerate(at)]).long()
+    new = [stop - start for start, stop in spans]
+    ends = torch.tensor([0, *new]).cumsum(0).int()
+    lengths = torch.tensor([stop for _, stop in spans], dtype=torch.int32)
+    paged = Paged(cache, table, slots, ends, lengths, max(new), max(stop for _, stop in spans))
+    return torch.cat(at), paged
+
+
+def _serve(name: str, tp: int) -> None:
+    """Prompts, chunks of prompts and single tokens of two requests, against both at once and nothing cached."""
+    config = CONFIGS[name]
+    with Ground.build(Plan(tp=tp)) as ground:
+        model, whole = build(config, ground.axes), build(config)
+        generator = torch.Generator().manual_seed(0)
+        texts = [torch.randint(config.vocab_size, (n,), generator=generator) for n in (11, 9)]
+        cache = KVCache(config, ground.axes, pages=9, page_tokens=3, dtype=torch.float64)
+        pages = [[8, 2, 5, 0], [1, 7, 3, 4]]
+        with torch.no_grad():
+            expected = [whole(Stream(t, torch.arange(len(t))), Packed.of([len(t)]), Rows()) for t in texts]
+            for spans in ([(0, 5), (0, 1)], [(5, 6), (1, 7)], [(6, 7), (7, 8)], [(7, 11), (8, 9)]):
+                positions, paged = _step(cache, pages, spans)
+                tokens = torch.cat([t[slice(*span)] for t, span in zip(texts, spans, strict=True)])
+                logits = model(Stream(tokens, positions), paged, Rows())
+                wanted = torch.cat([e[slice(*span)] for e, span in zip(expected, spans, strict=True)])
+                assert_same(logits, wanted, what=f"{spans}")
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.xdist_group("worlds")
+def test_a_cache_of_compressed_vectors_gives_the_same_logits(name: str, tp: int) -> None:
+    run(tp, _serve, name, tp)
+
+
+def test_a_token_costs_one_vector_a_layer() -> None:
+    config = CONFIGS["latent"]
+    cache = KVCache(config, pages=5, page_tokens=4, dtype=torch.float64)
+    assert cache.bytes == 5 * 4 * config.layers * (7 + 4) * 8
+    assert cache.bytes == 5 * KVCache.bytes_per_page(config, build(config).axes, 4, torch.float64)
+    assert all(k is v for k, v in zip(cache.k, cache.v, strict=True))
+
+
+def _ring(name: str, lengths: list[int]) -> None:
+    """One layer on three ranks that share the tokens; weights' gradients are sums over them."""
+    config, on = CONFIGS[name], {"device": torch.device("cpu"), "dtype": torch.float64}
+    with Ground.build(Plan(cp=3)) as ground:
+        cp, T = ground.axes.cp, sum(lengths)
+        draw = torch.Generator().manual_seed(1)
+        whole, mine = LatentAttention(config, ground.axes, **on), LatentAttention(config, ground.axes, **on)
+        with torch.no_grad():
+            for p, q in zip(whole.parameters(), mine.parameters(), strict=True):
+                q.copy_(p.normal_(generator=draw))
+        x_TD, go_TD = (torch.randn(T, config.width, generator=draw, dtype=torch.float64) for _ in range(2))
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        packed = Packed.of(lengths)
+        turn = rotation(positions, *frequencies(config), torch.float64)
+        y_TD = whole(x_TD.requires_grad_(), T, turn, packed)
+        y_TD.backward(go_TD)
+        ring = Ring.of(packed, T, cp)
+        here = ring.index_t
+        x_tD = x_TD.detach()[here].requires_grad_()
+        turn = rotation(positions[here], *frequencies(config), torch.float64)
+        y_tD = mine(x_tD, len(here), turn, ring)
+        y_tD.backward(go_TD[here])
+        assert_same(y_tD, y_TD[here], what="output")
+        assert x_tD.grad is not None
+        assert x_TD.grad is not None
+        assert_same(x_tD.grad, x_TD.grad[here], what="input's gradient")
+        for (what, p), q in zip(whole.named_parameters(), mine.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert_same(cp.sum_(q.grad), p.grad, what=what)
+
+
+@pytest.mark.parametrize("lengths", [[12, 12], [5, 0, 1, 17]], ids=["equal", "ragged"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.xdist_group("worlds")
+def test_a_ring_gives_the_same_values_and_gradients(name: str, lengths: list[int]) -> None:
+    run(3, _ring, name, lengths)
+
+
+def test_the_table_and_the_count_know_every_weight() -> None:
+    for name in NAMES:
+        model = build(CONFIGS[name])
+        assert layout_of(model).keys() == dict(model.named_parameters()).keys()
+        assert sum(p.numel() for p in model.parameters()) == CONFIGS[name].parameters
+
+
+def test_what_cannot_be_is_refused() -> None:
+    sizes = {"vocab_size": 9, "layers": 1, "width": 8, "heads": 2, "ffn_width": 4, "head_width": 6}
+    for latent, message in (
+        (LatentConfig(kv_rank=4, rope_width=3, v_width=4), "rope_width 3 must be even"),
+        (LatentConfig(kv_rank=4, rope_width=6, v_width=4), "leave some of head_width 6"),
+        (LatentConfig(kv_rank=4, rope_width=2, v_width=8), "v_width 8 is more than head_width 6"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ModelConfig(latent=latent, **sizes)
+    with pytest.raises(ConfigError, match="leave window as it is"):
+        ModelConfig(latent=LatentConfig(kv_rank=4, rope_width=2, v_width=4), window=3, **sizes)

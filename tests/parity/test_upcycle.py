@@ -1,0 +1,170 @@
+"""A dense model upcycled computes what it did; experts that were never chosen can go without a trace."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from colonnade import api
+from colonnade.checkpoint.hf.write import write_hf
+from colonnade.config import ModelConfig, MoeConfig, Plan, RouterConfig
+from colonnade.errors import ConfigError, DataError, PlanError
+from colonnade.model import Packed, Rows, Stream, Transformer
+from colonnade.parallel.mesh import Ground
+from colonnade.tune import measure, prune, upcycle
+from tests.gguf_files import speech
+from tests.hf import load
+from tests.models import CONFIGS, build, ragged
+from tests.worlds import assert_same, run
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama_grouped_biased", "qwen3_window_tied", "latent"])
+@pytest.mark.parametrize("fields", [{}, {"every": 2, "first": 1}, {"active": 3, "experts": 5}], ids=str)
+def test_an_upcycled_model_computes_the_same(name: str, fields: dict[str, int]) -> None:
+    dense = build(CONFIGS[name])
+    sparse = upcycle(dense, **({"experts": 4} | fields))
+    stream, attend, _ = ragged(dense.config)
+    with torch.no_grad():
+        assert_same(sparse(stream, attend, Rows()), dense(stream, attend, Rows()), what="logits")
+    moe = sparse.config.moe
+    assert moe is not None
+    assert sum(p.numel() for p in sparse.parameters()) == sparse.config.parameters > dense.config.parameters
+    gates = [p for name, p in sparse.named_parameters() if "router.gates" in name]
+    assert len(gates) == (1 if fields.get("every") == 2 else 2)
+    assert all(gate.std() > 0 for gate in gates), "the router is not indifferent"
+
+
+def test_what_would_change_the_outputs_is_refused() -> None:
+    dense = build(CONFIGS["llama"])
+    for fields, message in (
+        ({"active": 1}, "with one expert a token"),
+        ({"router": RouterConfig(normalise=False)}, "must sum to 1"),
+        ({"shared_width": 5}, "must sum to 1"),
+        ({"capacity": 1.0}, "must sum to 1"),
+        ({"active": 5}, "cannot go to 5 of 4 experts"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            upcycle(dense, 4, **fields)
+    with pytest.raises(ConfigError, match="has 4 experts already"):
+        upcycle(upcycle(dense, 4), 4)
+    run(2, _share)
+
+
+def _share() -> None:
+    with Ground.build(Plan(tp=2)) as ground, pytest.raises(PlanError, match="whole model"):
+        upcycle(build(CONFIGS["llama"], ground.axes), 4)
+
+
+# -- real weights ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> api.Model:
+    return api.load("smollm2", dtype="float32", device="cpu")
+
+
+def _logits(folder: Path, plan: Plan, tokens: Tensor) -> Tensor:
+    with Ground.build(plan, "cpu") as ground:
+        model = load(folder, ground.axes, torch.float32)
+        with torch.no_grad():
+            return model(Stream(tokens, torch.arange(len(tokens))), Packed.of([len(tokens)]), Rows())
+
+
+@pytest.mark.slow
+def test_smollm2_with_four_experts_is_smollm2(smollm2: api.Model, tmp_path: Path) -> None:
+    """In float32, from a file, under layouts of 1, 2, 3 and 4 processes; and the engine writes the same words."""
+    tokens = torch.tensor(smollm2.tokenizer.encode(speech())[:120])
+    expected = smollm2.logits(tokens)
+    prompt, words = "The capital of France is", {"max_tokens": 12, "temperature": 0}
+    said = smollm2.generate(prompt, **words)
+    sparse = api.Model(upcycle(smollm2.transformer, 4), smollm2.tokenizer, smollm2.ground, "upcycled")
+    assert sparse.config.family == "mixtral"
+    assert (sparse.logits(tokens) - expected).abs().max() < 1e-3
+    assert sparse.generate(prompt, **words) == said
+    assert "Paris" in said
+
+    api.save(sparse, tmp_path / "hf", format="hf")
+    for plan in (Plan(dp=2, ep=2), Plan(tp=3, sh=3), Plan(dp=4, ep=2, sh=2)):
+        for logits in run(plan.world, _logits, tmp_path / "hf", plan, tokens):
+            assert (logits - expected).abs().max() < 1e-3, str(plan)
+    with api.load(tmp_path / "hf", dtype="float32", device="cpu") as again:
+        assert again.generate(prompt, **words) == said
+
+
+# -- fewer experts ---------------------------------------------------------------------------------------------------
+
+_SIZES = {"vocab_size": 101, "layers": 3, "width": 16, "heads": 4, "ffn_width": 20}
+ROUTERS = {"softmax": RouterConfig(), "scaled": RouterConfig(scale=1.7, bias=True)}
+
+
+def _routed(router: RouterConfig, unused: set[int]) -> Transformer:
+    """A model whose tokens never go to ``unused`` experts: a bias speaks against them."""
+    moe = MoeConfig(experts=6, active=2, ffn_width=8, first=1, router=router)
+    model = build(ModelConfig(**_SIZES, moe=moe))
+    with torch.no_grad():
+        for layer in (1, 2):
+            model.get_parameter(f"blocks.{layer}.ffn.router.gates.0.weight").mul_(20)
+            if router.bias:
+                model.get_parameter(f"blocks.{layer}.ffn.router.gates.0.bias")[list(unused)] = -1e4
+    return model
+
+
+def test_experts_that_no_token_chose_go_without_a_trace(tmp_path: Path) -> None:
+    model = _routed(ROUTERS["scaled"], {1, 4})
+    texts = [torch.arange(n) * 7 % 101 for n in (9, 1, 30)]
+    load_LE = measure(model, texts)
+    assert load_LE.shape == (3, 6)
+    assert load_LE[0].sum() == 0, "the first layer is dense"
+    assert load_LE[1:].sum(1).tolist() == [80, 80], "forty tokens, two choices each"
+    assert load_LE[1:, [1, 4]].sum() == 0
+    small = prune(model, load_LE, 4)
+    assert small.config.moe is not None
+    assert small.config.moe.experts == 4
+    for text in texts:
+        stream, attend = Stream(text, torch.arange(len(text))), Packed.of([len(text)])
+        with torch.no_grad():
+            assert_same(small(stream, attend, Rows()), model(stream, attend, Rows()), what="logits")
+
+
+def test_the_most_used_stay_in_their_order() -> None:
+    model = _routed(ROUTERS["softmax"], set())
+    load_LE = torch.tensor([[0] * 6, [5, 1, 9, 0, 2, 7], [0, 0, 3, 3, 3, 1]])
+    small = prune(model, load_LE, 3)
+    for layer, kept in ((1, [0, 2, 5]), (2, [2, 3, 4])):
+        for name in ("experts.up", "experts.gate", "experts.down", "router.gates.0.weight"):
+            at = f"blocks.{layer}.ffn.{name}"
+            assert torch.equal(small.get_parameter(at), model.get_parameter(at)[kept]), at
+    assert torch.equal(small.get_parameter("blocks.0.ffn.up.weight"), model.get_parameter("blocks.0.ffn.up.weight"))
+    stream, attend, _ = ragged(model.config)
+    assert torch.isfinite(small(stream, attend, Rows())).all()
+
+
+def test_what_cannot_be_pruned_is_refused() -> None:
+    model = _routed(ROUTERS["softmax"], set())
+    load_LE = torch.ones(3, 6, dtype=torch.int64)
+    for keep in (1, 7):
+        with pytest.raises(ConfigError, match=f"{keep} experts cannot be kept of 6"):
+            prune(model, load_LE, keep)
+    with pytest.raises(ConfigError, match="belong to another model"):
+        prune(model, load_LE[:2], 3)
+    with pytest.raises(DataError, match="no texts"):
+        measure(model, [])
+    dense = build(CONFIGS["llama"])
+    with pytest.raises(ConfigError, match="no experts"):
+        measure(dense, [])
+    grouped = model.config.but(
+        moe=MoeConfig(experts=6, ffn_width=8, first=1, router=RouterConfig(groups=3, groups_kept=2))
+    )
+    with pytest.raises(ConfigError, match="3 groups"):
+        prune(build(grouped), load_LE, 4)
+
+
+def test_a_pruned_model_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = build(upcycle(build(CONFIGS["llama"].but(layers=3)), 6).config)
+    small = prune(model, torch.arange(18).view(3, 6), 3)
+    write_hf(small, tmp_path / "hf")
+    again = load(tmp_path / "hf")
+    assert again.config == small.config.but(moe=again.config.moe)
+    for name, parameter in small.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter), name
