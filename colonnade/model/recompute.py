@@ -20,9 +20,12 @@ Kind = Literal["none", "attention", "full"]
 KINDS: tuple[Kind, ...] = ("none", "attention", "full")
 
 
-def again(run: Callable[..., Any], *arguments: Any) -> Any:
-    """``run(*arguments)``, of which only the arguments are kept, and which runs again in the backward pass."""
-    return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
+def again(run: Callable[..., Any], *arguments: Any, random: bool = False) -> Any:
+    """``run(*arguments)``, of which only the arguments are kept, and which runs again in the backward pass.
+
+    ``random``: it may ask torch's generators, whose state is then kept, as our own models never do.
+    """
+    return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=random)
 
 
 def recompute(blocks: Sequence[nn.Module] | nn.ModuleList, kinds: Sequence[Kind]) -> None:

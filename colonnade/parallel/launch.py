@@ -92,6 +92,11 @@ def place() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def beside() -> int:
+    """How many processes of the launched group are on this machine; 1 where nobody says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def local_ranks(plan: Plan) -> int:
     """How many of the ranks are on this machine."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if dist.is_torchelastic_launched() else plan.world

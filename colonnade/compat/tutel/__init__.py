@@ -1,0 +1,37 @@
+"""Tutel's names over this library's parts: a program written for Tutel runs when its import is changed.
+
+    from tutel import moe, net, system            →           from colonnade.compat.tutel import moe, net, system
+
+``moe.moe_layer`` has Tutel's arguments, attributes, parameter names and shapes on each rank, so that state dicts go
+both ways, and draws the same initial values from the same seeds. Nothing is compiled. Where it does otherwise:
+
+*What is mended.*
+
+- Batch-prioritised routing orders the tokens before it counts them, so that a capacity factor of 0 drops nothing; Tutel
+  counts in the wrong order and drops tokens for every factor of 0 or less.
+- ``llama_ffn`` (SwiGLU) experts give the same result at every degree; Tutel's multiply it by r for r > 1.
+- Ranks may hold unequal numbers of tokens, with or without ``inequivalent_tokens``: they agree on the capacity in every
+  call, the largest rank's, at the cost of one small message. Without the argument Tutel hangs or fails.
+- ``capacity_factor=0`` as an argument of the call means 0; Tutel takes the gate's own factor instead.
+- ``parallel_type='auto'`` takes the degree that moves the fewest elements at the current capacity (built-in experts;
+  degree 1 with others). In Tutel the rule is there, but nothing turns it on: it is degree 1.
+- ``num_experts_per_device=0.5`` is an expert on 2 devices; Tutel makes it one on 1.
+- ``is_gshard_loss=False`` compares logits with noisy logits; Tutel compares probabilities with them. One expert has a
+  loss of 0, not NaN.
+- Groups may be made inside a ``group`` of the layer's own, so every degree works there too.
+- A state dict without an expert's parameter is an error, unless ``strict=False``; Tutel fills in zeros.
+- The dictionaries ``gate_type`` and ``experts`` are not changed, so two layers can be made of one. Unknown options and
+  impossible degrees are errors at once, of :mod:`colonnade.errors`. ``model_dim`` may be odd.
+
+*What is left out.*
+
+- Environment variables (SKIP_MOE, SKIP_EXPERT, SKIP_A2A, CAP_FACTOR, BATCH_PRIO, LOCAL_SIZE, …) are not read: pass the
+  arguments. Processes are started by torchrun, not by mpiexec.
+- ``use_2dh`` goes by the number of processes that torchrun started on this machine, and takes one step inside a group
+  of one's own. ``megablocks_size`` is accepted, and rounds the capacity as Tutel does in inference on one process; it
+  chooses no other kernel. Gradients of ``net.allreduce_forward`` and ``net.allreduce_backward`` are those of a sum.
+- ``tutel.jit``, ``tutel.parted``, ``tutel.custom`` and the launcher have no counterpart here.
+
+Here, as there, experts compute on all C places, empty ones too, because a custom expert sees (experts, rows, D). The
+library's own layer (``colonnade.config.MoeConfig``) has no such padding: docs/howto/tutel.md says how to go there.
+"""

@@ -1,0 +1,270 @@
+"""Collectives by Tutel's names. Those called ``simple_`` and ``batch_`` have no gradient; the others have:
+
+    all_to_all(x, i, j)      cut along j, joined along i        backward: cut along i, joined along j
+    all_gather, fused        joined along a dimension           summed, and cut
+    all_gather               the same                           cut: for ranks that all use it alike
+    zero_gather              joined along the first one         summed, and cut
+    reduce_scatter           summed, and cut                    joined
+    spatial_split            cut                                joined
+    allreduce_forward        summed                             handed on
+    allreduce_backward       handed on                          summed
+
+A ``group`` of None is all processes; a process by itself gets its input back.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from colonnade.compat.tutel.optimizer import TutelDistributedOptimizer
+from colonnade.errors import ConfigError, PlanError
+from colonnade.parallel import collectives, groups
+from colonnade.parallel.axis import Axis
+from colonnade.parallel.groups import Group, axis_of, barrier
+
+__all__ = [
+    "TutelDistributedOptimizer", "all_gather", "all_to_all", "all_to_all_single", "allreduce_backward",
+    "allreduce_forward", "barrier", "batch_all_gather_v", "batch_all_to_all_v", "create_groups_from_world",
+    "create_standalone_group", "get_world_rank", "get_world_size", "reduce_scatter", "simple_all_gather",
+    "simple_all_reduce", "simple_all_to_all", "simple_reduce_scatter", "simple_split", "spatial_split", "zero_gather",
+    "zero_scatter",
+]  # fmt: skip
+
+
+class Groups(NamedTuple):
+    """This rank's groups when ``group_count`` groups of ranks in a row are made of all: each group holds a model."""
+
+    global_size: int
+    global_rank: int
+    group_count: int
+    data_rank: int
+    """The number of this rank's group."""
+    model_size: int
+    model_rank: int
+    """This rank's number in its group."""
+    data_group: Group
+    """The ranks of the same number in their groups."""
+    model_group: Group
+    """The ranks of this group."""
+    global_group: Group
+    is_distributed: bool
+    local_device: torch.device | None
+    dist_print: Callable[..., None]
+    """print, on rank 0 alone."""
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the session's device is a GPU."""
+        return self.local_device is not None and self.local_device.type == "cuda"
+
+
+def get_world_size(group: Group = None) -> int:
+    """Ranks in ``group``; 1 without one."""
+    return axis_of(group).size
+
+
+def get_world_rank(group: Group = None) -> int:
+    """This rank's number in ``group``; 0 without one."""
+    return axis_of(group).rank
+
+
+def create_groups_from_world(group_count: int, include_init: str | None = None, parent_group: Group = None) -> Groups:
+    """``group_count`` groups, or groups of −``group_count`` ranks, out of all ranks or of those of ``parent_group``.
+
+    ``include_init`` names the backend of a process group that is to be joined first. Raises :class:`PlanError`.
+    """
+    device = None if include_init is None else groups.join(include_init, groups.TIMEOUT).device
+    axis = axis_of(parent_group)
+    many = group_count if group_count > 0 else axis.size // max(1, -group_count)
+    if many < 1 or axis.size % many or (group_count < 0 and many * -group_count != axis.size) or not group_count:
+        raise PlanError(
+            f"{axis.size} ranks do not divide into "
+            + (f"{group_count} groups" if group_count >= 0 else f"groups of {-group_count}")
+            + f"; use a divisor of {axis.size}"
+        )
+    size, world = axis.size // many, axis_of()
+
+    def dist_print(*values: Any, **options: Any) -> None:
+        if world.rank == 0:
+            print(*values, **options)
+
+    return Groups(
+        world.size, world.rank, many, axis.rank // size, size, axis.rank % size,
+        groups.outer(size, parent_group), groups.inner(size, parent_group), groups.all_ranks(),
+        groups.all_ranks() is not None, device, dist_print,
+    )  # fmt: skip
+
+
+def create_standalone_group() -> Group:
+    """A group of this rank alone."""
+    return groups.inner(1)
+
+
+# -- without gradients ---------------------------------------------------------------------------------------------
+
+
+def simple_all_reduce(input: Tensor, group: Group = None, op: Any = "sum", inplace: bool = False) -> Tensor:  # noqa: A002
+    """The ``op`` (a ReduceOp of torch, or "sum", "max", "min", "avg", "product") of all ranks' ``input``."""
+    if get_world_size(group) == 1:
+        return input
+    output = groups.reduce_(input, op, group)
+    return input.detach().copy_(output) if inplace else output
+
+
+def simple_all_to_all(input: Tensor, group: Group = None, background: bool = False) -> Any:  # noqa: A002
+    """The r-th part of ``input`` goes to rank r. In the ``background``: (output, wait); use it after wait()."""
+    axis, input = axis_of(group), input.detach()  # noqa: A001
+    _even(input, 0, axis)
+    rows = [len(input) // axis.size] * axis.size
+    output = input if axis.size == 1 else collectives.begin_all_to_all(input, rows, rows, axis.group)
+
+    def wait() -> None:
+        if axis.size > 1:
+            collectives.wait(output)
+
+    if background:
+        return output, wait
+    wait()
+    return output
+
+
+def simple_split(input: Tensor, group: Group = None) -> Tensor:  # noqa: A002
+    """This rank's part of the rows."""
+    return spatial_split(input.detach(), 0, group)
+
+
+def simple_reduce_scatter(input: Tensor, group: Group = None, op: Any = "sum") -> Tensor:  # noqa: A002
+    """This rank's part of the rows, under the ``op`` of all ranks."""
+    return simple_split(groups.reduce_(input, op, group), group)
+
+
+def simple_all_gather(input: Tensor, group: Group = None) -> Tensor:  # noqa: A002
+    """The rows of all ranks."""
+    return all_gather(input.detach(), 0, group=group)
+
+
+def batch_all_to_all_v(
+    datas: Sequence[Tensor], partition_sizes: Tensor | Sequence[int], group: Group = None
+) -> tuple[list[Tensor], Tensor]:
+    """Of each flat tensor, ``partition_sizes[r]`` elements to rank r: what came, and how many from each rank."""
+    axis, device = axis_of(group), datas[0].device
+    sizes = torch.as_tensor(partition_sizes, dtype=torch.int64, device=device)
+    if sizes.numel() != axis.size or int(sizes.sum()) != datas[0].numel():
+        raise ConfigError(
+            f"partition sizes {sizes.tolist()} for {axis.size} ranks and {datas[0].numel()} elements; give one a rank, "
+            "which add up"
+        )
+    came = simple_all_to_all(sizes, group)
+    send, receive = sizes.tolist(), came.tolist()
+    return [axis.exchange(data.detach().reshape(-1), send, receive) for data in datas], came
+
+
+def batch_all_gather_v(datas: Sequence[Tensor], group: Group = None) -> tuple[list[Tensor], Tensor]:
+    """The elements of all ranks, of which each has its own number: what came, and how many from each rank."""
+    counts = simple_all_gather(torch.tensor([datas[0].numel()], device=datas[0].device), group)
+    return [axis_of(group).lay_together_(data.reshape(-1), counts.tolist()) for data in datas], counts
+
+
+# -- with gradients ------------------------------------------------------------------------------------------------
+
+
+def all_to_all(
+    input: Tensor,  # noqa: A002
+    input_dim: int,
+    output_dim: int,
+    group: Group = None,
+    background: bool = False,
+    use_2dh: bool = False,
+) -> Any:
+    """``input`` cut along ``output_dim`` among the ranks, and what comes joined along ``input_dim``.
+
+    In the ``background``: a function that returns it when it is there. With ``use_2dh`` in two steps, first among the
+    ranks of a machine: the same values.
+    """
+    axis = axis_of(group)
+    _even(input, output_dim, axis)
+    if input_dim == output_dim or axis.size == 1:
+        return (lambda: input) if background else input
+    parts = input.unflatten(output_dim, (axis.size, input.shape[output_dim] // axis.size)).movedim(output_dim, 0)
+    web, sizes = groups.web_of(group, two_steps=use_2dh)
+    under_way = web.begin(parts, sizes)
+
+    def finish() -> Tensor:
+        return web.finish(under_way, sizes).movedim(0, input_dim).flatten(input_dim, input_dim + 1)
+
+    return finish if background else finish()
+
+
+def all_to_all_single(input: Tensor, group: Group = None) -> Tensor:  # noqa: A002
+    """The r-th part of the rows goes to rank r."""
+    axis = axis_of(group)
+    _even(input, 0, axis)
+    rows = [len(input) // axis.size] * axis.size
+    return axis.exchange(input, rows, rows)
+
+
+def all_gather(input: Tensor, dim: int, fused: bool = False, group: Group = None) -> Tensor:  # noqa: A002
+    """The parts of all ranks, of one shape, joined along ``dim``; ``fused``: whose gradients are summed."""
+    axis = axis_of(group)
+    return (axis.gather if fused else axis.join)(input, dim, input.shape[dim] * axis.size)
+
+
+def zero_gather(input: Tensor, full_shape: Sequence[int] | None = None, group: Group = None) -> Tensor:  # noqa: A002
+    """A tensor of ``full_shape`` of which each rank has a part of the elements; by default the rows of all ranks."""
+    axis = axis_of(group)
+    whole = axis.gather(input, 0, input.shape[0] * axis.size)
+    if full_shape is None:
+        return whole
+    shape = torch.Size(full_shape)
+    return whole.reshape(-1)[: shape.numel()].view(shape)
+
+
+def zero_scatter(
+    input: Tensor,  # noqa: A002
+    scatter_fn: Callable[..., Tensor],
+    group: Group = None,
+) -> tuple[Tensor, torch.Size]:
+    """What ``scatter_fn`` (simple_split, simple_reduce_scatter) leaves this rank of the elements, filled up with 0 to
+    as many for each; and the shape of them all.
+    """
+    flat = input.reshape(-1)
+    flat = torch.nn.functional.pad(flat, (0, -len(flat) % get_world_size(group)))
+    return scatter_fn(flat, group=group), input.shape
+
+
+def spatial_split(input: Tensor, dim: int, group: Group = None) -> Tensor:  # noqa: A002
+    """This rank's part of dimension ``dim``."""
+    axis = axis_of(group)
+    _even(input, dim, axis)
+    return axis.split(input, dim)
+
+
+def reduce_scatter(input: Tensor, dim: int, group: Group = None) -> Tensor:  # noqa: A002
+    """This rank's part of dimension ``dim`` of the sum over the ranks."""
+    axis = axis_of(group)
+    _even(input, dim, axis)
+    return axis.scatter_sum(input, dim)
+
+
+def allreduce_forward(input: Tensor, op: Any = "sum", group: Group = None) -> Tensor:  # noqa: A002
+    """The sum over the ranks; gradients are handed on."""
+    _sum(op)
+    return axis_of(group).fan_in(input)
+
+
+def allreduce_backward(input: Tensor, op: Any = "sum", group: Group = None) -> Tensor:  # noqa: A002
+    """``input``, whose gradients are summed over the ranks."""
+    _sum(op)
+    return axis_of(group).fan_out(input)
+
+
+def _sum(op: Any) -> None:
+    if (op if isinstance(op, str) else op.name.lower()) != "sum":
+        raise ConfigError(f"only a sum has this gradient, not {op}; use simple_all_reduce")
+
+
+def _even(x: Tensor, dim: int, axis: Axis) -> None:
+    if x.shape[dim] % axis.size:
+        raise PlanError(f"{x.shape[dim]} rows along dimension {dim} do not divide over {axis.size} ranks")

@@ -1,0 +1,84 @@
+"""What programs ask of the machine: a session, the time, files of their own for each rank."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colonnade.compat.tutel.net import Groups, create_groups_from_world
+from colonnade.errors import ConfigError
+
+_sessions: list[Groups] = []
+
+
+def init_data_model_parallel(group_count: int = 1, backend: str = "nccl") -> Groups:
+    """Join the processes that torchrun started (or be one alone) and make ``group_count`` groups of them.
+
+    Raises :class:`PlanError` for a backend without its device, and for ranks that do not divide into the groups.
+    """
+    _sessions[:] = [create_groups_from_world(group_count, include_init=backend)]
+    return _sessions[0]
+
+
+def get_local_session() -> Groups:
+    """The last one that was made."""
+    if not _sessions:
+        raise ConfigError("there is no session; call system.init_data_model_parallel() first")
+    return _sessions[0]
+
+
+def record_time(is_cuda: bool | None = None) -> float:
+    """Seconds since the epoch, when the device has done all that was asked; ``is_cuda`` as the session, if None."""
+    if get_local_session().is_cuda if is_cuda is None else is_cuda:
+        torch.cuda.synchronize()
+    return time.time()
+
+
+def save(t: Tensor, path: str) -> None:
+    """Write ``t`` as an .npy file."""
+    np.save(path, t.detach().cpu().numpy())
+
+
+def load(path: str, device: torch.device | str | None = None) -> Tensor:
+    """Read an .npy file."""
+    return torch.tensor(np.load(path), device=device)
+
+
+def apply_rank_size_from_pattern(filename: str, rank: int, size: int, create_dir: bool = True) -> str:
+    """``filename`` with {rank} and {size} filled in, in a folder that exists."""
+    if "{rank}" not in filename:
+        logging.getLogger(__name__).warning("no {rank} in '%s': all ranks will use the same file", filename)
+    filename = filename.replace("{rank}", str(rank)).replace("{size}", str(size))
+    if create_dir:
+        Path(filename).parent.mkdir(parents=True, exist_ok=True)
+    return filename
+
+
+class LocalCache:
+    """Values by name, for as long as the process lives."""
+
+    _values: ClassVar[dict[Any, Any]] = {}
+
+    @classmethod
+    def reset(cls) -> None:
+        """Forget all."""
+        cls._values.clear()
+
+    @classmethod
+    def set(cls, key: Any, val: Any) -> None:
+        """Keep ``val``."""
+        cls._values[key] = val
+
+    @classmethod
+    def get(cls, key: Any = None) -> Any:
+        """The value of ``key``, or all of them where there is none."""
+        return cls._values[key] if key in cls._values else list(cls._values.values())
+
+
+def cache() -> type[LocalCache]:
+    """The process's values."""
+    return LocalCache
