@@ -43,6 +43,7 @@ def _live(pipe: Connection, rank: int) -> None:
                 timeout=datetime.timedelta(seconds=LIMIT_S),
             )
             result, failure = check(*args), None
+            dist.barrier()  # nobody leaves while another still connects to him
         except BaseException:
             result, failure = None, traceback.format_exc()
         if dist.is_initialized():
