@@ -26,6 +26,7 @@ def evaluate(
     text: str = "sotu",
     context: int | None = None,
     stride: int | None = None,
+    routing: bool = False,
     placing: Annotated[Placing, arg(name="")] = Placing(),
 ) -> None:
     """Print a model's perplexity on a text.
@@ -35,6 +36,7 @@ def evaluate(
         text: A UTF-8 text file, or sotu for the latest speech of the sample package.
         context: Tokens in one window; by default the model's context.
         stride: Tokens between the starts of two windows; by default the window, the cheapest. Each token counts once.
+        routing: Print which experts take which kinds of tokens, layer by layer (a mixture of experts, one process).
         placing: Where the model runs.
     """
     from colonnade.data.samples import sotu_documents
@@ -43,7 +45,10 @@ def evaluate(
     name, content = sotu_documents()[-1] if text == "sotu" else (text, _read(Path(text)))
     where = placing.where(model, ServeConfig())
     where.find()
-    result = launch(_score, (where, content, context, stride), where.plan)
+    if routing:
+        result = _routing(where, content, context, stride)
+    else:
+        result = launch(_score, (where, content, context, stride), where.plan)
     if speaks():
         print(
             f"perplexity {result.perplexity:.3f} on {name} "
@@ -69,6 +74,22 @@ def _score(where: "Where", text: str, context: int | None, stride: int | None) -
                     told_s = now_s
 
             return loaded.score(text, context=context, stride=stride, progress=progress)
+
+
+def _routing(where: "Where", text: str, context: int | None, stride: int | None) -> Any:
+    from colonnade import api
+    from colonnade.look import routing
+
+    if stride not in (None, context):
+        raise ConfigError("--routing follows each token once; leave --stride out")
+    if where.plan.world > 1:
+        raise ConfigError("--routing is told by one process; leave --plan out")
+    with api.load(where.model, dtype=where.dtype, device=where.device) as loaded:
+        with console.status("following the tokens"):
+            found = routing.follow(loaded.transformer, loaded.tokenizer, loaded.tokenizer.encode(text), context)
+        for table in routing.tables(found):
+            console.print(table)
+        return found.score
 
 
 def _read(path: Path) -> str:

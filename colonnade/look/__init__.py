@@ -1,0 +1,1 @@
+"""Looking inside a model: for now, which experts take which tokens."""

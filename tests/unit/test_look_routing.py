@@ -1,0 +1,66 @@
+"""Which experts take which tokens: what the tables say is what the router chose."""
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from colonnade.config import MoeConfig
+from colonnade.data.kinds import kinds_of
+from colonnade.errors import RequestError
+from colonnade.look.routing import follow, tables
+from colonnade.model import Packed, Rows, Stream
+from colonnade.model.moe.specialities import recorded
+from colonnade.model.score import score
+from tests.serve import tiny
+
+TEXT = "My fellow citizens, in 1862 we met. " * 3
+MOE = MoeConfig(experts=4, active=2, ffn_width=6, first=1)
+
+
+def test_the_tables_count_every_choice_once() -> None:
+    model, tokenizer = tiny.model(moe=MOE), tiny.tokenizer()
+    tokens = tokenizer.encode(TEXT)
+    found = follow(model, tokenizer, tokens, context=16)
+    assert found.score == score(model, tokens, context=16)
+    assert list(found.layers) == [layer for layer in range(model.config.layers) if layer]
+    for it in found.layers.values():
+        assert sum(map(sum, it.counts)) == 2 * (len(tokens) - 1), "two choices for each token that is read"
+        kinds = kinds_of([tokenizer.decode([token]) for token in tokens[:-1]])
+        assert {kind: sum(row) for kind, row in zip(it.kinds, it.counts, strict=True)} == {
+            kind: 2 * kinds.count(kind) for kind in set(kinds)
+        }
+
+
+def test_a_token_that_one_expert_takes_is_its_example() -> None:
+    """The router is bent so that commas alone go to expert 3."""
+    model, tokenizer = tiny.model(moe=MOE.but(active=1, first=0)), tiny.tokenizer()
+    (comma,) = tokenizer.encode(",")
+    tokens = tokenizer.encode(TEXT)
+    with torch.no_grad(), recorded(model):
+        assert model.embed is not None
+        stream = Stream(torch.tensor(tokens), torch.arange(len(tokens)))
+        model(stream, Packed.of([len(tokens)]), Rows())
+        gate = model.blocks[0].ffn.router.gates[0]
+        gate.weight.zero_()
+        hidden = {}
+        hook = model.blocks[0].ffn.router.register_forward_hook(lambda _, inputs, __: hidden.update(x=inputs[0]))
+        model(stream, Packed.of([len(tokens)]), Rows())
+        hook.remove()
+        is_comma = torch.tensor([token == comma for token in tokens])
+        # The direction that tells commas from everything else, by least squares.
+        solved = torch.linalg.lstsq(hidden["x"].double(), (2.0 * is_comma - 1)[:, None].double()).solution[:, 0]
+        gate.weight[3] = solved.to(gate.weight.dtype)
+    found = follow(model, tokenizer, tokens, context=len(tokens))
+    first = found.layers[0]
+    taken = {kind: row[3] for kind, row in zip(first.kinds, first.counts, strict=True)}
+    assert taken["punctuation"] >= 2 and found.texts[0][3][0] == ","
+    shown = Console(width=120, record=True, file=io.StringIO())
+    shown.print(tables(found)[0])
+    assert "punctuation x" in shown.export_text()
+
+
+def test_a_dense_model_has_nothing_to_tell() -> None:
+    with pytest.raises(RequestError, match="this model has no experts"):
+        follow(tiny.model(), tiny.tokenizer(), [1, 2, 3])
