@@ -42,7 +42,9 @@ def parameter_of(key: str) -> str:
 
 def local_tensors(model: Transformer, masters: Masters | None, optimizer: Moments | None) -> dict[str, Tensor]:
     """``part/parameter`` to this rank's own tensor of it, which a load fills in place."""
-    weights: Mapping[str, Tensor] = dict(model.named_parameters()) if masters is None else masters.local
+    weights: Mapping[str, Tensor] = (
+        dict(model.named_parameters()) if masters is None else masters.local | masters.frozen
+    )
     weights = {**weights, **dict(model.named_buffers())}
     return {f"weights/{name}": w.detach() for name, w in weights.items()} | (optimizer.state if optimizer else {})
 

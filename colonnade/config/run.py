@@ -60,6 +60,9 @@ class TrainConfig(Config):
     """AdamW: added to the root of the second moment."""
     clip: float = Field(default=1.0, gt=0)
     """Largest global gradient norm; inf never clips."""
+    freeze: Literal["none", "experts", "rest"] = "none"
+    """What stays as it is: nothing, the experts of a mixture of experts, or all but those (their routers and what all
+    tokens share belong to the rest)."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of each target's probability spread over the whole vocabulary."""
     dropout: float = Field(default=0.0, ge=0, lt=1)

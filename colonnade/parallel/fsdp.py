@@ -13,7 +13,7 @@ FSDP over one rank gives the same numbers but copies each weight into and out of
 count of tokens, so FSDP must not divide by the number of ranks (layout rule 7).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -30,6 +30,8 @@ class Masters(Protocol):
 
     local: dict[str, Tensor]
     """Plain tensors that alias what is stored; a gradient stands in ``.grad`` after :meth:`collect`."""
+    frozen: dict[str, Tensor]
+    """Likewise what is not trained."""
 
     def accumulate(self, *, last: bool) -> None:
         """Before the backward pass of a micro-batch: ``last`` sends the summed gradients on their way."""
@@ -54,7 +56,7 @@ def masters(
     ``model`` itself.
     """
     if not ground.sharded:
-        return Whole(_trainable(model), compute)
+        return Whole(model.named_parameters(), compute)
     return Sharded(model, ground, compute, roots or [model])
 
 
@@ -63,17 +65,20 @@ class Whole:
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], compute: torch.dtype):
         self.local: dict[str, Tensor] = {}
+        self.frozen: dict[str, Tensor] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []
         for name, parameter in parameters:
+            held = self.local if parameter.requires_grad else self.frozen
             if parameter.dtype == compute:
-                self.local[name] = parameter
+                held[name] = parameter
                 continue
-            master = parameter.detach().clone()
+            master = held[name] = parameter.detach().clone().requires_grad_(parameter.requires_grad)
             parameter.data = parameter.data.to(compute)
+            self._pairs.append((parameter, master))
+            if not parameter.requires_grad:
+                continue
             # Adding each gradient up in float32 at once keeps the sum over micro-batches exact and frees the other.
             parameter.register_post_accumulate_grad_hook(lambda p, master=master: _move_gradient(p, master))
-            self.local[name] = master.requires_grad_()
-            self._pairs.append((parameter, master))
 
     def accumulate(self, *, last: bool) -> None:
         """Nothing to hold back: autograd adds the micro-batches up."""
@@ -115,7 +120,7 @@ class Sharded:
             cast_forward_inputs=False,  # rotary tables stay float32; everything else has the compute type already
         )
         layout = layout_of(model)
-        experts = {name: p for name, p in _trainable(model) if isinstance(layout[name], Experts)}
+        experts = {name: p for name, p in model.named_parameters() if isinstance(layout[name], Experts)}
         self._experts, apart = Whole(experts.items(), compute), set(experts.values())
         for block in model.get_submodule("blocks").children():
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=apart)
@@ -129,11 +134,14 @@ class Sharded:
                 # and NCCL answers with zeros in bfloat16 (docs/decisions/0004-ground-check-on-h200.md).
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        parameters = dict(_trainable(model))
-        self._parameters = {name: p for name, p in parameters.items() if name not in experts}
-        sharded = {name: _shard(p).detach().requires_grad_() for name, p in self._parameters.items()}
+        self._parameters = {name: p for name, p in model.named_parameters() if name not in experts}
+        held = self._experts.local | self._experts.frozen
         # In the model's own order, which is the same under every plan.
-        self.local = {name: self._experts.local[name] if name in experts else sharded[name] for name in parameters}
+        self.local: dict[str, Tensor] = {}
+        self.frozen: dict[str, Tensor] = {}
+        for name, p in model.named_parameters():
+            mine = held[name] if name in experts else _shard(p).detach().requires_grad_(p.requires_grad)
+            (self.local if p.requires_grad else self.frozen)[name] = mine
 
     def accumulate(self, *, last: bool) -> None:
         """Reduce over the data axis once a step, not once a micro-batch."""
@@ -158,7 +166,3 @@ def _shard(x: Tensor) -> Tensor:
     detached = x.detach()
     assert isinstance(detached, DTensor)
     return detached.to_local()
-
-
-def _trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)

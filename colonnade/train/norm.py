@@ -49,7 +49,7 @@ def sum_experts(weights: Mapping[str, Tensor], layout: Mapping[str, Placement], 
 
 def sum_tied(weights: Mapping[str, Tensor], tied: bool, ends: Axis) -> None:
     """Complete the gradient of a weight that both ends of a pipeline have: as embedding and as output projection."""
-    if tied and ends.size > 1:
+    if tied and ends.size > 1 and "embed.tokens.weight" in weights:  # it may be frozen
         w = weights["embed.tokens.weight"]
         w.grad = ends.sum_(torch.zeros_like(w) if w.grad is None else w.grad)
 

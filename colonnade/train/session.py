@@ -29,6 +29,7 @@ from colonnade.model.linear import in_float8
 from colonnade.model.moe import Spread
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import masters
+from colonnade.parallel.layout import Experts, layout_of
 from colonnade.parallel.mesh import Ground
 from colonnade.parallel.watchdog import Watchdog
 from colonnade.train.activations import arrange
@@ -60,6 +61,7 @@ class Session:
         """The newest complete checkpoint, if there is one."""
         if self.checkpoint is None:
             initialise(self.model, run.train.seed)
+        freeze(self.model, run.train.freeze)
         self.recomputed = arrange(
             self.model,
             run.train,
@@ -230,6 +232,17 @@ class Session:
             "sequence": data.sequence,
             "seed": data.seed,
         }
+
+
+def freeze(model: Transformer, what: str) -> None:
+    """Leave the experts out of training, or all but them. Raises :class:`ConfigError` for a model without any."""
+    if what == "none":
+        return
+    if model.config.moe is None:
+        raise ConfigError(f"train.freeze {what} is about experts, and this model has none; leave it out")
+    layout = layout_of(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(isinstance(layout[name], Experts) == (what == "rest"))
 
 
 def newest(run: Path, world: Axis) -> Path | None:

@@ -12,6 +12,7 @@ import colonnade
 from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RouterConfig, RunConfig, TrainConfig
 from colonnade.data import Corpus
 from colonnade.errors import ConfigError, PlanError
+from colonnade.model import Transformer, initialise
 from colonnade.model.moe import Spread
 from colonnade.train import Trainer, adapt, session
 from colonnade.train.loop import train
@@ -119,6 +120,35 @@ def _adapting(run: RunConfig) -> None:
         train(run)
     finally:
         adapt.better, session.EVERY = before, every
+
+
+@pytest.mark.parametrize(
+    ("freeze", "plan", "dtype"),
+    [
+        ("experts", Plan(), "bfloat16"),
+        ("experts", Plan(dp=2, ep=2), "bfloat16"),
+        ("rest", Plan(dp=2, ep=2), "float64"),
+        ("rest", Plan(pp=2), "float64"),
+    ],
+)
+def test_what_is_frozen_stays(freeze: str, plan: Plan, dtype: str, corpus: Path, tmp_path: Path) -> None:
+    """To the bit, whatever the compute type; all else moves, and a run goes on from where it was."""
+    run = config(corpus, tmp_path, freeze=freeze, dtype=dtype, micro_batch=2, save_every=2, steps=4).but(plan=plan)
+    if plan.world == 1:
+        Trainer(run).fit()
+    else:
+        in_world(plan.world, train, run)
+    shutil.rmtree(run.folder / "step-4")
+    if plan.world == 1:
+        Trainer(run).fit()
+    else:
+        in_world(plan.world, train, run)
+    kind = "float64" if dtype == "float64" else "float32"
+    found = colonnade.load(run.folder, device="cpu", dtype=kind).transformer
+    before = initialise(Transformer(run.model, dtype=getattr(torch, kind)), run.train.seed)
+    for name, was in before.named_parameters():
+        still = torch.equal(found.get_parameter(name), was)
+        assert still == ((".experts." in name) == (freeze == "experts")), name
 
 
 def test_capacity_drops_and_says_so(corpus: Path, tmp_path: Path) -> None:
