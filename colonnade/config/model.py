@@ -217,6 +217,11 @@ class ModelConfig(Config):
         return self.moe if self.moe is not None and self.moe.has_experts(layer) else None
 
     @property
+    def expert_layers(self) -> int:
+        """Blocks with experts."""
+        return 0 if self.moe is None else self.moe.layers_among(self.layers)
+
+    @property
     def rotary_width(self) -> int:
         """How much of a head is turned by the position."""
         return self.latent.rope_width if self.latent else self.head_width
@@ -243,7 +248,7 @@ class ModelConfig(Config):
             attention += self.latent.vectors(bias=self.qkv_bias)
         else:
             attention += qkv * self.qkv_bias + normed * h * self.qk_norm
-        expert_layers = sum(self.experts_of(i) is not None for i in range(self.layers))
+        expert_layers = self.expert_layers
         ffn = self._ffn_parameters(f) * (self.layers - expert_layers)
         if moe := self.moe:
             each = moe.experts * self._ffn_parameters(moe.ffn_width)
@@ -263,8 +268,7 @@ class ModelConfig(Config):
         """Of these, the weights of experts that not every token goes to."""
         if self.moe is None:
             return 0
-        layers = sum(self.experts_of(i) is not None for i in range(self.layers))
-        return layers * self.moe.experts * self._ffn_parameters(self.moe.ffn_width)
+        return self.expert_layers * self.moe.experts * self._ffn_parameters(self.moe.ffn_width)
 
     @property
     def active_parameters(self) -> int:
@@ -292,10 +296,10 @@ class ModelConfig(Config):
         mask keeps (of a causal model), otherwise all of them (the Megatron and PaLM papers'). The embedding look-up
         costs nothing; recomputation is not counted (it is model FLOPs, not hardware FLOPs).
         """
-        hidden = 0  # units that a token passes, in all layers
-        for layer in range(self.layers):
-            moe = self.experts_of(layer)
-            hidden += self.ffn_width if moe is None else moe.active * moe.ffn_width + moe.shared_width
+        # Units that a token passes, in all layers.
+        hidden = (self.layers - self.expert_layers) * self.ffn_width
+        if self.moe:
+            hidden += self.expert_layers * (self.moe.active * self.moe.ffn_width + self.moe.shared_width)
         ffn = self.width * (2 + self.gated) * hidden
         seen = min(sequence, self.window) if self.window else sequence
         widths = self.head_width + (self.latent.v_width if self.latent else self.head_width)

@@ -136,6 +136,11 @@ class MoeConfig(Config):
         }
         return router.gates * table.get(router.kind, linear)
 
+    def layers_among(self, layers: int) -> int:
+        """How many of so many blocks have experts, without counting them one by one: the number may be absurd."""
+        turns = range(self.first, layers, self.every)
+        return len(turns) - sum(i in turns for i in set(self.dense))
+
     def has_experts(self, layer: int) -> bool:
         """Whether block number ``layer`` has experts in the place of its feed-forward part."""
         return layer >= self.first and (layer - self.first) % self.every == 0 and layer not in self.dense

@@ -87,12 +87,15 @@ MOE_PRESETS: dict[str, Callable[[], ModelConfig]] = {
     # One expert a token, at most 1.25 times its share of them, the router's input jittered (arXiv 2101.03961).
     "gpt2-switch-8": lambda: _gpt2(
         MoeConfig(
-            experts=8, active=1, ffn_width=3072, first=1, every=2, capacity=1.25, router=RouterConfig(jitter=0.01)
+            experts=8, active=1, ffn_width=3072, first=1, every=2, capacity=1.25,
+            router=RouterConfig(kind="switch", jitter=0.01),
         )
     ),
     # Two experts a token, at most twice their share, the loss by first choices (arXiv 2006.16668).
     "gpt2-gshard-8": lambda: _gpt2(
-        MoeConfig(experts=8, active=2, ffn_width=3072, first=1, every=2, capacity=1.0, balance="gshard")
+        MoeConfig(experts=8, active=2, ffn_width=3072, first=1, every=2, capacity=1.0, balance="gshard",
+            router=RouterConfig(kind="gshard"),
+        )
     ),
     # mistralai/Mixtral-8x7B-v0.1, -8x22B-v0.1
     "mixtral-8x7b": lambda: _mixtral(32, 4096, 32, 14336, 32768, 0.02),

@@ -10,6 +10,7 @@ from colonnade.config import ModelConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import IGNORE, Loss, Noise, Orders, Packed, Pretraining, Rates, Ring, Stream, Transformer
 from colonnade.model.moe import Report, Routing, Spread, Units
+from colonnade.model.moe.router import draws
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def lay(
 def noise_of(train: TrainConfig, number: int, model: ModelConfig, device: torch.device) -> Noise | None:
     """What is random in step ``number``, of no tokens yet; None when nothing is."""
     rates = Rates(residual=train.dropout, attention=train.attention_dropout, embedding=train.embedding_dropout)
-    if not any(rates) and model.moe is None:
+    if not any(rates) and not (model.moe and draws(model.moe)):
         return None
     return Noise.of(train.seed, number, model.layers, torch.empty(0, dtype=torch.int64, device=device), rates)
 

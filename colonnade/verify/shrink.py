@@ -10,6 +10,8 @@ import math
 from colonnade.config import ModelConfig, MoeConfig
 
 HEAD_WIDTH, VOCABULARY, CONTEXT = 4, 211, 64
+LEAST_HIDDEN = 57
+"""From here on no rank of 8 or fewer is left without hidden units."""
 EXPERTS, EXPERT_WIDTH = 16, 24
 """Experts at most, and hidden units of each: they divide over 2, 3, 4 and 8 ranks."""
 
@@ -18,7 +20,7 @@ def shrink(model: ModelConfig, layers: int) -> ModelConfig:
     """``model`` with ``layers`` blocks and heads of :data:`HEAD_WIDTH`."""
     narrower = min(1.0, HEAD_WIDTH / model.head_width)
     # Odd, so that no tensor-parallel degree divides it: the uneven case holds for the even ones too.
-    hidden = max(model.heads, round(model.ffn_width * narrower)) | 1
+    hidden = max(model.heads, LEAST_HIDDEN, round(model.ffn_width * narrower)) | 1
     moe = model.moe and _fewer_experts(model.moe)
     return model.but(
         layers=layers,

@@ -19,7 +19,7 @@ from tests.corpora import tensors
 from tests.faults import faulty
 from tests.worlds import run as in_world
 
-pytestmark = [pytest.mark.xdist_group("worlds"), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("worlds"), pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def start(fate: str, config: RunConfig, *before: str) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> str:
     try:
-        return process.communicate(timeout=100)[0]
+        return process.communicate(timeout=220)[0]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

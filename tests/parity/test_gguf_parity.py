@@ -68,9 +68,9 @@ def test_quantised_shares_are_the_shares_of_the_whole(kind: Kind, tmp_path: Path
     layout = layout_of(whole)
     for tp in (2, 4):  # 96 columns over 2 and 4 ranks are cut inside a block of 32
         for rank in range(tp):
-            axis = Axis("tp", tp, rank)
-            for name, parameter in from_gguf(path, Axes(tp=axis)).named_parameters():
-                assert torch.equal(parameter, share(whole.get_parameter(name), layout[name], axis)), (name, tp, rank)
+            axes = Axes(tp=Axis("tp", tp, rank))
+            for name, parameter in from_gguf(path, axes).named_parameters():
+                assert torch.equal(parameter, share(whole.get_parameter(name), layout[name], axes)), (name, tp, rank)
 
 
 def test_llama31_bands_are_recognised_in_the_divisors(tmp_path: Path) -> None:

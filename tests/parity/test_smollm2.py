@@ -84,7 +84,7 @@ def test_each_of_three_ranks_gets_its_share(file: GGUFFile, ours: Transformer) -
     model = Transformer(file.config, Axes(tp=axis))
     file.fill(model)
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, share(ours.get_parameter(name), layout[name], axis)), name
+        assert torch.equal(parameter, share(ours.get_parameter(name), layout[name], Axes(tp=axis))), name
 
 
 def test_the_capital_of_france_is_paris(file: GGUFFile, ours: Transformer) -> None:

@@ -87,7 +87,7 @@ def test_the_set_is_always_the_same_and_begins_with_the_most_useful() -> None:
 
 SHRUNK = {
     "layers", "width", "head_width", "ffn_width", "vocab_size", "context", "window", "window_from_layer", "top",
-    "classes", "moe",
+    "classes", "moe", "latent",
 }  # fmt: skip
 FEWER = {"experts", "active", "ffn_width", "shared_width", "first", "router"}
 
@@ -99,6 +99,7 @@ def test_a_likeness_keeps_what_decides_layouts(name: str) -> None:
     kept = set(ModelConfig.model_fields) - SHRUNK
     assert {field: getattr(small, field) for field in kept} == {field: getattr(model, field) for field in kept}
     assert (small.moe is None) == (model.moe is None)
+    assert (small.latent is None) == (model.latent is None)
     if small.moe is not None and model.moe is not None:
         kept = set(MoeConfig.model_fields) - FEWER
         assert {field: getattr(small.moe, field) for field in kept} == {
