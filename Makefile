@@ -39,7 +39,7 @@ lint: $(VENV)/.test-$(KEY)  ## format and lint (ruff), types (pyright), import o
 	$(call step,import order,$(BIN)/lint-imports --no-logo)
 
 pytest: $(VENV)/.test-$(KEY)  ## the tests alone; ARGS="tests/unit -k axis" narrows them
-	$(call step,pytest,$(QUIET) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS))
+	$(call step,pytest,$(QUIET) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS))
 
 format: $(VENV)/.test-$(KEY)  ## write the format and the safe fixes that lint asks for
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --fix --quiet .

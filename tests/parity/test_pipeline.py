@@ -62,7 +62,7 @@ def _every_plan(world: int) -> None:
             _as_one(plan, case)
 
 
-@pytest.mark.parametrize("world", PLANS)
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.long) if n > 4 else n for n in PLANS])
 def test_pipeline_equals_one_process(world: int) -> None:
     run(world, _every_plan, world)
 

@@ -64,6 +64,7 @@ def _load(plan: Plan, root: Path, expected: dict[str, dict[str, list[tuple[float
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.xdist_group("worlds")
 def test_every_plan_loads_every_checkpoint(tmp_path: Path) -> None:
     expected = {label(p): run(p.world, _save, p, tmp_path)[0] for p in PLANS}
