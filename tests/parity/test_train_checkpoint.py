@@ -65,16 +65,19 @@ def _load(plan: Plan, root: Path, expected: dict[str, dict[str, list[tuple[float
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "plans", [pytest.param(PLANS[:6], id="tp_dp"), pytest.param(PLANS, id="all", marks=pytest.mark.long)]
+)
 @pytest.mark.xdist_group("worlds")
-def test_every_plan_loads_every_checkpoint(tmp_path: Path) -> None:
-    expected = {label(p): run(p.world, _save, p, tmp_path)[0] for p in PLANS}
+def test_every_plan_loads_every_checkpoint(plans: list[Plan], tmp_path: Path) -> None:
+    expected = {label(p): run(p.world, _save, p, tmp_path)[0] for p in plans}
     one = expected[label(Plan())]
     for cases in expected.values():
         for case, steps in cases.items():
             found, reference = (torch.tensor(numbers, dtype=torch.float64) for numbers in (steps, one[case]))
             assert_same(found, reference, what=case)
-    for plan in PLANS:
-        assert run(plan.world, _load, plan, tmp_path, expected)[0] == len(PLANS)
+    for plan in plans:
+        assert run(plan.world, _load, plan, tmp_path, expected)[0] == len(plans)
 
 
 def _weights_alone(root: Path) -> None:
