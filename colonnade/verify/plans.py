@@ -7,6 +7,7 @@ Gallo, IEEE TSE 30(6), 2004).
 
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from colonnade.config import ModelConfig, Plan
@@ -40,7 +41,9 @@ def _with_experts(plan: Plan) -> Iterator[Plan]:
                 nears = (0, *divisors(ep * sh)[1:-1][:1]) if travels else (0,)
                 overlaps, shadows = ((1, OVERLAP), (0, SHADOWS)) if travels else ((1,), (0,))
                 for overlap, near, shadow in itertools.product(overlaps, nears, shadows):
-                    yield plan.but(ep=ep, sh=sh, degree=degree, overlap=overlap, near=near, shadows=shadow)
+                    laid = {"ep": ep, "sh": sh, "degree": degree, "overlap": overlap, "near": near, "shadows": shadow}
+                    with suppress(PlanError):  # some do not go together
+                        yield plan.but(**laid)
 
 
 def _every(world: int) -> Iterator[Plan]:
