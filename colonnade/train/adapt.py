@@ -58,7 +58,7 @@ class Costs:
             layer.experts(x_RD, ends_e, layer.experts.weights)
 
         took_s = measure.rate(products, device, grid.tokens)
-        gathers = {r: measure.gather_link(grid.every(r), device) for r in divisors(max(1, grid.sh.size))}
+        gathers = {r: measure.gather_link(grid.every(r), device) for r in divisors(grid.sh.size)}
         gathers[0] = measure.gather_link(grid.all, device)
         flops = 2 * len(layer.experts.matrices) * e * ROWS * f * D
         return Costs(measure.exchange_link(grid.all, device), gathers, flops / took_s)
@@ -132,7 +132,7 @@ class Adaptive:
 def _described(module: MixtureOfExperts, load: Sequence[int], grid: Grid, micro_batches: int) -> Layer:
     experts, each = module.experts, module.moe.experts // grid.ep.size
     # Copies of the experts share the load out among them.
-    groups = max(1, grid.copies.size) * micro_batches
+    groups = grid.copies.size * micro_batches
     by_rank = [sum(load[i : i + each]) / groups for i in range(0, len(load), each)]
     _, f, D = experts.up.shape
     return Layer(

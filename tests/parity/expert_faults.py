@@ -8,6 +8,7 @@ from colonnade.kernels.experts.reference import Weights
 from colonnade.model import Transformer
 from colonnade.model.moe import dispatch, experts, layer, losses
 from colonnade.parallel.axis import SOLO, Axis, Grid
+from colonnade.parallel.hierarchy import Web
 from colonnade.parallel.layout import Experts
 from colonnade.train import balance, norm, step
 
@@ -72,8 +73,8 @@ def rows_in_the_order_of_arrival(patch: Patch) -> None:
     """Rows that come in are taken for sorted by expert, as one sender's are."""
     right = dispatch._address
 
-    def address(ids: list[Tensor], count: int, grid: Grid, degree: int) -> list[dispatch._Parcel]:
-        parcels = right(ids, count, grid, degree)
+    def address(ids: list[Tensor], count: int, grid: Grid, web: Web, degree: int) -> list[dispatch._Parcel]:
+        parcels = right(ids, count, grid, web, degree)
         for parcel in parcels:
             object.__setattr__(parcel, "by_expert_R", torch.arange(len(parcel.by_expert_R)))
         return parcels

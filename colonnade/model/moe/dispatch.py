@@ -27,6 +27,7 @@ from torch import Tensor
 from colonnade.kernels.choose import choose
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model.moe.experts import Experts
+from colonnade.model.moe.losses import load
 from colonnade.model.moe.routing import Spread
 from colonnade.model.recompute import again
 from colonnade.parallel.axis import Axis, Grid
@@ -82,10 +83,7 @@ def _hottest(ids_tA: Tensor, shadows: int, experts: int, all_ranks: Axis) -> tup
     """(hot_E, shadow_tA): the experts that most tokens of all ranks chose, the lowest first of equals; and each choice
     as a place among those, or their number for none.
     """
-    ids_R = ids_tA.flatten()
-    count_E = torch.zeros(experts + 1, dtype=torch.int64, device=ids_tA.device)
-    load_E = all_ranks.sum_(count_E.index_add(0, ids_R, torch.ones_like(ids_R)))[:experts]
-    hot_E = load_E.argsort(descending=True, stable=True)[:shadows]
+    hot_E = all_ranks.sum_(load(ids_tA, experts)).argsort(descending=True, stable=True)[:shadows]
     place_E = torch.full((experts + 1,), shadows, device=ids_tA.device)
     place_E[hot_E] = torch.arange(shadows, device=ids_tA.device)
     return hot_E, place_E[ids_tA]
@@ -105,10 +103,9 @@ def _exchanged(
     """r ≥ 1."""
     kind, dtype, A = x_tD.device.type, x_tD.dtype, ids_tA.shape[1]
     parts = [slice(*Axis("part", step.overlap).part(len(x_tD), i)) for i in range(step.overlap)]
-    parcels = _address([ids_tA[part] for part in parts], experts.count, grid, step.degree)
-    gather = choose("gather_rows", kind, dtype)
-
     web = Web(grid.all, grid.near, grid.far)
+    parcels = _address([ids_tA[part] for part in parts], experts.count, grid, web, step.degree)
+    gather = choose("gather_rows", kind, dtype)
 
     def send(i: int) -> Begun:
         x_RD = gather(x_tD[parts[i]], parcels[i].order_R, A)
@@ -150,7 +147,7 @@ class _Parcel:
     ends_e: Tensor
 
 
-def _address(ids: list[Tensor], experts: int, grid: Grid, degree: int) -> list[_Parcel]:
+def _address(ids: list[Tensor], experts: int, grid: Grid, web: Web, degree: int) -> list[_Parcel]:
     """Who gets which rows, for every part: one exchange of counts, and one wait, for all of them."""
     ep, sh = grid.ep.size, grid.sh.size
     groups, local, device = sh // degree, experts // grid.ep.size, ids[0].device
@@ -170,7 +167,6 @@ def _address(ids: list[Tensor], experts: int, grid: Grid, degree: int) -> list[_
         counts.append(begin.diff().view(ep * groups, local))
     # Each rank of a group is told the same: (rank, part, expert).
     mine = torch.stack(counts, 1).repeat_interleave(degree, 0)
-    web = Web(grid.all, grid.near, grid.far)
     theirs, between = web.counts(mine)
     told = [mine.sum(2), theirs.sum(2)] + ([] if between is None else [between.sum(3).flatten(0, 1)])
     sizes = torch.stack(told).tolist()

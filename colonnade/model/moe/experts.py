@@ -1,5 +1,7 @@
 """The experts of one layer: this rank's share of them, and of each one's hidden units."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -60,17 +62,10 @@ class Experts(nn.Module):
     def gathered(self, hidden: Axis, experts: Axis = SOLO) -> Weights:
         """The shares of the ranks along ``hidden``, and of those along ``experts``, laid together."""
 
-        def whole(w: Tensor | None, *, cut: bool = True) -> Tensor | None:
-            if w is None:
-                return None
-            w = hidden.gather(w, 1, w.shape[1] * hidden.size) if cut else w
+        def whole(w: Tensor) -> Tensor:
             return experts.gather(w, 0, w.shape[0] * experts.size)
 
-        up, down, gate, up_bias, gate_bias, down_bias = self.weights
-        up, down = whole(up), whole(down)
-        assert up is not None
-        assert down is not None
-        return Weights(up, down, whole(gate), whole(up_bias), whole(gate_bias), whole(down_bias, cut=False))
+        return self._over_hidden(whole, hidden)
 
     def shadows(self, hot_E: Tensor, grid: Grid) -> Weights:
         """The weights of these experts, wherever they are stored."""
@@ -78,19 +73,25 @@ class Experts(nn.Module):
         mine_E = (place_E >= 0) & (place_E < len(self.up))
         place_E = place_E.where(mine_E, 0)
 
-        def copied(w: Tensor | None, *, cut: bool = True) -> Tensor | None:
-            if w is None:
-                return None
+        def copied(w: Tensor) -> Tensor:
             held = torch.where(mine_E.view(-1, *[1] * (w.dim() - 1)), w[place_E], 0)
             # Each rank uses the sum for its own tokens, so that gradients are summed too.
-            held = grid.ep.fan_out(grid.ep.fan_in(held))
-            return grid.sh.gather(held, 1, w.shape[1] * grid.sh.size) if cut else held
+            return grid.ep.fan_out(grid.ep.fan_in(held))
+
+        return self._over_hidden(copied, grid.sh)
+
+    def _over_hidden(self, chosen: Callable[[Tensor], Tensor], hidden: Axis) -> Weights:
+        """What ``chosen`` makes of each of this rank's stacks, with the shares of the ranks along ``hidden``."""
+
+        def whole(w: Tensor) -> Tensor:
+            return hidden.gather(chosen(w), 1, w.shape[1] * hidden.size)
+
+        def perhaps(w: Tensor | None) -> Tensor | None:
+            return None if w is None else whole(w)
 
         up, down, gate, up_bias, gate_bias, down_bias = self.weights
-        up, down = copied(up), copied(down)
-        assert up is not None
-        assert down is not None
-        return Weights(up, down, copied(gate), copied(up_bias), copied(gate_bias), copied(down_bias, cut=False))
+        output_bias = None if down_bias is None else chosen(down_bias)  # each rank has all of it
+        return Weights(whole(up), whole(down), perhaps(gate), perhaps(up_bias), perhaps(gate_bias), output_bias)
 
     def slice_of(self, x_RD: Tensor, ends_e: Tensor, grid: Grid, degree: int) -> Tensor:
         """What the hidden slice s mod ``degree`` adds to y_RD; the output's bias is the first slice's."""

@@ -55,9 +55,10 @@ class MixtureOfExperts(nn.Module):
             own_tD, admitted.ids_TA, admitted.weights_TA, self.experts, self.axes.grid, step, choice.rows
         )
         zero = out_tD.new_zeros(())
-        dropped = load_E.sum() - load(admitted.ids_TA, self.moe.experts).sum()
+        dropped = (admitted.ids_TA != choice.ids_TA).sum()
+        sent = torch.full((), sent_bytes, device=x_tD.device)  # no copy from the host, which would wait
         finite = zero == 0 if logits_tE is None else logits_tE.isfinite().all()
-        report = Report(load_E, zero, zero, dropped, torch.tensor(sent_bytes, device=x_tD.device), finite)
+        report = Report(load_E, zero, zero, dropped, sent, finite)
         if routing is not None and routing.weight is not None:
             surrogate, balance, z = losses(choice, load_E, logits_tE, self.moe, self.axes.grid.tokens, units)
             out_tD = attach(out_tD, surrogate, routing.weight)
