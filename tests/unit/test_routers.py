@@ -162,7 +162,9 @@ def test_a_router_is_its_formula(name):
 
 
 def test_the_cases_use_every_router_of_the_registry():
-    assert {kind_of(name) for name in KINDS} == set(RULES) - {"first_letters", "careless"}
+    # Other tests, and the documentation's, register routers of their own in the same process.
+    ours = {name for name, rule in RULES.items() if rule.choose.__module__.startswith("colonnade.")}
+    assert {kind_of(name) for name in KINDS} == ours
 
 
 def test_the_documentation_and_the_config_list_every_router():
