@@ -88,6 +88,11 @@ class Whole:
         for parameter, master in self._pairs:
             if parameter.grad is not None:
                 _move_gradient(parameter, master)
+        for master in self.local.values():
+            if master.grad is not None and master.grad.stride() != master.stride():
+                # Autograd lays a gradient out as its weight, that schedule does not, and torch's fused AdamW reads
+                # memory in order whatever the strides are: gathered experts' gradients are transposed views.
+                master.grad = torch.empty_like(master).copy_(master.grad)
 
     @torch.no_grad()
     def publish(self) -> None:

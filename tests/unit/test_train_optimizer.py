@@ -11,7 +11,7 @@ from torch import Tensor
 from colonnade.config import ModelConfig, TrainConfig
 from colonnade.model import Loss, Packed, Stream, Transformer, initialise
 from colonnade.parallel.axis import SOLO, SOLO_AXES
-from colonnade.parallel.fsdp import masters
+from colonnade.parallel.fsdp import Whole, masters
 from colonnade.parallel.layout import PARTIAL, WHOLE, Placement
 from colonnade.parallel.mesh import Ground
 from colonnade.train import norm
@@ -122,3 +122,17 @@ def test_lower_compute_type_accumulates_in_float32() -> None:
     for name, p in model.named_parameters():
         assert torch.equal(p, held.local[name].bfloat16())
         assert not torch.equal(p, before[name])
+
+
+def test_a_gradient_that_lies_otherwise_in_memory_moves_the_same_weights():
+    """torch's fused AdamW reads memory in order; torch's zero-bubble schedule leaves transposed views as gradients."""
+    moved = []
+    for lay in (torch.Tensor.contiguous, lambda g: g.T.contiguous().T):
+        weight = torch.nn.Parameter(torch.zeros(3, 4))
+        held = Whole([("w", weight)], torch.float32)
+        optimizer = AdamW(held.local, TrainConfig(steps=1, weight_decay=0.0))
+        weight.grad = lay(torch.arange(12.0).view(3, 4) - 6)
+        held.collect()
+        optimizer.step(1e-3)
+        moved.append(weight.detach().clone())
+    assert torch.equal(*moved)
