@@ -39,8 +39,7 @@ class Rows:
 
     def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
         """logits_RV."""
-        x_RD, bias_v = _ready(x_tD, T, self.index_R, onto)
-        return onto.axes.tp.join(linear(x_RD, onto.weight_vD, bias_v), 1, onto.vocab_size)
+        return onto.axes.tp.join(shares(x_tD, T, self.index_R, onto), 1, onto.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,12 @@ class Loss:
             bias_v=bias_v,
         )
         return total, (self.targets_R != IGNORE).sum()
+
+
+def shares(x_tD: Tensor, T: int, rows_R: Tensor | None, onto: Projection) -> Tensor:
+    """logits_Rv: this rank's share of the vocabulary, of the tokens ``rows_R`` of the stream (None: of all)."""
+    x_RD, bias_v = _ready(x_tD, T, rows_R, onto)
+    return linear(x_RD, onto.weight_vD, bias_v)
 
 
 def _ready(x_tD: Tensor, T: int, rows_R: Tensor | None, onto: Projection) -> tuple[Tensor, Tensor | None]:

@@ -10,28 +10,30 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from colonnade.model import KVCache, Paged, Rows, Stream, Transformer
+from colonnade.model import KVCache, Paged, Stream, Transformer
+from colonnade.serve.sampler import NextTokens
 from colonnade.serve.scheduler import Work
 
 
 @torch.inference_mode()
 def forward(model: Transformer, cache: KVCache, work: Work) -> Tensor:
-    """Run ``work``; logits_RV of the R slices that sample, in order (R may be 0), on every rank."""
+    """Run ``work``; the next tokens_R of the R slices that draw one, in order (R may be 0), on every rank."""
     return model(*arguments(cache, work))
 
 
-def arguments(cache: KVCache, work: Work) -> tuple[Stream, Paged, Rows]:
+def arguments(cache: KVCache, work: Work) -> tuple[Stream, Paged, NextTokens]:
     """``work`` as (stream, attend, head)."""
     size, device = cache.page_tokens, cache.k[0].device
-    tokens, positions, slots, tables, rows = [], [], [], [], []
+    tokens, positions, slots, tables, rows, draws = [], [], [], [], [], []
     for piece in work.slices:
         span = range(piece.start, piece.start + len(piece.tokens))
         tokens.extend(piece.tokens)
         positions.extend(span)
         slots.extend(piece.pages[i // size] * size + i % size for i in span)
         tables.append(piece.pages)
-        if piece.samples:
+        if piece.draw is not None:
             rows.append(len(tokens) - 1)
+            draws.append(piece.draw)
     counts = [len(piece.tokens) for piece in work.slices]
     lengths = [piece.start + len(piece.tokens) for piece in work.slices]
     widest = max(map(len, tables))
@@ -48,4 +50,5 @@ def arguments(cache: KVCache, work: Work) -> tuple[Stream, Paged, Rows]:
         longest_query=max(counts),
         longest_context=max(lengths),
     )
-    return Stream(whole(tokens, torch.int64), whole(positions, torch.int64)), attend, Rows(whole(rows, torch.int64))
+    head = NextTokens(whole(rows, torch.int64), draws)
+    return Stream(whole(tokens, torch.int64), whole(positions, torch.int64)), attend, head

@@ -1,12 +1,12 @@
 """The engine: requests in, text out, one forward pass a step.
 
     work    = schedule()        which tokens of which requests        scheduler.py, pages.py
-    tokens  = run(work)         the model, then one token a request   batch.py, sampler.py
+    tokens  = run(work)         the model, and one token a request    batch.py, sampler.py
     outputs = commit(tokens)    text, stop strings, what has ended    text.py
 
 Under tensor parallelism rank 0 does all three and broadcasts each :class:`Work` before it runs it; the other ranks
-:meth:`~Engine.follow`, running the same forward on their shares of the model and of the cache. Logits come out whole on
-every rank (``Rows``), but only rank 0 samples. An engine belongs to one thread.
+:meth:`~Engine.follow`, running the same forward on their shares of the model, of the cache and of the vocabulary. An
+engine belongs to one thread.
 """
 
 import time
@@ -25,7 +25,7 @@ from colonnade.serve.limits import build_cache, limit_tokens
 from colonnade.serve.output import Completion, FinishReason, Output, Timing, not_finite
 from colonnade.serve.pages import PagePool
 from colonnade.serve.request import Request
-from colonnade.serve.sampler import NOT_FINITE, sample
+from colonnade.serve.sampler import NOT_FINITE
 from colonnade.serve.sampling import SamplingParams
 from colonnade.serve.scheduler import Scheduler, Work
 from colonnade.serve.stats import Stats
@@ -126,8 +126,7 @@ class Engine:
         for live in (self._live[request.id] for request in work.requests):
             live.admitted_s = now_s if live.admitted_s is None else live.admitted_s
         wire.send(self.model.axes.tp, wire.RUN, work)
-        logits_RV = forward(self.model, self.cache, work)
-        return sample(logits_RV, [r for r, piece in zip(work.requests, work.slices, strict=True) if piece.samples])
+        return forward(self.model, self.cache, work).tolist()
 
     def _commit(self, work: Work, tokens: Sequence[int]) -> list[Output]:
         now_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""The next token of each request from its row of logits.
+"""The next token of each request, from this rank's share of the vocabulary: the last part of a serving forward pass.
 
     greedy      argmax_i x_i                                            (temperature 0)
     sampled     argmax_i (x_i / temperature - log e_i),  e_i ~ Exp(1)   over the tokens kept by top-k, top-p, min-p
@@ -9,108 +9,174 @@ bits of the logits: a change of relative size ε flips the draw with a probabili
 of the vocabulary. So in float32 a seed gives the same text whatever else is in the batch, although matrix products of
 different batch sizes round differently (ε about 1e-6). In bf16 they differ by 1e-2, and text, greedy text too, may.
 
-The noise is a pure function of (seed, number of tokens generated so far), not a generator carried along, so neither
-preemption nor the order of the batch can shift it. Filters are applied as in Hugging Face's generate: top-k, then top-p
-on what is left, renormalised, then min-p. All of it in float32 at least.
+A maximum over the vocabulary is a maximum over ranks of each one's own, so logits are never gathered. The noise is a
+hash of (seed, number of tokens generated so far, token): every rank has that of its own tokens, and neither preemption
+nor the order of the batch can shift it. Filters look at each rank's likeliest tokens alone, and at more of them only
+where those do not reach the nucleus; they are applied as in Hugging Face's generate: top-k, then top-p on what is left,
+renormalised, then min-p. All of it in float32 at least, and every rank comes to the same tokens.
 """
 
 import math
 from collections.abc import Sequence
-from hashlib import blake2b
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from colonnade.serve.request import Request
+from colonnade.kernels.dropout.reference import column_hash, mix
+from colonnade.model.head import Projection, shares
+from colonnade.parallel.axis import SOLO, Axis
+from colonnade.serve.sampling import Draw
 
 SMALLEST_TEMPERATURE = 1e-5
 """Colder is the same as greedy in float32, but divides by zero."""
 
 FIRST_LOOK = 256
-"""Tokens in which a nucleus (top-p) is looked for before more are sorted."""
+"""Tokens of each rank in which a nucleus (top-p) is looked for before more are sorted."""
 
 NOT_FINITE = -1
 """In place of a token, when the logits hold NaN or no finite number: there is nothing to choose from."""
 
 
-def sample(logits_RV: Tensor, requests: Sequence[Request]) -> list[int]:
-    """One token (or :data:`NOT_FINITE`) for each of the R requests; row r of the logits is request r's."""
-    top_R, tokens_R = logits_RV.max(-1)
-    drawn = [r for r, request in enumerate(requests) if not request.params.greedy]
-    if drawn:
-        # index_select with all rows would copy for nothing: the common batch is all of a kind.
-        rows_RV = logits_RV if len(drawn) == len(requests) else logits_RV[drawn]
-        tokens_R[drawn] = _draw(rows_RV, [requests[r] for r in drawn])
-    return tokens_R.masked_fill_(~top_R.isfinite(), NOT_FINITE).tolist()
+@dataclass(frozen=True)
+class NextTokens:
+    """A head: the next tokens of the requests whose last tokens stand at ``index_R`` of the stream."""
+
+    index_R: Tensor
+    draws: Sequence[Draw]
+
+    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
+        """tokens_R, int64, the same on every rank."""
+        return sample(shares(x_tD, T, self.index_R, onto), self.draws, onto.axes.tp, onto.vocab_size)
 
 
-def truncate(x_RV: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float]) -> Tensor:
-    """``x_RV`` (logits over temperature, each row's largest 0) with -inf for the tokens that the filters drop.
+def sample(logits_Rv: Tensor, draws: Sequence[Draw], tp: Axis = SOLO, vocab_size: int | None = None) -> Tensor:
+    """tokens_R (or :data:`NOT_FINITE`), int64, on every rank, of the ranks' shares of ``vocab_size`` logits."""
+    V = vocab_size or logits_Rv.shape[1]
+    share = -(-V // tp.size)
+    x_Rv = logits_Rv if logits_Rv.dtype == torch.float64 else logits_Rv.float()
+    if missing := share - x_Rv.shape[1]:  # the last rank may have fewer tokens, or none
+        x_Rv = F.pad(x_Rv, (0, missing), value=-math.inf)
+    first = tp.part(V)[0]
+    top_R, place_R = x_Rv.max(-1)
+    # A NaN's place among numbers is nobody's promise, infinity's is.
+    each_RW2 = _of_all(
+        torch.stack([top_R.nan_to_num(math.inf, math.inf, -math.inf), (first + place_R).to(top_R)], 1), tp
+    )
+    peak_R, winner_R = each_RW2[..., 0].max(1)
+    tokens_R = each_RW2[..., 1].gather(1, winner_R[:, None]).squeeze(1).long()
+    for rows, choose in ((_rows(draws, filtered=False), _freely), (_rows(draws, filtered=True), _filtered)):
+        if rows:
+            alike = len(rows) == len(draws)  # the common batch is all of a kind: no copies
+            chosen = x_Rv if alike else x_Rv[rows]
+            column = Asked.of([draws[r] for r in rows], chosen)
+            scaled = (chosen - (peak_R if alike else peak_R[rows])[:, None]) / column.temperature
+            tokens_R[rows] = choose(scaled, column, first, tp)
+    return tokens_R.masked_fill(~peak_R.isfinite(), NOT_FINITE)
 
-    ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep everything. The likeliest token is always kept.
-    """
-    V = x_RV.shape[1]
-    k_of = [min(k, V) or V for k in top_k]
-    cut = [r for r in range(len(k_of)) if k_of[r] < V or top_p[r] < 1]
-    if cut:
-        best, index = _likeliest(x_RV[cut], [k_of[r] for r in cut], [top_p[r] for r in cut])
-        kept_RV = torch.full((len(cut), V), -math.inf, dtype=x_RV.dtype, device=x_RV.device)
-        x_RV = x_RV.index_copy(0, torch.tensor(cut, device=x_RV.device), kept_RV.scatter_(1, index, best))
-    if any(min_p):
-        floor = _column([math.log(p) if p else -math.inf for p in min_p], x_RV)
-        x_RV = x_RV.masked_fill(x_RV < floor, -math.inf)  # p_i < min_p · p_max, as x_max is 0
-    return x_RV
+
+def _rows(draws: Sequence[Draw], *, filtered: bool) -> list[int]:
+    return [r for r, draw in enumerate(draws) if not draw.greedy and draw.filtered == filtered]
 
 
-def _likeliest(x_RV: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """The kept tokens' values and indices, likeliest first, padded with -inf: both (R, as many as needed).
+@dataclass(frozen=True)
+class Asked:
+    """What the draws ask for, as (R, 1) tensors beside their logits."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    floor: Tensor
+    """log min_p."""
+    noise_R: Tensor
+    """int32: what a request's seed and place bring along."""
+    widest: int
+    """The largest top-k."""
+
+    @staticmethod
+    def of(draws: Sequence[Draw], like: Tensor) -> "Asked":
+        """In the precision and on the device of the logits ``like``."""
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+        seed_R, index_R = torch.tensor([[draw.seed, draw.index] for draw in draws], device=like.device).T
+        return Asked(
+            column([max(draw.temperature, SMALLEST_TEMPERATURE) for draw in draws]),
+            column([draw.top_k or math.inf for draw in draws]),
+            column([draw.top_p for draw in draws]),
+            column([math.log(draw.min_p) if draw.min_p else -math.inf for draw in draws]),
+            # The seed is mixed before the index joins it: people choose 0, 1, 2, … for both.
+            mix(mix(mix(seed_R.int()) ^ (seed_R >> 32).int()) ^ index_R.int()),
+            max(draw.top_k for draw in draws),
+        )
+
+
+def _freely(x_Rv: Tensor, ask: Asked, first: int, tp: Axis) -> Tensor:
+    """tokens_R of rows without top-k and top-p; each whole row's largest is 0."""
+    ids_v = torch.arange(first, first + x_Rv.shape[1], device=x_Rv.device)
+    score_Rv = (x_Rv - _log_clocks(ask.noise_R, ids_v, x_Rv.dtype)).masked_fill_(x_Rv < ask.floor, -math.inf)
+    best_R, place_R = score_Rv.max(-1)
+    each_RW2 = _of_all(torch.stack([best_R, (first + place_R).to(best_R)], 1), tp)
+    return each_RW2[..., 1].gather(1, each_RW2[..., :1].argmax(1)).squeeze(1).long()
+
+
+def _filtered(x_Rv: Tensor, ask: Asked, first: int, tp: Axis) -> Tensor:
+    """tokens_R of rows with top-k or top-p; each whole row's largest is 0."""
+    kept_RC, ids_RC = likeliest(x_Rv, ask, first, tp)
+    score_RC = kept_RC - _log_clocks(ask.noise_R, ids_RC, x_Rv.dtype)
+    return ids_RC.gather(1, score_RC.argmax(-1, keepdim=True)).squeeze(1)
+
+
+def likeliest(x_Rv: Tensor, ask: Asked, first: int, tp: Axis) -> tuple[Tensor, Tensor]:
+    """The kept tokens' values and ids, likeliest first, -inf where there are no more: both (R, as many as needed).
 
     A nucleus is small as a rule, and sorting a whole vocabulary costs milliseconds a row on a CPU: look at a few
-    hundred tokens first, and at more only if some row's mass is not reached.
+    hundred tokens of each rank first, and at more only if some row's mass is not reached.
     """
-    V = x_RV.shape[1]
-    k, p = _column(top_k, x_RV), _column(top_p, x_RV)
-    whole = x_RV.logsumexp(-1, keepdim=True)
-    width = min(V, max(FIRST_LOOK, *(k for k in top_k if k < V), 0))
+    share = x_Rv.shape[1]
+    whole = _of_all(x_Rv.logsumexp(-1)[:, None], tp)[..., 0].logsumexp(-1, keepdim=True)
+    width = min(share, max(FIRST_LOOK, ask.widest))
     while True:
-        best, index = x_RV.topk(width)
-        rank = torch.arange(width, device=x_RV.device)
-        best = best.masked_fill(rank >= k, -math.inf)
-        probability = (best - torch.where(k < V, best.logsumexp(-1, keepdim=True), whole)).exp()
+        best, place = x_Rv.topk(width)
+        best, ids = _merged(best, first + place, tp)
+        # Of so many nobody is missing: what comes after them may stand behind what a rank has not shown.
+        sure = best.shape[1] if width == share else width
+        best, ids = best[:, :sure], ids[:, :sure]
+        rank = torch.arange(sure, device=x_Rv.device)
+        best = best.masked_fill(rank >= ask.top_k, -math.inf)
+        mass = torch.where(ask.top_k.isinf(), whole, best.logsumexp(-1, keepdim=True))
+        probability = (best - mass).exp()
         before = probability.cumsum(-1) - probability  # the mass of the likelier ones; 0 for the first
-        if width == V or bool(((before[:, -1:] >= p) | (k <= width)).all()):
-            return best.masked_fill((before >= p) & (rank > 0), -math.inf), index
-        width = min(V, 16 * width)
+        if width == share or bool(((before[:, -1:] >= ask.top_p) | (ask.top_k <= sure)).all()):
+            # p_i < min_p · p_max, as x_max is 0
+            dropped = ((before >= ask.top_p) & (rank > 0)) | (best < ask.floor)
+            return best.masked_fill(dropped, -math.inf), ids
+        width = min(share, 16 * width)
 
 
-def _draw(logits_RV: Tensor, requests: Sequence[Request]) -> Tensor:
-    params = [request.params for request in requests]
-    x_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
-    x_RV = x_RV - x_RV.amax(-1, keepdim=True)
-    x_RV = x_RV / _column([max(p.temperature, SMALLEST_TEMPERATURE) for p in params], x_RV)
-    x_RV = truncate(x_RV, [p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
-    return (x_RV - _log_clocks(requests, x_RV)).argmax(-1)
+def _merged(best_RC: Tensor, ids_RC: Tensor, tp: Axis) -> tuple[Tensor, Tensor]:
+    """All ranks' sorted values and their ids, sorted together."""
+    if tp.size == 1:
+        return best_RC, ids_RC
+    each_RWC = _of_all(best_RC, tp)
+    best, order = each_RWC.flatten(1).sort(dim=-1, descending=True, stable=True)
+    return best, _of_all(ids_RC, tp).flatten(1).gather(1, order)
 
 
-def _log_clocks(requests: Sequence[Request], like_RV: Tensor) -> Tensor:
-    """log e_RV of exponential noise e = -log u, row r by request r's seed and position alone.
+def _of_all(x_RC: Tensor, tp: Axis) -> Tensor:
+    """(R, ranks, C): every rank's."""
+    R, C = x_RC.shape
+    return tp.join(x_RC, 1, C * tp.size).unflatten(1, (tp.size, C)) if R else x_RC[:, None]
 
-    Uniform numbers of 53 bits and their logarithm in float64: with float32's 24 bits, one step in a few hundred would
-    see an e of exactly 0 somewhere in a large vocabulary, and emit that token however improbable it is.
+
+def _log_clocks(noise_R: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """log e of exponential noise e = -log u for the tokens ``ids``: of every row alike (v,), or (R, C).
+
+    The uniform numbers have 32 bits and a half more, so that none is 0 or 1, and their logarithm is taken in float64:
+    with float32's 24 bits, one step in a few hundred would see an e of exactly 0 somewhere in a large vocabulary, and
+    emit that token however improbable it is.
     """
-    u_RV = torch.empty(like_RV.shape, dtype=torch.float64, device=like_RV.device)
-    generator = torch.Generator(like_RV.device)
-    for row_V, request in zip(u_RV, requests, strict=True):
-        row_V.uniform_(generator=generator.manual_seed(_key(request.seed, request.generated)))
-    e_RV = u_RV.clamp_min_(torch.finfo(torch.float64).tiny).log_().neg_()
-    return e_RV.to(like_RV.dtype).log_()
-
-
-def _key(seed: int, index: int) -> int:
-    """A well-mixed generator seed: torch's CPU generator uses 32 bits of it, and neighbours must not be alike."""
-    digest = blake2b(seed.to_bytes(8, "little", signed=True) + index.to_bytes(8, "little"), digest_size=4).digest()
-    return int.from_bytes(digest, "little")
-
-
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+    u = mix(noise_R[:, None] ^ column_hash(0, ids)).double().add_(2.0**31 + 0.5).mul_(2.0**-32)
+    return u.log_().neg_().to(dtype).log_()

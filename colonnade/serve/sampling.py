@@ -5,8 +5,10 @@ can pass it on in the shape of OpenAI's errors.
 """
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from colonnade.errors import RequestError
 
@@ -55,6 +57,44 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True when the likeliest token is always taken."""
         return self.temperature == 0
+
+
+class Draw(NamedTuple):
+    """All that the choice of one token depends on, beside the logits."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    index: int
+    """Tokens generated before it."""
+
+    @staticmethod
+    def of(params: SamplingParams, seed: int, index: int) -> "Draw":
+        """Token ``index`` of a request."""
+        return Draw(params.temperature, params.top_k, params.top_p, params.min_p, seed, index)
+
+    @property
+    def greedy(self) -> bool:
+        """True when the likeliest token is taken."""
+        return self.temperature == 0
+
+    @property
+    def filtered(self) -> bool:
+        """True when tokens must be ranked before one is chosen."""
+        return self.top_k > 0 or self.top_p < 1
+
+    def pack(self) -> tuple[int, ...]:
+        """As int64 numbers, the fractions by their bits."""
+        return (*struct.unpack("<3q", struct.pack("<3d", self.temperature, self.top_p, self.min_p)), *self[4:], self[1])
+
+    @staticmethod
+    def unpack(numbers: Sequence[int]) -> "Draw":
+        """The inverse of :meth:`pack`."""
+        temperature, top_p, min_p = struct.unpack("<3d", struct.pack("<3q", *numbers[:3]))
+        seed, index, top_k = numbers[3:]
+        return Draw(temperature, top_k, top_p, min_p, seed, index)
 
 
 def _check(param: str, value: object, good: bool, allowed: str) -> None:

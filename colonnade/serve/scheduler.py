@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from colonnade.errors import RequestError
 from colonnade.serve.pages import PagePool
 from colonnade.serve.request import Request, Status
+from colonnade.serve.sampling import Draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class Slice:
     tokens: tuple[int, ...]
     pages: tuple[int, ...]
     """The page table up to and including ``tokens``."""
-    samples: bool
-    """True when ``tokens`` reach the end of what is known, so that the last row's logits give the next token."""
+    draw: Draw | None
+    """How the next token is chosen from the last row's logits, when ``tokens`` reach the end of what is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class Scheduler:
         grown = []
         for request, piece in zip(work.requests, work.slices, strict=True):
             request.computed += len(piece.tokens)
-            if piece.samples:
+            if piece.draw is not None:
                 request.ids.append(next(sampled))
                 grown.append((request, request.ids[-1]))
         return grown
@@ -131,7 +132,7 @@ class Scheduler:
             start=request.computed,
             tokens=tuple(request.ids[request.computed : end]),
             pages=tuple(request.pages[: self.pool.pages_for(end)]),
-            samples=end == len(request.ids),
+            draw=Draw.of(request.params, request.seed, request.generated) if end == len(request.ids) else None,
         )
 
     def _admit(self) -> Request | None:

@@ -1,7 +1,7 @@
 """A :class:`Work` as whole numbers, for the ranks that follow rank 0.
 
     header  [kind, length of the payload]
-    payload [slices, then start, tokens, pages, samples of each; then all tokens; then all page tables]
+    payload [slices, then start, tokens, pages, draws of each; then all tokens, all page tables, all draws]
 
 Fixed int64 tensors and no pickling: what a rank receives can be a wrong plan of work at worst, never code.
 """
@@ -12,6 +12,7 @@ from itertools import chain, islice
 import torch
 
 from colonnade.parallel.axis import Axis
+from colonnade.serve.sampling import Draw
 from colonnade.serve.scheduler import Slice, Work
 
 RUN, IDLE, STOP = 1, 2, 3
@@ -20,10 +21,11 @@ RUN, IDLE, STOP = 1, 2, 3
 
 def pack(work: Work) -> list[int]:
     """The payload of ``work``; which request a slice belongs to is not said."""
-    heads = ((s.start, len(s.tokens), len(s.pages), int(s.samples)) for s in work.slices)
+    heads = ((s.start, len(s.tokens), len(s.pages), int(s.draw is not None)) for s in work.slices)
     tokens = chain.from_iterable(s.tokens for s in work.slices)
     pages = chain.from_iterable(s.pages for s in work.slices)
-    return [len(work.slices), *chain.from_iterable(heads), *tokens, *pages]
+    draws = chain.from_iterable(s.draw.pack() for s in work.slices if s.draw is not None)
+    return [len(work.slices), *chain.from_iterable(heads), *tokens, *pages, *draws]
 
 
 def unpack(payload: Sequence[int]) -> Work:
@@ -33,7 +35,8 @@ def unpack(payload: Sequence[int]) -> Work:
     rest = iter(payload[1 + 4 * count :])
     tokens = [tuple(islice(rest, n)) for _, n, _, _ in heads]
     pages = [tuple(islice(rest, n)) for _, _, n, _ in heads]
-    return Work(tuple(Slice(h[0], t, p, bool(h[3])) for h, t, p in zip(heads, tokens, pages, strict=True)))
+    draws = [Draw.unpack(tuple(islice(rest, len(Draw._fields)))) if drawn else None for *_, drawn in heads]
+    return Work(tuple(Slice(h[0], t, p, d) for h, t, p, d in zip(heads, tokens, pages, draws, strict=True)))
 
 
 def send(axis: Axis, kind: int, work: Work | None = None) -> None:

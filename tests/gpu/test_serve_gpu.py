@@ -5,6 +5,8 @@ import torch
 
 from colonnade.config import ServeConfig
 from colonnade.serve import Engine, SamplingParams
+from colonnade.serve.sampler import sample
+from colonnade.serve.sampling import Draw
 from tests.serve import tiny
 
 pytestmark = pytest.mark.gpu
@@ -30,3 +32,13 @@ def test_a_seed_repeats_in_any_batch(dtype):
     if dtype == torch.float32:  # in bf16 the logits themselves depend on the batch's shape
         assert crowd[-1] == alone[0]
     assert Engine(model, tiny.tokenizer(), LIMITS).generate(PROMPTS[:1], wild) == alone
+
+
+def test_a_seed_draws_on_a_gpu_what_it_draws_on_a_cpu():
+    """The noise is a hash of seed, place and token, not a device's generator."""
+    logits_RV = torch.randn(8, 50_257, generator=torch.Generator().manual_seed(0)) * 3
+    asked = [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_p": 0.99, "temperature": 2.0}]
+    asked += [{"temperature": 0}, {"top_k": 5, "top_p": 0.5}, {"temperature": 1.7}]
+    for index in range(20):
+        draws = [Draw.of(SamplingParams(**params), seed, index) for seed, params in enumerate(asked)]
+        assert sample(logits_RV.cuda(), draws).tolist() == sample(logits_RV, draws).tolist()

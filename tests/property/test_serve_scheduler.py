@@ -89,8 +89,9 @@ class Serving(RuleBasedStateMachine):
             end = piece.start + len(piece.tokens)
             seen = [self.slots[piece.pages[i // size], i % size] for i in range(end)]
             assert seen == request.ids[:end]
-            assert piece.samples == (end == len(request.ids))
-            if piece.samples:
+            assert (piece.draw is not None) == (end == len(request.ids))
+            if piece.draw is not None:
+                assert piece.draw.index == request.generated
                 tokens.append(next_token(seen))
         for request, token in self.scheduler.commit(work, tokens):
             assert request.ids[-1] == token

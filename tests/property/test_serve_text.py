@@ -5,6 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from colonnade.serve.sampling import Draw
 from colonnade.serve.scheduler import Slice, Work
 from colonnade.serve.text import StopFilter
 from colonnade.serve.wire import pack, unpack
@@ -43,13 +44,13 @@ def test_no_more_is_held_back_than_could_become_a_stop(text: str, stops: list[st
         assert held == "" or any(s.startswith(held) and s != held for s in stops)
 
 
-numbers = st.integers(0, 2**40)
+numbers, fractions = st.integers(0, 2**40), st.floats(0, 1e300)
 slices = st.builds(
     Slice,
     start=numbers,
     tokens=st.lists(numbers, min_size=1, max_size=5).map(tuple),
     pages=st.lists(numbers, min_size=1, max_size=5).map(tuple),
-    samples=st.booleans(),
+    draw=st.none() | st.builds(Draw, fractions, numbers, fractions, fractions, numbers.map(int.__neg__), numbers),
 )
 
 

@@ -7,15 +7,25 @@ import pytest
 import torch
 
 from colonnade.errors import RequestError
-from colonnade.serve.request import Request
-from colonnade.serve.sampler import NOT_FINITE, sample, truncate
-from colonnade.serve.sampling import SamplingParams
+from colonnade.parallel.axis import SOLO, world_axis
+from colonnade.serve import sampler
+from colonnade.serve.sampler import NOT_FINITE, Asked, likeliest
+from colonnade.serve.sampling import Draw, SamplingParams
+from tests.worlds import run
 
 
-def request(seed: int = 0, generated: int = 0, **params: Any) -> Request:
-    it = Request(id="r", prompt=(1,), params=SamplingParams(**params), seed=seed, limit_tokens=10**6)
-    it.ids += [0] * generated
-    return it
+def request(seed: int = 0, generated: int = 0, **params: Any) -> Draw:
+    return Draw.of(SamplingParams(**params), seed, generated)
+
+
+def sample(logits_RV: torch.Tensor, draws: list[Draw]) -> list[int]:
+    return sampler.sample(logits_RV, draws).tolist()
+
+
+def truncate(x_RV: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+    """``x_RV`` with -inf for what the filters drop."""
+    kept, ids = likeliest(x_RV, Asked.of(draws, x_RV), 0, SOLO)
+    return torch.full_like(x_RV, -math.inf).scatter_(1, ids, kept)
 
 
 def frequencies(logits_V: torch.Tensor, draws: int = 4000, **params: Any) -> torch.Tensor:
@@ -72,9 +82,7 @@ def test_filters_keep_the_likeliest(params, kept):
     p_V = torch.tensor([0.4, 0.2, 0.1, 0.1, 0.1, 0.1]) * torch.tensor([1, 1, 1.0, 0.999, 0.998, 0.997])
     order = torch.tensor([3, 0, 5, 1, 4, 2])
     x_V = (p_V / p_V.max()).log()[order]
-    out_V = truncate(
-        x_V[None].clone(), [params.get("top_k", 0)], [params.get("top_p", 1.0)], [params.get("min_p", 0.0)]
-    )[0]
+    out_V = truncate(x_V[None].clone(), [request(**params)])[0]
     alive = [int(order[i]) for i in range(6) if out_V[i] > -math.inf]
     assert sorted(alive) == list(range(kept))
     assert torch.equal(out_V[out_V > -math.inf], x_V[out_V > -math.inf])
@@ -96,7 +104,8 @@ def test_large_vocabularies_are_filtered_by_the_same_rules(spread: float):
     x_RV -= x_RV.amax(-1, keepdim=True)
     top_k, top_p = [0, 0, 3, 700, 6000, 0, 900, 1], [0.5, 1.0, 1.0, 0.8, 0.9, 0.999, 0.3, 0.5]
     min_p = [0.0, 0.2, 0.0, 0.0, 0.1, 0.0, 0.01, 0.0]
-    out_RV = truncate(x_RV, top_k, top_p, min_p)
+    asked = zip(top_k, top_p, min_p, strict=True)
+    out_RV = truncate(x_RV, [request(top_k=k, top_p=p, min_p=m) for k, p, m in asked])
     for r in range(8):
         kept = set((out_RV[r] > -math.inf).nonzero().flatten().tolist())
         assert kept == by_sorting(x_RV[r], top_k[r], top_p[r], min_p[r]), r
@@ -145,6 +154,41 @@ def test_no_number_no_token():
     for temperature in (0, 1):
         got = sample(logits_RV, [request(temperature=temperature)] * 4)
         assert got == [NOT_FINITE, NOT_FINITE, NOT_FINITE, 1]
+
+
+MIXED = [
+    request(1, temperature=0),
+    request(1),
+    request(2, top_k=5),
+    request(3, 9, top_p=0.9),
+    request(4, min_p=0.1, temperature=1.7),
+    request(-5, top_k=7, top_p=0.9, min_p=0.01),
+    request(8, top_p=0.999, temperature=40.0),
+    request(2**63 - 1, top_k=300),
+]
+
+
+def _shares_of(logits_RV: torch.Tensor) -> list[int]:
+    tp, V = world_axis(), logits_RV.shape[1]
+    mine = logits_RV[:, slice(*tp.part(V))]
+    return sampler.sample(mine, MIXED, tp, V).tolist()
+
+
+@pytest.mark.parametrize("V", [1, 2, 5, 7, 1001, 3000])
+@pytest.mark.xdist_group("worlds")
+def test_ranks_that_share_the_vocabulary_choose_what_one_chooses(V: int):
+    """Shares of 1 or none, and nuclei wider than what each rank shows first; a NaN that one rank alone sees."""
+    logits_RV = torch.randn(len(MIXED), V, generator=torch.Generator().manual_seed(V)) * 2
+    logits_RV[1, -1], logits_RV[3, 0] = -math.inf, math.nan if V == 1001 else 3.0
+    expected = sample(logits_RV, MIXED)
+    assert expected.count(NOT_FINITE) == (V in (1, 1001))
+    for world in (2, 3):
+        assert run(world, _shares_of, logits_RV) == [expected] * world
+
+
+def test_a_draw_survives_its_packing():
+    draw = request(-(2**63), 7, temperature=0.1, top_p=1 / 3, min_p=1e-300, top_k=40)
+    assert Draw.unpack(draw.pack()) == draw and all(isinstance(n, int) for n in draw.pack())
 
 
 def test_no_rows():
