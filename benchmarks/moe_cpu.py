@@ -23,6 +23,7 @@ from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
 from _report import Cell, Headline, report
 from _turns import Neighbours, timed, turns
 from colonnade.kernels.choose import choose
+from colonnade.kernels.experts.loop import across
 from colonnade.kernels.experts.reference import Weights
 
 
@@ -58,7 +59,9 @@ def peer(name: str, shape: Shape, dtype: torch.dtype) -> Any:
 def ours(experts: Any, shape: Shape) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Our kernels on copies of their weights, in our order."""
     gate_EFD, up_EFD = (w.clone() for w in experts.gate_up_proj.detach().chunk(2, 1))
-    weights = Weights(up_EFD, experts.down_proj.detach().transpose(1, 2).contiguous(), gate_EFD)
+    down_EFD = experts.down_proj.detach().transpose(1, 2)
+    down_EFD = down_EFD.clone() if across(shape.F * shape.D, down_EFD.dtype) else down_EFD.contiguous()
+    weights = Weights(up_EFD, down_EFD, gate_EFD)
     stacks = [w for w in weights if w is not None]
 
     def run(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ class Case:
     gated: bool = True
     biased: bool = False
     activation: str = "silu"
+    across: bool = False
+    """W_down lies in memory column by column."""
 
     def ids(self) -> Tensor:
         """(T, A): distinct experts of each token but in "one"; E is none."""
@@ -56,8 +58,16 @@ class Case:
 
         T, A, E, D, F = self.T, self.A, self.E, self.D, self.F
         kind = torch.promote_types(dtype, torch.float32)
+        x, routing, up, down = (
+            leaf(T, D),
+            leaf(T, A, kind=kind),
+            leaf(E, F, D, scale=D**-0.5),
+            leaf(E, F, D, scale=F**-0.5),
+        )
+        if self.across and down is not None:
+            down = down.detach().mT.contiguous().mT.requires_grad_()
         return [
-            leaf(T, D), leaf(T, A, kind=kind), leaf(E, F, D, scale=D**-0.5), leaf(E, F, D, scale=F**-0.5),
+            x, routing, up, down,
             leaf(E, F, D, scale=D**-0.5, wanted=self.gated), leaf(E, F, wanted=self.biased),
             leaf(E, F, wanted=self.biased and self.gated), leaf(E, D, wanted=self.biased),
         ]  # fmt: skip

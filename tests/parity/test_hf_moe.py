@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+import colonnade
 from colonnade.checkpoint.hf.families import FAMILIES
 from colonnade.checkpoint.hf.read import HFFolder
 from colonnade.checkpoint.hf.write import write_hf
@@ -203,6 +204,22 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 def same_files(a: Path, b: Path) -> bool:
     before, after = tensors(a), tensors(b)
     return before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_weights_that_lie_column_by_column_are_read_and_written_alike(tmp_path: Path) -> None:
+    """float16 on a CPU (colonnade.kernels.experts.loop.across)."""
+    theirs = reference("mixtral").half()
+    theirs.save_pretrained(tmp_path / "hf")
+    ours = colonnade.load(tmp_path / "hf", dtype="float16", device="cpu")
+    down = ours.transformer.get_parameter("blocks.0.ffn.experts.down")
+    assert down.mT.is_contiguous() and not down.is_contiguous()
+    exact = colonnade.load(tmp_path / "hf", dtype="float32", device="cpu").logits([1, 2, 3])
+    assert float((ours.logits([1, 2, 3]) - exact).norm() / exact.norm()) < 5e-3
+    for form in ("hf", "colonnade"):
+        colonnade.save(ours, tmp_path / form / "out", format=form)
+        back = colonnade.load(tmp_path / form / "out", dtype="float16", device="cpu")
+        for name, parameter in ours.transformer.named_parameters():
+            assert torch.equal(parameter, back.transformer.get_parameter(name)), name
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3_moe", "deepseek_v2-lite"])

@@ -49,6 +49,15 @@ def test_experts(row: Row, dtype: torch.dtype, shape: tuple, load: str, gated: b
 
 
 @pytest.mark.parametrize(("row", "dtype"), ROWS)
+@pytest.mark.parametrize("T", [1, 40])
+def test_however_the_weights_lie_in_memory(row: Row, dtype: torch.dtype, T: int) -> None:
+    case = Case(T, 2, 4, 16, 24, across=True, biased=True)
+    exact = gradients(routed_experts(reference.routed), case, torch.float64)
+    for name, got in gradients(of(row), case, dtype).items():
+        assert error(got, exact[name]) <= (1e-10 if dtype == torch.float64 else 1e-5), name
+
+
+@pytest.mark.parametrize(("row", "dtype"), ROWS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(row: Row, dtype: torch.dtype, activation: str) -> None:
     case = Case(20, 2, 4, 12, 14, activation=activation)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.kernels.choose import choose
+from colonnade.kernels.experts.loop import across
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model.recompute import again
 from colonnade.parallel.axis import SOLO, Axes, Axis, Grid
@@ -29,6 +30,8 @@ class Experts(nn.Module):
 
         self.gate = stack(e, f, D) if config.gated else None
         self.up, self.down = stack(e, f, D), stack(e, f, D)
+        if device.type == "cpu" and across(f * D, dtype):  # the same numbers in another order in memory
+            self.down = nn.Parameter(torch.empty(e, D, f, dtype=dtype).mT)
         self.layout: dict[str, Placement] = {"up": Stack(1), "down": Stack(1)}
         self.up_bias = self.gate_bias = self.down_bias = None
         if config.gated:
