@@ -14,6 +14,8 @@ class ServeConfig(Config):
     """Pages in the pool; None takes cache_bytes."""
     cache_bytes: int = Field(default=1 << 28, gt=0)
     """Memory for the key/value cache of one rank [bytes], when pages is not given."""
+    prefix_cache: bool = True
+    """Keep the pages of what was answered until the room is needed: who begins alike starts from there."""
     max_requests: int = Field(default=64, gt=0)
     """Requests in one forward pass."""
     token_budget: int = Field(default=512, gt=0)

@@ -64,6 +64,7 @@ class Engine:
             max_requests=self.config.max_requests,
             token_budget=self.config.token_budget,
             max_waiting=self.config.max_waiting,
+            prefix_cache=self.config.prefix_cache,
         )
         self._stats = Stats(pages=self.cache.pages)
         self._live: dict[str, _Live] = {}
@@ -119,6 +120,7 @@ class Engine:
         stats, scheduler = self._stats, self.scheduler
         stats.running, stats.waiting = len(scheduler.running), len(scheduler.waiting)
         stats.pages_used, stats.preemptions = scheduler.pool.used, scheduler.preemptions
+        stats.prefix_queries, stats.prefix_hits = scheduler.looked_up, scheduler.found
         return stats
 
     def _run(self, work: Work) -> list[int]:

@@ -6,13 +6,28 @@ Several requests may hold one page, when they share a prefix; a page is free aga
 
     free + Σ [references > 0] = pages        references(p) = number of page tables that contain p
 
-:meth:`PagePool.audit` checks these two lines; the tests run it after every move. Nothing here touches a tensor.
+What a full page holds is a function of the tokens up to its end, so that a page has a *name*, the hash of them:
+
+    name_i = blake2b(name_{i-1} ‖ tokens of page i)
+
+A free page keeps its name until the room is needed, the one let go of first giving way first; whoever needs the same
+prefix meanwhile takes it up again instead of computing it. :meth:`PagePool.audit` checks the books; the tests run it
+after every move. Nothing here touches a tensor.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 
 from colonnade.errors import CapacityError
+
+
+def extend_names(names: list[bytes], ids: Sequence[int], page_tokens: int) -> None:
+    """Append the names of those full pages of ``ids`` that come after ``names``."""
+    for start in range(len(names) * page_tokens, len(ids) - page_tokens + 1, page_tokens):
+        parent = names[-1] if names else b""
+        names.append(blake2b(parent + array("q", ids[start : start + page_tokens]).tobytes(), digest_size=16).digest())
 
 
 class PagePool:
@@ -22,16 +37,19 @@ class PagePool:
         self.pages, self.page_tokens = pages, page_tokens
         self._references = [0] * pages
         self._free = list(range(pages - 1, -1, -1))  # a stack: the page freed last is the warmest, so it goes out first
+        self._kept: dict[int, None] = {}  # free too, but named; in the order in which they were let go of
+        self._name_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
 
     @property
     def free(self) -> int:
         """Pages that nobody holds."""
-        return len(self._free)
+        return len(self._free) + len(self._kept)
 
     @property
     def used(self) -> int:
         """Pages with at least one holder."""
-        return self.pages - len(self._free)
+        return self.pages - self.free
 
     @property
     def tokens(self) -> int:
@@ -53,16 +71,37 @@ class PagePool:
 
     def allocate(self, count: int) -> list[int]:
         """``count`` free pages, each now held once; the caller has looked at :attr:`free` first."""
-        assert count <= len(self._free), f"{count} pages asked of {len(self._free)} free ones"
-        taken = [self._free.pop() for _ in range(count)]
+        assert count <= self.free, f"{count} pages asked of {self.free} free ones"
+        taken = [self._free.pop() if self._free else self._forget() for _ in range(count)]
         for page in taken:
             self._references[page] = 1
         return taken
 
+    def name(self, page: int, name: bytes) -> None:
+        """``page``, held and full, holds what ``name`` says; of two such pages the first one has the name."""
+        assert self._references[page] > 0, f"page {page} is free and cannot be named"
+        if name not in self._page_of and page not in self._name_of:
+            self._page_of[name], self._name_of[page] = page, name
+
+    def find(self, names: Iterable[bytes]) -> list[int]:
+        """The pages of these names up to the first that is not there."""
+        found = []
+        for name in names:
+            if (page := self._page_of.get(name)) is None:
+                break
+            found.append(page)
+        return found
+
+    def unheld(self, pages: Iterable[int]) -> int:
+        """How many of ``pages`` would be free no more if they were shared."""
+        return sum(self._references[page] == 0 for page in pages)
+
     def share(self, pages: Iterable[int]) -> None:
-        """One more holder for each of ``pages``."""
+        """One more holder for each of ``pages``, which are held or have a name."""
         for page in pages:
-            assert self._references[page] > 0, f"page {page} is free and cannot be shared"
+            if self._references[page] == 0:
+                assert page in self._kept, f"page {page} is free and cannot be shared"
+                del self._kept[page]
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
@@ -71,13 +110,26 @@ class PagePool:
             assert self._references[page] > 0, f"page {page} is released but nobody holds it"
             self._references[page] -= 1
             if self._references[page] == 0:
-                self._free.append(page)
+                if page in self._name_of:
+                    self._kept[page] = None  # the end of a prefix before its beginning, which more may share
+                else:
+                    self._free.append(page)
 
     def audit(self, tables: Iterable[Sequence[int]]) -> None:
         """Check that ``tables``, all the page tables there are, account for every reference and every free page."""
         held = Counter(page for table in tables for page in table)
-        free = Counter(self._free)
+        free = Counter([*self._free, *self._kept])
+        assert {page: name for name, page in self._page_of.items()} == self._name_of, "a name without its page"
+        assert self._kept.keys() <= self._name_of.keys(), "a page is kept that has no name"
+        assert not self._name_of.keys() & set(self._free), "a page has a name and is free to be overwritten"
         for page in range(self.pages):
             references, holders = self._references[page], held[page]
             assert references == holders, f"page {page}: {references} references, {holders} holders"
             assert free[page] == (holders == 0), f"page {page}: {holders} holders, {free[page]} times in the free list"
+
+    def _forget(self) -> int:
+        """The kept page that was let go of first; its name is nobody's now."""
+        page = next(iter(self._kept))
+        del self._kept[page]
+        del self._page_of[self._name_of.pop(page)]
+        return page

@@ -36,6 +36,8 @@ class Request:
     ids: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
     """The page table: token i lives in pages[i // page_tokens]."""
+    names: list[bytes] = field(default_factory=list)
+    """What the full pages of ``ids`` hold, as far as anybody asked (:mod:`colonnade.serve.pages`)."""
     computed: int = 0
     status: Status = Status.WAITING
 

@@ -8,10 +8,11 @@ this order, first come, first served within each:
     2. prompts under way   as many tokens as the budget leaves
     3. new prompts         admitted when pages for all their tokens are free, never past an earlier one
 
-When a decode finds no free page the youngest running request gives its pages back and returns to the head of the
-queue; it is recomputed later, prompt and output in one prefill (Kwon 2023, §4.5), which leaves greedy output as it
-was. Hence ``running + waiting`` is always in order of arrival, the oldest request always advances, and since any
-request alone fits into the pool, every request ends.
+When a decode finds no free page the youngest running request gives its pages back and returns to the head of the queue;
+it is recomputed later, prompt and output in one prefill (Kwon 2023, §4.5), which leaves greedy output as it was. A
+request starts after the pages of its prefix that are still there, whoever computed them. Hence ``running + waiting`` is
+always in order of arrival, the oldest request always advances, and since any request alone fits into the pool, every
+request ends.
 
 Pure Python: no tensor, no clock, no model.
 """
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from colonnade.errors import RequestError
-from colonnade.serve.pages import PagePool
+from colonnade.serve.pages import PagePool, extend_names
 from colonnade.serve.request import Request, Status
 from colonnade.serve.sampling import Draw
 
@@ -55,12 +56,16 @@ class Work:
 class Scheduler:
     """Holds every live request and hands out :class:`Work`; one thread calls it."""
 
-    def __init__(self, pool: PagePool, *, max_requests: int, token_budget: int, max_waiting: int):
-        self.pool = pool
+    def __init__(
+        self, pool: PagePool, *, max_requests: int, token_budget: int, max_waiting: int, prefix_cache: bool = True
+    ):
+        self.pool, self.prefix_cache = pool, prefix_cache
         self.max_requests, self.token_budget, self.max_waiting = max_requests, token_budget, max_waiting
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self.preemptions = 0
+        self.looked_up = self.found = 0
+        """Tokens of admitted requests whose pages were looked for, and those that were there."""
 
     @property
     def busy(self) -> bool:
@@ -108,6 +113,8 @@ class Scheduler:
         grown = []
         for request, piece in zip(work.requests, work.slices, strict=True):
             request.computed += len(piece.tokens)
+            if self.prefix_cache:
+                self._name(request, piece.start)
             if piece.draw is not None:
                 request.ids.append(next(sampled))
                 grown.append((request, request.ids[-1]))
@@ -139,13 +146,32 @@ class Scheduler:
         """Move the head of the queue to the running ones, with pages for all its tokens, if there is room."""
         if not self.waiting or len(self.running) == self.max_requests:
             return None
-        needed = self.pool.pages_for(len(self.waiting[0].ids))
-        if needed > self.pool.free:
+        known = self._known(self.waiting[0])
+        needed = self.pool.pages_for(len(self.waiting[0].ids)) - len(known)
+        if needed > self.pool.free - self.pool.unheld(known):
             return None
         request = self.waiting.popleft()
-        request.pages, request.status = self.pool.allocate(needed), Status.RUNNING
+        self.pool.share(known)  # before anything is allocated, which might take them
+        request.pages, request.status = [*known, *self.pool.allocate(needed)], Status.RUNNING
+        request.computed = len(known) * self.pool.page_tokens
+        if self.prefix_cache:
+            self.looked_up, self.found = self.looked_up + len(request.ids), self.found + request.computed
         self.running.append(request)
         return request
+
+    def _known(self, request: Request) -> list[int]:
+        """Pages that hold the beginning of ``request``'s tokens already; the last token is always run."""
+        if not self.prefix_cache:
+            return []
+        extend_names(request.names, request.ids, self.pool.page_tokens)
+        return self.pool.find(request.names[: (len(request.ids) - 1) // self.pool.page_tokens])
+
+    def _name(self, request: Request, start: int) -> None:
+        """Tell the pool of the pages that the tokens from ``start`` on have filled."""
+        size = self.pool.page_tokens
+        extend_names(request.names, request.ids, size)
+        for i in range(start // size, request.computed // size):
+            self.pool.name(request.pages[i], request.names[i])
 
     def _grow(self, request: Request) -> bool:
         """Make room for one more token of ``request``; False when it had to give way itself."""

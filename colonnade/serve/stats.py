@@ -18,6 +18,10 @@ class Stats:
     """Forward passes."""
     preemptions: int = 0
     """Times that a request gave its pages back and was recomputed."""
+    prefix_queries: int = 0
+    """Tokens of requests when they were admitted, which the cache was searched for."""
+    prefix_hits: int = 0
+    """Of these, tokens that were there already and not computed again."""
     prompt_tokens: int = 0
     """Tokens of the prompts that were run, each prompt counted once."""
     generation_tokens: int = 0

@@ -14,6 +14,7 @@ class Pages(RuleBasedStateMachine):
     def start(self, pages: int, page_tokens: int):
         self.pool = PagePool(pages, page_tokens)
         self.tables: list[list[int]] = []
+        self.told: dict[bytes, int] = {}
 
     @rule(count=st.integers(0, 10))
     def allocate(self, count: int):
@@ -22,6 +23,28 @@ class Pages(RuleBasedStateMachine):
         assert len(set(table)) == count
         assert not set(table) & {page for other in self.tables for page in other}
         self.tables.append(table)
+        self.told = {name: page for name, page in self.told.items() if page not in table}  # given out anew
+
+    @precondition(lambda self: any(self.tables))
+    @rule(which=st.integers(0, 100), name=st.integers(0, 20).map(lambda n: b"%d" % n))
+    def name(self, which: int, name: bytes):
+        held = sorted({page for table in self.tables for page in table})
+        page = held[which % len(held)]
+        self.pool.name(page, name)
+        if name not in self.told and page not in self.told.values():
+            self.told[name] = page
+
+    @precondition(lambda self: self.told)
+    @rule(which=st.integers(0, 100), beyond=st.booleans())
+    def take_up_again(self, which: int, beyond: bool):
+        name = sorted(self.told)[which % len(self.told)]
+        (page,) = self.pool.find([name, b"nobody's", *([name] if beyond else [])])
+        assert page == self.told[name]
+        before = self.pool.free
+        unheld = self.pool.unheld([page])
+        self.pool.share([page])
+        assert self.pool.free == before - unheld
+        self.tables.append([page])
 
     @precondition(lambda self: self.tables)
     @rule(which=st.integers(0, 100), length=st.integers(0, 10))

@@ -26,16 +26,32 @@ class Serving(RuleBasedStateMachine):
         max_requests=st.integers(1, 6),
         token_budget=st.integers(1, 9),
         max_waiting=st.integers(1, 5),
+        prefix_cache=st.booleans(),
     )
-    def start(self, pages: int, page_tokens: int, max_requests: int, token_budget: int, max_waiting: int):
+    def start(
+        self, pages: int, page_tokens: int, max_requests: int, token_budget: int, max_waiting: int, prefix_cache: bool
+    ):
         self.pool = PagePool(pages, page_tokens)
         self.scheduler = Scheduler(
-            self.pool, max_requests=max_requests, token_budget=token_budget, max_waiting=max_waiting
+            self.pool,
+            max_requests=max_requests,
+            token_budget=token_budget,
+            max_waiting=max_waiting,
+            prefix_cache=prefix_cache,
         )
         self.slots: dict[tuple[int, int], int] = {}  # (page, offset) -> the token whose key and value it holds
         self.live: list[Request] = []
         self.arrived = 0
         self.admitted: list[int] = []
+        self.texts: list[list[int]] = []
+
+    @precondition(lambda self: self.texts)
+    @rule(
+        which=st.integers(0, 100), length=st.integers(1, 20), more=st.lists(st.integers(0, 96), max_size=3),
+        limit=st.integers(1, 12),
+    )  # fmt: skip
+    def arrive_with_a_known_beginning(self, which: int, length: int, more: list[int], limit: int):
+        self.arrive(self.texts[which % len(self.texts)][:length] + more, limit)
 
     @rule(prompt=st.lists(st.integers(0, 96), min_size=1, max_size=20), limit=st.integers(1, 12))
     def arrive(self, prompt: list[int], limit: int):
@@ -52,6 +68,7 @@ class Serving(RuleBasedStateMachine):
             assert refusal.value.status == 429
         else:
             self.scheduler.add(request)
+            self.texts.append(request.ids)
             self.live.append(request)
             self.arrived += 1
 
@@ -84,6 +101,8 @@ class Serving(RuleBasedStateMachine):
             size = self.pool.page_tokens
             for offset, token in enumerate(piece.tokens):
                 at = piece.start + offset
+                holders = [r for r in self.live if piece.pages[at // size] in r.pages]
+                assert holders == [request], "a page that others read is written"
                 self.slots[piece.pages[at // size], at % size] = token
             # What attention would read through the page table must be exactly the request's own tokens.
             end = piece.start + len(piece.tokens)

@@ -88,6 +88,21 @@ def test_a_small_pool_preempts_and_the_text_stays(model):
     audit(tight)
 
 
+def test_a_known_beginning_is_not_computed_again(model):
+    """The same system prompt, a conversation that goes on, and both from pages that nobody holds any more."""
+    system = list(range(40, 62))  # five pages of 4, and a half
+    it, plain = engine(model), engine(model, prefix_cache=False)
+    for prompts in ([[*system, 1]], [[*system, 2, 3], [*system, 4]], [[*system, 1, 5, 6]], [[9, *system]]):
+        answers = it.generate(prompts, GREEDY)
+        assert answers == plain.generate(prompts, GREEDY)
+        assert [list(c.token_ids) for c in answers] == [tiny.greedy(model, prompt, 12) for prompt in prompts]
+    assert it.stats.prefix_hits == 3 * 20 and plain.stats.prefix_hits == 0
+    (answer,) = it.generate([[*system, 1]], GREEDY)
+    it.generate([[*system, 1, *answer.token_ids, 7]], GREEDY)
+    assert it.stats.prefix_hits == 3 * 20 + 20 + 32  # 34 tokens of the conversation ran, 32 of them in full pages
+    audit(it)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_seed_repeats_in_any_batch(dtype):
     model = tiny.model(dtype=dtype)

@@ -87,6 +87,8 @@ class _EngineStats(Collector):
         }
         counters = {
             "num_preemptions": (stats.preemptions, "Requests put back for want of pages."),
+            "prefix_cache_queries": (stats.prefix_queries, "Tokens that the cache was searched for."),
+            "prefix_cache_hits": (stats.prefix_hits, "Tokens found there and not computed again."),
             "prompt_tokens": (stats.prompt_tokens, "Tokens of prompts run."),
             "generation_tokens": (stats.generation_tokens, "Tokens generated."),
         }
