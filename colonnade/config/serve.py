@@ -20,6 +20,8 @@ class ServeConfig(Config):
     """Requests in one forward pass."""
     token_budget: int = Field(default=512, gt=0)
     """Tokens in one forward pass: decodes first, then chunks of prompts."""
+    run_ahead: bool | None = None
+    """Hand the next forward pass to the device before the last one's tokens are known; None does so on a GPU."""
     max_waiting: int = Field(default=1024, gt=0)
     """Requests that may wait; one more is refused (429)."""
     host: str = "127.0.0.1"

@@ -2,7 +2,8 @@
 
     slot of position i = pages[i // page_tokens] · page_tokens + i mod page_tokens
 
-A slot is where the token's key and value are written; pages of the requests' tables are what attention reads.
+A token may be negative, -1 - r, for the token that draw r of the work before gave. A slot is where the token's key and
+value are written; pages of the requests' tables are what attention reads.
 """
 
 from itertools import accumulate
@@ -15,10 +16,45 @@ from colonnade.serve.sampler import NextTokens
 from colonnade.serve.scheduler import Work
 
 
-@torch.inference_mode()
-def forward(model: Transformer, cache: KVCache, work: Work) -> Tensor:
-    """Run ``work``; the next tokens_R of the R slices that draw one, in order (R may be 0), on every rank."""
-    return model(*arguments(cache, work))
+class Runner:
+    """Runs one :class:`Work` after another on this rank's share of the model and of the cache."""
+
+    def __init__(self, model: Transformer, cache: KVCache):
+        self.model, self.cache = model, cache
+        self._last_R = torch.zeros(1, dtype=torch.int64, device=cache.k[0].device)
+        """What the last work drew: the next one may begin with these tokens before the host has seen them."""
+
+    @torch.inference_mode()
+    def __call__(self, work: Work) -> "Drawn":
+        """Run ``work``; the next tokens of the R slices that draw one, in order (R may be 0), on every rank."""
+        stream, attend, head = arguments(self.cache, work)
+        if any(piece.tokens[-1] < 0 for piece in work.slices):
+            ids_T = stream.tokens_T
+            drawn_T = self._last_R[(-1 - ids_T).clamp(min=0)].clamp(min=0)  # what is no token ends its request
+            stream = stream._replace(tokens_T=torch.where(ids_T < 0, drawn_T, ids_T))
+        tokens_R = self.model(stream, attend, head)
+        if len(tokens_R):
+            self._last_R = tokens_R
+        return Drawn(tokens_R)
+
+
+class Drawn:
+    """Tokens on their way from the device to the host, which need not wait for what the device does after them."""
+
+    def __init__(self, tokens_R: Tensor):
+        self._arrived: torch.cuda.Event | None = None
+        self._tokens_R = tokens_R
+        if tokens_R.is_cuda:
+            self._tokens_R = torch.empty_like(tokens_R, device="cpu", pin_memory=True)
+            self._tokens_R.copy_(tokens_R, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def tolist(self) -> list[int]:
+        """The tokens, when they are here."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._tokens_R.tolist()
 
 
 def arguments(cache: KVCache, work: Work) -> tuple[Stream, Paged, NextTokens]:

@@ -4,9 +4,11 @@
     tokens  = run(work)         the model, and one token a request    batch.py, sampler.py
     outputs = commit(tokens)    text, stop strings, what has ended    text.py
 
-Under tensor parallelism rank 0 does all three and broadcasts each :class:`Work` before it runs it; the other ranks
-:meth:`~Engine.follow`, running the same forward on their shares of the model, of the cache and of the vocabulary. An
-engine belongs to one thread.
+A GPU is given the next step before the tokens of the last one are looked at, so that it never waits for the host:
+outputs come one step later, and a request that ends by what it said has run once for nothing. Under tensor parallelism
+rank 0 does all three and broadcasts each :class:`Work` before it runs it; the other ranks :meth:`~Engine.follow`,
+running the same forward on their shares of the model, of the cache and of the vocabulary. An engine belongs to one
+thread.
 """
 
 import time
@@ -20,7 +22,7 @@ from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError, PlanError, RequestError
 from colonnade.model import Transformer
 from colonnade.serve import wire
-from colonnade.serve.batch import forward
+from colonnade.serve.batch import Drawn, Runner
 from colonnade.serve.limits import build_cache, limit_tokens
 from colonnade.serve.output import Completion, FinishReason, Output, Timing, not_finite
 from colonnade.serve.pages import PagePool
@@ -66,6 +68,10 @@ class Engine:
             max_waiting=self.config.max_waiting,
             prefix_cache=self.config.prefix_cache,
         )
+        self._runner = Runner(model, self.cache)
+        on_gpu = self.cache.k[0].is_cuda
+        self._ahead = on_gpu if self.config.run_ahead is None else self.config.run_ahead
+        self._flying: tuple[Work, Drawn] | None = None
         self._stats = Stats(pages=self.cache.pages)
         self._live: dict[str, _Live] = {}
         self._mail: dict[str, deque[Output]] = {}
@@ -96,12 +102,17 @@ class Engine:
         return request.id
 
     def step(self) -> list[Output]:
-        """One forward pass over as many requests as fit; what each of them gained."""
+        """One forward pass over as many requests as fit; what they gained by it, or by the one before."""
         if not self.busy:
             return []
         work = self.scheduler.schedule()
-        tokens = self._run(work)
-        return self._commit(work, tokens)
+        ready = (work, self._run(work)) if work.slices else None
+        if self._ahead:
+            ready, self._flying = self._flying, ready
+        outputs = self._commit(*ready) if ready else []
+        if not self.busy:
+            self._flying = None  # of requests that have ended
+        return outputs
 
     def cancel(self, request_id: str) -> bool:
         """Drop a request and give its pages back; False when it is not alive (any more)."""
@@ -123,15 +134,15 @@ class Engine:
         stats.prefix_queries, stats.prefix_hits = scheduler.looked_up, scheduler.found
         return stats
 
-    def _run(self, work: Work) -> list[int]:
+    def _run(self, work: Work) -> Drawn:
         now_s = time.monotonic()
         for live in (self._live[request.id] for request in work.requests):
             live.admitted_s = now_s if live.admitted_s is None else live.admitted_s
         wire.send(self.model.axes.tp, wire.RUN, work)
-        return forward(self.model, self.cache, work).tolist()
+        return self._runner(work)
 
-    def _commit(self, work: Work, tokens: Sequence[int]) -> list[Output]:
-        now_s = time.monotonic()
+    def _commit(self, work: Work, drawn: Drawn) -> list[Output]:
+        tokens, now_s = drawn.tolist(), time.monotonic()
         self._stats.steps += 1
         return [self._advance(self._live[r.id], token, now_s) for r, token in self.scheduler.commit(work, tokens)]
 
@@ -224,7 +235,7 @@ class Engine:
         """On ranks above 0: run the work that rank 0 broadcasts, until it stops."""
         while (message := wire.receive(self.model.axes.tp))[0] != wire.STOP:
             if message[1] is not None:
-                forward(self.model, self.cache, message[1])
+                self._runner(message[1])
 
     def beat(self) -> None:
         """On rank 0, while idle: a sign of life, because a collective that waits too long gives up."""

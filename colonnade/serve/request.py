@@ -2,7 +2,8 @@
 
     ids = prompt + output          ids[:computed] are in the cache, ids[computed:] are still to be run
 
-A decode is nothing special: a request with exactly one token left to run.
+A decode is nothing special: a request with exactly one token left to run. That token may be drawn but not known yet,
+when the next pass is made ready while the last one still runs: then it is the device that puts it in its place.
 """
 
 from dataclasses import dataclass, field
@@ -38,7 +39,14 @@ class Request:
     """The page table: token i lives in pages[i // page_tokens]."""
     names: list[bytes] = field(default_factory=list)
     """What the full pages of ``ids`` hold, as far as anybody asked (:mod:`colonnade.serve.pages`)."""
+    named: int = 0
+    """Pages, from the first on, of which the pool was told what they hold."""
     computed: int = 0
+    """Tokens in the cache when the work that was handed out has run."""
+    ahead: int = 0
+    """Tokens drawn by work that was handed out, but not committed."""
+    row: int = 0
+    """Which of the last work's draws was this request's."""
     status: Status = Status.WAITING
 
     def __post_init__(self):
@@ -52,4 +60,14 @@ class Request:
     @property
     def pending(self) -> int:
         """Tokens that the cache does not hold yet."""
-        return len(self.ids) - self.computed
+        return self.length - self.computed
+
+    @property
+    def length(self) -> int:
+        """Tokens, those that are not known yet among them."""
+        return len(self.ids) + self.ahead
+
+    @property
+    def complete(self) -> bool:
+        """True when no token is to be drawn any more."""
+        return self.generated + self.ahead >= self.limit_tokens

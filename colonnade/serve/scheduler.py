@@ -34,6 +34,7 @@ class Slice:
     start: int
     """Position of the first of ``tokens``, which is also the number of tokens already in the cache."""
     tokens: tuple[int, ...]
+    """Negative, -1 - r, for the token that draw r of the work before this one gives."""
     pages: tuple[int, ...]
     """The page table up to and including ``tokens``."""
     draw: Draw | None
@@ -89,39 +90,46 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> Work:
-        """Choose the tokens of the next forward pass; empty only when no request is alive."""
+        """Choose the tokens of the next forward pass; at most one pass may be handed out and not committed.
+
+        Empty when no request is alive, or when all wait for the commit.
+        """
         budget, chosen = self.token_budget, []
 
-        for request in [r for r in self.running if r.pending == 1]:
+        for request in [r for r in self.running if r.pending == 1 and not r.complete]:
             if request.status is Status.RUNNING and self._grow(request):
-                chosen.append((request, 1))
+                chosen.append(self._slice(request, 1))
                 budget -= 1
         for request in self.running:
             if request.pending > 1 and budget:
-                chosen.append((request, min(request.pending, budget)))
-                budget -= chosen[-1][1]
+                chosen.append(self._slice(request, min(request.pending, budget)))
+                budget -= len(chosen[-1][1].tokens)
         # Who was put back just now is not admitted at once: of the pages it gave back and needs, one is taken.
         while budget and (request := self._admit()):
-            chosen.append((request, min(request.pending, budget)))
-            budget -= chosen[-1][1]
+            chosen.append(self._slice(request, min(request.pending, budget)))
+            budget -= len(chosen[-1][1].tokens)
 
-        return Work(tuple(self._slice(r, count) for r, count in chosen), tuple(r for r, _ in chosen))
+        for row, request in enumerate(request for request, piece in chosen if piece.draw is not None):
+            request.row, request.ahead = row, request.ahead + 1
+        return Work(tuple(piece for _, piece in chosen), tuple(request for request, _ in chosen))
 
     def commit(self, work: Work, tokens: Sequence[int]) -> list[tuple[Request, int]]:
-        """Note that ``work`` has run; ``tokens`` are the sampled ones, in order. Returns each with its request."""
-        sampled = iter(tokens)
+        """Note that ``work`` has run; ``tokens`` are the drawn ones, in order. Returns each with its request, but for
+        requests that have ended meanwhile.
+        """
+        drawing = [r for r, piece in zip(work.requests, work.slices, strict=True) if piece.draw is not None]
         grown = []
-        for request, piece in zip(work.requests, work.slices, strict=True):
-            request.computed += len(piece.tokens)
-            if self.prefix_cache:
-                self._name(request, piece.start)
-            if piece.draw is not None:
-                request.ids.append(next(sampled))
-                grown.append((request, request.ids[-1]))
+        for request, token in zip(drawing, tokens, strict=True):
+            request.ahead -= 1
+            if request.status is not Status.FINISHED:
+                request.ids.append(token)
+                grown.append((request, token))
         return grown
 
     def finish(self, request: Request) -> None:
-        """Let go of ``request``, done or cancelled, and of its pages; between steps only."""
+        """Let go of ``request``, done or cancelled, and of its pages; a pass under way may still write into them, for
+        what is handed out later runs later.
+        """
         if request.status is Status.FINISHED:
             return
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
@@ -133,18 +141,25 @@ class Scheduler:
         assert not any(request.pages for request in self.waiting), "a waiting request holds pages"
         assert len(self.running) <= self.max_requests
 
-    def _slice(self, request: Request, count: int) -> Slice:
-        end = request.computed + count
-        return Slice(
-            start=request.computed,
-            tokens=tuple(request.ids[request.computed : end]),
+    def _slice(self, request: Request, count: int) -> tuple[Request, Slice]:
+        """Hand out the next ``count`` tokens."""
+        start, end = request.computed, request.computed + count
+        tokens = request.ids[start:end] + [-1 - request.row] * (end - max(start, len(request.ids)))
+        piece = Slice(
+            start=start,
+            tokens=tuple(tokens),
             pages=tuple(request.pages[: self.pool.pages_for(end)]),
-            draw=Draw.of(request.params, request.seed, request.generated) if end == len(request.ids) else None,
+            draw=Draw.of(request.params, request.seed, request.generated + request.ahead)
+            if end == request.length
+            else None,
         )
+        request.computed = end
+        self._name(request)
+        return request, piece
 
     def _admit(self) -> Request | None:
         """Move the head of the queue to the running ones, with pages for all its tokens, if there is room."""
-        if not self.waiting or len(self.running) == self.max_requests:
+        if not self.waiting or len(self.running) == self.max_requests or self.waiting[0].ahead:
             return None
         known = self._known(self.waiting[0])
         needed = self.pool.pages_for(len(self.waiting[0].ids)) - len(known)
@@ -153,7 +168,7 @@ class Scheduler:
         request = self.waiting.popleft()
         self.pool.share(known)  # before anything is allocated, which might take them
         request.pages, request.status = [*known, *self.pool.allocate(needed)], Status.RUNNING
-        request.computed = len(known) * self.pool.page_tokens
+        request.computed, request.named = len(known) * self.pool.page_tokens, len(known)
         if self.prefix_cache:
             self.looked_up, self.found = self.looked_up + len(request.ids), self.found + request.computed
         self.running.append(request)
@@ -166,16 +181,23 @@ class Scheduler:
         extend_names(request.names, request.ids, self.pool.page_tokens)
         return self.pool.find(request.names[: (len(request.ids) - 1) // self.pool.page_tokens])
 
-    def _name(self, request: Request, start: int) -> None:
-        """Tell the pool of the pages that the tokens from ``start`` on have filled."""
-        size = self.pool.page_tokens
-        extend_names(request.names, request.ids, size)
-        for i in range(start // size, request.computed // size):
+    def _name(self, request: Request) -> None:
+        """Tell the pool of the full pages of which all tokens are known and handed out.
+
+        Whoever is admitted in the same breath may share them: in each layer a pass writes all its keys and values
+        before it reads any.
+        """
+        if not self.prefix_cache:
+            return
+        extend_names(request.names, request.ids, self.pool.page_tokens)
+        full = min(request.computed, len(request.ids)) // self.pool.page_tokens
+        for i in range(request.named, full):
             self.pool.name(request.pages[i], request.names[i])
+        request.named = max(request.named, full)
 
     def _grow(self, request: Request) -> bool:
         """Make room for one more token of ``request``; False when it had to give way itself."""
-        if self.pool.pages_for(len(request.ids)) == len(request.pages):
+        if self.pool.pages_for(request.length) == len(request.pages):
             return True
         while not self.pool.free:
             youngest = self.running.pop()
@@ -188,5 +210,7 @@ class Scheduler:
         return True
 
     def _release(self, request: Request, status: Status) -> None:
+        if request.pages:
+            self._name(request)  # what became known since its last slice
         self.pool.release(request.pages)
-        request.pages, request.computed, request.status = [], 0, status
+        request.pages, request.computed, request.named, request.status = [], 0, 0, status

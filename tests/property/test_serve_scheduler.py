@@ -17,6 +17,10 @@ def next_token(ids: list[int]) -> int:
     return hash(tuple(ids)) % 97
 
 
+END = 13
+"""A token that ends a request before its limit."""
+
+
 class Serving(RuleBasedStateMachine):
     """Drives a scheduler as an engine would, with a fake model that remembers what each page slot holds."""
 
@@ -27,9 +31,17 @@ class Serving(RuleBasedStateMachine):
         token_budget=st.integers(1, 9),
         max_waiting=st.integers(1, 5),
         prefix_cache=st.booleans(),
+        run_ahead=st.booleans(),
     )
     def start(
-        self, pages: int, page_tokens: int, max_requests: int, token_budget: int, max_waiting: int, prefix_cache: bool
+        self,
+        pages: int,
+        page_tokens: int,
+        max_requests: int,
+        token_budget: int,
+        max_waiting: int,
+        prefix_cache: bool,
+        run_ahead: bool,
     ):
         self.pool = PagePool(pages, page_tokens)
         self.scheduler = Scheduler(
@@ -44,6 +56,7 @@ class Serving(RuleBasedStateMachine):
         self.arrived = 0
         self.admitted: list[int] = []
         self.texts: list[list[int]] = []
+        self.run_ahead, self.flying, self.last = run_ahead, None, []
 
     @precondition(lambda self: self.texts)
     @rule(
@@ -93,31 +106,53 @@ class Serving(RuleBasedStateMachine):
         work = self.scheduler.schedule()
         if self.scheduler.preemptions > before[0]:  # pages are short: nobody new gets any in the same breath
             assert set(work.requests) <= set(before[1])
-        assert 0 < work.tokens <= self.scheduler.token_budget
-        assert len(self.scheduler.running) <= min(self.scheduler.max_requests, self.scheduler.token_budget)
+        assert work.tokens <= self.scheduler.token_budget
+        assert len(self.scheduler.running) <= self.scheduler.max_requests
+        assert sum(not r.complete for r in self.scheduler.running) <= self.scheduler.token_budget
         self.check_first_come_first_served(work.requests)
-        tokens = []
-        for request, piece in zip(work.requests, work.slices, strict=True):
-            size = self.pool.page_tokens
-            for offset, token in enumerate(piece.tokens):
-                at = piece.start + offset
-                holders = [r for r in self.live if piece.pages[at // size] in r.pages]
-                assert holders == [request], "a page that others read is written"
-                self.slots[piece.pages[at // size], at % size] = token
-            # What attention would read through the page table must be exactly the request's own tokens.
-            end = piece.start + len(piece.tokens)
-            seen = [self.slots[piece.pages[i // size], i % size] for i in range(end)]
-            assert seen == request.ids[:end]
-            assert (piece.draw is not None) == (end == len(request.ids))
-            if piece.draw is not None:
-                assert piece.draw.index == request.generated
-                tokens.append(next_token(seen))
-        for request, token in self.scheduler.commit(work, tokens):
+        ready = (work, self.run_work(work)) if work.slices else None
+        if self.run_ahead:
+            ready, self.flying = self.flying, ready
+        assert ready or self.flying, "nothing is done, and nothing is under way"
+        for request, token in self.scheduler.commit(*ready) if ready else ():
             assert request.ids[-1] == token
-            if request.generated == request.limit_tokens:
+            if request.generated == request.limit_tokens or token == END:
                 self.scheduler.finish(request)
                 self.live.remove(request)
                 self.check_output(request)
+        if not self.live:
+            self.flying = None
+
+    def run_work(self, work) -> list[int]:
+        """What the model draws."""
+        tokens, size = [], self.pool.page_tokens
+        for request, piece in zip(work.requests, work.slices, strict=True):
+            for offset, token in enumerate(piece.tokens):
+                at = piece.start + offset
+                holders = [
+                    r for r in self.live if piece.pages[at // size] in r.pages and r.computed > at // size * size
+                ]
+                assert set(holders) <= {request, *(r for r in holders if r.ids[: at + 1] == request.ids[: at + 1])}
+                self.slots[piece.pages[at // size], at % size] = token if token >= 0 else self.last[-1 - token]
+        for request, piece in zip(work.requests, work.slices, strict=True):
+            # What attention would read through the page table must be exactly the request's own tokens.
+            end = piece.start + len(piece.tokens)
+            seen = [self.slots[piece.pages[i // size], i % size] for i in range(end)]
+            assert seen == self.text_of(request, end)
+            if piece.draw is not None:
+                assert piece.draw.index == end - len(request.prompt)
+                tokens.append(next_token(seen))
+            else:
+                assert end < len(request.ids)
+        self.last = tokens
+        return tokens
+
+    def text_of(self, request: Request, length: int) -> list[int]:
+        """The first tokens of a request, known to it or not."""
+        ids = list(request.prompt)
+        while len(ids) < length:
+            ids.append(next_token(ids))
+        return ids[:length]
 
     def check_first_come_first_served(self, requests: tuple[Request, ...]):
         for request in requests:
@@ -126,10 +161,9 @@ class Serving(RuleBasedStateMachine):
         assert self.admitted == sorted(self.admitted)
 
     def check_output(self, request: Request):
-        ids = list(request.prompt)
-        for _ in range(request.limit_tokens):
-            ids.append(next_token(ids))
-        assert request.ids == ids
+        assert request.ids == self.text_of(request, len(request.ids))
+        assert END not in request.ids[len(request.prompt) : -1]
+        assert request.generated == request.limit_tokens or request.ids[-1] == END
 
     @invariant()
     def nothing_leaks(self):

@@ -38,9 +38,10 @@ prompts = st.lists(st.integers(0, 300), min_size=1, max_size=24)
     token_budget=st.integers(1, 20),
     max_requests=st.integers(1, 5),
     cancelled=st.sets(st.integers(0, 5), max_size=2),
+    run_ahead=st.booleans(),
 )
 def test_greedy_is_the_argmax_of_one_long_forward(
-    model, arrivals, page_tokens, spare_pages, token_budget, max_requests, cancelled
+    model, arrivals, page_tokens, spare_pages, token_budget, max_requests, cancelled, run_ahead
 ):
     """Any order of arrival, chunk size, page size; pools so small that requests are preempted; some are cancelled."""
     needed = max(-(-(len(prompt) + count - 1) // page_tokens) for prompt, count, _ in arrivals)
@@ -50,6 +51,7 @@ def test_greedy_is_the_argmax_of_one_long_forward(
         pages=needed + spare_pages,
         token_budget=token_budget,
         max_requests=max_requests,
+        run_ahead=run_ahead,
     )
     texts: dict[str, list[int]] = {}
     ended: dict[str, str] = {}
@@ -86,6 +88,20 @@ def test_a_small_pool_preempts_and_the_text_stays(model):
     assert [list(c.token_ids) for c in whole] == [tiny.greedy(model, p, 12) for p in prompts]
     assert tight.stats.preemptions > 0 and roomy.stats.preemptions == 0
     audit(tight)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_running_ahead_says_the_same(model, temperature: float):
+    """Stop strings and end tokens are seen a step late; a bad request in the batch ends alone."""
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=count, seed=count, stop=stop, top_p=p)
+        for count, stop, p in ((1, (), 1.0), (30, ("e", "o"), 1.0), (9, (), 0.9), (30, ("the",), 1.0), (2, (), 0.5))
+    ]
+    prompts = ["The quick", "My fellow", "ö", "dog", "dog sleeps"]
+    here, ahead = engine(model, pages=20), engine(model, pages=20, run_ahead=True)
+    assert ahead.generate(prompts, params) == here.generate(prompts, params)
+    assert ahead.stats.generation_tokens == here.stats.generation_tokens
+    audit(ahead)
 
 
 def test_a_known_beginning_is_not_computed_again(model):
@@ -239,11 +255,12 @@ def test_the_queue_is_bounded_but_a_list_of_prompts_waits_its_turn(model):
     assert len(engine(model, max_waiting=2).generate(["fox"] * 7, GREEDY)) == 7
 
 
-def test_logits_that_are_not_finite_end_the_request_and_not_the_engine():
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_logits_that_are_not_finite_end_the_request_and_not_the_engine(run_ahead: bool):
     model = tiny.model()
     with torch.no_grad():
         model.get_parameter("embed.tokens.weight")[9] = torch.nan
-    it = engine(model)
+    it = engine(model, run_ahead=run_ahead)
     params = SamplingParams(temperature=1, seed=1, max_tokens=3, ignore_eos=True)
     sick, well = it.add([9], params), it.add([8], params)
     ends: dict[str, Output] = {}
