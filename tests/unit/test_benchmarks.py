@@ -9,6 +9,7 @@ import _jobs
 import bubble
 import context
 import cost_growth
+import engine
 import fsdp
 import weak_scaling
 from tests.worlds import run
@@ -100,3 +101,12 @@ def test_a_record_is_written(tmp_path: Path) -> None:
     context.main(["--tiny", "--worlds", "1", "--out", str(tmp_path)])
     (row,) = json.loads((tmp_path / "context_tiny.json").read_text())["rows"]
     assert row["ranks"] == 1 and row["share_of_linear"] == 1
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # the peer's
+def test_the_engine_says_what_transformers_says() -> None:
+    rows, heads = engine.measure(True, 6, 1)
+    assert {row["who"] for row in rows} == {"colonnade", "transformers"}
+    assert rows[0]["agree"] == 1 and 0 <= rows[0]["idle"] <= 1
+    assert heads[0].peer == "transformers"

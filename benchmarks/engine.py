@@ -1,0 +1,196 @@
+"""Offline throughput of the engine, beside ``transformers``' continuous batching with the same weights in the same run.
+
+    python benchmarks/engine.py                 # one GPU: 256 requests, a Qwen3-0.6B with random weights, bfloat16
+    python benchmarks/engine.py --tiny          # a CPU: a few requests of a few tokens, to see that it runs
+
+Prompts and answers of 100 to 1024 tokens each, drawn by one seed, greedy, end tokens ignored, all requests there at the
+start: the load by which small engines publish their speed. Tokens counted are those of the answers. Both get their
+requests one by one with their own numbers of tokens; both are warmed up by a few requests of the same sizes first.
+
+``idle`` is the share of time in which the GPU ran nothing of ours, from a trace of some steps amid the load.
+``agree`` is the share of answers that are the same to the last token; in bfloat16 a near-tie sends a text another way.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+import colonnade
+from _report import Cell, Headline, report
+from _turns import turns
+from colonnade.config import ServeConfig
+from colonnade.data.tokenizer import Tokenizer
+from colonnade.serve import Engine, SamplingParams
+from colonnade.train.breakdown import breakdown
+
+
+class Load(NamedTuple):
+    """What is asked."""
+
+    prompts: list[list[int]]
+    counts: list[int]
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers."""
+        return sum(self.counts)
+
+    def first(self, n: int) -> "Load":
+        """Of some requests."""
+        return Load(self.prompts[:n], self.counts[:n])
+
+
+class Took(NamedTuple):
+    """One run of one side."""
+
+    seconds: float
+    answers: list[list[int]]
+
+
+def drawn(requests: int, least: int, most: int, vocab_size: int, seed: int = 0) -> Load:
+    """Prompts of random tokens; their lengths and the answers' are uniform in [least, most]."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(vocab_size) for _ in range(draw.randint(least, most))] for _ in range(requests)]
+    return Load(prompts, [draw.randint(least, most) for _ in range(requests)])
+
+
+def peer(tiny: bool) -> Qwen3ForCausalLM:
+    """Random weights in a shape that both sides know."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}  # fmt: skip
+    if tiny:
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                 "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300}  # fmt: skip
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **sizes, max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    with torch.device("cpu" if tiny else "cuda"):
+        return Qwen3ForCausalLM(config).to(torch.float32 if tiny else torch.bfloat16).eval()
+
+
+def words(vocab_size: int) -> Tokenizer:
+    """A tokenizer in which every id is a word: random tokens are text that costs something to write out."""
+    model = tokenizers.models.WordLevel({f"w{i} ": i for i in range(vocab_size)}, unk_token="w0 ")
+    return Tokenizer.from_parts(tokenizers.Tokenizer(model), bos_id=None, eos_ids=(), chat_template=None)
+
+
+def ours(engine: Engine, load: Load) -> Took:
+    began = time.perf_counter()
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in load.counts]
+    answers = [list(completion.token_ids) for completion in engine.generate(load.prompts, params)]
+    return Took(time.perf_counter() - began, answers)
+
+
+def theirs(model: Qwen3ForCausalLM, load: Load, settings: ContinuousBatchingConfig) -> Took:
+    asked = GenerationConfig(do_sample=False, max_new_tokens=max(load.counts), eos_token_id=-1, pad_token_id=0)
+    # Its graphs are captured before the clock starts, as its own generate_batch does.
+    with model.continuous_batching_context_manager(asked, continuous_batching_config=settings, timeout=5) as manager:
+        began = time.perf_counter()
+        ids = [
+            manager.add_request(prompt, max_new_tokens=count)
+            for prompt, count in zip(load.prompts, load.counts, strict=True)
+        ]
+        found: dict[str, list[int]] = {}
+        while len(found) < len(ids):
+            result = manager.get_result(timeout=5)
+            if result is None:
+                if not manager.is_running():
+                    raise RuntimeError("transformers' generation thread ended before its work was done")
+            elif result.is_finished():
+                found[result.request_id] = list(result.generated_tokens)
+        return Took(time.perf_counter() - began, [found[i] for i in ids])
+
+
+def idle(engine: Engine, load: Load, skip: int, steps: int) -> float:
+    """The share of ``steps`` engine steps, after ``skip``, in which the device did nothing."""
+    for prompt, count in zip(load.prompts, load.counts, strict=True):
+        engine.add(prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        plan = schedule(wait=skip, warmup=2, active=steps, repeat=1)
+        with profile(activities=kinds, schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(path))) as p:
+            for _ in range(skip + 2 + steps):
+                engine.step()
+                p.step()
+        found = breakdown(json.loads(path.read_text()))
+    for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
+        engine.cancel(request.id)
+    return found.parts["idle"] / found.step_s
+
+
+def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell]], list[Headline]]:
+    least, most = (4, 12) if tiny else (100, 1024)
+    model = peer(tiny)
+    vocab_size = model.config.vocab_size
+    load = drawn(requests, least, most, vocab_size)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        mine = colonnade.load(folder, dtype="float32" if tiny else "bfloat16", device="cpu" if tiny else "cuda")
+    limits = ServeConfig(
+        max_requests=requests, token_budget=64 if tiny else 8192, cache_bytes=1 << (22 if tiny else 36)
+    )
+    # Prompts are random: nothing is shared but with the same load's last run, which must not count.
+    engine = Engine(mine.transformer, words(vocab_size), limits.but(prefix_cache=False))
+    runs: dict[str, Callable[[int], Took]] = {
+        "colonnade": lambda _: ours(engine, load),
+        "transformers": lambda _: theirs(model, load, ContinuousBatchingConfig()),
+    }
+    print(f"{requests} requests, {sum(map(len, load.prompts))} tokens in, {load.tokens} out", flush=True)
+    few = load.first(max(2, requests // 16))
+    ours(engine, few)
+    theirs(model, few, ContinuousBatchingConfig())
+    took = turns(runs, rounds, warm_up=0)
+    waits = idle(engine, load, skip=4 if tiny else 100, steps=4 if tiny else 40)
+    agree = statistics.mean(
+        a == b for a, b in zip(took["colonnade"][0].answers, took["transformers"][0].answers, strict=True)
+    )
+    assert all(len(a) == n for a, n in zip(took["colonnade"][0].answers, load.counts, strict=True))
+    rows: list[dict[str, Cell]] = []
+    for who, each in took.items():
+        seconds = statistics.median(one.seconds for one in each)
+        rows.append(
+            {
+                "who": who,
+                "requests": requests,
+                "tokens_in": sum(map(len, load.prompts)),
+                "tokens_out": load.tokens,
+                "seconds": round(seconds, 3),
+                "tokens_per_s": round(load.tokens / seconds, 1),
+                "idle": round(waits, 4) if who == "colonnade" else None,
+                "agree": round(agree, 4) if who == "colonnade" else None,
+            }
+        )
+        print(rows[-1], flush=True)
+    speed = {row["who"]: float(row["tokens_per_s"] or 0) for row in rows}
+    what = f"Engine, {requests} requests of {least} to {most} tokens in and out, Qwen3-0.6B, bfloat16"
+    heads = [Headline(what, speed["colonnade"], "tokens/s", "transformers", speed["transformers"])]
+    return rows, heads
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
+    parser.add_argument("--requests", type=int)
+    parser.add_argument("--rounds", type=int, default=1)
+    args = parser.parse_args(argv)
+    rows, heads = measure(args.tiny, args.requests or (6 if args.tiny else 256), args.rounds)
+    if not args.tiny:
+        report("engine_h200", rows, notes=f"{args.rounds} round(s), in turn", headlines=heads)
+
+
+if __name__ == "__main__":
+    main()
