@@ -14,6 +14,7 @@ from torch import Tensor
 from colonnade.model import KVCache, Paged, Stream, Transformer
 from colonnade.serve.sampler import NextTokens
 from colonnade.serve.scheduler import Work
+from colonnade.serve.upload import upload
 
 
 class Runner:
@@ -75,7 +76,7 @@ def arguments(cache: KVCache, work: Work) -> tuple[Stream, Paged, NextTokens]:
     widest = max(map(len, tables))
 
     def whole(values: list, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+        return upload(values, dtype, device)
 
     attend = Paged(
         cache,

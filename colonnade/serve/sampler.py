@@ -28,6 +28,7 @@ from colonnade.kernels.dropout.reference import column_hash, mix
 from colonnade.model.head import Projection, shares
 from colonnade.parallel.axis import SOLO, Axis
 from colonnade.serve.sampling import Draw
+from colonnade.serve.upload import upload
 
 SMALLEST_TEMPERATURE = 1e-5
 """Colder is the same as greedy in float32, but divides by zero."""
@@ -68,11 +69,11 @@ def sample(logits_Rv: Tensor, draws: Sequence[Draw], tp: Axis = SOLO, vocab_size
     tokens_R = each_RW2[..., 1].gather(1, winner_R[:, None]).squeeze(1).long()
     for rows, choose in ((_rows(draws, filtered=False), _freely), (_rows(draws, filtered=True), _filtered)):
         if rows:
-            alike = len(rows) == len(draws)  # the common batch is all of a kind: no copies
-            chosen = x_Rv if alike else x_Rv[rows]
-            column = Asked.of([draws[r] for r in rows], chosen)
-            scaled = (chosen - (peak_R if alike else peak_R[rows])[:, None]) / column.temperature
-            tokens_R[rows] = choose(scaled, column, first, tp)
+            # The common batch is all of a kind, and nothing of it is copied.
+            which = slice(None) if len(rows) == len(draws) else upload(rows, torch.int64, x_Rv.device)
+            chosen, asked = x_Rv[which], Asked.of([draws[r] for r in rows], x_Rv)
+            scaled = (chosen - peak_R[which, None]) / asked.temperature
+            tokens_R[which] = choose(scaled, asked, first, tp)
     return tokens_R.masked_fill(~peak_R.isfinite(), NOT_FINITE)
 
 
@@ -99,9 +100,9 @@ class Asked:
         """In the precision and on the device of the logits ``like``."""
 
         def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+            return upload(values, like.dtype, like.device)[:, None]
 
-        seed_R, index_R = torch.tensor([[draw.seed, draw.index] for draw in draws], device=like.device).T
+        seed_R, index_R = upload([[draw.seed, draw.index] for draw in draws], torch.int64, like.device).T
         return Asked(
             column([max(draw.temperature, SMALLEST_TEMPERATURE) for draw in draws]),
             column([draw.top_k or math.inf for draw in draws]),
