@@ -35,7 +35,8 @@ def loss_of(model, lengths: list[int], step: int | None = None) -> torch.Tensor:
     noise = None
     if step is not None:
         noise = Noise.of(0, step, len(model.blocks), torch.arange(T) + 100 * step, Rates(0.1, 0.2, 0.3))
-    total, count = model(Stream(tokens, positions, noise=noise), Packed.of(lengths, noise=noise), Loss((tokens + 1) % 67))
+    stream, head = Stream(tokens, positions, noise=noise), Loss((tokens + 1) % 67)
+    total, count = model(stream, Packed.of(lengths, noise=noise), head)
     return total / count
 
 
