@@ -8,7 +8,9 @@ from pydantic import Field, model_validator
 
 from colonnade.config import float8
 from colonnade.config.base import Config
+from colonnade.config.experts import AS_TRAINED, Capacity, ExpertsConfig
 from colonnade.config.model import ModelConfig
+from colonnade.config.moe import MoeConfig
 from colonnade.config.plan import Plan
 from colonnade.errors import ConfigError
 
@@ -71,6 +73,9 @@ class TrainConfig(Config):
     """Share dropped of the attention's probabilities, by kernels that are slower than those without; GPT-2 had 0.1."""
     embedding_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share dropped of the embeddings; GPT-2 had 0.1."""
+    expert_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share dropped of the hidden units of each expert that a router chooses, not of those that all tokens share;
+    Switch had 0.4 in fine-tuning, beside a dropout of 0.1 (arXiv 2101.03961, section 2.4)."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Compute type; master weights and optimiser state are float32 (float64 for parity tests)."""
     loss_scale: float = Field(default=65536.0, ge=1)
@@ -101,6 +106,10 @@ class TrainConfig(Config):
     """Steps between two validations; 0 never; None: 100, or never where too little text is held out."""
     eval_samples: int = Field(default=64, gt=0)
     """Samples of one validation, over all ranks."""
+    eval_active: int | None = Field(default=None, ge=1)
+    """Experts that a token goes to in validations; None: as in training."""
+    eval_capacity: Capacity = None
+    """Capacity factor in validations, or off; None: as in training (Switch and ST-MoE: 1.25, and 2 in evaluation)."""
     save_every: int = Field(default=200, ge=0)
     """Steps between two checkpoints; 0 saves only at the end and on a signal."""
     async_save: bool = True
@@ -179,6 +188,12 @@ class RunConfig(Config):
                 f"train.micro_batch {micro}; change one of them"
             )
         self.plan.check_micro_batches(-(-share // micro))
+        if self.train.expert_dropout and self.model.moe is None:
+            raise ConfigError(
+                f"train.expert_dropout {self.train.expert_dropout:g} is about experts, and this model has none; "
+                "leave it out, or set --train.dropout"
+            )
+        _ = self.evaluated
         if self.train.float8 != "none":
             float8.check(self.model, self.plan.tp)
         if not (self.model.causal or self.model.predicts_masked):
@@ -192,6 +207,17 @@ class RunConfig(Config):
                 f"set --data.sequence {self.model.context} or --model.context {self.data.sequence}"
             )
         return self
+
+    @property
+    def evaluated(self) -> MoeConfig | None:
+        """What validations choose experts by, where it is not what training does."""
+        told = ExpertsConfig(active=self.train.eval_active, capacity=self.train.eval_capacity)
+        if told == AS_TRAINED:
+            return None
+        try:
+            return told.of(self.model).moe
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("--experts.", "--train.eval_")) from None
 
     @property
     def folder(self) -> Path:

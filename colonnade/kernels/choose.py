@@ -32,6 +32,7 @@ Operation = Literal[
     "scaled_product",
     "routed_experts",
     "experts",
+    "dropout_experts",
     "sort_choices",
     "gather_rows",
     "combine_rows",
@@ -75,7 +76,9 @@ def _written_in_triton() -> tuple[Row, ...]:
 def _grouped(device: str) -> tuple[Row, ...]:
     """torch's grouped product, where this torch has it; it knows no float64, and on a CPU is slower than a loop."""
     on = {"devices": (device,), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
-    return (Row("experts", "grouped", grouped.experts, **on),) if grouped.available else ()
+    if not grouped.available:
+        return ()
+    return tuple(Row(operation, "grouped", grouped.experts, **on) for operation in ("experts", "dropout_experts"))
 
 
 TABLE: tuple[Row, ...] = (
@@ -103,9 +106,13 @@ TABLE: tuple[Row, ...] = (
     Row("routed_experts", "loop", loop.routed),
     Row("routed_experts", "reference", experts_reference.routed),
     Row("experts", "loop", loop.experts),
+    # Rows that carry their masks' hashes between a gather and a sum: kernels that do all of it in one do not drop.
+    Row("dropout_experts", "loop", loop.experts),
     *_grouped("cpu"),
     Row("experts", "batched", batched.experts),
     Row("experts", "reference", experts_reference.experts),
+    Row("dropout_experts", "batched", batched.experts),
+    Row("dropout_experts", "reference", experts_reference.experts),
     Row("sort_choices", "reference", permute_reference.sort),
     Row("gather_rows", "reference", permute_reference.gather),
     Row("combine_rows", "reference", permute_reference.combine),

@@ -27,6 +27,7 @@ from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Transformer, initialise
 from colonnade.model.linear import in_float8
 from colonnade.model.moe import Spread
+from colonnade.model.moe.router import rule
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.layout import Experts, layout_of
@@ -62,6 +63,8 @@ class Session:
         if self.checkpoint is None:
             initialise(self.model, run.train.seed)
         freeze(self.model, run.train.freeze)
+        if run.evaluated is not None:
+            rule(run.evaluated)  # a router that cannot says so now, not at the first validation
         self.recomputed = arrange(
             self.model,
             run.train,
@@ -122,7 +125,8 @@ class Session:
         """The mean loss on held-out samples, always the same ones."""
         assert self.feed.held_out is not None, "validation is switched off"
         self.watch.at(self.taken, "validates", patient=True)
-        return evaluate(self.model, self._on_device(self.feed.held_out.sweep(self.run.train.eval_samples)), self.piped)
+        batches = self._on_device(self.feed.held_out.sweep(self.run.train.eval_samples))
+        return evaluate(self.model, batches, self.piped, self.run.evaluated)
 
     def save(self) -> Path | None:
         """Begin to write ``runs/NAME/step-N``, which :meth:`settle` ends; no other save may be under way.

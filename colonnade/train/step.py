@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from colonnade.config import TrainConfig
+from colonnade.config import MoeConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import IGNORE, Transformer
 from colonnade.model.moe import Spread
@@ -114,11 +114,15 @@ class Step:
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, batches: Iterable[Batch], piped: Piped | None = None) -> Tensor:
-    """The mean loss over this data rank's ``batches`` and everybody else's, without label smoothing."""
+def evaluate(
+    model: Transformer, batches: Iterable[Batch], piped: Piped | None = None, moe: MoeConfig | None = None
+) -> Tensor:
+    """The mean loss over this data rank's ``batches`` and everybody else's, without label smoothing; experts are chosen
+    by ``moe``, where that is not the model's own.
+    """
     batches = list(batches)
     count = valid_tokens(batches, model.axes.dp)
-    terms = Terms(order_weight=pair_weight(batches, count, model.axes.dp))
+    terms = Terms(order_weight=pair_weight(batches, count, model.axes.dp), moe=moe)
     if piped is None:
         mine = torch.stack([forward(model, batch, terms).double() for batch in batches]).sum()
     else:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from colonnade.kernels.choose import choose
 from colonnade.kernels.experts.reference import Weights
+from colonnade.model.moe.dropout import ExpertDropout
 from colonnade.model.moe.experts import Experts
 from colonnade.model.moe.losses import load
 from colonnade.model.moe.routing import Spread
@@ -42,41 +43,59 @@ def through_experts(
     grid: Grid,
     step: Spread,
     rows: int | None = None,
+    dropout: ExpertDropout | None = None,
 ) -> tuple[Tensor, int]:
     """y_tD: each of this rank's tokens through the experts that it chose (E for none), by its weights; and the bytes
     that this rank handed to others for it.
 
-    ``rows`` bounds how many choices are not none.
+    ``rows`` bounds how many choices are not none; ``dropout`` is of the experts' hidden units.
     """
     if grid.all.size == 1:
-        return _here(x_tD, ids_tA, weights_tA, experts, experts.weights, rows), 0
+        return _here(x_tD, ids_tA, weights_tA, experts, experts.weights, grid, rows, dropout), 0
     if step.degree == 0:
-        y_tD = again(_gathered, x_tD, ids_tA, weights_tA, experts, grid, rows)
+        y_tD = again(_gathered, x_tD, ids_tA, weights_tA, experts, grid, rows, dropout)
         return y_tD, experts.size_bytes * (grid.all.size - 1)
     if not step.shadows:
-        return _exchanged(x_tD, ids_tA, weights_tA, experts, grid, step)
+        return _exchanged(x_tD, ids_tA, weights_tA, experts, grid, step, dropout)
     hot_E, shadow_tA = _hottest(ids_tA, step.shadows, experts.count, grid.all)
-    staying_tD = again(_shadowed, x_tD, shadow_tA, weights_tA, experts, grid, hot_E)
+    staying_tD = again(_shadowed, x_tD, shadow_tA, weights_tA, experts, grid, hot_E, dropout)
     ids_tA = torch.where(shadow_tA < len(hot_E), experts.count, ids_tA)
-    leaving_tD, sent_bytes = _exchanged(x_tD, ids_tA, weights_tA, experts, grid, step)
+    leaving_tD, sent_bytes = _exchanged(x_tD, ids_tA, weights_tA, experts, grid, step, dropout)
     return staying_tD + leaving_tD, sent_bytes + experts.size_bytes * len(hot_E) // experts.count * grid.all.size
 
 
 def _here(
-    x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, experts: Experts, weights: Weights, rows: int | None
+    x_tD: Tensor,
+    ids_tA: Tensor,
+    weights_tA: Tensor,
+    experts: Experts,
+    weights: Weights,
+    grid: Grid,
+    rows: int | None,
+    dropout: ExpertDropout | None,
 ) -> Tensor:
     """All experts are on this rank."""
     kind, dtype = x_tD.device.type, x_tD.dtype
     order_R, ends_E = choose("sort_choices", kind, dtype)(ids_tA, len(weights.up_EFD), rows)
-    run = choose("routed_experts", kind, dtype)
-    return run(x_tD, order_R, ends_E, weights_tA, weights, experts.activation)
+    if dropout is None:
+        run = choose("routed_experts", kind, dtype)
+        return run(x_tD, order_R, ends_E, weights_tA, weights, experts.activation)
+    x_RD = choose("gather_rows", kind, dtype)(x_tD, order_R, ids_tA.shape[1])
+    y_RD = experts(x_RD, ends_E, weights, dropout.hidden(dropout.tags(order_R), experts.width, grid))
+    return choose("combine_rows", kind, dtype)(y_RD, order_R, weights_tA)
 
 
 def _gathered(
-    x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, experts: Experts, grid: Grid, rows: int | None
+    x_tD: Tensor,
+    ids_tA: Tensor,
+    weights_tA: Tensor,
+    experts: Experts,
+    grid: Grid,
+    rows: int | None,
+    dropout: ExpertDropout | None,
 ) -> Tensor:
     """r = 0."""
-    return _here(x_tD, ids_tA, weights_tA, experts, experts.gathered(grid.sh, grid.ep), rows)
+    return _here(x_tD, ids_tA, weights_tA, experts, experts.gathered(grid.sh, grid.ep), grid, rows, dropout)
 
 
 def _hottest(ids_tA: Tensor, shadows: int, experts: int, all_ranks: Axis) -> tuple[Tensor, Tensor]:
@@ -90,15 +109,27 @@ def _hottest(ids_tA: Tensor, shadows: int, experts: int, all_ranks: Axis) -> tup
 
 
 def _shadowed(
-    x_tD: Tensor, shadow_tA: Tensor, weights_tA: Tensor, experts: Experts, grid: Grid, hot_E: Tensor
+    x_tD: Tensor,
+    shadow_tA: Tensor,
+    weights_tA: Tensor,
+    experts: Experts,
+    grid: Grid,
+    hot_E: Tensor,
+    dropout: ExpertDropout | None,
 ) -> Tensor:
     """The choices of shadowed experts, here."""
     weights_tA = weights_tA * (shadow_tA < len(hot_E))
-    return _here(x_tD, shadow_tA, weights_tA, experts, experts.shadows(hot_E, grid), None)
+    return _here(x_tD, shadow_tA, weights_tA, experts, experts.shadows(hot_E, grid), grid, None, dropout)
 
 
 def _exchanged(
-    x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, experts: Experts, grid: Grid, step: Spread
+    x_tD: Tensor,
+    ids_tA: Tensor,
+    weights_tA: Tensor,
+    experts: Experts,
+    grid: Grid,
+    step: Spread,
+    dropout: ExpertDropout | None,
 ) -> tuple[Tensor, int]:
     """r ≥ 1."""
     kind, dtype, A = x_tD.device.type, x_tD.dtype, ids_tA.shape[1]
@@ -107,15 +138,20 @@ def _exchanged(
     parcels = _address([ids_tA[part] for part in parts], experts.count, grid, web, step.degree)
     gather = choose("gather_rows", kind, dtype)
 
-    def send(i: int) -> Begun:
-        x_RD = gather(x_tD[parts[i]], parcels[i].order_R, A)
-        return web.begin(x_RD, parcels[i].sizes)
+    def send(i: int) -> tuple[Begun, Begun | None]:
+        parcel = parcels[i]
+        rows = web.begin(gather(x_tD[parts[i]], parcel.order_R, A), parcel.sizes)
+        tags = dropout and web.begin(dropout.rows(parts[i]).tags(parcel.order_R), parcel.sizes)
+        return rows, tags
 
     under_way, back = send(0), []
     for i, parcel in enumerate(parcels):
-        arriving, under_way = under_way, send(i + 1) if i + 1 < len(parcels) else under_way
-        x_RD = web.finish(arriving, parcel.sizes)
-        y_RD = experts.slice_of(x_RD[parcel.by_expert_R], parcel.ends_e, grid, step.degree)
+        (arriving, tags), under_way = under_way, send(i + 1) if i + 1 < len(parcels) else under_way
+        x_RD, hidden = web.finish(arriving, parcel.sizes), None
+        if dropout is not None and tags is not None:
+            tag_R = web.finish(tags, parcel.sizes)[parcel.by_expert_R]
+            hidden = dropout.hidden(tag_R, experts.width, grid, step.degree)
+        y_RD = experts.slice_of(x_RD[parcel.by_expert_R], parcel.ends_e, grid, step.degree, hidden)
         y_RD = torch.empty_like(y_RD).index_copy(0, parcel.by_expert_R, y_RD)
         back.append(web.begin_back(y_RD, parcel.sizes))
     out: list[Tensor] = []
@@ -127,6 +163,8 @@ def _exchanged(
     sizes = [parcel.sizes for parcel in parcels]
     away = sum(sum(it.send) + sum(it.receive) - 2 * it.send[grid.all.rank] for it in sizes)
     sent_bytes = away * x_tD.shape[1] * x_tD.itemsize + experts.size_bytes * (grid.every(step.degree).size - 1)
+    if dropout is not None:
+        sent_bytes += sum(sum(it.send) - it.send[grid.all.rank] for it in sizes) * dropout.row_TA.itemsize
     return torch.cat(out), sent_bytes
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.kernels.choose import choose
+from colonnade.kernels.dropout.reference import Hidden
 from colonnade.kernels.experts.loop import across
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model.recompute import again
@@ -20,7 +21,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
-        self.activation, self.count = config.activation, moe.experts
+        self.activation, self.count, self.width = config.activation, moe.experts, moe.ffn_width
         first, stop = axes.grid.ep.part(moe.experts)
         start, end = axes.grid.sh.part(moe.ffn_width)
         e, f, D = stop - first, end - start, config.width
@@ -58,9 +59,12 @@ class Experts(nn.Module):
         """Of this rank's weights."""
         return sum(w.nbytes for w in self.weights if w is not None)
 
-    def forward(self, x_RD: Tensor, ends_e: Tensor, weights: Weights) -> Tensor:
-        """y_RD of rows in the order of ``weights``' experts."""
-        return choose("experts", x_RD.device.type, x_RD.dtype)(x_RD, ends_e, weights, self.activation)
+    def forward(self, x_RD: Tensor, ends_e: Tensor, weights: Weights, dropout: Hidden | None = None) -> Tensor:
+        """y_RD of rows in the order of ``weights``' experts, whose hidden units ``dropout`` drops."""
+        kind, dtype = x_RD.device.type, x_RD.dtype
+        if dropout is None:
+            return choose("experts", kind, dtype)(x_RD, ends_e, weights, self.activation)
+        return choose("dropout_experts", kind, dtype)(x_RD, ends_e, weights, self.activation, dropout)
 
     def gathered(self, hidden: Axis, experts: Axis = SOLO) -> Weights:
         """The shares of the ranks along ``hidden``, and of those along ``experts``, laid together."""
@@ -96,13 +100,13 @@ class Experts(nn.Module):
         output_bias = None if down_bias is None else chosen(down_bias)  # each rank has all of it
         return Weights(whole(up), whole(down), perhaps(gate), perhaps(up_bias), perhaps(gate_bias), output_bias)
 
-    def slice_of(self, x_RD: Tensor, ends_e: Tensor, grid: Grid, degree: int) -> Tensor:
+    def slice_of(self, x_RD: Tensor, ends_e: Tensor, grid: Grid, degree: int, dropout: Hidden | None = None) -> Tensor:
         """What the hidden slice s mod ``degree`` adds to y_RD; the output's bias is the first slice's."""
         axis, first = grid.every(degree), grid.sh.rank % degree == 0
         if axis.size == 1:
-            return self._slice(x_RD, ends_e, axis, first)
-        return again(self._slice, x_RD, ends_e, axis, first)  # gathered weights are not kept
+            return self._slice(x_RD, ends_e, axis, first, dropout)
+        return again(self._slice, x_RD, ends_e, axis, first, dropout)  # gathered weights are not kept
 
-    def _slice(self, x_RD: Tensor, ends_e: Tensor, axis: Axis, first: bool) -> Tensor:
+    def _slice(self, x_RD: Tensor, ends_e: Tensor, axis: Axis, first: bool, dropout: Hidden | None) -> Tensor:
         weights = self.gathered(axis)
-        return self(x_RD, ends_e, weights if first else weights._replace(down_bias_ED=None))
+        return self(x_RD, ends_e, weights if first else weights._replace(down_bias_ED=None), dropout)
