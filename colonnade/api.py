@@ -28,9 +28,11 @@ from colonnade.checkpoint.hf.read import HFFolder
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.config import AS_TRAINED, Device, ExpertsConfig, ModelConfig, Plan, ServeConfig, count
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.errors import CheckpointError, ConfigError, PlanError, RequestError
+from colonnade.errors import CapacityError, CheckpointError, ConfigError, PlanError, RequestError
 from colonnade.model import Hidden, Packed, Pooled, Rows, Stream, Transformer
 from colonnade.model.head import Head
+from colonnade.model.moe import Resident, experts_of
+from colonnade.model.moe.resident import too_large
 from colonnade.model.moe.router import rule
 from colonnade.model.score import Score, score
 from colonnade.parallel.launch import launched
@@ -166,7 +168,7 @@ def load(
     if ground is None:
         ground = _ground(plan, device, exits)
     with exits:
-        model = _load(found, ground, dtype, str(path))
+        model = _load(found, ground, dtype, str(path), experts.resident)
         model._exit = exits.pop_all()
         return model
 
@@ -229,11 +231,21 @@ def _told(trained: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
     return told
 
 
-def _load(found: Found, ground: Ground, dtype: DType, source: str) -> Model:
+def _load(found: Found, ground: Ground, dtype: DType, source: str, resident: int | None) -> Model:
     if dtype == "auto":
         dtype = "bfloat16" if ground.device.type == "cuda" else "float32"
-    transformer = Transformer(found.config, ground.axes, device=ground.device, dtype=getattr(torch, dtype))
-    found.fill(transformer.eval().requires_grad_(False), ground)
+    layers = found.config.moe.layers_among(found.config.layers) if found.config.moe else 0
+    resident = None if resident is None or resident >= layers else resident
+    home = None if resident is None else torch.device("cpu")
+    on = {"device": ground.device, "dtype": getattr(torch, dtype), "experts_on": home}
+    try:
+        transformer = Transformer(found.config, ground.axes, **on)
+        found.fill(transformer.eval().requires_grad_(False), ground)
+        if resident is not None:
+            Resident(experts_of(transformer), resident, ground.device)
+    except torch.OutOfMemoryError:
+        shape = Transformer(found.config, ground.axes, **on | {"device": "meta", "experts_on": None})
+        raise CapacityError(too_large(shape, resident, source)) from None
     return Model(transformer, found.tokenizer(), ground, source)
 
 

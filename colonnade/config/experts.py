@@ -21,6 +21,9 @@ class ExpertsConfig(Config):
     """Capacity factor, or off: every token reaches its experts; None: as trained."""
     task: int | None = Field(default=None, ge=0)
     """Router 'task': the task that all tokens are of, by number."""
+    resident: int | None = Field(default=None, ge=1)
+    """Layers whose experts are in the device's memory at a time; those of all others wait in host memory and come while
+    the layers before them compute (2 or more; with 1 nothing overlaps). None: all layers'."""
 
     def of(self, model: ModelConfig) -> ModelConfig:
         """``model`` with these changes; raises :class:`ConfigError` for what it cannot do."""

@@ -34,6 +34,8 @@ class Experts(nn.Module):
         if device.type == "cpu" and across(f * D, dtype):  # the same numbers in another order in memory
             self.down = nn.Parameter(torch.empty(e, D, f, dtype=dtype).mT)
         self.layout: dict[str, Placement] = {"up": Stack(1), "down": Stack(1)}
+        self.fetch: Callable[[], Weights] | None = None
+        """Where this rank's weights come from, when they are not where they are stored (see :mod:`.resident`)."""
         self.up_bias = self.gate_bias = self.down_bias = None
         if config.gated:
             self.layout["gate"] = Stack(1)
@@ -45,9 +47,14 @@ class Experts(nn.Module):
                 self.layout["gate_bias"] = Stack(1)
 
     @property
+    def stored(self) -> Weights:
+        """This rank's, where they are stored."""
+        return Weights(self.up, self.down, self.gate, self.up_bias, self.gate_bias, self.down_bias)
+
+    @property
     def weights(self) -> Weights:
         """This rank's, as the kernels take them."""
-        return Weights(self.up, self.down, self.gate, self.up_bias, self.gate_bias, self.down_bias)
+        return self.stored if self.fetch is None else self.fetch()
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -57,7 +64,7 @@ class Experts(nn.Module):
     @property
     def size_bytes(self) -> int:
         """Of this rank's weights."""
-        return sum(w.nbytes for w in self.weights if w is not None)
+        return sum(w.nbytes for w in self.stored if w is not None)
 
     def forward(self, x_RD: Tensor, ends_e: Tensor, weights: Weights, dropout: Hidden | None = None) -> Tensor:
         """y_RD of rows in the order of ``weights``' experts, whose hidden units ``dropout`` drops."""

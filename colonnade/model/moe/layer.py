@@ -27,12 +27,22 @@ from colonnade.parallel.layout import Placement, on_rows
 class MixtureOfExperts(nn.Module):
     """x_tD to y_tD, and a report of what went where."""
 
-    def __init__(self, config: ModelConfig, moe: MoeConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe: MoeConfig,
+        axes: Axes,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        experts_on: torch.device | None = None,
+    ):
+        """``experts_on``: where the experts that a router chooses are stored, if not on ``device``."""
         super().__init__()
         self.moe, self.axes = moe, axes
         on = {"device": device, "dtype": dtype}
         self.router = Router(config, moe, axes, **on)
-        self.experts = Experts(config, moe, axes, **on)
+        self.experts = Experts(config, moe, axes, device=experts_on or device, dtype=dtype)
         self.shared = FeedForward(config, axes, width=moe.shared_width, **on) if moe.shared_width else None
         self.shared_gate = Linear(config.width, 1, bias=False, **on) if moe.shared_gate else None
         self.layout: dict[str, Placement] = {"shared_gate.weight": on_rows(axes)} if moe.shared_gate else {}
