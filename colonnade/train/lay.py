@@ -49,6 +49,8 @@ def lay(
     routing = None
     if config.moe is not None:
         units = Units.sequences(cu, T, model.axes.dp) if config.moe.by_sequence else None
+        if config.moe.router.kind == "task" and batch.tasks_T is not None:
+            units = Units(batch.tasks_T, config.moe.router.tasks)
         routing = Routing(numbers(batch), terms.router_weight, units=units, steps=terms.steps, moe=terms.moe)
         if terms.router_weight is not None:
             terms.reports.append(routing.reports)
