@@ -19,7 +19,17 @@ from colonnade.parallel.layout import Placement
 class Experts(nn.Module):
     """Stacks of weights, hidden units first: (e, f, D) with e = E/ep experts and f = F/sh hidden units."""
 
-    def __init__(self, config: ModelConfig, moe: MoeConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe: MoeConfig,
+        axes: Axes,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        stored_on: torch.device | None = None,
+    ):
+        """For arithmetic on ``device``; ``stored_on`` another one, whence they are fetched (:mod:`.resident`)."""
         super().__init__()
         self.activation, self.count, self.width = config.activation, moe.experts, moe.ffn_width
         first, stop = axes.grid.ep.part(moe.experts)
@@ -27,7 +37,7 @@ class Experts(nn.Module):
         e, f, D = stop - first, end - start, config.width
 
         def stack(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            return nn.Parameter(torch.empty(shape, device=stored_on or device, dtype=dtype))
 
         self.gate = stack(e, f, D) if config.gated else None
         self.up, self.down = stack(e, f, D), stack(e, f, D)

@@ -42,7 +42,7 @@ class MixtureOfExperts(nn.Module):
         self.moe, self.axes = moe, axes
         on = {"device": device, "dtype": dtype}
         self.router = Router(config, moe, axes, **on)
-        self.experts = Experts(config, moe, axes, device=experts_on or device, dtype=dtype)
+        self.experts = Experts(config, moe, axes, **on, stored_on=experts_on)
         self.shared = FeedForward(config, axes, width=moe.shared_width, **on) if moe.shared_width else None
         self.shared_gate = Linear(config.width, 1, bias=False, **on) if moe.shared_gate else None
         self.layout: dict[str, Placement] = {"shared_gate.weight": on_rows(axes)} if moe.shared_gate else {}
