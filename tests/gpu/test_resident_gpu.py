@@ -48,16 +48,18 @@ def logits(model: Transformer, T: int) -> torch.Tensor:
 @pytest.mark.parametrize("slow", ["nothing", "copies", "experts"])
 @pytest.mark.parametrize("buffers", [1, 2, 4])
 def test_the_same_bits(buffers: int, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With slow copies a missing wait for them would show, with slow experts one for a buffer that is still read."""
+    """With slow copies a missing wait for them would show, with slow experts one for a buffer that is still read;
+    passes of one token have chosen experts alone come, those of others whole layers.
+    """
     model = tiny.model(dtype=torch.float32, **SIZES)
     plain, model = on_gpu(model), waiting(model, buffers)
     expected = [logits(plain, T) for T in (1, 100, 7, 33)]
     if slow == "copies":
         copy = Resident._copy
 
-        def late(self: Resident, place: int, buffer: int) -> None:
+        def late(self: Resident, *which: int) -> None:
             torch.cuda._sleep(LATE)
-            copy(self, place, buffer)
+            copy(self, *which)
 
         monkeypatch.setattr(Resident, "_copy", late)
     if slow == "experts":

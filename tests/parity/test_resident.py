@@ -11,7 +11,7 @@ from colonnade import api
 from colonnade.config import ExpertsConfig, ModelConfig, MoeConfig, Plan, ServeConfig
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.model import Transformer
-from colonnade.model.moe import Resident, experts_of
+from colonnade.model.moe import MixtureOfExperts, Resident, experts_of
 from colonnade.model.moe.resident import device_bytes
 from colonnade.parallel.mesh import Ground
 from colonnade.serve import Engine
@@ -55,9 +55,9 @@ def test_a_buffer_is_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     model, came = tiny.model(**SIZES), []
     copy = Resident._copy
 
-    def seen(self: Resident, place: int, buffer: int) -> None:
+    def seen(self: Resident, place: int, *rest: int) -> None:
         came.append(place)
-        copy(self, place, buffer)
+        copy(self, place, *rest)
 
     monkeypatch.setattr(Resident, "_copy", seen)
     resident(model, 2)
@@ -69,6 +69,37 @@ def test_a_buffer_is_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
         for layer in experts_of(model):
             layer.up.zero_()
     assert not torch.equal(tiny.logits(model, [1, 2, 3]), expected), "what came last came from where it is stored"
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_few_tokens_bring_the_experts_that_they_chose(buffers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of layers that are there whole need not come; large and small passes may follow one another."""
+    many = {**SIZES, "moe": MOE.but(experts=8)}
+    plain, model, came = tiny.model(**many), tiny.model(**many), []
+    copy = Resident._copy
+
+    def seen(self: Resident, place: int, buffer: int, expert: int | None = None) -> None:
+        came.append((place, expert))
+        copy(self, place, buffer, expert)
+
+    monkeypatch.setattr(Resident, "_copy", seen)
+    resident(model, buffers)
+    chosen = []
+    for layer in plain.modules():
+        if isinstance(layer, MixtureOfExperts):
+            layer.router.register_forward_hook(lambda *call: chosen.append(call[2][0].ids_TA.unique().tolist()))
+    for n in (1, 2, 1, 30, 1, 2, 30, 30, 1):
+        came.clear()
+        chosen.clear()
+        ids = [(7 * n + i) % 300 for i in range(n)]
+        assert torch.equal(tiny.logits(model, ids), tiny.logits(plain, ids))
+        if n < 3:
+            wanted = [(place, e) for place, experts in enumerate(chosen) for e in experts]
+            there = {place for place in range(4) if not any(place == p for p, _ in came)}
+            assert came == [(place, e) for place, e in wanted if place not in there]
+            assert len(there) <= buffers
+        else:
+            assert all(e is None for _, e in came)
 
 
 def test_a_pass_that_was_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def through_experts(
     ``rows`` bounds how many choices are not none; ``dropout`` is of the experts' hidden units.
     """
     if grid.all.size == 1:
-        return _here(x_tD, ids_tA, weights_tA, experts, experts.weights, grid, rows, dropout), 0
+        return _here(x_tD, ids_tA, weights_tA, experts, None, grid, rows, dropout), 0
     if step.degree == 0:
         y_tD = again(_gathered, x_tD, ids_tA, weights_tA, experts, grid, rows, dropout)
         return y_tD, experts.size_bytes * (grid.all.size - 1)
@@ -69,14 +69,16 @@ def _here(
     ids_tA: Tensor,
     weights_tA: Tensor,
     experts: Experts,
-    weights: Weights,
+    weights: Weights | None,
     grid: Grid,
     rows: int | None,
     dropout: ExpertDropout | None,
 ) -> Tensor:
-    """All experts are on this rank."""
+    """All experts are on this rank: those of ``weights``, or its own."""
     kind, dtype = x_tD.device.type, x_tD.dtype
-    order_R, ends_E = choose("sort_choices", kind, dtype)(ids_tA, len(weights.up_EFD), rows)
+    count = experts.count if weights is None else len(weights.up_EFD)
+    order_R, ends_E = choose("sort_choices", kind, dtype)(ids_tA, count, rows)
+    weights = weights or experts.weights_for(ends_E, len(order_R))
     if dropout is None:
         run = choose("routed_experts", kind, dtype)
         return run(x_tD, order_R, ends_E, weights_tA, weights, experts.activation)

@@ -44,7 +44,7 @@ class Experts(nn.Module):
         if device.type == "cpu" and across(f * D, dtype):  # the same numbers in another order in memory
             self.down = nn.Parameter(torch.empty(e, D, f, dtype=dtype).mT)
         self.layout: dict[str, Placement] = {"up": Stack(1), "down": Stack(1)}
-        self.fetch: Callable[[], Weights] | None = None
+        self.fetch: Callable[[Tensor | None, int], Weights] | None = None
         """Where this rank's weights come from, when they are not where they are stored (see :mod:`.resident`)."""
         self.up_bias = self.gate_bias = self.down_bias = None
         if config.gated:
@@ -64,7 +64,11 @@ class Experts(nn.Module):
     @property
     def weights(self) -> Weights:
         """This rank's, as the kernels take them."""
-        return self.stored if self.fetch is None else self.fetch()
+        return self.stored if self.fetch is None else self.fetch(None, 0)
+
+    def weights_for(self, ends_e: Tensor, rows: int) -> Weights:
+        """The same, where those of experts without any of the ``rows``, which end at ``ends_e``, may be anything."""
+        return self.stored if self.fetch is None else self.fetch(ends_e, rows)
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -125,5 +129,5 @@ class Experts(nn.Module):
         return again(self._slice, x_RD, ends_e, axis, first, dropout)  # gathered weights are not kept
 
     def _slice(self, x_RD: Tensor, ends_e: Tensor, axis: Axis, first: bool, dropout: Hidden | None) -> Tensor:
-        weights = self.gathered(axis)
+        weights = self.gathered(axis) if axis.size > 1 else self.weights_for(ends_e, len(x_RD))
         return self(x_RD, ends_e, weights if first else weights._replace(down_bias_ED=None), dropout)

@@ -4,8 +4,11 @@
 
 Layers are asked for in turn, and after the last comes the first (of the next pass), so what will be needed next is
 known. A buffer is filled anew when the next layer has been asked for: all work on the one before is then in the
-device's queue, and the copy waits for its end, not for the host. With one buffer nothing overlaps. All of a layer's
-experts come, chosen or not: right for passes of many tokens (prefill, batches), dear for a single one.
+device's queue, and the copy waits for its end, not for the host. With one buffer nothing overlaps.
+
+A pass of many tokens (prefill, a batch) needs most experts of each layer, so all of them come. One of few tokens needs
+few: where there are at most half as many choices as experts, nothing comes ahead, and the layer waits until the router
+has spoken, and for the experts that were chosen. They take a buffer from the ring until the next large pass.
 
 On a CPU the same buffers are filled by plain copies, which saves nothing: it is how this is tested without a GPU.
 """
@@ -15,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model.moe.experts import Experts
@@ -35,6 +38,8 @@ class Resident:
         self._homes = [layer.stored for layer in layers]
         self._buffers = [_like(self._homes[0], device) for _ in range(buffers)]
         self._free = deque(range(buffers))
+        self._few: int | None = None
+        """The buffer that is used for chosen experts alone."""
         self._here: deque[tuple[int, int]] = deque()
         """(layer, buffer) of what is there or on its way, in the order in which it will be asked for."""
         if self._moves:
@@ -49,18 +54,43 @@ class Resident:
         """Of the buffers on the device."""
         return sum(w.nbytes for buffer in self._buffers for w in buffer if w is not None)
 
-    def _at(self, place: int) -> Weights:
-        """The experts of the layer at this place, for work that is given to the device now."""
+    def _at(self, place: int, ends_e: Tensor | None, rows: int) -> Weights:
+        """The experts of the layer at this place, for work that is given to the device now; those that have some of
+        the ``rows`` by ``ends_e`` at least.
+        """
+        if ends_e is not None and 2 * rows <= len(ends_e):
+            return self._chosen(place, ends_e)
+        if self._few is not None:
+            self._leave(self._few)
+            self._few = None
         while self._here and self._here[0][0] != place:
             self._leave(self._here.popleft()[1])
         if not self._here:
             self._fetch(place)
         buffer = self._here[0][1]
-        if self._moves:
-            torch.cuda.current_stream(self._in.device).wait_event(self._came[buffer])
+        self._await(buffer)
         while self._free:
             self._fetch((self._here[-1][0] + 1) % len(self._homes))
         return self._buffers[buffer]
+
+    def _chosen(self, place: int, ends_e: Tensor) -> Weights:
+        """Only the experts that have rows are brought, unless all are there already."""
+        if (there := dict(self._here).get(place)) is not None:
+            self._await(there)
+            return self._buffers[there]
+        if self._few is None:
+            self._few = self._free.popleft() if self._free else self._here.pop()[1]
+            self._await(self._few)  # what is on its way there must not come later than what follows
+        ends = ends_e.tolist()
+        for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            if end > start:
+                self._copy(place, self._few, e)
+        return self._buffers[self._few]
+
+    def _await(self, buffer: int) -> None:
+        """Work that is given to the device from now on finds in this buffer what was fetched into it."""
+        if self._moves:
+            torch.cuda.current_stream(self._in.device).wait_event(self._came[buffer])
 
     def _leave(self, buffer: int) -> None:
         """All work on what is in this buffer has been given to the device."""
@@ -81,10 +111,12 @@ class Resident:
         self._here.append((place, buffer))
 
     @torch.no_grad()
-    def _copy(self, place: int, buffer: int) -> None:
+    def _copy(self, place: int, buffer: int, expert: int | None = None) -> None:
+        """All experts of a layer, or one of them, into a buffer."""
+        part = slice(None) if expert is None else expert
         for into, home in zip(self._buffers[buffer], self._homes[place], strict=True):
             if into is not None and home is not None:
-                into.copy_(home, non_blocking=True)
+                into[part].copy_(home[part], non_blocking=True)
 
 
 def _like(home: Weights, device: torch.device) -> Weights:
