@@ -115,11 +115,6 @@ class MoeConfig(Config):
                 f"{router.groups_kept} groups of {self.experts // router.groups} experts do not hold {self.active} "
                 "active ones; raise moe.router.groups_kept or lower moe.active"
             )
-        if router.kind == "task" and self.balance == "sequence":
-            raise ConfigError(
-                "router 'task' decides by tasks, and balance 'sequence' counts by sequences: a stream says one of the "
-                "two; set moe.balance to 'switch'"
-            )
         if router.task is not None and router.task >= router.tasks:
             raise ConfigError(f"there is no task {router.task} among {router.tasks}; raise moe.router.tasks")
         if router.nodes > self.experts:

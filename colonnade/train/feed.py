@@ -53,6 +53,11 @@ class Feed:
             return
         if not run.model.causal:
             raise ConfigError("router 'task' is for decoders: pairs of segments carry no tasks; use another router")
+        if moe.balance == "sequence":
+            raise ConfigError(
+                "router 'task' decides by tasks, and balance 'sequence' counts by sequences: a stream says one of the "
+                "two; set --model.moe.balance switch"
+            )
         if tasks is None and moe.router.task is None:
             raise ConfigError(
                 f"router 'task' needs to know what task a document is of, and {run.data.path} does not say; build it "

@@ -121,4 +121,4 @@ def test_a_corpus_that_does_not_fit_is_refused(corpus: Path, tmp_path: Path) -> 
         Feed(mute)
     Feed(mute.but(model=run.model.but(moe=MOE.but(router=RouterConfig(kind="task", tasks=4, task=1)))))
     with pytest.raises(ConfigError, match="decides by tasks, and balance 'sequence' counts by sequences"):
-        MOE.but(balance="sequence")
+        Feed(run.but(model=run.model.but(moe=MOE.but(balance="sequence"))))
