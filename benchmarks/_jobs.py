@@ -35,8 +35,8 @@ from colonnade.parallel.fsdp import masters
 from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground
 from colonnade.train.breakdown import Breakdown, breakdown
-from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
+from colonnade.train.session import moving
 from colonnade.train.step import Step
 
 Row = dict[str, Any]
@@ -69,18 +69,16 @@ class Job:
         self.plan.check(self.config)
         config, train = self.config, self.train
         spans = [span for _, span in ground.stages(config.layers)]
-        model = filled(Transformer(config, ground.axes, spans=spans, device=ground.device))
+        model = filled(self.model(ground, spans))
         if train.float8 != "none":
             in_float8(model.blocks, train.float8)
         assert train.recompute != "budget", "a benchmark says what is computed again"
         recompute(model.blocks, [train.recompute for _ in model.blocks])
-        if train.compile:
-            for block in model.blocks:
-                block.compile()
+        self.ready(model, ground)
         compute: torch.dtype = getattr(torch, train.dtype)
         piped = Piped(model, ground, compute) if ground.plan.pp > 1 else None
-        held = masters(model, ground, compute, piped and piped.stages)
-        run = Step(model, held, AdamW(held.local, train), train, world_axis(), piped)
+        held = masters(model, ground, compute, piped and piped.stages, single=train.fused_adamw and piped is None)
+        run = Step(model, held, moving(held, train), train, world_axis(), piped, graphed=train.cuda_graph)
         seeds = (2 * ground.axes.dp.rank, 2 * ground.axes.dp.rank + 1)
         batches = [random_batch(config, self.sequence, self.batch, seed, ground.device) for seed in seeds]
 
@@ -89,6 +87,16 @@ class Job:
             return ground.axes.everywhere(outcome.loss_sum) / outcome.count
 
         return step
+
+    def model(self, ground: Ground, spans: Sequence[range]) -> Transformer:
+        """Uninitialised."""
+        return Transformer(self.config, ground.axes, spans=spans, device=ground.device)
+
+    def ready(self, model: Transformer, ground: Ground) -> None:
+        """Compile what is to be compiled."""
+        if self.train.compile:
+            for block in model.blocks:
+                block.compile()
 
 
 def series(jobs: Sequence[Job], device: str) -> list[Row]:

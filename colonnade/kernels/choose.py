@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from colonnade.kernels.adamw import reference as adamw_reference
 from colonnade.kernels.attention import chunk, chunk_flash, reference, sdpa, varlen
 from colonnade.kernels.dropout import recompute
 from colonnade.kernels.dropout import reference as dropout_reference
@@ -35,6 +36,7 @@ Operation = Literal[
     "sort_choices",
     "gather_rows",
     "combine_rows",
+    "adamw",
 ]
 FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -55,6 +57,7 @@ def _written_in_triton() -> tuple[Row, ...]:
     """Kernels of ours for GPUs; where torch was built for none, triton costs a second to import and serves nobody."""
     if torch.version.cuda is None or importlib.util.find_spec("triton") is None:
         return ()
+    from colonnade.kernels.adamw import triton_adamw
     from colonnade.kernels.attention import triton_dropout
     from colonnade.kernels.dropout import triton_elements
     from colonnade.kernels.experts import triton_experts
@@ -69,6 +72,7 @@ def _written_in_triton() -> tuple[Row, ...]:
         Row("sort_choices", "triton", triton_sort.sort, devices=("cuda",)),
         Row("gather_rows", "triton", triton_moves.gather, **on),
         Row("combine_rows", "triton", triton_moves.combine, **on),
+        Row("adamw", "triton", triton_adamw.adamw, devices=("cuda",), dtypes=(torch.float32,)),
     )
 
 
@@ -109,6 +113,7 @@ TABLE: tuple[Row, ...] = (
     Row("sort_choices", "reference", permute_reference.sort),
     Row("gather_rows", "reference", permute_reference.gather),
     Row("combine_rows", "reference", permute_reference.combine),
+    Row("adamw", "reference", adamw_reference.adamw, dtypes=(torch.float64, torch.float32)),
 )
 
 CHOSEN = {
