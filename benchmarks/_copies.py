@@ -29,7 +29,7 @@ class Mover(Protocol):
 
     axis: Axis
     stream: torch.cuda.Stream | None
-    """Beside which nothing else of the step runs its copies; None where there are no streams."""
+    """On which all copies are made; None where there are no streams."""
 
     def begin(self) -> None:
         """A step begins: nobody is in any slot."""
@@ -68,10 +68,9 @@ class Mover(Protocol):
 class Plain:
     """By collectives that are over when the call is."""
 
-    stream = None
-
     def __init__(self, axis: Axis):
         self.axis = axis
+        self.stream: torch.cuda.Stream | None = None
         self._parts: dict[int, Tensor] = {}
 
     def begin(self) -> None:

@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     if not enough(args, max(worlds)):
         return
     device, folder, name = place(args)
-    rows = series(jobs(args.tiny, worlds, args.who, fused=args.fused), device)
+    rows = series(jobs(args.tiny, worlds, args.who, fused=args.fused), device, args.keep)
     report(f"weak_scaling_{name}", rows, __doc__ or "", headlines=heads_of(rows), folder=folder)
 
 

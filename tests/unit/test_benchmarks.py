@@ -97,10 +97,18 @@ def test_a_machine_without_gpus_skips(capsys: pytest.CaptureFixture[str], monkey
         assert "needs 4 GPUs, and this machine has 0" in capsys.readouterr().out
 
 
-def test_a_record_is_written(tmp_path: Path) -> None:
-    context.main(["--tiny", "--worlds", "1", "--out", str(tmp_path)])
+def test_a_record_is_written_and_kept_rows_are_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["--tiny", "--worlds", "1", "--out", str(tmp_path), "--keep", str(tmp_path / "kept")]
+    context.main(asked)
     (row,) = json.loads((tmp_path / "context_tiny.json").read_text())["rows"]
     assert row["ranks"] == 1 and row["share_of_linear"] == 1
+    monkeypatch.setattr("_jobs.work", lambda *_: pytest.fail("measured again"))
+    context.main(asked)
+    assert json.loads((tmp_path / "context_tiny.json").read_text())["rows"] == [row]
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        _jobs.series(context.jobs(True, [1], 0)[:1] + fsdp.llama_jobs(True, 1)[:1], "cpu", tmp_path / "kept")
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Weight(NamedTuple):
-    """One weight and all that moves with it; of equal shapes, contiguous."""
+    """One weight and all that moves with it; of equal shapes, and but for the gradient laid out alike, without gaps."""
 
     gradient: Tensor
     master: Tensor

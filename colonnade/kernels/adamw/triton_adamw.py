@@ -89,6 +89,13 @@ def _addresses(weights: Sequence[Weight], device: torch.device) -> tuple[Tensor,
     return table, ALIGNED_BYTES if aligned else 2
 
 
+def _like(gradient: Tensor, master: Tensor) -> Tensor:
+    """``gradient`` laid out in memory as ``master`` is."""
+    if gradient.stride() == master.stride():
+        return gradient
+    return torch.empty_like(master, dtype=gradient.dtype).copy_(gradient)
+
+
 def adamw(
     weights: Sequence[Weight],
     a_P: Tensor,
@@ -104,12 +111,12 @@ def adamw(
     """As :func:`reference.adamw`, bit for bit (a CPU's roots are an ulp off at times), for float32 masters."""
     if not weights:
         return
-    # A gradient may be laid out as autograd likes; this list keeps a copy alive until the kernel is under way.
-    weights = [weight._replace(gradient=weight.gradient.contiguous()) for weight in weights]
+    # The kernel goes through memory in order; this list keeps a copy alive until it is under way.
+    weights = [weight._replace(gradient=_like(weight.gradient, weight.master)) for weight in weights]
     kinds = {weight.gradient.dtype for weight in weights}
     copies = {weight.copy.dtype for weight in weights if weight.copy is not None} or {torch.float32}
     assert len(kinds) == len(copies) == 1, "gradients have one type, and so have the weights to compute with"
-    assert all(x is None or x.is_contiguous() for weight in weights for x in weight)
+    assert all(x is None or x.stride() == weight.master.stride() for weight in weights for x in weight)
     device = weights[0].master.device
     sizes_P, of, first_P, programs = _cut(tuple(weight.master.numel() for weight in weights), device)
     if not programs:
