@@ -48,7 +48,9 @@ WHOLE = ("colonnade", "torch")
 OVERLAPPED = ("colonnade_ce", "colonnade_ce_carved", "colonnade_ring")
 
 
-def jobs(tiny: bool, worlds: Sequence[int], who: Sequence[str], *, fused: bool = False) -> list[Job]:
+def jobs(
+    tiny: bool, worlds: Sequence[int], who: Sequence[str], *, fused: bool = False, pieces: bool = False
+) -> list[Job]:
     """Every layout that there is on so many ranks, this machine's kind of device permitting."""
     made: list[Job] = []
     for ranks in worlds:
@@ -60,7 +62,7 @@ def jobs(tiny: bool, worlds: Sequence[int], who: Sequence[str], *, fused: bool =
                 config = preset("gpt2").but(vocab_size=208, layers=2, width=32, heads=4, ffn_width=64, context=32)
                 made.append(KINDS[name](name, config, plan, 32, 2, PLAIN.but(fused_adamw=fused), 1, 2, 1))
             else:
-                train = FAST.but(fused_adamw=fused, cuda_graph=name in OVERLAPPED)
+                train = FAST.but(fused_adamw=fused, cuda_graph=name in OVERLAPPED and not pieces)
                 made.append(KINDS[name](name, preset(SHAPES[ranks]), plan, 1024, 8, train, 4, 8, 2))
     return made
 
@@ -86,13 +88,14 @@ def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--worlds", type=int, nargs="+", choices=SHAPES, help="ranks; 1 2 4, with --tiny 1 2")
     options.add_argument("--who", nargs="+", choices=WHO, default=WHO, help="layouts to measure")
+    options.add_argument("--pieces", action="store_true", help="overlapped ones launched piece by piece, not as graphs")
     options.add_argument("--fused", action="store_true", help="colonnade with train.fused_adamw")
     args = options.parse_args(argv)
     worlds = args.worlds or ([1, 2] if args.tiny else [1, 2, 4])
     if not enough(args, max(worlds)):
         return
     device, folder, name = place(args)
-    rows = series(jobs(args.tiny, worlds, args.who, fused=args.fused), device, args.keep)
+    rows = series(jobs(args.tiny, worlds, args.who, fused=args.fused, pieces=args.pieces), device, args.keep)
     report(f"weak_scaling_{name}", rows, __doc__ or "", headlines=heads_of(rows), folder=folder)
 
 

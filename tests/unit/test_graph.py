@@ -2,6 +2,7 @@
 
 from dataclasses import fields, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +12,14 @@ from colonnade.config.presets import preset
 from colonnade.data import Batch
 from colonnade.errors import ConfigError
 from colonnade.parallel.axis import SOLO
+from colonnade.parallel.fsdp import masters
+from colonnade.parallel.mesh import Ground
 from colonnade.train import Trainer
-from colonnade.train.graph import Graphed, fixed, given, varying
+from colonnade.train.graph import Graphed, Recording, fixed, given, varying
 from colonnade.train.lay import Terms, noise_of
-from colonnade.train.step import pair_weight, passes, valid_tokens
+from colonnade.train.scaler import LossScaler
+from colonnade.train.session import moving
+from colonnade.train.step import Outcome, Step, pair_weight, passes, valid_tokens
 from tests.models import build
 from tests.parity.train_cases import CASES, ragged
 
@@ -69,6 +74,64 @@ def test_a_recording_holds_for_shapes_and_numbers_not_for_values() -> None:
         key(batch, smoothing=0.1),
     ]
     assert len({key(batch), *others}) == 1 + len(others)
+
+
+class Replayed(Graphed):
+    """Where there are no graphs: a recording runs the passes again, on its inputs, into its own loss and gradients."""
+
+    def _record(self, batch: Batch, terms: Terms, inputs: dict[str, torch.Tensor]) -> Recording:
+        made = super()._record(batch, terms, inputs)
+
+        def replay() -> None:
+            for x, _ in made.gradients:
+                x.grad = None
+            made.loss_sum.copy_(self._passes(*given(batch, terms, made.inputs)))
+            for x, gradient in made.gradients:
+                assert x.grad is not None
+                gradient.copy_(x.grad)
+
+        replays = mock.Mock()
+        replays.replay = replay
+        return replace(made, graph=replays)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_replayed_steps_are_the_steps(fused: bool, dtype: str) -> None:
+    """Two shapes in turn, dropout, a clip, an overflow of float16: weights, moments and outcomes to the last bit."""
+    config, found = CASES["gpt2"], []
+    train = TRAIN.but(dtype=dtype, fused_adamw=fused, dropout=0.2, clip=0.05, steps=12, warmup=2, loss_scale=2.0**40)
+    cpu = torch.device("cpu")
+    on_a_cpu = dict.fromkeys(
+        ("Stream", "CUDAGraph", "current_stream", "stream", "graph", "graph_pool_handle"), mock.DEFAULT
+    ) | {"max_memory_allocated": lambda _: 77}
+    for graphed in (False, True):
+        model = build(config, dtype=torch.float32)
+        held = masters(model, Ground.solo(), getattr(torch, dtype), single=fused)
+        scaler = LossScaler(train, cpu) if dtype == "float16" else None
+        step = Step(model, held, moving(held, train), train, SOLO, scaler=scaler)
+        outcomes: list[Outcome] = []
+        with mock.patch.multiple(torch.cuda, **on_a_cpu), mock.patch("colonnade.train.graph.check_device"):
+            if graphed:
+                step.passes = Replayed(step.passes, (*model.parameters(), *held.local.values()), cpu)
+            for i in range(12):
+                batch = replace(ragged(i, config), longest=13)
+                if i % 3 == 2:
+                    batch = replace(batch, cu_seqlens=torch.cat((batch.cu_seqlens, batch.cu_seqlens[-1:])))
+                outcomes.append(step(i, [batch]))
+        if graphed:
+            assert isinstance(step.passes, Replayed)
+            assert len(step.passes._recorded) >= 2 and step.recorded_bytes == 77
+        found.append((held.local, step.move.optimizer.state, outcomes))
+    (weights, moments, outcomes), (mine, my_moments, my_outcomes) = found
+    for name, w in weights.items():
+        assert torch.equal(mine[name], w), name
+    for name, moment in moments.items():
+        assert torch.equal(my_moments[name], moment), name
+    for ours, theirs in zip(my_outcomes, outcomes, strict=True):
+        assert torch.equal(ours.loss_sum, theirs.loss_sum) and ours.lr == theirs.lr
+        assert torch.equal(ours.norm.nan_to_num(), theirs.norm.nan_to_num())
+    assert len({float(outcome.loss_sum) for outcome in outcomes}) == 12
 
 
 @pytest.mark.parametrize(
