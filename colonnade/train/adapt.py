@@ -51,11 +51,11 @@ class Costs:
         device = layer.experts.up.device
         e, f, D = layer.experts.up.shape
         x_RD = torch.randn(e * ROWS, D, device=device, dtype=layer.experts.up.dtype)
-        ends_e = torch.arange(1, e + 1, device=device) * ROWS
+        order_R, ends_e = torch.arange(e * ROWS, device=device), torch.arange(1, e + 1, device=device) * ROWS
 
         @torch.no_grad()
         def products() -> None:
-            layer.experts(x_RD, ends_e, layer.experts.weights)
+            layer.experts(x_RD, order_R, ends_e, x_RD.new_ones(len(x_RD), 1), layer.experts.weights)
 
         took_s = measure.rate(products, device, grid.tokens)
         gathers = {r: measure.gather_link(grid.every(r), device) for r in divisors(grid.sh.size)}

@@ -8,7 +8,6 @@ from colonnade.kernels.experts.reference import Weights
 from colonnade.model import Transformer
 from colonnade.model.moe import dispatch, experts, layer, losses
 from colonnade.parallel.axis import SOLO, Axis, Grid
-from colonnade.parallel.hierarchy import Web
 from colonnade.parallel.layout import Experts
 from colonnade.train import balance, norm, step
 
@@ -35,8 +34,10 @@ def copies_counted(patch: Patch) -> None:
 def every_slice_adds_the_bias(patch: Patch) -> None:
     """Each of the r ranks of a token adds the output's bias to its partial result."""
 
-    def slice_(self: experts.Experts, x_RD: Tensor, ends_e: Tensor, axis: Axis, first: bool) -> Tensor:
-        return self(x_RD, ends_e, self.gathered(axis))
+    right = experts.Experts._slice
+
+    def slice_(self: experts.Experts, x_RD: Tensor, order_R: Tensor, ends_e: Tensor, axis: Axis, first: bool) -> Tensor:
+        return right(self, x_RD, order_R, ends_e, axis, True)
 
     patch.setattr(experts.Experts, "_slice", slice_)
 
@@ -71,12 +72,9 @@ def shadows_keep_their_gradient(patch: Patch) -> None:
 
 def rows_in_the_order_of_arrival(patch: Patch) -> None:
     """Rows that come in are taken for sorted by expert, as one sender's are."""
-    right = dispatch._address
+    patch.setattr(dispatch, "_by_expert", lambda count_pse, rows: _counted(count_pse.sum((1, 2))))
 
-    def address(ids: list[Tensor], count: int, grid: Grid, web: Web, degree: int) -> list[dispatch._Parcel]:
-        parcels = right(ids, count, grid, web, degree)
-        for parcel in parcels:
-            object.__setattr__(parcel, "by_expert_R", torch.arange(len(parcel.by_expert_R)))
-        return parcels
 
-    patch.setattr(dispatch, "_address", address)
+def _counted(rows_p: Tensor) -> Tensor:
+    """0, 1, … of each part."""
+    return torch.cat([torch.arange(n) for n in rows_p.tolist()])

@@ -66,10 +66,8 @@ def _here(
     x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, experts: Experts, weights: Weights, rows: int | None
 ) -> Tensor:
     """All experts are on this rank."""
-    kind, dtype = x_tD.device.type, x_tD.dtype
-    order_R, ends_E = choose("sort_choices", kind, dtype)(ids_tA, len(weights.up_EFD), rows)
-    run = choose("routed_experts", kind, dtype)
-    return run(x_tD, order_R, ends_E, weights_tA, weights, experts.activation)
+    sort = choose("sort_choices", x_tD.device.type, x_tD.dtype)
+    return experts(x_tD, *sort(ids_tA, len(weights.up_EFD), rows), weights_tA, weights)
 
 
 def _gathered(
@@ -102,28 +100,30 @@ def _exchanged(
 ) -> tuple[Tensor, int]:
     """r ≥ 1."""
     kind, dtype, A = x_tD.device.type, x_tD.dtype, ids_tA.shape[1]
-    parts = [slice(*Axis("part", step.overlap).part(len(x_tD), i)) for i in range(step.overlap)]
     web = Web(grid.all, grid.near, grid.far)
-    parcels = _address([ids_tA[part] for part in parts], experts.count, grid, web, step.degree)
-    gather = choose("gather_rows", kind, dtype)
+    parts = [
+        stop - start for start, stop in (Axis("part", step.overlap).part(len(x_tD), i) for i in range(step.overlap))
+    ]
+    parcels = _address(ids_tA, parts, experts.count, grid, web, step.degree)
+    gather, combine = choose("gather_rows", kind, dtype), choose("combine_rows", kind, dtype)
+    # Split, not sliced: the gradient of each slice would be as large as x.
+    x_parts, weights_parts = x_tD.split(parts), weights_tA.split(parts)
 
     def send(i: int) -> Begun:
-        x_RD = gather(x_tD[parts[i]], parcels[i].order_R, A)
-        return web.begin(x_RD, parcels[i].sizes)
+        return web.begin(gather(x_parts[i], parcels[i].order_R, A), parcels[i].sizes)
 
     under_way, back = send(0), []
     for i, parcel in enumerate(parcels):
         arriving, under_way = under_way, send(i + 1) if i + 1 < len(parcels) else under_way
         x_RD = web.finish(arriving, parcel.sizes)
-        y_RD = experts.slice_of(x_RD[parcel.by_expert_R], parcel.ends_e, grid, step.degree)
-        y_RD = torch.empty_like(y_RD).index_copy(0, parcel.by_expert_R, y_RD)
+        y_RD = experts.slice_of(x_RD, parcel.by_expert_R, parcel.ends_e, grid, step.degree)
         back.append(web.begin_back(y_RD, parcel.sizes))
     out: list[Tensor] = []
-    for part, parcel, returning in zip(parts, parcels, back, strict=True):
+    for w_tA, parcel, returning in zip(weights_parts, parcels, back, strict=True):
         y_RD = web.finish_back(returning, parcel.sizes)
         if step.degree > 1:  # the partial results of r ranks, each with its slice of the hidden units
             y_RD = y_RD.new_zeros(parcel.choices, y_RD.shape[1]).index_add(0, parcel.row_R, y_RD)
-        out.append(choose("combine_rows", kind, dtype)(y_RD, parcel.choice_R, weights_tA[part]))
+        out.append(combine(y_RD, parcel.choice_R, w_tA))
     sizes = [parcel.sizes for parcel in parcels]
     away = sum(sum(it.send) + sum(it.receive) - 2 * it.send[grid.all.rank] for it in sizes)
     sent_bytes = away * x_tD.shape[1] * x_tD.itemsize + experts.size_bytes * (grid.every(step.degree).size - 1)
@@ -135,7 +135,7 @@ class _Parcel:
     """One part of the tokens, addressed."""
 
     order_R: Tensor
-    """The choice (t·A + j) behind each row that is sent."""
+    """The choice (t·A + j, of this part's tokens) behind each row that is sent."""
     row_R: Tensor
     """Of each row that is sent, its number among the choices; r rows have the same."""
     choice_R: Tensor
@@ -147,50 +147,56 @@ class _Parcel:
     ends_e: Tensor
 
 
-def _address(ids: list[Tensor], experts: int, grid: Grid, web: Web, degree: int) -> list[_Parcel]:
-    """Who gets which rows, for every part: one exchange of counts, and one wait, for all of them."""
-    ep, sh = grid.ep.size, grid.sh.size
-    groups, local, device = sh // degree, experts // grid.ep.size, ids[0].device
-    sorted_, counts = [], []
-    for ids_tA in ids:
-        ids_R = ids_tA.flatten()
+def _address(ids_tA: Tensor, parts: list[int], experts: int, grid: Grid, web: Web, degree: int) -> list[_Parcel]:
+    """Who gets which rows, for ``parts`` of so many tokens: one sort (two, where an expert's rows are dealt out), one
+    exchange of counts, and one wait for the device, for all parts together.
+    """
+    ep, sh, device, (t, A) = grid.ep.size, grid.sh.size, ids_tA.device, ids_tA.shape
+    groups, local, P = sh // degree, experts // ep, len(parts)
+    sort = choose("sort_choices", device.type, torch.float32)
+    part_t1 = (torch.arange(t, device=device) // max(parts[0], 1)).unsqueeze(1)
+    to_tA = ids_tA // local
+    if groups > 1:
         # An expert's rows go round its groups, beginning with another one on each rank.
-        nth_R = torch.arange(len(ids_R), device=device) + grid.all.rank
-        by_expert_R = ids_R.argsort(stable=True)
-        group_R = torch.empty_like(ids_R).index_copy_(0, by_expert_R, nth_R % groups)
-        address_R = (ids_R // local * groups + group_R) * local + ids_R % local
-        address_R = torch.where(ids_R < experts, address_R, ep * groups * local)
-        order_R = address_R.argsort(stable=True)
-        wanted = torch.arange(ep * groups * local + 1, device=device)
-        begin = torch.searchsorted(address_R[order_R], wanted)
-        sorted_.append(order_R)
-        counts.append(begin.diff().view(ep * groups, local))
+        turn_R, _ = sort((part_t1 * experts + ids_tA).where(ids_tA < experts, P * experts), P * experts)
+        nth_R = torch.arange(t * A, device=device) + grid.all.rank
+        group_R = torch.empty_like(turn_R).index_copy_(0, turn_R, nth_R % groups)
+        to_tA = to_tA * groups + group_R.view(t, A)
+    boxes = ep * groups * local
+    address_tA = (part_t1 * boxes + to_tA * local + ids_tA % local).where(ids_tA < experts, P * boxes)
+    order_R, ends = sort(address_tA, P * boxes)
+    counts = ends.diff(prepend=ends.new_zeros(1)).view(P, ep * groups, local)
     # Each rank of a group is told the same: (rank, part, expert).
-    mine = torch.stack(counts, 1).repeat_interleave(degree, 0)
+    mine = counts.transpose(0, 1).repeat_interleave(degree, 0)
     theirs, between = web.counts(mine)
     told = [mine.sum(2), theirs.sum(2)] + ([] if between is None else [between.sum(3).flatten(0, 1)])
     sizes = torch.stack(told).tolist()
+    received = [sum(row[i] for row in sizes[1]) for i in range(P)]
+    by_expert = _by_expert(theirs.transpose(0, 1), sum(received)).split(received)
+    ends_pe = theirs.sum(0).cumsum(1)
     parcels: list[_Parcel] = []
-    for i, order_R in enumerate(sorted_):
+    first = 0
+    for i in range(P):
         send, receive, *crossing = ([row[i] for row in side] for side in sizes)
         blocks = send[::degree]  # one of each group
         choices = sum(blocks)
-        numbers = torch.arange(choices, device=device)
-        row_R = numbers
+        choice_R = order_R[first : first + choices] - i * parts[0] * A
+        first += choices
+        numbers = row_R = torch.arange(choices, device=device)
         if degree > 1:
             row_R = torch.cat([block.repeat(degree) for block in numbers.split(blocks)])
-        came_se = theirs[:, i]
-        expert_R = torch.arange(local, device=device).repeat(len(came_se))
-        expert_R = expert_R.repeat_interleave(came_se.flatten(), output_size=sum(receive))
-        parcels.append(
-            _Parcel(
-                order_R[row_R],
-                row_R,
-                order_R[:choices],
-                choices,
-                Sizes(send, receive, *web.between(*crossing)),
-                expert_R.argsort(stable=True),
-                came_se.sum(0).cumsum(0),
-            )
-        )
+        sent_R = choice_R if degree == 1 else choice_R[row_R]
+        where = Sizes(send, receive, *web.between(*crossing))
+        parcels.append(_Parcel(sent_R, row_R, choice_R, choices, where, by_expert[i], ends_pe[i]))
     return parcels
+
+
+def _by_expert(count_pse: Tensor, rows: int) -> Tensor:
+    """The ``rows`` that come in from each sender by expert, of one part after another, in the order of the experts: in
+    each part block (e, s) begins where (s, e) did. No sort: the blocks' places are sums of counts.
+    """
+    begin_pse = (count_pse.flatten(1).cumsum(1) - count_pse.flatten(1)).view_as(count_pse)
+    count_R = count_pse.transpose(1, 2).flatten()
+    shift_R = begin_pse.transpose(1, 2).flatten() - (count_R.cumsum(0) - count_R)
+    shifts = shift_R.repeat_interleave(count_R, output_size=rows)
+    return shifts + torch.arange(rows, device=count_pse.device)

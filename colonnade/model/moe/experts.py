@@ -58,9 +58,10 @@ class Experts(nn.Module):
         """Of this rank's weights."""
         return sum(w.nbytes for w in self.weights if w is not None)
 
-    def forward(self, x_RD: Tensor, ends_e: Tensor, weights: Weights) -> Tensor:
-        """y_RD of rows in the order of ``weights``' experts."""
-        return choose("experts", x_RD.device.type, x_RD.dtype)(x_RD, ends_e, weights, self.activation)
+    def forward(self, x_TD: Tensor, order_R: Tensor, ends_e: Tensor, routing_TA: Tensor, weights: Weights) -> Tensor:
+        """y_TD of choices that are sorted by ``weights``' experts."""
+        run = choose("routed_experts", x_TD.device.type, x_TD.dtype)
+        return run(x_TD, order_R, ends_e, routing_TA, weights, self.activation)
 
     def gathered(self, hidden: Axis, experts: Axis = SOLO) -> Weights:
         """The shares of the ranks along ``hidden``, and of those along ``experts``, laid together."""
@@ -96,13 +97,17 @@ class Experts(nn.Module):
         output_bias = None if down_bias is None else chosen(down_bias)  # each rank has all of it
         return Weights(whole(up), whole(down), perhaps(gate), perhaps(up_bias), perhaps(gate_bias), output_bias)
 
-    def slice_of(self, x_RD: Tensor, ends_e: Tensor, grid: Grid, degree: int) -> Tensor:
-        """What the hidden slice s mod ``degree`` adds to y_RD; the output's bias is the first slice's."""
+    def slice_of(self, x_RD: Tensor, by_expert_R: Tensor, ends_e: Tensor, grid: Grid, degree: int) -> Tensor:
+        """What the hidden slice s mod ``degree`` adds to y_RD, in the order of x_RD; the output's bias is the first
+        slice's.
+        """
         axis, first = grid.every(degree), grid.sh.rank % degree == 0
         if axis.size == 1:
-            return self._slice(x_RD, ends_e, axis, first)
-        return again(self._slice, x_RD, ends_e, axis, first)  # gathered weights are not kept
+            return self._slice(x_RD, by_expert_R, ends_e, axis, first)
+        return again(self._slice, x_RD, by_expert_R, ends_e, axis, first)  # gathered weights are not kept
 
-    def _slice(self, x_RD: Tensor, ends_e: Tensor, axis: Axis, first: bool) -> Tensor:
+    def _slice(self, x_RD: Tensor, by_expert_R: Tensor, ends_e: Tensor, axis: Axis, first: bool) -> Tensor:
         weights = self.gathered(axis)
-        return self(x_RD, ends_e, weights if first else weights._replace(down_bias_ED=None))
+        weights = weights if first else weights._replace(down_bias_ED=None)
+        # Each row is a token of one choice: the first product gathers the rows, the last step puts them back.
+        return self(x_RD, by_expert_R, ends_e, x_RD.new_ones(len(x_RD), 1), weights)
