@@ -112,9 +112,9 @@ def transformers(shape: Shape, both_EgD: Tensor, down_EDF: Tensor, how: str) -> 
     return run
 
 
-def choices(T: int, shape: Shape, load: str, device: str) -> Tensor:
-    """(T, A) distinct experts of each token."""
-    draw = torch.Generator().manual_seed(T)
+def choices(T: int, shape: Shape, load: str, device: str, rank: int = 0) -> Tensor:
+    """(T, A) distinct experts of each token, of which each rank has others."""
+    draw = torch.Generator().manual_seed(T + rank)
     chance_E = torch.ones(shape.E) if load == "uniform" else 1 / torch.arange(1.0, shape.E + 1)
     noise_TE = -torch.empty(T, shape.E).exponential_(generator=draw).log()
     return (chance_E.log() + noise_TE).topk(shape.A).indices.to(device)

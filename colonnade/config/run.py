@@ -180,7 +180,7 @@ class RunConfig(Config):
             )
         self.plan.check_micro_batches(-(-share // micro))
         if self.train.float8 != "none":
-            float8.check(self.model, self.plan.tp)
+            float8.check(self.model, self.plan.tp, self.plan.sh)
         if not (self.model.causal or self.model.predicts_masked):
             raise ConfigError(
                 f"a model with top = '{self.model.top}' predicts no tokens, so it cannot be trained on text; "

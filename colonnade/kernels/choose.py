@@ -15,7 +15,7 @@ import torch
 from colonnade.kernels.attention import chunk, chunk_flash, reference, sdpa, varlen
 from colonnade.kernels.dropout import recompute
 from colonnade.kernels.dropout import reference as dropout_reference
-from colonnade.kernels.experts import batched, grouped, loop
+from colonnade.kernels.experts import batched, grouped, loop, scaled_grouped, scaled_grouped_mm
 from colonnade.kernels.experts import reference as experts_reference
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear import scaled, scaled_mm, thin
@@ -30,6 +30,8 @@ Operation = Literal[
     "dropout",
     "linear",
     "scaled_product",
+    "scaled_grouped_product",
+    "expert_sums",
     "routed_experts",
     "experts",
     "sort_choices",
@@ -78,6 +80,17 @@ def _grouped(device: str) -> tuple[Row, ...]:
     return (Row("experts", "grouped", grouped.experts, **on),) if grouped.available else ()
 
 
+def _scaled_grouped() -> tuple[Row, ...]:
+    """What experts in float8 are made of on a GPU, where this torch has it."""
+    rows: tuple[Row, ...] = ()
+    if scaled_grouped_mm.available:
+        run = scaled_grouped_mm.product
+        rows += (Row("scaled_grouped_product", "scaled_grouped_mm", run, ("cuda",), (torch.float8_e4m3fn,)),)
+    if grouped.available:
+        rows += (Row("expert_sums", "grouped", grouped.sums, ("cuda",), (torch.bfloat16,)),)
+    return rows
+
+
 TABLE: tuple[Row, ...] = (
     *_written_in_triton(),
     Row("packed_attention", "varlen", varlen.packed, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
@@ -98,6 +111,9 @@ TABLE: tuple[Row, ...] = (
     Row("linear", "reference", linear_reference.linear),
     Row("scaled_product", "scaled_mm", scaled_mm.product, devices=("cuda",), dtypes=FLOATS8),
     Row("scaled_product", "reference", scaled.product, dtypes=FLOATS8),
+    *_scaled_grouped(),
+    Row("scaled_grouped_product", "reference", scaled_grouped.product, dtypes=FLOATS8),
+    Row("expert_sums", "reference", scaled_grouped.sums),
     *_grouped("cuda"),
     # On a CPU the loop, at any number of tokens: its docstring has the measurements.
     Row("routed_experts", "loop", loop.routed),

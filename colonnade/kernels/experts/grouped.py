@@ -23,6 +23,11 @@ def product(x_RD: Tensor, w_EDF: Tensor, ends_E: Tensor) -> Tensor:
     return _product(x_RD, w_EDF, offs=ends_E)
 
 
+def sums(p_RM: Tensor, q_RN: Tensor, ends_E: Tensor) -> Tensor:
+    """d_EMN (see :func:`scaled_grouped.sums`): both widths must be multiples of 16 bytes."""
+    return product(p_RM.T, q_RN, ends_E)
+
+
 def _padded(x: Tensor, dim: int) -> Tensor:
     """``x`` with ``dim`` filled up to 16 bytes with zeros."""
     more = -x.shape[dim] % (16 // x.element_size())

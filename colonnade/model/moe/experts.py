@@ -7,16 +7,20 @@ from torch import Tensor, nn
 
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.kernels.choose import choose
+from colonnade.kernels.experts import float8
 from colonnade.kernels.experts.loop import across
 from colonnade.kernels.experts.reference import Weights
+from colonnade.model.linear import InFloat8
 from colonnade.model.recompute import again
 from colonnade.parallel.axis import SOLO, Axes, Axis, Grid
 from colonnade.parallel.layout import Experts as Stack
 from colonnade.parallel.layout import Placement
 
 
-class Experts(nn.Module):
+class Experts(InFloat8):
     """Stacks of weights, hidden units first: (e, f, D) with e = E/ep experts and f = F/sh hidden units."""
+
+    grouped = True
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
@@ -60,7 +64,7 @@ class Experts(nn.Module):
 
     def forward(self, x_TD: Tensor, order_R: Tensor, ends_e: Tensor, routing_TA: Tensor, weights: Weights) -> Tensor:
         """y_TD of choices that are sorted by ``weights``' experts."""
-        run = choose("routed_experts", x_TD.device.type, x_TD.dtype)
+        run = float8.routed if self.float8 else choose("routed_experts", x_TD.device.type, x_TD.dtype)
         return run(x_TD, order_R, ends_e, routing_TA, weights, self.activation)
 
     def gathered(self, hidden: Axis, experts: Axis = SOLO) -> Weights:
