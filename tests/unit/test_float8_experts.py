@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colonnade.config import ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
+from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
 from colonnade.errors import ConfigError, PlanError
 from colonnade.kernels.choose import choose
 from colonnade.kernels.experts import float8, reference, scaled_grouped, scaled_grouped_mm
@@ -134,14 +134,14 @@ def test_a_models_experts_are_in_float8() -> None:
 
 
 def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    train = TrainConfig(dtype="bfloat16", float8="rowwise")
-    RunConfig(model=MODEL, train=train)
+    eight = TrainConfig(dtype="bfloat16", float8="rowwise")
+    run = RunConfig(model=MODEL, data=DataConfig(sequence=32), train=eight)
     with pytest.raises(ConfigError, match=r"moe.ffn_width 24"):
-        RunConfig(model=MODEL.but(moe=MOE.but(ffn_width=24)), train=train)
+        run.but(model=MODEL.but(moe=MOE.but(ffn_width=24)))
     with pytest.raises(PlanError, match=r"sh=4 leaves a rank 8 of moe.ffn_width 32; use a lower sh"):
-        RunConfig(model=MODEL, plan=Plan(dp=4, sh=4), train=train)
+        run.but(plan=Plan(dp=4, sh=4))
     with pytest.raises(ConfigError, match=r"moe.shared_width 24"):
-        RunConfig(model=MODEL.but(moe=MOE.but(shared_width=24)), train=train)
+        run.but(model=MODEL.but(moe=MOE.but(shared_width=24)))
     # A GPU that has float8 and no such grouped product.
     model = build(MODEL, dtype=torch.float32)
 
