@@ -7,7 +7,7 @@
 One layer of experts in bfloat16, 16,384 tokens a rank, at the widths of Mixtral-8x7B, DeepSeek-V2-Lite and
 Qwen3-30B-A3B, without its router; loads uniform or Zipf's, in which the first rank's experts are the busiest. Layouts:
 ep = W whole experts apart, and ep = W/2 with each expert cut in two; every degree r of each (r = 0 gathers weights, so
-that no token travels) at p = 1, 2, 4 and 8 parts. Of each way, on the slowest rank (medians):
+that no token travels) at p = 1, 2, 3, 4 and 6 parts. Of each way, on the slowest rank (medians):
 
     t(r, p)        the layer
     t_compute(r)   the layer at p = 1 when no row travels: whatever an exchange would bring is there already. Sorting,
@@ -15,9 +15,10 @@ that no token travels) at p = 1, 2, 4 and 8 parts. Of each way, on the slowest r
     t_a2a(r)       the exchanges of rows alone, of the same sizes one after another: 2 forward, 4 with the way back
     hidden(r, p) = 1 − (t(r, p) − t_compute(r)) / t_a2a(r)
 
-p parts can hide 1 − 1/p of it at most, and no more than the products take. Then ``auto`` looks at this load, and its
-way is set against the best of the table, forward and backward; and two ways of different r take turns, whose mean is
-set against the mean of each by itself. The peer (_plain_experts.py) is all_to_all_single and grouped_mm, no overlap.
+p parts, of sizes 1, 2, 4, 4, 2, 1, can hide all but the first part's way there and the last one's back (50, 75, 83 and
+93% for p of 2, 3, 4 and 6), and no more than the products take. Then ``auto`` looks at this load, and its way is set
+against the best of the table, forward and backward; and two ways of different r take turns, whose mean is set against
+the mean of each by itself. The peer (_plain_experts.py) is all_to_all_single and grouped_mm, no overlap.
 """
 
 import datetime

@@ -11,8 +11,9 @@ processes and on narrow layers of the same kind, for which Triton makes the same
 chip, take too long to compile, end their process, or compute something else are passed over, and said so. The table is
 written after each kernel; after ``--minutes`` no further one is begun. Nothing is tuned while a model runs.
 
-Time: some 200 candidates for two layers at 3 s each, compiled 12 at once, 100 s; timed at 0.2 s each, 40 s. Memory: 12
-processes of 1 GiB, and 12 GiB for the layers that are timed.
+Time: 60 s until all processes stand and the table's own kernels are compiled; some 200 candidates for two layers at 3 s
+each, compiled 12 at once, 100 s; timed at 0.2 s each, 40 s. Memory: 12 processes of 1 GiB, and 12 GiB for the layers
+that are timed.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from _clock import Clock
 from colonnade.kernels.choose import choose
 from colonnade.kernels.experts import tiles
 from colonnade.kernels.experts.tiles import Tiles
-from moe_layer import FAILURES, Shape, choices, ours, stacks
+from moe_layer import FAILURES, Shape, choices, ours, reason, stacks
 
 TABLE = Path(tiles.__file__).with_name("tiles.json")
 LAYERS = (Shape(128, 8, 2048, 768), Shape(8, 2, 4096, 14336))
@@ -41,6 +42,9 @@ DEPTHS = {16: 4, 64: 48, None: 1024}
 NARROW, ROWS = 512, 16
 """The widths and the rows an expert for which candidates are compiled: multiples of every tile's, as the layers' are,
 so that Triton, which looks at whether a size divides by 16, makes the kernels that the layers will ask for."""
+KERNELS: tuple[tiles.Kernel, ...] = (
+    "up", "gated_up", "down", "hidden_back", "rows_back", "weights_back", "gated_weights_back"
+)  # fmt: skip
 PATIENCE_S = 90.0
 """For the candidates of one kernel after another; a compilation that takes longer is given up."""
 WRONG = 2e-2
@@ -99,8 +103,23 @@ def _small(shape: Shape) -> Layer:
     return Layer(shape._replace(D=NARROW, F=NARROW), ROWS, Clock("cuda"))
 
 
-def compiled(kernel: str, how: Tiles) -> str | None:
+def as_at(most: int | None) -> None:
+    """All kernels of this process's layers as the table has them for the depth at which a row of it is measured."""
+    tiles.CHOSEN.clear()
+    for kernel in KERNELS:
+        tiles.CHOSEN[kernel] = tiles.pick(kernel, DEPTHS[most], 1, 2)
+
+
+def warmed(shape: Shape, backward: bool, most: int | None) -> None:
+    """Leave all kernels of a layer in Triton's cache on disk."""
+    as_at(most)
+    _small(shape).once(backward=backward)
+    torch.cuda.synchronize()
+
+
+def compiled(kernel: str, how: Tiles, most: int | None) -> str | None:
     """Leave a candidate in Triton's cache on disk; why it is none, or None."""
+    as_at(most)
     tiles.CHOSEN[kernel] = how
     try:
         for shape in LAYERS:
@@ -128,7 +147,7 @@ def tune(kernel: str, row: dict, layers: list[Layer], pool: Pool, every: int) ->
     now, backward, began = Tiles(**row["tiles"]), kernel in BACKWARD, time.perf_counter()
     found: dict[Tiles, float] = {}
     hows = list(dict.fromkeys((now, *candidates(kernel, row["rows_an_expert"])[::every])))
-    waiting = [pool.apply_async(compiled, (kernel, how)) for how in hows]
+    waiting = [pool.apply_async(compiled, (kernel, how, row["rows_an_expert"])) for how in hows]
     exact = [layer.once(backward=backward) for layer in layers]
     for how, answer in zip(hows, waiting, strict=True):
         try:
@@ -139,11 +158,15 @@ def tune(kernel: str, row: dict, layers: list[Layer], pool: Pool, every: int) ->
             print(f"  {tuple(how)}: {why}", flush=True)
             continue
         tiles.CHOSEN[kernel] = how
-        error = max(differs(layer, it, backward=backward) for layer, it in zip(layers, exact, strict=True))
-        if error > WRONG:
-            print(f"  {tuple(how)}: computes something else ({error:.1e})", flush=True)
+        try:
+            error = max(differs(layer, it, backward=backward) for layer, it in zip(layers, exact, strict=True))
+            if error > WRONG:
+                print(f"  {tuple(how)}: computes something else ({error:.1e})", flush=True)
+                continue
+            took = [layer.seconds(backward=backward, budget_s=0.02) for layer in layers]
+        except FAILURES as failure:
+            print(f"  {tuple(how)}: {reason(failure)}", flush=True)
             continue
-        took = [layer.seconds(backward=backward, budget_s=0.02) for layer in layers]
         found[how] = math.prod(took) ** (1 / len(took))
     tiles.CHOSEN.pop(kernel, None)
     best = min(found, key=lambda how: found[how], default=now)
@@ -193,6 +216,11 @@ def main() -> None:
     clock, began = Clock("cuda"), time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         for most in (most or None for most in args.rows):
+            # Else each process would compile the kernels that are not tuned, and so would this one, one by one.
+            backs = [False] if most == 16 else [False, True]
+            for answer in [pool.apply_async(warmed, (shape, back, most)) for shape in LAYERS for back in backs]:
+                answer.get(240)
+            print(f"the table's own kernels are compiled after {time.perf_counter() - began:.0f} s", flush=True)
             layers = [Layer(shape, DEPTHS[most], clock) for shape in LAYERS]
             for kernel in args.kernels:
                 if most == 16 and kernel in BACKWARD:

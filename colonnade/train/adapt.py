@@ -6,9 +6,10 @@ weights, c those of a token, W = ep·sh ranks, n the choices of a rank's tokens,
     r = 0    3 · gather(b·(W − 1))                                         + compute(n)
     r ≥ 1    3p · gather(b·(sh/r − 1)) + 4 · exchange(c·n·r·(W − 1)/W)     + compute(m/sh)
 
-p parts hide the shorter of exchange and compute but for 1/p of it, and pay the exchange's latency p times. (Tutel,
-arXiv 2206.03382, section 4.1, chooses by 2P against 4·C_g·r + 2P/(E·r) bytes; here bytes become seconds by what this
-machine was measured to do, and the load counts, which at r = 0 alone is even by itself.)
+p parts hide the shorter of exchange and compute but for the share of the first part, which is smaller than 1/p
+(:func:`colonnade.model.moe.dispatch.shares`), and pay the exchange's latency p times. (Tutel, arXiv 2206.03382, section
+4.1, chooses by 2P against 4·C_g·r + 2P/(E·r) bytes; here bytes become seconds by what this machine was measured to do,
+and the load counts, which at r = 0 alone is even by itself.)
 
 The formula knows nothing of launches, of products that slow down while rows travel, or of small ones. So the ways that
 it holds for nearly the best are tried, at this load, and the one that took least is taken
@@ -24,6 +25,7 @@ import torch
 from colonnade.config.model import divisors
 from colonnade.model import Transformer
 from colonnade.model.moe import MixtureOfExperts, Spread
+from colonnade.model.moe.dispatch import shares
 from colonnade.parallel import measure
 from colonnade.parallel.axis import Grid
 from colonnade.parallel.measure import Link
@@ -35,7 +37,7 @@ NEAR = 1.5
 """How many times the least the formula may give a way that is still tried."""
 EVERY = 10
 """Steps between two looks at the load."""
-OVERLAPS = (1, 2, 4, 8)
+OVERLAPS = (1, 2, 3, 4, 6)
 ROWS = 256
 """Rows of each expert on which its arithmetic is timed."""
 
@@ -99,7 +101,7 @@ def seconds(spread: Spread, layer: Layer, costs: Costs) -> float:
     latency_s = 4 * costs.exchange.latency_s * spread.overlap
     exchange_s = 4 * sent_bytes / costs.exchange.bytes_per_s
     compute_s = 3 * layer.busiest / layer.sh * layer.flops / costs.flops_per_s
-    hidden_s = (1 - 1 / spread.overlap) * min(exchange_s, compute_s)
+    hidden_s = (1 - 1 / sum(shares(spread.overlap))) * min(exchange_s, compute_s)
     return gathered_s + latency_s + exchange_s + compute_s - hidden_s
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from colonnade.model.moe import Spread
+from colonnade.model.moe.dispatch import _cut, shares
 from colonnade.parallel.measure import FREE, Link
 from colonnade.train.adapt import GAIN, NEAR, OVERLAPS, Costs, Layer, better, hopeful, seconds
 
@@ -54,7 +55,7 @@ def test_overlap_hides_the_shorter_of_two() -> None:
     sent_s = 4 * 8192 * 32768 * 4 * 7 / 8 / 100e9
     compute_s = 3 * 131072 / 4 * EVEN.flops / 400e12
     assert one == pytest.approx(sent_s + compute_s + 4 * 20e-6)
-    assert one - four == pytest.approx(0.75 * min(sent_s, compute_s) - 3 * 4 * 20e-6)
+    assert one - four == pytest.approx(5 / 6 * min(sent_s, compute_s) - 3 * 4 * 20e-6)
 
 
 def test_what_is_tried_decides_among_the_hopeful() -> None:
@@ -71,3 +72,9 @@ def test_weights_are_gathered_for_each_part() -> None:
     one, two = (seconds(Spread(1, p), replace(EVEN, choices=0, busiest=0), COSTS) for p in (1, 2))
     gather_s = 3 * LINK.seconds(EVEN.weight_bytes * 3)
     assert two - one == pytest.approx(gather_s + 4 * LINK.latency_s)
+
+
+def test_the_first_and_the_last_part_are_the_smallest() -> None:
+    assert [shares(p) for p in (1, 2, 3, 4, 6)] == [[1], [1, 1], [1, 2, 1], [1, 2, 2, 1], [1, 2, 4, 4, 2, 1]]
+    assert shares(9) == [1, 2, 4, 8, 8, 8, 4, 2, 1]
+    assert [_cut(30, 4), _cut(3, 3), _cut(0, 2), _cut(7, 1)] == [[5, 10, 10, 5], [0, 2, 1], [0, 0], [7]]

@@ -1,9 +1,12 @@
 """The speed benchmarks of layouts, in small on a CPU: they run to the end, and conclude what they should."""
 
+import argparse
 import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
 import _jobs
 import bubble
@@ -12,6 +15,7 @@ import cost_growth
 import engine
 import expert_parallel
 import fsdp
+import moe_layer
 import moe_study
 import weak_scaling
 from tests.corpora import small
@@ -95,7 +99,7 @@ def test_weak_scaling_and_its_peers() -> None:
 def test_a_machine_without_gpus_skips(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`make bench` runs what the machine can."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    for script in (fsdp, context, bubble, cost_growth, weak_scaling):
+    for script in (fsdp, context, bubble, cost_growth, weak_scaling, expert_parallel):
         script.main([])
         assert "needs 4 GPUs, and this machine has 0" in capsys.readouterr().out
 
@@ -168,3 +172,28 @@ def test_who_wins_and_who_is_dead() -> None:
     assert moe_study.judge(split).endswith("neither wins in every seed")
     loads = [{"step": i, "1": {"load": [0 if i > 5 else 50, 10, 10, 10]}} for i in range(20)]
     assert moe_study.dead(moe_study.Run("none", 0, [], loads)) == (1, 4)
+
+
+def test_a_peer_that_fails_has_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And the rest goes on; so does one that computes something else. After its time the run begins no further row."""
+
+    def broken(*_: object) -> moe_layer.Run:
+        def run(x_TD: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no kernel for this\nand a long story")
+
+        return run
+
+    monkeypatch.setattr(moe_layer, "pipeline", broken)
+    monkeypatch.setattr(moe_layer, "transformers", lambda *_: lambda x_TD, *_: x_TD + 1)
+    args = argparse.Namespace(
+        device="cpu", tokens=[8], loads=["uniform"], passes=["forward"], who=None, until=math.inf, minutes=8.0
+    )
+    rows, clock = moe_layer.Rows("it", tmp_path), moe_layer.Clock("cpu")
+    moe_layer.measure(clock, "qwen3", moe_layer.TINY["qwen3"], args, 1e9, 1e9, rows)
+    by_who = {row["who"]: row for row in rows}
+    assert by_who["grouped_mm pipeline"]["failed"] == "RuntimeError: no kernel for this"
+    assert str(by_who["transformers eager"]["failed"]).startswith("computes something else")
+    assert float(by_who["colonnade"]["ms"] or 0) > 0 and "failed" not in by_who["colonnade, grouped_mm"]
+    args.until = 0.0
+    moe_layer.measure(clock, "qwen3", moe_layer.TINY["qwen3"], args, 1e9, 1e9, rows)
+    assert len(rows) == len((tmp_path / "it.partial.jsonl").read_text().splitlines()) == 5

@@ -16,9 +16,11 @@ The experts of the highest load may be gathered on every rank, whose tokens then
 FasterMoE, PPoPP 2022, section 4.1).
 
 Tokens go in p parts, part i + 1 under way while the experts work on part i; the backward pass does the same, because a
-begun exchange is a node of its own in the graph.
+begun exchange is a node of its own in the graph. Nothing hides the first part's way there and the last one's way back,
+so these are small: parts grow as 1, 2, 4, 8 from either end (:func:`shares`).
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -101,9 +103,7 @@ def _exchanged(
     """r ≥ 1."""
     kind, dtype, A = x_tD.device.type, x_tD.dtype, ids_tA.shape[1]
     web = Web(grid.all, grid.near, grid.far)
-    parts = [
-        stop - start for start, stop in (Axis("part", step.overlap).part(len(x_tD), i) for i in range(step.overlap))
-    ]
+    parts = _cut(len(x_tD), step.overlap)
     parcels = _address(ids_tA, parts, experts.count, grid, web, step.degree)
     gather, combine = choose("gather_rows", kind, dtype), choose("combine_rows", kind, dtype)
     # Split, not sliced: the gradient of each slice would be as large as x.
@@ -147,6 +147,19 @@ class _Parcel:
     ends_e: Tensor
 
 
+def shares(parts: int) -> list[int]:
+    """The sizes of so many parts, in units of the first and the last: 1, 2, 4, 8, 8, …, 8, 4, 2, 1.
+
+    A part's exchange is hidden by the products of the one before if these take twice as long for as many rows.
+    """
+    return [1 << min(i, parts - 1 - i, 3) for i in range(parts)]
+
+
+def _cut(tokens: int, parts: int) -> list[int]:
+    ends = [tokens * done // sum(shares(parts)) for done in itertools.accumulate(shares(parts))]
+    return [end - start for start, end in itertools.pairwise([0, *ends])]
+
+
 def _address(ids_tA: Tensor, parts: list[int], experts: int, grid: Grid, web: Web, degree: int) -> list[_Parcel]:
     """Who gets which rows, for ``parts`` of so many tokens: one sort (two, where an expert's rows are dealt out), one
     exchange of counts, and one wait for the device, for all parts together.
@@ -154,7 +167,7 @@ def _address(ids_tA: Tensor, parts: list[int], experts: int, grid: Grid, web: We
     ep, sh, device, (t, A) = grid.ep.size, grid.sh.size, ids_tA.device, ids_tA.shape
     groups, local, P = sh // degree, experts // ep, len(parts)
     sort = choose("sort_choices", device.type, torch.float32)
-    part_t1 = (torch.arange(t, device=device) // max(parts[0], 1)).unsqueeze(1)
+    part_t1 = torch.cat([torch.full((n, 1), i, device=device) for i, n in enumerate(parts)])
     to_tA = ids_tA // local
     if groups > 1:
         # An expert's rows go round its groups, beginning with another one on each rank.
@@ -175,13 +188,13 @@ def _address(ids_tA: Tensor, parts: list[int], experts: int, grid: Grid, web: We
     by_expert = _by_expert(theirs.transpose(0, 1), sum(received)).split(received)
     ends_pe = theirs.sum(0).cumsum(1)
     parcels: list[_Parcel] = []
-    first = 0
+    first = begin = 0
     for i in range(P):
         send, receive, *crossing = ([row[i] for row in side] for side in sizes)
         blocks = send[::degree]  # one of each group
         choices = sum(blocks)
-        choice_R = order_R[first : first + choices] - i * parts[0] * A
-        first += choices
+        choice_R = order_R[first : first + choices] - begin * A
+        first, begin = first + choices, begin + parts[i]
         numbers = row_R = torch.arange(choices, device=device)
         if degree > 1:
             row_R = torch.cat([block.repeat(degree) for block in numbers.split(blocks)])
