@@ -84,8 +84,8 @@ def test_nothing_waits() -> None:
 
 @hopper
 @pytest.mark.parametrize("sizes", [(8, 2, 4096, 14336), (128, 8, 2048, 768)], ids=str)
-def test_it_is_faster_where_it_should_be(sizes: tuple[int, ...]) -> None:
-    """No bound on the time: the numbers are printed, for the table of the how-to."""
+def test_how_fast_it_is(sizes: tuple[int, ...]) -> None:
+    """No bound on the time: with ``-s`` the numbers are printed."""
     E, A, D, F = sizes
     case = Case(16384, A, E, D, F)
     draw = torch.Generator("cuda").manual_seed(0)

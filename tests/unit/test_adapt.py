@@ -1,13 +1,20 @@
 """The choice of degree and overlap: what is cheap where, and that it does not go to and fro."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
-from colonnade.model.moe import Spread
+from colonnade.config import Plan
+from colonnade.model.moe import MixtureOfExperts, Spread
 from colonnade.model.moe.dispatch import _cut, shares
 from colonnade.parallel.measure import FREE, Link
+from colonnade.parallel.mesh import Ground
 from colonnade.train.adapt import GAIN, NEAR, OVERLAPS, Costs, Layer, better, hopeful, seconds
+from colonnade.train.trials import Trials
+from tests.models import MOES, build
+from tests.worlds import run
 
 LINK = Link(latency_s=20e-6, bytes_per_s=100e9)
 COSTS = Costs(exchange=LINK, gathers={0: LINK, 1: LINK, 2: LINK, 4: FREE}, flops_per_s=400e12)
@@ -78,3 +85,34 @@ def test_the_first_and_the_last_part_are_the_smallest() -> None:
     assert [shares(p) for p in (1, 2, 3, 4, 6)] == [[1], [1, 1], [1, 2, 1], [1, 2, 2, 1], [1, 2, 4, 4, 2, 1]]
     assert shares(9) == [1, 2, 4, 8, 8, 8, 4, 2, 1]
     assert [_cut(30, 4), _cut(3, 3), _cut(0, 2), _cut(7, 1)] == [[5, 10, 10, 5], [0, 2, 1], [0, 0], [7]]
+
+
+def _trials(load: list[int]) -> list[int]:
+    """How many ways were tried at each of some calls."""
+    with Ground.build(Plan(dp=2, ep=2)) as ground:
+        model = build(MOES["gated"], ground.axes)
+        module = model.blocks.get_submodule("0.ffn")
+        assert isinstance(module, MixtureOfExperts)
+        trials, tried = Trials(model), []
+        right = trials._tried
+
+        def counted(ways: list[Spread], *rest: Any) -> list[float]:
+            tried.append(len(ways))
+            return right(ways, *rest)
+
+        trials._tried = counted  # type: ignore[method-assign]
+        before = [p.detach().clone() for p in model.parameters()]
+        one = trials.seconds([Spread(1, 1), Spread(0, 1)], module, 20, load)
+        assert set(one) == {Spread(1, 1), Spread(0, 1)} and min(one.values()) > 0
+        assert trials.seconds([Spread(1, 1)], module, 20, [n + 1 for n in load]) == {Spread(1, 1): one[Spread(1, 1)]}
+        trials.seconds([Spread(1, 1), Spread(1, 3)], module, 20, load)
+        trials.seconds([Spread(1, 1)], module, 20, [100, 100, 100, 1, 1, 1])
+        trials.seconds([Spread(1, 1)], module, 200, load)
+        assert all(torch.equal(p, q) and p.grad is None for p, q in zip(model.parameters(), before, strict=True))
+        return tried
+
+
+@pytest.mark.xdist_group("worlds")
+def test_a_load_like_one_that_was_tried_is_not_tried_again() -> None:
+    """A new way is, a more skewed load is, more tokens are; the model's own weights stay as they are."""
+    assert run(2, _trials, [30, 40, 35, 33, 31, 36])[0] == [2, 1, 1, 1]

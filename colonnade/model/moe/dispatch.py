@@ -20,6 +20,7 @@ begun exchange is a node of its own in the graph. Nothing hides the first part's
 so these are small: parts grow as 1, 2, 4, 8 from either end (:func:`shares`).
 """
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -122,7 +123,9 @@ def _exchanged(
     for w_tA, parcel, returning in zip(weights_parts, parcels, back, strict=True):
         y_RD = web.finish_back(returning, parcel.sizes)
         if step.degree > 1:  # the partial results of r ranks, each with its slice of the hidden units
-            y_RD = y_RD.new_zeros(parcel.choices, y_RD.shape[1]).index_add(0, parcel.row_R, y_RD)
+            slices = y_RD.split(parcel.sizes.send)
+            groups = (slices[i : i + step.degree] for i in range(0, len(slices), step.degree))
+            y_RD = torch.cat([functools.reduce(torch.add, group) for group in groups])
         out.append(combine(y_RD, parcel.choice_R, w_tA))
     sizes = [parcel.sizes for parcel in parcels]
     away = sum(sum(it.send) + sum(it.receive) - 2 * it.send[grid.all.rank] for it in sizes)
@@ -136,11 +139,8 @@ class _Parcel:
 
     order_R: Tensor
     """The choice (t·A + j, of this part's tokens) behind each row that is sent."""
-    row_R: Tensor
-    """Of each row that is sent, its number among the choices; r rows have the same."""
     choice_R: Tensor
-    """The choices that are sent at all, in the order of their numbers."""
-    choices: int
+    """The same without repetition, where r rows have the same; those of each group of ranks stand together."""
     sizes: Sizes
     by_expert_R: Tensor
     """The rows that come in, by expert."""
@@ -195,12 +195,11 @@ def _address(ids_tA: Tensor, parts: list[int], experts: int, grid: Grid, web: We
         choices = sum(blocks)
         choice_R = order_R[first : first + choices] - begin * A
         first, begin = first + choices, begin + parts[i]
-        numbers = row_R = torch.arange(choices, device=device)
+        sent_R = choice_R
         if degree > 1:
-            row_R = torch.cat([block.repeat(degree) for block in numbers.split(blocks)])
-        sent_R = choice_R if degree == 1 else choice_R[row_R]
+            sent_R = torch.cat([block.repeat(degree) for block in choice_R.split(blocks)])
         where = Sizes(send, receive, *web.between(*crossing))
-        parcels.append(_Parcel(sent_R, row_R, choice_R, choices, where, by_expert[i], ends_pe[i]))
+        parcels.append(_Parcel(sent_R, choice_R, where, by_expert[i], ends_pe[i]))
     return parcels
 
 
