@@ -338,6 +338,26 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
     return lines
 
 
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """A line for each layer, load, pass and degree: milliseconds, and by p the share hidden; then the others."""
+    keys = ("ranks", "plan", "shape", "load", "pass")
+    for key in dict.fromkeys(tuple(row[name] for name in keys) for row in rows):
+        mine = [row for row in rows if tuple(row[name] for name in keys) == key]
+        ours = of(mine, who="colonnade")
+        yield " ".join(str(word) for word in key)
+        for r in dict.fromkeys(row["r"] for row in ours):
+            ways = " ".join(
+                f"p={row['p']} {row['ms']:.2f}" + ("" if row["hidden"] is None else f" ({row['hidden']:.0%})")
+                for row in of(ours, r=r)
+            )
+            parts = of(ours, r=r)[0]
+            alone = f"; compute {parts['compute_ms']:.2f}, exchange {parts['exchange_ms']:.2f}" if r else ""
+            yield f"    r={r}: {ways}{alone} ms"
+        for row in mine:
+            if row["who"] != "colonnade":
+                yield "    " + ", ".join(f"{name} {value}" for name, value in row.items() if name not in keys)
+
+
 def draw(rows: Sequence[Row], path: Path) -> None:
     """The hidden share by p: a panel for each pass, a line for each world, shape and load of whole experts."""
     figure = Figure(figsize=(9, 4.2), layout="constrained", facecolor="white")
@@ -392,6 +412,7 @@ def main(argv: list[str] | None = None) -> None:
         left = task._replace(seconds=until - time.perf_counter())
         rows += launch(work, (world, left, device), Plan(dp=world))
     lines = headlines(rows)
+    print(*table(rows), sep="\n")
     for line in lines:
         print(f"{line.what}: {line.value} {line.unit}" + (f" ({line.peer}: {line.peer_value})" if line.peer else ""))
     picture = folder / f"{task.name}.png"

@@ -47,6 +47,9 @@ KERNELS: tuple[tiles.Kernel, ...] = (
 )  # fmt: skip
 PATIENCE_S = 90.0
 """For the candidates of one kernel after another; a compilation that takes longer is given up."""
+STAYING = 1.03
+"""A program that stays for many tiles must win by this: one whose processor an exchange of tokens holds would begin only
+when the others are through."""
 WRONG = 2e-2
 """The relative norm by which a candidate's results may differ."""
 BACKWARD = ("hidden_back", "rows_back", "weights_back", "gated_weights_back")
@@ -167,7 +170,7 @@ def tune(kernel: str, row: dict, layers: list[Layer], pool: Pool, every: int) ->
         except FAILURES as failure:
             print(f"  {tuple(how)}: {reason(failure)}", flush=True)
             continue
-        found[how] = math.prod(took) ** (1 / len(took))
+        found[how] = math.prod(took) ** (1 / len(took)) * (STAYING if how.a_processor else 1)
     tiles.CHOSEN.pop(kernel, None)
     best = min(found, key=lambda how: found[how], default=now)
     if found.get(best, math.inf) < 0.99 * found.get(now, math.inf):

@@ -49,6 +49,8 @@ def test_expert_parallel(tmp_path: Path) -> None:
     kept = (tmp_path / "it_2.partial.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in kept] == rows, "a run that ends early keeps what it measured"
     assert len(expert_parallel.headlines([row | {"load": "uniform"} for row in rows])) == 6
+    printed = list(expert_parallel.table(rows))
+    assert len(printed) == 4 + 2 * 2 + 2 * 3 + 2 + 4, "a title, a line for each degree, the peer, auto and the turns"
     expert_parallel.draw(rows, tmp_path / "picture.png")
     assert run(2, expert_parallel.work, 2, task._replace(seconds=0.0, name="late"), "cpu") == [[], []]
     assert (tmp_path / "picture.png").stat().st_size > 10_000
