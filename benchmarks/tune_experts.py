@@ -48,8 +48,8 @@ KERNELS: tuple[tiles.Kernel, ...] = (
 PATIENCE_S = 90.0
 """For the candidates of one kernel after another; a compilation that takes longer is given up."""
 STAYING = 1.03
-"""A program that stays for many tiles must win by this: one whose processor an exchange of tokens holds would begin only
-when the others are through."""
+"""A program that stays for many tiles must win by this: where an exchange of tokens holds some processors, those that
+found none begin when the others are through."""
 WRONG = 2e-2
 """The relative norm by which a candidate's results may differ."""
 BACKWARD = ("hidden_back", "rows_back", "weights_back", "gated_weights_back")
