@@ -22,6 +22,7 @@ CASES = [
     Case(90, 2, 8, 128, 200, load="bounded", biased=True, activation="gelu_tanh"),
     Case(40, 2, 8, 64, 64, load="all dropped"),
     Case(1, 8, 128, 512, 256),
+    Case(300, 1, 8, 256, 128, load="skewed", biased=True),
     Case(0, 2, 8, 64, 64),
     Case(2500, 2, 4, 512, 640, biased=True),
 ]
