@@ -342,7 +342,12 @@ def test_states_of_split_attention_are_those_of_whole_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"cap": 0.7}, {"slopes_N": torch.tensor([0.3, 1.0])}, {"sinks_N": torch.tensor([0.2, 3.0])}]
+    "more",
+    [
+        {"cap": 0.7},
+        {"slopes_N": torch.tensor([0.3, 1.0], dtype=torch.float64)},
+        {"sinks_N": torch.tensor([0.2, 3.0], dtype=torch.float64)},
+    ],
 )
 def test_the_references_scores_by_definition(more: dict) -> None:
     """cap, slopes and sinks against a softmax written out."""
