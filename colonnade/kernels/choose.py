@@ -72,6 +72,16 @@ def _written_in_triton() -> tuple[Row, ...]:
     )
 
 
+def _decoding() -> tuple[Row, ...]:
+    """Flash-Decoding. It stands behind SDPA, to be asked for by name, until a GPU has shown where it is faster."""
+    if torch.version.cuda is None or importlib.util.find_spec("triton") is None:
+        return ()
+    from colonnade.kernels.attention import triton_decode
+
+    on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
+    return (Row("paged_attention", "triton", triton_decode.paged, **on),)
+
+
 def _grouped(device: str) -> tuple[Row, ...]:
     """torch's grouped product, where this torch has it; it knows no float64, and on a CPU is slower than a loop."""
     on = {"devices": (device,), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
@@ -84,6 +94,7 @@ TABLE: tuple[Row, ...] = (
     Row("packed_attention", "sdpa", sdpa.packed),
     Row("packed_attention", "reference", reference.packed),
     Row("paged_attention", "sdpa", sdpa.paged),
+    *_decoding(),
     Row("paged_attention", "reference", reference.paged),
     Row("chunk_forward", "flash", chunk_flash.forward, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
     Row("chunk_backward", "flash", chunk_flash.backward, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),

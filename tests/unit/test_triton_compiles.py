@@ -4,11 +4,12 @@ What the interpreter cannot tell: that the compiler accepts a kernel, and what i
 """
 
 import importlib.util
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.compiled import SHARED_BYTES, SPILLED_BYTES, compiled, spilled
 
 pytestmark = [
     pytest.mark.slow,
@@ -18,8 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-SHARED_BYTES, SPILLED_BYTES = 227 * 1024, 128
-"""What a block of threads may take on Hopper; a few registers, in a loop's prologue, are no harm."""
 WHOLE = ("R", "D", "F", "stride", "q_stride")
 """Numbers that are multiples of 16, as in any real layer."""
 
@@ -72,29 +71,13 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("kernel", "most", "how", "tma"), cases())
 def test_it_fits_the_chip(kernel: str, most: int | None, how: Any, tma: bool, tmp_path: Path) -> None:
-    import triton
-    from triton.backends import nvidia
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from colonnade.kernels.experts import triton_rows, triton_weights
 
     name, types, constants = signature(kernel, tma, how)
     function = getattr(triton_rows, name, None) or getattr(triton_weights, name)
-    places = {argument: i for i, argument in enumerate(function.arg_names)}
-    found = {argument: types.get(argument, "constexpr") for argument in places}
-    values = {(places[argument],): constants.get(argument) for argument in places if found[argument] == "constexpr"}
-    aligned = [a for a, kind in found.items() if a in WHOLE or kind.startswith("*")]
-    attributes = {(places[argument],): [["tt.divisibility", 16]] for argument in aligned}
-    source = ASTSource(function, found, values, attributes)
-    options = {"num_warps": how.warps, "num_stages": how.stages}
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    built = compiled(function, types, constants, WHOLE, warps=how.warps, stages=how.stages)
     assert built.metadata.shared <= SHARED_BYTES
-    image = tmp_path / "kernel.cubin"
-    image.write_bytes(built.asm["cubin"])
-    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-    usage = subprocess.run([tool, "-res-usage", image], check=True, capture_output=True, text=True).stdout
-    assert int(usage.split("STACK:")[1].split()[0]) <= SPILLED_BYTES, usage
+    assert spilled(built, tmp_path) <= SPILLED_BYTES
     assert ("wgmma" in built.asm["ptx"]) == (how.BM >= 64)
     assert ("cp.async.bulk.tensor" in built.asm["ptx"]) == tma
     # Every operand of the loop comes asynchronously, several steps ahead.

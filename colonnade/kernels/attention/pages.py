@@ -6,8 +6,10 @@ Those with a single new token (decodes) go together where their page counts have
 short one is padded with is never more than its own size; a request with several new tokens goes alone.
 """
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +54,17 @@ class PageTable:
     page_tokens: int
     longest_query: int
     longest_context: int
+
+    @cached_property
+    def host(self) -> tuple[list[int], list[int]]:
+        """(new tokens, positions) of each request; waits for the device."""
+        ends = self.cu_queries.tolist()
+        return [b - a for a, b in itertools.pairwise(ends)], self.lengths_R.tolist()
+
+    @cached_property
+    def prepared(self) -> dict[Any, Any]:
+        """What a kernel made of this table, for the layers that come after, by what it was made for."""
+        return {}
 
     @cached_property
     def groups(self) -> list[Group]:
