@@ -78,8 +78,6 @@ class Case:
     chunk: int | None = None
     dtype: torch.dtype = torch.float32
     cache: torch.dtype | None = None
-    first: int = 0
-    """The request whose numbers are drawn first, so that they are the same as if it were alone."""
 
     def made(self, device: str = "cpu", *, ahead: int = 0, capacity: bool = False, prepared: bool = True) -> Made:
         """Tensors and a plan; pages lie anywhere, and what no request holds is NaN where the type has it."""
@@ -89,7 +87,8 @@ class Case:
         pages = torch.zeros(len(needed), max(1, *needed), dtype=torch.int32)
         q = torch.empty(sum(self.queries), N, self.H)
         pools = torch.full((2, P, self.page, self.K, self.H), torch.nan)
-        for r in sorted(range(len(needed)), key=lambda r: r != self.first):
+        for r in range(len(needed)):
+            # Drawn by itself, so that its numbers are the same among others.
             draw = torch.Generator().manual_seed(self.lengths[r] + 1000 * self.queries[r])
             start, new, length = sum(self.queries[:r]), self.queries[r], self.lengths[r]
             q[start : start + new] = torch.randn(new, N, self.H, generator=draw)

@@ -10,8 +10,10 @@ import bubble
 import context
 import cost_growth
 import engine
+import flash_decoding
 import fsdp
 import weak_scaling
+from colonnade.kernels.attention import decode_tiles
 from tests.worlds import run
 
 pytestmark = pytest.mark.xdist_group("worlds")
@@ -110,3 +112,15 @@ def test_the_engine_says_what_transformers_says() -> None:
     assert {row["who"] for row in rows} == {"colonnade", "transformers"}
     assert rows[0]["agree"] == 1 and 0 <= rows[0]["idle"] <= 1
     assert heads[0].peer == "transformers"
+
+
+def test_flash_decoding(tmp_path: Path) -> None:
+    """By the plain executor on a CPU: table, picture, random cells; and the table of tiles is written as it stands."""
+    flash_decoding.main(["--tiny", "--fixed-cuts", "64", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "flash_decoding_tiny.json").read_text())["rows"]
+    assert [row["who"] for row in rows] == ["colonnade", "colonnade, fixed cuts"] * 2
+    assert (tmp_path / "flash_decoding.png").stat().st_size > 10_000
+    flash_decoding.main(["--tiny", "--sweep", "0", "6", "--out", str(tmp_path)])
+    assert len(json.loads((tmp_path / "flash_decoding_sweep_tiny.json").read_text())["rows"]) == 6
+    file = Path(decode_tiles.__file__).with_name("decode_tiles.json")
+    assert flash_decoding.written(decode_tiles.table()) == file.read_text()

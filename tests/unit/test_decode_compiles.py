@@ -51,12 +51,13 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
     from colonnade.kernels.attention.decode_tiles import pick
 
     tiles = pick(rows, width, 2)
+    stages = tiles.stages + (more["PAGE"] % tiles.tile > 0)
     constants = {
-        "N": 32, "GROUP": 8, "H": width, "LAUNCH_NEXT": True, "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
+        "N": 32, "GROUP": 8, "H": width, "LAUNCH_NEXT": True, "ROWS": rows, "TILE": tiles.tile, "STAGES": stages,
         "BLOCK_H": 1 << (width - 1).bit_length(), **more,
     }  # fmt: skip
     types = {**POINTERS, "k_ptr": cache, "v_ptr": cache, **NUMBERS, "scale": "fp32", "cap": "fp32"}
-    built = compiled(triton_splits.attend, types, constants, STRIDES, warps=tiles.warps, stages=tiles.stages)
+    built = compiled(triton_splits.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
     # As many workers as the table says stand on one multiprocessor at the same time.
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     assert spilled(built, tmp_path) <= SPILLED_BYTES

@@ -17,7 +17,7 @@ from triton import language as tl
 from colonnade.kernels.attention.triton_splits import FIELDS, LN_2, LOG2_E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["merges_at"])
 def merge(
     o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, cu_ptr, sinks_ptr, merges_at,
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, SINKS: tl.constexpr, WAIT: tl.constexpr,

@@ -71,7 +71,7 @@ def _score(
     return tl.where(sees, s * LOG2_E, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at"])  # they change from step to step
 def attend(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, pages_ptr, cu_ptr, lengths_ptr,
     slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
