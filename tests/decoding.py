@@ -7,7 +7,7 @@ from torch import Tensor
 
 from colonnade.kernels.attention import reference, splits, triton_decode
 from colonnade.kernels.attention.pages import PageTable
-from colonnade.kernels.attention.splits import Costs, Plan
+from colonnade.kernels.attention.split_plan import Costs, Plan
 from colonnade.kernels.attention.triton_decode import Layout, Prepared
 from colonnade.kernels.softmax_state import State
 

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from colonnade.kernels.attention import sdpa
-from colonnade.kernels.attention.splits import Plan
+from colonnade.kernels.attention.split_plan import Plan
 from colonnade.kernels.attention.triton_decode import Layout, attend
 from colonnade.kernels.choose import choose
 from tests.decoding import Case, Made

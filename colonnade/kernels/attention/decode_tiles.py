@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from colonnade.kernels.attention.splits import Costs
+from colonnade.kernels.attention.split_plan import Costs
 
 
 class Tiles(NamedTuple):

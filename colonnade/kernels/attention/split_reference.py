@@ -9,7 +9,7 @@ from torch import Tensor
 
 from colonnade.kernels.attention import reference
 from colonnade.kernels.attention.pages import PageTable
-from colonnade.kernels.attention.splits import Item, Merge, Plan, Shape
+from colonnade.kernels.attention.split_plan import Item, Merge, Plan, Shape
 from colonnade.kernels.softmax_state import State, identity, merge_all
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from colonnade.kernels.attention import sdpa, splits, triton_merge, triton_splits
 from colonnade.kernels.attention.decode_tiles import Tiles, costs, pick
 from colonnade.kernels.attention.pages import PageTable
-from colonnade.kernels.attention.splits import Capacity, Shape, places
+from colonnade.kernels.attention.split_plan import Capacity, Plan, Shape, places
 from colonnade.kernels.softmax_state import State
 
 WIDEST, MOST_QUERIES = 256, 64
@@ -37,7 +37,7 @@ class Prepared:
     """A plan on the device, and what the kernels are compiled for."""
 
     flat: Tensor
-    """int32, :meth:`splits.Plan.flat`."""
+    """int32, :meth:`split_plan.Plan.flat`."""
     capacity: Capacity
     shape: Shape
     tiles: Tiles
@@ -80,14 +80,12 @@ class Layout:
         """Of plans for ``requests`` requests of at most so many queries and keys."""
         return Capacity.of(requests, queries, self.shape, self.workers, chunk=self.chunk, context=context)
 
-    def plan(
-        self, lengths: Sequence[int], queries: Sequence[int], *, room: int | None = None, ahead: int = 0
-    ) -> splits.Plan:
+    def plan(self, lengths: Sequence[int], queries: Sequence[int], *, room: int | None = None, ahead: int = 0) -> Plan:
         """A plan for one step."""
         prices = costs(self.tiles, self.width, self.element_bytes, self.workers)
         return splits.plan(lengths, queries, self.shape, self.workers, prices, chunk=self.chunk, room=room, ahead=ahead)
 
-    def prepare(self, plan: splits.Plan, device: torch.device | str, capacity: Capacity | None = None) -> Prepared:
+    def prepare(self, plan: Plan, device: torch.device | str, capacity: Capacity | None = None) -> Prepared:
         """``plan`` on the device, in arrays of its own size or of ``capacity``."""
         room = capacity or plan.capacity
         flat = torch.tensor(plan.flat(room), dtype=torch.int32)

@@ -22,7 +22,7 @@ import math
 import triton
 from triton import language as tl
 
-from colonnade.kernels.attention.splits import FIELDS as _FIELDS
+from colonnade.kernels.attention.split_plan import FIELDS as _FIELDS
 
 FIELDS = tl.constexpr(_FIELDS)
 LN_2 = tl.constexpr(math.log(2))
