@@ -86,6 +86,7 @@ def arguments(cache: KVCache, work: Work) -> tuple[Stream, Paged, NextTokens]:
         lengths_R=whole(lengths, torch.int32),
         longest_query=max(counts),
         longest_context=max(lengths),
+        known=(counts, lengths),
     )
     head = NextTokens(whole(rows, torch.int64), draws)
     return Stream(whole(tokens, torch.int64), whole(positions, torch.int64)), attend, head

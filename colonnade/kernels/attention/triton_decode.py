@@ -88,8 +88,10 @@ class Layout:
     def prepare(self, plan: Plan, device: torch.device | str, capacity: Capacity | None = None) -> Prepared:
         """``plan`` on the device, in arrays of its own size or of ``capacity``."""
         room = capacity or plan.capacity
-        flat = torch.tensor(plan.flat(room), dtype=torch.int32)
-        return Prepared(flat.to(device), room, self.shape, self.tiles)
+        # Pinned, since another copy would wait until the device has done all that it was given before.
+        gpu = torch.device(device).type == "cuda"
+        flat = torch.tensor(plan.flat(room), dtype=torch.int32, pin_memory=gpu)
+        return Prepared(flat.to(device, non_blocking=gpu), room, self.shape, self.tiles)
 
 
 def _processors(device: torch.device) -> int:
