@@ -148,7 +148,7 @@ def attend(
         programs = min(capacity.merges * shape.rows * triton.cdiv(H, part), MERGERS * _processors(q_TNH.device))
         triton_merge.merge[programs,](
             *state, slot_o, slot_lse, ready.flat, table.cu_queries, none if sinks_N is None else sinks_N, merges_at,
-            WAIT=overlap, PIECES=tiles.pieces, BLOCK_H=part, PROGRAMS=programs, num_warps=1, **same,
+            WAIT=overlap, PIECES=tiles.pieces, BLOCK_H=part, num_warps=4, **same,
             **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
     return state

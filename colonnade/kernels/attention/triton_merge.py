@@ -21,14 +21,14 @@ from colonnade.kernels.attention.triton_splits import FIELDS, LN_2, LOG2_E
 def merge(
     o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, cu_ptr, sinks_ptr, merges_at,
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, SINKS: tl.constexpr, WAIT: tl.constexpr,
-    ROWS: tl.constexpr, PIECES: tl.constexpr, BLOCK_H: tl.constexpr, PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr, PIECES: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Each program takes (line, row, part of the width) in turn: the number of lines is the plan's, the grid fixed."""
     parts: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     tasks = tl.load(plan_ptr) * ROWS * parts
     if WAIT:
         tl.extra.cuda.gdc_wait()
-    for task in range(tl.program_id(0), tasks, PROGRAMS):
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         at = plan_ptr + merges_at + task // (ROWS * parts) * FIELDS
         request, head, block = tl.load(at), tl.load(at + 1), tl.load(at + 2)
         first, end = tl.load(at + 3), tl.load(at + 4)
