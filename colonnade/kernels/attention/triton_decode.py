@@ -131,8 +131,6 @@ def attend(
     none = slot_lse  # in place of a tensor that is not read
     k_scale_K, v_scale_K = scales_K or (none, none)
     overlap = tiles.overlap and ready.merges
-    # Where a tile has several pages their numbers are fetched a step before the keys: one more is on its way.
-    stages = tiles.stages + (page_tokens % tiles.tile > 0)
     same = {"N": N, "GROUP": shape.group, "H": H, "SINKS": sinks_N is not None, "ROWS": shape.rows}
     triton_splits.attend[capacity.workers,](
         q_TNH, k_PpKH, v_PpKH, *state, slot_o, slot_lse, ready.flat, pages_RP, table.cu_queries, table.lengths_R,
@@ -140,7 +138,7 @@ def attend(
         *q_TNH.stride()[:2], *k_PpKH.stride()[:3], *v_PpKH.stride()[:3], pages_RP.stride(0), pages_RP.shape[1], P,
         items_at, H**-0.5, 1.0 if cap is None else cap,
         PAGE=page_tokens, WINDOW=shape.window or 0, CAPPED=cap is not None, SLOPES=slopes_N is not None,
-        SCALED=scales_K is not None, LAUNCH_NEXT=overlap, TILE=tiles.tile, STAGES=stages,
+        SCALED=scales_K is not None, LAUNCH_NEXT=overlap, TILE=tiles.tile, STAGES=tiles.stages,
         BLOCK_H=max(16, triton.next_power_of_2(H)), num_warps=tiles.warps, **same,
     )  # fmt: skip
     if ready.merges:

@@ -54,6 +54,13 @@ def finish(o, top, total, n, there, sinks_ptr, SINKS: tl.constexpr):
 
 
 @triton.jit
+def _page(table_ptr, at, columns, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """The page of each key of the tile at ``at``; one number where pages hold whole tiles."""
+    column = at // PAGE if PAGE % TILE == 0 else (at + tl.arange(0, TILE)) // PAGE
+    return tl.load(table_ptr + column, column < columns, -1)
+
+
+@triton.jit
 def _score(
     s, position, j, known, n, there, slopes_ptr, cap,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
@@ -104,24 +111,22 @@ def attend(
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         o = tl.zeros((ROWS, BLOCK_H), tl.float32)
+        table_ptr = pages_ptr + request.to(tl.int64) * pages_r
+        # Page numbers are fetched a tile ahead, by hand: loads that wait for loads within a step are what the compiler
+        # does not bring under way together.
+        page = _page(table_ptr, low, columns, PAGE, TILE)
         for at in tl.range(low, high, TILE, num_stages=STAGES):
             j = at + tl.arange(0, TILE)
+            number = page.to(tl.int64)
             if PAGE % TILE == 0:
-                # One page: its number is one load, and places in it are small.
-                column = at // PAGE
-                page = tl.load(pages_ptr + request.to(tl.int64) * pages_r + column, column < columns, -1)
                 known = j < tl.where((page >= 0) & (page < pages), high, 0)
-                page = page.to(tl.int64)
-                k_at = k_ptr + page * k_page + head * k_k + (j - column * PAGE)[:, None] * k_p + h[None, :]
-                v_at = v_ptr + page * v_page + head * v_k + (j - column * PAGE)[:, None] * v_p + h[None, :]
+                k_at = k_ptr + number * k_page + head * k_k + (at % PAGE + j - at)[:, None] * k_p + h[None, :]
+                v_at = v_ptr + number * v_page + head * v_k + (at % PAGE + j - at)[:, None] * v_p + h[None, :]
             else:
-                column = j // PAGE
-                here = (j < high) & (column < columns)
-                page = tl.load(pages_ptr + request.to(tl.int64) * pages_r + column, here, -1)
-                known = here & (page >= 0) & (page < pages)
-                page = page.to(tl.int64)
-                k_at = k_ptr + (page * k_page + head * k_k + (j % PAGE) * k_p)[:, None] + h[None, :]
-                v_at = v_ptr + (page * v_page + head * v_k + (j % PAGE) * v_p)[:, None] + h[None, :]
+                known = (j < high) & (page >= 0) & (page < pages)
+                k_at = k_ptr + (number * k_page + head * k_k + (j % PAGE) * k_p)[:, None] + h[None, :]
+                v_at = v_ptr + (number * v_page + head * v_k + (j % PAGE) * v_p)[:, None] + h[None, :]
+            page = _page(table_ptr, at + TILE, columns, PAGE, TILE)
             if BLOCK_H == H:
                 k = tl.load(k_at, known[:, None], 0.0)
                 v = tl.load(v_at, known[:, None], 0.0)
