@@ -40,11 +40,11 @@ TOLERANCE = 6e-4
 CANDIDATES = [
     Tiles(tile, warps, stages, workers, 64, 32)
     for tile, warps, stages, workers in (
-        (64, 4, 3, 2), (64, 4, 2, 3), (64, 4, 4, 1), (64, 2, 3, 2), (32, 4, 4, 3), (32, 2, 4, 4), (32, 4, 3, 4),
-        (128, 4, 2, 1), (128, 8, 3, 1), (128, 4, 3, 1), (64, 8, 3, 2), (16, 2, 5, 4),
+        (64, 4, 3, 2), (64, 4, 2, 3), (64, 4, 4, 1), (64, 4, 4, 2), (64, 2, 3, 2), (32, 4, 4, 3), (32, 2, 4, 4),
+        (32, 4, 3, 4), (128, 4, 2, 1), (128, 8, 3, 1), (128, 4, 3, 1), (64, 8, 3, 2), (16, 2, 5, 4),
     )
 ]  # fmt: skip
-"""A dozen ways to cut; of the best, the merge is then tried in other sizes and beside the reading."""
+"""Ways to cut; of the best, the merge is then tried in other sizes and beside the reading."""
 TUNED_AT = ((256, 256), (32, 2048), (4, 16384), (1, 65536), (1, 4096), (7, 900))
 
 

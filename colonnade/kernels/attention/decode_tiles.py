@@ -3,7 +3,7 @@
 ``decode_tiles.json`` stands beside this file; ``python benchmarks/flash_decoding.py --tune`` measures it anew.
 ``measured_on`` there says on which device; "none" marks sizes and costs that were reckoned. A memory of 4 TB/s that
 answers after 0.8 µs is kept busy by 3.2 MB on their way, 24 KB a multiprocessor of 132; two workers on each, with two
-tiles of 64 keys and values of 128 numbers on their way, have 128 KB, and take 192 of 227 KB of its shared memory.
+tiles of 64 keys and values of 128 numbers on their way, have 128 KB, and take 140 of 227 KB of its shared memory.
 """
 
 import functools
