@@ -28,7 +28,7 @@ AHEAD = 16
 
 
 def padded(requests: int, most: int) -> int:
-    """The size of a step of so many requests: less than a quarter more, four sizes for each doubling; up to ``most``."""
+    """The size of a step of so many requests: less than a quarter more, four sizes a doubling; at most ``most``."""
     step = 1 << max(0, requests.bit_length() - 3)
     return min(most, -(-requests // step) * step)
 
