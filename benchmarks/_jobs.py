@@ -3,8 +3,9 @@
     rows = series([Job("GPT-2 1.2B", config, Plan(dp=2), sequence=1024, batch=32), …], device="cuda")
 
 Jobs of one world share their processes, one after another, in the order of the list; each row is printed as soon as it
-is there. Tokens are random, dropout is 0, a step is forward, backward, norm, clip and AdamW. Weights are drawn on the
-device by the parameter's name, not by ``initialise``, which draws 8 billion numbers on a CPU in minutes.
+is there, and added to a file with --keep: a series that a limit of time cut off goes on where it was. Tokens are
+random, dropout is 0, a step is forward, backward, norm, clip and AdamW. Weights are drawn on the device by the
+parameter's name, not by ``initialise``, which draws 8 billion numbers on a CPU in minutes.
 """
 
 import argparse
@@ -35,8 +36,8 @@ from colonnade.parallel.fsdp import masters
 from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground
 from colonnade.train.breakdown import Breakdown, breakdown
-from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
+from colonnade.train.session import moving
 from colonnade.train.step import Step
 
 Row = dict[str, Any]
@@ -64,23 +65,26 @@ class Job:
     traced: int = 0
     """Steps under the profiler after the timed ones, for the breakdown."""
 
+    @property
+    def key(self) -> str:
+        """All that the numbers depend on."""
+        return repr(self)
+
     def start(self, ground: Ground) -> Callable[[int], Tensor]:
         """``step(i)``: takes a step and gives the mean loss of all its tokens."""
         self.plan.check(self.config)
         config, train = self.config, self.train
         spans = [span for _, span in ground.stages(config.layers)]
-        model = filled(Transformer(config, ground.axes, spans=spans, device=ground.device))
+        model = filled(self.model(ground, spans))
         if train.float8 != "none":
             in_float8(model.blocks, train.float8)
         assert train.recompute != "budget", "a benchmark says what is computed again"
         recompute(model.blocks, [train.recompute for _ in model.blocks])
-        if train.compile:
-            for block in model.blocks:
-                block.compile()
+        self.ready(model, ground)
         compute: torch.dtype = getattr(torch, train.dtype)
         piped = Piped(model, ground, compute) if ground.plan.pp > 1 else None
-        held = masters(model, ground, compute, piped and piped.stages)
-        run = Step(model, held, AdamW(held.local, train), train, world_axis(), piped)
+        held = masters(model, ground, compute, piped and piped.stages, single=train.fused_adamw and piped is None)
+        run = Step(model, held, moving(held, train), train, world_axis(), piped, graphed=train.cuda_graph)
         seeds = (2 * ground.axes.dp.rank, 2 * ground.axes.dp.rank + 1)
         batches = [random_batch(config, self.sequence, self.batch, seed, ground.device) for seed in seeds]
 
@@ -90,16 +94,35 @@ class Job:
 
         return step
 
+    def model(self, ground: Ground, spans: Sequence[range]) -> Transformer:
+        """Uninitialised."""
+        return Transformer(self.config, ground.axes, spans=spans, device=ground.device)
 
-def series(jobs: Sequence[Job], device: str) -> list[Row]:
-    """A row for each job, smallest world first."""
-    rows: list[Row] = []
+    def ready(self, model: Transformer, ground: Ground) -> None:
+        """Compile what is to be compiled."""
+        if self.train.compile:
+            for block in model.blocks:
+                block.compile()
+
+
+def series(jobs: Sequence[Job], device: str, keep: Path | None = None) -> list[Row]:
+    """A row for each job, smallest world first; those in the file ``keep`` are not measured again."""
+    there = kept(keep)
     for world in sorted({job.plan.world for job in jobs}):
-        rows += launch(work, (tuple(job for job in jobs if job.plan.world == world), device), Plan(dp=world))
-    return rows
+        missing = tuple(job for job in jobs if job.plan.world == world and job.key not in there)
+        if missing:
+            rows = launch(work, (missing, device, keep), Plan(dp=world))
+            there |= {job.key: row for job, row in zip(missing, rows, strict=True)}
+    return [there[job.key] for job in sorted(jobs, key=lambda job: job.plan.world)]
 
 
-def work(jobs: Sequence[Job], device: str) -> list[Row]:
+def kept(keep: Path | None) -> dict[str, Any]:
+    """What a file has, by the key of each line."""
+    lines = keep.read_text(encoding="utf-8").splitlines() if keep is not None and keep.exists() else []
+    return dict(json.loads(line) for line in lines)
+
+
+def work(jobs: Sequence[Job], device: str, keep: Path | None = None) -> list[Row]:
     """On every rank of one world: its jobs, one after another."""
     rows: list[Row] = []
     with Ground.build(Plan(dp=jobs[0].plan.world), device) as ground:
@@ -109,6 +132,9 @@ def work(jobs: Sequence[Job], device: str) -> list[Row]:
             rows.append(row)
             if ground.rank == 0:
                 print(json.dumps(row), flush=True)
+                if keep is not None:
+                    with keep.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps([job.key, row]) + "\n")
             forget(ground.device)
     return rows
 
@@ -238,6 +264,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     """With --tiny and --out."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--tiny", action="store_true", help="tiny models over gloo on a CPU: shows that the script works")
+    made.add_argument("--keep", type=Path, help="file to add each row to; what it has is not measured again")
     made.add_argument("--out", type=Path, help="folder of the results; benchmarks/results, with --tiny a temporary one")
     return made
 

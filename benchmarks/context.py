@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     if not enough(args, max(worlds)):
         return
     device, folder, name = place(args)
-    rows = share_of_linear(series(jobs(args.tiny, worlds, args.sequence), device))
+    rows = share_of_linear(series(jobs(args.tiny, worlds, args.sequence), device, args.keep))
     report(f"context_{name}", rows, __doc__ or "", headlines=heads_of(rows), folder=folder)
 
 

@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     device, folder, name = place(args)
     made = jobs(args.tiny, worlds)
-    rows = foretold(made, series(made, device))
+    rows = foretold(made, series(made, device, args.keep))
     draw(rows, args.picture or (folder if args.tiny else ROOT / "docs" / "assets") / "cost_growth.png")
     last = rows[-1]
     what = f"GPT-2 {last['layers']} x {last['width']} on {last['ranks']} ranks, FSDP"

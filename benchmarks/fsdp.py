@@ -85,10 +85,10 @@ def main(argv: list[str] | None = None) -> None:
         return
     device, folder, name = place(args)
     if args.part != "scaling":
-        rows = series(llama_jobs(args.tiny, ranks), device)
+        rows = series(llama_jobs(args.tiny, ranks), device, args.keep)
         report(f"fsdp_llama_{name}", rows, __doc__ or "", headlines=llama_heads(rows), folder=folder)
     if args.part != "llama":
-        rows, heads = scaled(series(scaling_jobs(args.tiny, worlds), device))
+        rows, heads = scaled(series(scaling_jobs(args.tiny, worlds), device, args.keep))
         report(f"fsdp_scaling_{name}", rows, __doc__ or "", headlines=heads, folder=folder)
 
 

@@ -52,8 +52,8 @@ def main() -> None:
     rows: list[dict[str, Cell]] = []
     with Ground.build(Plan(), "cpu") as ground:
         for compute in (torch.float32, torch.bfloat16):
-            whole = trainer(ground, lambda model, compute=compute: Whole(model, compute))
-            sharded = trainer(ground, lambda model, compute=compute: Sharded(model, ground.fsdp_mesh, compute))
+            whole = trainer(ground, lambda model, compute=compute: Whole(model.named_parameters(), compute))
+            sharded = trainer(ground, lambda model, compute=compute: Sharded(model, ground, compute, [model]))
             for count, samples, sequence in SHAPES:
                 pairs: list[tuple[float, float]] = []
                 for i in range(PAIRS + 1):

@@ -1,6 +1,7 @@
 """Loss curves of one model in bfloat16, float16 and float8, from the same weights and on the same samples.
 
     python benchmarks/precision_curves.py                                  GPT-2 355M on one GPU, 300 steps of each
+    python benchmarks/precision_curves.py --keep /tmp/runs                 again after it was cut off: goes on
     python benchmarks/precision_curves.py --toy --out /tmp/curves          a model for a CPU's minute, without float8
 
 Each is a whole run of ``Trainer`` on the State of the Union addresses (package ``sotu``, its own tokenizer): float32
@@ -14,6 +15,7 @@ import argparse
 import shutil
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -22,6 +24,7 @@ from matplotlib.figure import Figure
 from _report import RESULTS, Cell, Headline, report
 from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from colonnade.config.presets import preset
+from colonnade.config.toml import dumps
 from colonnade.data import build
 from colonnade.data.samples import sotu_documents
 from colonnade.train import Trainer
@@ -43,13 +46,15 @@ Curve = list[dict[str, float]]
 
 
 def trained(run: RunConfig) -> Curve:
-    """The metrics of a run from its beginning; its checkpoint is not kept."""
-    shutil.rmtree(run.folder, ignore_errors=True)
-    Trainer(run).fit()
-    rows = [row for row in read_rows(run.folder) if "lr" in row]
-    for step in run.folder.glob("step-*"):
-        shutil.rmtree(step)
-    return rows
+    """The metrics of a run from its beginning, or of one that has ended before; its checkpoint is not kept."""
+    ended, asked = run.folder / "ended.toml", dumps(run)
+    if not ended.exists() or ended.read_text(encoding="utf-8") != asked:
+        shutil.rmtree(run.folder, ignore_errors=True)
+        Trainer(run).fit()
+        for step in run.folder.glob("step-*"):
+            shutil.rmtree(step)
+        ended.write_text(asked, encoding="utf-8")
+    return [row for row in read_rows(run.folder) if "lr" in row]
 
 
 def difference(curve: Curve, reference: Curve) -> list[float]:
@@ -91,6 +96,7 @@ def main() -> int:
     parser.add_argument("--micro_batch", type=int, default=16, help="sequences at once")
     parser.add_argument("--lr", type=float, default=3e-4, help="peak learning rate")
     parser.add_argument("--only", nargs="*", choices=PRECISIONS, help="these, and bfloat16")
+    parser.add_argument("--keep", type=Path, help="folder of the runs; those that ended there are not run again")
     parser.add_argument("--toy", action="store_true", help="a tiny model on a CPU, in bfloat16 and float16")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file and the picture")
     args = parser.parse_args()
@@ -100,10 +106,11 @@ def main() -> int:
         model = model.but(layers=2, width=64, heads=4, ffn_width=128, context=64)
     names = [n for n in PRECISIONS if n == "bfloat16" or n in (args.only or PRECISIONS)]
     names = [name for name in names if not (args.toy and "float8" in name)]
-    with tempfile.TemporaryDirectory() as place:
+    with nullcontext(args.keep) if args.keep else tempfile.TemporaryDirectory() as place:
         corpus = Path(place) / "corpus"
         documents = sotu_documents()
-        build(documents[-20:] if args.toy else documents, corpus, vocab_size=vocab_size)
+        if not corpus.exists():
+            build(documents[-20:] if args.toy else documents, corpus, vocab_size=vocab_size)
         t = TrainConfig(
             steps=args.steps, batch=args.batch, micro_batch=args.micro_batch, lr=args.lr, min_lr=args.lr / 10,
             warmup=args.steps // 10, weight_decay=0.1, compile=not args.toy, eval_every=0, save_every=0,

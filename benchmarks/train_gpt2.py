@@ -6,6 +6,8 @@ Ours: float32 masters and AdamW state, bfloat16 compute, each block compiled. Th
 (parameters, gradients and AdamW state: less memory traffic than ours, and less precise), compiled as a whole. Both:
 dropout 0, sequence 1024, fused AdamW, gradient clipping at 1. A step is forward, backward, clip, AdamW. Times are
 medians of CUDA-event timings over steps on rotating random batches, after warm-up.
+
+    --fused    colonnade with train.fused_adamw        --graph    with train.cuda_graph (a result has both)
 """
 
 import argparse
@@ -16,30 +18,19 @@ from pathlib import Path
 
 import torch
 
+from _jobs import filled, forget, random_batch
 from _report import Headline, report
 from colonnade.config import ModelConfig, TrainConfig
-from colonnade.model import Transformer, initialise
+from colonnade.data import Batch
+from colonnade.model import Transformer
 from colonnade.parallel.axis import SOLO
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.mesh import Ground
-from colonnade.train.optimizer import AdamW
+from colonnade.train.session import moving
 from colonnade.train.step import Step
 
 SHAPES = {"124m": (12, 768, 12), "355m": (24, 1024, 16), "1.2b": (40, 1536, 16)}
 VOCAB, SEQUENCE = 50257, 1024
-
-
-class Batch:
-    """Random tokens in equal sequences."""
-
-    def __init__(self, batch: int, seed: int):
-        generator = torch.Generator("cuda").manual_seed(seed)
-        ids = torch.randint(VOCAB, (batch, SEQUENCE + 1), device="cuda", generator=generator)
-        self.tokens_T, self.targets_T = ids[:, :-1].flatten().contiguous(), ids[:, 1:].flatten().contiguous()
-        self.positions_T = torch.arange(SEQUENCE, device="cuda").repeat(batch)
-        self.cu_seqlens = torch.arange(0, batch * SEQUENCE + 1, SEQUENCE, dtype=torch.int32, device="cuda")
-        self.longest, self.equal = SEQUENCE, True
-        self.segments_T = self.predicted_R = self.first_R = self.orders_R = None
 
 
 def config_of(name: str) -> ModelConfig:
@@ -51,18 +42,17 @@ def config_of(name: str) -> ModelConfig:
     )  # fmt: skip
 
 
-def ours(config: ModelConfig, batches: list[Batch]):
+def ours(config: ModelConfig, batches: list[Batch], asked: TrainConfig):
     ground = Ground.solo("cuda")
-    model = initialise(Transformer(config, device="cuda"), 0)
-    train = TrainConfig(steps=1000, lr=1e-4, min_lr=0, warmup=0, weight_decay=0.01)
-    weights = masters(model, ground, torch.bfloat16)
-    step = Step(model, weights, AdamW(weights.local, train), train, SOLO)
+    model = filled(Transformer(config, device="cuda"))
+    weights = masters(model, ground, torch.bfloat16, single=asked.fused_adamw)
+    step = Step(model, weights, moving(weights, asked), asked, SOLO, graphed=asked.cuda_graph)
     for block in model.blocks:
         block.compile()
     return lambda i: step(i, [batches[i % len(batches)]]).loss_sum / len(batches[0].tokens_T)
 
 
-def theirs(config: ModelConfig, batches: list[Batch]):
+def theirs(config: ModelConfig, batches: list[Batch], asked: TrainConfig):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape = GPT2Config(
@@ -71,7 +61,7 @@ def theirs(config: ModelConfig, batches: list[Batch]):
     )  # fmt: skip
     with torch.device("cuda"):
         model = GPT2LMHeadModel(shape).to(torch.bfloat16).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr, weight_decay=asked.weight_decay, fused=True)
     run = torch.compile(model)
 
     def step(i: int):
@@ -118,18 +108,25 @@ def main() -> None:
     parser.add_argument("--preset", choices=SHAPES, default="1.2b")
     parser.add_argument("--batch", type=int, default=32, help="sequences in a step")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument("--fused", action="store_true", help="colonnade's AdamW in one pass")
+    parser.add_argument("--graph", action="store_true", help="colonnade's passes as a CUDA graph")
     parser.add_argument("--only", choices=["ours", "theirs"], help="measure one of the two (writes no result)")
     parser.add_argument("--profile", help="write a kernel table of one of our steps to this file")
     args = parser.parse_args()
     config = config_of(args.preset)
-    batches = [Batch(args.batch, seed) for seed in range(4)]
+    asked = TrainConfig(
+        steps=1000, lr=1e-4, min_lr=0, warmup=0, weight_decay=0.01, fused_adamw=args.fused, cuda_graph=args.graph
+    )
+    batches = [random_batch(config, SEQUENCE, args.batch, seed, torch.device("cuda")) for seed in range(4)]
     tokens = args.batch * SEQUENCE
+    with_ = [what for what in ("fused", "graph") if getattr(args, what)]
+    mine = " ".join(["colonnade", *(f"--{what}" for what in with_)])
     rows = []
-    for name, build in (("colonnade", ours), ("transformers, compiled", theirs)):
+    for name, build in ((mine, ours), ("transformers, compiled", theirs)):
         if args.only and args.only not in build.__name__:
             continue
         torch.cuda.reset_peak_memory_stats()
-        step = build(config, batches)
+        step = build(config, batches, asked)
         step_ms, first, warm_s = measure(step, args.steps)
         rate = tokens / step_ms * 1e3
         rows.append(
@@ -148,18 +145,17 @@ def main() -> None:
         if args.profile and build is ours:
             profile(step, args.profile)
         del step
-        torch.cuda.empty_cache()
-        torch._dynamo.reset()
+        forget(torch.device("cuda"))
     if len(rows) == 2:
-        mine, peer = rows
+        own, peer = rows
         head = Headline(
             f"train GPT-2 {args.preset} ({config.layers} x {config.width}), 1 GPU, batch {args.batch}",
-            mine["tokens_per_s"],
+            own["tokens_per_s"],
             "tokens/s",
             "transformers, compiled",
             peer["tokens_per_s"],
         )
-        report(f"train_gpt2_{args.preset}_h200", rows, __doc__ or "", headlines=[head])
+        report("_".join([f"train_gpt2_{args.preset}", *with_, "h200"]), rows, __doc__ or "", headlines=[head])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@
 51,200 (arXiv 1909.08053, section 5.1 and table 1). TFLOP/s count all scores, as the paper does, and no recomputation.
 
     colonnade, colonnade_sp     tp over all ranks, without and with sequence parallelism: float32 masters, clip
+    colonnade_ce                communication beside the products of the batch's other half, by copy engines, as a graph
+    colonnade_ce_carved         the same with 8 multiprocessors kept free of products
+    colonnade_ring              products that begin with the rows that are here, by copy engines, as a graph
     torch, torch_sp             plain modules under parallelize_module; bfloat16 parameters and moments, no clip
     torch_async                 torch_sp with inductor's micro-pipeline: collectives cut up and overlapped with products
 
@@ -17,7 +20,9 @@ arithmetic, traced_communication_exposed_ms what of the collectives lay beside n
 inductor finds nothing to overlap it warns "async TP found no matching"; then torch_async is torch_sp.
 """
 
-from collections.abc import Sequence
+from _overlapped import Halved, OverlappedJob, Ringed
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from _jobs import FAST, PLAIN, Job, Row, enough, parser, place, series
 from _parallelized import TorchJob
@@ -27,25 +32,38 @@ from colonnade.config.presets import preset
 
 SHAPES = {1: "gpt2-1.2b", 2: "gpt2-2.5b", 4: "gpt2-4.2b", 8: "gpt2-8.3b"}
 """By ranks."""
-WHO = ("colonnade", "colonnade_sp", "torch", "torch_sp", "torch_async")
+KINDS: dict[str, Callable[..., Job]] = {
+    "colonnade": Job,
+    "colonnade_sp": Job,
+    "colonnade_ce": partial(OverlappedJob, kind=Halved),
+    "colonnade_ce_carved": partial(OverlappedJob, kind=Halved, carved=8),
+    "colonnade_ring": partial(OverlappedJob, kind=Ringed),
+    "torch": TorchJob,
+    "torch_sp": TorchJob,
+    "torch_async": partial(TorchJob, asynchronous=True),
+}
+WHO = tuple(KINDS)
+WHOLE = ("colonnade", "torch")
+"""Without sequence parallelism; so one GPU too."""
+OVERLAPPED = ("colonnade_ce", "colonnade_ce_carved", "colonnade_ring")
 
 
-def jobs(tiny: bool, worlds: Sequence[int], who: Sequence[str]) -> list[Job]:
+def jobs(
+    tiny: bool, worlds: Sequence[int], who: Sequence[str], *, fused: bool = False, pieces: bool = False
+) -> list[Job]:
     """Every layout that there is on so many ranks, this machine's kind of device permitting."""
     made: list[Job] = []
     for ranks in worlds:
         for name in who:
-            by_tokens, ours = name.endswith(("_sp", "_async")), name.startswith("colonnade")
-            if (by_tokens and ranks == 1) or (tiny and name == "torch_async"):
+            if (name not in WHOLE and ranks == 1) or (tiny and name in ("torch_async", "colonnade_ce_carved")):
                 continue
-            plan = Plan(tp=ranks, sequence_parallel=by_tokens)
-            kind = Job if ours else TorchJob
-            asked = {"asynchronous": True} if name == "torch_async" else {}
+            plan = Plan(tp=ranks, sequence_parallel=name not in WHOLE)
             if tiny:
                 config = preset("gpt2").but(vocab_size=208, layers=2, width=32, heads=4, ffn_width=64, context=32)
-                made.append(kind(name, config, plan, 32, 2, PLAIN, 1, 2, 1, **asked))
+                made.append(KINDS[name](name, config, plan, 32, 2, PLAIN.but(fused_adamw=fused), 1, 2, 1))
             else:
-                made.append(kind(name, preset(SHAPES[ranks]), plan, 1024, 8, FAST, 3, 8, 2, **asked))
+                train = FAST.but(fused_adamw=fused, cuda_graph=name in OVERLAPPED and not pieces)
+                made.append(KINDS[name](name, preset(SHAPES[ranks]), plan, 1024, 8, train, 4, 8, 2))
     return made
 
 
@@ -70,12 +88,14 @@ def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--worlds", type=int, nargs="+", choices=SHAPES, help="ranks; 1 2 4, with --tiny 1 2")
     options.add_argument("--who", nargs="+", choices=WHO, default=WHO, help="layouts to measure")
+    options.add_argument("--pieces", action="store_true", help="overlapped ones launched piece by piece, not as graphs")
+    options.add_argument("--fused", action="store_true", help="colonnade with train.fused_adamw")
     args = options.parse_args(argv)
     worlds = args.worlds or ([1, 2] if args.tiny else [1, 2, 4])
     if not enough(args, max(worlds)):
         return
     device, folder, name = place(args)
-    rows = series(jobs(args.tiny, worlds, args.who), device)
+    rows = series(jobs(args.tiny, worlds, args.who, fused=args.fused, pieces=args.pieces), device, args.keep)
     report(f"weak_scaling_{name}", rows, __doc__ or "", headlines=heads_of(rows), folder=folder)
 
 

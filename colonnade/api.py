@@ -13,7 +13,7 @@ import difflib
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, overload
@@ -26,11 +26,14 @@ from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
 from colonnade.checkpoint.hf.hub import fetch, find_minilm
 from colonnade.checkpoint.hf.read import HFFolder
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.config import Device, ModelConfig, Plan, ServeConfig, count
+from colonnade.config import AS_TRAINED, Device, ExpertsConfig, ModelConfig, Plan, ServeConfig, count
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.errors import CheckpointError, ConfigError, PlanError, RequestError
+from colonnade.errors import CapacityError, CheckpointError, ConfigError, PlanError, RequestError
 from colonnade.model import Hidden, Packed, Pooled, Rows, Stream, Transformer
 from colonnade.model.head import Head
+from colonnade.model.moe import Resident, experts_of
+from colonnade.model.moe.resident import too_large
+from colonnade.model.moe.router import rule
 from colonnade.model.score import Score, score
 from colonnade.parallel.launch import launched
 from colonnade.parallel.mesh import Ground, choose_device
@@ -147,22 +150,25 @@ def load(
     dtype: DType = "auto",
     device: Device = "auto",
     ground: Ground | None = None,
+    experts: ExpertsConfig = AS_TRAINED,
 ) -> Model:
     """Load a model for inference.
 
     ``dtype`` auto is float32 on a CPU and bfloat16 on a GPU. With a ``plan`` of more than one rank every process of a
-    launched group calls this and gets its share. ``ground`` is for those who already stand on one.
+    launched group calls this and gets its share. ``ground`` is for those who already stand on one. ``experts`` says
+    what a mixture of experts does otherwise than in training: another A or capacity, for one. The model's config says
+    what it does, and so does what :func:`save` writes of it.
 
     Raises :class:`CheckpointError` for anything missing, damaged or unknown, :class:`PlanError` for a layout that the
-    model or the world does not allow.
+    model or the world does not allow, :class:`ConfigError` for what its experts cannot do.
     """
     plan = ground.plan if ground else plan or Plan()
-    found = find(path, plan)
+    found = find(path, plan, experts)
     exits = ExitStack()
     if ground is None:
         ground = _ground(plan, device, exits)
     with exits:
-        model = _load(found, ground, dtype, str(path))
+        model = _load(found, ground, dtype, str(path), experts.resident)
         model._exit = exits.pop_all()
         return model
 
@@ -185,22 +191,24 @@ class Found:
     place: Path
     """Its folder or file."""
     config: ModelConfig
-    """What it is."""
+    """What it is, experts changed as they are told."""
     tokenizer: Callable[[], Tokenizer | None]
     """Reads the tokenizer that lies with it."""
     fill: Callable[[Transformer, Ground], object]
     """Reads a rank's share of the weights."""
 
 
-def find(path: str | Path, plan: Plan) -> Found:
+def find(path: str | Path, plan: Plan, experts: ExpertsConfig = AS_TRAINED) -> Found:
     """Open the model that ``path`` means and check that ``plan`` can lay it out, before any process starts.
 
-    Raises what :func:`load` raises for a model that is not there, and for a plan that does not fit.
+    Raises what :func:`load` raises for a model that is not there, for a plan that does not fit, and for ``experts``
+    told to do what they cannot.
     """
     place = locate(path)
     if native.is_native(place):
-        found = Found(place, native.read_meta(place).model, partial(_tokenizer, place / native.TOKENIZER),
-                      partial(native.load, place))  # fmt: skip
+        config = native.read_meta(place).model
+        found = Found(place, config, partial(_tokenizer, place / native.TOKENIZER),
+                      partial(native.load, place, trained=config))  # fmt: skip
     elif place.is_dir():
         folder = HFFolder(place)
         found = Found(place, folder.config, partial(_tokenizer, place), lambda model, _: folder.fill(model))
@@ -212,14 +220,32 @@ def find(path: str | Path, plan: Plan) -> Found:
     if plan.world > plan.tp:
         raise PlanError(f"a loaded model is laid over tp ranks only, not over {plan}; load with tp only")
     plan.check(found.config)
-    return found
+    return replace(found, config=_told(found.config, experts))
 
 
-def _load(found: Found, ground: Ground, dtype: DType, source: str) -> Model:
+def _told(trained: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
+    """The model whose experts do as they are told."""
+    told = experts.of(trained)
+    if told.moe is not None and experts.active is not None:
+        rule(told.moe)  # a router that always sends a token to as many says so before any process starts
+    return told
+
+
+def _load(found: Found, ground: Ground, dtype: DType, source: str, resident: int | None) -> Model:
     if dtype == "auto":
         dtype = "bfloat16" if ground.device.type == "cuda" else "float32"
-    transformer = Transformer(found.config, ground.axes, device=ground.device, dtype=getattr(torch, dtype))
-    found.fill(transformer.eval().requires_grad_(False), ground)
+    layers = found.config.moe.layers_among(found.config.layers) if found.config.moe else 0
+    resident = None if resident is None or resident >= layers else resident
+    home = None if resident is None else torch.device("cpu")
+    on = {"device": ground.device, "dtype": getattr(torch, dtype), "experts_on": home}
+    try:
+        transformer = Transformer(found.config, ground.axes, **on)
+        found.fill(transformer.eval().requires_grad_(False), ground)
+        if resident is not None:
+            Resident(experts_of(transformer), resident, ground.device)
+    except torch.OutOfMemoryError:
+        shape = Transformer(found.config, ground.axes, **on | {"device": "meta", "experts_on": None})
+        raise CapacityError(too_large(shape, resident, source)) from None
     return Model(transformer, found.tokenizer(), ground, source)
 
 

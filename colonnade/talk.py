@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from colonnade import api
-from colonnade.config import Device, Plan, ServeConfig
+from colonnade.config import AS_TRAINED, Device, ExpertsConfig, Plan, ServeConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ColonnadeError
 from colonnade.model import Transformer
@@ -37,19 +37,24 @@ class Where:
     serve: ServeConfig
     device: Device
     dtype: api.DType
+    experts: ExpertsConfig = AS_TRAINED
 
     @property
     def load(self) -> Load:
         """What an engine process calls for its share of the model; raises before any starts what :meth:`find` does."""
-        return functools.partial(_load, str(self.find().place), self.dtype)
+        return functools.partial(_load, str(self.find().place), self.dtype, self.experts)
 
     def find(self) -> api.Found:
         """The model, opened, and the plan checked against it."""
-        return api.find(self.model, self.plan)
+        return api.find(self.model, self.plan, self.experts)
+
+    def open(self) -> api.Model:
+        """Load it, on every rank of its plan."""
+        return api.load(self.model, plan=self.plan, dtype=self.dtype, device=self.device, experts=self.experts)
 
 
-def _load(path: str, dtype: api.DType, ground: Ground) -> tuple[Transformer, Tokenizer]:
-    model = api.load(path, dtype=dtype, ground=ground)
+def _load(path: str, dtype: api.DType, experts: ExpertsConfig, ground: Ground) -> tuple[Transformer, Tokenizer]:
+    model = api.load(path, dtype=dtype, ground=ground, experts=experts)
     return model.transformer, model.tokenizer
 
 
@@ -60,7 +65,7 @@ def generate(where: Where, prompt: str, params: SamplingParams) -> None:
 
 
 def _generate(where: Where, prompt: str, params: SamplingParams) -> None:
-    with api.load(where.model, plan=where.plan, dtype=where.dtype, device=where.device) as model:
+    with where.open() as model:
         engine = api.Engine(model, where.serve)
         if model.ground.rank:
             engine.follow()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colonnade.kernels.dropout.reference import Hidden, choices, hidden_units
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.permute import reference as permute
 
@@ -90,6 +91,20 @@ def experts_of_rows(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
         order_R, ends_E = permute.sort(case.ids().to(x.device), case.E, case.rows())
         x_RD = permute.gather(x, order_R, case.A)
         y_RD = run(x_RD, ends_E, Weights(*stacks), case.activation)
+        assert not len(order_R) or not y_RD[int(ends_E[-1]) :].any(), "rows of no expert are 0"
+        return permute.combine(y_RD, order_R, routing)
+
+    return of
+
+
+def experts_with_dropout(run: Callable[..., Tensor], rate: float = 0.3) -> Callable[..., Tensor]:
+    """One of "dropout_experts", likewise."""
+
+    def of(case: Case, x: Tensor, routing: Tensor, *stacks: Any) -> Tensor:
+        order_R, ends_E = permute.sort(case.ids().to(x.device), case.E, case.rows())
+        row_TA = choices(torch.tensor(77, device=x.device), torch.arange(case.T, device=x.device) + 5, case.A)
+        hidden = Hidden(row_TA.flatten()[order_R], hidden_units(torch.arange(3, 3 + case.F, device=x.device)), rate)
+        y_RD = run(permute.gather(x, order_R, case.A), ends_E, Weights(*stacks), case.activation, hidden)
         assert not len(order_R) or not y_RD[int(ends_E[-1]) :].any(), "rows of no expert are 0"
         return permute.combine(y_RD, order_R, routing)
 

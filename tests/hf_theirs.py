@@ -1,10 +1,22 @@
-"""transformers' side of the comparison; imports it, which workers should not."""
+"""transformers' side of the comparison; imports it, which workers should not.
 
+transformers computes RMSNorm, softmax and the loss in float32 whatever the model's type, so equality is to 1e-6.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
+
+from colonnade.checkpoint.hf.families import FAMILIES
+from colonnade.checkpoint.stored import stored_parameters
+from colonnade.model import Loss, Rows, Transformer
+from tests.hf import documents, stream_of
+from tests.worlds import assert_same
+
+TOLERANCE = 1e-6
 
 
 def random_model(kind: str, settings: dict[str, Any], seed: int) -> Any:
@@ -24,3 +36,36 @@ def their_logits(model: Any, texts: list[Tensor]) -> Tensor:
     """logits_TV of each document by itself."""
     with torch.no_grad():
         return torch.cat([model(input_ids=text[None]).logits[0] for text in texts])
+
+
+def gradients_by_name(model: Any) -> dict[str, Tensor]:
+    """Each parameter's gradient, under its own name."""
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def same_as_transformers(
+    ours: Transformer, theirs: Any, gradients: Callable[[Any], dict[str, Tensor]] = gradients_by_name
+) -> None:
+    """Logits, loss and every gradient; ``gradients`` gives theirs under the names that their files have."""
+    texts = documents(ours.config.vocab_size)
+    stream, attend, targets = stream_of(texts)
+    assert_same(ours(stream, attend, Rows()), their_logits(theirs, texts), TOLERANCE, "logits")
+    total, count = ours(stream, attend, Loss(targets))
+    (total / count).backward()
+    loss = sum(theirs(input_ids=text[None], labels=text[None]).loss * (len(text) - 1) for text in texts) / count
+    loss.backward()
+    assert_same(total / count, loss.detach(), TOLERANCE, "loss")
+    found = gradients(theirs)
+    assert same_gradients(ours, found) == len(found)
+
+
+def same_gradients(ours: Transformer, theirs: dict[str, Tensor]) -> int:
+    """Every gradient of ours, as a file would hold it, is theirs of that name; how many these are."""
+    names = [name for name, _ in ours.named_parameters()]
+    forms, compared = stored_parameters(names, FAMILIES[ours.config.family].table, "the gradients"), 0
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None, name
+        for their_name, gradient in forms[name].write(parameter.grad, ours.config).items():
+            assert_same(gradient, theirs[their_name], TOLERANCE, their_name)
+            compared += 1
+    return compared

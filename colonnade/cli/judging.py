@@ -57,9 +57,7 @@ def evaluate(
 
 
 def _score(where: "Where", text: str, context: int | None, stride: int | None) -> Any:
-    from colonnade import api
-
-    with api.load(where.model, plan=where.plan, dtype=where.dtype, device=where.device) as loaded:
+    with where.open() as loaded:
         if loaded.ground.rank:
             return loaded.score(text, context=context, stride=stride)
         with console.status("scoring") as status:
@@ -77,14 +75,13 @@ def _score(where: "Where", text: str, context: int | None, stride: int | None) -
 
 
 def _routing(where: "Where", text: str, context: int | None, stride: int | None) -> Any:
-    from colonnade import api
     from colonnade.look import routing
 
     if stride not in (None, context):
         raise ConfigError("--routing follows each token once; leave --stride out")
     if where.plan.world > 1:
         raise ConfigError("--routing is told by one process; leave --plan out")
-    with api.load(where.model, dtype=where.dtype, device=where.device) as loaded:
+    with where.open() as loaded:
         with console.status("following the tokens"):
             found = routing.follow(loaded.transformer, loaded.tokenizer, loaded.tokenizer.encode(text), context)
         for table in routing.tables(found):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from rich.console import Console
 from tyro.conf import arg
 
-from colonnade.config import Device, Plan, ServeConfig
+from colonnade.config import AS_TRAINED, Device, ExpertsConfig, Plan, ServeConfig
 from colonnade.errors import PlanError
 
 if TYPE_CHECKING:
@@ -41,12 +41,14 @@ class Placing:
     """auto: a GPU for each rank if there are enough, otherwise the CPU."""
     dtype: DType = "auto"
     """auto: float32 on a CPU, bfloat16 on a GPU."""
+    experts: ExpertsConfig = AS_TRAINED
+    """Of a mixture of experts: what it does otherwise than in training."""
 
     def where(self, model: str, serve: ServeConfig) -> "Where":
         """The same for :mod:`colonnade.talk`."""
         from colonnade.talk import Where
 
-        return Where(model, Plan(tp=self.plan.tp), serve, self.device, self.dtype)
+        return Where(model, Plan(tp=self.plan.tp), serve, self.device, self.dtype, self.experts)
 
 
 def start_alone(verb: str) -> None:

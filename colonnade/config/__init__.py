@@ -1,6 +1,7 @@
 """Typed, frozen configurations; presets; TOML in and out; dotted overrides."""
 
 from colonnade.config.base import Config, count, nearest
+from colonnade.config.experts import AS_TRAINED, ExpertsConfig
 from colonnade.config.latent import LatentConfig
 from colonnade.config.model import ModelConfig, RopeScaling
 from colonnade.config.moe import MoeConfig, RouterConfig
@@ -9,9 +10,11 @@ from colonnade.config.run import DataConfig, Device, RunConfig, TrainConfig
 from colonnade.config.serve import ServeConfig
 
 __all__ = [
+    "AS_TRAINED",
     "Config",
     "DataConfig",
     "Device",
+    "ExpertsConfig",
     "LatentConfig",
     "ModelConfig",
     "MoeConfig",

@@ -47,6 +47,8 @@ class RouterConfig(Config):
     """cosine: the initial temperature; learned from there on."""
     tasks: int = Field(default=1, ge=1)
     """task: how many there are."""
+    task: int | None = Field(default=None, ge=0)
+    """task: the one that tokens are of where nobody says so (in generation, for one)."""
     nodes: int = Field(default=1, ge=1)
     """topology: machines among which tokens and experts are thought to be cut, whatever the plan (FasterMoE)."""
     away: float = Field(default=0.14, ge=0, le=1)
@@ -113,6 +115,8 @@ class MoeConfig(Config):
                 f"{router.groups_kept} groups of {self.experts // router.groups} experts do not hold {self.active} "
                 "active ones; raise moe.router.groups_kept or lower moe.active"
             )
+        if router.task is not None and router.task >= router.tasks:
+            raise ConfigError(f"there is no task {router.task} among {router.tasks}; raise moe.router.tasks")
         if router.nodes > self.experts:
             raise ConfigError(f"{self.experts} experts are not at home on {router.nodes} nodes; lower moe.router.nodes")
         if self.shared_gate and not self.shared_width:

@@ -13,26 +13,9 @@ from typing import Any
 from colonnade.config.base import nearest
 from colonnade.config.model import ModelConfig, RopeScaling
 from colonnade.config.moe import MoeConfig
+from colonnade.config.presets_common import gpt2, qwen3
 from colonnade.config.presets_moe import MOE_PRESETS
 from colonnade.errors import ConfigError
-
-
-def _gpt2(layers: int, width: int, heads: int, **fields: Any) -> ModelConfig:
-    """Learned positions, LayerNorm, GELU, biases, tied embeddings, F = 4 D (Radford 2019)."""
-    common: dict[str, Any] = {
-        "family": "gpt2",
-        "vocab_size": 50257,
-        "context": 1024,
-        "positions": "learned",
-        "norm": "layernorm",
-        "activation": "gelu_tanh",
-        "gated": False,
-        "qkv_bias": True,
-        "out_bias": True,
-        "ffn_bias": True,
-        "tied": True,
-    }
-    return ModelConfig(layers=layers, width=width, heads=heads, ffn_width=4 * width, **(common | fields))
 
 
 def _bert(layers: int, width: int, heads: int, *, original: bool = False, **fields: Any) -> ModelConfig:
@@ -123,24 +106,6 @@ def _qwen2(layers: int, width: int, heads: int, kv_heads: int, ffn_width: int, *
     )
 
 
-def _qwen3(layers: int, width: int, heads: int, ffn_width: int, *, tied: bool) -> ModelConfig:
-    return ModelConfig(
-        family="qwen3",
-        vocab_size=151936,
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=8,
-        head_width=128,
-        ffn_width=ffn_width,
-        context=40960,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        qk_norm=True,
-        tied=tied,
-    )
-
-
 PRESETS: dict[str, Callable[[], ModelConfig]] = {
     # The demo's: four million parameters, a laptop's minute and a half; 4 key/value heads lie on 1, 2 or 4 ranks.
     "tour": lambda: ModelConfig(
@@ -160,18 +125,18 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
         moe=MoeConfig(experts=8, active=2, ffn_width=352),
     ),
     # openai-community/gpt2, -medium, -large, -xl
-    "gpt2": lambda: _gpt2(12, 768, 12),
-    "gpt2-medium": lambda: _gpt2(24, 1024, 16),
-    "gpt2-large": lambda: _gpt2(36, 1280, 20),
-    "gpt2-xl": lambda: _gpt2(48, 1600, 25),
+    "gpt2": lambda: gpt2(12, 768, 12),
+    "gpt2-medium": lambda: gpt2(24, 1024, 16),
+    "gpt2-large": lambda: gpt2(36, 1280, 20),
+    "gpt2-xl": lambda: gpt2(48, 1600, 25),
     # Megatron-LM's scaling study (arXiv 1909.08053, table 1): heads 96 wide, vocabulary padded to 51,200.
-    "gpt2-1.2b": lambda: _gpt2(40, 1536, 16, vocab_size=51200),
-    "gpt2-2.5b": lambda: _gpt2(54, 1920, 20, vocab_size=51200),
-    "gpt2-4.2b": lambda: _gpt2(64, 2304, 24, vocab_size=51200),
-    "gpt2-8.3b": lambda: _gpt2(72, 3072, 32, vocab_size=51200),
+    "gpt2-1.2b": lambda: gpt2(40, 1536, 16, vocab_size=51200),
+    "gpt2-2.5b": lambda: gpt2(54, 1920, 20, vocab_size=51200),
+    "gpt2-4.2b": lambda: gpt2(64, 2304, 24, vocab_size=51200),
+    "gpt2-8.3b": lambda: gpt2(72, 3072, 32, vocab_size=51200),
     # The models that it trains to the end (table 2); its 2.5B is the one above.
-    "gpt2-355m": lambda: _gpt2(24, 1024, 16, vocab_size=51200),
-    "gpt2-8.3b-24-heads": lambda: _gpt2(72, 3072, 24, vocab_size=51200),
+    "gpt2-355m": lambda: gpt2(24, 1024, 16, vocab_size=51200),
+    "gpt2-8.3b-24-heads": lambda: gpt2(72, 3072, 24, vocab_size=51200),
     # Its BERTs (table 4): heads 64 wide, norms rearranged (figure 7b).
     "bert-336m": lambda: _bert(24, 1024, 16),
     "bert-1.3b": lambda: _bert(24, 2048, 32),
@@ -218,12 +183,12 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "qwen2-1.5b": lambda: _qwen2(28, 1536, 12, 2, 8960),
     "qwen2-7b": lambda: _qwen2(28, 3584, 28, 4, 18944, vocab_size=152064, tied=False),
     # Qwen/Qwen3-0.6B, -1.7B, -4B, -8B, -14B, -32B
-    "qwen3-0.6b": lambda: _qwen3(28, 1024, 16, 3072, tied=True),
-    "qwen3-1.7b": lambda: _qwen3(28, 2048, 16, 6144, tied=True),
-    "qwen3-4b": lambda: _qwen3(36, 2560, 32, 9728, tied=True),
-    "qwen3-8b": lambda: _qwen3(36, 4096, 32, 12288, tied=False),
-    "qwen3-14b": lambda: _qwen3(40, 5120, 40, 17408, tied=False),
-    "qwen3-32b": lambda: _qwen3(64, 5120, 64, 25600, tied=False),
+    "qwen3-0.6b": lambda: qwen3(28, 1024, 16, 3072, tied=True),
+    "qwen3-1.7b": lambda: qwen3(28, 2048, 16, 6144, tied=True),
+    "qwen3-4b": lambda: qwen3(36, 2560, 32, 9728, tied=True),
+    "qwen3-8b": lambda: qwen3(36, 4096, 32, 12288, tied=False),
+    "qwen3-14b": lambda: qwen3(40, 5120, 40, 17408, tied=False),
+    "qwen3-32b": lambda: qwen3(64, 5120, 64, 25600, tied=False),
     **MOE_PRESETS,
 }
 """Name to a function that makes the config, so that importing this file makes none."""

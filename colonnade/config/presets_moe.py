@@ -6,6 +6,7 @@ from typing import Any
 from colonnade.config.latent import LatentConfig
 from colonnade.config.model import ModelConfig, RopeScaling
 from colonnade.config.moe import MoeConfig, RouterConfig
+from colonnade.config.presets_common import gpt2, qwen3
 
 HF_BALANCE: dict[str, Any] = {"balance": "choices", "balance_weight": 0.001}
 """The balance loss as transformers counts it, and its weight in Qwen's files."""
@@ -27,21 +28,8 @@ def _mixtral(layers: int, width: int, heads: int, ffn_width: int, context: int, 
 
 
 def _qwen3(layers: int, width: int, heads: int, ffn_width: int, expert_width: int) -> ModelConfig:
-    return ModelConfig(
-        family="qwen3_moe",
-        vocab_size=151936,
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=4,
-        head_width=128,
-        ffn_width=ffn_width,
-        context=40960,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        qk_norm=True,
-        moe=MoeConfig(experts=128, active=8, ffn_width=expert_width, **HF_BALANCE),
-    )
+    moe = MoeConfig(experts=128, active=8, ffn_width=expert_width, **HF_BALANCE)
+    return qwen3(layers, width, heads, ffn_width, family="qwen3_moe", kv_heads=4, moe=moe)
 
 
 def _deepseek_v2(layers: int, width: int, heads: int, q_rank: int, ffn_width: int, moe: MoeConfig) -> ModelConfig:
@@ -61,41 +49,23 @@ def _deepseek_v2(layers: int, width: int, heads: int, q_rank: int, ffn_width: in
     )
 
 
-def _gpt2(moe: MoeConfig) -> ModelConfig:
-    """GPT-2's smallest, with experts in every other layer, from the second on."""
-    return ModelConfig(
-        family="gpt2",
-        vocab_size=50257,
-        layers=12,
-        width=768,
-        heads=12,
-        ffn_width=3072,
-        context=1024,
-        positions="learned",
-        norm="layernorm",
-        activation="gelu_tanh",
-        gated=False,
-        qkv_bias=True,
-        out_bias=True,
-        ffn_bias=True,
-        tied=True,
-        moe=moe,
-    )
-
-
 MOE_PRESETS: dict[str, Callable[[], ModelConfig]] = {
+    # GPT-2's smallest, with experts in every other layer, from the second on.
     # One expert a token, at most 1.25 times its share of them, the router's input jittered (arXiv 2101.03961).
-    "gpt2-switch-8": lambda: _gpt2(
-        MoeConfig(
+    "gpt2-switch-8": lambda: gpt2(
+        12, 768, 12,
+        moe=MoeConfig(
             experts=8, active=1, ffn_width=3072, first=1, every=2, capacity=1.25,
             router=RouterConfig(kind="switch", jitter=0.01),
-        )
+        ),
     ),
     # Two experts a token, at most twice their share, the loss by first choices (arXiv 2006.16668).
-    "gpt2-gshard-8": lambda: _gpt2(
-        MoeConfig(experts=8, active=2, ffn_width=3072, first=1, every=2, capacity=1.0, balance="gshard",
+    "gpt2-gshard-8": lambda: gpt2(
+        12, 768, 12,
+        moe=MoeConfig(
+            experts=8, active=2, ffn_width=3072, first=1, every=2, capacity=1.0, balance="gshard",
             router=RouterConfig(kind="gshard"),
-        )
+        ),
     ),
     # mistralai/Mixtral-8x7B-v0.1, -8x22B-v0.1
     "mixtral-8x7b": lambda: _mixtral(32, 4096, 32, 14336, 32768, 0.02),

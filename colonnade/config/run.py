@@ -6,9 +6,11 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from colonnade.config import float8
+from colonnade.config import float8, graph
 from colonnade.config.base import Config
+from colonnade.config.experts import AS_TRAINED, Capacity, ExpertsConfig
 from colonnade.config.model import ModelConfig
+from colonnade.config.moe import MoeConfig
 from colonnade.config.plan import Plan
 from colonnade.errors import ConfigError
 
@@ -71,6 +73,9 @@ class TrainConfig(Config):
     """Share dropped of the attention's probabilities, by kernels that are slower than those without; GPT-2 had 0.1."""
     embedding_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share dropped of the embeddings; GPT-2 had 0.1."""
+    expert_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share dropped of the hidden units of each expert that a router chooses, not of those that all tokens share;
+    Switch had 0.4 in fine-tuning, beside a dropout of 0.1 (arXiv 2101.03961, section 2.4)."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Compute type; master weights and optimiser state are float32 (float64 for parity tests)."""
     loss_scale: float = Field(default=65536.0, ge=1)
@@ -86,8 +91,14 @@ class TrainConfig(Config):
     """With recompute budget: what the blocks of one rank may keep for one micro-batch [bytes]."""
     offload: Literal["none", "optimizer"] = "none"
     """optimizer: Adam's moments live in host memory and visit the GPU while they are needed."""
+    fused_adamw: bool = False
+    """AdamW by a kernel of ours that clips, moves and rounds in one pass over the weights (28 instead of 52 bytes each
+    in bfloat16); with one micro-batch a step it reads gradients in the compute type. A CPU does it in plain torch."""
     compile: bool = False
     """torch.compile each block."""
+    cuda_graph: bool = False
+    """Record a step's forward and backward passes once and replay them, so that the GPU never waits for the host: for
+    one micro-batch a step, on one GPU or tensor-parallel ones; takes the memory of a step for good."""
     seed: int = 0
     """Seeds the initial weights and the dropout."""
     log_every: int = Field(default=10, gt=0)
@@ -101,6 +112,10 @@ class TrainConfig(Config):
     """Steps between two validations; 0 never; None: 100, or never where too little text is held out."""
     eval_samples: int = Field(default=64, gt=0)
     """Samples of one validation, over all ranks."""
+    eval_active: int | None = Field(default=None, ge=1)
+    """Experts that a token goes to in validations; None: as in training."""
+    eval_capacity: Capacity = None
+    """Capacity factor in validations, or off; None: as in training (Switch and ST-MoE: 1.25, and 2 in evaluation)."""
     save_every: int = Field(default=200, ge=0)
     """Steps between two checkpoints; 0 saves only at the end and on a signal."""
     async_save: bool = True
@@ -137,6 +152,11 @@ class TrainConfig(Config):
             raise ConfigError(
                 f"recompute is {self.recompute} and activation_bytes {self.activation_bytes}: a budget needs bytes, "
                 "and bytes need recompute budget; set both or neither"
+            )
+        if self.fused_adamw and self.offload != "none":
+            raise ConfigError(
+                f"fused_adamw passes over moments that are at hand, and offload {self.offload} brings them in pieces; "
+                "set one of them"
             )
         return self
 
@@ -178,9 +198,22 @@ class RunConfig(Config):
                 f"a pipeline needs equal micro-batches: {share} samples of a data rank do not divide by "
                 f"train.micro_batch {micro}; change one of them"
             )
-        self.plan.check_micro_batches(-(-share // micro))
+        self.plan.check_micro_batches(self.micro_batches)
+        if self.train.expert_dropout and self.model.moe is None:
+            raise ConfigError(
+                f"train.expert_dropout {self.train.expert_dropout:g} is about experts, and this model has none; "
+                "leave it out, or set --train.dropout"
+            )
+        if self.train.expert_dropout and self.train.float8 != "none":
+            raise ConfigError(
+                f"train.expert_dropout {self.train.expert_dropout:g} with train.float8 {self.train.float8}: float8's "
+                "products of experts do not drop; set one of them to 0 or none"
+            )
+        _ = self.evaluated
+        if self.train.cuda_graph:
+            graph.check(self)
         if self.train.float8 != "none":
-            float8.check(self.model, self.plan.tp)
+            float8.check(self.model, self.plan.tp, self.plan.sh)
         if not (self.model.causal or self.model.predicts_masked):
             raise ConfigError(
                 f"a model with top = '{self.model.top}' predicts no tokens, so it cannot be trained on text; "
@@ -192,6 +225,22 @@ class RunConfig(Config):
                 f"set --data.sequence {self.model.context} or --model.context {self.data.sequence}"
             )
         return self
+
+    @property
+    def evaluated(self) -> MoeConfig | None:
+        """What validations choose experts by, where it is not what training does."""
+        told = ExpertsConfig(active=self.train.eval_active, capacity=self.train.eval_capacity)
+        if told == AS_TRAINED:
+            return None
+        try:
+            return told.of(self.model).moe
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("--experts.", "--train.eval_")) from None
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward and backward passes of a rank in one step."""
+        return -(-(self.train.batch // self.plan.data_ranks) // self.train.micro_batch)
 
     @property
     def folder(self) -> Path:

@@ -22,6 +22,8 @@ class ServeConfig(Config):
     """Tokens in one forward pass: decodes first, then chunks of prompts."""
     run_ahead: bool | None = None
     """Hand the next forward pass to the device before the last one's tokens are known; None does so on a GPU."""
+    fixed_steps: bool = False
+    """Pad steps that only decode to a few sizes; on a GPU each is recorded once as a graph and then replayed."""
     max_waiting: int = Field(default=1024, gt=0)
     """Requests that may wait; one more is refused (429)."""
     host: str = "127.0.0.1"

@@ -51,6 +51,8 @@ class Batch:
     """int64: the row at which each sample begins."""
     orders_R: Tensor | None = None
     """int64: whether each pair is in order (0) or swapped (1), or IGNORE."""
+    tasks_T: Tensor | None = None
+    """int64: the task that each token's document is of; None where documents have none."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same on ``device``; to a GPU the copy runs beside the computation, from pinned memory."""
@@ -115,7 +117,12 @@ def pack(split: Split, samples: Sequence[int] | np.ndarray, sequence: int, separ
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
         longest=sequence,
         equal=equal,
+        tasks_T=_tasks(split, samples, sequence) if split.has_tasks else None,
     )
+
+
+def _tasks(split: Split, samples: Sequence[int] | np.ndarray, sequence: int) -> Tensor:
+    return torch.from_numpy(np.concatenate([split.tasks(int(i) * sequence, (int(i) + 1) * sequence) for i in samples]))
 
 
 def _row(split: Split, start: int, sequence: int, separate: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -18,8 +18,8 @@ import numpy as np
 from colonnade.data.division import Division, Drawn, divide
 from colonnade.data.manifest import MANIFEST, SPLITS, Manifest, SplitRecord, token_dtype
 from colonnade.data.progress import Built, Listener
-from colonnade.data.shards import ShardWriter
-from colonnade.data.sources import Piece, Reading, Source, documents, find, total_bytes
+from colonnade.data.shards import MOST_TASKS, ShardWriter
+from colonnade.data.sources import Piece, Reading, Source, by_source, documents, find, total_bytes
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.data.wordpiece import train_wordpiece
 from colonnade.errors import ConfigError, DataError
@@ -40,6 +40,7 @@ def build(
     shard_tokens: int = 1 << 27,
     field: str = "text",
     separator: str | None = None,
+    tasks: str | None = None,
     vocabulary_bytes: int = 1 << 28,
     overwrite: bool = False,
     progress: Listener | None = None,
@@ -49,7 +50,9 @@ def build(
     ``sources`` are text, JSONL and Parquet files, folders of them, or (name, text) pairs. ``tokenizer`` is used as it
     is; without one a byte-level BPE (BERT's WordPiece with ``wordpiece``) of ``vocab_size`` tokens (default 8192) is
     learnt from about ``vocabulary_bytes`` of the training documents. ``field`` names the JSONL field or Parquet column;
-    ``separator`` is what stands between the documents of a text file (by default a file is one). ``validation_share``
+    ``separator`` is what stands between the documents of a text file (by default a file is one). ``tasks`` says what
+    task a document is of, for a router that decides by it: "source", the one of ``sources`` that it came from, or
+    "field:NAME", what that field or column of it holds. ``validation_share``
     is the share of documents kept from training: at least one, and of a single document the end. ``shard_tokens`` is
     the size of a file of tokens. ``overwrite`` replaces a corpus that is in the way.
 
@@ -59,7 +62,8 @@ def build(
     out = Path(out)
     _check_settings(tokenizer, vocab_size, wordpiece, validation_share, shard_tokens, separator)
     _check_free(out, overwrite)
-    found, how = find(sources), Reading(field, separator)
+    found, how = find(sources), _reading(sources, field, separator, tasks)
+    names: dict[str, int] | None = None if tasks is None else {}
     size_bytes = total_bytes(found)
     division = divide(documents(found, how), validation_share)
     tell = progress or (lambda _: None)
@@ -78,7 +82,9 @@ def build(
         if not tokenizer.eos_ids:
             raise DataError("the tokenizer names no token that ends a text; set eos_token in its tokenizer_config.json")
         tokenizer.save(folder / "tokenizer")
-        train, validation = _write(documents(found, how), folder, tokenizer, division, shard_tokens, size_bytes, tell)
+        train, validation = _write(
+            documents(found, how), folder, tokenizer, division, shard_tokens, size_bytes, tell, names
+        )
         manifest = Manifest(
             dtype=token_dtype(tokenizer.vocab_size),
             vocab_size=tokenizer.vocab_size,
@@ -86,6 +92,7 @@ def build(
             tokenizer_sha256=tokenizer.fingerprint,
             validation_share=validation_share,
             source_bytes=size_bytes,
+            tasks=None if names is None else tuple(names),
             train=train,
             validation=validation,
         )
@@ -96,6 +103,17 @@ def build(
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # it has its final name already if all went well
     return manifest
+
+
+def _reading(sources: Sequence[Source], field: str, separator: str | None, tasks: str | None) -> Reading:
+    if tasks is None:
+        return Reading(field, separator)
+    if tasks == "source":
+        return Reading(field, separator, tasks=by_source(sources))
+    kind, _, name = tasks.partition(":")
+    if kind != "field" or not name:
+        raise ConfigError(f"--tasks {tasks} is neither source nor field:NAME; use one of them, or leave it out")
+    return Reading(field, separator, name)
 
 
 def _check_settings(
@@ -166,12 +184,16 @@ def _write(
     shard_tokens: int,
     size_bytes: int,
     tell: Listener,
+    names: dict[str, int] | None,
 ) -> tuple[SplitRecord, SplitRecord]:
-    """Tokenise every document into the shards of its split."""
+    """Tokenise every document into the shards of its split; ``names`` are the tasks, filled as they come."""
     dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
     end, done = tokenizer.eos_ids[0], 0
     with ExitStack() as files:
-        train, validation = (files.enter_context(ShardWriter(folder, name, dtype, shard_tokens)) for name in SPLITS)
+        train, validation = (
+            files.enter_context(ShardWriter(folder, name, dtype, shard_tokens, tasks=names is not None))
+            for name in SPLITS
+        )
         for batch in _batches(division.draw(pieces)):
             encoded = tokenizer.encode_documents([piece.text for piece, _ in batch])
             for (piece, lot), tokens in zip(batch, encoded, strict=True):
@@ -179,11 +201,19 @@ def _write(
                 writer.append(tokens)
                 if piece.last:
                     writer.append([end])
-                    writer.end_document()
+                    writer.end_document(None if names is None else _number(names, piece.task))
                 done += piece.size_bytes
             written = train.documents + validation.documents, train.tokens + validation.tokens
             tell(Built("tokens", min(done, size_bytes), size_bytes, *written))
         return train.finish(), validation.finish()
+
+
+def _number(names: dict[str, int], task: str | None) -> int:
+    """A task's number, in the order in which they first came."""
+    assert task is not None, "every document has a task"
+    if task not in names and len(names) == MOST_TASKS:
+        raise DataError(f"there are more than {MOST_TASKS:,} tasks; choose a field with fewer values for --tasks")
+    return names.setdefault(task, len(names))
 
 
 def _publish(folder: Path, out: Path) -> None:

@@ -44,10 +44,10 @@ class Division(NamedTuple):
                 at = max(piece.text.rfind(white, 0, left) for white in " \n") + 1 or left
                 front, back = piece.text[:at], piece.text[at:]
                 front_bytes = len(front.encode())
-                yield Drawn(Piece(front, True, front_bytes), lot)
+                yield Drawn(piece._replace(text=front, last=True, size_bytes=front_bytes), lot)
                 lot = 0.0
                 if back:
-                    yield Drawn(Piece(back, piece.last, max(0, piece.size_bytes - front_bytes)), lot)
+                    yield Drawn(piece._replace(text=back, size_bytes=max(0, piece.size_bytes - front_bytes)), lot)
             left -= len(piece.text)
 
 

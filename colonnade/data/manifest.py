@@ -5,6 +5,7 @@
       tokenizer/                  tokenizer.json, tokenizer_config.json
       train-00000.bin ...         token ids, little-endian uint16 or uint32, every shard but the last equally long
       train.documents.bin         int64: where each document ends in the split's stream of tokens, after its end token
+      train.tasks.bin             uint16: the number of each document's task, where documents have tasks
       validation-00000.bin ...    the same
 
 Equal sources and settings give a byte-identical folder: there are no dates or paths in it.
@@ -47,6 +48,8 @@ class SplitRecord(_Record):
     tokens: int = Count
     documents: int = Count
     documents_sha256: str = Sha256
+    tasks_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """Where documents have tasks."""
     shards: tuple[Shard, ...]
 
     @model_validator(mode="after")
@@ -69,8 +72,16 @@ class Manifest(_Record):
     tokenizer_sha256: str = Sha256
     validation_share: float = Field(ge=0, lt=1)
     source_bytes: int = Count
+    tasks: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Their names, by number; None: documents have none."""
     train: SplitRecord
     validation: SplitRecord
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if any((split.tasks_sha256 is None) != (self.tasks is None) for split in (self.train, self.validation)):
+            raise ValueError("a split's tasks are known and their names are not, or the other way round")
+        return self
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -89,7 +100,7 @@ class Manifest(_Record):
 
     def save(self, folder: Path) -> None:
         """Write ``manifest.json`` into ``folder``."""
-        (folder / MANIFEST).write_text(self.model_dump_json(indent=2) + "\n", "utf-8")
+        (folder / MANIFEST).write_text(self.model_dump_json(indent=2, exclude_none=True) + "\n", "utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> Self:

@@ -18,6 +18,9 @@ from colonnade.data.manifest import Shard, SplitRecord, sha256_of
 from colonnade.errors import DataError
 
 _ENDS = np.dtype("<i8")
+_TASKS = np.dtype("<u2")
+MOST_TASKS = 1 << 16
+"""A task's number is stored in 16 bits."""
 
 
 def _shard_name(split: str, number: int) -> str:
@@ -28,14 +31,20 @@ def _index_name(split: str) -> str:
     return f"{split}.documents.bin"
 
 
+def _tasks_name(split: str) -> str:
+    return f"{split}.tasks.bin"
+
+
 class ShardWriter:
     """Writes one split into ``folder``: :meth:`append` tokens, :meth:`end_document`, and :meth:`finish` at the end."""
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int):
+    def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int, *, tasks: bool = False):
+        """``tasks``: each document has one."""
         self._folder, self._split, self._dtype, self._shard_tokens = folder, split, dtype, shard_tokens
         self._shards: list[Shard] = []
         self._file: _HashedFile | None = None
         self._index = _HashedFile(folder / _index_name(split))
+        self._tasks = _HashedFile(folder / _tasks_name(split)) if tasks else None
         self._in_shard = self._documents_in_shard = 0
         self.tokens = 0
         """Tokens written so far."""
@@ -46,7 +55,7 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for file in (self._file, self._index):
+        for file in (self._file, self._index, self._tasks):
             if file is not None:
                 file.close()
 
@@ -64,9 +73,12 @@ class ShardWriter:
             if self._in_shard == self._shard_tokens and rest.size:
                 self._close_shard()
 
-    def end_document(self) -> None:
-        """Note that the current document ends here."""
+    def end_document(self, task: int | None = None) -> None:
+        """Note that the current document ends here, and the number of its task."""
         self._index.write(np.array([self.tokens], _ENDS).tobytes())
+        if self._tasks is not None:
+            assert task is not None, "every document has a task"
+            self._tasks.write(np.array([task], _TASKS).tobytes())
         self.documents += 1
         self._documents_in_shard += 1
         if self._in_shard == self._shard_tokens:
@@ -80,6 +92,7 @@ class ShardWriter:
             tokens=self.tokens,
             documents=self.documents,
             documents_sha256=self._index.close(),
+            tasks_sha256=None if self._tasks is None else self._tasks.close(),
             shards=tuple(self._shards),
         )
 
@@ -131,14 +144,23 @@ class Split:
         for shard in record.shards:
             _check_size(folder / shard.file, shard.tokens, self._dtype, "tokens")
         _check_size(self._index_file, record.documents, _ENDS, "documents")
+        self._tasks_file = folder / _tasks_name(name)
+        self.has_tasks = record.tasks_sha256 is not None
+        """Whether each document has a task."""
+        if self.has_tasks:
+            _check_size(self._tasks_file, record.documents, _TASKS, "documents")
         self._shard_tokens = record.shards[0].tokens if record.shards else 1
         self._mapped: dict[int, np.ndarray] = {}
         self._ends = _map(self._index_file, _ENDS, record.documents)
+        self._tasks = _map(self._tasks_file, _TASKS, record.documents if self.has_tasks else 0)
 
     def verify(self) -> None:
         """Compare every file with its checksum; raises :class:`DataError` that names the first that differs."""
         files = [(self._folder / shard.file, shard.sha256) for shard in self._record.shards]
-        for file, expected in [*files, (self._index_file, self._record.documents_sha256)]:
+        files.append((self._index_file, self._record.documents_sha256))
+        if self._record.tasks_sha256 is not None:
+            files.append((self._tasks_file, self._record.tasks_sha256))
+        for file, expected in files:
             if (found := sha256_of(file)) != expected:
                 raise DataError(
                     f"{file} is damaged: its SHA-256 is {found[:12]}..., the manifest says {expected[:12]}...; "
@@ -160,6 +182,16 @@ class Split:
         """Every e, start < e <= stop, at which a document has just ended: e - 1 is its end token (int64)."""
         low, high = np.searchsorted(self._ends, [start, stop], side="right")
         return np.asarray(self._ends[low:high], np.int64)
+
+    def tasks(self, start: int, stop: int) -> np.ndarray:
+        """The number of the task of each of the tokens start..stop-1 (int64), where documents have tasks."""
+        assert self.has_tasks, f"the documents of {self._folder} have no tasks"
+        if start >= stop:
+            return np.empty(0, np.int64)
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
+        inner = np.asarray(self._ends[first:last], np.int64)
+        lengths = np.diff(inner, prepend=start, append=stop)
+        return np.repeat(np.asarray(self._tasks[first : last + 1], np.int64), lengths)
 
     def document(self, number: int) -> np.ndarray:
         """The tokens of one document, its end token included (int64)."""

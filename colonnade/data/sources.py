@@ -11,8 +11,9 @@ corpus is found out weeks later.
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from colonnade.errors import DataError
@@ -33,6 +34,8 @@ class Piece(NamedTuple):
     """Whether the document ends here."""
     size_bytes: int
     """How much of its source this is: a file's bytes, as near as its format tells."""
+    task: str | None = None
+    """The task that the document is of, where anybody asks."""
 
 
 class Reading(NamedTuple):
@@ -42,6 +45,10 @@ class Reading(NamedTuple):
     """The JSONL field or Parquet column that holds the text."""
     separator: str | None = None
     """What stands between two documents of one text file; None: a text file is one document."""
+    task_field: str | None = None
+    """The JSONL field or Parquet column that names a document's task."""
+    tasks: Mapping[Source, str] = MappingProxyType({})
+    """The task of all documents of a source, as :func:`find` returns it."""
 
 
 def find(sources: Sequence[Source]) -> list[Source]:
@@ -64,8 +71,11 @@ def documents(found: Iterable[Source], how: Reading) -> Iterator[Piece]:
     Raises :class:`DataError` with file and place for whatever is not text, JSON or Parquet, or lacks the field.
     """
     for one in found:
+        pieces, task = _in_memory(*one) if isinstance(one, tuple) else _in_file(Path(one), how), how.tasks.get(one)
+        if how.task_field and isinstance(one, tuple):
+            raise DataError(f"{one[0]} is plain text, which has no field '{how.task_field}'; leave --tasks out")
         try:
-            yield from _in_memory(*one) if isinstance(one, tuple) else _in_file(Path(one), how)
+            yield from pieces if task is None else (piece._replace(task=task) for piece in pieces)
         except OSError as error:
             raise DataError(f"{error.filename}: {error.strerror}; make it readable, or leave it out") from None
 
@@ -86,6 +96,20 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
+def by_source(sources: Sequence[Source]) -> dict[Source, str]:
+    """The task of each file of ``sources``: the source that it is, or that it was found in, as it was named.
+
+    Raises :class:`DataError` for a file that is in two of them.
+    """
+    tasks: dict[Source, str] = {}
+    for source in sources:
+        task = source[0] if isinstance(source, tuple) else str(source)
+        for one in find([source]):
+            if tasks.setdefault(one, task) != task:
+                raise DataError(f"{one} is in {tasks[one]} and in {task}, which are to be two tasks; name it once")
+    return tasks
+
+
 def _in_file(file: Path, how: Reading) -> Iterator[Piece]:
     return _READERS.get(file.suffix.lower(), _text)(file, how)
 
@@ -96,6 +120,8 @@ def _in_memory(name: str, text: str) -> Iterator[Piece]:
 
 
 def _text(file: Path, how: Reading) -> Iterator[Piece]:
+    if how.task_field:
+        raise DataError(f"{file} is plain text, which has no field '{how.task_field}'; use --tasks source, or JSONL")
     return _cut(_decoded(file), how.separator)
 
 
@@ -136,7 +162,10 @@ def _jsonl(file: Path, how: Reading) -> Iterator[Piece]:
                 raise DataError(f"{place}: {_kind(record)}, not an object; a .jsonl file holds one object a line")
             if how.field not in record:
                 raise DataError(f"{place}: no field '{how.field}', but {_names(record)}; choose one with --field")
-            yield from _whole(record[how.field], f"{place}: field '{how.field}'", len(line))
+            if how.task_field and how.task_field not in record:
+                raise DataError(f"{place}: no field '{how.task_field}', but {_names(record)}; choose one with --tasks")
+            task = _task(record[how.task_field], f"{place}: field '{how.task_field}'") if how.task_field else None
+            yield from _whole(record[how.field], f"{place}: field '{how.field}'", len(line), task)
 
 
 def _parquet(file: Path, how: Reading) -> Iterator[Piece]:
@@ -145,25 +174,37 @@ def _parquet(file: Path, how: Reading) -> Iterator[Piece]:
 
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            if how.field not in names:
-                raise DataError(f"{file}: no column '{how.field}', but {_names(names)}; choose one with --field")
+            names, wanted = table.schema_arrow.names, [how.field, *([how.task_field] if how.task_field else [])]
+            for name, flag in zip(wanted, ("field", "tasks"), strict=False):
+                if name not in names:
+                    raise DataError(f"{file}: no column '{name}', but {_names(names)}; choose one with --{flag}")
             row, row_bytes = 0, file.stat().st_size // max(table.metadata.num_rows, 1)
-            for batch in table.iter_batches(batch_size=256, columns=[how.field]):
-                for value in batch.column(0).to_pylist():
-                    yield from _whole(value, f"{file}, row {row}: column '{how.field}'", row_bytes)
+            for batch in table.iter_batches(batch_size=256, columns=wanted):
+                values = batch.column(how.field).to_pylist()
+                named = batch.column(how.task_field).to_pylist() if how.task_field else [None] * len(values)
+                for value, name in zip(values, named, strict=True):
+                    place = f"{file}, row {row}: column"
+                    task = _task(name, f"{place} '{how.task_field}'") if how.task_field else None
+                    yield from _whole(value, f"{place} '{how.field}'", row_bytes, task)
                     row += 1
     except (pyarrow.ArrowInvalid, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{file} is not a readable Parquet file: {error}; fetch or write it again") from None
 
 
-def _whole(value: object, place: str, size_bytes: int) -> Iterator[Piece]:
+def _task(value: object, place: str) -> str:
+    """A task by its name, or by a number."""
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise DataError(f"{place} is {_kind(value)}, and a task is a name or a number; mend or leave out this record")
+    return str(value)
+
+
+def _whole(value: object, place: str, size_bytes: int, task: str | None = None) -> Iterator[Piece]:
     """One record's document; the last piece carries the record's size in its file."""
     if not isinstance(value, str):
         raise DataError(f"{place} is {_kind(value)}, not text; mend or leave out this record")
     _check_characters(value, place)
     for piece in _cut([value]):
-        yield piece._replace(size_bytes=size_bytes if piece.last else 0)
+        yield piece._replace(size_bytes=size_bytes if piece.last else 0, task=task)
 
 
 def _cut(chunks: Iterable[str], separator: str | None = None) -> Iterator[Piece]:

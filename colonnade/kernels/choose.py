@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 import torch
 
+from colonnade.kernels.adamw import reference as adamw_reference
 from colonnade.kernels.attention import chunk, chunk_flash, reference, sdpa, varlen
 from colonnade.kernels.dropout import recompute
 from colonnade.kernels.dropout import reference as dropout_reference
-from colonnade.kernels.experts import batched, grouped, loop
+from colonnade.kernels.experts import batched, grouped, loop, scaled_grouped, scaled_grouped_mm
 from colonnade.kernels.experts import reference as experts_reference
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear import scaled, scaled_mm, thin
@@ -30,11 +31,15 @@ Operation = Literal[
     "dropout",
     "linear",
     "scaled_product",
+    "scaled_grouped_product",
+    "expert_sums",
     "routed_experts",
     "experts",
+    "dropout_experts",
     "sort_choices",
     "gather_rows",
     "combine_rows",
+    "adamw",
 ]
 FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -55,6 +60,7 @@ def _written_in_triton() -> tuple[Row, ...]:
     """Kernels of ours for GPUs; where torch was built for none, triton costs a second to import and serves nobody."""
     if torch.version.cuda is None or importlib.util.find_spec("triton") is None:
         return ()
+    from colonnade.kernels.adamw import triton_adamw
     from colonnade.kernels.attention import triton_dropout
     from colonnade.kernels.dropout import triton_elements
     from colonnade.kernels.experts import triton_experts
@@ -69,13 +75,37 @@ def _written_in_triton() -> tuple[Row, ...]:
         Row("sort_choices", "triton", triton_sort.sort, devices=("cuda",)),
         Row("gather_rows", "triton", triton_moves.gather, **on),
         Row("combine_rows", "triton", triton_moves.combine, **on),
+        Row("adamw", "triton", triton_adamw.adamw, devices=("cuda",), dtypes=(torch.float32,)),
     )
+
+
+def _decoding() -> tuple[Row, ...]:
+    """Flash-Decoding. It stands behind SDPA, to be asked for by name, until a GPU has shown where it is faster."""
+    if torch.version.cuda is None or importlib.util.find_spec("triton") is None:
+        return ()
+    from colonnade.kernels.attention import triton_decode
+
+    on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
+    return (Row("paged_attention", "triton", triton_decode.paged, **on),)
 
 
 def _grouped(device: str) -> tuple[Row, ...]:
     """torch's grouped product, where this torch has it; it knows no float64, and on a CPU is slower than a loop."""
     on = {"devices": (device,), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
-    return (Row("experts", "grouped", grouped.experts, **on),) if grouped.available else ()
+    if not grouped.available:
+        return ()
+    return tuple(Row(operation, "grouped", grouped.experts, **on) for operation in ("experts", "dropout_experts"))
+
+
+def _scaled_grouped() -> tuple[Row, ...]:
+    """What experts in float8 are made of on a GPU, where this torch has it."""
+    rows: tuple[Row, ...] = ()
+    if scaled_grouped_mm.available:
+        run = scaled_grouped_mm.product
+        rows += (Row("scaled_grouped_product", "scaled_grouped_mm", run, ("cuda",), (torch.float8_e4m3fn,)),)
+    if grouped.available:
+        rows += (Row("expert_sums", "grouped", grouped.sums, ("cuda",), (torch.bfloat16,)),)
+    return rows
 
 
 TABLE: tuple[Row, ...] = (
@@ -84,6 +114,7 @@ TABLE: tuple[Row, ...] = (
     Row("packed_attention", "sdpa", sdpa.packed),
     Row("packed_attention", "reference", reference.packed),
     Row("paged_attention", "sdpa", sdpa.paged),
+    *_decoding(),
     Row("paged_attention", "reference", reference.paged),
     Row("chunk_forward", "flash", chunk_flash.forward, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
     Row("chunk_backward", "flash", chunk_flash.backward, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
@@ -98,17 +129,25 @@ TABLE: tuple[Row, ...] = (
     Row("linear", "reference", linear_reference.linear),
     Row("scaled_product", "scaled_mm", scaled_mm.product, devices=("cuda",), dtypes=FLOATS8),
     Row("scaled_product", "reference", scaled.product, dtypes=FLOATS8),
+    *_scaled_grouped(),
+    Row("scaled_grouped_product", "reference", scaled_grouped.product, dtypes=FLOATS8),
+    Row("expert_sums", "reference", scaled_grouped.sums),
     *_grouped("cuda"),
     # On a CPU the loop, at any number of tokens: its docstring has the measurements.
     Row("routed_experts", "loop", loop.routed),
     Row("routed_experts", "reference", experts_reference.routed),
     Row("experts", "loop", loop.experts),
+    # Rows that carry their masks' hashes between a gather and a sum: kernels that do all of it in one do not drop.
+    Row("dropout_experts", "loop", loop.experts),
     *_grouped("cpu"),
     Row("experts", "batched", batched.experts),
     Row("experts", "reference", experts_reference.experts),
+    Row("dropout_experts", "batched", batched.experts),
+    Row("dropout_experts", "reference", experts_reference.experts),
     Row("sort_choices", "reference", permute_reference.sort),
     Row("gather_rows", "reference", permute_reference.gather),
     Row("combine_rows", "reference", permute_reference.combine),
+    Row("adamw", "reference", adamw_reference.adamw, dtypes=(torch.float64, torch.float32)),
 )
 
 CHOSEN = {

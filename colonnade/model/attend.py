@@ -101,6 +101,8 @@ class Paged:
     longest_query: int
     longest_context: int
     kernels: str = "auto"
+    known: tuple[list[int], list[int]] | None = None
+    """(new tokens, positions) of each request, as plain numbers, where they are known without asking the device."""
 
     @cached_property
     def table(self) -> PageTable:
@@ -112,6 +114,7 @@ class Paged:
             self.cache.page_tokens,
             self.longest_query,
             self.longest_context,
+            self.known,
         )
 
     def at(self, layer: int, window: int | None) -> "PagedView":

@@ -43,6 +43,17 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Shares:
+    """As :class:`Rows`, but of each rank its share of the vocabulary alone."""
+
+    index_R: Tensor | None = None
+
+    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
+        """logits_Rv."""
+        return shares(x_tD, T, self.index_R, onto)
+
+
+@dataclass(frozen=True)
 class Loss:
     """The summed cross-entropy against ``targets_R`` (:data:`IGNORE` where there is none), and their number.
 

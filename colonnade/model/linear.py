@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from colonnade.errors import ConfigError
 from colonnade.kernels.choose import choose
+from colonnade.kernels.experts.scaled_grouped_mm import CAPABILITY, available
 from colonnade.kernels.linear import float8
 
 Float8 = Literal["tensorwise", "rowwise"]
@@ -17,11 +18,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return choose("linear", x.device.type, x.dtype)(x, weight, bias)
 
 
-class Linear(nn.Module):
-    """y = x Wᵀ + b, uninitialised: weights come from :mod:`initialise` or from a file, never from here."""
+class InFloat8(nn.Module):
+    """What has products that may be in float8."""
 
     float8: Float8 | None = None
-    """How its product is scaled, where it is computed in float8 (:func:`in_float8`)."""
+    """How they are scaled, where they are (:func:`in_float8`)."""
+    grouped = False
+    """Whether they are grouped products, of which there is one kind in float8: a scale a row, on Hopper."""
+
+
+class Linear(InFloat8):
+    """y = x Wᵀ + b, uninitialised: weights come from :mod:`initialise` or from a file, never from here."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, device: torch.device, dtype: torch.dtype):
         super().__init__()
@@ -43,7 +50,8 @@ class Linear(nn.Module):
 
 
 def in_float8(blocks: nn.Module, scaling: Float8) -> None:
-    """Compute the products of every :class:`Linear` within ``blocks`` in float8 from now on.
+    """Compute the products of every :class:`InFloat8` within ``blocks`` in float8 from now on; experts' have a scale a
+    row whatever the ``scaling``. A gate of one number a token stays as it is.
 
     Raises :class:`ConfigError` on a GPU that has no such matrix units.
     """
@@ -53,6 +61,15 @@ def in_float8(blocks: nn.Module, scaling: Float8) -> None:
             f"float8 {scaling} needs compute capability {needs[0]}.{needs[1]}, and this "
             f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}; set train.float8 none"
         )
-    for module in blocks.modules():
-        if isinstance(module, Linear):
+    modules = [module for module in blocks.modules() if isinstance(module, InFloat8)]
+    if device.type == "cuda" and any(module.grouped for module in modules):
+        has = torch.cuda.get_device_capability(device)
+        if has != CAPABILITY or not available:
+            raise ConfigError(
+                f"float8 experts need torch's grouped product for compute capability {CAPABILITY[0]}.{CAPABILITY[1]} "
+                f"(Hopper), and this {torch.cuda.get_device_name(device)} has {has[0]}.{has[1]} and torch "
+                f"{torch.__version__} {'has it' if available else 'lacks it'}; set train.float8 none"
+            )
+    for module in modules:
+        if not isinstance(module, Linear) or len(module.weight) > 1:
             module.float8 = scaling

@@ -5,7 +5,7 @@ Whether an element is dropped is a hash of the step's key, the place, the token'
 feature, so every layout and every recomputation drops the same ones (:mod:`colonnade.kernels.dropout.reference`).
 
 Places: 0 is the embedding, 1 + i is block i. Sites within a block: after attention, after the feed-forward part (both
-before the sum with the residual stream, as in GPT-2), and the attention's probabilities.
+before the sum with the residual stream, as in GPT-2), the attention's probabilities, and the experts' hidden units.
 """
 
 import math
@@ -31,6 +31,8 @@ class Rates(NamedTuple):
     """Of the attention's probabilities."""
     embedding: float = 0.0
     """Of the embeddings."""
+    expert: float = 0.0
+    """Of the hidden units of experts that a router chooses."""
 
 
 @dataclass(frozen=True)

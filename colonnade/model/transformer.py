@@ -44,9 +44,16 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, axes: Axes, moe: MoeConfig | None = None, *, device: torch.device, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        axes: Axes,
+        moe: MoeConfig | None = None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        experts_on: torch.device | None = None,
     ):
-        """``moe``: experts in the place of the feed-forward part."""
+        """``moe``: experts in the place of the feed-forward part, stored on ``experts_on`` if not on ``device``."""
         super().__init__()
         self.norm1 = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
         attention = Attention if config.latent is None else LatentAttention
@@ -55,7 +62,7 @@ class Block(nn.Module):
         self.ffn = (
             FeedForward(config, axes, device=device, dtype=dtype)
             if moe is None
-            else MixtureOfExperts(config, moe, axes, device=device, dtype=dtype)
+            else MixtureOfExperts(config, moe, axes, device=device, dtype=dtype, experts_on=experts_on)
         )
         self.post = config.norm_order == "post"
         self.recompute = False
@@ -113,7 +120,9 @@ class Transformer(nn.Module):
         spans: Sequence[range] | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        experts_on: torch.device | None = None,
     ):
+        """``experts_on``: where experts are stored, if not on ``device`` (:mod:`colonnade.model.moe.resident`)."""
         super().__init__()
         self.config, self.axes = config, axes
         on = {"device": torch.device(device), "dtype": dtype}
@@ -129,7 +138,7 @@ class Transformer(nn.Module):
             self.copies = frozenset() if first else frozenset({"embed.tokens.weight"})
         self.blocks = nn.ModuleList()
         for i in (i for span in spans for i in span):
-            self.blocks.add_module(str(i), Block(config, axes, config.experts_of(i), **on))
+            self.blocks.add_module(str(i), Block(config, axes, config.experts_of(i), **on, experts_on=experts_on))
         self.norm = None
         if last:  # in post-norm order the last block ends with a norm of its own
             pre = config.norm_order == "pre"

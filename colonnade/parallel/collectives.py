@@ -8,6 +8,7 @@ communication.
 A group is passed by name, because a string is a constant for the compiler.
 """
 
+import datetime
 from typing import Any
 
 import torch
@@ -57,6 +58,17 @@ def receive(like: Tensor, source: int, group: str) -> Tensor:
     into = torch.empty_like(like)
     dist.recv(into, group=group_of(group), group_src=source)
     return into
+
+
+def urgent(timeout: datetime.timedelta) -> Any:
+    """Options of a group whose collectives on a GPU go before kernels that wait: an exchange under way beside a product
+    of thousands of blocks would else begin when the last of them has. None where there is no NCCL.
+    """
+    if not dist.is_nccl_available():
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
 
 
 def group_of(name: str) -> dist.ProcessGroup:

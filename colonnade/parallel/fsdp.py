@@ -29,16 +29,21 @@ class Masters(Protocol):
     """The float32 weights of this rank, by parameter name, and the life of their gradients in one step."""
 
     local: dict[str, Tensor]
-    """Plain tensors that alias what is stored; a gradient stands in ``.grad`` after :meth:`collect`."""
+    """Plain tensors that alias what is stored."""
     frozen: dict[str, Tensor]
     """Likewise what is not trained."""
+    copies: dict[str, Tensor]
+    """What the model computes with, of masters that are copied into a lower type."""
+    graded: dict[str, Tensor]
+    """For each of :attr:`local` the tensor in whose ``.grad`` its gradient stands after :meth:`collect`: itself, or its
+    copy."""
 
     def accumulate(self, *, last: bool) -> None:
         """Before the backward pass of a micro-batch: ``last`` sends the summed gradients on their way."""
         ...
 
     def collect(self) -> None:
-        """After the last backward pass: each master's gradient, summed over the data axis, in its ``.grad``."""
+        """After the last backward pass: each gradient, summed over the data axis, where :attr:`graded` says."""
         ...
 
     def publish(self) -> None:
@@ -47,25 +52,33 @@ class Masters(Protocol):
 
 
 def masters(
-    model: nn.Module, ground: Ground, compute: torch.dtype, roots: Sequence[nn.Module] | None = None
+    model: nn.Module,
+    ground: Ground,
+    compute: torch.dtype,
+    roots: Sequence[nn.Module] | None = None,
+    *,
+    single: bool = False,
 ) -> Masters:
     """Prepare ``model``, whose weights are initialised in the master type, to train in ``compute`` on this ground.
 
     ``model.blocks`` are gathered one by one; everything else belongs to its root and stays gathered from its first
     use to the end of the backward pass. ``roots`` are the modules that are called: the stages of a pipeline, or
-    ``model`` itself.
+    ``model`` itself. ``single``: a step is one micro-batch, and whoever moves the masters takes its gradients in the
+    compute type, as autograd makes them, where nothing has to be summed over data ranks.
     """
     if not ground.sharded:
-        return Whole(model.named_parameters(), compute)
+        return Whole(model.named_parameters(), compute, single=single)
     return Sharded(model, ground, compute, roots or [model])
 
 
 class Whole:
     """Masters of a model that one data rank holds alone."""
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], compute: torch.dtype):
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], compute: torch.dtype, *, single: bool = False):
         self.local: dict[str, Tensor] = {}
         self.frozen: dict[str, Tensor] = {}
+        self.copies: dict[str, Tensor] = {}
+        self._single = single
         self._pairs: list[tuple[Tensor, Tensor]] = []
         for name, parameter in parameters:
             held = self.local if parameter.requires_grad else self.frozen
@@ -77,14 +90,20 @@ class Whole:
             self._pairs.append((parameter, master))
             if not parameter.requires_grad:
                 continue
-            # Adding each gradient up in float32 at once keeps the sum over micro-batches exact and frees the other.
-            parameter.register_post_accumulate_grad_hook(lambda p, master=master: _move_gradient(p, master))
+            self.copies[name] = parameter
+            if not single:
+                # Adding each gradient up in float32 at once keeps the sum over micro-batches exact and frees the other.
+                parameter.register_post_accumulate_grad_hook(lambda p, master=master: _move_gradient(p, master))
+        self.graded = self.local | self.copies if single else self.local
 
     def accumulate(self, *, last: bool) -> None:
         """Nothing to hold back: autograd adds the micro-batches up."""
+        assert last or not self._single, "gradients of several micro-batches are added up in float32"
 
     def collect(self) -> None:
         """Take over what came without autograd's hooks: a zero-bubble schedule adds weight gradients up itself."""
+        if self._single:
+            return
         for parameter, master in self._pairs:
             if parameter.grad is not None:
                 _move_gradient(parameter, master)
@@ -147,6 +166,7 @@ class Sharded:
         for name, p in model.named_parameters():
             mine = held[name] if name in experts else _shard(p).detach().requires_grad_(p.requires_grad)
             (self.local if p.requires_grad else self.frozen)[name] = mine
+        self.copies, self.graded = self._experts.copies, self.local
 
     def accumulate(self, *, last: bool) -> None:
         """Reduce over the data axis once a step, not once a micro-batch."""

@@ -21,6 +21,7 @@ from colonnade.config import Plan, count
 from colonnade.config.model import divisors
 from colonnade.errors import PlanError
 from colonnade.parallel.axis import SOLO, Axes, Axis, Grid, group_name
+from colonnade.parallel.collectives import urgent
 from colonnade.parallel.launch import local_ranks, place
 from colonnade.parallel.meet import fresh_store
 
@@ -150,7 +151,8 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> Ground:
         if len(rows[0]) == 1:
             return SOLO
         if str(rows) not in groups:  # axes over the same ranks share their connections
-            made, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)
+            options = urgent(timeout) if kind == "cuda" else None
+            made, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout, pg_options=options)
             assert isinstance(made, dist.ProcessGroup)
             groups[str(rows)] = made
         return named(name, groups[str(rows)])

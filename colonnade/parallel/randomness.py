@@ -20,7 +20,10 @@ def keys(seed: int, step: int, places: int, device: torch.device | str = "cpu") 
     """int64 (places,): the key of each place in one step of a run."""
     of_step = _mix(_mix(seed) ^ step)
     found = [_mix(of_step ^ place) for place in range(places)]
-    return torch.tensor([key - (key >> 63 << 64) for key in found], dtype=torch.int64).to(device, non_blocking=True)
+    gpu = torch.device(device).type == "cuda"
+    signed = [key - (key >> 63 << 64) for key in found]
+    # From memory that is not pinned a copy may wait for all that the device has to do before it.
+    return torch.tensor(signed, dtype=torch.int64, pin_memory=gpu).to(device, non_blocking=gpu)
 
 
 def _mix(x: int) -> int:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from colonnade.model import KVCache, Paged, Stream, Transformer
-from colonnade.serve.sampler import NextTokens
+from colonnade.serve.fixed import FixedSteps
+from colonnade.serve.sampler import NextTokens, sample
 from colonnade.serve.scheduler import Work
 from colonnade.serve.upload import upload
 
@@ -20,14 +21,20 @@ from colonnade.serve.upload import upload
 class Runner:
     """Runs one :class:`Work` after another on this rank's share of the model and of the cache."""
 
-    def __init__(self, model: Transformer, cache: KVCache):
-        self.model, self.cache = model, cache
+    def __init__(self, model: Transformer, cache: KVCache, fixed: FixedSteps | None = None):
+        """``fixed`` takes the steps that it can."""
+        self.model, self.cache, self.fixed = model, cache, fixed
         self._last_R = torch.zeros(1, dtype=torch.int64, device=cache.k[0].device)
         """What the last work drew: the next one may begin with these tokens before the host has seen them."""
 
     @torch.inference_mode()
     def __call__(self, work: Work) -> "Drawn":
         """Run ``work``; the next tokens of the R slices that draw one, in order (R may be 0), on every rank."""
+        if self.fixed is not None and self.fixed.take(work):
+            draws = [piece.draw for piece in work.slices if piece.draw is not None]
+            logits_Rv = self.fixed(work, self._last_R)
+            self._last_R = sample(logits_Rv, draws, self.model.axes.tp, self.model.config.vocab_size)
+            return Drawn(self._last_R)
         stream, attend, head = arguments(self.cache, work)
         if any(piece.tokens[-1] < 0 for piece in work.slices):
             ids_T = stream.tokens_T
@@ -86,6 +93,7 @@ def arguments(cache: KVCache, work: Work) -> tuple[Stream, Paged, NextTokens]:
         lengths_R=whole(lengths, torch.int32),
         longest_query=max(counts),
         longest_context=max(lengths),
+        known=(counts, lengths),
     )
     head = NextTokens(whole(rows, torch.int64), draws)
     return Stream(whole(tokens, torch.int64), whole(positions, torch.int64)), attend, head

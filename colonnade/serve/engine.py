@@ -23,6 +23,7 @@ from colonnade.errors import ConfigError, PlanError, RequestError
 from colonnade.model import Transformer
 from colonnade.serve import wire
 from colonnade.serve.batch import Drawn, Runner
+from colonnade.serve.fixed import FixedSteps
 from colonnade.serve.limits import build_cache, limit_tokens
 from colonnade.serve.output import Completion, FinishReason, Output, Timing, not_finite
 from colonnade.serve.pages import PagePool
@@ -61,18 +62,23 @@ class Engine:
                 "use dp=1, and one server for each replica"
             )
         self.cache = build_cache(model, self.config)
+        fixed, pages = None, self.cache.pages
+        if self.config.fixed_steps:
+            pages -= 1  # what padding writes into
+            context = min(model.config.context, pages * self.cache.page_tokens)
+            fixed = FixedSteps(model, self.cache, self.config.max_requests, context)
         self.scheduler = Scheduler(
-            PagePool(self.cache.pages, self.cache.page_tokens),
+            PagePool(pages, self.cache.page_tokens),
             max_requests=self.config.max_requests,
             token_budget=self.config.token_budget,
             max_waiting=self.config.max_waiting,
             prefix_cache=self.config.prefix_cache,
         )
-        self._runner = Runner(model, self.cache)
+        self._runner = Runner(model, self.cache, fixed)
         on_gpu = self.cache.k[0].is_cuda
         self._ahead = on_gpu if self.config.run_ahead is None else self.config.run_ahead
         self._flying: tuple[Work, Drawn] | None = None
-        self._stats = Stats(pages=self.cache.pages)
+        self._stats = Stats(pages=pages)
         self._live: dict[str, _Live] = {}
         self._mail: dict[str, deque[Output]] = {}
 

@@ -18,7 +18,8 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
     weight = next(model.parameters())
     page_bytes = KVCache.bytes_per_page(model.config, model.axes, size, weight.dtype)
     pages = config.pages or min(config.cache_bytes // page_bytes, config.max_requests * -(-context // size))
-    if pages < 1:
+    pages += config.fixed_steps  # a page that is nobody's
+    if pages < 1 + config.fixed_steps:
         raise CapacityError(
             f"--serve.cache_bytes {config.cache_bytes} holds no page of {size} tokens, which takes {page_bytes} bytes; "
             f"give {page_bytes * -(-context // size)} for one whole context of {context} tokens"

@@ -62,11 +62,9 @@ def sample(logits_Rv: Tensor, draws: Sequence[Draw], tp: Axis = SOLO, vocab_size
     first = tp.part(V)[0]
     top_R, place_R = x_Rv.max(-1)
     # A NaN's place among numbers is nobody's promise, infinity's is.
-    each_RW2 = _of_all(
-        torch.stack([top_R.nan_to_num(math.inf, math.inf, -math.inf), (first + place_R).to(top_R)], 1), tp
-    )
-    peak_R, winner_R = each_RW2[..., 0].max(1)
-    tokens_R = each_RW2[..., 1].gather(1, winner_R[:, None]).squeeze(1).long()
+    each = _of_all(torch.stack([top_R.nan_to_num(math.inf, math.inf, -math.inf), (first + place_R).to(top_R)], 1), tp)
+    peak_R, winner_R = each[..., 0].max(1)
+    tokens_R = each[..., 1].gather(1, winner_R[:, None]).squeeze(1).long()
     for rows, choose in ((_rows(draws, filtered=False), _freely), (_rows(draws, filtered=True), _filtered)):
         if rows:
             # The common batch is all of a kind, and nothing of it is copied.
@@ -119,8 +117,8 @@ def _freely(x_Rv: Tensor, ask: Asked, first: int, tp: Axis) -> Tensor:
     ids_v = torch.arange(first, first + x_Rv.shape[1], device=x_Rv.device)
     score_Rv = (x_Rv - _log_clocks(ask.noise_R, ids_v, x_Rv.dtype)).masked_fill_(x_Rv < ask.floor, -math.inf)
     best_R, place_R = score_Rv.max(-1)
-    each_RW2 = _of_all(torch.stack([best_R, (first + place_R).to(best_R)], 1), tp)
-    return each_RW2[..., 1].gather(1, each_RW2[..., :1].argmax(1)).squeeze(1).long()
+    each = _of_all(torch.stack([best_R, (first + place_R).to(best_R)], 1), tp)
+    return each[..., 1].gather(1, each[..., :1].argmax(1)).squeeze(1).long()
 
 
 def _filtered(x_Rv: Tensor, ask: Asked, first: int, tp: Axis) -> Tensor:
@@ -161,13 +159,13 @@ def _merged(best_RC: Tensor, ids_RC: Tensor, tp: Axis) -> tuple[Tensor, Tensor]:
     """All ranks' sorted values and their ids, sorted together."""
     if tp.size == 1:
         return best_RC, ids_RC
-    each_RWC = _of_all(best_RC, tp)
-    best, order = each_RWC.flatten(1).sort(dim=-1, descending=True, stable=True)
+    each = _of_all(best_RC, tp)
+    best, order = each.flatten(1).sort(dim=-1, descending=True, stable=True)
     return best, _of_all(ids_RC, tp).flatten(1).gather(1, order)
 
 
 def _of_all(x_RC: Tensor, tp: Axis) -> Tensor:
-    """(R, ranks, C): every rank's."""
+    """(R, ranks, C): that of every rank."""
     R, C = x_RC.shape
     return tp.join(x_RC, 1, C * tp.size).unflatten(1, (tp.size, C)) if R else x_RC[:, None]
 

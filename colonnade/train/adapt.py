@@ -4,16 +4,20 @@ What a step costs at (r, p), forward and backward, on the slowest rank; b are th
 weights, c those of a token, W = ep·sh ranks, n the choices of a rank's tokens, m the busiest ep rank's:
 
     r = 0    3 · gather(b·(W − 1))                                         + compute(n)
-    r ≥ 1    3 · gather(b·(sh/r − 1)) + 4 · exchange(c·n·r·(W − 1)/W)      + compute(m/sh)
+    r ≥ 1    3p · gather(b·(sh/r − 1)) + 4 · exchange(c·n·r·(W − 1)/W)     + compute(m/sh)
 
-p parts hide the shorter of exchange and compute but for 1/p of it, and pay the exchange's latency p times. (Tutel,
-arXiv 2206.03382, section 4.1, chooses by 2P against 4·C_g·r + 2P/(E·r) bytes; here bytes become seconds by what this
-machine was measured to do, and the load counts, which at r = 0 alone is even by itself.) A change must promise a tenth,
-or noise would make it go to and fro.
+p parts hide the shorter of exchange and compute but for the share of the first part, which is smaller than 1/p
+(:func:`colonnade.model.moe.dispatch.shares`), and pay the exchange's latency p times. (Tutel, arXiv 2206.03382, section
+4.1, chooses by 2P against 4·C_g·r + 2P/(E·r) bytes; here bytes become seconds by what this machine was measured to do,
+and the load counts, which at r = 0 alone is even by itself.)
+
+The formula knows nothing of launches, of products that slow down while rows travel, or of small ones. So the ways that
+it holds for nearly the best are tried, at this load, and the one that took least is taken
+(:mod:`colonnade.train.trials`). A change must promise a thirtieth of the time, or noise would make it go to and fro.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,15 +25,19 @@ import torch
 from colonnade.config.model import divisors
 from colonnade.model import Transformer
 from colonnade.model.moe import MixtureOfExperts, Spread
+from colonnade.model.moe.dispatch import shares
 from colonnade.parallel import measure
 from colonnade.parallel.axis import Grid
 from colonnade.parallel.measure import Link
+from colonnade.train.trials import Trials
 
-GAIN = 0.1
+GAIN = 0.03
 """The share of a layer's time that a change must promise."""
+NEAR = 1.5
+"""How many times the least the formula may give a way that is still tried."""
 EVERY = 10
 """Steps between two looks at the load."""
-OVERLAPS = (1, 2, 4)
+OVERLAPS = (1, 2, 3, 4, 6)
 ROWS = 256
 """Rows of each expert on which its arithmetic is timed."""
 
@@ -51,11 +59,11 @@ class Costs:
         device = layer.experts.up.device
         e, f, D = layer.experts.up.shape
         x_RD = torch.randn(e * ROWS, D, device=device, dtype=layer.experts.up.dtype)
-        ends_e = torch.arange(1, e + 1, device=device) * ROWS
+        order_R, ends_e = torch.arange(e * ROWS, device=device), torch.arange(1, e + 1, device=device) * ROWS
 
         @torch.no_grad()
         def products() -> None:
-            layer.experts(x_RD, ends_e, layer.experts.weights)
+            layer.experts(x_RD, order_R, ends_e, x_RD.new_ones(len(x_RD), 1), layer.experts.weights)
 
         took_s = measure.rate(products, device, grid.tokens)
         gathers = {r: measure.gather_link(grid.every(r), device) for r in divisors(grid.sh.size)}
@@ -88,27 +96,35 @@ def seconds(spread: Spread, layer: Layer, costs: Costs) -> float:
         gathered_s = 3 * costs.gathers[0].seconds(layer.weight_bytes * (ranks - 1))
         return gathered_s + 3 * layer.choices * layer.flops / costs.flops_per_s
     others = layer.sh // r - 1
-    gathered_s = 3 * costs.gathers[r].seconds(layer.weight_bytes * others) if others else 0.0
+    gathered_s = 3 * spread.overlap * costs.gathers[r].seconds(layer.weight_bytes * others) if others else 0.0
     sent_bytes = layer.token_bytes * layer.choices * r * (ranks - 1) / ranks
     latency_s = 4 * costs.exchange.latency_s * spread.overlap
     exchange_s = 4 * sent_bytes / costs.exchange.bytes_per_s
     compute_s = 3 * layer.busiest / layer.sh * layer.flops / costs.flops_per_s
-    hidden_s = (1 - 1 / spread.overlap) * min(exchange_s, compute_s)
+    hidden_s = (1 - 1 / sum(shares(spread.overlap))) * min(exchange_s, compute_s)
     return gathered_s + latency_s + exchange_s + compute_s - hidden_s
 
 
-def better(now: Spread, layer: Layer, costs: Costs) -> Spread:
-    """The cheapest way, or the present one where the gain is small."""
+def hopeful(now: Spread, layer: Layer, costs: Costs) -> list[Spread]:
+    """The present way, and those that the formula holds for the best or nearly, the best first."""
     ways = [Spread(0, 1)] + [Spread(r, p) for r in divisors(layer.sh) for p in OVERLAPS]
-    best = min(ways, key=lambda way: seconds(way, layer, costs))
-    return best if seconds(best, layer, costs) < (1 - GAIN) * seconds(now, layer, costs) else now
+    cost = {way: seconds(way, layer, costs) for way in ways}
+    least = min(cost.values())
+    near = sorted((way for way in ways if cost[way] <= NEAR * least), key=lambda way: cost[way])
+    return [now, *(way for way in near if way != now)]
+
+
+def better(now: Spread, took_s: Mapping[Spread, float]) -> Spread:
+    """The way that took least, or the present one where the gain is small."""
+    best = min(took_s, key=lambda way: took_s[way])
+    return best if took_s[best] < (1 - GAIN) * took_s[now] else now
 
 
 class Adaptive:
     """Watches the load and says how each layer of this pipeline rank is to spread its work."""
 
     def __init__(self, model: Transformer):
-        self.model, self.costs = model, Costs.measured(model)
+        self.model, self.costs, self.trials = model, Costs.measured(model), Trials(model)
         self.spread = [Spread()] * model.config.layers
         """By block number."""
 
@@ -117,13 +133,17 @@ class Adaptive:
         grid, said = self.model.axes.grid, []
         modules = dict(_layers(self.model))
         for number, load in zip(layers, loads, strict=True):
-            layer, now = _described(modules[number], load, grid, micro_batches), self.spread[number]
-            then = better(now, layer, self.costs)
+            module, now = modules[number], self.spread[number]
+            layer = _described(module, load, grid, micro_batches)
+            ways = hopeful(now, layer, self.costs)
+            if len(ways) == 1 or not sum(load):
+                continue
+            took_s = self.trials.seconds(ways, module, round(layer.choices / module.moe.active), load)
+            then = better(now, took_s)
             if then != now:
-                was_s, is_s = (seconds(way, layer, self.costs) for way in (now, then))
                 said.append(
                     f"layer {number}: degree {now.degree} -> {then.degree}, overlap {now.overlap} -> {then.overlap} "
-                    f"({was_s * 1e3:.2f} -> {is_s * 1e3:.2f} ms by what was measured)"
+                    f"({took_s[now] * 1e3:.2f} -> {took_s[then] * 1e3:.2f} ms, as tried)"
                 )
                 self.spread[number] = then
         return said

@@ -15,7 +15,7 @@ class Feed:
     """The samples of data rank ``rank`` of ``ranks``.
 
     Raises :class:`DataError` for a folder that is no corpus and for too little text, :class:`ConfigError` for one whose
-    vocabulary the model does not have.
+    vocabulary or tasks the model does not have.
     """
 
     def __init__(self, run: RunConfig, rank: int = 0, ranks: int = 1):
@@ -26,6 +26,8 @@ class Feed:
                 f"{run.data.path} has a vocabulary of {needs} tokens, the model of {has}; "
                 f"set --model.vocab_size {needs}"
             )
+
+        self._check_tasks(run)
 
         def loader(split: str) -> Loader:
             part, t = self.corpus.split(split), run.train
@@ -43,3 +45,26 @@ class Feed:
         self.eval_every = 0 if self.why_off else EVAL_EVERY if every is None else every
         """Steps between two validations; 0: never."""
         self.held_out = loader("validation") if self.eval_every else None
+
+    def _check_tasks(self, run: RunConfig) -> None:
+        """A router that decides by tasks needs a corpus that has some, and a row in its table for each."""
+        moe, tasks = run.model.moe, self.corpus.manifest.tasks
+        if moe is None or moe.router.kind != "task":
+            return
+        if not run.model.causal:
+            raise ConfigError("router 'task' is for decoders: pairs of segments carry no tasks; use another router")
+        if moe.balance == "sequence":
+            raise ConfigError(
+                "router 'task' decides by tasks, and balance 'sequence' counts by sequences: a stream says one of the "
+                "two; set --model.moe.balance switch"
+            )
+        if tasks is None and moe.router.task is None:
+            raise ConfigError(
+                f"router 'task' needs to know what task a document is of, and {run.data.path} does not say; build it "
+                "with: colonnade corpus FILES --tasks source (or field:NAME)"
+            )
+        if tasks is not None and len(tasks) > moe.router.tasks:
+            raise ConfigError(
+                f"{run.data.path} has {len(tasks)} tasks and the router {moe.router.tasks}; set "
+                f"--model.moe.router.tasks {len(tasks)}"
+            )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from colonnade.config import ModelConfig, TrainConfig
+from colonnade.config import ModelConfig, MoeConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import IGNORE, Loss, Noise, Orders, Packed, Pretraining, Rates, Ring, Stream, Transformer
 from colonnade.model.moe import Report, Routing, Spread, Units
@@ -27,6 +27,8 @@ class Terms:
     """What a unit of the routers' loss sums counts in the gradient; None in a validation."""
     steps: Sequence[Spread] = (Spread(),)
     """How layers of experts spread their work."""
+    moe: MoeConfig | None = None
+    """What they decide by, where it is not the model's own."""
     reports: list[Mapping[int, Report]] = field(default_factory=list)
     """Filled as micro-batches are laid: where their layers of experts will report."""
 
@@ -47,7 +49,9 @@ def lay(
     routing = None
     if config.moe is not None:
         units = Units.sequences(cu, T, model.axes.dp) if config.moe.by_sequence else None
-        routing = Routing(numbers(batch), terms.router_weight, units=units, steps=terms.steps)
+        if config.moe.router.kind == "task" and batch.tasks_T is not None:
+            units = Units(batch.tasks_T, config.moe.router.tasks)
+        routing = Routing(numbers(batch), terms.router_weight, units=units, steps=terms.steps, moe=terms.moe)
         if terms.router_weight is not None:
             terms.reports.append(routing.reports)
     stream = Stream(batch.tokens_T, batch.positions_T, batch.segments_T, noise, routing)
@@ -79,7 +83,7 @@ def lay(
 
 def noise_of(train: TrainConfig, number: int, model: ModelConfig, device: torch.device) -> Noise | None:
     """What is random in step ``number``, of no tokens yet; None when nothing is."""
-    rates = Rates(residual=train.dropout, attention=train.attention_dropout, embedding=train.embedding_dropout)
+    rates = Rates(train.dropout, train.attention_dropout, train.embedding_dropout, train.expert_dropout)
     if not any(rates) and not (model.moe and draws(model.moe)):
         return None
     return Noise.of(train.seed, number, model.layers, torch.empty(0, dtype=torch.int64, device=device), rates)

@@ -18,6 +18,7 @@ from colonnade.parallel.launch import Interrupted, launch
 from colonnade.parallel.mesh import Ground, choose_device
 from colonnade.parallel.watchdog import BACKSTOP, Watchdog
 from colonnade.train.feed import Feed
+from colonnade.train.graph import check_device
 from colonnade.train.log import Log, Summary
 from colonnade.train.session import Session
 from colonnade.train.stop import Stop
@@ -34,7 +35,9 @@ class Trainer:
         tracker whose package is missing.
         """
         run.plan.check(run.model)
-        choose_device(run.plan, run.device)
+        device = choose_device(run.plan, run.device)
+        if run.train.cuda_graph:
+            check_device(torch.device(device))
         Feed(run)
         named(run)
         self.run, self.trackers = run, tuple(trackers)

@@ -15,6 +15,7 @@ from colonnade.parallel.axis import Axis
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import layout_of
 from colonnade.train import norm
+from colonnade.train.fused import FusedAdamW
 from colonnade.train.optimizer import AdamW
 from colonnade.train.scaler import LossScaler
 from colonnade.train.schedule import learning_rate
@@ -48,7 +49,7 @@ class Move:
 
     def __call__(self, number: int, loss_sum: Tensor) -> Moved:
         """Move the weights; ``loss_sum`` is this rank's, looked at for whether it is finite."""
-        weights, model, axes = self.masters.local, self.model, self.model.axes
+        weights, model, axes = self.masters.graded, self.model, self.model.axes
         lr = learning_rate(number, self.train)
         self.masters.collect()
         norm.sum_tied(weights, model.config.tied, axes.ends)
@@ -57,8 +58,11 @@ class Move:
         size = norm.gradient_norm(weights, self.layout, axes, self.world, model.copies, loss_sum)
         if self.scaler is not None:
             size = self.scaler.seen(size)
-        norm.clip_(weights, size, self.train.clip)
-        skip = (~size.isfinite()).to(torch.float32)
-        self.optimizer.step(lr, skip, None if self.scaler is None else self.scaler.used)
-        self.masters.publish()
+        skip, scale = (~size.isfinite()).to(torch.float32), None if self.scaler is None else self.scaler.used
+        if isinstance(self.optimizer, FusedAdamW):
+            self.optimizer.step(lr, skip, scale, norm.clip_factor(size, self.train.clip))
+        else:
+            norm.clip_(weights, size, self.train.clip)
+            self.optimizer.step(lr, skip, scale)
+            self.masters.publish()
         return Moved(size, lr, skip)

@@ -15,7 +15,7 @@ from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.parallel.layout import PARTIAL, Experts, Placement
@@ -71,8 +71,12 @@ def gradient_norm(
     owned = [
         w.grad for name, w in weights.items() if w.grad is not None and name not in copies and _owns(layout[name], axes)
     ]
-    # A rank that owns nothing still takes part in the sum.
-    norm = get_total_norm(owned) if owned else next(iter(weights.values())).new_zeros(())
+    some = next(iter(weights.values()))
+    exact = torch.promote_types(some.dtype, torch.float32)
+    # A rank that owns nothing still takes part in the sum. torch's get_total_norm would round the norm of each 16-bit
+    # gradient to 16 bits.
+    norms = torch._foreach_norm(owned, 2, dtype=exact) if owned else [some.new_zeros((), dtype=exact)]
+    norm = torch.linalg.vector_norm(torch.stack(tuple(norms)))
     square = norm.square() if loss_sum is None else norm.square() + (0 * loss_sum).to(norm.dtype)
     return world.sum_(square).sqrt()
 
@@ -82,6 +86,11 @@ def _owns(placement: Placement, axes: Axes) -> bool:
     if isinstance(placement, Experts):
         return axes.grid.copies.rank == 0 and (placement.hidden is not None or axes.grid.sh.rank == 0)
     return axes.replicate.rank == 0 and (isinstance(placement, int) or axes.tp.rank == 0)
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """What :func:`clip_` multiplies by."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 def clip_(weights: Mapping[str, Tensor], norm: Tensor, limit: float) -> None:

@@ -21,14 +21,15 @@ from colonnade.checkpoint import native
 from colonnade.checkpoint.background import Background
 from colonnade.checkpoint.folder import Manifest
 from colonnade.checkpoint.retention import prune
-from colonnade.config import Config, ModelConfig, RunConfig
+from colonnade.config import Config, ModelConfig, RunConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Transformer, initialise
 from colonnade.model.linear import in_float8
 from colonnade.model.moe import Spread
+from colonnade.model.moe.router import rule
 from colonnade.parallel.axis import Axis, world_axis
-from colonnade.parallel.fsdp import masters
+from colonnade.parallel.fsdp import Masters, masters
 from colonnade.parallel.layout import Experts, layout_of
 from colonnade.parallel.mesh import Ground
 from colonnade.parallel.watchdog import Watchdog
@@ -36,6 +37,8 @@ from colonnade.train.activations import arrange
 from colonnade.train.adapt import EVERY, Adaptive, holds_experts
 from colonnade.train.breakdown import READS
 from colonnade.train.feed import Feed
+from colonnade.train.fused import FusedAdamW
+from colonnade.train.graph import check_device
 from colonnade.train.memory import accounted, peak_bytes
 from colonnade.train.offload import OffloadedAdamW
 from colonnade.train.optimizer import AdamW
@@ -50,6 +53,8 @@ class Session:
     def __init__(self, run: RunConfig, ground: Ground, watch: Watchdog | None = None):
         """``watch`` is told where this rank is, so that others can say when it falls silent."""
         self.run, self.ground, self.world = run, ground, world_axis()
+        if run.train.cuda_graph:
+            check_device(ground.device)
         self.watch = watch or Watchdog(run.train.timeout_s)
         self._compiled = False
         self.feed = Feed(run, ground.axes.dp.rank, ground.axes.dp.size)
@@ -62,6 +67,8 @@ class Session:
         if self.checkpoint is None:
             initialise(self.model, run.train.seed)
         freeze(self.model, run.train.freeze)
+        if run.evaluated is not None:
+            rule(run.evaluated)  # a router that cannot says so now, not at the first validation
         self.recomputed = arrange(
             self.model,
             run.train,
@@ -71,16 +78,18 @@ class Session:
         )
         """What the backward pass computes again, where that was chosen by measurement."""
         self.piped = Piped(self.model, ground, compute) if run.plan.pp > 1 else None
-        self.masters = masters(self.model, ground, compute, self.piped and self.piped.stages)
-        self.optimizer = (AdamW if run.train.offload == "none" else OffloadedAdamW)(self.masters.local, run.train)
+        single = run.train.fused_adamw and run.micro_batches == 1 and self.piped is None
+        self.masters = masters(self.model, ground, compute, self.piped and self.piped.stages, single=single)
+        self.optimizer = moving(self.masters, run.train)
         self.scaler = LossScaler(run.train, ground.device) if run.train.dtype == "float16" else None
         self._adaptive = Adaptive(self.model) if run.plan.degree == "auto" and holds_experts(self.model) else None
         spread = [
             Spread() if run.plan.degree == "auto" else Spread(run.plan.degree, run.plan.overlap, run.plan.shadows)
         ]
         self._step = Step(
-            self.model, self.masters, self.optimizer, run.train, self.world, self.piped, self.scaler, spread
-        )
+            self.model, self.masters, self.optimizer, run.train, self.world, self.piped, self.scaler, spread,
+            run.train.cuda_graph,
+        )  # fmt: skip
         self.decided: list[str] = []
         """What was decided about the layers of experts and not yet shown (plan.degree auto)."""
         self.taken = 0
@@ -106,7 +115,7 @@ class Session:
         device = self.ground.device
         with accounted(self.run, self.model, self.masters, self.optimizer, device, self.taken + 1):
             outcome = self._step(self.taken, batches)
-        outcome = replace(outcome, data_s=data_s, memory_bytes=peak_bytes(device))
+        outcome = replace(outcome, data_s=data_s, memory_bytes=max(peak_bytes(device), self._step.recorded_bytes))
         if self._adaptive is not None and outcome.routed is not None and self.taken % EVERY == 0:
             self.decided += self._adaptive.look(outcome.routed.layers, outcome.routed.load_LE.tolist(), len(batches))
             self._step.spread = self._adaptive.spread
@@ -122,7 +131,8 @@ class Session:
         """The mean loss on held-out samples, always the same ones."""
         assert self.feed.held_out is not None, "validation is switched off"
         self.watch.at(self.taken, "validates", patient=True)
-        return evaluate(self.model, self._on_device(self.feed.held_out.sweep(self.run.train.eval_samples)), self.piped)
+        batches = self._on_device(self.feed.held_out.sweep(self.run.train.eval_samples))
+        return evaluate(self.model, batches, self.piped, self.run.evaluated)
 
     def save(self) -> Path | None:
         """Begin to write ``runs/NAME/step-N``, which :meth:`settle` ends; no other save may be under way.
@@ -232,6 +242,13 @@ class Session:
             "sequence": data.sequence,
             "seed": data.seed,
         }
+
+
+def moving(held: Masters, train: TrainConfig) -> AdamW:
+    """The optimizer of ``held`` that ``train`` asks for."""
+    if train.fused_adamw:
+        return FusedAdamW(held, train)
+    return (AdamW if train.offload == "none" else OffloadedAdamW)(held.local, train)
 
 
 def freeze(model: Transformer, what: str) -> None:

@@ -10,19 +10,21 @@ backward already carries the right weight and gradients are plain sums (a mean o
 unequal counts is another loss, and differs from layout to layout).
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from colonnade.config import TrainConfig
+from colonnade.config import MoeConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import IGNORE, Transformer
 from colonnade.model.moe import Spread
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.fsdp import Masters
 from colonnade.train.balance import Routed, rebalance, routed
+from colonnade.train.graph import Graphed, Passes
 from colonnade.train.lay import VALIDATION, Terms, lay, noise_of
 from colonnade.train.move import Move
 from colonnade.train.optimizer import AdamW
@@ -67,14 +69,20 @@ class Step:
         piped: Piped | None = None,
         scaler: LossScaler | None = None,
         spread: Sequence[Spread] = (Spread(),),
+        graphed: bool = False,
     ):
         """``piped`` when ``model`` is one rank's part of a pipeline, ``scaler`` for float16; ``spread`` says how layers
-        of experts spread their work, and may be set anew between two steps.
+        of experts spread their work, and may be set anew between two steps. ``graphed`` replays the passes of a step's
+        one micro-batch as a CUDA graph.
         """
         self.spread = spread
         self.piped, self.scaler = piped, scaler
         self.model, self.masters, self.train, self.axes = model, masters, train, model.axes
         self.move = Move(model, masters, optimizer, train, world, scaler)
+        self.passes: Passes = functools.partial(passes, model)
+        if graphed:
+            graded = (*model.parameters(), *masters.local.values())
+            self.passes = Graphed(self.passes, graded, next(model.parameters()).device)
 
     def __call__(self, number: int, micro_batches: Sequence[Batch]) -> Outcome:
         """Train on this data rank's ``micro_batches`` as step ``number`` (from 0)."""
@@ -101,24 +109,38 @@ class Step:
             return Outcome(loss_sum, count, gradient_norm, lr, routed=found)
         return Outcome(loss_sum, count, gradient_norm, lr, self.scaler.used, self.scaler.skipped, found)
 
+    @property
+    def recorded_bytes(self) -> int:
+        """The most memory in use when the passes were recorded, which the allocator does not see in a replay."""
+        return self.passes.peak_bytes if isinstance(self.passes, Graphed) else 0
+
     def _accumulate(self, micro_batches: Sequence[Batch], divisor: Tensor, terms: Terms) -> Tensor:
         """Forward and backward of one micro-batch after another; the summed loss."""
         loss_sum = 0
         for i, batch in enumerate(micro_batches):
             self.masters.accumulate(last=i == len(micro_batches) - 1)
-            batch_sum = forward(self.model, batch, terms)
-            (batch_sum / divisor).backward()
-            loss_sum += batch_sum.detach()
+            loss_sum += self.passes(batch, divisor, terms)
         assert isinstance(loss_sum, Tensor), "a step needs at least one micro-batch"
         return loss_sum
 
 
+def passes(model: Transformer, batch: Batch, divisor: Tensor, terms: Terms) -> Tensor:
+    """Forward and backward of a micro-batch whose loss counts for 1 / ``divisor``; its undivided sum."""
+    batch_sum = forward(model, batch, terms)
+    (batch_sum / divisor).backward()
+    return batch_sum.detach()
+
+
 @torch.no_grad()
-def evaluate(model: Transformer, batches: Iterable[Batch], piped: Piped | None = None) -> Tensor:
-    """The mean loss over this data rank's ``batches`` and everybody else's, without label smoothing."""
+def evaluate(
+    model: Transformer, batches: Iterable[Batch], piped: Piped | None = None, moe: MoeConfig | None = None
+) -> Tensor:
+    """The mean loss over this data rank's ``batches`` and everybody else's, without label smoothing; experts are chosen
+    by ``moe``, where that is not the model's own.
+    """
     batches = list(batches)
     count = valid_tokens(batches, model.axes.dp)
-    terms = Terms(order_weight=pair_weight(batches, count, model.axes.dp))
+    terms = Terms(order_weight=pair_weight(batches, count, model.axes.dp), moe=moe)
     if piped is None:
         mine = torch.stack([forward(model, batch, terms).double() for batch in batches]).sum()
     else:

@@ -43,6 +43,7 @@ TRAIN = TrainConfig(
     dropout=0.1,
     attention_dropout=0.1,
     embedding_dropout=0.1,
+    expert_dropout=0.1,
 )
 CLIP = 0.3
 GREEDY = 5

@@ -8,7 +8,7 @@ from colonnade.kernels.experts import reference
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.experts.tiles import CHOSEN, Tiles
 from colonnade.kernels.permute import reference as permute
-from tests.experts import LOADS, Case, experts_of_rows, gradients, routed_experts
+from tests.experts import LOADS, Case, experts_of_rows, experts_with_dropout, gradients, routed_experts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -22,23 +22,29 @@ CASES = [
     Case(90, 2, 8, 128, 200, load="bounded", biased=True, activation="gelu_tanh"),
     Case(40, 2, 8, 64, 64, load="all dropped"),
     Case(1, 8, 128, 512, 256),
+    Case(300, 1, 8, 256, 128, load="skewed", biased=True),
     Case(0, 2, 8, 64, 64),
     Case(2500, 2, 4, 512, 640, biased=True),
 ]
 ROWS = [
     pytest.param(row, dtype, id=f"{row.operation}-{row.name}-{str(dtype).removeprefix('torch.')}")
     for row in TABLE
-    if row.operation in ("experts", "routed_experts") and row.name != "reference" and "cuda" in row.devices
+    if row.operation in ("experts", "dropout_experts", "routed_experts")
+    if row.name != "reference" and "cuda" in row.devices
     for dtype in row.dtypes
 ]
 
 
+OF = {"routed_experts": routed_experts, "experts": experts_of_rows, "dropout_experts": experts_with_dropout}
+
+
 def run_of(row: Row):
-    return routed_experts(row.run) if row.operation == "routed_experts" else experts_of_rows(row.run)
+    return OF[row.operation](row.run)
 
 
 def close(row: Row, case: Case, dtype: torch.dtype) -> None:
-    exact = gradients(routed_experts(reference.routed), case, torch.float64, "cuda", values=dtype)
+    plain = experts_of_rows if row.operation == "routed_experts" else OF[row.operation]
+    exact = gradients(plain(reference.experts), case, torch.float64, "cuda", values=dtype)
     for name, got in gradients(run_of(row), case, dtype, "cuda").items():
         error = float((got.double() - exact[name]).norm() / exact[name].norm().clamp(min=1e-3))
         assert error < TOLERANCE[dtype] * (1 if name == "y" else 2), (name, error)

@@ -42,3 +42,15 @@ def test_a_seed_draws_on_a_gpu_what_it_draws_on_a_cpu():
     for index in range(20):
         draws = [Draw.of(SamplingParams(**params), seed, index) for seed, params in enumerate(asked)]
         assert sample(logits_RV.cuda(), draws).tolist() == sample(logits_RV, draws).tolist()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_recorded_steps_say_what_a_cpu_says(ahead: bool):
+    """One graph for each size of batch, replayed while requests come, go and are preempted."""
+    greedy = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (12, 3, 30, 7)]
+    limits = LIMITS.but(pages=24, max_requests=4, fixed_steps=True, run_ahead=ahead)
+    recorded = Engine(tiny.model(dtype=torch.float32).to("cuda"), tiny.tokenizer(), limits)
+    expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), LIMITS).generate(PROMPTS, greedy)
+    for _ in range(3):
+        assert recorded.generate(PROMPTS, greedy) == expected
+    recorded.scheduler.audit()

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from colonnade.kernels.dropout.reference import Hidden, hidden_units
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model import Transformer
-from colonnade.model.moe import dispatch, experts, layer, losses
+from colonnade.model.moe import dispatch, dropout, experts, layer, losses
 from colonnade.parallel.axis import SOLO, Axis, Grid
-from colonnade.parallel.hierarchy import Web
 from colonnade.parallel.layout import Experts
 from colonnade.train import balance, norm, step
 
@@ -35,10 +35,24 @@ def copies_counted(patch: Patch) -> None:
 def every_slice_adds_the_bias(patch: Patch) -> None:
     """Each of the r ranks of a token adds the output's bias to its partial result."""
 
-    def slice_(self: experts.Experts, x_RD: Tensor, ends_e: Tensor, axis: Axis, first: bool) -> Tensor:
-        return self(x_RD, ends_e, self.gathered(axis))
+    right = experts.Experts._slice
+
+    def slice_(
+        self: experts.Experts, x_RD: Tensor, order_R: Tensor, ends_e: Tensor, axis: Axis, first: bool,
+        dropout: Hidden | None,
+    ) -> Tensor:  # fmt: skip
+        return right(self, x_RD, order_R, ends_e, axis, True, dropout)
 
     patch.setattr(experts.Experts, "_slice", slice_)
+
+
+def hidden_units_by_their_place_here(patch: Patch) -> None:
+    """A rank that has the second half of an expert's hidden units drops those that the first half would."""
+
+    def hidden(self: dropout.ExpertDropout, tag_R: Tensor, width: int, grid: Grid, degree: int = 1) -> Hidden:
+        return Hidden(tag_R, hidden_units(torch.arange(width // degree)), self.rate)
+
+    patch.setattr(dropout.ExpertDropout, "hidden", hidden)
 
 
 def own_tokens_balanced(patch: Patch) -> None:
@@ -61,22 +75,19 @@ def bias_by_own_load(patch: Patch) -> None:
 def shadows_keep_their_gradient(patch: Patch) -> None:
     """The owner of a shadowed expert does not hear of the tokens that stayed where they were."""
 
-    def gathered(x_tD, shadow_tA, weights_tA, experts, grid, hot_E):
+    def gathered(x_tD, shadow_tA, weights_tA, experts, grid, hot_E, dropout):
         weights_tA = weights_tA * (shadow_tA < len(hot_E))
         held = Weights(*(None if w is None else w.detach() for w in experts.shadows(hot_E, grid)))
-        return dispatch._here(x_tD, shadow_tA, weights_tA, experts, held, None)
+        return dispatch._here(x_tD, shadow_tA, weights_tA, experts, held, grid, None, dropout)
 
     patch.setattr(dispatch, "_shadowed", gathered)
 
 
 def rows_in_the_order_of_arrival(patch: Patch) -> None:
     """Rows that come in are taken for sorted by expert, as one sender's are."""
-    right = dispatch._address
+    patch.setattr(dispatch, "_by_expert", lambda count_pse, rows: _counted(count_pse.sum((1, 2))))
 
-    def address(ids: list[Tensor], count: int, grid: Grid, web: Web, degree: int) -> list[dispatch._Parcel]:
-        parcels = right(ids, count, grid, web, degree)
-        for parcel in parcels:
-            object.__setattr__(parcel, "by_expert_R", torch.arange(len(parcel.by_expert_R)))
-        return parcels
 
-    patch.setattr(dispatch, "_address", address)
+def _counted(rows_p: Tensor) -> Tensor:
+    """0, 1, … of each part."""
+    return torch.cat([torch.arange(n) for n in rows_p.tolist()])

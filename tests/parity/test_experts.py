@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from colonnade.config import ModelConfig, MoeConfig, Plan
-from colonnade.model import Loss, Packed, Rows, Stream, Transformer
+from colonnade.model import Loss, Noise, Packed, Rates, Rows, Stream, Transformer
 from colonnade.model.moe import Routing, Spread
 from colonnade.parallel.layout import PARTIAL, layout_of, share
 from colonnade.parallel.mesh import Ground
@@ -17,22 +17,29 @@ from tests.worlds import assert_same, run
 pytestmark = pytest.mark.xdist_group("worlds")
 
 
+NONE = Rates()
+
+
 def _steps(sh: int) -> list[Spread]:
     degrees = [0] + [r for r in range(1, sh + 1) if sh % r == 0]
     ways = [Spread(r, p) for r, p in itertools.product(degrees, (1, 3))]
     return [*ways, Spread(degrees[-1], 1, shadows=1), Spread(1, 2, shadows=4)]
 
 
-def _forward(model: Transformer, stream: Stream, attend: Packed, targets: torch.Tensor, step: Spread) -> list[float]:
+def _forward(
+    model: Transformer, stream: Stream, attend: Packed, targets: torch.Tensor, step: Spread, rates: Rates = NONE
+) -> list[float]:
     """Backward too; the losses."""
     model.zero_grad()
-    routing = Routing(torch.arange(len(targets)), weight=torch.tensor(0.7), steps=(step,))
-    total, count = model(stream._replace(routing=routing), attend, Loss(targets))
+    index_T = torch.arange(len(targets)) + 9
+    routing = Routing(index_T, weight=torch.tensor(0.7), steps=(step,))
+    noise = Noise.of(3, 4, model.config.layers, index_T, rates)
+    total, count = model(stream._replace(routing=routing, noise=noise), attend, Loss(targets))
     (total / count).backward()
     return [total.item(), *(float(x) for report in routing.reports.values() for x in (report.balance, report.z))]
 
 
-def _check(config: ModelConfig, plan: Plan) -> None:
+def _check(config: ModelConfig, plan: Plan, rates: Rates) -> None:
     with Ground.build(plan) as ground:
         axes = ground.axes
         whole, mine = build(config), build(config, axes)
@@ -40,9 +47,11 @@ def _check(config: ModelConfig, plan: Plan) -> None:
         for name, p in whole.named_parameters():
             assert_same(mine.get_parameter(name), share(p, layout[name], axes), what=f"initial {name}")
         stream, attend, targets = ragged(config)
-        expected = torch.tensor(_forward(whole, stream, attend, targets, Spread()))
+        expected = torch.tensor(_forward(whole, stream, attend, targets, Spread(), rates))
+        plain = torch.tensor(_forward(build(config), stream, attend, targets, Spread()))
+        assert rates.expert == 0 or (expected - plain).abs()[0] > 1e-8, "dropout does something"
         for step in _steps(plan.sh):
-            found = torch.tensor(_forward(mine, stream, attend, targets, step))
+            found = torch.tensor(_forward(mine, stream, attend, targets, step, rates))
             assert_same(found, expected, what=f"losses, {step}")
             sum_experts(dict(mine.named_parameters()), layout, axes.grid)
             for name, p in mine.named_parameters():
@@ -73,7 +82,14 @@ def _check(config: ModelConfig, plan: Plan) -> None:
 )
 @pytest.mark.parametrize("name", MOES)
 def test_equals_one_process(name: str, plan: Plan) -> None:
-    run(plan.world, _check, MOES[name], plan)
+    """Half of the grids drop hidden units of the experts, too: the same ones as one process does."""
+    rates = Rates(residual=0.1, expert=0.4) if plan.world % 4 else Rates()
+    run(plan.world, _check, MOES[name], plan, rates)
+
+
+@pytest.mark.parametrize("plan", [Plan(tp=4, ep=2, sh=2), Plan(tp=4, ep=2, sh=2, near=2, sequence_parallel=True)])
+def test_with_expert_dropout_too(plan: Plan) -> None:
+    run(plan.world, _check, MOES["biased_shared"], plan, Rates(expert=0.4))
 
 
 def test_moes_differ() -> None:

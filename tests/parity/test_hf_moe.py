@@ -11,19 +11,15 @@ from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import colonnade
-from colonnade.checkpoint.hf.families import FAMILIES
 from colonnade.checkpoint.hf.read import HFFolder
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.checkpoint.stored import stored_parameters
 from colonnade.config import Plan
 from colonnade.errors import CheckpointError
-from colonnade.model import Loss, Rows, Transformer
+from colonnade.model import Loss, Transformer
 from colonnade.model.moe import Routing
 from tests.hf import documents, load, pass_on, relay, stream_of
-from tests.hf_theirs import random_model, their_logits
+from tests.hf_theirs import TOLERANCE, random_model, same_as_transformers, same_gradients, their_logits
 from tests.worlds import assert_same, run
-
-TOLERANCE = 1e-6
 
 COMMON = {
     "vocab_size": 101, "hidden_size": 24, "intermediate_size": 42, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -117,27 +113,7 @@ def gradients_by_file_name(model: Any) -> dict[str, Tensor]:
 def test_logits_loss_and_every_gradient_equal_transformers(case: str, tmp_path: Path) -> None:
     theirs = reference(case)
     theirs.save_pretrained(tmp_path / "hf")
-    ours = load(tmp_path / "hf")
-    texts = documents(ours.config.vocab_size)
-    stream, attend, targets = stream_of(texts)
-    assert_same(ours(stream, attend, Rows()), their_logits(theirs, texts), TOLERANCE, "logits")
-
-    total, count = ours(stream, attend, Loss(targets))
-    (total / count).backward()
-    reference_loss = (
-        sum(theirs(input_ids=text[None], labels=text[None]).loss * (len(text) - 1) for text in texts) / count
-    )
-    reference_loss.backward()
-    assert_same(total / count, reference_loss.detach(), TOLERANCE, "loss")
-    forms = stored_parameters([n for n, _ in ours.named_parameters()], FAMILIES[ours.config.family].table, case)
-    gradients = gradients_by_file_name(theirs)
-    compared = 0
-    for name, parameter in ours.named_parameters():
-        assert parameter.grad is not None, name
-        for theirs_name, gradient in forms[name].write(parameter.grad, ours.config).items():
-            assert_same(gradient, gradients[theirs_name], TOLERANCE, theirs_name)
-            compared += 1
-    assert compared == len(gradients)
+    same_as_transformers(load(tmp_path / "hf"), theirs, gradients_by_file_name)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -285,12 +261,7 @@ def test_the_balance_loss_is_transformers_and_so_is_its_gradient(case: str, tmp_
     out.loss.backward()
     assert_same(routing.reports[0].balance, out.aux_loss.detach().double(), TOLERANCE, "balance loss")
     assert_same(total.detach() / count + 0.7 * routing.reports[0].balance, out.loss.detach(), TOLERANCE, "loss")
-    forms = stored_parameters([n for n, _ in ours.named_parameters()], FAMILIES[ours.config.family].table, case)
-    gradients = gradients_by_file_name(theirs)
-    for name, parameter in ours.named_parameters():
-        assert parameter.grad is not None, name
-        for theirs_name, gradient in forms[name].write(parameter.grad, ours.config).items():
-            assert_same(gradient, gradients[theirs_name], TOLERANCE, theirs_name)
+    same_gradients(ours, gradients_by_file_name(theirs))
 
 
 def test_the_balance_loss_of_each_layer_is_that_of_its_scores(tmp_path: Path) -> None:

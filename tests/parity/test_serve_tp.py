@@ -21,8 +21,8 @@ WILD = SamplingParams(temperature=1, top_k=40, seed=3, max_tokens=9, ignore_eos=
 
 def _serve(world: int, changes: dict, grid: dict | None = None) -> list[tuple[int, ...]]:
     with Ground.build(Plan(tp=world, **(grid or {}))) as ground:
-        # One process waits for each step's tokens, several run ahead of them.
-        limits = LIMITS.but(run_ahead=world > 1)
+        # One process waits for each step's tokens, several run ahead of them, in steps of fixed shape.
+        limits = LIMITS.but(run_ahead=world > 1, fixed_steps=world > 1)
         engine = Engine(tiny.model(ground.axes, **changes), tiny.tokenizer(), limits)
         if ground.rank:
             engine.follow()

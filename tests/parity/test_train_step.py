@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from colonnade.config import Plan
+from colonnade.config import Plan, TrainConfig
 from colonnade.parallel.mesh import Ground
-from tests.parity.train_cases import CASES, PLANS, Run
+from tests.parity.train_cases import CASES, PLANS, TRAIN, Run
 from tests.worlds import assert_same, run
 
 STEPS = 3
 
 
-def _trains_as_one(plan: Plan, case: str) -> None:
+def _trains_as_one(plan: Plan, case: str, train: TrainConfig = TRAIN) -> None:
     one = Run.start(CASES[case], Ground.solo())
     expected = one.go(0, STEPS)
     with Ground.build(plan) as ground:
-        several = Run.start(CASES[case], ground)
+        several = Run.start(CASES[case], ground, train)
         found = several.go(0, STEPS)
         assert all(norm > 0.1 for _, norm in expected), "the clip must be active"
         for (loss, norm), (loss_1, norm_1) in zip(found, expected, strict=True):
@@ -55,3 +55,13 @@ def _every_plan(world: int, case: str) -> None:
 def test_training_equals_one_process(case: str, world: int) -> None:
     run(world, _every_plan, world, case)
     assert torch.get_default_dtype() == torch.float32
+
+
+def _one_pass() -> None:
+    for plan in (Plan(tp=2), Plan(dp=2), Plan(pp=2)):
+        _trains_as_one(plan, "gpt2", TRAIN.but(fused_adamw=True))
+
+
+@pytest.mark.xdist_group("worlds")
+def test_adamw_in_one_pass_moves_shards_as_it_moves_the_whole() -> None:
+    run(2, _one_pass)

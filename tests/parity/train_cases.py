@@ -16,6 +16,7 @@ from colonnade.parallel.layout import layout_of, share
 from colonnade.parallel.mesh import Ground
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
+from colonnade.train.session import moving
 from colonnade.train.step import Step
 
 COMMON: dict[str, Any] = {"layers": 2, "width": 24, "context": 32}
@@ -92,7 +93,7 @@ class Run:
         model = initialise(Transformer(config, ground.axes, spans=spans, dtype=torch.float64), seed)
         piped = Piped(model, ground, torch.float64) if ground.plan.pp > 1 else None
         held = masters(model, ground, torch.float64, piped and piped.stages)
-        optimizer = AdamW(held.local, train)
+        optimizer = moving(held, train)
         world = world_axis() if ground.world > 1 else ground.axes.dp
         return Run(model, held, optimizer, Step(model, held, optimizer, train, world, piped), ground)
 

@@ -39,9 +39,10 @@ prompts = st.lists(st.integers(0, 300), min_size=1, max_size=24)
     max_requests=st.integers(1, 5),
     cancelled=st.sets(st.integers(0, 5), max_size=2),
     run_ahead=st.booleans(),
+    fixed_steps=st.booleans(),
 )
 def test_greedy_is_the_argmax_of_one_long_forward(
-    model, arrivals, page_tokens, spare_pages, token_budget, max_requests, cancelled, run_ahead
+    model, arrivals, page_tokens, spare_pages, token_budget, max_requests, cancelled, run_ahead, fixed_steps
 ):
     """Any order of arrival, chunk size, page size; pools so small that requests are preempted; some are cancelled."""
     needed = max(-(-(len(prompt) + count - 1) // page_tokens) for prompt, count, _ in arrivals)
@@ -52,6 +53,7 @@ def test_greedy_is_the_argmax_of_one_long_forward(
         token_budget=token_budget,
         max_requests=max_requests,
         run_ahead=run_ahead,
+        fixed_steps=fixed_steps,
     )
     texts: dict[str, list[int]] = {}
     ended: dict[str, str] = {}

@@ -1,12 +1,20 @@
 """The choice of degree and overlap: what is cheap where, and that it does not go to and fro."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
-from colonnade.model.moe import Spread
+from colonnade.config import Plan
+from colonnade.model.moe import MixtureOfExperts, Spread
+from colonnade.model.moe.dispatch import _cut, shares
 from colonnade.parallel.measure import FREE, Link
-from colonnade.train.adapt import GAIN, OVERLAPS, Costs, Layer, better, seconds
+from colonnade.parallel.mesh import Ground
+from colonnade.train.adapt import GAIN, NEAR, OVERLAPS, Costs, Layer, better, hopeful, seconds
+from colonnade.train.trials import Trials
+from tests.models import MOES, build
+from tests.worlds import run
 
 LINK = Link(latency_s=20e-6, bytes_per_s=100e9)
 COSTS = Costs(exchange=LINK, gathers={0: LINK, 1: LINK, 2: LINK, 4: FREE}, flops_per_s=400e12)
@@ -19,22 +27,27 @@ def ways(layer: Layer) -> dict[tuple[int, int], float]:
     return {(r, p): seconds(Spread(r, p), layer, COSTS) for r in (0, 1, 2, 4) for p in OVERLAPS if r or p == 1}
 
 
+def settled(now: Spread, layer: Layer) -> Spread:
+    """Where trials say what the formula says."""
+    return better(now, {way: seconds(way, layer, COSTS) for way in hopeful(now, layer, COSTS)})
+
+
 @pytest.mark.parametrize("now", [Spread(0, 1), Spread(1, 1), Spread(4, 4)], ids=str)
 @pytest.mark.parametrize("choices", [1, 64, 4096, 1 << 20])
 @pytest.mark.parametrize("weights", [1 << 16, 1 << 24, 1 << 32])
 def test_it_is_within_the_gain_of_the_best(now: Spread, choices: int, weights: int) -> None:
     layer = replace(EVEN, choices=choices, busiest=4 * choices, weight_bytes=weights)
     best = min(ways(layer).values())
-    found = better(now, layer, COSTS)
+    found = settled(now, layer)
     assert best <= seconds(found, layer, COSTS) <= best / (1 - GAIN)
-    assert better(found, layer, COSTS) == found, "it does not go to and fro"
+    assert settled(found, layer) == found, "it does not go to and fro"
 
 
 def test_few_tokens_travel_and_small_weights_do() -> None:
     few = replace(EVEN, choices=16, busiest=64)
-    assert better(Spread(0), few, COSTS).degree == 4, "all of the expert's ranks share a token, and no weight moves"
+    assert settled(Spread(0), few).degree == 4, "all of the expert's ranks share a token, and no weight moves"
     small = replace(EVEN, weight_bytes=1 << 12)
-    assert better(Spread(1), small, COSTS).degree == 0
+    assert settled(Spread(1), small).degree == 0
 
 
 def test_a_skewed_load_prefers_degree_0() -> None:
@@ -49,4 +62,57 @@ def test_overlap_hides_the_shorter_of_two() -> None:
     sent_s = 4 * 8192 * 32768 * 4 * 7 / 8 / 100e9
     compute_s = 3 * 131072 / 4 * EVEN.flops / 400e12
     assert one == pytest.approx(sent_s + compute_s + 4 * 20e-6)
-    assert one - four == pytest.approx(0.75 * min(sent_s, compute_s) - 3 * 4 * 20e-6)
+    assert one - four == pytest.approx(5 / 6 * min(sent_s, compute_s) - 3 * 4 * 20e-6)
+
+
+def test_what_is_tried_decides_among_the_hopeful() -> None:
+    ways = hopeful(Spread(0, 1), EVEN, COSTS)
+    cost = {way: seconds(way, EVEN, COSTS) for way in ways}
+    assert ways[0] == Spread(0, 1) and len(ways) > 2
+    assert all(s <= NEAR * min(cost.values()) for s in list(cost.values())[1:])
+    took = dict.fromkeys(ways, 1.0) | {ways[2]: 0.9}
+    assert better(ways[0], took) == ways[2]
+    assert better(ways[0], took | {ways[2]: 0.99}) == ways[0], "noise moves nothing"
+
+
+def test_weights_are_gathered_for_each_part() -> None:
+    one, two = (seconds(Spread(1, p), replace(EVEN, choices=0, busiest=0), COSTS) for p in (1, 2))
+    gather_s = 3 * LINK.seconds(EVEN.weight_bytes * 3)
+    assert two - one == pytest.approx(gather_s + 4 * LINK.latency_s)
+
+
+def test_the_first_and_the_last_part_are_the_smallest() -> None:
+    assert [shares(p) for p in (1, 2, 3, 4, 6)] == [[1], [1, 1], [1, 2, 1], [1, 2, 2, 1], [1, 2, 4, 4, 2, 1]]
+    assert shares(9) == [1, 2, 4, 8, 8, 8, 4, 2, 1]
+    assert [_cut(30, 4), _cut(3, 3), _cut(0, 2), _cut(7, 1)] == [[5, 10, 10, 5], [0, 2, 1], [0, 0], [7]]
+
+
+def _trials(load: list[int]) -> list[int]:
+    """How many ways were tried at each of some calls."""
+    with Ground.build(Plan(dp=2, ep=2)) as ground:
+        model = build(MOES["gated"], ground.axes)
+        module = model.blocks.get_submodule("0.ffn")
+        assert isinstance(module, MixtureOfExperts)
+        trials, tried = Trials(model), []
+        right = trials._tried
+
+        def counted(ways: list[Spread], *rest: Any) -> list[float]:
+            tried.append(len(ways))
+            return right(ways, *rest)
+
+        trials._tried = counted  # type: ignore[method-assign]
+        before = [p.detach().clone() for p in model.parameters()]
+        one = trials.seconds([Spread(1, 1), Spread(0, 1)], module, 20, load)
+        assert set(one) == {Spread(1, 1), Spread(0, 1)} and min(one.values()) > 0
+        assert trials.seconds([Spread(1, 1)], module, 20, [n + 1 for n in load]) == {Spread(1, 1): one[Spread(1, 1)]}
+        trials.seconds([Spread(1, 1), Spread(1, 3)], module, 20, load)
+        trials.seconds([Spread(1, 1)], module, 20, [100, 100, 100, 1, 1, 1])
+        trials.seconds([Spread(1, 1)], module, 200, load)
+        assert all(torch.equal(p, q) and p.grad is None for p, q in zip(model.parameters(), before, strict=True))
+        return tried
+
+
+@pytest.mark.xdist_group("worlds")
+def test_a_load_like_one_that_was_tried_is_not_tried_again() -> None:
+    """A new way is, a more skewed load is, more tokens are; the model's own weights stay as they are."""
+    assert run(2, _trials, [30, 40, 35, 33, 31, 36])[0] == [2, 1, 1, 1]

@@ -8,10 +8,13 @@ import pytest
 import _jobs
 import bubble
 import context
+import copies
 import cost_growth
 import engine
+import flash_decoding
 import fsdp
 import weak_scaling
+from colonnade.kernels.attention import decode_tiles
 from tests.worlds import run
 
 pytestmark = pytest.mark.xdist_group("worlds")
@@ -89,18 +92,34 @@ def test_weak_scaling_and_its_peers() -> None:
     assert len(weak_scaling.heads_of(rows)) == 2
 
 
+def test_copies() -> None:
+    rows = run(2, copies.work, 2, True, "cpu")[0]
+    assert [(row["what"], row["by"]) for row in rows] == [("gather", "gloo"), ("scatter_sum", "gloo")]
+    assert copies.heads_of(rows) == []
+    gpus = [row | {"by": by, "exposed_ms": i} for i, by in enumerate(("copy engines", "NCCL")) for row in rows]
+    assert [(head.value, head.peer_value) for head in copies.heads_of(gpus)] == [(0, 1), (0, 1)]
+
+
 def test_a_machine_without_gpus_skips(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`make bench` runs what the machine can."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    for script in (fsdp, context, bubble, cost_growth, weak_scaling):
+    for script in (fsdp, context, bubble, cost_growth, weak_scaling, copies):
         script.main([])
         assert "needs 4 GPUs, and this machine has 0" in capsys.readouterr().out
 
 
-def test_a_record_is_written(tmp_path: Path) -> None:
-    context.main(["--tiny", "--worlds", "1", "--out", str(tmp_path)])
+def test_a_record_is_written_and_kept_rows_are_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["--tiny", "--worlds", "1", "--out", str(tmp_path), "--keep", str(tmp_path / "kept")]
+    context.main(asked)
     (row,) = json.loads((tmp_path / "context_tiny.json").read_text())["rows"]
     assert row["ranks"] == 1 and row["share_of_linear"] == 1
+    monkeypatch.setattr("_jobs.work", lambda *_: pytest.fail("measured again"))
+    context.main(asked)
+    assert json.loads((tmp_path / "context_tiny.json").read_text())["rows"] == [row]
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        _jobs.series(context.jobs(True, [1], 0)[:1] + fsdp.llama_jobs(True, 1)[:1], "cpu", tmp_path / "kept")
 
 
 @pytest.mark.long
@@ -110,3 +129,15 @@ def test_the_engine_says_what_transformers_says() -> None:
     assert {row["who"] for row in rows} == {"colonnade", "transformers"}
     assert rows[0]["agree"] == 1 and 0 <= rows[0]["idle"] <= 1
     assert heads[0].peer == "transformers"
+
+
+def test_flash_decoding(tmp_path: Path) -> None:
+    """By the plain executor on a CPU: table, picture, random cells; and the table of tiles is written as it stands."""
+    flash_decoding.main(["--tiny", "--fixed-cuts", "64", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "flash_decoding_tiny.json").read_text())["rows"]
+    assert [row["who"] for row in rows] == ["colonnade", "colonnade, fixed cuts"] * 2
+    assert (tmp_path / "flash_decoding.png").stat().st_size > 10_000
+    flash_decoding.main(["--tiny", "--sweep", "0", "6", "--out", str(tmp_path)])
+    assert len(json.loads((tmp_path / "flash_decoding_sweep_tiny.json").read_text())["rows"]) == 6
+    file = Path(decode_tiles.__file__).with_name("decode_tiles.json")
+    assert flash_decoding.written(decode_tiles.table()) == file.read_text()

@@ -311,6 +311,48 @@ def test_convert_makes_experts_of_a_dense_model(capsys: pytest.CaptureFixture[st
     assert "with one expert a token" in refused(capsys, *words[:1], str(hf), *words[2:], "--active", "1")
 
 
+def test_experts_do_as_they_are_told(capsys: pytest.CaptureFixture[str], hf: Path, tmp_path: Path) -> None:
+    """Equal experts: with one a token the router's weight is what changes; where they wait changes nothing."""
+    four, text = tmp_path / "four", tmp_path / "text.txt"
+    main(["convert", str(hf), str(four), "--upcycle", "4"])
+    text.write_text(TEXT)
+    capsys.readouterr()
+    said = {}
+    for flags in ("", "--experts.resident 1", "--experts.active 3", "--experts.active 1 --experts.capacity 8"):
+        main(["eval", str(four), "--text", str(text), *flags.split()])
+        said[flags] = capsys.readouterr().out
+    assert said[""] == said["--experts.resident 1"] == said["--experts.active 3"]
+    assert said["--experts.active 1 --experts.capacity 8"] != said[""]
+    main(
+        [
+            "generate",
+            str(four),
+            "the quick",
+            "--max_tokens",
+            "3",
+            "--experts.capacity",
+            "off",
+            "--experts.resident",
+            "1",
+        ]
+    )
+    message = refused(capsys, "eval", four, "--text", text, "--experts.active", "5")
+    assert "ConfigError: a token cannot go to 5 of 4 experts; set --experts.active 4 or less" in message
+    assert "this model has none; leave it out" in refused(capsys, "generate", hf, "the", "--experts.resident", "1")
+
+
+def test_a_corpus_with_tasks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("web", "books"):
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(TEXT.split(".")))
+    words = [str(tmp_path / "web.txt"), str(tmp_path / "books.txt"), "--separator", "\n\n", "--vocab_size", "280"]
+    main(["corpus", *words, "--out", str(tmp_path / "it"), "--tasks", "source"])
+    assert f"2 tasks: 0 {words[0]}, 1 {words[1]}" in capsys.readouterr().err
+    assert Corpus(tmp_path / "it").manifest.tasks == tuple(words[:2])
+    assert "neither source nor field:NAME" in refused(
+        capsys, "corpus", *words, "--out", tmp_path / "no", "--tasks", "x"
+    )
+
+
 @pytest.mark.parametrize("format", ["hf", "colonnade"])
 def test_convert_overwrites_only_a_model(
     capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, format: str

@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from colonnade.config import ModelConfig
 from colonnade.model import KVCache, Loss, Noise, Packed, Paged, Rates, Rows, Stream
-from tests.models import build
+from tests.models import CONFIGS, build
 from tests.worlds import assert_same
 
 # Dynamo itself looks at .grad of tensors that are no leaves, and makes instances of autograd Functions while it traces
@@ -35,7 +35,8 @@ def loss_of(model, lengths: list[int], step: int | None = None) -> torch.Tensor:
     noise = None
     if step is not None:
         noise = Noise.of(0, step, len(model.blocks), torch.arange(T) + 100 * step, Rates(0.1, 0.2, 0.3))
-    total, count = model(Stream(tokens, positions, noise), Packed.of(lengths, noise=noise), Loss((tokens + 1) % 67))
+    stream, head = Stream(tokens, positions, noise=noise), Loss((tokens + 1) % 67)
+    total, count = model(stream, Packed.of(lengths, noise=noise), head)
     return total / count
 
 
@@ -71,6 +72,28 @@ def test_blocks_with_dropout_share_one_graph(layers: int) -> None:
         for name, p in model.named_parameters():
             assert_same(p.grad, plain.get_parameter(name).grad, what=name)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", ["latent", pytest.param("latent_yarn_biased", marks=pytest.mark.long)])
+def test_latent_attention_is_one_graph(name: str) -> None:
+    """Values and gradients of blocks whose keys and values are written out of a short vector."""
+    plain, model = build(CONFIGS[name]), build(CONFIGS[name])
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    for lengths in ([16], [8, 8]):
+        model.zero_grad()
+        plain.zero_grad()
+        losses = [loss_of(m, lengths) for m in (model, plain)]
+        assert_same(losses[0], losses[1], what="loss")
+        for loss in losses:
+            loss.backward()
+        for what, p in model.named_parameters():
+            expected = plain.get_parameter(what).grad
+            assert p.grad is not None
+            assert expected is not None
+            assert_same(p.grad, expected, what=what)
+    assert counter.frame_count <= 2
 
 
 def test_decoding_shares_one_graph() -> None:

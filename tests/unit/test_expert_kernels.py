@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from colonnade.kernels.choose import TABLE, Row
+from colonnade.kernels.choose import TABLE, Row, choose
+from colonnade.kernels.dropout.reference import CHOICES, HIDDEN, column_hash, mix, row_hash
 from colonnade.kernels.experts import loop, reference
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.permute import reference as permute
-from tests.experts import LOADS, Case, experts_of_rows, gradients, routed_experts
+from tests.experts import LOADS, Case, experts_of_rows, experts_with_dropout, gradients, routed_experts
+from tests.worlds import assert_same
 
 ROWS = [
     pytest.param(row, dtype, id=f"{row.operation}-{row.name}-{str(dtype).removeprefix('torch.')}")
@@ -64,6 +66,53 @@ def test_every_activation(row: Row, dtype: torch.dtype, activation: str) -> None
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
     for name, got in gradients(of(row), case, dtype).items():
         assert error(got, exact[name]) <= (1e-10 if dtype == torch.float64 else 1e-5), name
+
+
+DROPOUT = [
+    pytest.param(row, torch.float64 if torch.float64 in row.dtypes else torch.float32, id=row.name)
+    for row in TABLE
+    if row.operation == "dropout_experts" and row.name != "reference" and "cpu" in row.devices
+]
+
+
+@pytest.mark.parametrize(("row", "dtype"), DROPOUT)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(("gated", "biased"), [(True, False), (False, True), (True, True)])
+def test_experts_with_dropout(row: Row, dtype: torch.dtype, shape: tuple, load: str, gated: bool, biased: bool) -> None:
+    activation = list(ACTIVATIONS)[(shape[0] + gated + 2 * biased) % 4]
+    case = Case(*shape, load=load, gated=gated, biased=biased, activation=activation)
+    exact = gradients(experts_with_dropout(reference.experts), case, torch.float64)
+    for name, got in gradients(experts_with_dropout(row.run), case, dtype).items():
+        assert error(got, exact[name]) <= (1e-10 if dtype == torch.float64 else 1e-5), name
+
+
+def test_what_is_dropped_is_a_unit_of_a_choice() -> None:
+    """The reference against the formula, element by element; and each rate is met."""
+    case, rate = Case(300, 2, 3, 4, 50), 0.3
+    x_TD, routing_TA, up_EFD, down_EFD, gate_EFD, *_ = case.leaves(torch.float64, "cpu")
+    assert x_TD is not None
+    assert routing_TA is not None
+    assert up_EFD is not None
+    assert down_EFD is not None
+    assert gate_EFD is not None
+    ids_TA = case.ids()
+    kept = torch.zeros(300, 2, 50, dtype=torch.bool)
+    for j in range(2):
+        row_T = mix(row_hash(torch.tensor(77), torch.arange(300) + 5) ^ column_hash(CHOICES, torch.tensor([j])))
+        column_F = column_hash(HIDDEN, torch.arange(3, 53))
+        kept[:, j] = mix(row_T[:, None] ^ column_F).double() >= (rate - 0.5) * 2**32
+    y_TD = torch.zeros_like(x_TD)
+    for t, j in itertools.product(range(300), range(2)):
+        e = ids_TA[t, j]
+        h_F = torch.nn.functional.silu(gate_EFD[e] @ x_TD[t]) * (up_EFD[e] @ x_TD[t]) * kept[t, j] / (1 - rate)
+        y_TD[t] += (routing_TA[t, j] * (h_F @ down_EFD[e])).detach()
+    got = experts_with_dropout(reference.experts, rate)(case, x_TD, routing_TA, up_EFD, down_EFD, gate_EFD)
+    assert_same(got, y_TD)
+    assert kept.double().mean().item() == pytest.approx(1 - rate, abs=0.01)
+    for name in ("triton", "fused"):
+        with pytest.raises(LookupError, match=f"no kernel '{name}' for dropout_experts"):
+            choose("dropout_experts", "cpu", torch.float32, name)
 
 
 @pytest.mark.parametrize("load", LOADS)

@@ -32,7 +32,10 @@ REACH = {
 
 # Private interfaces of torch: one file names those of communication, one the attention operators below autograd.
 # torch._foreach_* is documented.
-PRIVATE = ("parallel/collectives.py", "kernels/attention/chunk_flash.py", "kernels/linear/scaled_mm.py")
+PRIVATE = (
+    "parallel/collectives.py", "kernels/attention/chunk_flash.py", "kernels/linear/scaled_mm.py",
+    "kernels/experts/scaled_grouped_mm.py",
+)  # fmt: skip
 
 
 def names_used(source: str) -> Iterator[tuple[str, int]]:

@@ -13,7 +13,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton")
-@pytest.mark.parametrize(("module", "checks"), [("interpreted", 4), ("interpreted_experts", 6)])
+@pytest.mark.parametrize(
+    ("module", "checks"), [("interpreted", 5), ("interpreted_experts", 6), ("interpreted_decode", 8)]
+)
 def test_interpreted_kernels_equal_their_references(module: str, checks: int) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", f"tests.{module}"],

@@ -6,8 +6,10 @@ Those with a single new token (decodes) go together where their page counts have
 short one is padded with is never more than its own size; a request with several new tokens goes alone.
 """
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,14 +54,30 @@ class PageTable:
     page_tokens: int
     longest_query: int
     longest_context: int
+    known: tuple[list[int], list[int]] | None = None
+    """What :attr:`host` says, where somebody knows it without asking the device."""
+
+    @cached_property
+    def host(self) -> tuple[list[int], list[int]]:
+        """(new tokens, positions) of each request; waits for the device where they are not known."""
+        if self.known is not None:
+            return self.known
+        ends = self.cu_queries.tolist()
+        return [b - a for a, b in itertools.pairwise(ends)], self.lengths_R.tolist()
+
+    @cached_property
+    def prepared(self) -> dict[Any, Any]:
+        """What a kernel made of this table, for the layers that come after, by what it was made for."""
+        return {}
 
     @cached_property
     def groups(self) -> list[Group]:
-        """All requests that have new tokens; waits for the device."""
-        ends, lengths = self.cu_queries.tolist(), self.lengths_R.tolist()
+        """All requests that have new tokens; waits for the device, to see which pages are neighbours."""
+        new_R, lengths = self.host
+        ends = [0, *itertools.accumulate(new_R)]
         alike: dict[tuple[str, int], list[int]] = {}
         for r, length in enumerate(lengths):
-            new = ends[r + 1] - ends[r]
+            new = new_R[r]
             if new == 1:
                 alike.setdefault(("decodes", self._pages(length).bit_length()), []).append(r)
             elif new:

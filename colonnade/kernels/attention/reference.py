@@ -6,6 +6,10 @@ Queries are the last T of S positions (T = S in training, T < S with a cache), s
 Causal queries see keys up to their own position; a window of w keeps the last w of these, itself included. Query
 head n reads key/value head n // (N / K) (grouped queries, Ainslie 2023). Differentiable, on any device and dtype.
 
+A ``cap`` c bends scores to c·tanh(s / c) (Gemma 2, arXiv 2408.00118); then ``slopes_N`` take m_n·(i − j) from them
+(ALiBi: Press et al., arXiv 2108.12409). ``sinks_N`` are scores of a key that each head always sees and whose value is 0
+(Xiao et al., arXiv 2309.17453): the state (0, sink_n), to be merged once.
+
 Dropout, in training, takes probabilities out after the softmax and scales the rest: the normaliser is that of all of
 them, so states still merge.
 """
@@ -17,13 +21,23 @@ from torch import Tensor
 
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.dropout.reference import Pairs
-from colonnade.kernels.softmax_state import State
+from colonnade.kernels.softmax_state import State, merge
 
 
-def visible(T: int, S: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor:
-    """(T, S) booleans: which keys each of the last T of S positions may see."""
-    query = torch.arange(S - T, S, device=device)[:, None]
-    key = torch.arange(S, device=device)[None, :]
+def visible(
+    T: int,
+    S: int,
+    *,
+    causal: bool,
+    window: int | None,
+    device: torch.device,
+    positions: int | None = None,
+    first: int = 0,
+) -> Tensor:
+    """(T, S) booleans: which of S keys, from position ``first`` on, each of the last T positions (of S) may see."""
+    positions = S if positions is None else positions
+    query = torch.arange(positions - T, positions, device=device)[:, None]
+    key = torch.arange(first, first + S, device=device)[None, :]
     mask = torch.ones(T, S, dtype=torch.bool, device=device)
     if causal:
         mask &= key <= query
@@ -40,12 +54,26 @@ def attend(
     causal: bool = True,
     window: int | None = None,
     dropout: Pairs | None = None,
+    cap: float | None = None,
+    slopes_N: Tensor | None = None,
+    positions: int | None = None,
+    first: int = 0,
 ) -> State:
-    """The softmax state (o_TNH, lse_TN) of one sequence; a query that may see no key has the identity state."""
+    """The softmax state (o_TNH, lse_TN) of one sequence; a query that may see no key has the identity state.
+
+    The keys may be a part of the sequence, from position ``first`` on, of ``positions`` in all; queries are the last.
+    """
     T, N, H = q_TNH.shape
     S, K, _ = k_SKH.shape
-    mask_TS = visible(T, S, causal=causal, window=window, device=q_TNH.device)
+    positions = S if positions is None else positions
+    mask_TS = visible(T, S, causal=causal, window=window, device=q_TNH.device, positions=positions, first=first)
     scores_KGTS = torch.einsum("tkgh,skh->kgts", q_TNH.unflatten(1, (K, N // K)), k_SKH) * H**-0.5
+    if cap is not None:
+        scores_KGTS = cap * torch.tanh(scores_KGTS / cap)
+    if slopes_N is not None:
+        query_T = torch.arange(positions - T, positions, device=q_TNH.device)
+        behind_TS = query_T[:, None] - torch.arange(first, first + S, device=q_TNH.device)
+        scores_KGTS = scores_KGTS - slopes_N.to(scores_KGTS.dtype).view(K, -1, 1, 1) * behind_TS
     scores_KGTS = scores_KGTS.masked_fill(~mask_TS, -torch.inf)
     top = scores_KGTS.detach().amax(-1, keepdim=True) if S else scores_KGTS.new_zeros(K, N // K, T, 1)
     top = torch.where(top == -torch.inf, 0.0, top)
@@ -83,7 +111,17 @@ def packed(
     return torch.cat(parts) if parts else q_TNH.clone()  # no tokens at all
 
 
-def paged(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, *, window: int | None = None) -> Tensor:
+def paged(
+    q_TNH: Tensor,
+    k_PpKH: Tensor,
+    v_PpKH: Tensor,
+    table: PageTable,
+    *,
+    window: int | None = None,
+    cap: float | None = None,
+    slopes_N: Tensor | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
     """o_TNH of requests whose keys, those of the new tokens among them, lie in the pages that ``table`` lists."""
     ends, lengths = table.cu_queries.tolist(), table.lengths_R.tolist()
     out_TNH = torch.zeros_like(q_TNH)
@@ -91,5 +129,11 @@ def paged(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, *, wi
         a, b = ends[r], ends[r + 1]
         used = table.pages_RP[r, : -(-length // table.page_tokens)]
         k_SKH, v_SKH = (cache[used].flatten(0, 1)[:length] for cache in (k_PpKH, v_PpKH))
-        out_TNH[a:b] = attend(q_TNH[a:b], k_SKH, v_SKH, window=window).o
+        state = attend(q_TNH[a:b], k_SKH, v_SKH, window=window, cap=cap, slopes_N=slopes_N)
+        out_TNH[a:b] = (state if sinks_N is None else with_sinks(state, sinks_N)).o
     return out_TNH
+
+
+def with_sinks(state: State, sinks_N: Tensor) -> State:
+    """``state`` (o_TNH, lse_TN) with a key more, whose scores are ``sinks_N`` and whose value is 0."""
+    return merge(state, State(torch.zeros_like(state.o), sinks_N.to(state.lse).expand_as(state.lse)))

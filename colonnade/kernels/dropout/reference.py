@@ -20,6 +20,8 @@ from torch import Tensor
 
 HEADS, KEYS = 1 << 20, (1 << 20) + 1
 """Sites of attention: what stands in for the feature is the query head, and then the key's token."""
+CHOICES, HIDDEN = (1 << 20) + 2, (1 << 20) + 3
+"""Sites of experts: it is which of the token's choices this is, and then the hidden unit."""
 
 
 def mix(x: Tensor) -> Tensor:
@@ -95,3 +97,33 @@ class Pairs(NamedTuple):
     def keeps(self, heads: int) -> Tensor:
         """(heads, T, S) booleans: which probabilities are kept."""
         return mix(self.rows(heads)[:, :, None] ^ self.columns()) >= threshold(self.rate)
+
+
+def choices(key: Tensor, index_T: Tensor, active: int) -> Tensor:
+    """int32 (T, A): what each choice of the tokens ``index_T`` brings along, wherever it travels."""
+    choice_A = torch.arange(active, device=index_T.device)
+    return mix(row_hash(key, index_T)[:, None] ^ column_hash(CHOICES, choice_A))
+
+
+class Hidden(NamedTuple):
+    """Dropout within experts: an element is a (token, choice, hidden unit)."""
+
+    row_R: Tensor
+    """int32: what each row's choice brings along (:func:`choices`)."""
+    column_F: Tensor
+    """int32: what the hidden units at hand bring along (:func:`hidden_units`)."""
+    rate: float
+
+    def rows(self, part: slice | Tensor) -> "Hidden":
+        """The same for some of the rows."""
+        return self._replace(row_R=self.row_R[part])
+
+    def drop(self, h_RF: Tensor) -> Tensor:
+        """``h_RF``, its rows and hidden units these ones, dropped at the rate, else scaled."""
+        kept_RF = mix(self.row_R.unsqueeze(-1) ^ self.column_F) >= threshold(self.rate)
+        return torch.where(kept_RF, h_RF * (1 / (1 - self.rate)), 0.0)
+
+
+def hidden_units(index_F: Tensor) -> Tensor:
+    """int32 (F,): what the hidden units with these numbers, among all of an expert's, bring along."""
+    return column_hash(HIDDEN, index_F)

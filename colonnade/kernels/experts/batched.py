@@ -7,10 +7,11 @@ skewed loads and for a few tokens among many experts.
 import torch
 from torch import Tensor
 
+from colonnade.kernels.dropout.reference import Hidden
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 
 
-def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> Tensor:
+def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dropout: Hidden | None = None) -> Tensor:
     """y_RD (see :func:`reference.experts`)."""
     E, D, R = len(ends_E), x_RD.shape[1], len(x_RD)
     sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
@@ -31,5 +32,8 @@ def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> 
         h = act(u)
     else:
         h = act(product(x_ECD, weights.gate_EFD.transpose(1, 2), weights.gate_bias_EF)) * u
+    if dropout is not None:
+        row_EC = dropout.row_R.new_zeros(E * longest).index_copy(0, slot_c, dropout.row_R[kept]).view(E, longest)
+        h = dropout._replace(row_R=row_EC).drop(h)
     y_ECD = product(h, weights.down_EFD, weights.down_bias_ED)
     return torch.zeros_like(x_RD).index_copy(0, kept, y_ECD.flatten(0, 1)[slot_c])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from colonnade.kernels.dropout.reference import Hidden
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 
 _product = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
@@ -23,6 +24,11 @@ def product(x_RD: Tensor, w_EDF: Tensor, ends_E: Tensor) -> Tensor:
     return _product(x_RD, w_EDF, offs=ends_E)
 
 
+def sums(p_RM: Tensor, q_RN: Tensor, ends_E: Tensor) -> Tensor:
+    """d_EMN (see :func:`scaled_grouped.sums`): both widths must be multiples of 16 bytes."""
+    return product(p_RM.T, q_RN, ends_E)
+
+
 def _padded(x: Tensor, dim: int) -> Tensor:
     """``x`` with ``dim`` filled up to 16 bytes with zeros."""
     more = -x.shape[dim] % (16 // x.element_size())
@@ -31,7 +37,7 @@ def _padded(x: Tensor, dim: int) -> Tensor:
     return F.pad(x, (0, more) if dim in (-1, x.dim() - 1) else (0, 0, 0, more))
 
 
-def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> Tensor:
+def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dropout: Hidden | None = None) -> Tensor:
     """y_RD (see :func:`reference.experts`)."""
     R, D = x_RD.shape
     if not R or not len(ends_E):
@@ -57,6 +63,8 @@ def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> 
     else:
         gate = _padded(_padded(weights.gate_EFD, 1), 2)
         h = act(through(x, gate.transpose(1, 2), weights.gate_bias_EF)) * u
+    if dropout is not None:
+        h = dropout.drop(h[:, : len(dropout.column_F)])  # not what it was padded with
     return through(_padded(h, 1), down, weights.down_bias_ED)[:, :D]
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from colonnade.kernels.dropout.reference import Hidden
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.linear import thin
 
@@ -89,7 +90,7 @@ class _Loop(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tokens: Tensor, order_R: Tensor | None, ends_E: Tensor, routing_TA: Tensor | None, activation: str,
-        keep: bool, *stacks: Tensor | None,
+        keep: bool, dropout: Hidden | None, *stacks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         x = tokens
         weights, act, busy = Weights(*stacks), ACTIVATIONS[activation], _busy(ends_E)  # type: ignore[arg-type]
@@ -108,6 +109,8 @@ class _Loop(torch.autograd.Function):
             u = linear(x_cD, up, up_b)
             a = u if gate is None else linear(x_cD, gate, gate_b)
             h = act(a) if gate is None else (act(a) if keep else _over(activation, act, a)) * u
+            if dropout is not None:
+                h = dropout.rows(slice(start, end)).drop(h)
             y_cD = _down(h, down) if down_b is None else _down(h, down) + down_b
             if y_RD is not None:
                 y_RD[start:end] = y_cD
@@ -119,7 +122,7 @@ class _Loop(torch.autograd.Function):
             y.index_add_(0, token_R, (y_RD * w_R1).to(y.dtype))
         if keep:
             ctx.save_for_backward(tokens, order_R, routing_TA, *stacks, *held)
-            ctx.activation, ctx.busy = activation, busy
+            ctx.activation, ctx.busy, ctx.dropout = activation, busy, dropout
         return y.to(tokens.dtype)
 
     @staticmethod
@@ -127,7 +130,7 @@ class _Loop(torch.autograd.Function):
         (dy,), (x, order_R, routing_TA, *rest) = grads, ctx.saved_tensors
         weights, held = Weights(*rest[:6]), iter(rest[6:])
         act, needs = ACTIVATIONS[ctx.activation], ctx.needs_input_grad
-        of_weights, token_R, w_R1, dw_R = any(needs[6:]), None, None, None
+        of_weights, token_R, w_R1, dw_R = any(needs[7:]), None, None, None
         if order_R is not None:
             token_R, w_R1 = order_R // routing_TA.shape[1], routing_TA.flatten()[order_R].unsqueeze(1)
             dw_R = torch.zeros_like(w_R1).squeeze(1)
@@ -149,6 +152,9 @@ class _Loop(torch.autograd.Function):
                 u = next(held)
             dh = dy_cD @ down.T
             h = act(a) if u is None else act(a) * u
+            if ctx.dropout is not None:
+                of_rows = ctx.dropout.rows(slice(start, end))
+                dh, h = of_rows.drop(dh), of_rows.drop(h)
             if w_R1 is not None and dw_R is not None:
                 w = w_R1[start:end]
                 dw_R[start:end] = (h * dh).sum(1, dtype=w.dtype)
@@ -176,7 +182,7 @@ class _Loop(torch.autograd.Function):
         d_routing = None
         if order_R is not None and dw_R is not None:
             d_routing = torch.zeros_like(routing_TA).flatten().scatter_(0, order_R, dw_R).view_as(routing_TA)
-        return dx, None, None, d_routing, None, None, *d
+        return dx, None, None, d_routing, None, None, None, *d
 
 
 def _over(activation: str, act: Any, a: Tensor) -> Tensor:
@@ -184,14 +190,17 @@ def _over(activation: str, act: Any, a: Tensor) -> Tensor:
     return F.silu(a, inplace=True) if activation == "silu" else act(a)
 
 
-def _run(x: Tensor, order_R: Tensor | None, ends_E: Tensor, routing_TA: Tensor | None, w: Weights, activation: str):
+def _run(
+    x: Tensor, order_R: Tensor | None, ends_E: Tensor, routing_TA: Tensor | None, w: Weights, activation: str,
+    dropout: Hidden | None = None,
+) -> Tensor:  # fmt: skip
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, routing_TA, *w))
-    return _Loop.apply(x, order_R, ends_E, routing_TA, activation, keep, *w)
+    return _Loop.apply(x, order_R, ends_E, routing_TA, activation, keep, dropout, *w)
 
 
-def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> Tensor:
+def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dropout: Hidden | None = None) -> Tensor:
     """y_RD (see :func:`reference.experts`)."""
-    return _run(x_RD, None, ends_E, None, weights, activation)
+    return _run(x_RD, None, ends_E, None, weights, activation, dropout)
 
 
 def routed(

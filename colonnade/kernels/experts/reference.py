@@ -3,6 +3,9 @@
     y_r = W_down act(W_up x_r)                        for the rows r of expert e, with e's weights
     y_r = W_down (act(W_gate x_r) ⊙ W_up x_r)         gated
 
+With dropout the hidden units, W_down's input, are dropped one by one (expert dropout: Switch, arXiv 2101.03961, section
+2.4), by a mask that belongs to a token's choice and to the unit's number among all: no order of rows changes it.
+
 All weights are stored hidden units first, (E, F, D), so that each is cut along the same dimension however the hidden
 units are shared out. Rows past the last end belong to no expert: 0.
 """
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from colonnade.kernels.dropout.reference import Hidden
 from colonnade.kernels.permute import reference as permute
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -41,14 +45,16 @@ class Weights(NamedTuple):
         return self.up_EFD[e], self.down_EFD[e], gate, up_b, gate_b, down_b
 
 
-def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> Tensor:
-    """y_RD: rows ends[e − 1]:ends[e] through expert e."""
+def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dropout: Hidden | None = None) -> Tensor:
+    """y_RD: rows ends[e − 1]:ends[e] through expert e, whose hidden units ``dropout`` drops."""
     act, start, parts = ACTIVATIONS[activation], 0, []
     for e, end in enumerate(ends_E.tolist()):
         up_FD, down_FD, gate_FD, up_b, gate_b, down_b = weights.of(e)
         x_cD = x_RD[start:end]
         up_cF = F.linear(x_cD, up_FD, up_b)
         h_cF = act(up_cF) if gate_FD is None else act(F.linear(x_cD, gate_FD, gate_b)) * up_cF
+        if dropout is not None:
+            h_cF = dropout.rows(slice(start, end)).drop(h_cF)
         y_cD = h_cF @ down_FD
         parts.append(y_cD if down_b is None else y_cD + down_b)
         start = end

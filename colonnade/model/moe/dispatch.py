@@ -16,9 +16,12 @@ The experts of the highest load may be gathered on every rank, whose tokens then
 FasterMoE, PPoPP 2022, section 4.1).
 
 Tokens go in p parts, part i + 1 under way while the experts work on part i; the backward pass does the same, because a
-begun exchange is a node of its own in the graph.
+begun exchange is a node of its own in the graph. Nothing hides the first part's way there and the last one's way back,
+so these are small: parts grow as 1, 2, 4, 8 from either end (:func:`shares`).
 """
 
+import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from colonnade.kernels.choose import choose
 from colonnade.kernels.experts.reference import Weights
+from colonnade.model.moe.dropout import ExpertDropout
 from colonnade.model.moe.experts import Experts
 from colonnade.model.moe.losses import load
 from colonnade.model.moe.routing import Spread
@@ -42,41 +46,56 @@ def through_experts(
     grid: Grid,
     step: Spread,
     rows: int | None = None,
+    dropout: ExpertDropout | None = None,
 ) -> tuple[Tensor, int]:
     """y_tD: each of this rank's tokens through the experts that it chose (E for none), by its weights; and the bytes
     that this rank handed to others for it.
 
-    ``rows`` bounds how many choices are not none.
+    ``rows`` bounds how many choices are not none; ``dropout`` is of the experts' hidden units.
     """
     if grid.all.size == 1:
-        return _here(x_tD, ids_tA, weights_tA, experts, experts.weights, rows), 0
+        return _here(x_tD, ids_tA, weights_tA, experts, None, grid, rows, dropout), 0
     if step.degree == 0:
-        y_tD = again(_gathered, x_tD, ids_tA, weights_tA, experts, grid, rows)
+        y_tD = again(_gathered, x_tD, ids_tA, weights_tA, experts, grid, rows, dropout)
         return y_tD, experts.size_bytes * (grid.all.size - 1)
     if not step.shadows:
-        return _exchanged(x_tD, ids_tA, weights_tA, experts, grid, step)
+        return _exchanged(x_tD, ids_tA, weights_tA, experts, grid, step, dropout)
     hot_E, shadow_tA = _hottest(ids_tA, step.shadows, experts.count, grid.all)
-    staying_tD = again(_shadowed, x_tD, shadow_tA, weights_tA, experts, grid, hot_E)
+    staying_tD = again(_shadowed, x_tD, shadow_tA, weights_tA, experts, grid, hot_E, dropout)
     ids_tA = torch.where(shadow_tA < len(hot_E), experts.count, ids_tA)
-    leaving_tD, sent_bytes = _exchanged(x_tD, ids_tA, weights_tA, experts, grid, step)
+    leaving_tD, sent_bytes = _exchanged(x_tD, ids_tA, weights_tA, experts, grid, step, dropout)
     return staying_tD + leaving_tD, sent_bytes + experts.size_bytes * len(hot_E) // experts.count * grid.all.size
 
 
 def _here(
-    x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, experts: Experts, weights: Weights, rows: int | None
+    x_tD: Tensor,
+    ids_tA: Tensor,
+    weights_tA: Tensor,
+    experts: Experts,
+    weights: Weights | None,
+    grid: Grid,
+    rows: int | None,
+    dropout: ExpertDropout | None,
 ) -> Tensor:
-    """All experts are on this rank."""
-    kind, dtype = x_tD.device.type, x_tD.dtype
-    order_R, ends_E = choose("sort_choices", kind, dtype)(ids_tA, len(weights.up_EFD), rows)
-    run = choose("routed_experts", kind, dtype)
-    return run(x_tD, order_R, ends_E, weights_tA, weights, experts.activation)
+    """All experts are on this rank: those of ``weights``, or its own."""
+    sort = choose("sort_choices", x_tD.device.type, x_tD.dtype)
+    order_R, ends_E = sort(ids_tA, experts.count if weights is None else len(weights.up_EFD), rows)
+    weights = weights or experts.weights_for(ends_E, len(order_R))
+    hidden = dropout and dropout.hidden(dropout.tags(order_R), experts.width, grid)
+    return experts(x_tD, order_R, ends_E, weights_tA, weights, hidden)
 
 
 def _gathered(
-    x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, experts: Experts, grid: Grid, rows: int | None
+    x_tD: Tensor,
+    ids_tA: Tensor,
+    weights_tA: Tensor,
+    experts: Experts,
+    grid: Grid,
+    rows: int | None,
+    dropout: ExpertDropout | None,
 ) -> Tensor:
     """r = 0."""
-    return _here(x_tD, ids_tA, weights_tA, experts, experts.gathered(grid.sh, grid.ep), rows)
+    return _here(x_tD, ids_tA, weights_tA, experts, experts.gathered(grid.sh, grid.ep), grid, rows, dropout)
 
 
 def _hottest(ids_tA: Tensor, shadows: int, experts: int, all_ranks: Axis) -> tuple[Tensor, Tensor]:
@@ -90,43 +109,66 @@ def _hottest(ids_tA: Tensor, shadows: int, experts: int, all_ranks: Axis) -> tup
 
 
 def _shadowed(
-    x_tD: Tensor, shadow_tA: Tensor, weights_tA: Tensor, experts: Experts, grid: Grid, hot_E: Tensor
+    x_tD: Tensor,
+    shadow_tA: Tensor,
+    weights_tA: Tensor,
+    experts: Experts,
+    grid: Grid,
+    hot_E: Tensor,
+    dropout: ExpertDropout | None,
 ) -> Tensor:
     """The choices of shadowed experts, here."""
     weights_tA = weights_tA * (shadow_tA < len(hot_E))
-    return _here(x_tD, shadow_tA, weights_tA, experts, experts.shadows(hot_E, grid), None)
+    return _here(x_tD, shadow_tA, weights_tA, experts, experts.shadows(hot_E, grid), grid, None, dropout)
 
 
 def _exchanged(
-    x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, experts: Experts, grid: Grid, step: Spread
+    x_tD: Tensor,
+    ids_tA: Tensor,
+    weights_tA: Tensor,
+    experts: Experts,
+    grid: Grid,
+    step: Spread,
+    dropout: ExpertDropout | None,
 ) -> tuple[Tensor, int]:
     """r ≥ 1."""
     kind, dtype, A = x_tD.device.type, x_tD.dtype, ids_tA.shape[1]
-    parts = [slice(*Axis("part", step.overlap).part(len(x_tD), i)) for i in range(step.overlap)]
     web = Web(grid.all, grid.near, grid.far)
-    parcels = _address([ids_tA[part] for part in parts], experts.count, grid, web, step.degree)
-    gather = choose("gather_rows", kind, dtype)
+    parts = _cut(len(x_tD), step.overlap)
+    parcels = _address(ids_tA, parts, experts.count, grid, web, step.degree)
+    gather, combine = choose("gather_rows", kind, dtype), choose("combine_rows", kind, dtype)
+    # Split, not sliced: the gradient of each slice would be as large as x.
+    x_parts, weights_parts = x_tD.split(parts), weights_tA.split(parts)
 
-    def send(i: int) -> Begun:
-        x_RD = gather(x_tD[parts[i]], parcels[i].order_R, A)
-        return web.begin(x_RD, parcels[i].sizes)
+    drops = [None] * len(parts) if dropout is None else dropout.split(parts)
+
+    def send(i: int) -> tuple[Begun, Begun | None]:
+        parcel, drop = parcels[i], drops[i]
+        rows = web.begin(gather(x_parts[i], parcel.order_R, A), parcel.sizes)
+        return rows, drop and web.begin(drop.tags(parcel.order_R), parcel.sizes)
 
     under_way, back = send(0), []
     for i, parcel in enumerate(parcels):
-        arriving, under_way = under_way, send(i + 1) if i + 1 < len(parcels) else under_way
-        x_RD = web.finish(arriving, parcel.sizes)
-        y_RD = experts.slice_of(x_RD[parcel.by_expert_R], parcel.ends_e, grid, step.degree)
-        y_RD = torch.empty_like(y_RD).index_copy(0, parcel.by_expert_R, y_RD)
+        (arriving, tags), under_way = under_way, send(i + 1) if i + 1 < len(parcels) else under_way
+        x_RD, hidden = web.finish(arriving, parcel.sizes), None
+        if dropout is not None and tags is not None:
+            tag_R = web.finish(tags, parcel.sizes)[parcel.by_expert_R]
+            hidden = dropout.hidden(tag_R, experts.width, grid, step.degree)
+        y_RD = experts.slice_of(x_RD, parcel.by_expert_R, parcel.ends_e, grid, step.degree, hidden)
         back.append(web.begin_back(y_RD, parcel.sizes))
     out: list[Tensor] = []
-    for part, parcel, returning in zip(parts, parcels, back, strict=True):
+    for w_tA, parcel, returning in zip(weights_parts, parcels, back, strict=True):
         y_RD = web.finish_back(returning, parcel.sizes)
         if step.degree > 1:  # the partial results of r ranks, each with its slice of the hidden units
-            y_RD = y_RD.new_zeros(parcel.choices, y_RD.shape[1]).index_add(0, parcel.row_R, y_RD)
-        out.append(choose("combine_rows", kind, dtype)(y_RD, parcel.choice_R, weights_tA[part]))
+            slices = y_RD.split(parcel.sizes.send)
+            groups = (slices[i : i + step.degree] for i in range(0, len(slices), step.degree))
+            y_RD = torch.cat([functools.reduce(torch.add, group) for group in groups])
+        out.append(combine(y_RD, parcel.choice_R, w_tA))
     sizes = [parcel.sizes for parcel in parcels]
     away = sum(sum(it.send) + sum(it.receive) - 2 * it.send[grid.all.rank] for it in sizes)
     sent_bytes = away * x_tD.shape[1] * x_tD.itemsize + experts.size_bytes * (grid.every(step.degree).size - 1)
+    if dropout is not None:
+        sent_bytes += sum(sum(it.send) - it.send[grid.all.rank] for it in sizes) * dropout.row_TA.itemsize
     return torch.cat(out), sent_bytes
 
 
@@ -135,62 +177,77 @@ class _Parcel:
     """One part of the tokens, addressed."""
 
     order_R: Tensor
-    """The choice (t·A + j) behind each row that is sent."""
-    row_R: Tensor
-    """Of each row that is sent, its number among the choices; r rows have the same."""
+    """The choice (t·A + j, of this part's tokens) behind each row that is sent."""
     choice_R: Tensor
-    """The choices that are sent at all, in the order of their numbers."""
-    choices: int
+    """The same without repetition, where r rows have the same; those of each group of ranks stand together."""
     sizes: Sizes
     by_expert_R: Tensor
     """The rows that come in, by expert."""
     ends_e: Tensor
 
 
-def _address(ids: list[Tensor], experts: int, grid: Grid, web: Web, degree: int) -> list[_Parcel]:
-    """Who gets which rows, for every part: one exchange of counts, and one wait, for all of them."""
-    ep, sh = grid.ep.size, grid.sh.size
-    groups, local, device = sh // degree, experts // grid.ep.size, ids[0].device
-    sorted_, counts = [], []
-    for ids_tA in ids:
-        ids_R = ids_tA.flatten()
+def shares(parts: int) -> list[int]:
+    """The sizes of so many parts, in units of the first and the last: 1, 2, 4, 8, 8, …, 8, 4, 2, 1.
+
+    A part's exchange is hidden by the products of the one before if these take twice as long for as many rows.
+    """
+    return [1 << min(i, parts - 1 - i, 3) for i in range(parts)]
+
+
+def _cut(tokens: int, parts: int) -> list[int]:
+    ends = [tokens * done // sum(shares(parts)) for done in itertools.accumulate(shares(parts))]
+    return [end - start for start, end in itertools.pairwise([0, *ends])]
+
+
+def _address(ids_tA: Tensor, parts: list[int], experts: int, grid: Grid, web: Web, degree: int) -> list[_Parcel]:
+    """Who gets which rows, for ``parts`` of so many tokens: one sort (two, where an expert's rows are dealt out), one
+    exchange of counts, and one wait for the device, for all parts together.
+    """
+    ep, sh, device, (t, A) = grid.ep.size, grid.sh.size, ids_tA.device, ids_tA.shape
+    groups, local, P = sh // degree, experts // ep, len(parts)
+    sort = choose("sort_choices", device.type, torch.float32)
+    part_t1 = torch.cat([torch.full((n, 1), i, device=device) for i, n in enumerate(parts)])
+    to_tA = ids_tA // local
+    if groups > 1:
         # An expert's rows go round its groups, beginning with another one on each rank.
-        nth_R = torch.arange(len(ids_R), device=device) + grid.all.rank
-        by_expert_R = ids_R.argsort(stable=True)
-        group_R = torch.empty_like(ids_R).index_copy_(0, by_expert_R, nth_R % groups)
-        address_R = (ids_R // local * groups + group_R) * local + ids_R % local
-        address_R = torch.where(ids_R < experts, address_R, ep * groups * local)
-        order_R = address_R.argsort(stable=True)
-        wanted = torch.arange(ep * groups * local + 1, device=device)
-        begin = torch.searchsorted(address_R[order_R], wanted)
-        sorted_.append(order_R)
-        counts.append(begin.diff().view(ep * groups, local))
+        turn_R, _ = sort((part_t1 * experts + ids_tA).where(ids_tA < experts, P * experts), P * experts)
+        nth_R = torch.arange(t * A, device=device) + grid.all.rank
+        group_R = torch.empty_like(turn_R).index_copy_(0, turn_R, nth_R % groups)
+        to_tA = to_tA * groups + group_R.view(t, A)
+    boxes = ep * groups * local
+    address_tA = (part_t1 * boxes + to_tA * local + ids_tA % local).where(ids_tA < experts, P * boxes)
+    order_R, ends = sort(address_tA, P * boxes)
+    counts = ends.diff(prepend=ends.new_zeros(1)).view(P, ep * groups, local)
     # Each rank of a group is told the same: (rank, part, expert).
-    mine = torch.stack(counts, 1).repeat_interleave(degree, 0)
+    mine = counts.transpose(0, 1).repeat_interleave(degree, 0)
     theirs, between = web.counts(mine)
     told = [mine.sum(2), theirs.sum(2)] + ([] if between is None else [between.sum(3).flatten(0, 1)])
     sizes = torch.stack(told).tolist()
+    received = [sum(row[i] for row in sizes[1]) for i in range(P)]
+    by_expert = _by_expert(theirs.transpose(0, 1), sum(received)).split(received)
+    ends_pe = theirs.sum(0).cumsum(1)
     parcels: list[_Parcel] = []
-    for i, order_R in enumerate(sorted_):
+    first = begin = 0
+    for i in range(P):
         send, receive, *crossing = ([row[i] for row in side] for side in sizes)
         blocks = send[::degree]  # one of each group
         choices = sum(blocks)
-        numbers = torch.arange(choices, device=device)
-        row_R = numbers
+        choice_R = order_R[first : first + choices] - begin * A
+        first, begin = first + choices, begin + parts[i]
+        sent_R = choice_R
         if degree > 1:
-            row_R = torch.cat([block.repeat(degree) for block in numbers.split(blocks)])
-        came_se = theirs[:, i]
-        expert_R = torch.arange(local, device=device).repeat(len(came_se))
-        expert_R = expert_R.repeat_interleave(came_se.flatten(), output_size=sum(receive))
-        parcels.append(
-            _Parcel(
-                order_R[row_R],
-                row_R,
-                order_R[:choices],
-                choices,
-                Sizes(send, receive, *web.between(*crossing)),
-                expert_R.argsort(stable=True),
-                came_se.sum(0).cumsum(0),
-            )
-        )
+            sent_R = torch.cat([block.repeat(degree) for block in choice_R.split(blocks)])
+        where = Sizes(send, receive, *web.between(*crossing))
+        parcels.append(_Parcel(sent_R, choice_R, where, by_expert[i], ends_pe[i]))
     return parcels
+
+
+def _by_expert(count_pse: Tensor, rows: int) -> Tensor:
+    """The ``rows`` that come in from each sender by expert, of one part after another, in the order of the experts: in
+    each part block (e, s) begins where (s, e) did. No sort: the blocks' places are sums of counts.
+    """
+    begin_pse = (count_pse.flatten(1).cumsum(1) - count_pse.flatten(1)).view_as(count_pse)
+    count_R = count_pse.transpose(1, 2).flatten()
+    shift_R = begin_pse.transpose(1, 2).flatten() - (count_R.cumsum(0) - count_R)
+    shifts = shift_R.repeat_interleave(count_R, output_size=rows)
+    return shifts + torch.arange(rows, device=count_pse.device)

@@ -7,32 +7,49 @@ from torch import Tensor, nn
 
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.kernels.choose import choose
+from colonnade.kernels.dropout.reference import Hidden
+from colonnade.kernels.experts import float8
 from colonnade.kernels.experts.loop import across
 from colonnade.kernels.experts.reference import Weights
+from colonnade.model.linear import InFloat8
 from colonnade.model.recompute import again
 from colonnade.parallel.axis import SOLO, Axes, Axis, Grid
 from colonnade.parallel.layout import Experts as Stack
 from colonnade.parallel.layout import Placement
 
 
-class Experts(nn.Module):
+class Experts(InFloat8):
     """Stacks of weights, hidden units first: (e, f, D) with e = E/ep experts and f = F/sh hidden units."""
 
-    def __init__(self, config: ModelConfig, moe: MoeConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
+    grouped = True
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe: MoeConfig,
+        axes: Axes,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        stored_on: torch.device | None = None,
+    ):
+        """For arithmetic on ``device``; ``stored_on`` another one, whence they are fetched (:mod:`.resident`)."""
         super().__init__()
-        self.activation, self.count = config.activation, moe.experts
+        self.activation, self.count, self.width = config.activation, moe.experts, moe.ffn_width
         first, stop = axes.grid.ep.part(moe.experts)
         start, end = axes.grid.sh.part(moe.ffn_width)
         e, f, D = stop - first, end - start, config.width
 
         def stack(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            return nn.Parameter(torch.empty(shape, device=stored_on or device, dtype=dtype))
 
         self.gate = stack(e, f, D) if config.gated else None
         self.up, self.down = stack(e, f, D), stack(e, f, D)
         if device.type == "cpu" and across(f * D, dtype):  # the same numbers in another order in memory
             self.down = nn.Parameter(torch.empty(e, D, f, dtype=dtype).mT)
         self.layout: dict[str, Placement] = {"up": Stack(1), "down": Stack(1)}
+        self.fetch: Callable[[Tensor | None, int], Weights] | None = None
+        """Where this rank's weights come from, when they are not where they are stored (see :mod:`.resident`)."""
         self.up_bias = self.gate_bias = self.down_bias = None
         if config.gated:
             self.layout["gate"] = Stack(1)
@@ -44,9 +61,18 @@ class Experts(nn.Module):
                 self.layout["gate_bias"] = Stack(1)
 
     @property
+    def stored(self) -> Weights:
+        """This rank's, where they are stored."""
+        return Weights(self.up, self.down, self.gate, self.up_bias, self.gate_bias, self.down_bias)
+
+    @property
     def weights(self) -> Weights:
         """This rank's, as the kernels take them."""
-        return Weights(self.up, self.down, self.gate, self.up_bias, self.gate_bias, self.down_bias)
+        return self.stored if self.fetch is None else self.fetch(None, 0)
+
+    def weights_for(self, ends_e: Tensor, rows: int) -> Weights:
+        """The same, where those of experts without any of the ``rows``, which end at ``ends_e``, may be anything."""
+        return self.stored if self.fetch is None else self.fetch(ends_e, rows)
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -56,11 +82,26 @@ class Experts(nn.Module):
     @property
     def size_bytes(self) -> int:
         """Of this rank's weights."""
-        return sum(w.nbytes for w in self.weights if w is not None)
+        return sum(w.nbytes for w in self.stored if w is not None)
 
-    def forward(self, x_RD: Tensor, ends_e: Tensor, weights: Weights) -> Tensor:
-        """y_RD of rows in the order of ``weights``' experts."""
-        return choose("experts", x_RD.device.type, x_RD.dtype)(x_RD, ends_e, weights, self.activation)
+    def forward(
+        self,
+        x_TD: Tensor,
+        order_R: Tensor,
+        ends_e: Tensor,
+        routing_TA: Tensor,
+        weights: Weights,
+        dropout: Hidden | None = None,
+    ) -> Tensor:
+        """y_TD of choices that are sorted by ``weights``' experts, whose hidden units ``dropout`` drops."""
+        kind, dtype = x_TD.device.type, x_TD.dtype
+        if dropout is None:
+            run = float8.routed if self.float8 else choose("routed_experts", kind, dtype)
+            return run(x_TD, order_R, ends_e, routing_TA, weights, self.activation)
+        assert not self.float8, "the config refuses expert dropout in float8"
+        x_RD = choose("gather_rows", kind, dtype)(x_TD, order_R, routing_TA.shape[1])
+        y_RD = choose("dropout_experts", kind, dtype)(x_RD, ends_e, weights, self.activation, dropout)
+        return choose("combine_rows", kind, dtype)(y_RD, order_R, routing_TA)
 
     def gathered(self, hidden: Axis, experts: Axis = SOLO) -> Weights:
         """The shares of the ranks along ``hidden``, and of those along ``experts``, laid together."""
@@ -96,13 +137,27 @@ class Experts(nn.Module):
         output_bias = None if down_bias is None else chosen(down_bias)  # each rank has all of it
         return Weights(whole(up), whole(down), perhaps(gate), perhaps(up_bias), perhaps(gate_bias), output_bias)
 
-    def slice_of(self, x_RD: Tensor, ends_e: Tensor, grid: Grid, degree: int) -> Tensor:
-        """What the hidden slice s mod ``degree`` adds to y_RD; the output's bias is the first slice's."""
+    def slice_of(
+        self,
+        x_RD: Tensor,
+        by_expert_R: Tensor,
+        ends_e: Tensor,
+        grid: Grid,
+        degree: int,
+        dropout: Hidden | None = None,
+    ) -> Tensor:
+        """What the hidden slice s mod ``degree`` adds to y_RD, in the order of x_RD; the output's bias is the first
+        slice's. ``dropout`` is of the rows by expert.
+        """
         axis, first = grid.every(degree), grid.sh.rank % degree == 0
         if axis.size == 1:
-            return self._slice(x_RD, ends_e, axis, first)
-        return again(self._slice, x_RD, ends_e, axis, first)  # gathered weights are not kept
+            return self._slice(x_RD, by_expert_R, ends_e, axis, first, dropout)
+        return again(self._slice, x_RD, by_expert_R, ends_e, axis, first, dropout)  # gathered weights are not kept
 
-    def _slice(self, x_RD: Tensor, ends_e: Tensor, axis: Axis, first: bool) -> Tensor:
-        weights = self.gathered(axis)
-        return self(x_RD, ends_e, weights if first else weights._replace(down_bias_ED=None))
+    def _slice(
+        self, x_RD: Tensor, by_expert_R: Tensor, ends_e: Tensor, axis: Axis, first: bool, dropout: Hidden | None
+    ) -> Tensor:
+        weights = self.gathered(axis) if axis.size > 1 else self.weights_for(ends_e, len(x_RD))
+        weights = weights if first else weights._replace(down_bias_ED=None)
+        # Each row is a token of one choice: the first product gathers the rows, the last step puts them back.
+        return self(x_RD, by_expert_R, ends_e, x_RD.new_ones(len(x_RD), 1), weights, dropout)

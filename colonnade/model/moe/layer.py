@@ -14,6 +14,7 @@ from colonnade.model.ffn import FeedForward
 from colonnade.model.linear import Linear
 from colonnade.model.moe.capacity import admit
 from colonnade.model.moe.dispatch import through_experts
+from colonnade.model.moe.dropout import ExpertDropout
 from colonnade.model.moe.experts import Experts
 from colonnade.model.moe.losses import load, losses
 from colonnade.model.moe.router import Router
@@ -26,12 +27,22 @@ from colonnade.parallel.layout import Placement, on_rows
 class MixtureOfExperts(nn.Module):
     """x_tD to y_tD, and a report of what went where."""
 
-    def __init__(self, config: ModelConfig, moe: MoeConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe: MoeConfig,
+        axes: Axes,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        experts_on: torch.device | None = None,
+    ):
+        """``experts_on``: where the experts that a router chooses are stored, if not on ``device``."""
         super().__init__()
         self.moe, self.axes = moe, axes
         on = {"device": device, "dtype": dtype}
         self.router = Router(config, moe, axes, **on)
-        self.experts = Experts(config, moe, axes, **on)
+        self.experts = Experts(config, moe, axes, **on, stored_on=experts_on)
         self.shared = FeedForward(config, axes, width=moe.shared_width, **on) if moe.shared_width else None
         self.shared_gate = Linear(config.width, 1, bias=False, **on) if moe.shared_gate else None
         self.layout: dict[str, Placement] = {"shared_gate.weight": on_rows(axes)} if moe.shared_gate else {}
@@ -44,15 +55,17 @@ class MixtureOfExperts(nn.Module):
         index_t = torch.arange(own.start, own.stop, device=x_tD.device) if routing is None else routing.index_T[own]
         if noise is not None and not self.axes.sequence_parallel:
             noise = noise.rows(own)
+        moe = self.moe if routing is None or routing.moe is None else routing.moe
         training = routing is not None and routing.weight is not None
         units = None if routing is None or routing.units is None else routing.units.rows(own)
         gate = 0 if routing is None else routing.gate
-        choice, logits_tE = self.router(own_tD, tokens_t, index_t, noise, gate, training=training, units=units)
-        load_E = load(choice.ids_TA, self.moe.experts)
-        admitted = admit(choice, index_t, self.moe, self.axes.grid.tokens)
+        choice, logits_tE = self.router(own_tD, tokens_t, index_t, noise, gate, training=training, units=units, moe=moe)
+        load_E = load(choice.ids_TA, moe.experts)
+        admitted = admit(choice, index_t, moe, self.axes.grid.tokens)
         step = routed.step or Spread(degree=self.axes.grid.sh.size)
+        dropout = ExpertDropout.of(noise, admitted.ids_TA.shape[1])
         out_tD, sent_bytes = through_experts(
-            own_tD, admitted.ids_TA, admitted.weights_TA, self.experts, self.axes.grid, step, choice.rows
+            own_tD, admitted.ids_TA, admitted.weights_TA, self.experts, self.axes.grid, step, choice.rows, dropout
         )
         zero = out_tD.new_zeros(())
         dropped = (admitted.ids_TA != choice.ids_TA).sum()
@@ -60,11 +73,11 @@ class MixtureOfExperts(nn.Module):
         finite = zero == 0 if logits_tE is None else logits_tE.isfinite().all()
         report = Report(load_E, zero, zero, dropped, sent, finite)
         if routing is not None and routing.weight is not None:
-            surrogate, balance, z = losses(choice, load_E, logits_tE, self.moe, self.axes.grid.tokens, units)
+            surrogate, balance, z = losses(choice, load_E, logits_tE, moe, self.axes.grid.tokens, units)
             out_tD = attach(out_tD, surrogate, routing.weight)
             report = report._replace(balance=balance, z=z)
-        if self.moe.dropped == "residual":
-            lost_tA = choice.weights_TA * (admitted.ids_TA == self.moe.experts)
+        if moe.dropped == "residual":
+            lost_tA = choice.weights_TA * (admitted.ids_TA == moe.experts)
             out_tD = out_tD + (own_tD * lost_tA.sum(1, keepdim=True)).to(out_tD.dtype)
         y_tD = self.axes.rejoin(out_tD, T)
         if self.shared is not None:

@@ -222,21 +222,25 @@ class Router(nn.Module):
         *,
         training: bool = False,
         units: Units | None = None,
+        moe: MoeConfig | None = None,
     ) -> tuple[Choice, Tensor | None]:
-        """The choice of each token, and its scores logits_TE, if it was by scores."""
+        """The choice of each token, and its scores logits_TE, if it was by scores; by ``moe`` where it is not what the
+        router was built with.
+        """
+        moe = moe or self.moe
         if not 0 <= gate < len(self.gates):
             raise ConfigError(f"there is no gate {gate} in a layer of {len(self.gates)}; raise moe.router.gates")
-        config, picked = self.moe.router, self.gates[gate]
+        config, picked = moe.router, self.gates[gate]
         assert isinstance(picked, Gate)
         if config.dtype == "float32":
             x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
         if noise is not None and config.jitter:
             x_TD = x_TD * (1 + config.jitter * (2 * noise.uniform(x_TD.shape[1], INPUT).to(x_TD.dtype) - 1))
         linear_TE = picked(x_TD)
-        clean_TE = x_TD.new_zeros(len(x_TD), self.moe.experts) if linear_TE is None else linear_TE
+        clean_TE = x_TD.new_zeros(len(x_TD), moe.experts) if linear_TE is None else linear_TE
         own = {name: parameter.to(x_TD.dtype) for name, parameter in picked.own.items()}
         seen = Seen(
-            x_TD, clean_TE, clean_TE, self.moe, own, self.bias_E, noise, tokens_T, index_T, self.axes.grid.tokens,
+            x_TD, clean_TE, clean_TE, moe, own, self.bias_E, noise, tokens_T, index_T, self.axes.grid.tokens,
             training, units,
         )  # fmt: skip
         if linear_TE is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from colonnade.config import MoeConfig
 from colonnade.parallel.axis import Axis
 
 
@@ -93,6 +94,8 @@ class Routing:
     """Which tokens are of one sequence, or of one task, for routers and losses that ask."""
     steps: Sequence[Spread] = (Spread(),)
     """How each layer with experts spreads its work: one for all of them, or one each by block number."""
+    moe: MoeConfig | None = None
+    """What the layers decide by, where it is not what they were built with: another A, or another capacity."""
     reports: dict[int, Report] = field(default_factory=dict)
     """Filled by the forward pass: each layer's report, by block number."""
 

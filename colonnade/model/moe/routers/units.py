@@ -36,10 +36,16 @@ def sequence(seen: Seen) -> Choice:
 @router("task", lambda config, moe: {"table": Own((moe.router.tasks, moe.experts))}, gate=False, biased=True)
 def task(seen: Seen) -> Choice:
     """The A experts of the highest score in the row of the token's task."""
-    units, tasks = _units(seen), seen.moe.router.tasks
-    if units.count > tasks:
-        raise ConfigError(f"the stream has {units.count} tasks, and the router {tasks}; raise moe.router.tasks")
-    clean_TE = seen.own["table"][units.of_T]
+    config, table_UE = seen.moe.router, seen.own["table"]
+    if seen.units is None and config.task is not None:
+        clean_TE = table_UE[config.task].expand(len(seen.x_TD), -1)
+    else:
+        units = _units(seen)
+        if units.count > config.tasks:
+            raise ConfigError(
+                f"the stream has {units.count} tasks, and the router {config.tasks}; raise moe.router.tasks"
+            )
+        clean_TE = table_UE[units.of_T]
     logits_TE = seen.noisy(clean_TE)
     return by_softmax(seen, logits_TE, clean_TE)._replace(logits_TE=logits_TE)
 
@@ -47,8 +53,9 @@ def task(seen: Seen) -> Choice:
 def _units(seen: Seen) -> Units:
     if seen.units is None:
         kind = seen.moe.router.kind
+        remedy = "set --experts.task" if kind == "task" else "use another router where that is not known"
         raise ConfigError(
             f"router '{kind}' decides once for a {kind}, and the stream does not say which tokens are of which; "
-            "give its Routing the units, or use another router where that is not known (in generation, for one)"
+            f"give its Routing the units, or {remedy} (in generation, for one)"
         )
     return seen.units

@@ -1,0 +1,215 @@
+"""Cells of decoding for benchmarks/flash_decoding.py: tensors, our kernels, the peers, and a clock for microseconds.
+
+A timing is of a graph of several calls, one after another, each on another copy of the cache, so that no call finds its
+keys in the level-2 cache; divided by their number. Copies together are at least :data:`COLD_BYTES`, a single one where
+that is as large, and at most :data:`CALLS` (a cache of a few KB is not cold in any server either).
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from colonnade.kernels.attention import split_reference, triton_decode
+from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.triton_decode import Layout
+
+COLD_BYTES, CALLS = 2**28, 256
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+Run = Callable[[int], Any]
+"""One call, on the copy of the cache with that number."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Requests with these numbers of keys, one new query each."""
+
+    lengths: tuple[int, ...]
+    K: int = 2
+    group: int = 8
+    H: int = 128
+    page: int = 256
+    dtype: torch.dtype = torch.float16
+    kind: str = "uniform"
+
+    @property
+    def bytes(self) -> int:
+        """What must be read."""
+        return 2 * sum(self.lengths) * self.K * self.H * self.dtype.itemsize
+
+    @property
+    def held_bytes(self) -> int:
+        """What a contiguous cache takes, every request as long as the longest, in whole pages."""
+        longest = -(-max(self.lengths) // self.page) * self.page
+        return 2 * len(self.lengths) * longest * self.K * self.H * self.dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        return f"B={len(self.lengths)} S={max(self.lengths)}"
+
+
+class Tensors:
+    """A cell's queries and copies of its cache: contiguous for the peers; the same memory, as pages, for us."""
+
+    def __init__(self, cell: Cell, device: str) -> None:
+        self.cell, self.device = cell, device
+        self.copies = 1
+        if device == "cuda":
+            fit = int(0.7 * torch.cuda.mem_get_info()[0]) // cell.held_bytes
+            self.copies = max(1, min(CALLS, -(-COLD_BYTES // cell.bytes), fit))
+        B, pages = len(cell.lengths), -(-max(cell.lengths) // cell.page)
+        draw = torch.Generator(device).manual_seed(0)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device, dtype=cell.dtype).normal_(generator=draw)
+
+        self.q_BNH = drawn(B, cell.K * cell.group, cell.H)
+        self.k, self.v = (drawn(self.copies, B, pages * cell.page, cell.K, cell.H) for _ in range(2))
+        self.pages = torch.arange(self.copies * B * pages, device=device, dtype=torch.int32).view(self.copies, B, pages)
+        # As an old server's pool: pages of a copy lie anywhere in it.
+        order = torch.randperm(B * pages, device=device, generator=draw)
+        self.scattered = self.pages.flatten(1)[:, order].view_as(self.pages)
+
+    def table(self, copy: int, pages: Tensor) -> PageTable:
+        B, lengths = len(self.cell.lengths), self.cell.lengths
+        cu = torch.arange(B + 1, device=self.device, dtype=torch.int32)
+        lengths_R = torch.tensor(lengths, device=self.device, dtype=torch.int32)
+        return PageTable(pages[copy], cu, lengths_R, self.cell.page, 1, max(lengths))
+
+
+def ours(tensors: Tensors, *, chunk: int | None = None, in_order: bool = False) -> Run:
+    """Our kernels; on a CPU the plain executor of the same plan."""
+    cell = tensors.cell
+    k, v = (x.flatten(0, 2).unflatten(0, (-1, cell.page)) for x in (tensors.k, tensors.v))
+    layout = Layout.of(tensors.q_BNH, k, 1, chunk=chunk)
+    plan = layout.plan(cell.lengths, [1] * len(cell.lengths))
+    pages = tensors.pages if in_order else tensors.scattered
+    tables = [tensors.table(copy, pages) for copy in range(tensors.copies)]
+    if tensors.device == "cpu":
+        return lambda copy: split_reference.run(plan, layout.shape, tensors.q_BNH, k, v, tables[copy]).o
+    ready = layout.prepare(plan, tensors.device)
+    return lambda copy: triton_decode.attend(tensors.q_BNH, k, v, tables[copy], ready).o
+
+
+def peers(tensors: Tensors, *, flex: bool = False) -> Iterator[tuple[str, Run]]:
+    """(name, call): eager, SDPA's backends with grouped heads, and with the heads of a group as rows of one; flex."""
+    cell = tensors.cell
+    q, S = tensors.q_BNH, max(cell.lengths)
+    q_BKGH = q.unflatten(1, (cell.K, cell.group))
+    mask = None
+    if cell.kind != "uniform":
+        lengths = torch.tensor(cell.lengths, device=q.device)
+        mask = (torch.arange(S, device=q.device) < lengths[:, None])[:, None, None]
+
+    def cache(copy: int) -> tuple[Tensor, Tensor]:
+        return tensors.k[copy, :, :S].transpose(1, 2), tensors.v[copy, :, :S].transpose(1, 2)
+
+    def eager(copy: int) -> Tensor:
+        k_BKSH, v_BKSH = cache(copy)
+        s_BKGS = q_BKGH @ k_BKSH.transpose(2, 3) * cell.H**-0.5
+        s_BKGS = s_BKGS if mask is None else s_BKGS.masked_fill(~mask, -torch.inf)
+        return (s_BKGS.softmax(-1) @ v_BKSH).flatten(1, 2)
+
+    def sdpa(backend: SDPBackend, *, grouped: bool) -> Run:
+        def run(copy: int) -> Tensor:
+            with sdpa_kernel(backend):
+                if grouped:
+                    o = scaled_dot_product_attention(q[:, :, None], *cache(copy), attn_mask=mask, enable_gqa=True)
+                    return o[:, :, 0]
+                return scaled_dot_product_attention(q_BKGH, *cache(copy), attn_mask=mask).flatten(1, 2)
+
+        return run
+
+    yield "eager", eager
+    for name, backend in BACKENDS.items():
+        yield f"sdpa {name}", sdpa(backend, grouped=True)
+        if cell.group > 1:
+            yield f"sdpa {name}, heads as rows", sdpa(backend, grouped=False)
+    if flex and mask is None:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        compiled = torch.compile(flex_attention)
+        yield "flex_attention", lambda copy: compiled(q[:, :, None], *cache(copy), enable_gqa=True)[:, :, 0]
+
+
+def exact(tensors: Tensors) -> Tensor:
+    """o_BNH of the first copy in float32."""
+    cell, parts = tensors.cell, []
+    for r, length in enumerate(cell.lengths):
+        q_KGH = tensors.q_BNH[r].float().unflatten(0, (cell.K, cell.group))
+        k_KSH, v_KSH = (x[0, r, :length].float().transpose(0, 1) for x in (tensors.k, tensors.v))
+        parts.append(((q_KGH @ k_KSH.transpose(1, 2) * cell.H**-0.5).softmax(-1) @ v_KSH).flatten(0, 1))
+    return torch.stack(parts)
+
+
+def error(run: Run, right: Tensor) -> float:
+    """Relative error of a call on the first copy, by norm."""
+    return float((run(0).float() - right).norm() / right.norm())
+
+
+def seconds(run: Run, tensors: Tensors, *, rounds: int = 15) -> float:
+    """Of one call, the median of ``rounds`` replays of a graph of calls; on a CPU of calls."""
+    copies = tensors.copies
+    if tensors.device == "cpu":
+
+        def once() -> float:
+            began = time.perf_counter()
+            run(0)
+            return time.perf_counter() - began
+
+        return statistics.median(once() for _ in range(3))
+    # A graph of one call is mostly its own beginning: at least a few calls, of the same copy where it is never cached.
+    calls = max(copies, 8)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(0)
+        run(copies - 1)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in range(calls):
+            run(call % copies)
+    taken: list[float] = []
+    for _ in range(rounds + 2):
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        graph.replay()
+        last.record()
+        last.synchronize()
+        taken.append(first.elapsed_time(last) / 1e3 / calls)
+    return statistics.median(taken[2:])
+
+
+def read_bandwidth(device: str, *, gigabytes: float = 4) -> float:
+    """Bytes a second at which memory is read, the best of several reductions of torch's."""
+    x = torch.empty(int(gigabytes * 2**28) if device == "cuda" else 2**16, device=device).normal_()
+    reductions = [x.sum, x.amax, lambda: x.view(-1, 2**14).sum(1), lambda: x.view(-1, 2**14).amax(1)]
+    best = 0.0
+    for run in reductions:
+        run()
+        taken = []
+        for _ in range(10):
+            if device == "cuda":
+                first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                first.record()
+                run()
+                last.record()
+                last.synchronize()
+                taken.append(first.elapsed_time(last) / 1e3)
+            else:
+                began = time.perf_counter()
+                run()
+                taken.append(time.perf_counter() - began)
+        best = max(best, x.nbytes / statistics.median(taken))
+    return best

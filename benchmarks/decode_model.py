@@ -1,0 +1,187 @@
+"""Decoding of whole models on GPUs: tokens a second against the time that reading weights and cache takes.
+
+    python benchmarks/decode_model.py                                  # Llama-2-7B, one token at a time, 512 to 32k
+    python benchmarks/decode_model.py --model code-llama-34b --contexts 512 8192 32768 65536
+    python benchmarks/decode_model.py --model mixtral-8x7b --tp 2      # a GPU a rank
+    python benchmarks/decode_model.py --tiny                           # a CPU, to see that it runs
+
+Weights are random bfloat16 (the time does not depend on them), greedy, through the engine's own steps: tokens told, one
+graph replayed, drawn, and told again without waiting. A step can be no faster than
+
+    (weights that it reads + keys and values of the context) / read bandwidth        measured in the same run
+
+where of a table of embeddings one row is read and of experts those that are chosen. ``transformers``' ``generate`` with
+a static cache, which it compiles by itself, stands beside the first context, where the model is a Llama.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from _decode import read_bandwidth
+from _report import Cell, Headline, report
+from colonnade.config import ModelConfig, Plan
+from colonnade.config.presets import preset
+from colonnade.model import KVCache, Transformer
+from colonnade.parallel.launch import launch
+from colonnade.parallel.mesh import Ground
+from colonnade.serve.batch import Runner
+from colonnade.serve.fixed import FixedSteps
+from colonnade.serve.sampling import Draw, SamplingParams
+from colonnade.serve.scheduler import Slice, Work
+
+TINY = ModelConfig(vocab_size=97, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=128, family="llama")
+GREEDY = Draw.of(SamplingParams(temperature=0), 0, 0)
+PAGE = 64
+
+
+def read_bytes(model: Transformer, batch: int) -> float:
+    """Bytes of weights that a step of ``batch`` tokens reads on this rank."""
+    config, total = model.config, 0.0
+    for name, weight in model.named_parameters():
+        share = 1.0
+        if ".experts." in name and config.moe is not None:  # those that nobody chose stay where they are
+            share = 1 - (1 - config.moe.active / config.moe.experts) ** batch
+        if name == "embed.tokens.weight" and not config.tied:
+            share = min(1.0, batch / weight.shape[0])
+        total += share * weight.nbytes
+    return total
+
+
+def steps_of(model: Transformer, batch: int, context: int, steps: int) -> float:
+    """Seconds a step at about ``context`` keys, the median over three runs of so many."""
+    device = next(model.parameters()).device
+    each = -(-(context + 4 * steps + 8) // PAGE)
+    cache = KVCache(model.config, model.axes, pages=batch * each + 1, page_tokens=PAGE,
+                    dtype=next(model.parameters()).dtype, device=device)  # fmt: skip
+    for pool in (*cache.k, *cache.v):
+        pool.normal_()
+    run = Runner(model, cache, FixedSteps(model, cache, batch, each * PAGE))
+    pages = [tuple(range(r * each, (r + 1) * each)) for r in range(batch)]
+
+    def work(i: int) -> Work:
+        start = context - 1 + i
+        tokens = [(-1 - r,) if i else (1,) for r in range(batch)]
+        used = start // PAGE + 1
+        return Work(tuple(Slice(start, t, p[:used], GREEDY) for t, p in zip(tokens, pages, strict=True)))
+
+    number, taken = 0, []
+    for measured in (False, True, True, True):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began, drawn = time.perf_counter(), None
+        for _ in range(steps):
+            drawn = run(work(number))
+            number += 1
+        assert drawn is not None
+        drawn.tolist()
+        if measured:
+            taken.append((time.perf_counter() - began) / steps)
+    return statistics.median(taken)
+
+
+def ours(name: str, plan: Plan, batch: int, contexts: list[int], steps: int, device: str) -> list[dict[str, Any]]:
+    """On every rank; a row for each context."""
+    with Ground.build(plan, device) as ground:
+        config = (TINY if name == "tiny" else preset(name)).but(context=max(contexts) + 8 * steps)
+        plan.check(config)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        model = Transformer(config, ground.axes, device=ground.device, dtype=dtype).eval().requires_grad_(False)
+        for weight in model.parameters():
+            weight.normal_(std=0.02)
+        bandwidth, weights = read_bandwidth(device), read_bytes(model, batch)
+        token_bytes = KVCache.bytes_per_page(config, ground.axes, 1, dtype)
+        rows = []
+        for context in contexts:
+            step_s = steps_of(model, batch, context, steps)
+            bound_s = (weights + batch * context * token_bytes) / bandwidth
+            rows.append(
+                {
+                    "who": "colonnade",
+                    "model": name,
+                    "ranks": plan.tp,
+                    "batch": batch,
+                    "context": context,
+                    "step_ms": round(1e3 * step_s, 3),
+                    "tokens_per_s": round(batch / step_s, 1),
+                    "bound_tokens_per_s": round(batch / bound_s, 1),
+                    "of_bound": round(bound_s / step_s, 4),
+                    "bandwidth_tb_per_s": round(bandwidth / 1e12, 3),
+                }
+            )
+            if ground.rank == 0:
+                print(rows[-1], flush=True)
+        return rows
+
+
+def theirs(name: str, batch: int, context: int, steps: int, device: str) -> dict[str, Any]:
+    """transformers with a static cache: seconds a token from two lengths of answer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = TINY if name == "tiny" else preset(name)
+    shape = LlamaConfig(
+        vocab_size=config.vocab_size, hidden_size=config.width, intermediate_size=config.ffn_width,
+        num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
+        max_position_embeddings=context + 8 * steps, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    with torch.device(device):
+        model = LlamaForCausalLM(shape).to(torch.bfloat16 if device == "cuda" else torch.float32).eval()
+        prompt = torch.randint(config.vocab_size, (batch, context))
+    taken: dict[int, float] = {}
+    for count in (steps, 3 * steps):
+        for _ in range(3):  # the last one counts: compiling takes the first two
+            if device == "cuda":
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            model.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False,
+                           cache_implementation="static")  # fmt: skip
+            if device == "cuda":
+                torch.cuda.synchronize()
+            taken[count] = time.perf_counter() - began
+    step_s = (taken[3 * steps] - taken[steps]) / (2 * steps)
+    row = {"who": "transformers, static cache", "model": name, "ranks": 1, "batch": batch, "context": context}
+    return row | {"step_ms": round(1e3 * step_s, 3), "tokens_per_s": round(batch / step_s, 1)}
+
+
+def measure(
+    name: str, tp: int, batch: int, contexts: list[int], steps: int, device: str, *, peer: bool
+) -> tuple[list[dict[str, Cell]], list[Headline]]:
+    plan = Plan(tp=tp)
+    rows = launch(ours, (name, plan, batch, contexts, steps, device), plan)
+    beside = None
+    if peer:
+        try:
+            beside = theirs(name, batch, contexts[0], steps, device)
+            rows.append(beside)
+        except (RuntimeError, ValueError, TypeError, AttributeError) as why:
+            rows.append({"who": "transformers, static cache", "failed": str(why).splitlines()[0][:200]})
+        print(rows[-1], flush=True)
+    first = rows[0]
+    what = f"Decode {name}, {tp} GPU{'s' * (tp > 1)}, batch {batch}, {contexts[0]} tokens of context"
+    speed = beside["tokens_per_s"] if beside else first["bound_tokens_per_s"]
+    return rows, [Headline(what, first["tokens_per_s"], "tokens/s", beside["who"] if beside else "the bound", speed)]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-2-7b", help="a preset")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192, 32768])
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
+    args = parser.parse_args(argv)
+    if args.tiny:
+        measure("tiny", args.tp, args.batch, [16, 64], 4, "cpu", peer=args.tp == 1)
+        return
+    peer = not args.no_peer and args.tp == 1 and args.model.startswith("llama")
+    rows, heads = measure(args.model, args.tp, args.batch, args.contexts, args.steps, "cuda", peer=peer)
+    report(f"decode_{args.model}_tp{args.tp}_b{args.batch}_h200", rows, notes=__doc__ or "", headlines=heads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Flash-Decoding on a GPU: the seed's table, random cells, and the sizes that the kernels are cut into.
+
+    python benchmarks/flash_decoding.py                    # the table and its plot: two minutes of one H200
+    python benchmarks/flash_decoding.py --flex             # flex_attention too, which compiles for each row
+    python benchmarks/flash_decoding.py --sweep 0 300      # random cells against the best peer; the worst ten
+    python benchmarks/flash_decoding.py --tune --widths 128    # measures candidates and costs; decode_tiles.json
+    python benchmarks/flash_decoding.py --tiny             # toy sizes, on a CPU too: that it runs
+
+The table is that of the Flash-Decoding article (PyTorch blog, 2023): 16 query heads, 2 key/value heads, width 128,
+float16, one new token for each of B requests of S tokens, and a row of 1 GB. Ours reads pages of 256 tokens that lie
+scattered; peers read a contiguous cache: SDPA's backends with grouped heads and with a group's heads as rows of one
+head, whichever they do better, eager torch, and flex_attention. Calls are replayed as graphs with cold caches, times
+are medians; TB/s counts keys and values read once, set against the read bandwidth measured in the same run. That all
+compute the same is checked. ``--fixed-cuts N`` adds the batch-invariant mode with cuts at every N keys.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from _decode import Cell, Tensors, error, exact, ours, peers, read_bandwidth, seconds
+from _report import RESULTS, ROOT, Headline, report
+from colonnade.kernels.attention import decode_tiles
+from colonnade.kernels.attention.decode_tiles import Tiles
+
+SEED = (
+    (256, 256), (128, 512), (64, 1024), (32, 2048), (16, 4096), (8, 8192), (4, 16384), (2, 32768), (1, 65536),
+    (1, 131072), (16, 65536),
+)  # fmt: skip
+TINY = ((4, 64), (1, 300))
+A100 = dict(zip(SEED, (63.4, 67.7, 77.7, 58.5, 57, 56.4, 58.2, 60.3, 64.4, 106.6), strict=False))
+"""The article's own times [µs], on another GPU, for the plot."""
+TOLERANCE = 6e-4
+
+CANDIDATES = [
+    Tiles(tile, warps, stages, workers, 64, 32)
+    for tile, warps, stages, workers in (
+        (64, 4, 3, 2), (64, 4, 2, 3), (64, 4, 4, 1), (64, 4, 4, 2), (64, 2, 3, 2), (32, 4, 4, 3), (32, 2, 4, 4),
+        (32, 4, 3, 4), (128, 4, 2, 1), (128, 8, 3, 1), (128, 4, 3, 1), (64, 8, 3, 2), (16, 2, 5, 4),
+    )
+]  # fmt: skip
+"""Ways to cut; of the best, the merge is then tried in other sizes and beside the reading."""
+TUNED_AT = ((256, 256), (32, 2048), (4, 16384), (1, 65536), (1, 4096), (7, 900))
+
+
+def measured(cell: Cell, device: str, read: float, *, flex: bool, chunk: int | None = None) -> list[dict[str, Any]]:
+    """Rows of one cell: ours and all peers that run."""
+    tensors = Tensors(cell, device)
+    right = exact(tensors)
+    # Scattered pages are other keys than the peers', so what is checked is the same call on pages in order.
+    mistake = error(ours(tensors, in_order=True), right)
+    # Plain torch on a CPU rounds on the way, too.
+    assert mistake < TOLERANCE * (1 if device == "cuda" else 3), f"{cell.name}: ours is {mistake:.1e} off"
+    who = [("colonnade", ours(tensors))]
+    if chunk:
+        who.append(("colonnade, fixed cuts", ours(tensors, chunk=chunk)))
+    rows = []
+    for name, run in [*who, *(peers(tensors, flex=flex) if device == "cuda" else [])]:
+        try:
+            if not name.startswith("colonnade") and error(run, right) > 10 * TOLERANCE:
+                print(f"{cell.name} {name}: computes something else", flush=True)
+                continue
+            took = seconds(run, tensors)
+        except (RuntimeError, torch.OutOfMemoryError) as why:
+            print(f"{cell.name} {name}: {str(why).splitlines()[0][:90]}", flush=True)
+            continue
+        rows.append(
+            {
+                "B": len(cell.lengths), "S": max(cell.lengths), "lengths": cell.kind, "kv_heads": cell.K,
+                "group": cell.group, "width": cell.H, "page": cell.page, "who": name, "us": round(took * 1e6, 2),
+                "tb_per_s": round(cell.bytes / took / 1e12, 3), "of_read": round(cell.bytes / took / read, 3),
+            }
+        )  # fmt: skip
+        print(rows[-1], flush=True)
+    return rows
+
+
+def best_peer(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    return min((row for row in rows if not row["who"].startswith("colonnade")), key=lambda row: row["us"], default=None)
+
+
+def ahead(rows: Sequence[dict[str, Any]]) -> float | None:
+    """The best peer's time over ours; None where no peer ran."""
+    peer = best_peer(rows)
+    us = next(row["us"] for row in rows if row["who"] == "colonnade")
+    return round(peer["us"] / us, 3) if peer else None
+
+
+def random_cell(draw: torch.Generator, most_bytes: float) -> Cell:
+    """One of the cells that the sweep is over."""
+
+    def one(of: Sequence[Any]) -> Any:
+        return of[int(torch.randint(len(of), (), generator=draw))]
+
+    def between(most: int) -> int:
+        """1 to ``most``, each order of magnitude as likely as another."""
+        return min(most, int(2 ** (float(torch.rand((), generator=draw)) * math.log2(most + 1))))
+
+    while True:
+        batch, context, group = between(256), between(131_072), one((1, 2, 4, 5, 7, 8, 16))
+        K, kind = max(1, between(128) // group), one(("uniform", "uniform", "ragged", "zipf"))
+        lengths = [context] * batch
+        if kind == "ragged":
+            lengths = torch.randint(1, context + 1, (batch,), generator=draw).tolist()
+        elif kind == "zipf":
+            ranks = torch.randperm(batch, generator=draw) + 1
+            lengths = (context / ranks).ceil().long().tolist()
+        cell = Cell(tuple(lengths), K, group, one((64, 128, 256)), one((16, 32, 64, 128, 256)), kind=kind)
+        if cell.held_bytes <= most_bytes:
+            return cell
+
+
+def table(cells: Sequence[tuple[int, int]], device: str, read: float, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The seed's rows."""
+    rows = []
+    for B, S in cells:
+        cell = Cell((S,) * B, page=16 if args.tiny else 256)
+        rows += measured(cell, device, read, flex=args.flex, chunk=args.fixed_cuts)
+    return rows
+
+
+def sweep(seed: int, count: int, device: str, read: float, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Ours against the best peer on random cells, worst first."""
+    draw = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        cell = random_cell(draw, 2**16 if args.tiny else args.most_gb * 1e9)
+        rows = measured(cell, device, read, flex=False)
+        peer = best_peer(rows)
+        row = next(row for row in rows if row["who"] == "colonnade")
+        found.append(
+            {
+                **row,
+                "peer": peer["who"] if peer else None,
+                "peer_us": peer["us"] if peer else None,
+                "ahead": ahead(rows),
+            }
+        )
+    found.sort(key=lambda row: row["ahead"] or math.inf)
+    print("worst ten:", *found[:10], sep="\n  ", flush=True)
+    return found
+
+
+def draw_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """The article's plot: time over the length of the context at 65,536 tokens in all, who by who."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    whole = max(row["B"] * row["S"] for row in rows if row["B"] * row["S"] <= 65_536)
+    for who in dict.fromkeys(row["who"] for row in rows):
+        at = [(row["S"], row["us"]) for row in rows if row["who"] == who and row["B"] * row["S"] == whole]
+        wide = who.startswith("colonnade")
+        axes.loglog(*zip(*at, strict=True), marker="o", markersize=3, linewidth=2.4 if wide else 1.1, label=who)
+    if whole == 65_536:
+        theirs = [(S, us) for (B, S), us in A100.items() if whole == B * S]
+        axes.loglog(*zip(*theirs, strict=True), "--", color="#9aa5b1", label="Flash-Decoding, A100 (the article)")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel(f"tokens a request, {whole:,} in all")
+    axes.set_ylabel("µs")
+    axes.grid(color="#e4e7eb", linewidth=0.6)
+    axes.legend(frameon=False, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def mean_s(cells: Sequence[Tensors]) -> float:
+    """The geometric mean of our times; infinite where the chip cannot."""
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        return math.exp(sum(math.log(seconds(ours(tensors), tensors, rounds=7)) for tensors in cells) / len(cells))
+    except OutOfResources:
+        return math.inf
+
+
+def tune(read: float, out: Path, widths: Sequence[int]) -> None:
+    """Measure the candidates for each row of the table of tiles, then costs that plan best; write both."""
+    record = json.loads(json.dumps(decode_tiles.table()))
+    record["costs"]["bytes_a_ns"] = round(read / 1e9)
+    decode_tiles.table()["costs"]["bytes_a_ns"] = record["costs"]["bytes_a_ns"]
+    for row in (row for row in record["rows"] if row["width"] in widths):
+        group = 8 if row["rows"] == 16 else 64
+        cells = [Tensors(Cell((S,) * B, K=2, group=group, H=row["width"]), "cuda") for B, S in TUNED_AT]
+        took: dict[Tiles, float] = {}
+
+        def best_of(
+            hows: Sequence[Tiles], took: dict[Tiles, float] = took, cells: Sequence[Tensors] = cells, row: dict = row
+        ) -> Tiles:
+            for how in (how for how in hows if how not in took):
+                decode_tiles.CHOSEN[:] = [how]
+                took[how] = mean_s(cells)
+                print(f"  {row['rows']} rows, width {row['width']}, {tuple(how)}: {took[how] * 1e6:.2f} µs", flush=True)
+            decode_tiles.CHOSEN.clear()
+            return min(took, key=lambda how: took[how])
+
+        best = best_of((Tiles(**row["tiles"]), *CANDIDATES))
+        best = best_of([best._replace(overlap=True), best._replace(pieces=16), best._replace(pieces=128)])
+        best = best_of([best._replace(overlap=True), best._replace(part=16), best._replace(part=64)])
+        row["tiles"] = best._asdict()
+        print(f"{row['rows']} rows, width {row['width']}: {best}", flush=True)
+        del cells
+    decode_tiles.table()["rows"] = record["rows"]
+    cells = [Tensors(Cell((S,) * B), "cuda") for B, S in (*TUNED_AT, (140, 700), (70, 1500), (2, 600), (1, 300))]
+    times: dict[tuple[int, int], float] = {}
+    for prices in [(start, merge) for start in (500, 1000, 2000) for merge in (1000, 2000, 4000, 8000)]:
+        decode_tiles.table()["costs"] |= {"start_ns": prices[0], "merge_ns": prices[1]}
+        times[prices] = mean_s(cells)
+        print(f"  start {prices[0]} ns, merge {prices[1]} ns: {times[prices] * 1e6:.2f} µs", flush=True)
+    start, merge = min(times, key=lambda prices: times[prices])
+    record["costs"] |= {"start_ns": start, "merge_ns": merge}
+    record["measured_on"] = torch.cuda.get_device_name()
+    out.write_text(written(record), encoding="utf-8")
+
+
+def written(record: dict[str, Any]) -> str:
+    """The table of tiles as text, a row on one line."""
+    rows = ",\n".join(
+        f'    {{ "rows": {row["rows"]}, "width": {row["width"]}, "tiles": {json.dumps(row["tiles"])} }}'
+        for row in record["rows"]
+    )
+    costs = ", ".join(f'"{name}": {value}' for name, value in record["costs"].items())
+    head = f'{{\n  "measured_on": {json.dumps(record["measured_on"])},\n  "costs": {{ {costs} }},\n'
+    return f'{head}  "rows": [\n{rows}\n  ]\n}}\n'
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, draw and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", nargs=2, type=int, metavar=("SEED", "COUNT"), help="random cells, not the table")
+    parser.add_argument("--most-gb", type=float, default=20, help="largest cache of a random cell")
+    parser.add_argument("--tune", action="store_true", help="measure tiles and costs, not the table")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256], help="heads to tune for")
+    parser.add_argument("--tiles", type=Path, default=Path(decode_tiles.__file__).with_name("decode_tiles.json"))
+    parser.add_argument("--flex", action="store_true", help="flex_attention too")
+    parser.add_argument("--fixed-cuts", type=int, help="the batch-invariant mode too, cut at so many keys")
+    parser.add_argument("--picture", type=Path, help="docs/assets/flash_decoding.png; with --tiny beside the results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where results go")
+    parser.add_argument("--name", default="h200", help="of the machine, in the result's name")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, to see that it runs")
+    args = parser.parse_args(argv)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and (not args.tiny or args.tune):
+        print("flash_decoding.py needs a GPU, and this machine has none; --tiny shows that it runs")
+        return
+    name = "tiny" if args.tiny else args.name
+    read = read_bandwidth(device)
+    print(f"read bandwidth {read / 1e12:.2f} TB/s", flush=True)
+    if args.tune:
+        tune(read, args.tiles, args.widths)
+        return
+    notes = (
+        f"{__doc__} Read bandwidth in this run {read / 1e12:.2f} TB/s; tiles of {decode_tiles.table()['measured_on']}."
+    )
+    if args.sweep:
+        report(f"flash_decoding_sweep_{name}", sweep(*args.sweep, device, read, args), notes, folder=args.out)
+        return
+    rows = table(TINY if args.tiny else SEED, device, read, args)
+    assets = args.out if args.tiny else ROOT / "docs" / "assets"
+    draw_table(rows, args.picture or assets / "flash_decoding.png")
+    heads = []
+    for B, S in ((256, 256), (1, 65_536), (1, 131_072), (16, 65_536)):
+        here = [row for row in rows if (row["B"], row["S"]) == (B, S)]
+        peer = best_peer(here)
+        if here and peer:
+            what = f"decode attention, {B} x {S:,} tokens, 16 and 2 heads of 128, float16"
+            heads.append(Headline(what, here[0]["us"], "µs", peer["who"], peer["us"]))
+    report(f"flash_decoding_{name}", rows, notes, headlines=heads, folder=args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""How Flash-Decoding's kernels are cut up, and what their work costs: a table, never tuned while a model runs.
+
+``decode_tiles.json`` stands beside this file; ``python benchmarks/flash_decoding.py --tune`` measures it anew.
+``measured_on`` there says on which device; "none" marks sizes and costs that were reckoned. A memory of 4 TB/s that
+answers after 0.8 µs is kept busy by 3.2 MB on their way, 24 KB a multiprocessor of 132; two workers on each, with two
+tiles of 64 keys and values of 128 numbers on their way, have 128 KB, and take 140 of 227 KB of its shared memory.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from colonnade.kernels.attention.split_plan import Costs
+
+
+class Tiles(NamedTuple):
+    """How the two kernels are cut up."""
+
+    tile: int
+    """Keys read at once."""
+    warps: int
+    stages: int
+    """Tiles on their way at once, the one in use among them."""
+    workers: int
+    """Programs that stay on each multiprocessor."""
+    pieces: int
+    """Pieces that the merge loads side by side."""
+    part: int
+    """Numbers of a row that one program merges."""
+    overlap: bool = False
+    """Whether the merge is started while the reading goes on, and waits (programmatic dependent launch)."""
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+    """The file."""
+    return json.loads(Path(__file__).with_name("decode_tiles.json").read_text(encoding="utf-8"))
+
+
+CHOSEN: list[Tiles] = []
+"""Where there is one, it stands above the table: for the tool that measures, and for tests."""
+
+
+def pick(rows: int, width: int, element_bytes: int) -> Tiles:
+    """For blocks of ``rows`` rows, heads of ``width`` numbers and a cache whose elements have so many bytes."""
+    if CHOSEN:
+        return CHOSEN[0]
+    found = [row for row in table()["rows"] if rows <= row["rows"] and width <= row["width"]]
+    if not found:
+        raise LookupError(f"no tiles for blocks of {rows} rows and heads of {width}; the widest are of 256")
+    tiles = Tiles(**found[0]["tiles"])
+    # float32 takes twice the room, and no tensor unit multiplies it without rounding it first.
+    return tiles._replace(tile=max(16, tiles.tile // 4), stages=2) if element_bytes > 2 else tiles
+
+
+def costs(tiles: Tiles, width: int, element_bytes: int, workers: int) -> Costs:
+    """Nanoseconds of a tile of keys and values, while ``workers`` workers share the memory, and of the rest."""
+    known = table()["costs"]
+    tile_bytes = 2 * tiles.tile * width * element_bytes
+    tile_ns = max(1, round(tile_bytes * workers / known["bytes_a_ns"]))
+    return Costs(tile_ns, known["start_ns"], known["merge_ns"], known["part_ns"])

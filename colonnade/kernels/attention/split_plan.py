@@ -1,0 +1,140 @@
+"""A plan of Flash-Decoding as data: who reads which keys, what is merged; :mod:`splits` makes it, kernels read it."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from colonnade.errors import CapacityError
+
+FIELDS = 8
+"""Numbers of an item, and of a merge, in the flat form; a multiple of 4, so that rows are aligned."""
+
+
+class Costs(NamedTuple):
+    """What work costs, in one unit, such as nanoseconds."""
+
+    tile: int
+    """A tile of keys, read while all workers read."""
+    start: int
+    """Beginning a piece and writing its result."""
+    merge: int
+    """A merge of anything at all."""
+    part: int
+    """Each piece of the line that has most."""
+
+
+class Shape(NamedTuple):
+    """What is the same for all requests."""
+
+    kv_heads: int
+    group: int
+    """Query heads of a key/value head; any number."""
+    rows: int
+    """Rows of a block: row m of a request is query m // group, head m % group of its key/value head."""
+    tile: int
+    """Keys of a tile; tiles begin at its multiples."""
+    window: int | None = None
+    """Keys that a query sees, itself included, the last ones; keys before cost nothing."""
+
+    def blocks(self, queries: int) -> int:
+        """Blocks of rows of a request with so many queries."""
+        return -(-queries * self.group // self.rows)
+
+    def keys(self, length: int, queries: int, block: int) -> tuple[int, int]:
+        """(first, end) of the keys that any row of a block sees; equal where there are none."""
+        first_query = block * self.rows // self.group
+        end_query = min(queries, -(-(block + 1) * self.rows // self.group))
+        end = max(0, length - queries + end_query)
+        first = 0 if self.window is None else max(0, length - queries + first_query - self.window + 1)
+        return min(first, end), end
+
+
+class Item(NamedTuple):
+    """A piece of work: one block of rows and keys first .. end − 1."""
+
+    request: int
+    head: int
+    """Which key/value head."""
+    block: int
+    first: int
+    end: int
+    slot: int
+    """Where its state goes, to be merged; −1: it is the whole line, and writes the output itself."""
+
+
+class Merge(NamedTuple):
+    """A line that was cut: the states in slots first .. end − 1, in the order of their keys; of none, the identity."""
+
+    request: int
+    head: int
+    block: int
+    first: int
+    end: int
+
+
+class Capacity(NamedTuple):
+    """Sizes of arrays that hold any plan for so many requests: what a captured graph is given."""
+
+    workers: int
+    items: int
+    merges: int
+    slots: int
+
+    @classmethod
+    def of(
+        cls, requests: int, queries: int, shape: Shape, workers: int, *, chunk: int | None = None, context: int = 0
+    ) -> "Capacity":
+        """For ``requests`` of at most ``queries`` queries; with fixed cuts also of at most ``context`` keys.
+
+        W workers have W − 1 ends between them, so at most so many cuts, and each makes at most two slots.
+        """
+        lines = requests * shape.kv_heads * shape.blocks(queries)
+        if chunk is None:
+            return cls(workers, lines + workers - 1, lines, 2 * (workers - 1))
+        pieces = lines * -(-context // chunk)
+        return cls(workers, pieces, lines, pieces)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who reads what. Worker w takes items ``starts[w] .. starts[w + 1] − 1``, in turn."""
+
+    starts: tuple[int, ...]
+    items: tuple[Item, ...]
+    merges: tuple[Merge, ...]
+    slots: int
+    finish: int
+    """When it should end, its merge included, in the unit of the costs."""
+    ideal: int
+    """Before which no plan can, rounded up."""
+
+    @property
+    def capacity(self) -> Capacity:
+        """The least that holds this plan."""
+        return Capacity(len(self.starts) - 1, len(self.items), len(self.merges), self.slots)
+
+    def flat(self, capacity: Capacity | None = None) -> list[int]:
+        """The plan as one list for a kernel: merges' number, starts, items, merges, each from :func:`places` on.
+
+        With a larger ``capacity`` the list is as long as any plan's of that capacity; workers beyond these have
+        nothing. Raises CapacityError where the plan is larger.
+        """
+        own, room = self.capacity, capacity or self.capacity
+        if any(have > most for have, most in zip(own, room, strict=True)):
+            raise CapacityError(f"a plan of {own} does not fit {room}; capture the graph for more requests or queries")
+        first_start, first_item, first_merge, total = places(room)
+        flat = [0] * total
+        flat[0] = len(self.merges)
+        flat[first_start : first_start + room.workers + 1] = [
+            *self.starts, *[self.starts[-1]] * (room.workers - own.workers)
+        ]  # fmt: skip
+        for at, rows in ((first_item, self.items), (first_merge, self.merges)):
+            for i, row in enumerate(rows):
+                flat[at + i * FIELDS : at + i * FIELDS + len(row)] = row
+        return flat
+
+
+def places(capacity: Capacity) -> tuple[int, int, int, int]:
+    """(where the starts, the items and the merges begin in the flat form, its length); all multiples of 4."""
+    items = 4 + -(-(capacity.workers + 1) // 4) * 4
+    merges = items + capacity.items * FIELDS
+    return 4, items, merges, merges + capacity.merges * FIELDS

@@ -1,0 +1,158 @@
+"""Flash-Decoding in Triton: workers read the pages in place, each the pieces of keys that a plan gives it.
+
+    o_s = softmax(q·kₛ) vₛ        lse_s = log Σ exp(q·kₛ)        for every piece s of a line; then merge
+
+A line (see :mod:`splits`) is up to ROWS rows, a row being one query of one query head of a group: all of them read the
+same keys, which come from memory once. So the matrix units get a tile of rows whatever the group, and several queries
+(speculation, chunks of a prompt) fill rows that a single one leaves empty. Rows are flat, query m // GROUP and head
+m % GROUP, and a block of them may begin in the middle of a group.
+
+A worker is a program that stays and takes one piece after another. A piece that is a whole line writes the output; of
+others the states go to slots in float32, which :mod:`triton_merge` folds, in the order of their keys.
+
+Nothing is believed: keys stop at the length that the device holds, whatever was planned; a page id outside the cache,
+or beyond the table, reads nothing, as if its keys were not there. Products of a page's number and its size are 64-bit.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# A kernel is launched with more than its signature says, and its constants are plain numbers.
+
+import math
+
+import triton
+from triton import language as tl
+
+from colonnade.kernels.attention.split_plan import FIELDS as _FIELDS
+
+FIELDS = tl.constexpr(_FIELDS)
+LN_2 = tl.constexpr(math.log(2))
+LOG2_E = tl.constexpr(1 / math.log(2))
+"""Scores are kept in powers of 2, for which there is an instruction."""
+
+
+@triton.jit
+def row_of(cu_ptr, request, head, block, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """(each row's place in the stream, its query head, its number among the request's queries, whether it is one)."""
+    start = tl.load(cu_ptr + request)
+    new = tl.load(cu_ptr + request + 1) - start
+    m = block * ROWS + tl.arange(0, ROWS)
+    query = m // GROUP
+    return start + query, head * GROUP + m % GROUP, query, query < new, new
+
+
+@triton.jit
+def finish(o, top, total, n, there, sinks_ptr, SINKS: tl.constexpr):
+    """(o, lse) of sums of 2^(s − top), with the key whose value is 0 where there is one."""
+    if SINKS:
+        sink = tl.load(sinks_ptr + n, there, float("-inf")).to(tl.float32) * LOG2_E
+        new = tl.maximum(top, sink)
+        base = tl.where(new == float("-inf"), 0.0, new)
+        shrink = tl.exp2(top - base)
+        o, total, top = o * shrink[:, None], total * shrink + tl.exp2(sink - base), new
+    some = tl.where(total > 0.0, total, 1.0)  # a row that sees nothing is the identity
+    return o / some[:, None], tl.where(total > 0.0, top + tl.log2(some), float("-inf")) * LN_2
+
+
+@triton.jit
+def _page(table_ptr, at, columns, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """The page of each key of the tile at ``at``; one number where pages hold whole tiles."""
+    column = at // PAGE if PAGE % TILE == 0 else (at + tl.arange(0, TILE)) // PAGE
+    return tl.load(table_ptr + column, column < columns, -1)
+
+
+@triton.jit
+def _score(
+    s, position, j, known, n, there, slopes_ptr, cap,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
+):  # fmt: skip
+    """Scores in powers of 2 of products that were scaled, −∞ where a row does not see a key."""
+    if CAPPED:
+        # tanh x = 2 sigmoid(2x) − 1
+        s = cap * (2.0 * tl.sigmoid(2.0 * s / cap) - 1.0)
+    if SLOPES:
+        slope = tl.load(slopes_ptr + n, there, 0.0).to(tl.float32)
+        s = s - slope[:, None] * (position[:, None] - j[None, :])
+    sees = (j[None, :] <= position[:, None]) & known[None, :]
+    if WINDOW:
+        sees = sees & (j[None, :] > position[:, None] - WINDOW)
+    return tl.where(sees, s * LOG2_E, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at"])  # they change from step to step
+def attend(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, pages_ptr, cu_ptr, lengths_ptr,
+    slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k, pages_r, columns, pages, items_at, scale, cap,
+    N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, LAUNCH_NEXT: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """All pieces of one worker."""
+    h = tl.arange(0, BLOCK_H)
+    first_item = tl.load(plan_ptr + 4 + tl.program_id(0))
+    end_item = tl.load(plan_ptr + 5 + tl.program_id(0))
+    if LAUNCH_NEXT:
+        # The merge may take its place now; it waits for the end of this before it reads.
+        tl.extra.cuda.gdc_launch_dependents()
+    for item in range(first_item, end_item):
+        at_item = plan_ptr + items_at + item * FIELDS
+        request, head, block = tl.load(at_item), tl.load(at_item + 1), tl.load(at_item + 2)
+        slot = tl.load(at_item + 5)
+        t, n, query, there, new = row_of(cu_ptr, request, head, block, GROUP, ROWS)
+        length = tl.load(lengths_ptr + request)
+        position = length - new + query
+        low = tl.load(at_item + 3) // TILE * TILE
+        high = tl.minimum(tl.load(at_item + 4), length)
+        q_at = q_ptr + t.to(tl.int64)[:, None] * q_t + n[:, None] * q_n + h[None, :]
+        q = tl.load(q_at, there[:, None] & (h < H)[None, :], 0.0)
+        factor = scale
+        if SCALED:
+            factor = scale * tl.load(k_scale_ptr + head)
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        o = tl.zeros((ROWS, BLOCK_H), tl.float32)
+        table_ptr = pages_ptr + request.to(tl.int64) * pages_r
+        # Page numbers are fetched a tile ahead, by hand: loads that wait for loads within a step are what the compiler
+        # does not bring under way together.
+        page = _page(table_ptr, low, columns, PAGE, TILE)
+        for at in tl.range(low, high, TILE, num_stages=STAGES):
+            j = at + tl.arange(0, TILE)
+            number = page.to(tl.int64)
+            if PAGE % TILE == 0:
+                known = j < tl.where((page >= 0) & (page < pages), high, 0)
+                k_at = k_ptr + number * k_page + head * k_k + (at % PAGE + j - at)[:, None] * k_p + h[None, :]
+                v_at = v_ptr + number * v_page + head * v_k + (at % PAGE + j - at)[:, None] * v_p + h[None, :]
+            else:
+                known = (j < high) & (page >= 0) & (page < pages)
+                k_at = k_ptr + (number * k_page + head * k_k + (j % PAGE) * k_p)[:, None] + h[None, :]
+                v_at = v_ptr + (number * v_page + head * v_k + (j % PAGE) * v_p)[:, None] + h[None, :]
+            page = _page(table_ptr, at + TILE, columns, PAGE, TILE)
+            if BLOCK_H == H:
+                k = tl.load(k_at, known[:, None], 0.0)
+                v = tl.load(v_at, known[:, None], 0.0)
+            else:
+                k = tl.load(k_at, known[:, None] & (h < H)[None, :], 0.0)
+                v = tl.load(v_at, known[:, None] & (h < H)[None, :], 0.0)
+            s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * factor
+            s = _score(s, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES)
+            higher = tl.maximum(top, tl.max(s, 1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+            p = tl.exp2(s - base[:, None])
+            shrink = tl.exp2(top - base)
+            total = total * shrink + tl.sum(p, 1)
+            o = tl.dot(p.to(q.dtype), v.to(q.dtype), o * shrink[:, None], input_precision="ieee")
+            top = higher
+        if SCALED:
+            o = o * tl.load(v_scale_ptr + head)
+        if slot < 0:
+            o, lse = finish(o, top, total, n, there, sinks_ptr, SINKS)
+            line = t.to(tl.int64) * N + n
+            o_at = o_ptr + line[:, None] * H + h[None, :]
+            tl.store(o_at, o.to(o_ptr.dtype.element_ty), there[:, None] & (h < H)[None, :])
+            tl.store(lse_ptr + line, lse, there)
+        else:
+            # Sinks are one key, not one a piece: the merge adds them.
+            o, lse = finish(o, top, total, n, there, sinks_ptr, False)
+            line = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+            tl.store(slot_o_ptr + line[:, None] * H + h[None, :], o, (h < H)[None, :])
+            tl.store(slot_lse_ptr + line, lse)

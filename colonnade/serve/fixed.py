@@ -1,0 +1,157 @@
+"""Decode steps of fixed shape, which a GPU replays as a graph: one launch instead of hundreds.
+
+A graph (CUDA's) is a recording of kernels with their arguments, so what changes from step to step must lie where the
+recording looks for it. A step that decodes one token for each of R requests is padded to the next of a few sizes B, and
+told through buffers that stay: tokens, positions, slots, lengths, tables of pages, the split plans of attention. Rows
+past R decode token 0 into a page that is nobody's. Graphs are recorded when a size is first asked for; sampling, which
+differs from request to request, follows outside. On a CPU the same buffers are read without a graph, which is how tests
+see all of this but the recording.
+
+A plan of splits is made for lengths as they will be a few steps on (:data:`AHEAD`), and serves until then or until
+somebody joins, leaves, or is put elsewhere in the batch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colonnade.kernels.attention.pages import PageTable
+from colonnade.model import KVCache, Paged, Stream, Transformer
+from colonnade.model.head import Shares
+from colonnade.serve.scheduler import Work
+from colonnade.serve.upload import upload
+
+AHEAD = 16
+"""Steps of decoding for which a plan of splits is good."""
+
+
+def padded(requests: int, most: int) -> int:
+    """The size of a step of so many requests: less than a quarter more, four sizes a doubling; at most ``most``."""
+    step = 1 << max(0, requests.bit_length() - 3)
+    return min(most, -(-requests // step) * step)
+
+
+class FixedSteps:
+    """Runs works in which each request decodes one token."""
+
+    def __init__(self, model: Transformer, cache: KVCache, most: int, context: int):
+        """For at most ``most`` requests of ``context`` tokens; the cache's last page is nobody's."""
+        self.model, self.cache, self.most, self.context = model, cache, most, context
+        self._sizes: dict[int, _Size] = {}
+        self._pool = torch.cuda.graph_pool_handle() if cache.k[0].is_cuda else None
+
+    def take(self, work: Work) -> bool:
+        """Whether ``work`` is such a one."""
+        return all(len(piece.tokens) == 1 and piece.draw is not None for piece in work.slices)
+
+    def __call__(self, work: Work, last_R: Tensor) -> Tensor:
+        """logits_Rv, this rank's share of the vocabulary; overwritten by the next call."""
+        R = len(work.slices)
+        size = padded(R, self.most)
+        if size not in self._sizes:
+            self._sizes[size] = _Size(self.model, self.cache, size, self.context)
+        return self._sizes[size](work, last_R, self._pool)[:R]
+
+
+class _Size:
+    """The buffers of one size, and the graph that reads them."""
+
+    def __init__(self, model: Transformer, cache: KVCache, size: int, context: int):
+        self.model, self.cache, self.size = model, cache, size
+        self.device = cache.k[0].device
+        widest = -(-context // cache.page_tokens)
+        self.scratch = cache.pages - 1
+        self.numbers = torch.zeros(3, size, dtype=torch.int64, device=self.device)
+        self.lengths = torch.ones(size, dtype=torch.int32, device=self.device)
+        self.pages = torch.full((size, widest), self.scratch, dtype=torch.int32, device=self.device)
+        self.head = Shares(torch.arange(size, device=self.device))
+        self.cu_queries = torch.arange(size + 1, dtype=torch.int32, device=self.device)
+        self.context = context
+        self._planned: list[int] | None = None
+        self._table: PageTable | None = None
+        self._replay: Callable[[], None] | None = None
+        self._logits: Tensor | None = None
+
+    def __call__(self, work: Work, last_R: Tensor, pool: Any) -> Tensor:
+        lengths = self._tell(work, last_R)
+        if self.device.type == "cpu":
+            return self._run(self._attend(max(lengths)))
+        if self._replay is None:
+            self._record(lengths, pool)
+        else:
+            self._plan(lengths)
+            self._replay()
+        assert self._logits is not None
+        return self._logits
+
+    def _tell(self, work: Work, last_R: Tensor) -> list[int]:
+        """Write ``work`` into the buffers; its lengths, padding included."""
+        pieces, missing, page = work.slices, self.size - len(work.slices), self.cache.page_tokens
+        slots = [p.pages[p.start // page] * page + p.start % page for p in pieces]
+        numbers = [
+            [p.tokens[0] for p in pieces] + [0] * missing,
+            [p.start for p in pieces] + [0] * missing,
+            slots + [self.scratch * page] * missing,
+        ]
+        lengths = [p.start + 1 for p in pieces] + [1] * missing
+        self.numbers.copy_(upload(numbers, torch.int64, self.device))
+        self.lengths.copy_(upload(lengths, torch.int32, self.device))
+        widest = max(len(p.pages) for p in pieces)
+        tables = [[*p.pages, *[self.scratch] * (widest - len(p.pages))] for p in pieces]
+        tables += [[self.scratch] * widest] * missing
+        self.pages[:, :widest].copy_(upload(tables, torch.int32, self.device))
+        if any(p.tokens[0] < 0 for p in pieces):
+            ids = self.numbers[0]
+            drawn = last_R[(-1 - ids).clamp(min=0)].clamp(min=0)  # what is no token ends its request
+            ids.copy_(torch.where(ids < 0, drawn, ids))
+        return lengths
+
+    def _attend(self, longest: int) -> Paged:
+        slots, kernels = self.numbers[2], "triton" if self.device.type == "cuda" else "auto"
+        return Paged(self.cache, self.pages, slots, self.cu_queries, self.lengths, 1, longest, kernels)
+
+    def _run(self, attend: Paged) -> Tensor:
+        return self.model(Stream(self.numbers[0], self.numbers[1]), attend, self.head)
+
+    # -- on a GPU --------------------------------------------------------------------------------------------------
+
+    def _record(self, lengths: list[int], pool: Any) -> None:
+        """Run once as it is, which compiles kernels and shows what plans there must be; then record."""
+        attend = self._attend(self.context)
+        self._table = attend.table
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._run(attend)
+            for layout in list(self._table.prepared):
+                capacity = layout.capacity(self.size, 1, self.context)
+                plan = layout.plan(lengths, [1] * self.size, room=self._room)
+                self._table.prepared[layout] = layout.prepare(plan, self.device, capacity)
+            self._run(attend)  # what a graph calls must have run before
+        torch.cuda.current_stream().wait_stream(stream)
+        self._planned = None
+        self._plan(lengths)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self._logits = self._run(attend)
+        self._replay = graph.replay
+        graph.replay()  # recording is not running
+
+    def _plan(self, lengths: Sequence[int]) -> None:
+        """Plans for these lengths, where those at hand are not good for them any more."""
+        assert self._table is not None
+        if self._planned is not None:
+            grown = lengths[0] - self._planned[0]
+            if 0 <= grown <= AHEAD and all(n - p in (grown, 0) for n, p in zip(lengths, self._planned, strict=True)):
+                return
+        self._planned = list(lengths)
+        for layout, ready in self._table.prepared.items():
+            plan = layout.plan(lengths, [1] * self.size, room=self._room, ahead=AHEAD)
+            ready.flat.copy_(upload(plan.flat(ready.capacity), torch.int32, self.device))
+
+    @property
+    def _room(self) -> int:
+        """Keys that the tables of pages have place for."""
+        return self.pages.shape[1] * self.cache.page_tokens

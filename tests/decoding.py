@@ -1,0 +1,128 @@
+"""Cases of decoding over pages: tensors, a plan, the kernels' state and the exact one; interpreted, or on a GPU."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from colonnade.kernels.attention import reference, splits, triton_decode
+from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.split_plan import Costs, Plan
+from colonnade.kernels.attention.triton_decode import Layout, Prepared
+from colonnade.kernels.softmax_state import State
+
+
+def scaled(x_PpKH: Tensor, scale_K: Tensor | None) -> Tensor:
+    """A cache in numbers that can be reckoned with."""
+    return x_PpKH if scale_K is None else x_PpKH.double() * scale_K.double()[:, None]
+
+
+@dataclass
+class Made:
+    """A case as tensors."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: PageTable
+    layout: Layout
+    plan: Plan | None
+    ready: Prepared | None
+    options: dict
+    scales: tuple[Tensor, Tensor] | None
+
+    def run(self) -> State:
+        """The kernels' state; memory is NaN before."""
+        # torch then fills what it hands out uninitialised.
+        torch.use_deterministic_algorithms(True)
+        try:
+            return triton_decode.attend(
+                self.q, self.k, self.v, self.table, self.ready, scales_K=self.scales, **self.options
+            )
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def exact(self) -> State:
+        """The reference's, in float64."""
+        scales = self.scales or (None, None)
+        k, v = (scaled(x, scale).double() for x, scale in zip((self.k, self.v), scales, strict=True))
+        return reference_state(self.q.double(), k, v, self.table, self.layout.shape.window, **self.options)
+
+
+def reference_state(q, k, v, table: PageTable, window, *, cap=None, slopes_N=None, sinks_N=None) -> State:
+    """:func:`reference.paged` with its log-sum-exp."""
+    ends, (_, lengths) = table.cu_queries.tolist(), table.host
+    parts = []
+    for r, length in enumerate(lengths):
+        used = table.pages_RP[r, : -(-length // table.page_tokens)].long()
+        keys, values = (x[used].flatten(0, 1)[:length] for x in (k, v))
+        part = reference.attend(q[ends[r] : ends[r + 1]], keys, values, window=window, cap=cap, slopes_N=slopes_N)
+        parts.append(part if sinks_N is None else reference.with_sinks(part, sinks_N))
+    return State(torch.cat([part.o for part in parts]), torch.cat([part.lse for part in parts]))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests of these lengths, the last ``queries`` of which are new."""
+
+    lengths: list[int]
+    queries: list[int]
+    K: int
+    group: int
+    H: int
+    page: int
+    window: int | None = None
+    cap: float | None = None
+    slopes: bool = False
+    sinks: bool = False
+    chunk: int | None = None
+    dtype: torch.dtype = torch.float32
+    cache: torch.dtype | None = None
+
+    def made(self, device: str = "cpu", *, ahead: int = 0, capacity: bool = False, prepared: bool = True) -> Made:
+        """Tensors and a plan; pages lie anywhere, and what no request holds is NaN where the type has it."""
+        needed = [-(-n // self.page) for n in self.lengths]
+        N, P = self.K * self.group, sum(needed) + 2
+        order = torch.randperm(P, generator=torch.Generator().manual_seed(P)).int()
+        pages = torch.zeros(len(needed), max(1, *needed), dtype=torch.int32)
+        q = torch.empty(sum(self.queries), N, self.H)
+        pools = torch.full((2, P, self.page, self.K, self.H), torch.nan)
+        for r in range(len(needed)):
+            # Drawn by itself, so that its numbers are the same among others.
+            draw = torch.Generator().manual_seed(self.lengths[r] + 1000 * self.queries[r])
+            start, new, length = sum(self.queries[:r]), self.queries[r], self.lengths[r]
+            q[start : start + new] = torch.randn(new, N, self.H, generator=draw)
+            mine = order[sum(needed[:r]) : sum(needed[: r + 1])]
+            pages[r, : len(mine)] = mine
+            drawn = torch.randn(2, length, self.K, self.H, generator=draw)
+            at = torch.arange(length)
+            pools[:, mine.long()[at // self.page], at % self.page] = drawn
+        k, v, scales = *pools, None
+        if self.cache is not None:
+            # Larger than 1 apart, so that a kernel that forgets one is wrong.
+            scales = tuple(torch.linspace(low, 2 * low, self.K, device=device) for low in (0.02, 0.03))
+            k, v = (
+                (x.nan_to_num() / scale.cpu()[:, None]).clamp(-127, 127).to(self.cache)
+                for x, scale in zip((k, v), scales, strict=True)
+            )
+        else:
+            k, v = k.to(self.dtype), v.to(self.dtype)
+        q, k, v = (x.to(device) for x in (q.to(self.dtype), k, v))
+        cu = torch.tensor([0, *self.queries], device=device).cumsum(0).int()
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
+        table = PageTable(pages.to(device), cu, lengths, self.page, max(self.queries), max(self.lengths))
+        options = {
+            "cap": self.cap,
+            "slopes_N": torch.linspace(0.01, 0.3, N, device=device) if self.slopes else None,
+            "sinks_N": torch.linspace(-3, 3, N, device=device) if self.sinks else None,
+        }
+        if not prepared:
+            return Made(q, k, v, table, None, None, None, options, scales)
+        layout = Layout.of(q, k, max(self.queries), window=self.window, chunk=self.chunk)
+        # Prices at which everything that can be is cut: at the true ones cases as small as these are not.
+        cheap = Costs(tile=1000, start=10, merge=0, part=0)
+        plan = splits.plan(
+            self.lengths, self.queries, layout.shape, layout.workers, cheap, chunk=layout.chunk, ahead=ahead
+        )
+        room = layout.capacity(len(needed) + 1, max(self.queries), max(self.lengths) + ahead) if capacity else None
+        return Made(q, k, v, table, layout, plan, layout.prepare(plan, device, room), options, scales)

@@ -1,0 +1,186 @@
+"""Flash-Decoding on a GPU: equals float64 for every width, page, group and type; the same bits; nothing is waited for.
+
+pytest -q tests/gpu/test_decode_gpu.py        # about four minutes, most of it compiling
+"""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+
+from colonnade.kernels.attention import sdpa
+from colonnade.kernels.attention.split_plan import Plan
+from colonnade.kernels.attention.triton_decode import Layout, attend
+from colonnade.kernels.choose import choose
+from tests.decoding import Case, Made
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+"""Rounding the output alone costs 1.7e-3 in bfloat16. The log-sum-exp is float32 of products of rounded numbers."""
+LENGTHS = [1, 4000, 300, 17, 1025, 0]
+
+
+def same(made: Made, tolerance: float) -> None:
+    state, exact = made.run(), made.exact()
+    for what, got, right in zip(("o", "lse"), state, exact, strict=True):
+        seen = right.isfinite()
+        assert torch.equal(got.isfinite(), seen), what
+        error = float((got.double() - right)[seen].norm() / right[seen].norm().clamp(min=1e-9))
+        assert error < tolerance, (what, error)
+
+
+@pytest.mark.parametrize("width", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("queries", [1, 5])
+def test_every_width(width: int, dtype: torch.dtype, queries: int) -> None:
+    same(Case(LENGTHS, [queries] * 6, K=2, group=4, H=width, page=64, dtype=dtype).made("cuda"), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("page", [4, 16, 32, 48, 64, 128, 256])
+def test_every_page(page: int) -> None:
+    same(Case(LENGTHS, [1] * 6, K=2, group=8, H=128, page=page, dtype=torch.bfloat16).made("cuda"), 4e-3)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64, 71])
+def test_every_group(group: int) -> None:
+    same(Case(LENGTHS, [1] * 6, K=3, group=group, H=128, page=16, dtype=torch.bfloat16).made("cuda"), 4e-3)
+
+
+@pytest.mark.parametrize("queries", [2, 3, 8, 16, 64])
+def test_several_queries(queries: int) -> None:
+    case = Case([4000, 64, 300, 90], [queries, 1, 0, queries], K=2, group=5, H=64, page=32, dtype=torch.float16)
+    same(case.made("cuda"), 6e-4)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 1500])
+@pytest.mark.parametrize(
+    "more", [{}, {"cap": 5.0}, {"slopes": True}, {"sinks": True}, {"cap": 3.0, "slopes": True, "sinks": True}], ids=str
+)
+@pytest.mark.parametrize("queries", [1, 4])
+def test_features(window: int | None, more: dict, queries: int) -> None:
+    case = Case(LENGTHS, [queries] * 6, K=2, group=4, H=64, page=16, dtype=torch.float16, window=window, **more)
+    same(case.made("cuda"), 6e-4)
+
+
+@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("page", [16, 128])
+def test_caches_of_8_bits(cache: torch.dtype, dtype: torch.dtype, page: int) -> None:
+    """Against the numbers that the cache holds: what a cache of 8 bits loses is not the kernel's."""
+    case = Case(LENGTHS, [1] * 6, K=2, group=8, H=128, page=page, dtype=dtype, cache=cache)
+    same(case.made("cuda"), TOLERANCE[dtype])
+
+
+def test_the_same_bits_each_time() -> None:
+    made = Case([20_000, 3, 700], [1, 1, 2], K=2, group=8, H=128, page=16, dtype=torch.bfloat16).made("cuda")
+    assert made.plan.slots > 100
+    first = made.run()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(made.run(), first, strict=True))
+
+
+def test_fixed_cuts_give_the_same_bits_in_any_company() -> None:
+    how = {"K": 2, "group": 4, "H": 128, "page": 16, "dtype": torch.bfloat16, "chunk": 512}
+    alone = Case([3000], [1], **how).made("cuda").run()
+    for others in (1, 7, 63, 255):
+        for at in {0, others // 2, others}:
+            lengths = [(37 * i) % 2000 for i in range(others)]
+            lengths.insert(at, 3000)
+            queries = [3 if i % 5 == 4 else 1 for i in range(others + 1)]
+            queries[at] = 1
+            among = Case(lengths, queries, **how).made("cuda").run()
+            row = sum(queries[:at])
+            assert torch.equal(among.o[row], alone.o[0])
+            assert torch.equal(among.lse[row], alone.lse[0])
+
+
+def test_a_graph_takes_the_next_steps_plan() -> None:
+    """Captured once; lengths grow, and the plan is written over in its place."""
+    made = Case([500, 5000, 0], [1, 1, 1], K=2, group=4, H=128, page=64, dtype=torch.bfloat16).made(
+        "cuda", capacity=True
+    )
+    flat, lengths = made.ready.flat, made.table.lengths_R
+    attend(made.q, made.k, made.v, made.table, made.ready)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, lse = attend(made.q, made.k, made.v, made.table, made.ready)
+    for step in ([500, 5000, 0], [64, 4999, 0], [1, 1, 0], [0, 4000, 0]):
+        plan: Plan = made.layout.plan(step, [1, 1, 1])
+        flat.copy_(torch.tensor(plan.flat(made.ready.capacity), dtype=torch.int32))
+        lengths.copy_(torch.tensor(step, dtype=torch.int32))
+        del made.table.__dict__["host"]
+        o.fill_(torch.nan)
+        graph.replay()
+        exact = made.exact()
+        assert (o.double() - exact.o).norm() < 4e-3 * exact.o.norm()
+        assert torch.equal(lse.isfinite(), exact.lse.isfinite())
+
+
+def test_bad_pages_are_not_read() -> None:
+    made = Case([3000, 60], [1, 1], K=1, group=2, H=64, page=16, dtype=torch.bfloat16).made("cuda")
+    good = made.run().o[1]
+    for wrong in (-1, 10**8, 2**31 - 1, -(2**31)):
+        made.table.pages_RP[0, ::2] = wrong
+        o = made.run().o
+        assert o.isfinite().all()
+        assert torch.equal(o[1], good)
+    torch.cuda.synchronize()
+
+
+def test_a_cache_of_more_than_two_billion_numbers() -> None:
+    """Pages at its end: 64-bit places."""
+    P, page, K, H = 2**31 // (256 * 8 * 128) + 64, 256, 8, 128
+    k = torch.zeros(P, page, K, H, dtype=torch.float8_e4m3fn, device="cuda")
+    small = Case([700, 300], [1, 1], K=K, group=2, H=H, page=page, dtype=torch.bfloat16, cache=torch.float8_e4m3fn)
+    made = small.made("cuda")
+    exact = made.run().o
+    v, few = torch.zeros_like(k), len(made.k)
+    k[-few:], v[-few:] = made.k, made.v
+    made.table.pages_RP.add_(P - few)
+    made.k, made.v = k, v
+    assert torch.equal(made.run().o, exact)
+
+
+@pytest.mark.parametrize("queries", [[1, 1, 1], [1, 4, 1], [300, 1, 1]], ids=str)
+def test_the_row_of_the_table(queries: list[int]) -> None:
+    """Asked for by name; a long prompt goes to SDPA."""
+    made = Case([5000, 40, 900], queries, K=2, group=4, H=128, page=16, dtype=torch.bfloat16).made("cuda")
+    made.k, made.v = made.k.nan_to_num(), made.v.nan_to_num()
+    run = choose("paged_attention", "cuda", torch.bfloat16, "triton")
+    exact = made.exact().o
+    for window in (None, 100):
+        made.layout = Layout.of(made.q, made.k, max(queries), window=window)
+        got, theirs = (f(made.q, made.k, made.v, made.table, window=window) for f in (run, sdpa.paged))
+        exact = made.exact().o
+        assert (got.double() - exact).norm() < 4e-3 * exact.norm()
+        assert (theirs.double() - exact).norm() < 4e-3 * exact.norm()
+
+
+def test_random_cells() -> None:
+    """A hundred of what the speed is measured at, small: lengths ragged, heads and pages any."""
+    draw = torch.Generator().manual_seed(0)
+
+    def one(of: list) -> int:
+        return of[int(torch.randint(len(of), (), generator=draw))]
+
+    for _ in range(100):
+        batch = one([1, 2, 3, 9, 40])
+        lengths = [int(torch.randint(1, one([5, 300, 9000]) + 1, (), generator=draw)) for _ in range(batch)]
+        case = Case(
+            lengths, [1] * batch, K=one([1, 2, 4, 8]), group=one([1, 2, 4, 5, 7, 8, 16]), H=one([64, 128, 256]),
+            page=one([16, 32, 64, 128, 256]), dtype=torch.bfloat16,
+        )  # fmt: skip
+        same(case.made("cuda"), 4e-3)
+
+
+def test_every_tiling_that_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    import flash_decoding
+    from colonnade.kernels.attention import decode_tiles
+
+    for how, width in itertools.product(flash_decoding.CANDIDATES, (64, 128)):
+        monkeypatch.setattr(decode_tiles, "CHOSEN", [how])
+        same(Case(LENGTHS, [1] * 6, K=2, group=8, H=width, page=16, dtype=torch.bfloat16).made("cuda"), 4e-3)

@@ -1,0 +1,81 @@
+"""Experts over two GPUs: any number of parts is the same layer, and waits for the device once, on the way there."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from colonnade.config import ModelConfig, MoeConfig, Plan
+from colonnade.model import Transformer
+from colonnade.model.moe import Spread
+from colonnade.model.moe.dispatch import through_experts
+from colonnade.model.moe.experts import Experts
+from colonnade.parallel.launch import launch
+from colonnade.parallel.mesh import Ground
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+CONFIG = ModelConfig(
+    vocab_size=64, layers=1, width=256, heads=4, ffn_width=128, context=64,
+    moe=MoeConfig(experts=16, active=4, ffn_width=128),
+)  # fmt: skip
+
+
+def _waits(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], int]:
+    """What ``run`` returns, and how often it waited for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            found = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return found, sum("synchronizing" in str(warning.message) for warning in seen)
+
+
+def _check(plan: Plan) -> dict[str, float]:
+    with Ground.build(plan, "cuda") as ground:
+        model = Transformer(CONFIG, ground.axes, device=ground.device, dtype=torch.bfloat16)
+        experts = model.blocks.get_submodule("0.ffn.experts")
+        assert isinstance(experts, Experts)
+        draw = torch.Generator("cuda").manual_seed(ground.rank)
+        with torch.no_grad():
+            for w in experts.parameters():
+                w.normal_(0, 0.06, generator=draw)
+        x = torch.randn(3001, 256, device="cuda", generator=draw).bfloat16().requires_grad_()
+        ids = torch.rand(3001, 16, device="cuda", generator=draw).topk(4).indices
+        weights = torch.rand(3001, 4, device="cuda", generator=draw).requires_grad_()
+        leaves = [x, weights, *experts.matrices]
+        worst: dict[str, float] = {}
+        for r in [d for d in (1, 2) if plan.sh % d == 0]:
+            exact: list[Tensor] = []
+            for p in (1, 2, 4, 6):
+
+                def forward(r: int = r, p: int = p) -> list[Tensor]:
+                    return [through_experts(x, ids, weights, experts, ground.axes.grid, Spread(r, p))[0]]
+
+                def backward(y: Tensor) -> list[Tensor]:
+                    return list(torch.autograd.grad(y, leaves, x.detach()))
+
+                backward(*forward())  # compiles
+                (y,), there = _waits(forward)
+                grads, back = _waits(lambda y=y: backward(y))
+                found = [y.detach(), *grads]
+                exact = exact or found
+                assert (there, back) == (1, 0), (r, p, there, back)
+                error = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(found, exact, strict=True))
+                worst[f"r={r} p={p}"] = error
+        return worst
+
+
+@pytest.mark.parametrize("plan", [Plan(dp=2, ep=2), Plan(dp=2, sh=2)], ids=str)
+def test_parts_are_the_same_layer_and_one_wait(plan: Plan) -> None:
+    for way, error in launch(_check, (plan,), plan).items():
+        assert error < 1e-2, (way, error)

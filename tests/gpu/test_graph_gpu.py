@@ -1,0 +1,107 @@
+"""A step as a CUDA graph has the bits of the step launched piece by piece: in training, clipped, resumed, validated."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
+from colonnade.data import build
+from colonnade.parallel.mesh import Ground
+from colonnade.train import Trainer
+from colonnade.train.graph import Graphed
+from colonnade.train.session import Session
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
+
+# The loss compiles its two passes on a GPU, and the compiler warns of its own doings.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+WORDS = ["column", "row", "share", "whole", "bears", "stands", "weight", "of", "the", "and"]
+MODEL = ModelConfig(vocab_size=300, layers=2, width=128, heads=4, kv_heads=2, ffn_width=256, context=64, tied=True)
+STEPS = 6
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    texts = [(str(i), " ".join(WORDS[(i * j + j) % 10] for j in range(8 + 7 * i % 90))) for i in range(200)]
+    build(texts, tmp_path / "corpus", vocab_size=300, validation_share=0.2)
+    t = TrainConfig(
+        steps=STEPS, batch=8, micro_batch=8, warmup=2, dtype="bfloat16", save_every=0, eval_every=0, lr=1e-2,
+        min_lr=1e-3, log_every=1, deterministic=True,
+    )  # fmt: skip
+    data = DataConfig(path=tmp_path / "corpus", sequence=64, separate_documents=False)
+    return RunConfig(name="it", runs=tmp_path, device="cuda", model=MODEL, data=data, train=t)
+
+
+def ended(run: RunConfig) -> dict[str, bytes]:
+    """The last checkpoint's tensors."""
+    Trainer(run).fit()
+    return {path.name: path.read_bytes() for path in sorted((run.folder / f"step-{STEPS}").glob("*.safetensors"))}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dropout": {"dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.1},
+    "clipped": {"clip": 0.01},
+    "one pass": {"clip": 0.01, "fused_adamw": True, "dropout": 0.1},
+    "validated": {"eval_every": 2},
+    "compiled": {"compile": True, "dropout": 0.1},
+    "recomputed": {"recompute": "full", "dropout": 0.1},
+    "offloaded": {"offload": "optimizer"},
+    "float16, overflows": {"dtype": "float16", "loss_scale": 2.0**32, "loss_scale_steps": 2},
+    "float32": {"dtype": "float32"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_has_the_bits_of_the_step_in_pieces(config: RunConfig, case: str) -> None:
+    pieces = config.but(name="pieces", train=config.train.but(**CASES[case]))
+    graphed = config.but(name="graphed", train=pieces.train.but(cuda_graph=True))
+    assert ended(graphed) == ended(pieces)
+
+
+def test_it_resumes_bit_for_bit_into_and_out_of_a_graph(config: RunConfig) -> None:
+    t = config.train.but(save_every=4, dropout=0.1, cuda_graph=True)
+    whole = ended(config.but(name="whole", train=t))
+    for graphed in (True, False):
+        again = config.but(name=f"again-{graphed}", train=t.but(cuda_graph=graphed))
+        shutil.copytree(config.runs / "whole" / "step-4", again.folder / "step-4")
+        assert ended(again) == whole
+
+
+def test_ragged_documents_have_recordings_of_their_own(config: RunConfig) -> None:
+    data = config.data.but(separate_documents=True)
+    pieces = config.but(name="pieces", data=data)
+    graphed = config.but(name="graphed", data=data, train=config.train.but(cuda_graph=True))
+    assert ended(graphed) == ended(pieces)
+
+
+def test_it_replays_waits_for_nothing_and_tells_its_memory(config: RunConfig) -> None:
+    config = config.but(train=config.train.but(cuda_graph=True, deterministic=False, fused_adamw=True, steps=20))
+    with Ground.build(config.plan, config.device) as ground:
+        session = Session(config, ground)
+        outcomes = [session.step() for _ in range(4)]
+        passes = session._step.passes
+        assert isinstance(passes, Graphed) and len(passes._recorded) == 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            outcomes += [session.step() for _ in range(4)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        losses = [float(outcome.loss_sum) for outcome in outcomes]
+        assert len(set(losses)) == len(losses), "each step's loss is its own, read after all of them"
+        assert losses[-1] < losses[0]
+        assert outcomes[-1].memory_bytes >= 0.9 * outcomes[1].memory_bytes
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_ranks_record_their_collectives(config: RunConfig, sequence_parallel: bool) -> None:
+    plan = Plan(tp=2, sequence_parallel=sequence_parallel)
+    pieces = config.but(name="pieces", plan=plan)
+    graphed = config.but(name="graphed", plan=plan, train=config.train.but(cuda_graph=True))
+    assert ended(graphed) == ended(pieces)

@@ -1,0 +1,166 @@
+"""Flash-Decoding in Triton, run by its interpreter on a CPU: ``TRITON_INTERPRET=1 python -m tests.interpreted_decode``.
+
+Tiles and splits are small, so that there are many of them, and their number of pieces is not a multiple of anything.
+"""
+
+import warnings
+
+import torch
+
+from colonnade.kernels.attention import reference, split_reference, triton_decode
+from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
+from colonnade.kernels.attention.triton_decode import Layout
+from tests.decoding import Case, scaled
+
+HOW = [Tiles(16, 4, 2, 2, 2, 32), Tiles(32, 4, 2, 4, 4, 16), Tiles(16, 4, 2, 8, 16, 64)]
+
+
+CUT: list[bool] = []
+"""Of each case, whether any line was."""
+
+
+def same(case: Case, tolerance: float = 1e-5) -> None:
+    """Values and log-sum-exp against float64, by norm; what nobody writes is NaN."""
+    made = case.made()
+    CUT.append(made.plan.slots > 0)
+    state, exact = made.run(), made.exact()
+    for what, got, right in zip(("o", "lse"), state, exact, strict=True):
+        assert got.shape == right.shape
+        seen = right.isfinite()
+        assert torch.equal(got.isfinite(), seen), (case, what)
+        error = float((got.double() - right)[seen].norm() / right[seen].norm().clamp(min=1))
+        assert error < tolerance, (case, what, error)
+
+
+def check_shapes() -> int:
+    """Groups, widths, pages, queries; each way to cut."""
+    count = 0
+    lengths = ([70, 3, 0, 100], [1, 1, 0, 1])
+    for i, (group, width) in enumerate(((1, 64), (5, 80), (7, 20), (12, 128), (71, 16))):
+        CHOSEN[:] = [HOW[i % 3]]
+        lengths = ([40, 9], [1, 1]) if group > 16 else lengths
+        same(Case(*lengths, K=1 + i % 3, group=group, H=width, page=(16, 64, 4)[i % 3]))
+        count += 1
+    for i, queries in enumerate(([1, 3, 2, 0], [5, 1, 1, 4], [25, 2, 7, 1])):
+        CHOSEN[:] = [HOW[i % 3]]
+        same(Case([66, 3, 40, 4], queries, K=1, group=(1, 3, 5)[i], H=16, page=16, window=(None, 9, 40)[i]))
+        count += 1
+    CHOSEN[:] = [HOW[0]]
+    same(Case([50], [1], K=1, group=4, H=192, page=32))
+    return count + 1
+
+
+def check_features() -> int:
+    """Window, cap, slopes, sinks, and all at once, of cut and of whole lines; more queries than keys."""
+    count = 0
+    for i, (window, cap, slopes, sinks) in enumerate(
+        [(7, None, False, False), (None, 2.0, False, False), (None, None, True, False), (None, None, False, True),
+         (33, 1.5, True, True)]
+    ):  # fmt: skip
+        for batch in (([90, 5], [2, 5]), ([2, 40, 0], [4, 1, 2])):
+            CHOSEN[:] = [HOW[i % 3]]
+            same(Case(*batch, K=2, group=3, H=16, page=16, window=window, cap=cap, slopes=slopes, sinks=sinks))
+            count += 1
+    return count
+
+
+def check_types() -> int:
+    """float16, and caches of 8 bits with scales."""
+    CHOSEN[:] = [HOW[0]]
+    same(Case([90, 40], [1, 2], K=2, group=4, H=32, page=16, dtype=torch.float16), 6e-4)
+    for cache in (torch.float8_e4m3fn, torch.int8):
+        same(Case([90, 40], [1, 2], K=2, group=4, H=32, page=16, cache=cache, sinks=True))
+    return 3
+
+
+def check_fixed_cuts() -> int:
+    """The same bits alone and among others, whatever else, however many queries they have."""
+    CHOSEN[:] = [HOW[0]]
+    alone = Case([100], [1], K=2, group=3, H=16, page=16, chunk=32)
+    o, lse = alone.made().run()
+    same(alone)
+    others = [([5, 100, 200], [1, 1, 1]), ([70, 40, 100], [9, 3, 1])]
+    for lengths, queries in others:
+        at = lengths.index(100)
+        among = Case(lengths, queries, K=2, group=3, H=16, page=16, chunk=32)
+        got = among.made().run()
+        row = sum(queries[:at])
+        assert torch.equal(got.o[row : row + 1], o)
+        assert torch.equal(got.lse[row : row + 1], lse)
+    return len(others)
+
+
+def check_graph_arrays() -> int:
+    """One capacity, several steps: a plan for later lengths, fewer requests, and nothing at all."""
+    CHOSEN[:] = [HOW[1]]
+    for lengths, queries, ahead in (
+        ([40, 90, 0], [1, 1, 1], 0),
+        ([38, 88, 3], [1, 1, 1], 20),
+        ([9, 0, 0], [1, 0, 0], 0),
+    ):
+        case = Case(lengths, queries, K=2, group=3, H=16, page=16)
+        made = case.made(ahead=ahead, capacity=True)
+        state, exact = made.run(), made.exact()
+        assert (state.o.double() - exact.o).norm() < 1e-5 * exact.o.norm().clamp(min=1)
+        assert torch.equal(state.lse.isfinite(), exact.lse.isfinite())
+    return 3
+
+
+def check_bad_pages() -> int:
+    """Pages that are not in the cache, or beyond the table, are as if their keys were not there."""
+    CHOSEN[:] = [HOW[0]]
+    made = Case([100, 60], [1, 1], K=1, group=2, H=16, page=16).made()
+    table = made.table
+    for wrong in (-1, 10**6, 2**31 - 1, -(2**31)):
+        table.pages_RP[0, 2] = wrong
+        o, _ = made.run()
+        keys, values = (
+            x[table.pages_RP[0, [0, 1, 3, 4, 5, 6]].long()].flatten(0, 1)[: 100 - 16] for x in (made.k, made.v)
+        )
+        exact = reference.attend(made.q[:1].double(), keys.double(), values.double(), causal=False).o
+        assert (o[:1].double() - exact).norm() < 1e-5 * exact.norm()
+    return 4
+
+
+def check_plans() -> int:
+    """The kernels and the plain executor, on the same plans; and the row of the table, which makes its own."""
+    count = 0
+    for how, group in zip(HOW, (2, 17, 3), strict=True):
+        CHOSEN[:] = [how]
+        made = Case([150, 0, 31, 90], [1, 1, 3, 2], K=2, group=group, H=16, page=16, window=70).made()
+        shape = made.layout.shape
+        ours = made.run()
+        plain = split_reference.run(made.plan, shape, made.q.double(), made.k.double(), made.v.double(), made.table)
+        assert made.plan.slots
+        assert (ours.o.double() - plain.o).norm() < 1e-5 * plain.o.norm()
+        got = triton_decode.paged(made.q, made.k, made.v, made.table, window=70)
+        assert (got - ours.o).norm() < 1e-5 * ours.o.norm()
+        assert len(made.table.prepared) == 1
+        count += 1
+    wide = Case([20], [1], K=1, group=2, H=300, page=16).made(prepared=False)
+    exact = reference.paged(wide.q, wide.k, wide.v, wide.table)
+    assert torch.allclose(triton_decode.paged(wide.q, wide.k, wide.v, wide.table), exact, atol=1e-5)
+    return count + 1
+
+
+def check_strides() -> int:
+    """Queries that are a slice of all projections, caches whose heads lie apart."""
+    CHOSEN[:] = [HOW[0]]
+    made = Case([70, 20], [1, 2], K=2, group=2, H=16, page=16).made()
+    exact = made.exact().o
+    made.q = torch.cat((made.q, made.q), 1)[:, : made.q.shape[1]]
+    made.k, made.v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (made.k, made.v))
+    assert isinstance(made.layout, Layout)
+    assert (made.run().o.double() - exact).norm() < 1e-5 * exact.norm()
+    assert scaled(made.k, None) is made.k
+    return 1
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    for check in (
+        check_shapes, check_features, check_types, check_fixed_cuts, check_graph_arrays, check_bad_pages, check_plans,
+        check_strides,
+    ):  # fmt: skip
+        print(f"{check.__name__}: {check()} cases", flush=True)
+    assert sum(CUT) > 0.7 * len(CUT), CUT

@@ -1,0 +1,197 @@
+"""Experts told to work otherwise than in training equal those of a model built so: another A, capacity, or task."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import colonnade
+from colonnade import api
+from colonnade.config import DataConfig, ExpertsConfig, ModelConfig, MoeConfig, Plan, RouterConfig, RunConfig
+from colonnade.config import TrainConfig as Train
+from colonnade.data import Corpus
+from colonnade.errors import CheckpointError, ConfigError
+from colonnade.model import Rows, Stream, Transformer
+from colonnade.model.moe import Routing, Units
+from colonnade.parallel.mesh import Ground
+from colonnade.train import Trainer
+from colonnade.train.loop import train
+from colonnade.train.trackers import read_rows
+from tests.corpora import TEXT, small
+from tests.models import build, ragged
+from tests.worlds import assert_same, run
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+CONFIG = ModelConfig(
+    family="mixtral", vocab_size=61, layers=2, width=16, heads=4, ffn_width=10, context=64,
+    moe=MoeConfig(experts=4, active=2, ffn_width=10, capacity=0.75),
+)  # fmt: skip
+TOKENS = list(range(1, 30))
+
+
+def told(config: ModelConfig, **changes: object) -> ModelConfig:
+    assert config.moe is not None
+    return config.but(moe=config.moe.but(**changes))
+
+
+def tasked(tasks: int = 3) -> ModelConfig:
+    return told(CONFIG, router=RouterConfig(kind="task", tasks=tasks), capacity=None)
+
+
+def saved(place: Path, config: ModelConfig = CONFIG, format: api.Format = "colonnade") -> Transformer:
+    """A model with weights that matter, and its checkpoint."""
+    model = build(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p * 10 if p.dim() > 1 else p)
+    colonnade.save(api.Model(model, None, Ground.solo(torch.device("cpu")), "it"), place, format=format)
+    return model
+
+
+def logits(model: Transformer, config: ModelConfig) -> torch.Tensor:
+    """Of the same weights in a model built from ``config``."""
+    other = Transformer(config, dtype=torch.float64)
+    other.load_state_dict(model.state_dict())
+    return api.Model(other, None, Ground.solo(torch.device("cpu")), "it").logits(TOKENS)
+
+
+def load(place: Path, experts: ExpertsConfig, **options: object) -> api.Model:
+    return colonnade.load(place, dtype="float64", device="cpu", experts=experts, **options)  # type: ignore[arg-type]
+
+
+CHANGES = [
+    (ExpertsConfig(active=1), {"active": 1}),
+    (ExpertsConfig(active=4, capacity=2.0), {"active": 4, "capacity": 2.0}),
+    (ExpertsConfig(capacity="off"), {"capacity": None}),
+    (ExpertsConfig(capacity=0), {"capacity": 0}),
+]
+
+
+@pytest.mark.parametrize("format", ["colonnade", "hf"])
+@pytest.mark.parametrize(("experts", "changes"), CHANGES, ids=str)
+def test_a_loaded_model_is_one_built_so(
+    experts: ExpertsConfig, changes: dict, format: api.Format, tmp_path: Path
+) -> None:
+    config = told(CONFIG, capacity=None, router=RouterConfig(), balance="choices") if format == "hf" else CONFIG
+    model = saved(tmp_path / "it", config, format)
+    with load(tmp_path / "it", experts) as loaded:
+        got = loaded.logits(TOKENS)
+        assert loaded.config.moe is not None
+        assert {name: getattr(loaded.config.moe, name) for name in changes} == changes
+        assert_same(got, logits(model, told(config, **changes)))
+        if told(config, **changes) != config and changes.get("capacity") != 0:
+            assert (got - logits(model, config)).abs().max() > 1e-6
+        if format == "colonnade":
+            colonnade.save(loaded, tmp_path / "again")
+    if format == "colonnade":
+        with load(tmp_path / "again", ExpertsConfig()) as again:
+            assert_same(again.logits(TOKENS), got, what="what is saved does as it was told")
+
+
+def _on_ranks(place: Path, plan: Plan, experts: ExpertsConfig) -> torch.Tensor:
+    with Ground.build(plan) as ground:
+        return colonnade.load(place, dtype="float64", ground=ground, experts=experts).logits(TOKENS)
+
+
+def test_on_several_ranks_too(tmp_path: Path) -> None:
+    model = saved(tmp_path / "it")
+    expected = logits(model, told(CONFIG, active=3, capacity=2.0))
+    for got in run(2, _on_ranks, tmp_path / "it", Plan(tp=2), ExpertsConfig(active=3, capacity=2.0)):
+        assert_same(got, expected)
+
+
+def test_a_task_for_all_tokens(tmp_path: Path) -> None:
+    """As a stream that says it of every token."""
+    model = saved(tmp_path / "it", tasked())
+    stream, attend, targets = ragged(tasked())
+    units = Units(torch.full_like(targets, 2), 3)
+    told_so = stream._replace(routing=Routing(torch.arange(len(targets)), units=units))
+    with torch.no_grad(), load(tmp_path / "it", ExpertsConfig(task=2)) as loaded:
+        expected = model(told_so, attend, Rows())
+        assert_same(loaded.transformer(Stream(stream.tokens_T, stream.positions_T), attend, Rows()), expected)
+        other = load(tmp_path / "it", ExpertsConfig(task=0)).transformer(stream, attend, Rows())
+        assert (other - expected).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("config", "experts", "said"),
+    [
+        (CONFIG, {"active": 5}, "cannot go to 5 of 4 experts; set --experts.active 4 or less"),
+        (CONFIG, {"task": 1}, "router 'softmax' knows no tasks; leave --experts.task out"),
+        (tasked(), {"task": 3}, "no task 3 among 3; set --experts.task to one of 0 to 2"),
+        (CONFIG.but(moe=None), {"active": 1, "capacity": 2.0}, "--experts.active and --experts.capacity would change"),
+        (told(CONFIG, active=1, router=RouterConfig(kind="switch")), {"active": 2},
+         "'switch' sends a token to 1 of the experts, not 2"),
+        (told(CONFIG, router=RouterConfig(kind="gshard")), {"active": 1},
+         "'gshard' sends a token to 2 of the experts, not 1"),
+        (told(CONFIG, router=RouterConfig(groups=4, groups_kept=2)), {"active": 3}, "do not hold 3 active ones"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(config: ModelConfig, experts: dict, said: str, tmp_path: Path) -> None:
+    """Before any process starts, and any weight is read."""
+    saved(tmp_path / "it", config)
+    with pytest.raises(ConfigError, match=said):
+        api.find(tmp_path / "it", Plan(), ExpertsConfig(**experts))
+
+
+def test_without_a_task_the_remedy_is_named(tmp_path: Path) -> None:
+    saved(tmp_path / "it", tasked())
+    with load(tmp_path / "it", ExpertsConfig()) as loaded, pytest.raises(ConfigError, match=r"set --experts\.task"):
+        loaded.logits(TOKENS)
+
+
+def test_a_run_of_another_model_is_refused_as_ever(tmp_path: Path) -> None:
+    """What is told to a loaded model is told to nobody else."""
+    saved(tmp_path / "it")
+    other = Transformer(told(CONFIG, active=1), dtype=torch.float64)
+    with pytest.raises(CheckpointError, match="holds a model with moe"):
+        api.native.load(tmp_path / "it", other, Ground.solo(torch.device("cpu")))
+
+
+# -- validations of a run ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(dp=2, ep=2), Plan(pp=2)], ids=str)
+def test_a_run_validates_as_it_is_told(plan: Plan, tmp_path: Path) -> None:
+    corpus = small(tmp_path / "corpus", TEXT)
+    model = told(CONFIG.but(vocab_size=Corpus(corpus).manifest.vocab_size), capacity=0.5)
+    setting = Train(
+        steps=2, batch=4, micro_batch=4 // plan.world, lr=1e-2, warmup=0, dtype="float64", eval_every=2,
+        eval_samples=4, save_every=0,
+    )  # fmt: skip
+    base = RunConfig(
+        name="as", runs=tmp_path, device="cpu", model=model, data=DataConfig(path=corpus, sequence=16), train=setting
+    )
+    runs = [
+        base.but(plan=plan),
+        base.but(name="otherwise", plan=plan, train=setting.but(eval_active=3, eval_capacity="off")),
+    ]
+    for it in runs:
+        if plan.world == 1:
+            Trainer(it).fit()
+        else:
+            run(plan.world, train, it)
+    rows = [read_rows(it.folder)[-1]["validation_loss"] for it in runs]
+    losses = [[row["loss"] for row in read_rows(it.folder) if "loss" in row] for it in runs]
+    assert losses[0] == losses[1], "training is as it was"
+    assert rows[0] != rows[1]
+    # A run whose model is built so, from the weights at hand, validates to the same number.
+    with load(runs[1].folder, ExpertsConfig(active=3, capacity="off")) as loaded:
+        assert rows[1] == pytest.approx(_validated(loaded, runs[1]), rel=1e-9)
+
+
+def _validated(loaded: api.Model, it: RunConfig) -> float:
+    from colonnade.train.feed import Feed
+    from colonnade.train.step import evaluate
+
+    held_out = Feed(it.but(plan=Plan())).held_out
+    assert held_out is not None
+    return evaluate(loaded.transformer, held_out.sweep(it.train.eval_samples)).item()
+
+
+def test_what_a_validation_cannot_do_is_refused() -> None:
+    for changes, said in (({"eval_active": 5}, "--train.eval_active 4 or less"), ({"eval_capacity": 2.0}, "")):
+        config = CONFIG if said else CONFIG.but(moe=None)
+        with pytest.raises(ConfigError, match=said or "--train.eval_capacity would change"):
+            RunConfig(model=config, train=Train(**changes))

@@ -1,0 +1,192 @@
+"""Experts that wait in host memory: the same numbers bit for bit, from as many buffers as told."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import colonnade
+from colonnade import api
+from colonnade.config import ExpertsConfig, ModelConfig, MoeConfig, Plan, ServeConfig
+from colonnade.errors import CapacityError, ConfigError
+from colonnade.model import Transformer
+from colonnade.model.moe import MixtureOfExperts, Resident, experts_of
+from colonnade.model.moe.resident import device_bytes
+from colonnade.parallel.mesh import Ground
+from colonnade.serve import Engine
+from colonnade.serve.sampling import SamplingParams
+from tests.serve import tiny
+from tests.worlds import assert_same, run
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+CPU = torch.device("cpu")
+MOE = MoeConfig(experts=4, active=2, ffn_width=10, first=1, shared_width=5)
+SIZES: dict[str, Any] = {"layers": 5, "moe": MOE, "family": "deepseek_v2"}
+"""Four layers of five have experts."""
+PLAIN: dict[str, Any] = {"layers": 4, "family": "mixtral", "moe": MOE.but(first=0, shared_width=0, ffn_width=35)}
+"""What a file of Mixtral's can hold."""
+
+
+def resident(model: Transformer, buffers: int) -> Resident:
+    return Resident(experts_of(model), buffers, CPU)
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_serving_gives_the_same_logits_and_texts(buffers: int) -> None:
+    """Requests that come and go, prompts in chunks beside single tokens; then one pass again, to the bit."""
+    plain, model = tiny.model(**SIZES), tiny.model(**SIZES)
+    held = resident(model, buffers)
+    assert held.size_bytes == buffers * experts_of(model)[0].size_bytes
+    texts: list[list[list[int]]] = []
+    for it in (plain, model):
+        engine = Engine(it, tiny.tokenizer(), ServeConfig(pages=40, page_tokens=4, max_requests=3, token_budget=7))
+        prompts = [list(range(5, 5 + n)) for n in (9, 1, 4, 17, 2)]
+        lengths = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (3, 9, 1, 5, 7)]
+        texts.append([list(done.token_ids) for done in engine.generate(prompts, lengths)])
+    assert texts[0] == texts[1]
+    for n in (1, 20, 3):
+        assert torch.equal(tiny.logits(model, list(range(n))), tiny.logits(plain, list(range(n))))
+
+
+def test_a_buffer_is_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's experts come once a pass, in turn, and those of the next pass while this one ends."""
+    model, came = tiny.model(**SIZES), []
+    copy = Resident._copy
+
+    def seen(self: Resident, place: int, *rest: int) -> None:
+        came.append(place)
+        copy(self, place, *rest)
+
+    monkeypatch.setattr(Resident, "_copy", seen)
+    resident(model, 2)
+    expected = tiny.logits(tiny.model(**SIZES), [1, 2, 3])
+    for _ in range(3):
+        assert torch.equal(tiny.logits(model, [1, 2, 3]), expected)
+    assert came == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0]
+    with torch.no_grad():
+        for layer in experts_of(model):
+            layer.up.zero_()
+    assert not torch.equal(tiny.logits(model, [1, 2, 3]), expected), "what came last came from where it is stored"
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_few_tokens_bring_the_experts_that_they_chose(buffers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of layers that are there whole need not come; large and small passes may follow one another."""
+    many = {**SIZES, "moe": MOE.but(experts=8)}
+    plain, model, came = tiny.model(**many), tiny.model(**many), []
+    copy = Resident._copy
+
+    def seen(self: Resident, place: int, buffer: int, expert: int | None = None) -> None:
+        came.append((place, expert))
+        copy(self, place, buffer, expert)
+
+    monkeypatch.setattr(Resident, "_copy", seen)
+    resident(model, buffers)
+    chosen = []
+    for layer in plain.modules():
+        if isinstance(layer, MixtureOfExperts):
+            layer.router.register_forward_hook(lambda *call: chosen.append(call[2][0].ids_TA.unique().tolist()))
+    for n in (1, 2, 1, 30, 1, 2, 30, 30, 1):
+        came.clear()
+        chosen.clear()
+        ids = [(7 * n + i) % 300 for i in range(n)]
+        assert torch.equal(tiny.logits(model, ids), tiny.logits(plain, ids))
+        if n < 3:
+            wanted = [(place, e) for place, experts in enumerate(chosen) for e in experts]
+            there = {place for place in range(4) if not any(place == p for p, _ in came)}
+            assert came == [(place, e) for place, e in wanted if place not in there]
+            assert len(there) <= buffers
+        else:
+            assert all(e is None for _, e in came)
+
+
+def test_a_pass_that_was_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = tiny.model(**SIZES), tiny.model(**SIZES)
+    resident(model, 2)
+
+    def fails(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.blocks.get_submodule("3").register_forward_pre_hook(fails)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.logits(model, [4, 5])
+    hook.remove()
+    assert torch.equal(tiny.logits(model, [4, 5]), tiny.logits(plain, [4, 5]))
+
+
+# -- loaded so -----------------------------------------------------------------------------------------------------
+
+
+def saved(place: Path, format: api.Format) -> Transformer:
+    model = tiny.model(**(SIZES if format == "colonnade" else PLAIN))
+    colonnade.save(api.Model(model, tiny.tokenizer(), Ground.solo(CPU), "it"), place, format=format)
+    return model
+
+
+@pytest.mark.parametrize("format", ["colonnade", "hf"])
+@pytest.mark.parametrize("number", [1, 3, 4, 9])
+def test_load(format: api.Format, number: int, tmp_path: Path) -> None:
+    """As many as there are, or more: then they all are where the model is."""
+    model = saved(tmp_path / "it", format)
+    with colonnade.load(tmp_path / "it", dtype="float64", device="cpu", experts=ExpertsConfig(resident=number)) as it:
+        assert torch.equal(it.logits([3, 1, 2]), tiny.logits(model, [3, 1, 2]))
+        assert all((layer.fetch is not None) == (number < 4) for layer in experts_of(it.transformer))
+        text = it.generate([7, 8, 9], max_tokens=6, temperature=0, ignore_eos=True)
+        assert text == tiny.greedy(model, [7, 8, 9], 6)
+        assert it.score(list(range(30))) == api.Model(model, None, Ground.solo(CPU), "it").score(list(range(30)))
+
+
+def _on_ranks(place: Path, plan: Plan) -> torch.Tensor:
+    with Ground.build(plan) as ground:
+        it = colonnade.load(place, dtype="float64", ground=ground, experts=ExpertsConfig(resident=2, active=3))
+        return torch.stack([it.logits([3, 1, 2, 9]) for _ in range(3)])
+
+
+def test_on_several_ranks(tmp_path: Path) -> None:
+    """Each has its own share of the experts waiting."""
+    saved(tmp_path / "it", "colonnade")
+    with colonnade.load(tmp_path / "it", dtype="float64", device="cpu", experts=ExpertsConfig(active=3)) as it:
+        expected = it.logits([3, 1, 2, 9])
+    for got in run(2, _on_ranks, tmp_path / "it", Plan(tp=2)):
+        assert_same(got, expected.expand_as(got))
+
+
+# -- room ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_on_the_device_is_predicted() -> None:
+    model = tiny.model(**SIZES)
+    whole, layer = sum(p.nbytes for p in model.parameters()), 4 * 3 * 10 * 24 * 8
+    assert [device_bytes(model, n) for n in (None, 4, 3, 1)] == [whole, whole, whole - layer, whole - 3 * layer]
+
+
+@pytest.mark.parametrize(
+    ("experts", "said"),
+    [
+        ({}, "the weights of {}, {:,} bytes on a rank's device; --experts.resident 2 takes {:,}; or use more ranks"),
+        ({"resident": 2}, "{}, {:,} bytes on a rank's device; --experts.resident 1 takes {:,}; or use more ranks"),
+        ({"resident": 1}, "{}, {:,} bytes on a rank's device; use more ranks (--plan.tp), or a smaller --dtype"),
+    ],
+)  # fmt: skip
+def test_no_room(experts: dict, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, place = saved(tmp_path / "it", "colonnade"), tmp_path / "it"
+
+    class Full(Transformer):
+        def __init__(self, config: ModelConfig, *args: Any, **options: Any):
+            if options["device"] != "meta":
+                raise torch.OutOfMemoryError("out of memory")
+            super().__init__(config, *args, **options)
+
+    monkeypatch.setattr(api, "Transformer", Full)
+    now, fewer = experts.get("resident"), {None: 2, 2: 1, 1: None}[experts.get("resident")]
+    with pytest.raises(CapacityError) as refusal:
+        colonnade.load(place, dtype="float64", device="cpu", experts=ExpertsConfig(**experts))
+    assert said.format(place, device_bytes(model, now), device_bytes(model, fewer)) in str(refusal.value)
+
+
+def test_a_dense_model_has_none_to_wait(tmp_path: Path) -> None:
+    colonnade.save(api.Model(tiny.model(), None, Ground.solo(CPU), "it"), tmp_path / "it")
+    with pytest.raises(ConfigError, match=r"--experts\.resident would change a mixture of experts, and this model"):
+        colonnade.load(tmp_path / "it", experts=ExpertsConfig(resident=2))

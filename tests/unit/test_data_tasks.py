@@ -1,0 +1,153 @@
+"""Tasks of documents: by source or by field, to the token, in batches; what does not say is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from colonnade.data import Corpus, build
+from colonnade.data.batch import pack, together
+from colonnade.data.manifest import Manifest
+from colonnade.errors import ConfigError, DataError
+
+WORDS = ["we", "the", "people", "of", "this", "union", "hold", "that", "a", "column", "stands", "in", "a", "row"]
+
+
+def text(i: int) -> str:
+    return " ".join(WORDS[(i * j) % len(WORDS)] for j in range(3 + i % 9))
+
+
+def jsonl(file: Path, numbers: range, **fields: object) -> Path:
+    file.write_text("".join(json.dumps({"text": text(i), "lang": f"l{i % 3}", **fields}) + "\n" for i in numbers))
+    return file
+
+
+def named(corpus: Corpus, split: str) -> list[tuple[str, str]]:
+    """(text, task) of each document, by what the split says of each of its tokens."""
+    part, names, found, start = corpus.split(split), corpus.manifest.tasks, [], 0
+    assert names is not None
+    for number in range(part.documents):
+        tokens = part.document(number)
+        (task,) = set(part.tasks(start, start + len(tokens)).tolist())
+        found.append((corpus.tokenizer.decode(tokens[:-1].tolist()), names[task]))
+        start += len(tokens)
+    return found
+
+
+def test_by_source(tmp_path: Path) -> None:
+    """A file, a folder of two files, and a document in memory."""
+    (tmp_path / "web").mkdir()
+    one, two = jsonl(tmp_path / "web" / "a.jsonl", range(20)), tmp_path / "web" / "b.txt"
+    two.write_text(text(300))
+    books = jsonl(tmp_path / "books.jsonl", range(20, 40))
+    sources = [str(books), tmp_path / "web", ("speech", text(77) + " end")]
+    manifest = build(
+        sources, tmp_path / "corpus", vocab_size=280, tasks="source", shard_tokens=50, validation_share=0.3
+    )
+    assert manifest.tasks == (str(books), str(tmp_path / "web"), "speech")
+    corpus = Corpus(tmp_path / "corpus", verify=True)
+    expected = {text(i): str(books) for i in range(20, 40)} | {
+        text(i): str(tmp_path / "web") for i in (*range(20), 300)
+    }
+    expected[text(77) + " end"] = "speech"
+    both = named(corpus, "train") + named(corpus, "validation")
+    assert len(both) == 42
+    shared = {text(i) for i in range(20)} & {text(i) for i in range(20, 40)}
+    assert all(expected[words] == task for words, task in both if words not in shared)
+    assert one.is_file()
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_by_field(format: str, tmp_path: Path) -> None:
+    """A name or a number; documents held out too, and one that is a corpus of its own."""
+    rows = [{"text": text(i) + f" {i}", "kind": f"k{i % 3}", "number": i % 5} for i in range(40)]
+    file = tmp_path / f"it.{format}"
+    if format == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    for field in ("kind", "number"):
+        out = tmp_path / field
+        build([file], out, vocab_size=280, tasks=f"field:{field}", validation_share=0.3)
+        corpus = Corpus(out, verify=True)
+        both = named(corpus, "train") + named(corpus, "validation")
+        assert dict(both) == {row["text"]: str(row[field]) for row in rows}
+        assert corpus.split("validation").documents > 3
+    with pytest.raises(DataError, match=r"no (field|column) 'topic', but .*; choose one with --tasks"):
+        build([file], tmp_path / "no", vocab_size=280, tasks="field:topic")
+    alone = jsonl(tmp_path / "alone.jsonl", range(7, 8))
+    build([alone], tmp_path / "alone", vocab_size=280, tasks="field:lang", validation_share=0.4)
+    assert {task for split in ("train", "validation") for _, task in named(Corpus(tmp_path / "alone"), split)} == {"l1"}
+
+
+def test_batches_know_them(tmp_path: Path) -> None:
+    """Of each token the task of its document, whatever samples cut and join."""
+    file = jsonl(tmp_path / "it.jsonl", range(50))
+    build([file], tmp_path / "corpus", vocab_size=280, tasks="field:lang", shard_tokens=64)
+    split = Corpus(tmp_path / "corpus").split("train")
+    ends = split.document_ends(0, split.tokens)
+    of_token = split.tasks(0, split.tokens)
+    assert (np.diff(of_token)[[e - 1 for e in range(1, split.tokens) if e not in ends]] == 0).all()
+    for separate in (True, False):
+        batch = pack(split, [3, 0, 5], 16, separate)
+        assert batch.tasks_T is not None
+        expected = np.concatenate([of_token[16 * i : 16 * i + 16] for i in (3, 0, 5)])
+        assert batch.tasks_T.tolist() == expected.tolist()
+        joined = together([batch, pack(split, [1], 16, separate)])
+        assert joined.tasks_T is not None
+        assert joined.tasks_T.tolist() == [*expected, *of_token[16:32]]
+        assert batch.to("cpu").scoring(1, 16).tasks_T is not None
+    assert len(set(of_token.tolist())) == 3
+    assert split.tasks(5, 5).tolist() == []
+
+
+def test_who_does_not_ask_has_none(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "it.jsonl", range(9))
+    build([file], tmp_path / "corpus", vocab_size=280)
+    assert "tasks" not in (tmp_path / "corpus" / "manifest.json").read_text()
+    split = Corpus(tmp_path / "corpus").split("train")
+    assert not split.has_tasks
+    assert pack(split, [0], 8, True).tasks_T is None
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "it.jsonl", range(30))
+    build([file], tmp_path / "corpus", vocab_size=280, tasks="field:lang")
+    tasks = tmp_path / "corpus" / "train.tasks.bin"
+    whole = tasks.read_bytes()
+    tasks.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(DataError, match=r"train\.tasks\.bin is damaged"):
+        Corpus(tmp_path / "corpus", verify=True)
+    tasks.write_bytes(whole[:-2])
+    with pytest.raises(DataError, match=r"train\.tasks\.bin holds \d+ bytes, not the"):
+        Corpus(tmp_path / "corpus")
+    tasks.unlink()
+    with pytest.raises(DataError, match=r"train\.tasks\.bin is missing"):
+        Corpus(tmp_path / "corpus")
+    manifest = tmp_path / "corpus" / "manifest.json"
+    record = json.loads(manifest.read_text())
+    del record["tasks"]
+    manifest.write_text(json.dumps(record))
+    with pytest.raises(DataError, match="tasks are known and their names are not"):
+        Manifest.load(tmp_path / "corpus")
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    file, plain = jsonl(tmp_path / "it.jsonl", range(9)), tmp_path / "it.txt"
+    plain.write_text(text(3))
+    odd = jsonl(tmp_path / "odd.jsonl", range(3), kind=None)
+    for sources, tasks, said in (
+        ([file], "lang", "neither source nor field:NAME"),
+        ([file], "field:", "neither source nor field:NAME"),
+        ([plain], "field:lang", "is plain text, which has no field 'lang'; use --tasks source"),
+        ([("a", text(1))], "field:lang", "is plain text, which has no field 'lang'"),
+        ([odd], "field:kind", "field 'kind' is null, and a task is a name or a number"),
+        ([file, tmp_path], "source", "which are to be two tasks; name it once"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=said):
+            build(sources, tmp_path / "corpus", vocab_size=280, tasks=tasks)
+    assert not (tmp_path / "corpus").exists()

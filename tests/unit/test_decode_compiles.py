@@ -1,0 +1,83 @@
+"""Flash-Decoding's kernels compiled for Hopper, which takes no GPU: they fit, use its matrix units, spill little."""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compiled import SHARED_BYTES, SPILLED_BYTES, compiled, spilled
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton"
+    ),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+EVERY_WIDTH = (64, 80, 96, 112, 128, 192, 256)
+POINTERS = {
+    "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "o_ptr": "*bf16", "lse_ptr": "*fp32", "slot_o_ptr": "*fp32",
+    "slot_lse_ptr": "*fp32", "plan_ptr": "*i32", "pages_ptr": "*i32", "cu_ptr": "*i32", "lengths_ptr": "*i32",
+    "slopes_ptr": "*fp32", "sinks_ptr": "*fp32", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32",
+}  # fmt: skip
+STRIDES = ("q_t", "q_n", "k_page", "k_p", "k_k", "v_page", "v_p", "v_k")
+"""Multiples of 16, as in any real layer."""
+NUMBERS = dict.fromkeys((*STRIDES, "pages_r", "columns", "pages", "items_at", "merges_at"), "i32")
+
+
+def cases() -> list[Any]:
+    """Every width, several rows, pages smaller than tiles, 8 bits and all else; what takes long to compile is long."""
+    plain = {"PAGE": 256, "WINDOW": 0, "CAPPED": False, "SLOPES": False, "SINKS": False, "SCALED": False}
+    found = []
+    for rows, widths in ((16, EVERY_WIDTH), (64, (64, 128, 256))):
+        for width in widths:
+            marks = [] if (width, rows) in ((128, 16), (256, 64)) else [pytest.mark.long]
+            found.append(pytest.param(width, rows, "*bf16", plain, id=f"width-{width}-{rows}-rows", marks=marks))
+    everything = {"PAGE": 16, "WINDOW": 4096, "CAPPED": True, "SLOPES": True, "SINKS": True, "SCALED": False}
+    found.append(pytest.param(128, 16, "*bf16", everything, id="everything"))
+    for kind in ("*fp8e4nv", "*i8"):
+        marks = [pytest.mark.long] if kind == "*i8" else []
+        found.append(
+            pytest.param(128, 16, kind, {**plain, "PAGE": 16, "SCALED": True}, id=f"cache-of-{kind[1:]}", marks=marks)
+        )
+    return found
+
+
+@pytest.mark.parametrize(("width", "rows", "cache", "more"), cases())
+def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict, tmp_path: Path) -> None:
+    from colonnade.kernels.attention import triton_splits
+    from colonnade.kernels.attention.decode_tiles import pick
+
+    tiles = pick(rows, width, 2)
+    constants = {
+        "N": 32, "GROUP": 8, "H": width, "LAUNCH_NEXT": True, "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
+        "BLOCK_H": 1 << (width - 1).bit_length(), **more,
+    }  # fmt: skip
+    types = {**POINTERS, "k_ptr": cache, "v_ptr": cache, **NUMBERS, "scale": "fp32", "cap": "fp32"}
+    built = compiled(triton_splits.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    # As many workers as the table says stand on one multiprocessor at the same time.
+    assert built.metadata.shared * tiles.workers <= SHARED_BYTES
+    assert spilled(built, tmp_path) <= SPILLED_BYTES
+    assert "mma" in built.asm["ptx"]
+    # Keys and values come 16 bytes at once, and the loop waits for those of an earlier step only.
+    assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
+    assert max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", built.asm["ptx"]))) >= 2 * (tiles.stages - 2)
+    assert "griddepcontrol.launch_dependents" in built.asm["ptx"]
+
+
+@pytest.mark.parametrize(("width", "wait"), [(128, True), (80, False)])
+def test_the_merge_fits_the_chip(width: int, wait: bool, tmp_path: Path) -> None:
+    from colonnade.kernels.attention import triton_merge
+    from colonnade.kernels.attention.decode_tiles import pick
+
+    tiles = pick(16, width, 2)
+    constants = {
+        "N": 32, "GROUP": 8, "H": width, "SINKS": True, "WAIT": wait, "ROWS": 16, "PIECES": tiles.pieces,
+        "BLOCK_H": tiles.part,
+    }  # fmt: skip
+    built = compiled(triton_merge.merge, {**POINTERS, **NUMBERS}, constants, (), warps=4, stages=3)
+    assert spilled(built, tmp_path) == 0
+    assert ("griddepcontrol.wait" in built.asm["ptx"]) == wait

@@ -1,0 +1,155 @@
+"""Experts in float8: rounding written out beside them, exact within what float8 costs, and who is refused."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
+from colonnade.errors import ConfigError, PlanError
+from colonnade.kernels.choose import choose
+from colonnade.kernels.experts import float8, reference, scaled_grouped, scaled_grouped_mm
+from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
+from colonnade.model import linear
+from colonnade.model.linear import in_float8
+from tests.experts import LOADS, Case, experts_of_rows, gradients, routed_experts
+from tests.models import build, ragged
+from tests.unit.test_float8 import rounded
+from tests.worlds import assert_same
+
+NARROW = torch.float8_e4m3fn
+COST = 0.12
+"""The relative norm of what float8 changes: two or three products, each rounded by some 4%."""
+
+
+def by_row(x: Tensor) -> Tensor:
+    """``x`` as float8 has it, with a scale for each row of the last dimension; rows of zeros stay."""
+    flat = x.double().reshape(-1, x.shape[-1])
+    zero = flat.abs().amax(1, keepdim=True) == 0
+    return torch.where(zero, 0, rounded(torch.where(zero, 1.0, flat), NARROW, 1).nan_to_num()).view(x.shape)
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(("gated", "biased"), [(True, False), (False, True), (True, True)])
+def test_the_products_are_of_what_was_rounded(load: str, gated: bool, biased: bool) -> None:
+    """Forward by hand, in float64: every operand rounded along what its product sums."""
+    case = Case(21, 2, 5, 32, 48, load=load, gated=gated, biased=biased)
+    x, routing, *stacks = (None if w is None else w.detach() for w in case.leaves(torch.float32, "cpu"))
+    assert x is not None and routing is not None
+    got = routed_experts(float8.routed)(case, x, routing, *stacks)
+
+    def by_hand(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> Tensor:
+        y_RD, start = torch.zeros_like(x_RD), 0
+        for e, end in enumerate(ends_E.tolist()):
+            up, down, gate, up_b, gate_b, down_b = weights.of(e)
+            act = ACTIVATIONS[activation]
+            x8 = by_row(x_RD[start:end])
+            u = x8 @ by_row(up).T + (0 if up_b is None else up_b)
+            a = None if gate is None else x8 @ by_row(gate).T + (0 if gate_b is None else gate_b)
+            # Rounded to float32 before the activation, as the products come out.
+            h = act(u.float()) if a is None else act(a.float()) * u.float()
+            y_RD[start:end] = by_row(h) @ by_row(down.T).T + (0 if down_b is None else down_b)
+            start = end
+        return y_RD
+
+    wanted = experts_of_rows(by_hand)(case, x.double(), routing.double(), *stacks)
+    # A hidden unit on the edge between two numbers of float8 may fall to the other side.
+    assert (got.double() - wanted).norm() <= 2e-3 * max(1.0, float(wanted.norm()))
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(("gated", "biased"), [(True, False), (False, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_values_and_gradients_within_what_float8_costs(
+    load: str, gated: bool, biased: bool, dtype: torch.dtype
+) -> None:
+    case = Case(60, 2, 6, 64, 48, load=load, gated=gated, biased=biased, activation="silu" if gated else "gelu")
+    exact = gradients(routed_experts(reference.routed), case, torch.float64, values=dtype)
+    found = gradients(routed_experts(float8.routed), case, dtype)
+    assert found.keys() == exact.keys()
+    for name, got in found.items():
+        size = float(exact[name].norm())
+        error = float((got.double() - exact[name]).norm())
+        assert error <= COST * size, f"{name}: {error / max(size, 1e-9):.3f}"
+        matrix = name in ("y", "x", "up_EFD")
+        assert not matrix or not size or error > 5e-3 * size, f"{name} was rounded at all"
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 16, 16), (1, 1, 4, 16, 32), (33, 3, 7, 48, 16)], ids=str)
+def test_odd_numbers_of_rows(shape: tuple[int, ...]) -> None:
+    case = Case(*shape)
+    exact = gradients(routed_experts(reference.routed), case, torch.float64)
+    for name, got in gradients(routed_experts(float8.routed), case, torch.float32).items():
+        if name != "routing" or case.T > 1:  # one dot product alone may be small beside what it sums
+            assert float((got.double() - exact[name]).norm()) <= COST * float(exact[name].norm()), name
+
+
+def test_the_gradient_of_weights_is_not_rounded() -> None:
+    """Σ_r p_r ⊗ q_r of what came out and what went in, to float32."""
+    p, q = torch.randn(13, 16), torch.randn(13, 32)
+    ends = torch.tensor([4, 4, 11])
+    got = scaled_grouped.sums(p, q, ends)
+    wanted = torch.stack([p[a:b].double().T @ q[a:b].double() for a, b in ((0, 4), (4, 4), (4, 11))])
+    assert_same(got.double(), wanted, 1e-6)
+
+
+def test_the_fast_file_hands_its_operands_over_as_the_operator_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the operator's rules for Hopper: layouts, scales and ends; the numbers are the reference's."""
+
+    def operator(a, b, scale_a, scale_b, *, offs, out_dtype, use_fast_accum):
+        E, K, N = b.shape
+        assert a.dtype == b.dtype == NARROW and a.stride() == (K, 1) and b.stride() == (K * N, 1, K)
+        assert scale_a.shape == (len(a),) and scale_b.shape == (E, N) and scale_b.is_contiguous()
+        assert scale_a.dtype == scale_b.dtype == torch.float32 and offs.dtype == torch.int32 and len(offs) == E
+        assert K % 16 == N % 16 == 0 and out_dtype == torch.bfloat16 and use_fast_accum
+        return scaled_grouped.product(a, b.transpose(1, 2), scale_a[:, None], scale_b[..., None], offs, out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", operator, raising=False)
+    case = Case(30, 2, 4, 32, 48)
+    plain = gradients(routed_experts(float8.routed), case, torch.bfloat16)
+    fast = {"scaled_grouped_product": scaled_grouped_mm.product}
+    monkeypatch.setattr(float8, "choose", lambda op, device, dtype: fast.get(op) or choose(op, device, dtype))
+    for name, got in gradients(routed_experts(float8.routed), case, torch.bfloat16).items():
+        assert torch.equal(got, plain[name]), name
+
+
+MOE = MoeConfig(experts=4, active=2, ffn_width=32, shared_width=16, shared_gate=True)
+MODEL = ModelConfig(vocab_size=67, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=64, moe=MOE)
+
+
+def test_a_models_experts_are_in_float8() -> None:
+    stream, attend, _ = ragged(MODEL)
+    plain, model = (build(MODEL, dtype=torch.float32) for _ in range(2))
+    in_float8(model.blocks, "tensorwise")
+    layer = model.blocks.get_submodule("0.ffn")
+    assert layer.experts.float8 == "tensorwise"  # type: ignore[union-attr]
+    assert layer.shared_gate.float8 is None and layer.shared.up.float8 == "tensorwise"  # type: ignore[union-attr]
+    for it in (plain, model):
+        layer = it.blocks.get_submodule("1.ffn")
+        layer.experts.float8 = "rowwise" if it is model else None  # type: ignore[union-attr]
+    for module in model.blocks.modules():
+        if isinstance(module, linear.Linear):
+            module.float8 = None  # so that only the experts differ, and no choice of the routers before the first
+    x, y = (it(stream, attend, lambda x, *_: x) for it in (plain, model))
+    assert 1e-3 < (x - y).norm() / x.norm() < 0.1
+
+
+def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    eight = TrainConfig(dtype="bfloat16", float8="rowwise")
+    run = RunConfig(model=MODEL, data=DataConfig(sequence=32), train=eight)
+    with pytest.raises(ConfigError, match=r"moe.ffn_width 24"):
+        run.but(model=MODEL.but(moe=MOE.but(ffn_width=24)))
+    with pytest.raises(PlanError, match=r"sh=4 leaves a rank 8 of moe.ffn_width 32; use a lower sh"):
+        run.but(plan=Plan(dp=4, sh=4))
+    with pytest.raises(ConfigError, match=r"moe.shared_width 24"):
+        run.but(model=MODEL.but(moe=MOE.but(shared_width=24)))
+    # A GPU that has float8 and no such grouped product.
+    model = build(MODEL, dtype=torch.float32)
+
+    class There:
+        device = torch.device("cuda")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "B200")
+    monkeypatch.setattr(type(model.blocks), "parameters", lambda _: iter([There()]))
+    with pytest.raises(ConfigError, match=r"Hopper.*B200 has 10.0.*set train.float8 none"):
+        in_float8(model.blocks, "rowwise")

@@ -1,0 +1,166 @@
+"""A step as a CUDA graph, as far as a CPU can tell: what a recording reads, what it holds for, what is refused."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
+from colonnade.config.presets import preset
+from colonnade.data import Batch
+from colonnade.errors import ConfigError
+from colonnade.parallel.axis import SOLO
+from colonnade.parallel.fsdp import masters
+from colonnade.parallel.mesh import Ground
+from colonnade.train import Trainer
+from colonnade.train.graph import Graphed, Recording, fixed, given, varying
+from colonnade.train.lay import Terms, noise_of
+from colonnade.train.scaler import LossScaler
+from colonnade.train.session import moving
+from colonnade.train.step import Outcome, Step, pair_weight, passes, valid_tokens
+from tests.models import build
+from tests.parity.train_cases import CASES, ragged
+
+MODEL = ModelConfig(vocab_size=300, layers=1, width=16, heads=2, ffn_width=32, context=32)
+TRAIN = TrainConfig(batch=4, micro_batch=4, dtype="bfloat16", cuda_graph=True)
+RUN = RunConfig(model=MODEL, train=TRAIN, data=DataConfig(sequence=16), device="cpu")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_recording_reads_nothing_but_its_own_inputs(name: str) -> None:
+    """What a step was given is overwritten: the passes over copies of it give the loss and gradients all the same."""
+    config = CASES[name]
+    model = build(config)
+    train = TrainConfig(dropout=0.2, attention_dropout=0.2, embedding_dropout=0.2)
+    batch = ragged(1, config)
+    count = valid_tokens([batch], SOLO)
+    terms = Terms(0.05, pair_weight([batch], count, SOLO), noise_of(train, 3, config, count.device))
+    exact = passes(model, batch, count, terms).clone()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+
+    inputs = varying(batch, count, terms)
+    copies = {name: x.clone() for name, x in inputs.items()}
+    laid = given(batch, terms, copies)
+    for x in inputs.values():
+        x.zero_()
+    assert torch.equal(passes(model, *laid), exact)
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        assert (p.grad is None) is (gradient is None)
+        assert p.grad is None or gradient is None or torch.equal(p.grad, gradient)
+    tensors = {field.name for field in fields(Batch) if isinstance(getattr(batch, field.name), torch.Tensor)}
+    assert set(copies) == tensors | {"divisor", "keys"} | ({"order_weight"} if name == "bert" else set())
+
+
+def test_a_recording_holds_for_shapes_and_numbers_not_for_values() -> None:
+    config = CASES["gpt2"]
+    batch, count = ragged(1, config), torch.tensor(13)
+    train = TrainConfig(dropout=0.2)
+
+    def key(batch: Batch, step: int = 0, train: TrainConfig = train, smoothing: float = 0.0) -> object:
+        terms = Terms(smoothing, noise=noise_of(train, step, config, torch.device("cpu")))
+        return fixed(batch, terms, varying(batch, count, terms))
+
+    same = replace(batch, tokens_T=batch.tokens_T + 1)
+    assert key(same, 7) == key(batch, 0) and hash(key(same)) == hash(key(batch))
+    others = [
+        key(replace(batch, cu_seqlens=torch.cat((batch.cu_seqlens, batch.cu_seqlens[-1:])))),
+        key(replace(batch, longest=batch.longest + 1)),
+        key(replace(batch, first=5)),
+        key(batch, train=train.but(dropout=0.1)),
+        key(batch, train=train.but(dropout=0.0)),
+        key(batch, smoothing=0.1),
+    ]
+    assert len({key(batch), *others}) == 1 + len(others)
+
+
+class Replayed(Graphed):
+    """Where there are no graphs: a recording runs the passes again, on its inputs, into its own loss and gradients."""
+
+    def _record(self, batch: Batch, terms: Terms, inputs: dict[str, torch.Tensor]) -> Recording:
+        made = super()._record(batch, terms, inputs)
+
+        def replay() -> None:
+            for x, _ in made.gradients:
+                x.grad = None
+            made.loss_sum.copy_(self._passes(*given(batch, terms, made.inputs)))
+            for x, gradient in made.gradients:
+                assert x.grad is not None
+                gradient.copy_(x.grad)
+
+        replays = mock.Mock()
+        replays.replay = replay
+        return replace(made, graph=replays)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_replayed_steps_are_the_steps(fused: bool, dtype: str) -> None:
+    """Two shapes in turn, dropout, a clip, an overflow of float16: weights, moments and outcomes to the last bit."""
+    config, found = CASES["gpt2"], []
+    train = TRAIN.but(dtype=dtype, fused_adamw=fused, dropout=0.2, clip=0.05, steps=12, warmup=2, loss_scale=2.0**40)
+    cpu = torch.device("cpu")
+    on_a_cpu = dict.fromkeys(
+        ("Stream", "CUDAGraph", "current_stream", "stream", "graph", "graph_pool_handle"), mock.DEFAULT
+    ) | {"max_memory_allocated": lambda _: 77}
+    for graphed in (False, True):
+        model = build(config, dtype=torch.float32)
+        held = masters(model, Ground.solo(), getattr(torch, dtype), single=fused)
+        scaler = LossScaler(train, cpu) if dtype == "float16" else None
+        step = Step(model, held, moving(held, train), train, SOLO, scaler=scaler)
+        outcomes: list[Outcome] = []
+        with mock.patch.multiple(torch.cuda, **on_a_cpu), mock.patch("colonnade.train.graph.check_device"):
+            if graphed:
+                step.passes = Replayed(step.passes, (*model.parameters(), *held.local.values()), cpu)
+            for i in range(12):
+                batch = replace(ragged(i, config), longest=13)
+                if i % 3 == 2:
+                    batch = replace(batch, cu_seqlens=torch.cat((batch.cu_seqlens, batch.cu_seqlens[-1:])))
+                outcomes.append(step(i, [batch]))
+        if graphed:
+            assert isinstance(step.passes, Replayed)
+            assert len(step.passes._recorded) >= 2 and step.recorded_bytes == 77
+        found.append((held.local, step.move.optimizer.state, outcomes))
+    (weights, moments, outcomes), (mine, my_moments, my_outcomes) = found
+    for name, w in weights.items():
+        assert torch.equal(mine[name], w), name
+    for name, moment in moments.items():
+        assert torch.equal(my_moments[name], moment), name
+    for ours, theirs in zip(my_outcomes, outcomes, strict=True):
+        assert torch.equal(ours.loss_sum, theirs.loss_sum) and ours.lr == theirs.lr
+        assert torch.equal(ours.norm.nan_to_num(), theirs.norm.nan_to_num())
+    assert len({float(outcome.loss_sum) for outcome in outcomes}) == 12
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ({"plan": Plan(pp=2), "model": MODEL.but(layers=2), "train": TRAIN.but(micro_batch=2)}, "pp=2"),
+        ({"plan": Plan(cp=2)}, "cp=2"),
+        ({"plan": Plan(dp=2)}, "dp=2"),
+        ({"plan": Plan(dp=1, replicate=2)}, "dp=2"),
+        ({"model": MODEL.but(moe=MoeConfig(experts=4, active=2, ffn_width=8))}, "dense"),
+        ({"train": TRAIN.but(micro_batch=2)}, "2 micro-batches of 2; set train.micro_batch 4"),
+        ({"train": TRAIN.but(dtype="float32")}, "one by one.*separate_documents"),
+        ({"model": MODEL.but(head_width=4)}, "heads of width 4"),
+        ({"model": preset("bert-base").but(head_width=4)}, "one by one"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_cannot_be_recorded_is_refused_with_a_remedy(what: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        RUN.but(**what)
+    assert RUN.but(plan=Plan(tp=2)).train.cuda_graph
+    equal = RUN.data.but(separate_documents=False)
+    assert RUN.but(train=TRAIN.but(dtype="float32"), data=equal).train.cuda_graph
+
+
+def test_a_cpu_is_refused(tmp_path: Path) -> None:
+    for ask in (
+        lambda: Graphed(lambda *_: torch.zeros(()), [], torch.device("cpu")),
+        lambda: Trainer(RUN.but(runs=tmp_path, plan=Plan(tp=2))),
+    ):
+        with pytest.raises(ConfigError, match="needs a GPU, and this run is on the cpu"):
+            ask()

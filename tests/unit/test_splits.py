@@ -1,0 +1,375 @@
+"""The split planner: each known failure of other planners by name, what every plan must be, and that it computes."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colonnade.errors import CapacityError, ConfigError
+from colonnade.kernels.attention import reference, split_reference
+from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.split_plan import FIELDS, Capacity, Costs, Plan, Shape, places
+from colonnade.kernels.attention.splits import plan
+from tests.worlds import assert_same
+
+COSTS = Costs(tile=2000, start=1500, merge=2500, part=20)
+"""About an H200's, in nanoseconds, for tiles of 64 keys, two workers on each of 132 multiprocessors."""
+WORKERS = 264
+SEED = Shape(kv_heads=2, group=8, rows=16, tile=64)
+"""The seed's table: 16 query heads, 2 key/value heads."""
+
+
+def planned(lengths: Sequence[int], shape: Shape = SEED, queries: int = 1, **options) -> Plan:
+    return plan(lengths, [queries] * len(lengths), shape, WORKERS, COSTS, **options)
+
+
+def busy(found: Plan) -> int:
+    """How many workers have something to do."""
+    return sum(a < b for a, b in itertools.pairwise(found.starts))
+
+
+def loads(found: Plan, shape: Shape, costs: Costs = COSTS) -> list[int]:
+    """What each worker's items cost."""
+    return [
+        sum(costs.start + (-(-i.end // shape.tile) - i.first // shape.tile) * costs.tile for i in found.items[a:b])
+        for a, b in itertools.pairwise(found.starts)
+    ]
+
+
+# -- failures of planners in use ---------------------------------------------------------------------------------------
+
+
+def test_used_lengths_decide_and_not_allocated_ones() -> None:
+    """300 keys used of 131,072 allocated: as many splits as 300 keys are worth."""
+    found = planned([300], room=131_072)
+    assert found == planned([300], room=320)
+    assert found.slots <= 2 * -(-300 // SEED.tile)
+
+
+def test_few_blocks_of_keys_are_split_too() -> None:
+    """A model of one key/value head and a context of four tiles: an idle GPU takes each tile by itself."""
+    one = Shape(kv_heads=1, group=8, rows=16, tile=64)
+    cheap = COSTS._replace(merge=1000)
+    found = plan([256], [1], one, WORKERS, cheap)
+    assert [item.first for item in found.items] == [0, 64, 128, 192]
+    assert busy(found) == 4
+
+
+def test_a_merge_that_costs_more_than_it_saves_is_not_made() -> None:
+    one = Shape(kv_heads=1, group=8, rows=16, tile=64)
+    assert plan([256], [1], one, WORKERS, COSTS._replace(merge=10_000)).slots == 0
+    assert planned([64] * 256).slots == 0
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 7, 64, 131, 133, 200, 263, 265])
+def test_no_division_collapses_to_one_split(batch: int) -> None:
+    """Around every number of lines that does not divide the workers: within the bound of the ideal."""
+    found = planned([8192] * batch)
+    assert found.finish <= found.ideal + 2 * COSTS.start + COSTS.tile + COSTS.merge + COSTS.part * WORKERS
+    if 2 * batch < WORKERS // 2:
+        assert busy(found) > WORKERS * 0.9
+
+
+@pytest.mark.parametrize("queries", [2, 4, 8, 64])
+def test_several_queries_do_not_turn_splitting_off(queries: int) -> None:
+    found = planned([65_536], queries=queries)
+    assert busy(found) > WORKERS * 0.9
+    lines = SEED.kv_heads * SEED.blocks(queries)
+    assert len(found.merges) == lines
+    assert len(found.items) >= WORKERS * 0.9
+
+
+def test_no_batch_is_too_large_to_split() -> None:
+    """1000 short requests and a long one: it is cut, and the plan ends as soon as the work allows."""
+    found = planned([64] * 1000 + [262_144])
+    long = [item for item in found.items if item.request == 1000]
+    assert len(long) > WORKERS // 2
+    assert found.finish < 1.2 * found.ideal
+
+
+def test_little_more_than_a_round_does_not_cost_two() -> None:
+    """277 equal lines on 264 workers, 1.05 rounds."""
+    one = SEED._replace(kv_heads=1)
+    found = planned([16_384] * 277, one)
+    line = COSTS.start + 256 * COSTS.tile
+    assert found.finish < 1.1 * line  # 2 rounds would be 2 lines
+    assert found.finish <= found.ideal + 2 * COSTS.start + COSTS.tile + COSTS.merge + COSTS.part * WORKERS
+
+
+def test_unequal_lengths_are_balanced_by_work() -> None:
+    """One request of 64k among 31 short ones."""
+    found = planned([65_536] + [200] * 31)
+    mean = sum(loads(found, SEED)) / WORKERS
+    assert max(loads(found, SEED)) <= mean + 2 * COSTS.start + COSTS.tile
+    # Pieces of a line are ranges that go on over workers: stream-K.
+    for head in range(2):
+        pieces = [(i.first, i.end) for i in found.items if (i.request, i.head) == (0, head)]
+        assert len(pieces) > 60
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 71])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_any_group(group: int, queries: int) -> None:
+    shape = Shape(kv_heads=2, group=group, rows=16, tile=64)
+    found = planned([5000], shape, queries)
+    assert_covers(found, [5000], [queries], shape)
+    assert {i.block for i in found.items} == set(range(-(-group * queries // 16)))
+
+
+def test_a_merge_has_few_pieces_where_that_is_faster() -> None:
+    """Merging in sequence cost 36 µs where 21 would do: the planner weighs what a piece more costs."""
+    dear, cheap = (plan([16_384], [1], SEED, WORKERS, COSTS._replace(part=part)) for part in (400, 1))
+    assert max(m.end - m.first for m in dear.merges) < max(m.end - m.first for m in cheap.merges)
+    assert dear.finish < COSTS.start + -(-256 // 132) * COSTS.tile + COSTS.merge + 132 * 400
+
+
+# -- what every plan is ------------------------------------------------------------------------------------------------
+
+
+def assert_covers(found: Plan, lengths: Sequence[int], queries: Sequence[int], shape: Shape) -> None:
+    """Every key that a line sees exactly once, slots as merges read them, no empty item, and nothing forgotten."""
+    seen: dict[tuple[int, int, int], list] = {}
+    for item in found.items:
+        assert item.first < item.end
+        seen.setdefault(item[:3], []).append(item)
+    merges = {merge[:3]: merge for merge in found.merges}
+    assert len(merges) == len(found.merges)
+    for r, (length, new) in enumerate(zip(lengths, queries, strict=True)):
+        for head, block in itertools.product(range(shape.kv_heads), range(shape.blocks(new))):
+            first, end = shape.keys(length, new, block)
+            pieces = sorted(seen.pop((r, head, block), []), key=lambda item: item.first)
+            assert [p.first for p in pieces[:1]] == [first][: end > first]
+            assert [p.end for p in pieces[-1:]] == [end][: end > first]
+            assert all(a.end == b.first and a.end % shape.tile == 0 for a, b in itertools.pairwise(pieces))
+            if len(pieces) == 1:
+                assert pieces[0].slot == -1
+            else:
+                merge = merges.pop((r, head, block))
+                assert [p.slot for p in pieces] == list(range(merge.first, merge.end))
+    assert not seen
+    assert not merges
+    assert sorted(i.slot for i in found.items if i.slot >= 0) == list(range(found.slots))
+    assert found.starts[0] == 0
+    assert found.starts[-1] == len(found.items)
+    assert list(found.starts) == sorted(found.starts)
+
+
+requests = st.lists(
+    st.tuples(st.one_of(st.integers(0, 300), st.integers(0, 5000)), st.sampled_from([0, 1, 1, 1, 2, 5])),
+    max_size=8,
+)
+shapes = st.builds(
+    Shape,
+    kv_heads=st.sampled_from([1, 2, 5]),
+    group=st.sampled_from([1, 3, 8, 71]),
+    rows=st.sampled_from([16, 64]),
+    tile=st.sampled_from([16, 64]),
+    window=st.sampled_from([None, None, 1, 100, 2000]),
+)
+
+
+@given(requests, shapes, st.sampled_from([1, 2, 7, 60]), st.sampled_from([None, 64, 512]), st.integers(0, 10**4))
+@settings(max_examples=80)
+def test_every_plan(
+    drawn: list[tuple[int, int]], shape: Shape, workers: int, chunk: int | None, merge_cost: int
+) -> None:
+    lengths, queries = [n for n, _ in drawn], [n for _, n in drawn]
+    costs = COSTS._replace(merge=merge_cost)
+    found = plan(lengths, queries, shape, workers, costs, chunk=chunk)
+    assert_covers(found, lengths, queries, shape)
+    assert found == plan(lengths, queries, shape, workers, costs, chunk=chunk)
+    work = loads(found, shape, costs)
+    assert len(work) == workers
+    most = max((m.end - m.first for m in found.merges), default=0)
+    merging = costs.merge + costs.part * most if most else 0
+    assert found.finish >= max(work) + merging >= 0
+    if chunk is None:
+        assert found.finish <= found.ideal + 2 * costs.start + costs.tile + costs.merge + costs.part * workers
+        assert found.slots <= 2 * (workers - 1)
+    else:
+        pieces = [costs.start + (-(-i.end // shape.tile) - i.first // shape.tile) * costs.tile for i in found.items]
+        assert max(work) <= sum(pieces) / workers + max(pieces, default=0)
+    room = Capacity.of(
+        len(drawn), max(queries, default=0), shape, workers, chunk=chunk, context=max(lengths, default=0)
+    )
+    flat = found.flat(room)
+    assert len(flat) == places(room)[-1]
+    assert_flat(flat, room, found)
+
+
+def assert_flat(flat: list[int], room: Capacity, found: Plan) -> None:
+    starts, items, merges, _ = places(room)
+    assert flat[0] == len(found.merges)
+    assert tuple(flat[starts : starts + len(found.starts)]) == found.starts
+    for at, rows in ((items, found.items), (merges, found.merges)):
+        for i, row in enumerate(rows):
+            assert tuple(flat[at + i * FIELDS : at + i * FIELDS + len(row)]) == row
+
+
+@given(requests, st.integers(0, 5000), shapes, st.sampled_from([64, 512]), st.randoms(use_true_random=False))
+@settings(max_examples=40)
+def test_fixed_cuts_do_not_know_the_others(drawn, length: int, shape: Shape, chunk: int, random) -> None:
+    """A request's pieces, and what of them is merged in which order, are the same alone and among others."""
+
+    def mine(others: list[tuple[int, int]], at: int) -> tuple[list, list]:
+        batch = [*others[:at], (length, 3), *others[at:]]
+        found = plan([n for n, _ in batch], [n for _, n in batch], shape, WORKERS, COSTS, chunk=chunk)
+        pieces = sorted((i[1:5], i.slot < 0) for i in found.items if i.request == at)
+        return pieces, sorted((*m[1:3], m.end - m.first) for m in found.merges if m.request == at)
+
+    alone = mine([], 0)
+    assert mine(drawn, random.randint(0, len(drawn))) == alone
+    assert all(piece[3] <= (piece[2] // chunk + 1) * chunk for piece, _ in alone[0])
+
+
+def test_nothing_gives_nothing() -> None:
+    for lengths, queries in (([], []), ([0, 0], [0, 0]), ([500], [0])):
+        found = plan(lengths, queries, SEED, WORKERS, COSTS)
+        assert (found.items, found.merges, found.slots, found.finish) == ((), (), 0, 0)
+    # A query without keys has the identity state: a merge of nothing.
+    found = planned([0])
+    assert not found.items
+    assert [(m.head, m.first, m.end) for m in found.merges] == [(0, 0, 0), (1, 0, 0)]
+
+
+def test_keys_before_the_window_are_no_work() -> None:
+    shape = SEED._replace(window=1000)
+    found = planned([100_000], shape)
+    assert min(i.first for i in found.items) == 99_000
+    assert sum(i.end - i.first for i in found.items) == 2 * 1000
+    # A block of 16 rows of 8 heads has two queries, whose windows begin one key apart.
+    found = planned([100_000], shape, queries=2)
+    assert min(i.first for i in found.items) == 98_999
+
+
+def test_a_plan_ahead_covers_what_lengths_become() -> None:
+    shape = SEED._replace(window=500)
+    found = plan([640, 0, 100], [1, 1, 0], shape, WORKERS, COSTS, ahead=64)
+    for grown in (0, 1, 64):
+        for r in (0, 1):
+            first, end = shape.keys([640, 0][r] + grown, 1, 0)
+            keys = sorted(k for i in found.items if (i.request, i.head) == (r, 1) for k in range(i.first, i.end))
+            assert keys == list(range(keys[0], keys[-1] + 1))
+            assert keys[0] <= first
+            assert keys[-1] >= end - 1
+    assert max(i.end for i in planned([640], ahead=64, room=650).items) == 650
+
+
+def test_a_graphs_arrays_hold_every_step() -> None:
+    """Sizes are fixed when a graph is captured; the same sizes then hold any lengths, and say so when they do not."""
+    room = Capacity.of(4, 1, SEED, WORKERS)
+    sizes = set()
+    for lengths in ([0, 0, 0, 0], [1, 1, 1, 1], [131_072, 1, 70, 0], [9000] * 4):
+        found = planned(lengths)
+        sizes.add(len(found.flat(room)))
+        assert_flat(found.flat(room), room, found)
+    assert len(sizes) == 1
+    with pytest.raises(CapacityError, match="capture the graph for more"):
+        planned([9000] * 300).flat(room)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "arguments"),
+    [
+        (CapacityError, "request 1 has 4097 keys and its table of pages room for 4096", {"room": 4096}),
+        (ConfigError, "cuts at every 100 keys cut tiles of 64", {"chunk": 100}),
+        (ConfigError, "below 0", {"lengths": [-1, 2]}),
+        (ConfigError, "2 lengths for 1 numbers", {"queries": [1]}),
+        (ConfigError, "every size is at least 1", {"workers": 0}),
+    ],
+)
+def test_what_cannot_be_is_refused(kind: type, words: str, arguments: dict) -> None:
+    usual = {"lengths": [5, 4097], "queries": [1, 1], "shape": SEED, "workers": WORKERS, "costs": COSTS}
+    with pytest.raises(kind, match=words):
+        plan(**(usual | arguments))
+
+
+# -- a plan, run -------------------------------------------------------------------------------------------------------
+
+
+def paged(lengths: list[int], queries: list[int], K: int, group: int, page: int) -> tuple:
+    """(q_TNH, k_PpKH, v_PpKH, table) in float64; pages lie anywhere."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    needed = [-(-n // page) for n in lengths]
+    order = torch.randperm(sum(needed) + 3, generator=generator).int()
+    pages = torch.zeros(len(lengths), max(1, *needed), dtype=torch.int32)
+    for r, n in enumerate(needed):
+        pages[r, :n] = order[sum(needed[:r]) : sum(needed[:r]) + n]
+    q, k, v = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((sum(queries), K * group, 8), (len(order), page, K, 8), (len(order), page, K, 8))
+    )
+    cu = torch.tensor([0, *queries]).cumsum(0).int()
+    return q, k, v, PageTable(pages, cu, torch.tensor(lengths).int(), page, max(queries), max(lengths))
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 17])
+@pytest.mark.parametrize("window", [None, 1, 33])
+@pytest.mark.parametrize("extras", ["plain", "cap", "slopes", "sinks"])
+def test_a_plan_computes_attention(group: int, window: int | None, extras: str) -> None:
+    lengths, queries = [150, 3, 0, 77, 200, 9], [1, 3, 0, 7, 2, 9]
+    q, k, v, table = paged(lengths, queries, K := 2, group, 16)
+    more = {
+        "plain": {},
+        "cap": {"cap": 1.5},
+        "slopes": {"slopes_N": torch.linspace(0.01, 0.5, K * group)},
+        "sinks": {"sinks_N": torch.linspace(-2, 2, K * group), "cap": 3.0},
+    }[extras]
+    shape = Shape(K, group, 16, 16, window)
+    exact = reference.paged(q, k, v, table, window=window, **more)
+    for workers, options in ((1, {}), (9, {}), (300, {}), (7, {"chunk": 32}), (300, {"ahead": 40})):
+        found = plan(lengths, queries, shape, workers, COSTS._replace(merge=0), **options)
+        assert found.slots or workers < 50 or window
+        assert_same(split_reference.run(found, shape, q, k, v, table, **more).o, exact, 1e-12)
+
+
+def test_states_of_split_attention_are_those_of_whole_attention() -> None:
+    """Also the log-sum-exp; queries before the first key (fewer keys than queries) and of no keys are the identity."""
+    q, k, v, table = paged([40, 3, 0], [2, 5, 2], 1, 3, 16)
+    shape = Shape(1, 3, 16, 16)
+    found = plan([40, 3, 0], [2, 5, 2], shape, 4, COSTS._replace(merge=0))
+    state = split_reference.run(found, shape, q, k, v, table)
+    keys = k[table.pages_RP[0, :3].long()].flatten(0, 1)[:40]
+    whole = reference.attend(q[:2], keys, v[table.pages_RP[0, :3].long()].flatten(0, 1)[:40])
+    assert_same(state.o[:2], whole.o, 1e-12)
+    assert_same(state.lse[:2], whole.lse, 1e-12)
+    assert (state.lse[2:4] == -torch.inf).all() and (state.lse[7:] == -torch.inf).all()
+    assert state.lse[4:7].isfinite().all()
+    assert (state.o[2:4] == 0).all() and (state.o[7:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"cap": 0.7},
+        {"slopes_N": torch.tensor([0.3, 1.0], dtype=torch.float64)},
+        {"sinks_N": torch.tensor([0.2, 3.0], dtype=torch.float64)},
+    ],
+)
+def test_the_references_scores_by_definition(more: dict) -> None:
+    """cap, slopes and sinks against a softmax written out."""
+    q, k, v, table = paged([12], [3], 1, 2, 16)
+    keys, values = (x[table.pages_RP[0].long()].flatten(0, 1)[:12, 0] for x in (k, v))
+    s = torch.einsum("tnh,sh->nts", q, keys) * 8**-0.5
+    if "cap" in more:
+        s = 0.7 * torch.tanh(s / 0.7)
+    behind = torch.arange(9, 12)[:, None] - torch.arange(12)
+    if "slopes_N" in more:
+        s = s - more["slopes_N"][:, None, None] * behind
+    e = torch.exp(s).masked_fill(behind < 0, 0)
+    total = e.sum(-1) + (torch.exp(more["sinks_N"])[:, None] if "sinks_N" in more else 0)
+    assert_same(reference.paged(q, k, v, table, **more), torch.einsum("nts,sh->tnh", e / total[..., None], values))
+
+
+def test_very_many_lines_are_planned_for_one_head() -> None:
+    """33 thousand lines on 264 workers, 8 of which stay idle."""
+    shape = Shape(kv_heads=128, group=8, rows=16, tile=64)
+    lengths = [1000] * 250 + [0, 7, 40_000]
+    found = planned(lengths, shape)
+    assert_covers(found, lengths, [1] * 253, shape)
+    assert found.finish < 1.05 * found.ideal
+    assert sum(a == b for a, b in itertools.pairwise(found.starts)) == 8
