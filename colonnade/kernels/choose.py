@@ -56,9 +56,13 @@ class Row:
     dtypes: tuple[torch.dtype, ...] = FLOATS
 
 
+TRITON = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
+"""Where torch was built for no GPU, triton costs a second to import and serves nobody."""
+
+
 def _written_in_triton() -> tuple[Row, ...]:
-    """Kernels of ours for GPUs; where torch was built for none, triton costs a second to import and serves nobody."""
-    if torch.version.cuda is None or importlib.util.find_spec("triton") is None:
+    """Kernels of ours for GPUs."""
+    if not TRITON:
         return ()
     from colonnade.kernels.adamw import triton_adamw
     from colonnade.kernels.attention import triton_dropout
@@ -81,7 +85,7 @@ def _written_in_triton() -> tuple[Row, ...]:
 
 def _decoding() -> tuple[Row, ...]:
     """Flash-Decoding. It stands behind SDPA, to be asked for by name, until a GPU has shown where it is faster."""
-    if torch.version.cuda is None or importlib.util.find_spec("triton") is None:
+    if not TRITON:
         return ()
     from colonnade.kernels.attention import triton_decode
 

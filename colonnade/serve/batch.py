@@ -1,9 +1,7 @@
 """A :class:`Work` as the tensors of one forward pass: the only place where serving meets the model's arguments.
 
-    slot of position i = pages[i // page_tokens] · page_tokens + i mod page_tokens
-
-A token may be negative, -1 - r, for the token that draw r of the work before gave. A slot is where the token's key and
-value are written; pages of the requests' tables are what attention reads.
+Slots are where the tokens' keys and values are written; pages of the requests' tables are what attention reads. A token
+may be negative, -1 - r, for the token that draw r of the work before gave.
 """
 
 from itertools import accumulate
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from colonnade.model import KVCache, Paged, Stream, Transformer
 from colonnade.serve.fixed import FixedSteps
-from colonnade.serve.sampler import NextTokens, sample
+from colonnade.serve.sampler import NextTokens, sample, told
 from colonnade.serve.scheduler import Work
 from colonnade.serve.upload import upload
 
@@ -31,15 +29,12 @@ class Runner:
     def __call__(self, work: Work) -> "Drawn":
         """Run ``work``; the next tokens of the R slices that draw one, in order (R may be 0), on every rank."""
         if self.fixed is not None and self.fixed.take(work):
-            draws = [piece.draw for piece in work.slices if piece.draw is not None]
             logits_Rv = self.fixed(work, self._last_R)
-            self._last_R = sample(logits_Rv, draws, self.model.axes.tp, self.model.config.vocab_size)
+            self._last_R = sample(logits_Rv, work.draws, self.model.axes.tp, self.model.config.vocab_size)
             return Drawn(self._last_R)
         stream, attend, head = arguments(self.cache, work)
         if any(piece.tokens[-1] < 0 for piece in work.slices):
-            ids_T = stream.tokens_T
-            drawn_T = self._last_R[(-1 - ids_T).clamp(min=0)].clamp(min=0)  # what is no token ends its request
-            stream = stream._replace(tokens_T=torch.where(ids_T < 0, drawn_T, ids_T))
+            stream = stream._replace(tokens_T=told(stream.tokens_T, self._last_R))
         tokens_R = self.model(stream, attend, head)
         if len(tokens_R):
             self._last_R = tokens_R
@@ -68,16 +63,14 @@ class Drawn:
 def arguments(cache: KVCache, work: Work) -> tuple[Stream, Paged, NextTokens]:
     """``work`` as (stream, attend, head)."""
     size, device = cache.page_tokens, cache.k[0].device
-    tokens, positions, slots, tables, rows, draws = [], [], [], [], [], []
+    tokens, positions, slots, tables, rows = [], [], [], [], []
     for piece in work.slices:
-        span = range(piece.start, piece.start + len(piece.tokens))
         tokens.extend(piece.tokens)
-        positions.extend(span)
-        slots.extend(piece.pages[i // size] * size + i % size for i in span)
+        positions.extend(range(piece.start, piece.start + len(piece.tokens)))
+        slots.extend(piece.slots(size))
         tables.append(piece.pages)
         if piece.draw is not None:
             rows.append(len(tokens) - 1)
-            draws.append(piece.draw)
     counts = [len(piece.tokens) for piece in work.slices]
     lengths = [piece.start + len(piece.tokens) for piece in work.slices]
     widest = max(map(len, tables))
@@ -95,5 +88,5 @@ def arguments(cache: KVCache, work: Work) -> tuple[Stream, Paged, NextTokens]:
         longest_context=max(lengths),
         known=(counts, lengths),
     )
-    head = NextTokens(whole(rows, torch.int64), draws)
+    head = NextTokens(whole(rows, torch.int64), work.draws)
     return Stream(whole(tokens, torch.int64), whole(positions, torch.int64)), attend, head

@@ -20,6 +20,7 @@ from torch import Tensor
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.model import KVCache, Paged, Stream, Transformer
 from colonnade.model.head import Shares
+from colonnade.serve.sampler import told
 from colonnade.serve.scheduler import Work
 from colonnade.serve.upload import upload
 
@@ -89,11 +90,10 @@ class _Size:
     def _tell(self, work: Work, last_R: Tensor) -> list[int]:
         """Write ``work`` into the buffers; its lengths, padding included."""
         pieces, missing, page = work.slices, self.size - len(work.slices), self.cache.page_tokens
-        slots = [p.pages[p.start // page] * page + p.start % page for p in pieces]
         numbers = [
             [p.tokens[0] for p in pieces] + [0] * missing,
             [p.start for p in pieces] + [0] * missing,
-            slots + [self.scratch * page] * missing,
+            [slot for p in pieces for slot in p.slots(page)] + [self.scratch * page] * missing,
         ]
         lengths = [p.start + 1 for p in pieces] + [1] * missing
         self.numbers.copy_(upload(numbers, torch.int64, self.device))
@@ -103,9 +103,7 @@ class _Size:
         tables += [[self.scratch] * widest] * missing
         self.pages[:, :widest].copy_(upload(tables, torch.int32, self.device))
         if any(p.tokens[0] < 0 for p in pieces):
-            ids = self.numbers[0]
-            drawn = last_R[(-1 - ids).clamp(min=0)].clamp(min=0)  # what is no token ends its request
-            ids.copy_(torch.where(ids < 0, drawn, ids))
+            self.numbers[0] = told(self.numbers[0], last_R)
         return lengths
 
     def _attend(self, longest: int) -> Paged:

@@ -75,6 +75,13 @@ def sample(logits_Rv: Tensor, draws: Sequence[Draw], tp: Axis = SOLO, vocab_size
     return tokens_R.masked_fill(~peak_R.isfinite(), NOT_FINITE)
 
 
+def told(ids: Tensor, last_R: Tensor) -> Tensor:
+    """``ids`` with the tokens that the work before drew, ``last_R``, in the place of negative ones (-1 - r for draw r);
+    token 0 for what was none and ended its request.
+    """
+    return torch.where(ids < 0, last_R[(-1 - ids).clamp(min=0)].clamp(min=0), ids)
+
+
 def _rows(draws: Sequence[Draw], *, filtered: bool) -> list[int]:
     return [r for r, draw in enumerate(draws) if not draw.greedy and draw.filtered == filtered]
 
@@ -96,16 +103,19 @@ class Asked:
     @staticmethod
     def of(draws: Sequence[Draw], like: Tensor) -> "Asked":
         """In the precision and on the device of the logits ``like``."""
-
-        def column(values: list[float]) -> Tensor:
-            return upload(values, like.dtype, like.device)[:, None]
-
         seed_R, index_R = upload([[draw.seed, draw.index] for draw in draws], torch.int64, like.device).T
+        columns = [
+            [max(d.temperature, SMALLEST_TEMPERATURE) for d in draws],
+            [d.top_k or math.inf for d in draws],
+            [d.top_p for d in draws],
+            [math.log(d.min_p) if d.min_p else -math.inf for d in draws],
+        ]
+        temperature, top_k, top_p, floor = upload(columns, like.dtype, like.device).unsqueeze(-1)
         return Asked(
-            column([max(draw.temperature, SMALLEST_TEMPERATURE) for draw in draws]),
-            column([draw.top_k or math.inf for draw in draws]),
-            column([draw.top_p for draw in draws]),
-            column([math.log(draw.min_p) if draw.min_p else -math.inf for draw in draws]),
+            temperature,
+            top_k,
+            top_p,
+            floor,
             # The seed is mixed before the index joins it: people choose 0, 1, 2, … for both.
             mix(mix(mix(seed_R.int()) ^ (seed_R >> 32).int()) ^ index_R.int()),
             max(draw.top_k for draw in draws),

@@ -40,6 +40,11 @@ class Slice:
     draw: Draw | None
     """How the next token is chosen from the last row's logits, when ``tokens`` reach the end of what is known."""
 
+    def slots(self, page_tokens: int) -> list[int]:
+        """Where in the cache each token's key and value go: page · page_tokens + place within the page."""
+        span = range(self.start, self.start + len(self.tokens))
+        return [self.pages[i // page_tokens] * page_tokens + i % page_tokens for i in span]
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -52,6 +57,11 @@ class Work:
     def tokens(self) -> int:
         """Tokens in the pass."""
         return sum(len(piece.tokens) for piece in self.slices)
+
+    @property
+    def draws(self) -> list[Draw]:
+        """Of the slices that draw a token, in order."""
+        return [piece.draw for piece in self.slices if piece.draw is not None]
 
 
 class Scheduler:
