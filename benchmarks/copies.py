@@ -21,6 +21,7 @@ from _jobs import Row, durations, enough, parser, place
 from _report import Headline, report
 from colonnade.config import Plan
 from colonnade.parallel.axis import Axis
+from colonnade.parallel.graphs import capture
 from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground
 
@@ -92,8 +93,7 @@ def timed(
         for _ in range(3):
             pairs()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with capture() as graph:
         pairs()
     found = durations(lambda _: graph.replay(), 10, side.device)
     return round(1e3 * sorted(found)[len(found) // 2] / PAIRS, 4)

@@ -22,6 +22,7 @@ from colonnade.config.model import divisors
 from colonnade.errors import PlanError
 from colonnade.parallel.axis import SOLO, Axes, Axis, Grid, group_name
 from colonnade.parallel.collectives import urgent
+from colonnade.parallel.graphs import end_graphs
 from colonnade.parallel.launch import local_ranks, place
 from colonnade.parallel.meet import fresh_store
 
@@ -47,11 +48,14 @@ class Ground:
         """Processes in all."""
         return self.plan.world
 
-    @property
+    @cached_property
     def storage_mesh(self) -> DeviceMesh:
         """(tp, replicate, shard): the mesh of the checkpoint's view of each parameter of this pipeline rank."""
         assert self.mesh is not None, "no process group: Ground.build makes one"
-        return self.mesh["tp", "replicate", "shard"]
+        # Neighbouring ranks are those of tp, which comes first here: a slice that torch before 2.13 refuses to make.
+        names = ("tp", "replicate", "shard")
+        groups, ranks = [self.mesh.get_group(name) for name in names], self.mesh.mesh[self.axes.pp.rank]
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
 
     @property
     def expert_storage_mesh(self) -> DeviceMesh:
@@ -115,6 +119,7 @@ class Ground:
             plan.check_world(dist.get_world_size())
             yield _stand(plan, kind, timeout)
         finally:
+            end_graphs()
             if ours:
                 dist.destroy_process_group()
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.model import KVCache, Paged, Stream, Transformer
 from colonnade.model.head import Shares
+from colonnade.parallel.graphs import capture
 from colonnade.serve.sampler import told
 from colonnade.serve.scheduler import Work
 from colonnade.serve.upload import upload
@@ -131,8 +132,7 @@ class _Size:
         torch.cuda.current_stream().wait_stream(stream)
         self._planned = None
         self._plan(lengths)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with capture(pool) as graph:
             self._logits = self._run(attend)
         self._replay = graph.replay
         graph.replay()  # recording is not running

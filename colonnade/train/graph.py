@@ -23,6 +23,7 @@ from torch import Tensor
 
 from colonnade.data import Batch
 from colonnade.errors import ConfigError
+from colonnade.parallel.graphs import capture
 from colonnade.train.lay import Terms
 
 WARM = 2
@@ -88,9 +89,7 @@ class Graphed:
 
     def _record(self, batch: Batch, terms: Terms, inputs: dict[str, Tensor]) -> Recording:
         inputs = {name: x.clone() for name, x in inputs.items()}
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, such as NCCL's watchdog, may go on calling what a recording forbids its own.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with capture(self._pool, self._stream) as graph:
             loss_sum = self._passes(*given(batch, terms, inputs))
         self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self._stream.device))
         gradients = [(x, x.grad) for x in self._graded if x.grad is not None]

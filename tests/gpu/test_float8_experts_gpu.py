@@ -63,7 +63,8 @@ def test_experts_are_their_emulation(case: Case, monkeypatch: pytest.MonkeyPatch
     for name, got in found.items():
         # A sum that ends on the other side of an edge of float8 is rounded to its neighbour there.
         assert error(got, plain[name]) < 3e-2, (name, error(got, plain[name]))
-        assert error(got, exact[name]) < 0.15, (name, error(got, exact[name]))
+        # relu's slope is the other one wherever rounding moved a sum across 0.
+        assert error(got, exact[name]) < (0.2 if case.activation == "relu" else 0.15), (name, error(got, exact[name]))
 
 
 @hopper

@@ -51,7 +51,8 @@ def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dro
     def through(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         y = product(x, w, ends)
         if bias is not None and expert_R is not None:
-            y = y[:, : bias.shape[1]] + bias[expert_R]
+            # In float32, because its gradient is a sum over all of an expert's rows.
+            y = (y[:, : bias.shape[1]] + bias.float()[expert_R]).to(x.dtype)
         return y.where(here_R1, 0)
 
     # Padded along both widths, so that the products of the way back, which swap them, fit as well.

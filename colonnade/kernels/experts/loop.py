@@ -59,7 +59,8 @@ def _down(h_cF: Tensor, down_FD: Tensor) -> Tensor:
         3584 × 1024      2      976   919      522   882
     """
     c, F_ = h_cF.shape
-    if c > FEW_ROWS or down_FD.numel() > SMALL or h_cF.dtype == torch.float64 or not down_FD.is_contiguous():
+    small = c <= FEW_ROWS and down_FD.numel() <= SMALL
+    if not small or h_cF.is_cuda or h_cF.dtype == torch.float64 or not down_FD.is_contiguous():
         return h_cF @ down_FD
     index_cF = torch.arange(F_).expand(c, -1)
     return F.embedding_bag(index_cF, down_FD, per_sample_weights=h_cF, mode="sum")
@@ -94,7 +95,7 @@ class _Loop(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         x = tokens
         weights, act, busy = Weights(*stacks), ACTIVATIONS[activation], _busy(ends_E)  # type: ignore[arg-type]
-        linear = thin.linear if x.dtype in THIN else F.linear
+        linear = thin.linear if x.dtype in THIN and not x.is_cuda else F.linear
         held, token_R, w_R1, y_RD = [], None, None, None
         if order_R is not None and routing_TA is not None:
             token_R, w_R1 = order_R // routing_TA.shape[1], routing_TA.flatten()[order_R].unsqueeze(1)

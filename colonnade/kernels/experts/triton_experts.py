@@ -189,11 +189,11 @@ def _keep(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
 
 
 def _differentiate(ctx, dy: Tensor, _a: Tensor | None, _u: Tensor | None):
-    needs, inputs = ctx.needs_input_grad, ctx.saved_tensors[:10]
+    needs, saved = ctx.needs_input_grad, ctx.saved_tensors  # asked for once: recomputation gives them once
     of_weights = any(needs[4:10])
-    dx, d_routing, *rest = _backward(dy, *ctx.saved_tensors, ctx.activation, needs[0], of_weights)
+    dx, d_routing, *rest = _backward(dy, *saved, ctx.activation, needs[0], of_weights)
     grads = (dx, dx, dx, d_routing, *rest)  # the order and the ends have none, and need none
-    wanted = [g.view_as(w) if need else None for g, w, need in zip(grads, inputs, needs[:10], strict=True)]
+    wanted = [g.view_as(w) if need else None for g, w, need in zip(grads, saved[:10], needs[:10], strict=True)]
     return *wanted, None, None
 
 
