@@ -25,7 +25,7 @@ def sort(ids_TA: Tensor, experts: int, rows: int | None = None) -> tuple[Tensor,
 
 
 def gather(x_TD: Tensor, order_R: Tensor, active: int) -> Tensor:
-    """x_RD: the token of each row."""
+    """x_RD: the token of each row; no choice stands in ``order_R`` twice."""
     return x_TD[order_R // active]
 
 

@@ -144,8 +144,8 @@ def _exchanged(
 
     def send(i: int) -> tuple[Begun, Begun | None]:
         parcel, drop = parcels[i], drops[i]
-        rows = web.begin(gather(x_parts[i], parcel.order_R, A), parcel.sizes)
-        return rows, drop and web.begin(drop.tags(parcel.order_R), parcel.sizes)
+        rows = web.begin(_copies(gather(x_parts[i], parcel.choice_R, A), parcel.sizes, step.degree), parcel.sizes)
+        return rows, drop and web.begin(_copies(drop.tags(parcel.choice_R), parcel.sizes, step.degree), parcel.sizes)
 
     under_way, back = send(0), []
     for i, parcel in enumerate(parcels):
@@ -176,10 +176,8 @@ def _exchanged(
 class _Parcel:
     """One part of the tokens, addressed."""
 
-    order_R: Tensor
-    """The choice (t·A + j, of this part's tokens) behind each row that is sent."""
     choice_R: Tensor
-    """The same without repetition, where r rows have the same; those of each group of ranks stand together."""
+    """The choices (t·A + j, of this part's tokens), those for each group of ranks together."""
     sizes: Sizes
     by_expert_R: Tensor
     """The rows that come in, by expert."""
@@ -230,16 +228,21 @@ def _address(ids_tA: Tensor, parts: list[int], experts: int, grid: Grid, web: We
     first = begin = 0
     for i in range(P):
         send, receive, *crossing = ([row[i] for row in side] for side in sizes)
-        blocks = send[::degree]  # one of each group
-        choices = sum(blocks)
+        choices = sum(send[::degree])  # a group's ranks get the same
         choice_R = order_R[first : first + choices] - begin * A
         first, begin = first + choices, begin + parts[i]
-        sent_R = choice_R
-        if degree > 1:
-            sent_R = torch.cat([block.repeat(degree) for block in choice_R.split(blocks)])
         where = Sizes(send, receive, *web.between(*crossing))
-        parcels.append(_Parcel(sent_R, choice_R, where, by_expert[i], ends_pe[i]))
+        parcels.append(_Parcel(choice_R, where, by_expert[i], ends_pe[i]))
     return parcels
+
+
+def _copies(x_R: Tensor, sizes: Sizes, degree: int) -> Tensor:
+    """The rows of each group of ranks, once for each of its ``degree`` ranks; gathered before that, because the way
+    back of a gather is for rows that stand in it once.
+    """
+    if degree == 1:
+        return x_R
+    return torch.cat([block for block in x_R.split(sizes.send[::degree]) for _ in range(degree)])
 
 
 def _by_expert(count_pse: Tensor, rows: int) -> Tensor:
