@@ -42,6 +42,7 @@ from colonnade.parallel.axis import world_axis
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground
+from colonnade.parallel.pipeline import knows
 from colonnade.train.lay import VALIDATION
 from colonnade.train.piped import Piped
 from colonnade.train.step import forward
@@ -74,11 +75,12 @@ def sizes(tiny: bool) -> Sizes:
 
 
 def plans(world: int) -> list[Plan]:
-    """Each schedule over ``world`` ranks; one rank for comparison."""
+    """Each schedule over ``world`` ranks that this torch knows; one rank for comparison."""
     if world == 1:
         return [Plan()]
     names = ("gpipe", "1f1b", *SEVERAL)
-    return [Plan(pp=world, schedule=name, stages=STAGES if name in SEVERAL else 1) for name in names]
+    made = [Plan(pp=world, schedule=name, stages=STAGES if name in SEVERAL else 1) for name in names]
+    return [plan for plan in made if knows(plan)]
 
 
 def waits(plan: Plan) -> float:

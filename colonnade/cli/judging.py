@@ -119,6 +119,7 @@ def verify(
     """
     start_alone("verify")
     from colonnade import verify as it
+    from colonnade.parallel.pipeline import knows
     from colonnade.verify import report
 
     if world < 1:
@@ -130,6 +131,8 @@ def verify(
     sizes = f"{config.layers} layers, {config.heads} heads of {config.head_width}, vocabulary {config.vocab_size}"
     under = f"{count(len(plans), 'plan')} of {count(world, 'process')}"
     console.print(f"{model} in small ({sizes}) under {under}", soft_wrap=True)
+    if world > 1 and not knows(Plan(pp=world, schedule="zero_bubble")):
+        console.print("without zero_bubble, whose gradients need torch 2.13", soft_wrap=True)
     results = it.verify(config, plans, report.show, device)
     report.write(results, config, out, device)
     console.print(report.table(results))

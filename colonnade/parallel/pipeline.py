@@ -27,6 +27,7 @@ from torch.distributed.pipelining import (
 )
 
 from colonnade.config.plan import SEVERAL, Plan
+from colonnade.errors import PlanError
 from colonnade.parallel import collectives
 from colonnade.parallel.axis import Axis
 
@@ -36,6 +37,23 @@ SCHEDULES = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def check_schedule(plan: Plan) -> None:
+    """Raise :class:`PlanError` where the schedule is ``zero_bubble`` and torch older than 2.13, which adds up gradients
+    of different tensors when it computes those of weights apart.
+    """
+    if not knows(plan):
+        raise PlanError(
+            f"--plan.schedule zero_bubble needs torch 2.13, and this is {torch.__version__}, whose separate gradients "
+            "of weights are wrong; update torch, or use --plan.schedule interleaved"
+        )
+
+
+def knows(plan: Plan) -> bool:
+    """Whether this torch computes by the plan's schedule what the others do."""
+    return plan.pp == 1 or plan.schedule != "zero_bubble" or TORCH >= (2, 13)
 
 
 class Stage(nn.Module):
@@ -60,6 +78,7 @@ class Pipeline:
     """
 
     def __init__(self, stages: Sequence[Stage], plan: Plan, axis: Axis, device: torch.device):
+        check_schedule(plan)
         self.stages, self.plan, self.axis, self.device = stages, plan, axis, device
         self.total = plan.all_stages
         self._schedules: dict[object, Any] = {}
@@ -101,7 +120,8 @@ class Pipeline:
         """The shapes are said, not found out: torch would run a forward pass to learn them."""
         travels = example.detach().to("meta").requires_grad_()
         takes = torch.arange(1) if stage.number == 0 else travels
-        gives = travels if stage.number < self.total - 1 else torch.zeros((), device="meta")
+        loss = torch.zeros((), device="meta", dtype=torch.promote_types(example.dtype, torch.float32))
+        gives = travels if stage.number < self.total - 1 else loss
         return PipelineStage(
             stage, stage.number, self.total, self.device, input_args=(takes,), output_args=(gives,), group=group
         )

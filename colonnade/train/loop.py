@@ -16,6 +16,7 @@ from colonnade.checkpoint import native
 from colonnade.config import RunConfig
 from colonnade.parallel.launch import Interrupted, launch
 from colonnade.parallel.mesh import Ground, choose_device
+from colonnade.parallel.pipeline import check_schedule
 from colonnade.parallel.watchdog import BACKSTOP, Watchdog
 from colonnade.train.feed import Feed
 from colonnade.train.graph import check_device
@@ -35,6 +36,7 @@ class Trainer:
         tracker whose package is missing.
         """
         run.plan.check(run.model)
+        check_schedule(run.plan)
         device = choose_device(run.plan, run.device)
         if run.train.cuda_graph:
             check_device(torch.device(device))
