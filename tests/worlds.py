@@ -61,9 +61,7 @@ class _Pool:
         self.workers: list[tuple[Any, Connection]] = []
         context = mp.get_context("forkserver")
         # The fork server imports torch once; its children start in milliseconds.
-        context.set_forkserver_preload(
-            ["torch", "torch.distributed.fsdp", "colonnade.model", "colonnade.parallel.mesh"]
-        )
+        context.set_forkserver_preload(["torch.distributed.pipelining", "colonnade.train.loop", "colonnade.verify.run"])
         self.context = context
         atexit.register(self.close)
 
