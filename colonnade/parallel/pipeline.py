@@ -13,26 +13,29 @@ and hand anything else whole to every micro-batch (docs/decisions/0004-ground-ch
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from colonnade.config.plan import SEVERAL, Plan
 from colonnade.parallel import collectives
 from colonnade.parallel.axis import Axis
 
-if TYPE_CHECKING:
-    from torch.distributed.pipelining import PipelineStage
-
 SCHEDULES = {
-    "gpipe": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "interleaved": "ScheduleInterleaved1F1B",
-    "zero_bubble": "ScheduleInterleavedZeroBubble",
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
 }
-"""Their names in torch.distributed.pipelining, which brings torch's compiler and so is imported by pipelines alone."""
 
 
 class Stage(nn.Module):
@@ -88,18 +91,14 @@ class Pipeline:
         return result
 
     def _schedule(self, count: int, example: Tensor) -> Any:
-        from torch.distributed import pipelining
-
         group = collectives.group_of(self.axis.group)
         made = [self._stage(stage, example, group) for stage in self.stages]
-        schedule = getattr(pipelining, SCHEDULES[self.plan.schedule])
+        schedule = SCHEDULES[self.plan.schedule]
         held = made if self.plan.schedule in SEVERAL else made[0]
-        return schedule(held, count, loss_fn=lambda loss, _: loss.sum(), scale_grads=False)
+        return schedule(held, count, loss_fn=lambda loss, _: loss.sum(), scale_grads=False)  # type: ignore[arg-type]
 
-    def _stage(self, stage: Stage, example: Tensor, group: dist.ProcessGroup) -> "PipelineStage":
+    def _stage(self, stage: Stage, example: Tensor, group: dist.ProcessGroup) -> PipelineStage:
         """The shapes are said, not found out: torch would run a forward pass to learn them."""
-        from torch.distributed.pipelining import PipelineStage
-
         travels = example.detach().to("meta").requires_grad_()
         takes = torch.arange(1) if stage.number == 0 else travels
         gives = travels if stage.number < self.total - 1 else torch.zeros((), device="meta")
