@@ -81,6 +81,13 @@ def store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def forget_meshes() -> None:
+    """Empty torch's memory of how operators shard DTensors: each entry holds a mesh, and with it groups and threads."""
+    from torch.distributed.tensor import debug  # a second of imports, where there are no DTensors
+
+    debug._clear_sharding_prop_cache()
+
+
 def broadcast_(x: Tensor, src: int, group: Any) -> None:
     """Overwrite ``x`` with that of the group's rank ``src``; for control messages, outside autograd and compilation."""
     dist.broadcast(x, group=group_of(group), group_src=src)

@@ -7,7 +7,8 @@ weights and see other tokens, just as data ranks do, so that FSDP shards over bo
 """
 
 import datetime
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from colonnade.config import Plan, count
 from colonnade.config.model import divisors
 from colonnade.errors import PlanError
-from colonnade.parallel.axis import SOLO, Axes, Axis, Grid, group_name
-from colonnade.parallel.collectives import urgent
+from colonnade.parallel.axis import SOLO, Axes, Axis, Grid, group_name, world_axis
+from colonnade.parallel.collectives import forget_meshes, urgent
 from colonnade.parallel.graphs import end_graphs
 from colonnade.parallel.launch import local_ranks, place
 from colonnade.parallel.meet import fresh_store
@@ -105,8 +106,8 @@ class Ground:
     def build(plan: Plan, device: str = "auto", timeout: datetime.timedelta = TIMEOUT) -> Iterator["Ground"]:
         """Join the process group that the launcher prepared (or make one of size 1), and leave it at the end.
 
-        ``timeout`` is after how long a collective gives up. Raises :class:`PlanError` when the number of processes is
-        not the plan's.
+        Over a group that stands already, what is laid over it is taken up again. ``timeout`` is after how long a
+        collective gives up. Raises :class:`PlanError` when the number of processes is not the plan's.
         """
         launched = dist.is_torchelastic_launched()
         kind = choose_device(plan, device)
@@ -117,7 +118,10 @@ class Ground:
             dist.init_process_group(BACKENDS[kind], store=store, rank=rank, world_size=world, timeout=timeout)
         try:
             plan.check_world(dist.get_world_size())
-            yield _stand(plan, kind, timeout)
+            ground, laid = _stand(plan, kind, timeout)
+            yield ground
+            if not ours:  # after a failure they stay until the default group ends: a peer may be waiting in one
+                _take_up(laid, ground.device)
         finally:
             end_graphs()
             if ours:
@@ -139,7 +143,8 @@ def fresh_group(file: Path, kind: str = "cpu") -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> Ground:
+def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> tuple[Ground, list[dist.ProcessGroup]]:
+    """The ground, and the groups laid for it, in the same order on every rank."""
     order = torch.arange(plan.world).view(plan.pp, plan.replicate, plan.dp, plan.cp, plan.tp)
     ranks = order.flatten(2, 3).permute(0, 3, 1, 2)
     mesh = DeviceMesh(kind, ranks, mesh_dim_names=("pp", "tp", "replicate", "shard"))
@@ -149,6 +154,7 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> Ground:
         expert_mesh = DeviceMesh(kind, experts, mesh_dim_names=("pp", "copies", "ep", "sh"))
 
     groups: dict[str, dist.ProcessGroup] = {}
+    laid = [group for made in (mesh, expert_mesh) if made is not None for group in made.get_all_groups()]
 
     def axis(name: str, *along: int, of: torch.Tensor = order) -> Axis:
         """The ranks that differ from this one in the dimensions ``along`` of the array ``of`` ranks only."""
@@ -160,6 +166,7 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> Ground:
             made, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout, pg_options=options)
             assert isinstance(made, dist.ProcessGroup)
             groups[str(rows)] = made
+            laid.append(made)
         return named(name, groups[str(rows)])
 
     def named(name: str, group: dist.ProcessGroup) -> Axis:
@@ -190,7 +197,10 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> Ground:
         if plan.pp <= 2:
             return axis("pp", 0)
         group, _ = dist.new_subgroups_by_enumeration(order[[0, -1]].flatten(1).T.tolist(), timeout=timeout)
-        return named("ends", group) if isinstance(group, dist.ProcessGroup) else SOLO
+        if not isinstance(group, dist.ProcessGroup):
+            return SOLO
+        laid.append(group)
+        return named("ends", group)
 
     axes = Axes(
         tp=axis("tp", 4),
@@ -204,7 +214,25 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> Ground:
         grid=grid(),
     )
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    return Ground(plan, axes, device, dist.get_rank(), mesh, expert_mesh)
+    return Ground(plan, axes, device, dist.get_rank(), mesh, expert_mesh), laid
+
+
+def _take_up(laid: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Let go of the groups ``laid`` over the default group, once all ranks are done with them.
+
+    A group of gloo is three threads a rank, one of which wakes a hundred times a second whether or not anybody talks:
+    a process that lays ground after ground would end up doing nothing else. Modules that FSDP and pipelines hold on to
+    are cycles, and hold their groups until they are collected.
+    """
+    end_graphs()
+    world_axis().sum_(torch.zeros((), device=device)).item()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    for group in laid:
+        if group is not dist.group.WORLD:  # the mesh takes it for a dimension of all ranks
+            dist.destroy_process_group(group)
+    forget_meshes()
+    gc.collect()
 
 
 def _on_host(mesh: DeviceMesh) -> DeviceMesh:

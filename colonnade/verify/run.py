@@ -9,6 +9,7 @@ plan before it wrote (the first one that of one process, one process that of the
 read by another; but for those of a plan that trained wrongly.
 """
 
+import gc
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -97,6 +98,7 @@ def _work(
     model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Shown | None, device: str = "cpu"
 ) -> list[Result]:
     """On every rank."""
+    gc.freeze()  # what is imported stays: each ground is collected at its end, and that looks at the rest only
     world = plans[0].world
     own = own_device(device)
     ones = {ranks: _One.of(model, world, ranks, own) for ranks in sorted({_merged(model, plan) for plan in plans})}

@@ -27,8 +27,9 @@ from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
 from colonnade.train.step import Outcome, Step
 
-MICRO_BATCHES = 16
-"""In one step, over all data ranks, at least: enough for a pipeline of 8 beside data ranks."""
+MICRO_BATCHES = 4
+"""In one step, over all data ranks, at least; and two a process, so that each data rank adds several up, and a pipeline
+of all processes fills and drains."""
 RAGGED, EQUAL = [9, 1, 13, 4, 2], [32, 32]
 """Lengths of the sequences of a micro-batch, in the first step and in the second."""
 TRAIN = TrainConfig(
@@ -89,7 +90,7 @@ class Trial:
         piped = Piped(model, ground, torch.float64) if ground.plan.pp > 1 else None
         held = masters(model, ground, torch.float64, piped and piped.stages)
         world = world_axis() if ground.world > 1 else SOLO
-        total = -(-MICRO_BATCHES // processes) * processes
+        total = max(2, -(-MICRO_BATCHES // processes)) * processes
         return Trial(ground, model, piped, held, _Seen(held.local, TRAIN), world, total, merged)
 
     def train(self) -> "Trial":

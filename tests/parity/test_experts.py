@@ -64,23 +64,30 @@ def _check(config: ModelConfig, plan: Plan, rates: Rates) -> None:
             assert_same(mine(stream, attend, Rows()), whole(stream, attend, Rows()), what="logits")
 
 
+PLANS = {
+    Plan(tp=2, ep=2): ["gated"],
+    Plan(tp=2, sh=2, sequence_parallel=True): ["gated", "biased_shared"],
+    Plan(tp=3, ep=3): ["capacity"],
+    Plan(tp=4, ep=2, sh=2): ["gated"],
+    Plan(tp=4, sh=4, sequence_parallel=True): ["biased_shared"],
+    Plan(tp=4, ep=2, sequence_parallel=True): ["capacity"],
+    Plan(tp=4, ep=2, sh=2, near=2): ["gated", "capacity"],
+    Plan(tp=6, ep=6, near=3): ["biased_shared"],
+    Plan(tp=6, ep=3, sh=2, near=2, sequence_parallel=True): ["capacity"],
+    Plan(tp=3, ep=3, near=1): ["gated"],
+}
+"""Every grid, and with which kinds of models in CI: each kind meets ep, sh, near and sequence parallelism. The rest of
+the product is `long`."""
+
+
 @pytest.mark.parametrize(
-    "plan",
+    ("name", "plan"),
     [
-        Plan(tp=2, ep=2),
-        Plan(tp=2, sh=2, sequence_parallel=True),
-        Plan(tp=3, ep=3),
-        Plan(tp=4, ep=2, sh=2),
-        Plan(tp=4, sh=4, sequence_parallel=True),
-        Plan(tp=4, ep=2, sequence_parallel=True),
-        Plan(tp=4, ep=2, sh=2, near=2),
-        Plan(tp=6, ep=6, near=3),
-        Plan(tp=6, ep=3, sh=2, near=2, sequence_parallel=True),
-        Plan(tp=3, ep=3, near=1),
+        pytest.param(name, plan, id=f"{name}-{plan}", marks=[] if name in often else [pytest.mark.long])
+        for plan, often in PLANS.items()
+        for name in MOES
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("name", MOES)
 def test_equals_one_process(name: str, plan: Plan) -> None:
     """Half of the grids drop hidden units of the experts, too: the same ones as one process does."""
     rates = Rates(residual=0.1, expert=0.4) if plan.world % 4 else Rates()

@@ -6,7 +6,7 @@ from colonnade.config import Plan
 from colonnade.errors import ConfigError, PlanError
 from colonnade.parallel.mesh import Ground
 from colonnade.train.step import evaluate
-from tests.parity.train_cases import CASES, Run, micro_batches
+from tests.parity.train_cases import CASES, Run, alone, micro_batches
 from tests.worlds import assert_same, run
 
 LAYERS = 5
@@ -38,8 +38,7 @@ PLANS = {
 
 def _as_one(plan: Plan, case: str) -> None:
     config = CASES[case].but(layers=LAYERS)
-    one = Run.start(config, Ground.solo())
-    expected = one.go(0, 3)
+    one, expected = alone(config, 3)
     with Ground.build(plan) as ground:
         several = Run.start(config, ground)
         found = several.go(0, 3)

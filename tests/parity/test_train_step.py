@@ -5,15 +5,14 @@ import torch
 
 from colonnade.config import Plan, TrainConfig
 from colonnade.parallel.mesh import Ground
-from tests.parity.train_cases import CASES, PLANS, TRAIN, Run
+from tests.parity.train_cases import CASES, PLANS, TRAIN, Run, alone, raw, raw_alone
 from tests.worlds import assert_same, run
 
 STEPS = 3
 
 
 def _trains_as_one(plan: Plan, case: str, train: TrainConfig = TRAIN) -> None:
-    one = Run.start(CASES[case], Ground.solo())
-    expected = one.go(0, STEPS)
+    one, expected = alone(CASES[case], STEPS)
     with Ground.build(plan) as ground:
         several = Run.start(CASES[case], ground, train)
         found = several.go(0, STEPS)
@@ -29,18 +28,13 @@ def _trains_as_one(plan: Plan, case: str, train: TrainConfig = TRAIN) -> None:
 
 def _gradients_as_one(plan: Plan, case: str) -> None:
     """Every gradient before the clip, in units of the largest."""
-    found = {}
-    for where in ("one", "several"):
-        with Ground.build(plan) as ground:
-            it = Run.start(CASES[case], Ground.solo() if where == "one" else ground)
-            it.step.move.train = it.step.train.but(clip=float("inf"))
-            it.optimizer.step = lambda *_, **__: None
-            it.go(0, 1)
-            found[where] = it
-    for name, weight in found["several"].masters.local.items():
-        whole = found["one"].masters.local[name].grad
-        assert whole is not None and weight.grad is not None and whole.abs().max() > 0, name
-        assert_same(weight.grad, found["several"].mine(name, whole), what=name)
+    one = raw_alone(CASES[case], 0)
+    with Ground.build(plan) as ground:
+        several = raw(CASES[case], ground, 0)
+        for name, weight in several.masters.local.items():
+            whole = one.masters.local[name].grad
+            assert whole is not None and weight.grad is not None and whole.abs().max() > 0, name
+            assert_same(weight.grad, several.mine(name, whole), what=name)
 
 
 def _every_plan(world: int, case: str) -> None:

@@ -73,7 +73,7 @@ def _logits(folder: Path, plan: Plan, tokens: Tensor) -> Tensor:
 
 @pytest.mark.slow
 def test_smollm2_with_four_experts_is_smollm2(smollm2: api.Model, tmp_path: Path) -> None:
-    """In float32, from a file, under layouts of 1, 2, 3 and 4 processes; and the engine writes the same words."""
+    """In float32, from a file, under layouts of 1, 2 and 3 processes; and the engine writes the same words."""
     tokens = torch.tensor(smollm2.tokenizer.encode(speech())[:120])
     expected = smollm2.logits(tokens)
     prompt, words = "The capital of France is", {"max_tokens": 12, "temperature": 0}
@@ -85,7 +85,7 @@ def test_smollm2_with_four_experts_is_smollm2(smollm2: api.Model, tmp_path: Path
     assert "Paris" in said
 
     api.save(sparse, tmp_path / "hf", format="hf")
-    for plan in (Plan(dp=2, ep=2), Plan(tp=3, sh=3), Plan(dp=4, ep=2, sh=2)):
+    for plan in (Plan(dp=2, ep=2), Plan(tp=3, sh=3)):
         for logits in run(plan.world, _logits, tmp_path / "hf", plan, tokens):
             assert (logits - expected).abs().max() < 1e-3, str(plan)
     with api.load(tmp_path / "hf", dtype="float32", device="cpu") as again:

@@ -1,5 +1,6 @@
 """Tiny models and ragged batches on which training under any plan must equal training in one process."""
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -112,6 +113,27 @@ class Run:
         part = share(whole, layout_of(self.model)[name], self.ground.axes)
         start, stop = self.ground.shard.part(part.shape[0])
         return part[start:stop]
+
+
+@functools.cache
+def alone(config: ModelConfig, steps: int, train: TrainConfig = TRAIN) -> tuple[Run, list[tuple[float, float]]]:
+    """What one process computes in ``steps`` steps. Workers live on from plan to plan, and what they worked out."""
+    one = Run.start(config, Ground.solo(), train)
+    return one, one.go(0, steps)
+
+
+def raw(config: ModelConfig, ground: Ground, number: int, train: TrainConfig = TRAIN) -> Run:
+    """A new run with the gradients of step ``number``, which are not clipped and move nothing."""
+    it = Run.start(config, ground, train.but(clip=float("inf")))
+    it.optimizer.step = lambda *_, **__: None
+    it.go(number, number + 1)
+    return it
+
+
+@functools.cache
+def raw_alone(config: ModelConfig, number: int, train: TrainConfig = TRAIN) -> Run:
+    """:func:`raw` of one process."""
+    return raw(config, Ground.solo(), number, train)
 
 
 PLANS = {

@@ -193,12 +193,12 @@ def test_verbs_that_start_their_own_processes(
 
 
 def test_world_size_mismatch(tmp_path: Path, corpus: Path) -> None:
-    """Three processes under torchrun, and a plan of two."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    command += ["-m", "colonnade", "train", "--plan.tp", "2", "--data.path", str(corpus), "--runs", str(tmp_path)]
+    """Two processes under torchrun, and a plan of four."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "colonnade", "train", "--plan.dp", "4", "--data.path", str(corpus), "--runs", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
-    expected = "PlanError: the plan (tp=2) needs 2 processes but 3 were started; start 2"
+    expected = "PlanError: the plan (dp=4) needs 4 processes but 2 were started; start 4, or set --plan.dp 2"
     assert expected in done.stderr
     assert f"traceback : {expected}" in done.stderr[done.stderr.index("Root Cause") :], "torchrun ends with it, too"
     assert not list(tmp_path.iterdir())

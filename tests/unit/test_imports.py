@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "colonnade"
 # dotted name (and everything below it) -> the files that may use it
 REACH = {
     "torch.distributed": ("parallel/*", "checkpoint/*"),
-    "torch.distributed.tensor": ("checkpoint/view.py", "parallel/fsdp.py"),
+    "torch.distributed.tensor": ("checkpoint/view.py", "parallel/collectives.py", "parallel/fsdp.py"),
     "torch.distributed.checkpoint": ("checkpoint/*",),
     "os.environ": ("cli/*", "parallel/launch.py"),
     "os.getenv": (),

@@ -9,12 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from colonnade.kernels.attention import sdpa
 
+if torch.backends.cuda.is_built():
+    from torch.nn.attention.varlen import varlen_attn
+else:  # the import brings torch's compiler: a second of every process that could not call it
+    varlen_attn = None
+
 # Newer torch wants to be told of grouped heads; 2.11 takes them as they are.
-GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED: dict[str, Any] = {}
+if varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    GROUPED = {"enable_gqa": True}
 
 
 def packed(
@@ -32,6 +38,7 @@ def packed(
     # The kernel itself asks for heads in multiples of 8; scaled_dot_product_attention pads others.
     if equal or not len(q_TNH) or q_TNH.shape[2] % 8:
         return sdpa.packed(q_TNH, k_TKH, v_TKH, cu_seqlens, longest=longest, equal=equal, causal=causal, window=window)
+    assert varlen_attn is not None, "a torch that was built with CUDA"
     sees = (-1 if window is None else window - 1, 0 if causal else -1)
     o_TNH = varlen_attn(q_TNH, k_TKH, v_TKH, cu_seqlens, cu_seqlens, longest, longest, window_size=sees, **GROUPED)
     assert isinstance(o_TNH, torch.Tensor)
