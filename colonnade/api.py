@@ -155,7 +155,8 @@ def load(
     """Load a model for inference.
 
     ``dtype`` auto is float32 on a CPU and bfloat16 on a GPU. With a ``plan`` of more than one rank every process of a
-    launched group calls this and gets its share. ``ground`` is for those who already stand on one. ``experts`` says
+    launched group calls this and gets its share: of the weights over ``tp``, of an engine's cache over ``cp`` too (all
+    else context ranks do alike). ``ground`` is for those who already stand on one. ``experts`` says
     what a mixture of experts does otherwise than in training: another A or capacity, for one. The model's config says
     what it does, and so does what :func:`save` writes of it.
 
@@ -178,7 +179,7 @@ def _ground(plan: Plan, device: Device, exits: ExitStack) -> Ground:
         return Ground.solo(choose_device(plan, device))
     if not launched():
         raise PlanError(
-            f"tp={plan.tp} needs {plan.world} processes and this is one; start the script with "
+            f"{plan} needs {plan.world} processes and this is one; start the script with "
             f"torchrun --nproc-per-node {plan.world} SCRIPT, or use the command line, which starts them itself"
         )
     return exits.enter_context(Ground.build(plan, device))
@@ -217,8 +218,8 @@ def find(path: str | Path, plan: Plan, experts: ExpertsConfig = AS_TRAINED) -> F
         found = Found(
             place, file.config, lambda: Tokenizer.from_parts(*file.tokenizer()), lambda model, _: file.fill(model)
         )
-    if plan.world > plan.tp:
-        raise PlanError(f"a loaded model is laid over tp ranks only, not over {plan}; load with tp only")
+    if plan.world > plan.tp * plan.cp:
+        raise PlanError(f"a loaded model is laid over tp and cp ranks only, not over {plan}; load with these only")
     plan.check(found.config)
     return replace(found, config=_told(found.config, experts))
 
@@ -239,7 +240,7 @@ def _load(found: Found, ground: Ground, dtype: DType, source: str, resident: int
     home = None if resident is None else torch.device("cpu")
     on = {"device": ground.device, "dtype": getattr(torch, dtype), "experts_on": home}
     try:
-        transformer = Transformer(found.config, ground.axes, **on)
+        transformer = Transformer(found.config, ground.axes.serving(), **on)
         found.fill(transformer.eval().requires_grad_(False), ground)
         if resident is not None:
             Resident(experts_of(transformer), resident, ground.device)

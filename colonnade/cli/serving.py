@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from colonnade.cli.shared import Model, Placing, console, start_alone
+from colonnade.cli.shared import Model, ServingPlacing, console, start_alone
 from colonnade.config import ServeConfig
 from colonnade.errors import ConfigError
 
@@ -59,7 +59,7 @@ def generate(
     model: Positional[Model],
     prompt: Annotated[Positional[str], arg(metavar="PROMPT")],
     sampling: Annotated[Sampling, arg(name="")] = Sampling(),
-    placing: Annotated[Placing, arg(name="")] = Placing(),
+    placing: Annotated[ServingPlacing, arg(name="")] = ServingPlacing(),
     serve: Cache = Cache(),
 ) -> None:
     """Continue a text, as it is generated.
@@ -80,7 +80,7 @@ def chat(
     model: Positional[Model],
     system: str | None = None,
     sampling: Annotated[Sampling, arg(name="")] = Sampling(),
-    placing: Annotated[Placing, arg(name="")] = Placing(),
+    placing: Annotated[ServingPlacing, arg(name="")] = ServingPlacing(),
     serve: Cache = Cache(),
 ) -> None:
     """Chat with an instruction-tuned model on the terminal.
@@ -101,7 +101,7 @@ def chat(
 def serve(
     model: Positional[Model],
     serve: ServeConfig = ServeConfig(),
-    placing: Annotated[Placing, arg(name="")] = Placing(),
+    placing: Annotated[ServingPlacing, arg(name="")] = ServingPlacing(),
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does: /v1/completions, /v1/chat/completions, /v1/models.
 

@@ -33,6 +33,18 @@ class Ranks:
 
 
 @dataclass(frozen=True)
+class ServingRanks(Ranks):
+    """The parallel layout of a model that writes."""
+
+    cp: int = 1
+    """Context parallel: ranks that share the cache of keys and values, each with its part of every context."""
+    ep: int = 1
+    """Expert parallel: ranks, of those above, that share a layer's experts among them."""
+    sh: int = 1
+    """Ranks that share each expert's hidden units."""
+
+
+@dataclass(frozen=True)
 class Placing:
     """Where the model runs."""
 
@@ -48,7 +60,14 @@ class Placing:
         """The same for :mod:`colonnade.talk`."""
         from colonnade.talk import Where
 
-        return Where(model, Plan(tp=self.plan.tp), serve, self.device, self.dtype, self.experts)
+        return Where(model, Plan(**vars(self.plan)), serve, self.device, self.dtype, self.experts)
+
+
+@dataclass(frozen=True)
+class ServingPlacing(Placing):
+    """Where a model that writes runs."""
+
+    plan: ServingRanks = ServingRanks()
 
 
 def start_alone(verb: str) -> None:

@@ -20,7 +20,7 @@ Shares follow ``torch.chunk``: the first ranks hold ceil(n / size) rows, the las
 size 1 (:data:`SOLO`) returns its input, so model code has no ``if`` about the world and a laptop runs a cluster's code.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -129,6 +129,16 @@ class Axis:
         rows = collectives.all_gather(_pad(x.detach(), 0, most), self.size, self.group)
         return torch.cat([part[:n] for part, n in zip(rows.split(most), counts, strict=True)]) if most else rows
 
+    def everyones_(self, x: Tensor) -> Tensor:
+        """(ranks, …): the ``x`` of every rank, of one shape, without a gradient."""
+        if self.size == 1:
+            return x.detach()[None]
+        return collectives.all_gather(x.detach()[None], self.size, self.group)
+
+    def firsts_(self, x: Tensor) -> Tensor:
+        """The ``x`` of rank 0, on every rank, without a gradient: what ranks must agree on to the bit."""
+        return x if self.size == 1 else self.everyones_(x)[0]
+
     def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
         """Overwrite ``x`` on every rank with that of rank ``src`` of this axis (control messages; never traced)."""
         if self.size > 1:
@@ -179,7 +189,7 @@ class Axes:
 
     tp: Axis = SOLO
     cp: Axis = SOLO
-    """Ranks that share the tokens of the same samples."""
+    """Ranks that share the tokens of the same samples; in serving, the cache."""
     dp: Axis = SOLO
     """Ranks that read different samples, replicas included."""
     batch: Axis = SOLO
@@ -189,9 +199,22 @@ class Axes:
     pp: Axis = SOLO
     ends: Axis = SOLO
     """The first and the last rank of the pipeline, which share tied weights; of size 1 on ranks between them."""
+    model: Axis = SOLO
+    """Context and tensor ranks together."""
+    alike: bool = False
+    """Whether context ranks hold the same tokens, as where they share a cache, and not each its own."""
     sequence_parallel: bool = False
     grid: Grid = Grid()
     """How experts stand on the same ranks."""
+
+    @property
+    def same(self) -> Axis:
+        """The ranks that hold the same tokens, unless the residual stream is cut among them."""
+        return self.model if self.alike else self.tp
+
+    def serving(self) -> "Axes":
+        """For a model that serves: its context ranks share a cache and hold the same tokens."""
+        return replace(self, alike=True) if self.cp.size > 1 else self
 
     def enter(self, x_tD: Tensor, T: int) -> Tensor:
         """x_TD of the residual stream, for ranks of which each does its own share of the work on all T tokens."""
@@ -206,12 +229,12 @@ class Axes:
         return self.tp.scatter_sum(y_TD, 0) if self.sequence_parallel else self.tp.fan_in(y_TD)
 
     def apart(self, x_tD: Tensor) -> Tensor:
-        """This rank's own tokens of the residual stream: each is with one tp rank only."""
-        return x_tD if self.sequence_parallel else self.tp.split(x_tD, 0)
+        """This rank's own tokens of the residual stream: each is with one rank only."""
+        return x_tD if self.sequence_parallel else self.same.split(x_tD, 0)
 
     def rejoin(self, x_tD: Tensor, T: int) -> Tensor:
         """The residual stream of T tokens of which each rank has its own."""
-        return x_tD if self.sequence_parallel else self.tp.join(x_tD, 0, T)
+        return x_tD if self.sequence_parallel else self.same.join(x_tD, 0, T)
 
     def everywhere(self, x: Tensor) -> Tensor:
         """The sum over data, context and pipeline ranks, without a gradient: of losses, for instance."""

@@ -210,6 +210,7 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> tuple[Ground, 
         replicate=axis("replicate", 1),
         pp=axis("pp", 0),
         ends=ends(),
+        model=axis("model", 3, 4),
         sequence_parallel=plan.sequence_parallel and plan.tp > 1,
         grid=grid(),
     )

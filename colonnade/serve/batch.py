@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from colonnade.model import KVCache, Paged, Stream, Transformer
+from colonnade.model.split import Split
 from colonnade.serve.fixed import FixedSteps
+from colonnade.serve.held import Holding
 from colonnade.serve.sampler import NextTokens, sample, told
 from colonnade.serve.scheduler import Work
 from colonnade.serve.upload import upload
@@ -22,22 +24,25 @@ class Runner:
     def __init__(self, model: Transformer, cache: KVCache, fixed: FixedSteps | None = None):
         """``fixed`` takes the steps that it can."""
         self.model, self.cache, self.fixed = model, cache, fixed
+        self._held = Holding.of(model, cache)
         self._last_R = torch.zeros(1, dtype=torch.int64, device=cache.k[0].device)
         """What the last work drew: the next one may begin with these tokens before the host has seen them."""
 
     @torch.inference_mode()
     def __call__(self, work: Work) -> "Drawn":
         """Run ``work``; the next tokens of the R slices that draw one, in order (R may be 0), on every rank."""
+        axes = self.model.axes
         if self.fixed is not None and self.fixed.take(work):
             logits_Rv = self.fixed(work, self._last_R)
-            self._last_R = sample(logits_Rv, work.draws, self.model.axes.tp, self.model.config.vocab_size)
-            return Drawn(self._last_R)
-        stream, attend, head = arguments(self.cache, work)
-        if any(piece.tokens[-1] < 0 for piece in work.slices):
-            stream = stream._replace(tokens_T=told(stream.tokens_T, self._last_R))
-        tokens_R = self.model(stream, attend, head)
-        if len(tokens_R):
-            self._last_R = tokens_R
+            tokens_R = sample(logits_Rv, work.draws, axes.tp, self.model.config.vocab_size)
+        else:
+            stream, attend, head = arguments(self._held, work)
+            if any(piece.tokens[-1] < 0 for piece in work.slices):
+                stream = stream._replace(tokens_T=told(stream.tokens_T, self._last_R))
+            tokens_R = self.model(stream, attend, head)
+        if work.draws:
+            # Context ranks compute the same, but sums over their tensor ranks may differ in the last bit.
+            self._last_R = tokens_R = axes.cp.firsts_(tokens_R)
         return Drawn(tokens_R)
 
 
@@ -60,19 +65,19 @@ class Drawn:
         return self._tokens_R.tolist()
 
 
-def arguments(cache: KVCache, work: Work) -> tuple[Stream, Paged, NextTokens]:
-    """``work`` as (stream, attend, head)."""
-    size, device = cache.page_tokens, cache.k[0].device
+def arguments(held: Holding, work: Work) -> tuple[Stream, Paged | Split, NextTokens]:
+    """``work`` as (stream, attend, head), for a rank that holds this of the cache."""
+    cache, device = held.cache, held.cache.k[0].device
     tokens, positions, slots, tables, rows = [], [], [], [], []
     for piece in work.slices:
         tokens.extend(piece.tokens)
         positions.extend(range(piece.start, piece.start + len(piece.tokens)))
-        slots.extend(piece.slots(size))
-        tables.append(piece.pages)
+        slots.extend(held.slots(piece))
+        tables.append(held.pages(piece))
         if piece.draw is not None:
             rows.append(len(tokens) - 1)
     counts = [len(piece.tokens) for piece in work.slices]
-    lengths = [piece.start + len(piece.tokens) for piece in work.slices]
+    lengths = [held.keys(piece) for piece in work.slices]
     widest = max(map(len, tables))
 
     def whole(values: list, dtype: torch.dtype) -> Tensor:
@@ -89,4 +94,7 @@ def arguments(cache: KVCache, work: Work) -> tuple[Stream, Paged, NextTokens]:
         known=(counts, lengths),
     )
     head = NextTokens(whole(rows, torch.int64), work.draws)
-    return Stream(whole(tokens, torch.int64), whole(positions, torch.int64)), attend, head
+    stream = Stream(whole(tokens, torch.int64), whole(positions, torch.int64))
+    if held.whole:
+        return stream, attend, head
+    return stream, held.split(work.slices, attend.table, attend.slots_T, stream.positions_T), head

@@ -5,10 +5,10 @@
     outputs = commit(tokens)    text, stop strings, what has ended    text.py
 
 A GPU is given the next step before the tokens of the last one are looked at, so that it never waits for the host:
-outputs come one step later, and a request that ends by what it said has run once for nothing. Under tensor parallelism
+outputs come one step later, and a request that ends by what it said has run once for nothing. Over several ranks
 rank 0 does all three and broadcasts each :class:`Work` before it runs it; the other ranks :meth:`~Engine.follow`,
-running the same forward on their shares of the model, of the cache and of the vocabulary. An engine belongs to one
-thread.
+running the same forward on their shares of the model and of the vocabulary (tp), and of the cache (tp its heads, cp its
+pages). An engine belongs to one thread.
 """
 
 import time
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 from colonnade.config import ServeConfig
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.errors import ConfigError, PlanError, RequestError
+from colonnade.errors import ConfigError, RequestError
 from colonnade.model import Transformer
 from colonnade.serve import wire
 from colonnade.serve.batch import Drawn, Runner
 from colonnade.serve.fixed import FixedSteps
-from colonnade.serve.limits import build_cache, limit_tokens
+from colonnade.serve.limits import build_cache, check_plan, limit_tokens, spare_pages
 from colonnade.serve.output import Completion, FinishReason, Output, Timing, not_finite
 from colonnade.serve.pages import PagePool
 from colonnade.serve.request import Request
@@ -56,19 +56,15 @@ class Engine:
         self.model, self.tokenizer, self.config = model, tokenizer, config or ServeConfig()
         if not model.config.causal:
             raise ConfigError("an encoder does not generate: load it and ask for its hidden(tokens) instead")
-        if model.axes.dp.size > 1:
-            raise PlanError(
-                f"an engine lays its model over tp ranks only, not over dp={model.axes.dp.size}; "
-                "use dp=1, and one server for each replica"
-            )
+        check_plan(model, self.config)
         self.cache = build_cache(model, self.config)
-        fixed, pages = None, self.cache.pages
+        fixed, ranks = None, model.axes.cp.size
+        pages = (self.cache.pages - spare_pages(model, self.config)) * ranks
         if self.config.fixed_steps:
-            pages -= 1  # what padding writes into
             context = min(model.config.context, pages * self.cache.page_tokens)
             fixed = FixedSteps(model, self.cache, self.config.max_requests, context)
         self.scheduler = Scheduler(
-            PagePool(pages, self.cache.page_tokens),
+            PagePool(pages, self.cache.page_tokens, ranks),
             max_requests=self.config.max_requests,
             token_budget=self.config.token_budget,
             max_waiting=self.config.max_waiting,
@@ -144,7 +140,7 @@ class Engine:
         now_s = time.monotonic()
         for live in (self._live[request.id] for request in work.requests):
             live.admitted_s = now_s if live.admitted_s is None else live.admitted_s
-        wire.send(self.model.axes.tp, wire.RUN, work)
+        wire.send(self.model.axes.same, wire.RUN, work)
         return self._runner(work)
 
     def _commit(self, work: Work, drawn: Drawn) -> list[Output]:
@@ -239,14 +235,14 @@ class Engine:
 
     def follow(self) -> None:
         """On ranks above 0: run the work that rank 0 broadcasts, until it stops."""
-        while (message := wire.receive(self.model.axes.tp))[0] != wire.STOP:
+        while (message := wire.receive(self.model.axes.same))[0] != wire.STOP:
             if message[1] is not None:
                 self._runner(message[1])
 
     def beat(self) -> None:
         """On rank 0, while idle: a sign of life, because a collective that waits too long gives up."""
-        wire.send(self.model.axes.tp, wire.IDLE)
+        wire.send(self.model.axes.same, wire.IDLE)
 
     def stop(self) -> None:
         """On rank 0, at the end: the other ranks leave :meth:`follow`."""
-        wire.send(self.model.axes.tp, wire.STOP)
+        wire.send(self.model.axes.same, wire.STOP)

@@ -8,7 +8,7 @@ differs from request to request, follows outside. On a CPU the same buffers are 
 see all of this but the recording.
 
 A plan of splits is made for lengths as they will be a few steps on (:data:`AHEAD`), and serves until then or until
-somebody joins, leaves, or is put elsewhere in the batch.
+a place in the batch goes to a shorter request, or a much longer one.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,9 @@ from torch import Tensor
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.model import KVCache, Paged, Stream, Transformer
 from colonnade.model.head import Shares
+from colonnade.model.split import Split
 from colonnade.parallel.graphs import capture
+from colonnade.serve.held import Holding
 from colonnade.serve.sampler import told
 from colonnade.serve.scheduler import Work
 from colonnade.serve.upload import upload
@@ -65,6 +67,7 @@ class _Size:
         self.device = cache.k[0].device
         widest = -(-context // cache.page_tokens)
         self.scratch = cache.pages - 1
+        self.held = Holding.of(model, cache)
         self.numbers = torch.zeros(3, size, dtype=torch.int64, device=self.device)
         self.lengths = torch.ones(size, dtype=torch.int32, device=self.device)
         self.pages = torch.full((size, widest), self.scratch, dtype=torch.int32, device=self.device)
@@ -79,9 +82,9 @@ class _Size:
     def __call__(self, work: Work, last_R: Tensor, pool: Any) -> Tensor:
         lengths = self._tell(work, last_R)
         if self.device.type == "cpu":
-            return self._run(self._attend(max(lengths)))
+            return self._run(self._attend(max(lengths), work))
         if self._replay is None:
-            self._record(lengths, pool)
+            self._record(lengths, work, pool)
         else:
             self._plan(lengths)
             self._replay()
@@ -94,31 +97,33 @@ class _Size:
         numbers = [
             [p.tokens[0] for p in pieces] + [0] * missing,
             [p.start for p in pieces] + [0] * missing,
-            [slot for p in pieces for slot in p.slots(page)] + [self.scratch * page] * missing,
+            [slot for p in pieces for slot in self.held.slots(p)] + [self.scratch * page] * missing,
         ]
-        lengths = [p.start + 1 for p in pieces] + [1] * missing
+        lengths = [self.held.keys(p) for p in pieces] + [1] * missing
         self.numbers.copy_(upload(numbers, torch.int64, self.device))
         self.lengths.copy_(upload(lengths, torch.int32, self.device))
-        widest = max(len(p.pages) for p in pieces)
-        tables = [[*p.pages, *[self.scratch] * (widest - len(p.pages))] for p in pieces]
+        tables = [self.held.pages(p) for p in pieces]
+        widest = max(1, *map(len, tables))
+        tables = [[*table, *[self.scratch] * (widest - len(table))] for table in tables]
         tables += [[self.scratch] * widest] * missing
         self.pages[:, :widest].copy_(upload(tables, torch.int32, self.device))
         if any(p.tokens[0] < 0 for p in pieces):
             self.numbers[0] = told(self.numbers[0], last_R)
         return lengths
 
-    def _attend(self, longest: int) -> Paged:
-        slots, kernels = self.numbers[2], "triton" if self.device.type == "cuda" else "auto"
-        return Paged(self.cache, self.pages, slots, self.cu_queries, self.lengths, 1, longest, kernels)
+    def _attend(self, longest: int, work: Work) -> Paged | Split:
+        (_, positions, slots), kernels = self.numbers, "triton" if self.device.type == "cuda" else "auto"
+        attend = Paged(self.cache, self.pages, slots, self.cu_queries, self.lengths, 1, longest, kernels)
+        return attend if self.held.whole else self.held.split(work.slices, attend.table, slots, positions, kernels)
 
-    def _run(self, attend: Paged) -> Tensor:
+    def _run(self, attend: Paged | Split) -> Tensor:
         return self.model(Stream(self.numbers[0], self.numbers[1]), attend, self.head)
 
     # -- on a GPU --------------------------------------------------------------------------------------------------
 
-    def _record(self, lengths: list[int], pool: Any) -> None:
+    def _record(self, lengths: list[int], work: Work, pool: Any) -> None:
         """Run once as it is, which compiles kernels and shows what plans there must be; then record."""
-        attend = self._attend(self.context)
+        attend = self._attend(self.context, work)
         self._table = attend.table
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -141,8 +146,9 @@ class _Size:
         """Plans for these lengths, where those at hand are not good for them any more."""
         assert self._table is not None
         if self._planned is not None:
-            grown = lengths[0] - self._planned[0]
-            if 0 <= grown <= AHEAD and all(n - p in (grown, 0) for n, p in zip(lengths, self._planned, strict=True)):
+            # Not all grow alike: what pads does not, nor does a request whose last page another rank has.
+            grown = [n - p for n, p in zip(lengths, self._planned, strict=True)]
+            if min(grown) >= 0 and max(grown) <= AHEAD:
                 return
         self._planned = list(lengths)
         for layout, ready in self._table.prepared.items():

@@ -1,25 +1,30 @@
-"""How much memory an engine's cache may take, and how many tokens a request may generate: refusals with the numbers."""
+"""What an engine can do: the layouts it takes, the memory of its cache, the tokens that a request may generate."""
 
 from collections.abc import Sequence
 
 from colonnade.config import ServeConfig
-from colonnade.errors import CapacityError, RequestError
+from colonnade.errors import CapacityError, ConfigError, PlanError, RequestError
 from colonnade.model import KVCache, Transformer
+from colonnade.model.split import WIDEST
 from colonnade.serve.pages import PagePool
 from colonnade.serve.sampling import SamplingParams
 
 
 def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
-    """The cache that ``config`` allows, but no larger than ``max_requests`` whole contexts could fill.
+    """The cache that ``config`` allows, but no larger than ``max_requests`` whole contexts could fill; where context
+    ranks share it, this rank's part.
 
     Raises :class:`CapacityError` when not one page fits, or the memory is not there.
     """
     size, context = config.page_tokens, model.config.context
     weight = next(model.parameters())
     page_bytes = KVCache.bytes_per_page(model.config, model.axes, size, weight.dtype)
-    pages = config.pages or min(config.cache_bytes // page_bytes, config.max_requests * -(-context // size))
-    pages += config.fixed_steps  # a page that is nobody's
-    if pages < 1 + config.fixed_steps:
+    ranks, spare = model.axes.cp.size, spare_pages(model, config)
+    pages = -(-(config.pages or config.max_requests * -(-context // size)) // ranks)
+    if config.pages is None:
+        pages = min(config.cache_bytes // page_bytes, pages)
+    pages += spare
+    if pages < 1 + spare:
         raise CapacityError(
             f"--serve.cache_bytes {config.cache_bytes} holds no page of {size} tokens, which takes {page_bytes} bytes; "
             f"give {page_bytes * -(-context // size)} for one whole context of {context} tokens"
@@ -33,6 +38,42 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
             f"no memory for a key/value cache of {pages * page_bytes} bytes on {weight.device}; "
             f"lower --serve.cache_bytes ({str(refusal).splitlines()[0][:120]})"
         ) from None
+
+
+def spare_pages(model: Transformer, config: ServeConfig) -> int:
+    """1 where the last page of a rank's cache is nobody's: written where a step is padded, or where the page that is
+    meant is another rank's.
+    """
+    return int(config.fixed_steps or model.axes.cp.size > 1)
+
+
+def check_plan(model: Transformer, config: ServeConfig) -> None:
+    """Raise :class:`PlanError` or :class:`ConfigError` for a layout that does not serve ``model``."""
+    axes, shape = model.axes, model.config
+    if axes.dp.size > 1:
+        raise PlanError(
+            f"an engine lays its model over tp and cp ranks only, not over dp={axes.dp.size}; "
+            "use dp=1, and one server for each replica"
+        )
+    if axes.cp.size == 1:
+        return
+    if axes.sequence_parallel:
+        raise PlanError(
+            f"ranks that share a cache (cp={axes.cp.size}) all have all tokens; leave sequence_parallel off"
+        )
+    if not axes.alike:
+        raise PlanError(f"a model over cp={axes.cp.size} that serves is built with ground.axes.serving()")
+    width = shape.head_width if shape.latent is None else shape.latent.kv_rank + shape.latent.rope_width
+    why = None
+    if any(shape.window_of(i) is not None for i in range(shape.layers)):
+        why = "of attention with a window"
+    elif width > WIDEST:
+        why = f"of keys {width} numbers wide (at most {WIDEST})"
+    if why and config.fixed_steps and next(model.parameters()).is_cuda:
+        raise ConfigError(
+            f"steps {why} over cp={axes.cp.size} are not recorded as graphs yet; leave --serve.fixed_steps off, or use "
+            "tp in the place of cp"
+        )
 
 
 def limit_tokens(ids: Sequence[int], params: SamplingParams, *, context: int, vocab_size: int, pool: PagePool) -> int:

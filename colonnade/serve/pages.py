@@ -11,8 +11,13 @@ What a full page holds is a function of the tokens up to its end, so that a page
     name_i = blake2b(name_{i-1} ‖ tokens of page i)
 
 A free page keeps its name until the room is needed, the one let go of first giving way first; whoever needs the same
-prefix meanwhile takes it up again instead of computing it. :meth:`PagePool.audit` checks the books; the tests run it
-after every move. Nothing here touches a tensor.
+prefix meanwhile takes it up again instead of computing it.
+
+Where ranks share the cache (context parallelism), page p lies on rank p mod ranks, as page p // ranks of its own. The
+pages of a request go round the ranks, so that each has its part of every long request and reads as long as the others
+do; where a rank has no page left another's is as good, for who holds what is a matter of balance alone.
+
+:meth:`PagePool.audit` checks the books; the tests run it after every move. Nothing here touches a tensor.
 """
 
 from array import array
@@ -31,20 +36,22 @@ def extend_names(names: list[bytes], ids: Sequence[int], page_tokens: int) -> No
 
 
 class PagePool:
-    """``pages`` pages of ``page_tokens`` tokens each, numbered from 0, with reference counts."""
+    """``pages`` pages of ``page_tokens`` tokens each, numbered from 0, with reference counts, on ``ranks`` ranks."""
 
-    def __init__(self, pages: int, page_tokens: int):
-        self.pages, self.page_tokens = pages, page_tokens
+    def __init__(self, pages: int, page_tokens: int, ranks: int = 1):
+        self.pages, self.page_tokens, self.ranks = pages, page_tokens, ranks
         self._references = [0] * pages
-        self._free = list(range(pages - 1, -1, -1))  # a stack: the page freed last is the warmest, so it goes out first
-        self._kept: dict[int, None] = {}  # free too, but named; in the order in which they were let go of
+        # Of each rank a stack: the page freed last is the warmest, so it goes out first.
+        self._free = [[*reversed(range(rank, pages, ranks))] for rank in range(ranks)]
+        # Free too, but named; in the order in which they were let go of.
+        self._kept: list[dict[int, None]] = [{} for _ in range(ranks)]
         self._name_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
 
     @property
     def free(self) -> int:
         """Pages that nobody holds."""
-        return len(self._free) + len(self._kept)
+        return sum(map(len, self._free)) + sum(map(len, self._kept))
 
     @property
     def used(self) -> int:
@@ -69,12 +76,16 @@ class PagePool:
                 f"{-(-self.pages_for(tokens) * 100 // self.pages) / 100:g}-fold, or ask for fewer tokens"
             )
 
-    def allocate(self, count: int) -> list[int]:
-        """``count`` free pages, each now held once; the caller has looked at :attr:`free` first."""
+    def allocate(self, count: int, after: Sequence[int] = ()) -> list[int]:
+        """``count`` free pages, each now held once, to follow the table ``after``; the caller has looked at
+        :attr:`free` first.
+        """
         assert count <= self.free, f"{count} pages asked of {self.free} free ones"
-        taken = [self._free.pop() if self._free else self._forget() for _ in range(count)]
-        for page in taken:
-            self._references[page] = 1
+        taken: list[int] = []
+        for _ in range(count):
+            last = taken[-1] if taken else after[-1] if after else None
+            taken.append(self._take(self._roomiest() if last is None else (last + 1) % self.ranks))
+            self._references[taken[-1]] = 1
         return taken
 
     def name(self, page: int, name: bytes) -> None:
@@ -100,8 +111,8 @@ class PagePool:
         """One more holder for each of ``pages``, which are held or have a name."""
         for page in pages:
             if self._references[page] == 0:
-                assert page in self._kept, f"page {page} is free and cannot be shared"
-                del self._kept[page]
+                assert page in self._kept[page % self.ranks], f"page {page} is free and cannot be shared"
+                del self._kept[page % self.ranks][page]
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
@@ -111,25 +122,38 @@ class PagePool:
             self._references[page] -= 1
             if self._references[page] == 0:
                 if page in self._name_of:
-                    self._kept[page] = None  # the end of a prefix before its beginning, which more may share
+                    # The end of a prefix before its beginning, which more may share.
+                    self._kept[page % self.ranks][page] = None
                 else:
-                    self._free.append(page)
+                    self._free[page % self.ranks].append(page)
 
     def audit(self, tables: Iterable[Sequence[int]]) -> None:
         """Check that ``tables``, all the page tables there are, account for every reference and every free page."""
         held = Counter(page for table in tables for page in table)
-        free = Counter([*self._free, *self._kept])
+        free = Counter(page for pages in (*self._free, *self._kept) for page in pages)
         assert {page: name for name, page in self._page_of.items()} == self._name_of, "a name without its page"
-        assert self._kept.keys() <= self._name_of.keys(), "a page is kept that has no name"
-        assert not self._name_of.keys() & set(self._free), "a page has a name and is free to be overwritten"
+        for rank, (unnamed, kept) in enumerate(zip(self._free, self._kept, strict=True)):
+            assert kept.keys() <= self._name_of.keys(), "a page is kept that has no name"
+            assert not self._name_of.keys() & set(unnamed), "a page has a name and is free to be overwritten"
+            assert all(page % self.ranks == rank for page in (*unnamed, *kept)), f"rank {rank} has another's page"
         for page in range(self.pages):
             references, holders = self._references[page], held[page]
             assert references == holders, f"page {page}: {references} references, {holders} holders"
             assert free[page] == (holders == 0), f"page {page}: {holders} holders, {free[page]} times in the free list"
 
-    def _forget(self) -> int:
-        """The kept page that was let go of first; its name is nobody's now."""
-        page = next(iter(self._kept))
-        del self._kept[page]
+    def _roomiest(self) -> int:
+        """The rank with most free pages, the first of equals."""
+        return max(range(self.ranks), key=lambda rank: len(self._free[rank]) + len(self._kept[rank]))
+
+    def _take(self, rank: int) -> int:
+        """A page of this rank, or where it has none of the roomiest: of named ones the one let go of first, whose name
+        is nobody's then.
+        """
+        if not (self._free[rank] or self._kept[rank]):
+            rank = self._roomiest()
+        if self._free[rank]:
+            return self._free[rank].pop()
+        page = next(iter(self._kept[rank]))
+        del self._kept[rank][page]
         del self._page_of[self._name_of.pop(page)]
         return page

@@ -177,7 +177,7 @@ class Scheduler:
             return None
         request = self.waiting.popleft()
         self.pool.share(known)  # before anything is allocated, which might take them
-        request.pages, request.status = [*known, *self.pool.allocate(needed)], Status.RUNNING
+        request.pages, request.status = [*known, *self.pool.allocate(needed, known)], Status.RUNNING
         request.computed, request.named = len(known) * self.pool.page_tokens, len(known)
         if self.prefix_cache:
             self.looked_up, self.found = self.looked_up + len(request.ids), self.found + request.computed
@@ -216,7 +216,7 @@ class Scheduler:
             self.preemptions += 1
             if youngest is request:
                 return False
-        request.pages += self.pool.allocate(1)
+        request.pages += self.pool.allocate(1, request.pages)
         return True
 
     def _release(self, request: Request, status: Status) -> None:

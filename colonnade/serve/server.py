@@ -46,8 +46,8 @@ def serve(
     the engine: what loading raises, or :class:`PlanError` when a process died.
     """
     plan, config = plan or Plan(), config or ServeConfig()
-    if plan.world > plan.tp:
-        raise PlanError(f"a server lays its model over tp ranks only, not over {plan}; set --plan.tp alone")
+    if plan.world > plan.tp * plan.cp:
+        raise PlanError(f"a server lays its model over tp and cp ranks only, not over {plan}; set no other of --plan")
     with _bind(config) as listener:
         asyncio.run(_serve(listener, load, plan, config, config.model_name or name, device, announce))
 

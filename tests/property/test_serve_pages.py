@@ -10,17 +10,26 @@ from colonnade.serve.pages import PagePool
 class Pages(RuleBasedStateMachine):
     """Holders take pages, share each other's prefixes, and let go in any order."""
 
-    @initialize(pages=st.integers(1, 10), page_tokens=st.integers(1, 8))
-    def start(self, pages: int, page_tokens: int):
-        self.pool = PagePool(pages, page_tokens)
+    @initialize(pages=st.integers(1, 10), page_tokens=st.integers(1, 8), ranks=st.integers(1, 4))
+    def start(self, pages: int, page_tokens: int, ranks: int):
+        self.pool = PagePool(pages, page_tokens, ranks)
         self.tables: list[list[int]] = []
         self.told: dict[bytes, int] = {}
 
-    @rule(count=st.integers(0, 10))
-    def allocate(self, count: int):
+    @rule(count=st.integers(0, 10), which=st.integers(0, 100))
+    def allocate(self, count: int, which: int):
         count = min(count, self.pool.free)
-        table = self.pool.allocate(count)
+        after = self.tables[which % len(self.tables)] if self.tables else []
+        held = {page for table in self.tables for page in table}
+        free = [{*range(rank, self.pool.pages, self.pool.ranks)} - held for rank in range(self.pool.ranks)]
+        table = self.pool.allocate(count, after)
         assert len(set(table)) == count
+        before = after[-1] if after else None
+        for page in table:
+            rank = page % self.pool.ranks if before is None else (before + 1) % self.pool.ranks
+            assert page in free[rank] or not free[rank], "a page goes to the next rank, if that has one"
+            free[page % self.pool.ranks].discard(page)
+            before = page
         assert not set(table) & {page for other in self.tables for page in other}
         self.tables.append(table)
         self.told = {name: page for name, page in self.told.items() if page not in table}  # given out anew

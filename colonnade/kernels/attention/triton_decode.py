@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from colonnade.kernels.attention import sdpa, splits, triton_merge, triton_splits
+from colonnade.kernels.attention import held, sdpa, splits, triton_merge, triton_splits
 from colonnade.kernels.attention.decode_tiles import Tiles, costs, pick
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import Capacity, Plan, Shape, places
@@ -156,9 +156,21 @@ def paged(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, *, wi
     """o_TNH of requests whose keys lie in pages (see :func:`reference.paged`); wide heads and prompts are SDPA's."""
     if q_TNH.shape[2] > WIDEST or table.longest_query > MOST_QUERIES:
         return sdpa.paged(q_TNH, k_PpKH, v_PpKH, table, window=window)
+    return _planned(q_TNH, k_PpKH, v_PpKH, table, window).o
+
+
+def held_state(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable) -> State:
+    """The state of requests of one new token over the keys that a rank holds (see :func:`held.attend`)."""
+    if q_TNH.shape[2] > WIDEST:
+        return held.attend(q_TNH, k_PpKH, v_PpKH, table)
+    return _planned(q_TNH, k_PpKH, v_PpKH, table, None)
+
+
+def _planned(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, window: int | None) -> State:
+    """By the table's plan, which is made when the first layer of this layout asks."""
     layout = Layout.of(q_TNH, k_PpKH, table.longest_query, window=window)
     if layout not in table.prepared:
         new, lengths = table.host
         room = table.pages_RP.shape[1] * table.page_tokens
         table.prepared[layout] = layout.prepare(layout.plan(lengths, new, room=room), q_TNH.device)
-    return attend(q_TNH, k_PpKH, v_PpKH, table, table.prepared[layout]).o
+    return attend(q_TNH, k_PpKH, v_PpKH, table, table.prepared[layout])

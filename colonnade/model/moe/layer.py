@@ -50,7 +50,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x_tD: Tensor, T: int, routed: Routed, noise: PlaceNoise | None = None) -> tuple[Tensor, Report]:
         """y_tD of the residual stream of T tokens; ``noise`` is of the rows at hand, as ``x_tD``."""
         routing = routed.routing
-        own = slice(*self.axes.tp.part(T))  # these tokens are this rank's, whoever else has their rows
+        own = slice(*self.axes.same.part(T))  # these tokens are this rank's, whoever else has their rows
         own_tD, tokens_t = self.axes.apart(x_tD), routed.tokens_T[own]
         index_t = torch.arange(own.start, own.stop, device=x_tD.device) if routing is None else routing.index_T[own]
         if noise is not None and not self.axes.sequence_parallel:
