@@ -37,6 +37,7 @@ from colonnade.model.moe.router import rule
 from colonnade.model.score import Score, score
 from colonnade.parallel.launch import launched
 from colonnade.parallel.mesh import Ground, choose_device
+from colonnade.parallel.small import with_small
 from colonnade.serve.engine import Engine as _Engine
 from colonnade.serve.sampling import SamplingParams
 
@@ -240,7 +241,8 @@ def _load(found: Found, ground: Ground, dtype: DType, source: str, resident: int
     home = None if resident is None else torch.device("cpu")
     on = {"device": ground.device, "dtype": getattr(torch, dtype), "experts_on": home}
     try:
-        transformer = Transformer(found.config, ground.axes.serving(), **on)
+        axes = with_small(ground.axes.serving(), ground.device)
+        transformer = Transformer(found.config, axes, **on)
         found.fill(transformer.eval().requires_grad_(False), ground)
         if resident is not None:
             Resident(experts_of(transformer), resident, ground.device)

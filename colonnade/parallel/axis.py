@@ -20,7 +20,8 @@ Shares follow ``torch.chunk``: the first ranks hold ceil(n / size) rows, the las
 size 1 (:data:`SOLO`) returns its input, so model code has no ``if`` about the world and a laptop runs a cluster's code.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,26 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from colonnade.parallel import collectives
+
+
+class SmallMessages(Protocol):
+    """Collectives of a few kilobytes, for which those of a library take too long."""
+
+    def sums(self, x: Tensor) -> bool:
+        """Whether :meth:`sum` is for ``x``."""
+        ...
+
+    def gathers(self, x: Tensor) -> bool:
+        """Whether :meth:`gather` is for ``x``."""
+        ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks."""
+        ...
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The ``x`` of all ranks, one after another along dimension 0."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,6 +63,8 @@ class Axis:
     size: int = 1
     rank: int = 0
     group: str = ""
+    small: "SmallMessages | None" = field(default=None, compare=False)
+    """Another way for small messages, in serving on GPUs (:mod:`colonnade.parallel.small`)."""
 
     def part(self, n: int, rank: int | None = None) -> tuple[int, int]:
         """(start, stop) of a rank's share of ``n`` rows, by torch.chunk's rule; this process's own by default."""
@@ -57,6 +80,8 @@ class Axis:
 
     def fan_in(self, x: Tensor) -> Tensor:
         """Sum the ranks' partial results; the result is replicated."""
+        if self.small is not None and self.small.sums(x):
+            return self.small.sum(x)
         return x if self.size == 1 else _FanIn.apply(x, self.group)
 
     def gather(self, x: Tensor, dim: int, n: int) -> Tensor:
@@ -133,7 +158,7 @@ class Axis:
         """(ranks, …): the ``x`` of every rank, of one shape, without a gradient."""
         if self.size == 1:
             return x.detach()[None]
-        return collectives.all_gather(x.detach()[None], self.size, self.group)
+        return _all_gather(x.detach()[None], self)
 
     def firsts_(self, x: Tensor) -> Tensor:
         """The ``x`` of rank 0, on every rank, without a gradient: what ranks must agree on to the bit."""
@@ -262,10 +287,16 @@ def _pad(x: Tensor, dim: int, n: int) -> Tensor:
     return x if missing == 0 else F.pad(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, missing])
 
 
+def _all_gather(rows: Tensor, axis: Axis) -> Tensor:
+    if axis.small is not None and axis.small.gathers(rows):
+        return axis.small.gather(rows)
+    return collectives.all_gather(rows, axis.size, axis.group)
+
+
 def _whole(x: Tensor, axis: Axis, dim: int, n: int) -> Tensor:
     share = -(-n // axis.size)
     rows = _pad(x, dim, share).movedim(dim, 0)
-    return collectives.all_gather(rows, axis.size, axis.group)[:n].movedim(0, dim)
+    return _all_gather(rows, axis)[:n].movedim(0, dim)
 
 
 def _sum_share(x: Tensor, axis: Axis, dim: int) -> Tensor:

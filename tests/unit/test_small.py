@@ -1,0 +1,49 @@
+"""Small messages between GPUs: the kernel compiled for Hopper, and where its way is not taken."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from colonnade.parallel import small
+from colonnade.parallel.axis import Axes, Axis
+from tests.compiled import compiled, spilled
+
+
+def test_what_is_small_is_a_table() -> None:
+    table = json.loads(Path(small.__file__).with_name("small.json").read_text())
+    for ranks in (2, 4, 8):
+        sums, gathers = small.limits(ranks)
+        assert 0 < sums == table["sum"][str(ranks)] <= small.MOST_BYTES
+        assert 0 < gathers == table["gather"][str(ranks)] <= small.MOST_BYTES
+    assert small.limits(5) == (0, 0), "a number of ranks that nobody measured"
+    assert small.small_of(Axis("tp", 5), torch.device("cuda")) is None
+
+
+def test_a_cpu_has_plain_collectives() -> None:
+    axes = Axes(tp=Axis("tp", 2, group="a"))
+    assert small.with_small(axes, torch.device("cpu")) is axes
+    assert axes.tp.small is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "summed"), [("*bf16", True), ("*i32", False)])
+def test_the_kernel_reads_peers_after_all_have_written(kind: str, summed: bool, tmp_path: Path) -> None:
+    from colonnade.parallel import triton_small
+
+    types = {"out_ptr": kind, "x_ptr": kind, "slots_ptr": "*i64", "flags_ptr": "*i64", "calls_ptr": "*i32"}
+    constants = {"RANK": 1, "RANKS": 4, "BLOCK_R": 4, "BLOCK": small.BLOCK, "BLOCKS": small.BLOCKS, "SUM": summed}
+    numbers = {"n": "i32", "slot_bytes": "i32"}
+    built = compiled(triton_small.exchange, types | numbers, constants, tuple(numbers), warps=4)
+    ptx = built.asm["ptx"]
+    assert "multimem" not in ptx, "NVLink's multicast is not to be used"
+    told, heard = ptx.index("atom.global.sys.release.exch"), ptx.rindex("atom.global.sys.acquire")
+    assert ptx.index("st.global.v4") < told < heard, "written, told, heard"
+    assert "bar.sync" in ptx[ptx.index("st.global.v4") : told], "all threads before one tells"
+    assert ptx.count("ld.global.v4", heard) >= 4 * (1 + (kind == "*i32")), "16 bytes at once, of every rank"
+    assert "ld.global.v4" not in ptx[told:heard], "no peer's numbers before"
+    assert spilled(built, tmp_path) == 0
