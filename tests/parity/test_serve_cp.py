@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from colonnade.config import LatentConfig, MoeConfig, Plan, ServeConfig
 from colonnade.errors import PlanError
@@ -10,6 +11,7 @@ from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.mesh import Ground
 from colonnade.serve import Engine, SamplingParams
 from tests.serve import tiny
+from tests.split import errors
 from tests.worlds import run
 
 pytestmark = pytest.mark.xdist_group("worlds")
@@ -114,3 +116,11 @@ def test_together_with_other_axes(name: str, plan: dict[str, int]) -> None:
 def test_what_does_not_serve_says_so(axes: Axes, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Engine(tiny.model(axes), tiny.tokenizer(), LIMITS)
+
+
+@pytest.mark.parametrize(("cp", "page", "window"), [(2, 4, None), (4, 16, None), (3, 5, 9), (2, 16, 30)])
+def test_it_is_attention_to_all_keys(cp: int, page: int, window: int | None) -> None:
+    """In float64, and what no rank holds is never read."""
+    for found in run(cp, errors, cp, "cpu", torch.float64, 8, page, window):
+        assert len(found) == 4
+        assert max(found.values()) < 1e-12, found

@@ -1,0 +1,130 @@
+"""Serving over two GPUs: small messages, a cache split between them, graphs that hold both.
+
+pytest -q tests/gpu/test_ranks_gpu.py        # two GPUs, about four minutes, most of it starting processes
+"""
+
+import itertools
+import os
+
+import pytest
+import torch
+
+from colonnade.config import MoeConfig, Plan, ServeConfig
+from colonnade.parallel.graphs import capture
+from colonnade.parallel.launch import launch
+from colonnade.parallel.mesh import Ground
+from colonnade.parallel.small import MOST_BYTES, small_of, with_small
+from colonnade.serve import Engine, SamplingParams
+from tests.serve import tiny
+from tests.split import errors
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and this machine has {GPUS}"),
+]
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
+def exchange(world: int) -> int:
+    """Sums and gathers of every size and type, some late on one rank, launched and replayed; how many were compared."""
+    compared = 0
+    with Ground.build(Plan(tp=world), "cuda") as ground:
+        plain = ground.axes.tp
+        small = small_of(plain, ground.device, (MOST_BYTES, MOST_BYTES))
+        assert small is not None, "the GPUs of one machine reach each other"
+
+        def summed(x: torch.Tensor) -> torch.Tensor:
+            total = torch.zeros_like(x, dtype=torch.float32)
+            for part in plain.everyones_(x):
+                total += part.float()
+            return total.to(x.dtype)
+
+        sizes = (1, 7, 1024, 1025, 4096, 5000, 2**16, 2**18, 2**19)
+        for i, (n, dtype) in enumerate(itertools.product(sizes, (torch.bfloat16, torch.float32, torch.float16))):
+            x = torch.randn(n, device=ground.device, dtype=dtype)
+            if x.nbytes > MOST_BYTES:
+                assert not small.sums(x)
+                continue
+            if i % world == ground.rank:
+                torch.cuda._sleep(2_000_000)
+            got = small.sum(x)
+            assert torch.equal(got, summed(x)), (n, dtype)
+            assert torch.equal(plain.everyones_(got), got.expand(world, -1)), "the same bits on every rank"
+            if x.nbytes % 4 == 0:
+                assert torch.equal(small.gather(x), plain.everyones_(x).flatten())
+            compared += 1
+
+        x, y = torch.randn(3, 4096, device=ground.device).bfloat16(), torch.randn(2, 129, device=ground.device)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            small.sum(x)
+            small.gather(y)
+        torch.cuda.current_stream().wait_stream(side)
+        with capture() as graph:
+            outs = [small.sum(x) if i % 3 else small.gather(y) for i in range(7)]  # odd: slots change with each replay
+        for i in range(50):
+            x.normal_()
+            y.normal_()
+            if i % world == ground.rank:
+                torch.cuda._sleep(1_000_000)
+            graph.replay()
+            right = [summed(x) if i % 3 else plain.everyones_(y).flatten(0, 1) for i in range(7)]
+            assert all(torch.equal(a, b) for a, b in zip(outs, right, strict=True)), i
+            if i % 10 == 0:  # launched by itself between replays
+                assert torch.equal(small.sum(x), right[1])
+            compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_small_messages_are_the_same_bits_everywhere(world: int) -> None:
+    if world > GPUS:
+        pytest.skip(f"needs {world} GPUs, and this machine has {GPUS}")
+    assert launch(exchange, (world,), Plan(tp=world)) > 50
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 6e-4), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("width", "page", "window"), [(64, 16, None), (128, 64, None), (64, 16, 30), (320, 16, None)])
+def test_a_split_cache_is_attention_to_all_keys(dtype, tolerance, width, page, window) -> None:
+    found = launch(errors, (2, "cuda", dtype, width, page, window), Plan(cp=2))
+    assert max(found.values()) < tolerance, found
+
+
+PROMPTS = ["The quick brown", "My fellow citizens: we", "ö", "the dog sleeps on"]
+LIMITS = ServeConfig(pages=24, page_tokens=4, token_budget=9, max_requests=4)
+GREEDY = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (12, 3, 30, 7)]
+MOE = {"moe": MoeConfig(experts=4, active=2, ffn_width=8, shared_width=3, shared_gate=True)}
+
+
+def says(plan: Plan, limits: ServeConfig, changes: dict) -> list[list[tuple[int, ...]]]:
+    with Ground.build(plan, "cuda") as ground:
+        axes = with_small(ground.axes.serving(), ground.device)
+        model = tiny.model(axes, dtype=torch.float32, **changes).to(ground.device)
+        engine = Engine(model, tiny.tokenizer(), limits)
+        if ground.rank:
+            engine.follow()
+            return []
+        texts = [[c.token_ids for c in engine.generate(PROMPTS, GREEDY)] for _ in range(3)]
+        engine.stop()
+        engine.scheduler.audit()
+        return texts
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("plan", [Plan(tp=2), Plan(cp=2)], ids=str)
+def test_two_gpus_say_what_a_cpu_says(plan: Plan, fixed: bool) -> None:
+    """With graphs that hold sums, gathers and states, replayed while requests come, go and are preempted."""
+    expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), LIMITS).generate(PROMPTS, GREEDY)
+    texts = launch(says, (plan, LIMITS.but(fixed_steps=fixed, run_ahead=fixed), {}), plan)
+    assert texts == [[c.token_ids for c in expected]] * 3
+
+
+@pytest.mark.parametrize("plan", [Plan(tp=2), Plan(tp=2, ep=2), Plan(tp=2, sh=2), Plan(cp=2, ep=2)], ids=str)
+def test_experts_on_two_gpus_say_what_a_cpu_says(plan: Plan) -> None:
+    model = tiny.model(dtype=torch.float32, **MOE)
+    expected = Engine(model, tiny.tokenizer(), LIMITS).generate(PROMPTS, GREEDY)
+    texts = launch(says, (plan, LIMITS, MOE), plan)
+    assert texts == [[c.token_ids for c in expected]] * 3

@@ -1,0 +1,69 @@
+"""Attention over a cache that ranks share, against attention to all keys at once: on any device, in any precision."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from colonnade.config import ModelConfig, Plan
+from colonnade.kernels.attention import reference
+from colonnade.model import KVCache
+from colonnade.parallel.axis import Axes
+from colonnade.parallel.mesh import Ground
+from colonnade.parallel.small import with_small
+from colonnade.serve.batch import arguments
+from colonnade.serve.held import Holding
+from colonnade.serve.scheduler import Slice, Work
+
+STEPS = {
+    "decodes": [(37, 1), (0, 1), (5, 1), (200, 1)],
+    "chunks": [(0, 20), (37, 1), (16, 16), (3, 5), (100, 33)],
+    "alone": [(63, 1)],
+    "prompts": [(0, 1), (0, 40)],
+}
+"""(positions before, new tokens) of each request: with and without keys, whole pages and parts of them."""
+
+
+def errors(cp: int, device: str, dtype: torch.dtype, H: int, page: int, window: int | None) -> dict[str, float]:
+    """On each rank: of each step the error by norm, relative to the exact output's."""
+    config = ModelConfig(
+        vocab_size=8, layers=1, width=8, heads=6, kv_heads=2, head_width=H, ffn_width=8, context=512, window=window
+    )
+    found = {}
+    with Ground.build(Plan(cp=cp), device) as ground:
+        axes = with_small(ground.axes.serving(), ground.device)
+        for name, requests in STEPS.items():
+            found[name] = _error(config, axes, requests, page, dtype, ground.device)
+    return found
+
+
+def _error(
+    config: ModelConfig, axes: Axes, requests: list[tuple[int, int]], page: int, dtype: torch.dtype, on: torch.device
+) -> float:
+    draw = torch.Generator().manual_seed(sum(itertools.chain(*requests)))
+    counts = [-(-(start + new) // page) for start, new in requests]
+    order = torch.randperm(sum(counts) + 3, generator=draw).tolist()
+    local = -(-len(order) // axes.cp.size) + 1
+    cache = KVCache(config, axes, pages=local, page_tokens=page, dtype=dtype, device=on)
+    for pool in (*cache.k, *cache.v):
+        pool.fill_(torch.nan)  # what nobody wrote is not to be read
+    held = Holding(axes.cp, cache, frozenset({config.window}))
+    slices, given, exact = [], [], []
+    for (start, new), count in zip(requests, counts, strict=True):
+        pages, order = order[:count], order[count:]
+        q, k, v = (_drawn(draw, start + new, n, config.head_width).to(dtype) for n in (config.heads, 2, 2))
+        old = Slice(0, (0,) * start, tuple(pages), None)
+        slots = torch.tensor(held.slots(old), dtype=torch.int64, device=on)
+        for pool, x in ((cache.k[0], k), (cache.v[0], v)):
+            pool.flatten(0, 1)[slots] = x[:start].to(on)
+        slices.append(Slice(start, (0,) * new, tuple(pages), None))
+        given.append([x[start:] for x in (q, k, v)])
+        exact.append(reference.attend(q[start:].double(), k.double(), v.double(), window=config.window).o)
+    _, attend, _ = arguments(held, Work(tuple(slices)))
+    new_tokens = [torch.cat(parts).to(on) for parts in zip(*given, strict=True)]
+    got, right = attend.at(0, config.window)(*new_tokens).double().cpu(), torch.cat(exact)
+    return float((got - right).norm() / right.norm())
+
+
+def _drawn(draw: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=draw, dtype=torch.float64)
