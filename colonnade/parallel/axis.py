@@ -227,7 +227,7 @@ class Axes:
     model: Axis = SOLO
     """Context and tensor ranks together."""
     alike: bool = False
-    """Whether context ranks hold the same tokens, as where they share a cache, and not each its own."""
+    """Whether these hold the same tokens, as in serving, where context ranks share a cache, and not each its own."""
     sequence_parallel: bool = False
     grid: Grid = Grid()
     """How experts stand on the same ranks."""
@@ -238,8 +238,8 @@ class Axes:
         return self.model if self.alike else self.tp
 
     def serving(self) -> "Axes":
-        """For a model that serves: its context ranks share a cache and hold the same tokens."""
-        return replace(self, alike=True) if self.cp.size > 1 else self
+        """For a model that serves: all its ranks hold the same tokens, and context ranks share a cache."""
+        return self if self.model.size == 1 or self.sequence_parallel else replace(self, alike=True)
 
     def enter(self, x_tD: Tensor, T: int) -> Tensor:
         """x_TD of the residual stream, for ranks of which each does its own share of the work on all T tokens."""

@@ -97,11 +97,12 @@ def with_small(axes: Axes, device: torch.device) -> Axes:
     if device.type != "cuda":
         return axes
     made: dict[str, Small | None] = {}
-    for axis in (axes.tp, axes.cp, axes.model):
+    several = (axes.tp, axes.cp, axes.model, axes.grid.all)
+    for axis in several:
         if axis.size > 1 and axis.group not in made:
             made[axis.group] = small_of(axis, device)
-    tp, cp, model = (replace(axis, small=made.get(axis.group)) for axis in (axes.tp, axes.cp, axes.model))
-    return replace(axes, tp=tp, cp=cp, model=model)
+    tp, cp, model, experts = (replace(axis, small=made.get(axis.group)) for axis in several)
+    return replace(axes, tp=tp, cp=cp, model=model, grid=replace(axes.grid, all=experts))
 
 
 def small_of(axis: Axis, device: torch.device, most: tuple[int, int] | None = None) -> Small | None:

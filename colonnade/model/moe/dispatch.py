@@ -67,6 +67,23 @@ def through_experts(
     return staying_tD + leaving_tD, sent_bytes + experts.size_bytes * len(hot_E) // experts.count * grid.all.size
 
 
+def where_all_are(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: Experts, grid: Grid) -> tuple[Tensor, int]:
+    """The same y_TD where all ranks have all tokens and all choices: what this rank's experts, and its share of their
+    hidden units, say to the tokens that chose them, summed over ranks.
+
+    Nothing travels but the sum, and nobody waits for the device: for the few tokens of a decoding step.
+    """
+    kind, dtype, count = x_TD.device.type, x_TD.dtype, len(experts.up)
+    place_TA = ids_TA - grid.ep.rank * count
+    mine_TA = (place_TA >= 0) & (place_TA < count) & (ids_TA < experts.count)
+    order_R, ends_E = choose("sort_choices", kind, dtype)(place_TA.where(mine_TA, count), count)
+    weights = experts.weights_for(ends_E, len(order_R))
+    if grid.sh.rank:
+        weights = weights._replace(down_bias_ED=None)  # the first slice's
+    y_TD = experts(x_TD, order_R, ends_E, weights_TA * mine_TA, weights)
+    return grid.all.fan_in(y_TD), y_TD.nbytes
+
+
 def _here(
     x_tD: Tensor,
     ids_tA: Tensor,

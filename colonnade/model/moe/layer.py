@@ -13,7 +13,7 @@ from colonnade.config import ModelConfig, MoeConfig
 from colonnade.model.ffn import FeedForward
 from colonnade.model.linear import Linear
 from colonnade.model.moe.capacity import admit
-from colonnade.model.moe.dispatch import through_experts
+from colonnade.model.moe.dispatch import through_experts, where_all_are
 from colonnade.model.moe.dropout import ExpertDropout
 from colonnade.model.moe.experts import Experts
 from colonnade.model.moe.losses import load, losses
@@ -64,9 +64,15 @@ class MixtureOfExperts(nn.Module):
         admitted = admit(choice, index_t, moe, self.axes.grid.tokens)
         step = routed.step or Spread(degree=self.axes.grid.sh.size)
         dropout = ExpertDropout.of(noise, admitted.ids_TA.shape[1])
-        out_tD, sent_bytes = through_experts(
-            own_tD, admitted.ids_TA, admitted.weights_TA, self.experts, self.axes.grid, step, choice.rows, dropout
-        )
+        # Where all ranks hold the same tokens each may do its experts' part of all of them.
+        summed = self.axes.alike and self.axes.grid.all.size > 1 and moe.dropped != "residual"
+        if summed:
+            ids_TA, weights_TA = self.axes.rejoin(admitted.ids_TA, T), self.axes.rejoin(admitted.weights_TA, T)
+            out_tD, sent_bytes = where_all_are(x_tD, ids_TA, weights_TA, self.experts, self.axes.grid)
+        else:
+            out_tD, sent_bytes = through_experts(
+                own_tD, admitted.ids_TA, admitted.weights_TA, self.experts, self.axes.grid, step, choice.rows, dropout
+            )
         zero = out_tD.new_zeros(())
         dropped = (admitted.ids_TA != choice.ids_TA).sum()
         sent = torch.full((), sent_bytes, device=x_tD.device)  # no copy from the host, which would wait
@@ -79,7 +85,7 @@ class MixtureOfExperts(nn.Module):
         if moe.dropped == "residual":
             lost_tA = choice.weights_TA * (admitted.ids_TA == moe.experts)
             out_tD = out_tD + (own_tD * lost_tA.sum(1, keepdim=True)).to(out_tD.dtype)
-        y_tD = self.axes.rejoin(out_tD, T)
+        y_tD = out_tD if summed else self.axes.rejoin(out_tD, T)
         if self.shared is not None:
             shared_tD = self.shared(x_tD, T)
             y_tD = y_tD + (shared_tD if self.shared_gate is None else self.shared_gate(x_tD).sigmoid() * shared_tD)
