@@ -2,8 +2,13 @@
 
     python benchmarks/decode_model.py                                  # Llama-2-7B, one token at a time, 512 to 32k
     python benchmarks/decode_model.py --model code-llama-34b --contexts 512 8192 32768 65536
-    python benchmarks/decode_model.py --model mixtral-8x7b --tp 2      # a GPU a rank
+    python benchmarks/decode_model.py --model mixtral-8x7b --tp 2 --sh 2             # a GPU a rank
+    python benchmarks/decode_model.py --model llama-3-8b --cp 4 --page 256 --contexts 131072 1048576
     python benchmarks/decode_model.py --tiny                           # a CPU, to see that it runs
+
+``--cp`` splits the cache over ranks: each holds its part of every context and all weights, so that a token takes the
+time of the weights and of 1/cp of the keys. Small sums and gathers between ranks are one kernel each; ``--nccl`` leaves
+them to NCCL, for comparison.
 
 Weights are random bfloat16 (the time does not depend on them), greedy, through the engine's own steps: tokens told, one
 graph replayed, drawn, and told again without waiting. A step can be no faster than
@@ -28,6 +33,7 @@ from colonnade.config.presets import preset
 from colonnade.model import KVCache, Transformer
 from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground
+from colonnade.parallel.small import with_small
 from colonnade.serve.batch import Runner
 from colonnade.serve.fixed import FixedSteps
 from colonnade.serve.sampling import Draw, SamplingParams
@@ -51,21 +57,21 @@ def read_bytes(model: Transformer, batch: int) -> float:
     return total
 
 
-def steps_of(model: Transformer, batch: int, context: int, steps: int) -> float:
+def steps_of(model: Transformer, batch: int, context: int, steps: int, page: int) -> float:
     """Seconds a step at about ``context`` keys, the median over three runs of so many."""
     device = next(model.parameters()).device
-    each = -(-(context + 4 * steps + 8) // PAGE)
-    cache = KVCache(model.config, model.axes, pages=batch * each + 1, page_tokens=PAGE,
+    each = -(-(context + 4 * steps + 8) // page)
+    cache = KVCache(model.config, model.axes, pages=-(-batch * each // model.axes.cp.size) + 1, page_tokens=page,
                     dtype=next(model.parameters()).dtype, device=device)  # fmt: skip
     for pool in (*cache.k, *cache.v):
         pool.normal_()
-    run = Runner(model, cache, FixedSteps(model, cache, batch, each * PAGE))
+    run = Runner(model, cache, FixedSteps(model, cache, batch, each * page))
     pages = [tuple(range(r * each, (r + 1) * each)) for r in range(batch)]
 
     def work(i: int) -> Work:
         start = context - 1 + i
         tokens = [(-1 - r,) if i else (1,) for r in range(batch)]
-        used = start // PAGE + 1
+        used = start // page + 1
         return Work(tuple(Slice(start, t, p[:used], GREEDY) for t, p in zip(tokens, pages, strict=True)))
 
     number, taken = 0, []
@@ -83,26 +89,31 @@ def steps_of(model: Transformer, batch: int, context: int, steps: int) -> float:
     return statistics.median(taken)
 
 
-def ours(name: str, plan: Plan, batch: int, contexts: list[int], steps: int, device: str) -> list[dict[str, Any]]:
+def ours(
+    name: str, plan: Plan, batch: int, contexts: list[int], steps: int, device: str, page: int, small: bool
+) -> list[dict[str, Any]]:
     """On every rank; a row for each context."""
     with Ground.build(plan, device) as ground:
         config = (TINY if name == "tiny" else preset(name)).but(context=max(contexts) + 8 * steps)
         plan.check(config)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        model = Transformer(config, ground.axes, device=ground.device, dtype=dtype).eval().requires_grad_(False)
+        axes = ground.axes.serving()
+        axes = with_small(axes, ground.device) if small else axes
+        model = Transformer(config, axes, device=ground.device, dtype=dtype).eval().requires_grad_(False)
         for weight in model.parameters():
             weight.normal_(std=0.02)
         bandwidth, weights = read_bandwidth(device), read_bytes(model, batch)
         token_bytes = KVCache.bytes_per_page(config, ground.axes, 1, dtype)
         rows = []
         for context in contexts:
-            step_s = steps_of(model, batch, context, steps)
-            bound_s = (weights + batch * context * token_bytes) / bandwidth
+            step_s = steps_of(model, batch, context, steps, page)
+            bound_s = (weights + batch * context * token_bytes / plan.cp) / bandwidth
             rows.append(
                 {
-                    "who": "colonnade",
+                    "who": "colonnade" if small else "colonnade, NCCL's small messages",
                     "model": name,
-                    "ranks": plan.tp,
+                    "ranks": plan.world,
+                    "plan": str(plan),
                     "batch": batch,
                     "context": context,
                     "step_ms": round(1e3 * step_s, 3),
@@ -147,10 +158,10 @@ def theirs(name: str, batch: int, context: int, steps: int, device: str) -> dict
 
 
 def measure(
-    name: str, tp: int, batch: int, contexts: list[int], steps: int, device: str, *, peer: bool
-) -> tuple[list[dict[str, Cell]], list[Headline]]:
-    plan = Plan(tp=tp)
-    rows = launch(ours, (name, plan, batch, contexts, steps, device), plan)
+    name: str, plan: Plan, batch: int, contexts: list[int], steps: int, device: str, *, peer: bool, page: int = PAGE,
+    small: bool = True,
+) -> tuple[list[dict[str, Cell]], list[Headline]]:  # fmt: skip
+    rows = launch(ours, (name, plan, batch, contexts, steps, device, page, small), plan)
     beside = None
     if peer:
         try:
@@ -160,7 +171,8 @@ def measure(
             rows.append({"who": "transformers, static cache", "failed": str(why).splitlines()[0][:200]})
         print(rows[-1], flush=True)
     first = rows[0]
-    what = f"Decode {name}, {tp} GPU{'s' * (tp > 1)}, batch {batch}, {contexts[0]} tokens of context"
+    gpus = f"{plan.world} GPU{'s' * (plan.world > 1)}" + (f" ({plan})" if plan.cp > 1 else "")
+    what = f"Decode {name}, {gpus}, batch {batch}, {contexts[0]} tokens of context"
     speed = beside["tokens_per_s"] if beside else first["bound_tokens_per_s"]
     return rows, [Headline(what, first["tokens_per_s"], "tokens/s", beside["who"] if beside else "the bound", speed)]
 
@@ -169,18 +181,28 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-2-7b", help="a preset")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--cp", type=int, default=1)
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share a layer's experts among them")
+    parser.add_argument("--sh", type=int, default=1, help="ranks that share each expert's hidden units")
+    parser.add_argument("--nccl", action="store_true", help="small messages too go by NCCL")
+    parser.add_argument("--page", type=int, default=PAGE, help="tokens of a page")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192, 32768])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
     args = parser.parse_args(argv)
+    plan = Plan(tp=args.tp, cp=args.cp, ep=args.ep, sh=args.sh)
     if args.tiny:
-        measure("tiny", args.tp, args.batch, [16, 64], 4, "cpu", peer=args.tp == 1)
+        measure("tiny", plan, args.batch, [16, 64], 4, "cpu", peer=plan.world == 1, page=8)
         return
-    peer = not args.no_peer and args.tp == 1 and args.model.startswith("llama")
-    rows, heads = measure(args.model, args.tp, args.batch, args.contexts, args.steps, "cuda", peer=peer)
-    report(f"decode_{args.model}_tp{args.tp}_b{args.batch}_h200", rows, notes=__doc__ or "", headlines=heads)
+    peer = not args.no_peer and plan.world == 1 and args.model.startswith("llama")
+    rows, heads = measure(
+        args.model, plan, args.batch, args.contexts, args.steps, "cuda", peer=peer, page=args.page, small=not args.nccl
+    )
+    layout = f"tp{plan.tp}" + "".join(f"{n}{size}" for n in ("cp", "ep", "sh") if (size := getattr(plan, n)) > 1)
+    layout += "_nccl" * args.nccl
+    report(f"decode_{args.model}_{layout}_b{args.batch}_h200", rows, notes=__doc__ or "", headlines=heads)
 
 
 if __name__ == "__main__":

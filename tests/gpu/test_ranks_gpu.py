@@ -122,9 +122,10 @@ def test_two_gpus_say_what_a_cpu_says(plan: Plan, fixed: bool) -> None:
     assert texts == [[c.token_ids for c in expected]] * 3
 
 
+@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("plan", [Plan(tp=2), Plan(tp=2, ep=2), Plan(tp=2, sh=2), Plan(cp=2, ep=2)], ids=str)
-def test_experts_on_two_gpus_say_what_a_cpu_says(plan: Plan) -> None:
+def test_experts_on_two_gpus_say_what_a_cpu_says(plan: Plan, fixed: bool) -> None:
     model = tiny.model(dtype=torch.float32, **MOE)
     expected = Engine(model, tiny.tokenizer(), LIMITS).generate(PROMPTS, GREEDY)
-    texts = launch(says, (plan, LIMITS, MOE), plan)
+    texts = launch(says, (plan, LIMITS.but(fixed_steps=fixed, run_ahead=fixed), MOE), plan)
     assert texts == [[c.token_ids for c in expected]] * 3

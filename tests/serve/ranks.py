@@ -19,7 +19,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent": LATENT,
     "window": {"window": 7, "window_from_layer": 1, "qk_norm": True},
     "experts": {"moe": EXPERTS},
-    "capacity": {"moe": EXPERTS.but(capacity=1.0, priority=True)},
+    "capacity": {"moe": EXPERTS.but(capacity=1.0, priority=True, dropped="residual")},
     "biased": GPT2 | {"moe": EXPERTS},
     "four_heads": {"heads": 4, "kv_heads": 4, "moe": EXPERTS.but(shared_width=7)},
 }

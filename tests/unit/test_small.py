@@ -7,17 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
+import small_reduce
 from colonnade.parallel import small
 from colonnade.parallel.axis import Axes, Axis
 from tests.compiled import compiled, spilled
+from tests.worlds import run
 
 
 def test_what_is_small_is_a_table() -> None:
     table = json.loads(Path(small.__file__).with_name("small.json").read_text())
     for ranks in (2, 4, 8):
         sums, gathers = small.limits(ranks)
-        assert 0 < sums == table["sum"][str(ranks)] <= small.MOST_BYTES
-        assert 0 < gathers == table["gather"][str(ranks)] <= small.MOST_BYTES
+        assert 0 <= sums == table["sum"][str(ranks)] <= small.MOST_BYTES
+        assert 0 <= gathers == table["gather"][str(ranks)] <= small.MOST_BYTES
     assert small.limits(5) == (0, 0), "a number of ranks that nobody measured"
     assert small.small_of(Axis("tp", 5), torch.device("cuda")) is None
 
@@ -47,3 +49,19 @@ def test_the_kernel_reads_peers_after_all_have_written(kind: str, summed: bool, 
     assert ptx.count("ld.global.v4", heard) >= 4 * (1 + (kind == "*i32")), "16 bytes at once, of every rank"
     assert "ld.global.v4" not in ptx[told:heard], "no peer's numbers before"
     assert spilled(built, tmp_path) == 0
+
+
+@pytest.mark.xdist_group("worlds")
+def test_the_limit_is_where_the_library_first_is_ahead() -> None:
+    theirs = {4096: 20.0, 8192: 20.0, 16384: 20.0, 32768: 20.0}
+    ours = {"sum": [5.0, 20.0, 21.0, 9.0], "gather": [21.0, 5.0, 5.0, 5.0]}
+    rows = [
+        {"what": what, "by": by, "ranks": 2, "bytes": size, "us": us}
+        for what, times in ours.items()
+        for by, found in (("one kernel", times), ("NCCL", theirs.values()))
+        for size, us in zip(theirs, found, strict=True)
+    ]
+    assert small_reduce.limits_of(rows) == {"sum": {"2": 8192}, "gather": {"2": 0}}
+    rows = run(2, small_reduce.work, 2, True, "cpu")[0]
+    assert {(row["what"], row["by"]) for row in rows} == {("sum", "gloo"), ("gather", "gloo")}
+    assert small_reduce.heads_of(rows) == []

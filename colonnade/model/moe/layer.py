@@ -65,7 +65,7 @@ class MixtureOfExperts(nn.Module):
         step = routed.step or Spread(degree=self.axes.grid.sh.size)
         dropout = ExpertDropout.of(noise, admitted.ids_TA.shape[1])
         # Where all ranks hold the same tokens each may do its experts' part of all of them.
-        summed = self.axes.alike and self.axes.grid.all.size > 1 and moe.dropped != "residual"
+        summed = self.axes.alike and self.axes.grid.all.size > 1
         if summed:
             ids_TA, weights_TA = self.axes.rejoin(admitted.ids_TA, T), self.axes.rejoin(admitted.weights_TA, T)
             out_tD, sent_bytes = where_all_are(x_tD, ids_TA, weights_TA, self.experts, self.axes.grid)
@@ -83,8 +83,9 @@ class MixtureOfExperts(nn.Module):
             out_tD = attach(out_tD, surrogate, routing.weight)
             report = report._replace(balance=balance, z=z)
         if moe.dropped == "residual":
-            lost_tA = choice.weights_TA * (admitted.ids_TA == moe.experts)
-            out_tD = out_tD + (own_tD * lost_tA.sum(1, keepdim=True)).to(out_tD.dtype)
+            lost_t1 = (choice.weights_TA * (admitted.ids_TA == moe.experts)).sum(1, keepdim=True)
+            lost_tD = x_tD * self.axes.rejoin(lost_t1, T) if summed else own_tD * lost_t1
+            out_tD = out_tD + lost_tD.to(out_tD.dtype)
         y_tD = out_tD if summed else self.axes.rejoin(out_tD, T)
         if self.shared is not None:
             shared_tD = self.shared(x_tD, T)

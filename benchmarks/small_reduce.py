@@ -1,0 +1,169 @@
+"""Sums and gathers of small messages between GPUs: one kernel over the peers' memory, NCCL, torch's one-shot sum.
+
+    python benchmarks/small_reduce.py            2 and 4 GPUs (--worlds 2 with two), messages of 4 KiB to 1 MiB
+    python benchmarks/small_reduce.py --tune     the same, and colonnade/parallel/small.json written anew by it
+    python benchmarks/small_reduce.py --tiny     in small over gloo, to see that it runs
+
+bfloat16. 40 operations, each on what the one before gave, as a decoding step has them, are recorded as one CUDA graph;
+``us`` is the median of 30 replays, for one operation, on the slowest rank. ``bytes`` are those of one rank's message.
+NVLink's multicast is off (TORCH_SYMM_MEM_DISABLE_MULTICAST=1, NCCL_NVLS_ENABLE=0) wherever the environment says so.
+"""
+
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from _jobs import Row, durations, enough, parser, place
+from _report import Headline, report
+from colonnade.config import Plan
+from colonnade.parallel import collectives, small
+from colonnade.parallel.axis import Axis
+from colonnade.parallel.graphs import capture
+from colonnade.parallel.launch import launch
+from colonnade.parallel.mesh import Ground
+
+OPERATIONS, REPLAYS = 40, 30
+OURS, NCCL, THEIRS = "one kernel", "NCCL", "torch one_shot_all_reduce"
+Run = Callable[[Tensor], Tensor]
+
+
+def work(world: int, tiny: bool, device: str) -> list[Row]:
+    """On every rank."""
+    rows: list[Row] = []
+    sizes = (4096, 16384) if tiny else tuple(4096 << i for i in range(9))
+    with Ground.build(Plan(tp=world), device) as ground:
+        tp, on = ground.axes.tp, ground.device
+        for size in sizes:
+            x = torch.zeros(
+                size // 2, device=on, dtype=torch.bfloat16
+            )  # which stay what they are, however often summed
+            for what, ways in (("sum", sums(tp, on, size)), ("gather", gathers(tp, on))):
+                for by, run in ways.items():
+                    us = tp.max_(torch.tensor([timed(run, x, what)], dtype=torch.float64)).item()
+                    rows.append({"what": what, "by": by, "ranks": world, "bytes": size, "us": round(us, 2)})
+                    if ground.rank == 0:
+                        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+_SMALL: dict[str, small.Small | None] = {}
+
+
+def _small(tp: Axis, on: torch.device) -> small.Small | None:
+    if tp.group not in _SMALL:
+        most = (small.MOST_BYTES, small.MOST_BYTES)
+        _SMALL[tp.group] = small.small_of(tp, on, most) if on.type == "cuda" else None
+    return _SMALL[tp.group]
+
+
+def sums(tp: Axis, on: torch.device, size: int) -> dict[str, Run]:
+    """Ways to sum, by name."""
+    found: dict[str, Run] = {
+        NCCL if on.type == "cuda" else "gloo": lambda x: collectives.all_reduce(x, "sum", tp.group)
+    }
+    if ours := _small(tp, on):
+        found = {OURS: ours.sum} | found
+        try:
+            found[THEIRS] = torchs(tp, on, size)
+        except (RuntimeError, AttributeError) as why:
+            print(f"{THEIRS}: {str(why).splitlines()[0][:120]}", flush=True)
+    return found
+
+
+def gathers(tp: Axis, on: torch.device) -> dict[str, Run]:
+    """Ways to lay all ranks' together, by name."""
+    plain = NCCL if on.type == "cuda" else "gloo"
+    found: dict[str, Run] = {plain: lambda x: collectives.all_gather(x, tp.size, tp.group)}
+    if ours := _small(tp, on):
+        found = {OURS: ours.gather} | found
+    return found
+
+
+def torchs(tp: Axis, on: torch.device, size: int) -> Run:
+    """torch's operator, from a buffer that it is copied into."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    buffer = symmetric.empty(size // 2, dtype=torch.bfloat16, device=on)
+    symmetric.rendezvous(buffer, collectives.group_of(tp.group))
+    return lambda x: torch.ops.symm_mem.one_shot_all_reduce(buffer.copy_(x), "sum", tp.group)
+
+
+def timed(run: Run, x: Tensor, what: str) -> float:
+    """Microseconds of one operation."""
+
+    def chain(_: int = 0) -> Tensor:
+        y = x
+        for _ in range(OPERATIONS):
+            y = run(y) if what == "sum" else run(y)[: len(x)]
+        return y
+
+    if x.device.type == "cpu":
+        return 1e6 * statistics.median(durations(chain, 3, x.device)) / OPERATIONS
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(3):
+            chain()
+    torch.cuda.synchronize()
+    with capture() as graph:
+        chain()
+    found = durations(lambda _: graph.replay(), REPLAYS, x.device)
+    graph.reset()
+    return 1e6 * statistics.median(found) / OPERATIONS
+
+
+def limits_of(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
+    """Of each kind and number of ranks, the largest message up to which ours is never behind NCCL."""
+    found: dict[str, dict[str, int]] = {"sum": {}, "gather": {}}
+    us = {(row["what"], row["ranks"], row["bytes"], row["by"]): row["us"] for row in rows}
+    for what, limits in found.items():
+        for ranks in {row["ranks"] for row in rows}:
+            sizes = sorted({row["bytes"] for row in rows if row["ranks"] == ranks})
+            ahead = itertools.takewhile(lambda n: us[what, ranks, n, OURS] <= us[what, ranks, n, NCCL], sizes)  # noqa: B023
+            limits[str(ranks)] = max(ahead, default=0)
+    return found
+
+
+def tune(rows: Sequence[Row], machine: str) -> None:
+    """Write the table of the limits; those of numbers of ranks that were not measured stay."""
+    path = Path(small.__file__).with_name("small.json")
+    table = json.loads(path.read_text(encoding="utf-8"))
+    for what, limits in limits_of(rows).items():
+        table[what] |= limits
+    table["measured_on"] = machine
+    path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+def heads_of(rows: Sequence[Row]) -> list[Headline]:
+    """A sum of 16 KiB, a decoding step's, over the most ranks: ours beside NCCL's."""
+    most = max(row["ranks"] for row in rows)
+    us = {r["by"]: r["us"] for r in rows if (r["what"], r["ranks"], r["bytes"]) == ("sum", most, 16384)}
+    if OURS not in us:
+        return []
+    return [Headline(f"Sum of 16 KiB over {most} GPUs, in a graph", us[OURS], "µs", "NCCL", us[NCCL])]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and report."""
+    options = parser(__doc__)
+    options.add_argument("--worlds", type=int, nargs="+", help="ranks; 2 4, with --tiny 2")
+    options.add_argument("--tune", action="store_true", help="write the table by which messages are small")
+    args = options.parse_args(argv)
+    worlds = args.worlds or ([2] if args.tiny else [2, 4])
+    if not enough(args, max(worlds)):
+        return
+    device, folder, name = place(args)
+    rows: list[Row] = []
+    for world in worlds:
+        rows += launch(work, (world, args.tiny, device), Plan(dp=world))
+    report(f"small_reduce_{name}", rows, __doc__ or "", headlines=heads_of(rows), folder=folder)
+    if args.tune and not args.tiny:
+        tune(rows, torch.cuda.get_device_name())
+
+
+if __name__ == "__main__":
+    main()
