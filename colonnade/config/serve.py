@@ -11,7 +11,7 @@ class ServeConfig(Config):
     page_tokens: int = Field(default=16, gt=0)
     """Tokens in one page of the key/value cache."""
     pages: int | None = Field(default=None, gt=0)
-    """Pages in the pool; None takes cache_bytes."""
+    """Pages in the pool, those of all context ranks; None takes cache_bytes."""
     cache_bytes: int = Field(default=1 << 28, gt=0)
     """Memory for the key/value cache of one rank [bytes], when pages is not given."""
     prefix_cache: bool = True

@@ -160,6 +160,8 @@ def _worker(work: Callable[..., Result], args: tuple[Any, ...], world: int, repo
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // world))
     os.environ[REPORTS] = reports
+    # Nothing here uses NVLink's multicast, and torch would set it up with each buffer that ranks share.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came while we began strikes now
         return work(*args)

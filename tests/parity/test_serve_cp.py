@@ -1,13 +1,18 @@
 """A cache split over context ranks: greedy tokens are the reference forward's, and each rank holds its part of it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from colonnade import api
+from colonnade.config import Plan
 from colonnade.errors import PlanError
 from colonnade.parallel.axis import Axes, Axis
-from colonnade.serve import Engine
+from colonnade.parallel.mesh import Ground
+from colonnade.serve import Engine, SamplingParams
 from tests.serve import tiny
-from tests.serve.ranks import LIMITS, MODELS, expected, serve
+from tests.serve.ranks import COUNT, LIMITS, MODELS, PROMPTS, expected, serve
 from tests.split import errors
 from tests.worlds import run
 
@@ -87,3 +92,22 @@ def test_it_is_attention_to_all_keys(cp: int, page: int, window: int | None) -> 
     for found in run(cp, errors, cp, "cpu", torch.float64, 8, page, window):
         assert len(found) == 4
         assert max(found.values()) < 1e-12, found
+
+
+def _loaded(folder: str) -> list[int] | None:
+    with Ground.build(Plan(cp=2)) as ground:
+        model = api.load(folder, ground=ground, dtype="float64")
+        assert torch.equal(model.logits([1, 2, 3])[-1], model.ground.axes.cp.firsts_(model.logits([1, 2, 3])[-1]))
+        engine = api.Engine(model, LIMITS)
+        if ground.rank:
+            engine.follow()
+            return None
+        (answer,) = engine.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True))
+        engine.stop()
+        return list(answer.token_ids)
+
+
+def test_a_checkpoint_loads_over_it(tmp_path: Path) -> None:
+    model = api.Model(tiny.model(), tiny.tokenizer(), Ground.solo(), "tiny")
+    api.save(model, tmp_path / "model", format="colonnade")
+    assert run(2, _loaded, str(tmp_path / "model"))[0] == tiny.greedy(model.transformer, PROMPTS[0], COUNT)
