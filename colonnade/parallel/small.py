@@ -66,7 +66,8 @@ class Small:
 
     def gathers(self, x: Tensor) -> bool:
         """Whether :meth:`gather` is for ``x``."""
-        return 0 < x.nbytes <= self.most[1] and x.nbytes % 4 == 0 and x.device == self.calls.device
+        whole = x.nbytes % 4 == 0 and x.storage_offset() * x.itemsize % 4 == 0  # they travel as 32-bit numbers
+        return 0 < x.nbytes <= self.most[1] and whole and x.device == self.calls.device
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over ranks, added in float32 in their order: the same bits on each."""
@@ -123,7 +124,8 @@ def small_of(axis: Axis, device: torch.device, most: tuple[int, int] | None = No
     memory.zero_()
     handle = symmetric.rendezvous(memory, group_of(axis.group))
     handle.barrier(channel=0)  # nobody tells before all flags are 0
-    address_R = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+    addresses = [handle.get_buffer(r, memory.shape, memory.dtype).data_ptr() for r in range(axis.size)]
+    address_R = torch.tensor(addresses, dtype=torch.int64, device=device)
     calls = torch.zeros(BLOCKS, dtype=torch.int32, device=device)
     return Small(axis.size, axis.rank, address_R, address_R + 2 * MOST_BYTES, calls, most, (memory, handle))
 
