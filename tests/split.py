@@ -1,6 +1,7 @@
 """Attention over a cache that ranks share, against attention to all keys at once: on any device, in any precision."""
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,16 +25,24 @@ STEPS = {
 """(positions before, new tokens) of each request: with and without keys, whole pages and parts of them."""
 
 
-def errors(cp: int, device: str, dtype: torch.dtype, H: int, page: int, window: int | None) -> dict[str, float]:
+Shape = tuple[int, int, int | None]
+"""(width of a head, tokens of a page, window)."""
+
+
+def errors(
+    cp: int, device: str, dtypes: Sequence[torch.dtype], shapes: Sequence[Shape]
+) -> dict[torch.dtype, dict[str, float]]:
     """On each rank: of each step the error by norm, relative to the exact output's."""
-    config = ModelConfig(
-        vocab_size=8, layers=1, width=8, heads=6, kv_heads=2, head_width=H, ffn_width=8, context=512, window=window
-    )
-    found = {}
+    found: dict[torch.dtype, dict[str, float]] = {dtype: {} for dtype in dtypes}
     with Ground.build(Plan(cp=cp), device) as ground:
         axes = with_small(ground.axes.serving(), ground.device)
-        for name, requests in STEPS.items():
-            found[name] = _error(config, axes, requests, page, dtype, ground.device)
+        for dtype, (H, page, window), (step, requests) in itertools.product(dtypes, shapes, STEPS.items()):
+            config = ModelConfig(
+                vocab_size=8, layers=1, width=8, heads=6, kv_heads=2, head_width=H, ffn_width=8, context=512,
+                window=window,
+            )  # fmt: skip
+            error = _error(config, axes, requests, page, dtype, ground.device)
+            found[dtype][f"{step}, {H} wide, pages of {page}, window {window}"] = error
     return found
 
 

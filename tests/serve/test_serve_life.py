@@ -110,10 +110,10 @@ def test_who_cannot_finish_in_time_is_told():
         assert gone(pids)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_killed_engine_is_a_clear_error(tp: int):
+@pytest.mark.parametrize("plan", [{}, {"tp": 2}, pytest.param({"cp": 2}, marks=pytest.mark.long)], ids=str)
+def test_a_killed_engine_is_a_clear_error(plan: dict[str, int]):
     """Killed in the middle of a stream: the stream says so, others get a 503, the server ends with one line."""
-    with server({"slow_s": 0.05}, {"tp": tp}) as running, ThreadPoolExecutor(1) as pool:
+    with server({"slow_s": 0.05}, plan) as running, ThreadPoolExecutor(1) as pool:
         expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), ServeConfig()).generate(
             ["The quick"], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         )
@@ -127,7 +127,7 @@ def test_a_killed_engine_is_a_clear_error(tp: int):
         assert whole.result().status_code == 503
         code, out, err = running.stop(0)
         assert code != 0 and out == ""
-        who = "the engine process" if tp == 1 else "rank 1"
+        who = "rank 1" if plan else "the engine process"
         assert re.fullmatch(rf"WorkerError: {who} was killed by SIGKILL .*\n", err), err
         assert gone(pids)
 

@@ -72,7 +72,7 @@ def load(
 ) -> tuple[Transformer, Tokenizer]:
     """What a server's engine processes call. ``poison`` is a token whose embedding is NaN; ``slow_s`` slows each
     forward pass down."""
-    it = model(ground.axes, dtype=torch.float32)
+    it = model(ground.axes.serving(), dtype=torch.float32)
     if poison is not None:
         with torch.no_grad():
             it.get_parameter("embed.tokens.weight")[poison] = torch.nan
