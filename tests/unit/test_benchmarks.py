@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import _jobs
+import attention
 import bubble
 import context
 import copies
@@ -43,6 +44,11 @@ def test_context() -> None:
     assert one["first_loss"] == two["first_loss"], "the same tokens, the same weights"
     assert (one["plan"], two["plan"]) == ("one process", "cp=2")
     assert context.heads_of(rows)[0].peer_value == one["tokens_per_s"]
+
+
+def test_attention() -> None:
+    (row,) = attention.measured("tiny", attention.TINY["tiny"], "cpu")
+    assert row["way"] == "chosen" and row["forward_ms"] > 0 and row["backward_ms"] > 0
 
 
 def test_bubble() -> None:
