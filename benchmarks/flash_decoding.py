@@ -4,6 +4,7 @@
     python benchmarks/flash_decoding.py --flex             # flex_attention too, which compiles for each row
     python benchmarks/flash_decoding.py --sweep 0 300      # random cells against the best peer; the worst ten
     python benchmarks/flash_decoding.py --tune --widths 128    # measures candidates and costs; decode_tiles.json
+    python benchmarks/flash_decoding.py --shared           # 32 requests that share a prefix of 32,768 keys
     python benchmarks/flash_decoding.py --tiny             # toy sizes, on a CPU too: that it runs
 
 The table is that of the Flash-Decoding article (PyTorch blog, 2023): 16 query heads, 2 key/value heads, width 128,
@@ -23,9 +24,11 @@ from typing import Any
 
 import torch
 
+import _shared
 from _decode import Cell, Tensors, error, exact, ours, peers, read_bandwidth, seconds
 from _report import RESULTS, ROOT, Headline, report
 from colonnade.kernels.attention import decode_tiles
+from colonnade.kernels.attention.decode_layout import FEW
 from colonnade.kernels.attention.decode_tiles import Tiles
 
 SEED = (
@@ -186,7 +189,7 @@ def tune(read: float, out: Path, widths: Sequence[int]) -> None:
     record = json.loads(json.dumps(decode_tiles.table()))
     record["costs"]["bytes_a_ns"] = round(read / 1e9)
     decode_tiles.table()["costs"]["bytes_a_ns"] = record["costs"]["bytes_a_ns"]
-    for row in (row for row in record["rows"] if row["width"] in widths):
+    for row in (row for row in record["rows"] if row["width"] in widths and row["rows"] <= FEW):
         group = 8 if row["rows"] == 16 else 64
         cells = [Tensors(Cell((S,) * B, K=2, group=group, H=row["width"]), "cuda") for B, S in TUNED_AT]
         took: dict[Tiles, float] = {}
@@ -236,6 +239,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", nargs=2, type=int, metavar=("SEED", "COUNT"), help="random cells, not the table")
     parser.add_argument("--most-gb", type=float, default=20, help="largest cache of a random cell")
+    parser.add_argument("--shared", action="store_true", help="requests that share a prefix, not the table")
     parser.add_argument("--tune", action="store_true", help="measure tiles and costs, not the table")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256], help="heads to tune for")
     parser.add_argument("--tiles", type=Path, default=Path(decode_tiles.__file__).with_name("decode_tiles.json"))
@@ -261,6 +265,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     if args.sweep:
         report(f"flash_decoding_sweep_{name}", sweep(*args.sweep, device, read, args), notes, folder=args.out)
+        return
+    if args.shared:
+        sizes = ((4, 64),) if args.tiny else ((32, 32_768), (32, 8192), (8, 32_768), (128, 4096))
+        rows = [row for batch, prefix in sizes for row in _shared.rows(batch, prefix, device, read)]
+        report(f"flash_decoding_shared_{name}", rows, f"{_shared.__doc__} {notes}", folder=args.out)
         return
     rows = table(TINY if args.tiny else SEED, device, read, args)
     assets = args.out if args.tiny else ROOT / "docs" / "assets"

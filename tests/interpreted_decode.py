@@ -8,8 +8,8 @@ import warnings
 import torch
 
 from colonnade.kernels.attention import reference, split_reference, triton_decode
+from colonnade.kernels.attention.decode_layout import Layout
 from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
-from colonnade.kernels.attention.triton_decode import Layout
 from tests.decoding import Case, scaled
 
 HOW = [Tiles(16, 4, 2, 2, 2, 32), Tiles(32, 4, 2, 4, 4, 16), Tiles(16, 4, 2, 8, 16, 64)]
@@ -22,7 +22,7 @@ CUT: list[bool] = []
 def same(case: Case, tolerance: float = 1e-5) -> None:
     """Values and log-sum-exp against float64, by norm; what nobody writes is NaN."""
     made = case.made()
-    CUT.append(made.plan.slots > 0)
+    CUT.append(made.ready.capacity.slots > 0)
     state, exact = made.run(), made.exact()
     for what, got, right in zip(("o", "lse"), state, exact, strict=True):
         assert got.shape == right.shape

@@ -6,6 +6,7 @@ do not change from layer to layer, so that torch.compile makes one graph for all
 block makes one a layer, and after eight of them gives up).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Protocol
@@ -103,6 +104,10 @@ class Paged:
     kernels: str = "auto"
     known: tuple[list[int], list[int]] | None = None
     """(new tokens, positions) of each request, as plain numbers, where they are known without asking the device."""
+    known_pages: Sequence[Sequence[int]] | None = None
+    """Each request's pages, likewise."""
+    share: bool = True
+    """Whether keys that several requests share may be read once for all of them."""
 
     @cached_property
     def table(self) -> PageTable:
@@ -115,6 +120,8 @@ class Paged:
             self.longest_query,
             self.longest_context,
             self.known,
+            self.known_pages,
+            self.share,
         )
 
     def at(self, layer: int, window: int | None) -> "PagedView":

@@ -11,8 +11,9 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from colonnade.kernels.attention import sdpa
+from colonnade.kernels.attention.decode_layout import Layout
 from colonnade.kernels.attention.split_plan import Plan
-from colonnade.kernels.attention.triton_decode import Layout, attend
+from colonnade.kernels.attention.triton_decode import attend
 from colonnade.kernels.choose import choose
 from tests.decoding import Case, Made
 

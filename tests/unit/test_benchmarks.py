@@ -139,5 +139,7 @@ def test_flash_decoding(tmp_path: Path) -> None:
     assert (tmp_path / "flash_decoding.png").stat().st_size > 10_000
     flash_decoding.main(["--tiny", "--sweep", "0", "6", "--out", str(tmp_path)])
     assert len(json.loads((tmp_path / "flash_decoding_sweep_tiny.json").read_text())["rows"]) == 6
+    flash_decoding.main(["--tiny", "--shared", "--out", str(tmp_path)])
+    assert len(json.loads((tmp_path / "flash_decoding_shared_tiny.json").read_text())["rows"]) == 3
     file = Path(decode_tiles.__file__).with_name("decode_tiles.json")
     assert flash_decoding.written(decode_tiles.table()) == file.read_text()

@@ -15,12 +15,13 @@ into a tree; of each node either all its requests form a group, or its children 
 Shared keys lie in full pages before every query of their group, so that there is nothing causal about them. Where both
 plans together end no earlier than one plan without groups, there are none.
 
-Juravsky et al., Hydragen (arXiv 2402.05099); Ye et al., Cascade inference (FlashInfer, 2024). Different here: groups are
-found in the tables of pages, nobody declares them; and the plans' own prices decide. Pure Python; equal arguments give
-equal plans.
+Juravsky et al., Hydragen (arXiv 2402.05099); Ye et al., Cascade inference (FlashInfer, 2024). Different here: groups
+are found in the tables of pages, nobody declares them; and the plans' own prices decide. Pure Python; equal arguments
+give equal plans.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -180,6 +181,8 @@ def groups(
         return apart * many.workers - together * few.workers
 
     full = [max(0, n - new) // page_tokens if new else 0 for n, new in zip(lengths, queries, strict=True)]
+    heads = Counter(table[0] for table, n in zip(tables, full, strict=True) if n)
+    full = [n if n and heads[table[0]] > 1 else 0 for table, n in zip(tables, full, strict=True)]
     # As bytes, which are compared a thousand at a time.
     names = [array("q", table[:n]).tobytes() for table, n in zip(tables, full, strict=True)]
     order = sorted((r for r, n in enumerate(full) if n), key=lambda r: names[r])

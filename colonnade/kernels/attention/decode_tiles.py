@@ -54,9 +54,12 @@ def pick(rows: int, width: int, element_bytes: int) -> Tiles:
     return tiles._replace(tile=max(16, tiles.tile // 4), stages=2) if element_bytes > 2 else tiles
 
 
-def costs(tiles: Tiles, width: int, element_bytes: int, workers: int) -> Costs:
-    """Nanoseconds of a tile of keys and values, while ``workers`` workers share the memory, and of the rest."""
+def costs(tiles: Tiles, rows: int, width: int, element_bytes: int, workers: int) -> Costs:
+    """Nanoseconds of a tile of keys and values, while ``workers`` workers share the chip, and of the rest.
+
+    Whatever takes longer counts: reading it, or two products with ``rows`` rows.
+    """
     known = table()["costs"]
-    tile_bytes = 2 * tiles.tile * width * element_bytes
-    tile_ns = max(1, round(tile_bytes * workers / known["bytes_a_ns"]))
+    tile_bytes, flops = 2 * tiles.tile * width * element_bytes, 4 * rows * tiles.tile * width
+    tile_ns = max(1, round(max(tile_bytes / known["bytes_a_ns"], flops / known["flops_a_ns"]) * workers))
     return Costs(tile_ns, known["start_ns"], known["merge_ns"], known["part_ns"])

@@ -54,24 +54,29 @@ def finish(o, top, total, n, there, sinks_ptr, SINKS: tl.constexpr):
 
 
 @triton.jit
-def _page(table_ptr, at, columns, PAGE: tl.constexpr, TILE: tl.constexpr):
+def page_of(table_ptr, at, columns, PAGE: tl.constexpr, TILE: tl.constexpr):
     """The page of each key of the tile at ``at``; one number where pages hold whole tiles."""
     column = at // PAGE if PAGE % TILE == 0 else (at + tl.arange(0, TILE)) // PAGE
     return tl.load(table_ptr + column, column < columns, -1)
 
 
 @triton.jit
-def _score(
+def score(
     s, position, j, known, n, there, slopes_ptr, cap,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr, MASKED: tl.constexpr = True,
 ):  # fmt: skip
-    """Scores in powers of 2 of products that were scaled, −∞ where a row does not see a key."""
+    """Scores in powers of 2 of products that were scaled, −∞ where a row does not see a key.
+
+    Not MASKED, every row sees every key that is known.
+    """
     if CAPPED:
         # tanh x = 2 sigmoid(2x) − 1
         s = cap * (2.0 * tl.sigmoid(2.0 * s / cap) - 1.0)
     if SLOPES:
         slope = tl.load(slopes_ptr + n, there, 0.0).to(tl.float32)
         s = s - slope[:, None] * (position[:, None] - j[None, :])
+    if not MASKED:
+        return s * LOG2_E + tl.where(known, 0.0, float("-inf"))[None, :]
     sees = (j[None, :] <= position[:, None]) & known[None, :]
     if WINDOW:
         sees = sees & (j[None, :] > position[:, None] - WINDOW)
@@ -114,7 +119,7 @@ def attend(
         table_ptr = pages_ptr + request.to(tl.int64) * pages_r
         # Page numbers are fetched a tile ahead, by hand: loads that wait for loads within a step are what the compiler
         # does not bring under way together.
-        page = _page(table_ptr, low, columns, PAGE, TILE)
+        page = page_of(table_ptr, low, columns, PAGE, TILE)
         for at in tl.range(low, high, TILE, num_stages=STAGES):
             j = at + tl.arange(0, TILE)
             number = page.to(tl.int64)
@@ -126,7 +131,7 @@ def attend(
                 known = (j < high) & (page >= 0) & (page < pages)
                 k_at = k_ptr + (number * k_page + head * k_k + (j % PAGE) * k_p)[:, None] + h[None, :]
                 v_at = v_ptr + (number * v_page + head * v_k + (j % PAGE) * v_p)[:, None] + h[None, :]
-            page = _page(table_ptr, at + TILE, columns, PAGE, TILE)
+            page = page_of(table_ptr, at + TILE, columns, PAGE, TILE)
             if BLOCK_H == H:
                 k = tl.load(k_at, known[:, None], 0.0)
                 v = tl.load(v_at, known[:, None], 0.0)
@@ -134,7 +139,7 @@ def attend(
                 k = tl.load(k_at, known[:, None] & (h < H)[None, :], 0.0)
                 v = tl.load(v_at, known[:, None] & (h < H)[None, :], 0.0)
             s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * factor
-            s = _score(s, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES)
+            s = score(s, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES)
             higher = tl.maximum(top, tl.max(s, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
             p = tl.exp2(s - base[:, None])

@@ -1,0 +1,135 @@
+"""Kernels for many rows and for shared prefixes, run by Triton's interpreter on a CPU; as ``tests.interpreted_decode``.
+
+``TRITON_INTERPRET=1 python -m tests.interpreted_cascade``.
+"""
+
+import warnings
+from dataclasses import replace
+
+import torch
+
+from colonnade.kernels.attention import cascade_reference, decode_tiles, reference, triton_decode
+from colonnade.kernels.attention.cascade import Cascade
+from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
+from tests.decoding import Case, Made
+from tests.interpreted_decode import same
+
+HOW = [Tiles(16, 4, 2, 2, 2, 32), Tiles(32, 4, 2, 2, 4, 32)]
+EVERYTHING = {"cap": 1.5, "slopes": True, "sinks": True}
+
+
+def check_many_rows() -> int:
+    """Chunks of prompts with and without what came before, fewer keys than queries; cut and whole, all features."""
+    batches = (([140, 90], [70, 90]), ([130, 3, 20, 0], [60, 2, 30, 0]), ([67], [67]))
+    cases = (({}, 64), ({"window": 30}, 16), ({"window": 9, **EVERYTHING}, 4), (EVERYTHING, 16), ({"cap": 2.0}, 128))
+    for i, (more, page) in enumerate(cases):
+        CHOSEN[:] = [HOW[1 - i // 4]]
+        same(
+            Case(
+                *batches[i % 3],
+                K=1 + i // 4,
+                group=(1, 3, 2)[i % 3],
+                H=(16, 20, 32)[i % 3],
+                page=page,
+                many=True,
+                **more,
+            )
+        )
+    CHOSEN[:] = [HOW[1]]
+    same(Case([90], [60], K=2, group=2, H=16, page=16, many=True, cache=torch.float8_e4m3fn, sinks=True))
+    same(Case([100], [60], K=1, group=2, H=16, page=16, many=True, dtype=torch.float16), 6e-4)
+    return len(cases) + 2
+
+
+SHARED = Case(
+    [130, 40, 100, 130, 75, 97, 0], [1, 2, 3, 1, 1, 2, 0], K=2, group=3, H=16, page=16,
+    prefixes=(((0, 3, 5), 80), ((2, 4), 64)),
+)  # fmt: skip
+
+
+def cascaded(case: Case, **options: bool | int) -> Made:
+    made = case.made(**options)
+    assert isinstance(made.plan, Cascade) and len(made.plan.groups) == len(case.prefixes), made.plan
+    return made
+
+
+def check_shared_prefixes() -> int:
+    """Two groups, one in the middle of the other, and who is alone; against float64 and against the plain executor."""
+    count = 0
+    for i, more in enumerate((EVERYTHING, {"window": 50})):
+        CHOSEN[:] = [HOW[i % 2]]
+        case = replace(SHARED, **more)
+        same(case)
+        made = cascaded(case)
+        double = [x.double() for x in (made.q, made.k, made.v)]
+        shapes = made.layout.shape, made.layout.shared.shape
+        plain = cascade_reference.run(made.plan, *shapes, *double, made.table, **made.options)
+        got = made.run()
+        assert (got.o.double() - plain.o).norm() < 1e-5 * plain.o.norm()
+        count += 1
+    CHOSEN[:] = [HOW[1]]
+    same(replace(SHARED, group=12, K=1, cache=torch.int8, page=32, prefixes=(((0, 3, 5), 64),)))
+    return count + 1
+
+
+def check_graph_arrays() -> int:
+    """Groups of another step in the place of these, also none at all; lengths that have grown since the plan."""
+    CHOSEN[:] = [HOW[1]]
+    made = cascaded(SHARED, capacity=True, ahead=20)
+    exact = made.exact().o
+    assert (made.run().o.double() - exact).norm() < 1e-5 * exact.norm()
+    grown = replace(SHARED, lengths=[n - 9 if n > 9 else 0 for n in SHARED.lengths])
+    for case in (grown, replace(SHARED, prefixes=(((1, 2), 32),)), replace(SHARED, prefixes=())):
+        other = case.made(capacity=True, ahead=20)
+        ready = made.ready
+        ready.take(other.plan)
+        other.ready, other.layout = ready, made.layout
+        exact = other.exact().o
+        assert (other.run().o.double() - exact).norm() < 1e-5 * exact.norm()
+    return 4
+
+
+def check_mixed_batches() -> int:
+    """What the table's row makes of decodes, a shared prefix and chunks of prompts in one step; nobody need share."""
+    CHOSEN[:] = [HOW[1]]
+    case = Case(
+        [200, 200, 200, 90, 0, 200], [1, 1, 1, 80, 0, 1], K=1, group=8, H=16, page=16,
+        prefixes=(((0, 1, 2, 5), 192),),
+    )  # fmt: skip
+    CHOSEN[:] = [Tiles(32, 4, 2, 1, 4, 16)]
+    costs = dict(decode_tiles.table()["costs"])
+    decode_tiles.table()["costs"] |= {"start_ns": 0, "merge_ns": 0, "part_ns": 0}
+    for share in (True, False):
+        made = case.made(prepared=False)
+        made.layout = case.made().layout
+        made.table = replace(made.table, share=share)
+        got = triton_decode.paged(made.q, made.k, made.v, made.table)
+        exact = made.exact().o
+        assert (got.double() - exact).norm() < 1e-5 * exact.norm()
+        ((few, many),) = made.table.prepared.values()
+        assert many.layout.many and (few.shared is not None) == share
+    decode_tiles.table()["costs"] |= costs
+    return 2
+
+
+def check_bad_pages() -> int:
+    """Of a prompt and of a shared prefix: keys that are not there, for all who share them."""
+    CHOSEN[:] = [HOW[0]]
+    made = Case([100], [70], K=1, group=2, H=16, page=16, many=True).made()
+    made.table.pages_RP[0, 1] = 10**6
+    o = made.run().o
+    keys, values = (x[made.table.pages_RP[0, [0, 2, 3, 4, 5, 6]].long()].flatten(0, 1)[:84] for x in (made.k, made.v))
+    exact = reference.attend(*(x.double() for x in (made.q, keys, values))).o
+    # The first query stands among those keys, and saw one more before they went.
+    assert (o.double() - exact)[1:].norm() < 1e-5 * exact.norm()
+    apart, made = replace(SHARED, prefixes=()).made(), SHARED.made()
+    made.table.pages_RP[:, 1] = -7
+    apart.table = made.table
+    assert (made.run().o - apart.run().o).norm() < 1e-5 * apart.run().o.norm()
+    return 2
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    for check in (check_many_rows, check_shared_prefixes, check_graph_arrays, check_mixed_batches, check_bad_pages):
+        print(f"{check.__name__}: {check()} cases", flush=True)
