@@ -126,7 +126,9 @@ class Paged:
 
     def at(self, layer: int, window: int | None) -> "PagedView":
         """This layer's pools."""
-        return PagedView(self.table, self.slots_T, self.cache.k[layer], self.cache.v[layer], window, self.kernels)
+        return PagedView(
+            self.table, self.slots_T, self.cache.k[layer], self.cache.v[layer], window, self.kernels, self.cache.values
+        )
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class PagedView:
     v_PpKH: Tensor
     window: int | None
     kernels: str
+    values: int | None = None
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
         """o_TnH."""
@@ -148,4 +151,4 @@ class PagedView:
         if self.v_PpKH is not self.k_PpKH:
             self.v_PpKH.flatten(0, 1).index_copy_(0, self.slots_T, v_TkH.to(self.v_PpKH.dtype))
         run = choose("paged_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)
-        return run(q_TnH, self.k_PpKH, self.v_PpKH, self.table, window=self.window)
+        return run(q_TnH, self.k_PpKH, self.v_PpKH, self.table, window=self.window, values=self.values)

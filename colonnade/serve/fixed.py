@@ -142,7 +142,7 @@ class _Size:
             for key, (ready,) in list(prepared.items()):
                 layout = ready.layout
                 capacity = layout.capacity(self.size, 1, self.context)
-                theirs = layout.shared_capacity(self.size, 1) if shares else None
+                theirs = layout.shared_capacity(self.size, 1) if shares and layout.shared else None
                 plan = layout.plan(lengths, [1] * self.size, room=self._room)
                 prepared[key] = (layout.prepare(plan, self.device, capacity, theirs),)
             self._run(attend)  # what a graph calls must have run before

@@ -100,6 +100,28 @@ def test_many_rows_fit_the_chip(width: int, rows: int, listed: bool, more: dict,
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
 
 
+@pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.long)])
+def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
+    from colonnade.kernels.attention import triton_latent
+    from colonnade.kernels.attention.decode_tiles import pick
+
+    tiles = pick(rows, 576, 2)
+    constants = {
+        "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "LAUNCH_NEXT": False, "ROWS": rows,
+        "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
+    }  # fmt: skip
+    built = compiled(
+        triton_latent.read, {**POINTERS, **NUMBERS, "scale": "fp32"}, constants, STRIDES, warps=tiles.warps, stages=3
+    )
+    assert built.metadata.shared * tiles.workers <= SHARED_BYTES
+    # 64 rows of 512 sums are half of all registers: addresses are put away before the loop and fetched after it.
+    assert spilled(built, tmp_path) <= (SPILLED_BYTES if rows == 16 else 300)
+    assert ("wgmma" if rows == 64 else "mma") in built.asm["ptx"]
+    # There is room for three tiles of 32 because each is there once, for both products.
+    assert built.metadata.shared <= 2 * 576 * (rows + 3 * 32) + 4096
+    assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
+
+
 @pytest.mark.parametrize(("width", "wait", "shared"), [(128, True, 0), (80, False, 128)])
 def test_the_merge_fits_the_chip(width: int, wait: bool, shared: int, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_merge

@@ -32,6 +32,8 @@ class Layout:
     chunk: int | None = None
     many: bool = False
     """Whether blocks of rows are as large as the matrix units like them (:mod:`triton_rows`)."""
+    copies: int = 2
+    """What is read of a token, keys and values; 1 where they are one."""
     shared: "Layout | None" = None
     """How groups that share a prefix read it; None: nobody shares."""
 
@@ -60,7 +62,7 @@ class Layout:
         elif shares:
             shared = Layout.of_many(q_TNH, k_PpKH)
             shared = replace(shared, shape=shared.shape._replace(causal=False))
-        return Layout(Shape(K, N // K, rows, tiles.tile, window), tiles, H, size, workers, chunk, False, shared)
+        return Layout(Shape(K, N // K, rows, tiles.tile, window), tiles, H, size, workers, chunk, shared=shared)
 
     @staticmethod
     def of_many(q_TNH: Tensor, k_PpKH: Tensor, *, window: int | None = None) -> "Layout":
@@ -72,10 +74,23 @@ class Layout:
         workers = tiles.workers * processors(q_TNH.device)
         return Layout(Shape(K, N // K, rows, tiles.tile, window), tiles, H, size, workers, many=True)
 
+    @staticmethod
+    def of_latent(
+        q_TNH: Tensor, k_Pp1H: Tensor, longest_query: int, *, window: int | None = None, chunk: int | None = None
+    ) -> "Layout":
+        """For latent attention (:mod:`triton_latent`); with ``chunk`` as :meth:`of`."""
+        (_, N, H), size = q_TNH.shape, k_Pp1H.element_size()
+        rows = min(64, max(16, triton.next_power_of_2(N * (1 if chunk else max(1, longest_query)))))
+        tiles = pick(rows, H, max(size, q_TNH.element_size()))
+        workers = tiles.workers * processors(q_TNH.device)
+        if chunk is not None:
+            chunk = -(-chunk // tiles.tile) * tiles.tile
+        return Layout(Shape(1, N, rows, tiles.tile, window), tiles, H, size, workers, chunk, copies=1)
+
     @property
     def reader(self) -> Reader:
         """Shape, workers and costs."""
-        prices = costs(self.tiles, self.shape.rows, self.width, self.element_bytes, self.workers)
+        prices = costs(self.tiles, self.shape.rows, self.width, self.element_bytes, self.workers, self.copies)
         return Reader(self.shape, self.workers, prices)
 
     def capacity(self, requests: int, queries: int, context: int) -> Capacity:
@@ -159,6 +174,11 @@ class Prepared:
     def merges(self) -> bool:
         """Whether a merge is launched: in a graph always, since another step's plan may need it."""
         return self.capacity.merges > 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the merge is started while the reading goes on."""
+        return self.layout.tiles.overlap and self.merges and not self.layout.many
 
     def take(self, plan: Plan | Cascade) -> None:
         """Another step's plan in the place of this one."""

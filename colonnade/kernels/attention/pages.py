@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colonnade.errors import ConfigError
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -61,6 +63,13 @@ class PageTable:
     """What :attr:`host_pages` says, likewise."""
     share: bool = True
     """Whether keys that several requests share may be read once for all of them, which rounds otherwise."""
+
+    @property
+    def room(self) -> int:
+        """Keys that a request's pages have place for; raises ConfigError where not each request has a row of pages."""
+        if len(self.pages_RP) != len(self.lengths_R):
+            raise ConfigError(f"{len(self.pages_RP)} rows of pages for {len(self.lengths_R)} requests; give each one")
+        return self.pages_RP.shape[1] * self.page_tokens
 
     @cached_property
     def host(self) -> tuple[list[int], list[int]]:

@@ -20,17 +20,15 @@ import torch
 import triton
 from torch import Tensor
 
-from colonnade.errors import ConfigError
-from colonnade.kernels.attention import sdpa, triton_merge, triton_rows, triton_splits
-from colonnade.kernels.attention.decode_layout import FEW, Layout, Prepared, processors
+from colonnade.kernels.attention import sdpa, triton_latent, triton_rows, triton_splits
+from colonnade.kernels.attention.decode_layout import FEW, Layout, Prepared
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import places
+from colonnade.kernels.attention.triton_merge import launch, slots_of
 from colonnade.kernels.softmax_state import State
 
 WIDEST = 256
 """Heads that :func:`paged` takes."""
-MERGERS = 8
-"""Programs that merge, a multiprocessor, at most."""
 
 
 def attend(
@@ -52,7 +50,7 @@ def attend(
     float32, of keys and of values, by which each head's numbers are multiplied. Requests that the plan leaves out keep
     what ``into`` holds. No gradient.
     """
-    T, N, H = q_TNH.shape
+    T, N, _ = q_TNH.shape
     q_TNH, k_PpKH, v_PpKH = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_TNH, k_PpKH, v_PpKH))
     layout, shared = ready.layout, ready.shared
     state = into or State(
@@ -61,36 +59,14 @@ def attend(
     if not T:
         return state
     bends = (cap, slopes_N, sinks_N, scales_K, layout.shape.window)
-    slots = _slots(q_TNH, ready)
-    their_slots, members, their_rows, their_merges = slots, ready.flat, 0, 0
+    slots, theirs = slots_of(state.o, ready), None
     if shared is not None:
-        their_slots, members = _slots(q_TNH, shared.ready), shared.members
-        their_rows, their_merges = shared.ready.layout.shape.rows, places(shared.ready.capacity)[2]
-        _read(q_TNH, k_PpKH, v_PpKH, state, their_slots, table, shared.ready, bends, members, shared.room.places[0])
-    _read(q_TNH, k_PpKH, v_PpKH, state, slots, table, ready, bends, members, None)
-    if ready.merges:
-        tiles, rows, overlap = layout.tiles, layout.shape.rows, _overlaps(ready)
-        part = min(tiles.part, triton.next_power_of_2(H))
-        programs = min(ready.capacity.merges * rows * triton.cdiv(H, part), MERGERS * processors(q_TNH.device))
-        triton_merge.merge[programs,](
-            *state, *slots, ready.flat, table.cu_queries, slots[1] if sinks_N is None else sinks_N,
-            *their_slots, ready.flat if shared is None else shared.ready.flat, members,
-            places(ready.capacity)[2], their_merges,
-            N=N, GROUP=layout.shape.group, H=H, SINKS=sinks_N is not None, WAIT=overlap, ROWS=rows,
-            SHARED_ROWS=their_rows, PIECES=tiles.pieces, BLOCK_H=part, num_warps=4,
-            **({"launch_pdl": True} if overlap else {}),
-        )  # fmt: skip
+        theirs = slots_of(state.o, shared.ready), shared.ready, shared.members
+        groups_at = shared.room.places[0]
+        _read(q_TNH, k_PpKH, v_PpKH, state, theirs[0], table, shared.ready, bends, shared.members, groups_at)
+    _read(q_TNH, k_PpKH, v_PpKH, state, slots, table, ready, bends, ready.flat, None)
+    launch(state, slots, table, ready, sinks_N, theirs)
     return state
-
-
-def _slots(q_TNH: Tensor, ready: Prepared) -> State:
-    """Room for the states of a plan's pieces."""
-    shape = max(1, ready.capacity.slots), ready.layout.shape.rows, q_TNH.shape[2]
-    return State(q_TNH.new_empty(shape, dtype=torch.float32), q_TNH.new_empty(shape[:2], dtype=torch.float32))
-
-
-def _overlaps(ready: Prepared) -> bool:
-    return ready.layout.tiles.overlap and ready.merges and not ready.layout.many
 
 
 def _read(
@@ -132,34 +108,45 @@ def _read(
         )  # fmt: skip
     else:
         triton_splits.attend[ready.capacity.workers,](
-            *tensors, *strides, P, items_at, *numbers, LAUNCH_NEXT=_overlaps(ready), **constants
+            *tensors, *strides, P, items_at, *numbers, LAUNCH_NEXT=ready.overlaps, **constants
         )
 
 
-def paged(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, *, window: int | None = None) -> Tensor:
-    """o_TNH of requests whose keys lie in pages (see :func:`reference.paged`); heads over 256 wide are SDPA's."""
+def paged(
+    q_TNH: Tensor,
+    k_PpKH: Tensor,
+    v_PpKH: Tensor,
+    table: PageTable,
+    *,
+    window: int | None = None,
+    values: int | None = None,
+) -> Tensor:
+    """o_TNH of requests whose keys lie in pages (see :func:`reference.paged`); heads over 256 wide are SDPA's.
+
+    But those of latent attention, whose one head is key and value in one, may have any width.
+    """
     (_, N, H), K = q_TNH.shape, k_PpKH.shape[2]
+    if v_PpKH is k_PpKH and K == 1 and values is not None:
+        return triton_latent.paged(q_TNH, k_PpKH, values, table, window=window)
     if H > WIDEST:
-        return sdpa.paged(q_TNH, k_PpKH, v_PpKH, table, window=window)
+        return sdpa.paged(q_TNH, k_PpKH, v_PpKH, table, window=window, values=values)
     key = N, K, H, q_TNH.dtype, k_PpKH.dtype, window
     if key not in table.prepared:
         table.prepared[key] = prepared(q_TNH, k_PpKH, table, window)
     state = None
     for ready in table.prepared[key]:
         state = attend(q_TNH, k_PpKH, v_PpKH, table, ready, into=state)
-    return torch.zeros_like(q_TNH) if state is None else state.o
+    return state.o[..., :values] if state else torch.zeros_like(q_TNH[..., :values])
 
 
 def prepared(q_TNH: Tensor, k_PpKH: Tensor, table: PageTable, window: int | None) -> tuple[Prepared, ...]:
     """Plans for the requests of few rows and for those of many, on the device; either may be missing.
 
-    Raises CapacityError where a request is longer than its table, ConfigError where not each has one.
+    Raises CapacityError where a request is longer than its table.
     """
     new, lengths = table.host
-    if len(table.pages_RP) != len(lengths):
-        raise ConfigError(f"{len(table.pages_RP)} tables of pages for {len(lengths)} requests; give one a request")
     group, device = q_TNH.shape[1] // k_PpKH.shape[2], q_TNH.device
-    room = table.pages_RP.shape[1] * table.page_tokens
+    room = table.room
     # One new token is a decode, whatever the group.
     few = [count if count * group <= FEW or count == 1 else 0 for count in new]
     many = [count - small for count, small in zip(new, few, strict=True)]

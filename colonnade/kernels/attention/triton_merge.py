@@ -13,10 +13,21 @@ shares a prefix (:mod:`cascade`), the states of its group's blocks of rows come 
 # pyright: reportGeneralTypeIssues=false
 # A kernel is launched with more than its signature says, and its constants are plain numbers.
 
+from typing import Any
+
+import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 
+from colonnade.kernels.attention.decode_layout import Prepared, processors
+from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.split_plan import places
 from colonnade.kernels.attention.triton_splits import FIELDS, LN_2, LOG2_E
+from colonnade.kernels.softmax_state import State
+
+MERGERS = 8
+"""Programs that merge, a multiprocessor, at most."""
 
 
 @triton.jit(do_not_specialize=["merges_at", "shared_at"])
@@ -78,3 +89,34 @@ def merge(
             line = t.to(tl.int64) * N + n
             tl.store(o_ptr + line * H + h, o.to(o_ptr.dtype.element_ty), h < H)
             tl.store(lse_ptr + line, tl.where(total > 0.0, top + tl.log2(some), float("-inf")) * LN_2)
+
+
+def slots_of(o_TNH: Tensor, ready: Prepared) -> State:
+    """Room for the states of a plan's pieces, for outputs of this width."""
+    shape = max(1, ready.capacity.slots), ready.layout.shape.rows, o_TNH.shape[2]
+    return State(o_TNH.new_empty(shape, dtype=torch.float32), o_TNH.new_empty(shape[:2], dtype=torch.float32))
+
+
+def launch(
+    state: State,
+    slots: State,
+    table: PageTable,
+    ready: Prepared,
+    sinks_N: Tensor | None = None,
+    shared: tuple[State, Prepared, Tensor] | None = None,
+) -> None:
+    """Merge what ``ready`` cut into ``state``; ``shared`` are slots, plan and members of groups with a prefix."""
+    if not ready.merges:
+        return
+    (_, N, H), tiles, shape = state.o.shape, ready.layout.tiles, ready.layout.shape
+    their_slots, theirs, members = shared or (slots, ready, ready.flat)
+    part = min(tiles.part, triton.next_power_of_2(H))
+    programs = min(ready.capacity.merges * shape.rows * triton.cdiv(H, part), MERGERS * processors(state.o.device))
+    options: dict[str, Any] = {"launch_pdl": True} if ready.overlaps else {}
+    merge[programs,](
+        *state, *slots, ready.flat, table.cu_queries, slots.lse if sinks_N is None else sinks_N,
+        *their_slots, theirs.flat, members, places(ready.capacity)[2], places(theirs.capacity)[2],
+        N=N, GROUP=shape.group, H=H, SINKS=sinks_N is not None, WAIT=ready.overlaps, ROWS=shape.rows,
+        SHARED_ROWS=theirs.layout.shape.rows if shared else 0, PIECES=tiles.pieces, BLOCK_H=part, num_warps=4,
+        **options,
+    )  # fmt: skip
