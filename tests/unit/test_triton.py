@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
     [
         ("interpreted", 5),
         ("interpreted_experts", 6),
-        ("interpreted_decode", 8),
+        ("interpreted_decode", 9),
         ("interpreted_cascade", 5),
         ("interpreted_latent", 3),
     ],

@@ -88,9 +88,15 @@ class Layout:
         return Layout(Shape(1, N, rows, tiles.tile, window), tiles, H, size, workers, chunk, copies=1)
 
     @property
+    def fuses(self) -> bool:
+        """Whether what is cut is merged by who reads it, where nobody shares."""
+        return self.tiles.fused and not self.many and self.copies == 2
+
+    @property
     def reader(self) -> Reader:
         """Shape, workers and costs."""
-        prices = costs(self.tiles, self.shape.rows, self.width, self.element_bytes, self.workers, self.copies)
+        tiles = self.tiles._replace(fused=self.fuses)
+        prices = costs(tiles, self.shape.rows, self.width, self.element_bytes, self.workers, self.copies)
         return Reader(self.shape, self.workers, prices)
 
     def capacity(self, requests: int, queries: int, context: int) -> Capacity:
@@ -133,10 +139,13 @@ class Layout:
         """``plan`` on the device, in arrays of its own size or of such capacities."""
         if isinstance(plan, Plan) and shared_capacity is None:
             room = capacity or plan.capacity
-            return Prepared(_sent(plan.flat(room), device), room, self)
+            arrived = None
+            if self.fuses and room.merges:
+                arrived = torch.zeros(room.merges, dtype=torch.int32, device=device)
+            return Prepared(_sent(plan.flat(room), device), room, self, arrived=arrived)
         assert self.shared is not None
         found = _as_cascade(plan, self.shared)
-        own = replace(self, shared=None).prepare(found.own, device, capacity)
+        own = replace(self, shared=None, tiles=self.tiles._replace(fused=False)).prepare(found.own, device, capacity)
         theirs, members = shared_capacity or (found.shared.capacity, found.room)
         shared = Shared(self.shared.prepare(found.shared, device, theirs), _sent(found.flat(members), device), members)
         return replace(own, layout=self, shared=shared)
@@ -169,6 +178,8 @@ class Prepared:
     capacity: Capacity
     layout: Layout
     shared: Shared | None = None
+    arrived: Tensor | None = None
+    """int32 zeros, one a merge: how many of its pieces are there, where the last to come merges them."""
 
     @property
     def merges(self) -> bool:
@@ -178,7 +189,7 @@ class Prepared:
     @property
     def overlaps(self) -> bool:
         """Whether the merge is started while the reading goes on."""
-        return self.layout.tiles.overlap and self.merges and not self.layout.many
+        return self.layout.tiles.overlap and self.merges and not self.layout.many and self.arrived is None
 
     def take(self, plan: Plan | Cascade) -> None:
         """Another step's plan in the place of this one."""

@@ -30,6 +30,8 @@ class Tiles(NamedTuple):
     """Numbers of a row that one program merges."""
     overlap: bool = False
     """Whether the merge is started while the reading goes on, and waits (programmatic dependent launch)."""
+    fused: bool = False
+    """Whether the last worker of a line merges it, alone, and nothing else is launched."""
 
 
 @functools.cache
@@ -62,4 +64,6 @@ def costs(tiles: Tiles, rows: int, width: int, element_bytes: int, workers: int,
     known = table()["costs"]
     tile_bytes, flops = copies * tiles.tile * width * element_bytes, 4 * rows * tiles.tile * width
     tile_ns = max(1, round(max(tile_bytes / known["bytes_a_ns"], flops / known["flops_a_ns"]) * workers))
+    if tiles.fused:
+        return Costs(tile_ns, known["start_ns"], known["fused_merge_ns"], known["fused_part_ns"])
     return Costs(tile_ns, known["start_ns"], known["merge_ns"], known["part_ns"])

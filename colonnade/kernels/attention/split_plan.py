@@ -129,6 +129,8 @@ class Plan:
     def flat(self, capacity: Capacity | None = None) -> list[int]:
         """The plan as one list for a kernel: merges' number, starts, items, merges, each from :func:`places` on.
 
+        After an item stands the number of the merge that its state is for, −1 where there is none.
+
         With a larger ``capacity`` the list is as long as any plan's of that capacity; workers beyond these have
         nothing. Raises CapacityError where the plan is larger.
         """
@@ -144,6 +146,11 @@ class Plan:
         for at, rows in ((first_item, self.items), (first_merge, self.merges)):
             for i, row in enumerate(rows):
                 flat[at + i * FIELDS : at + i * FIELDS + len(row)] = row
+        line_of = [0] * self.slots
+        for line, merge in enumerate(self.merges):
+            line_of[merge.first : merge.end] = [line] * (merge.end - merge.first)
+        for i, item in enumerate(self.items):
+            flat[first_item + i * FIELDS + len(item)] = line_of[item.slot] if item.slot >= 0 else -1
         return flat
 
 

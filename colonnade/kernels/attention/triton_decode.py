@@ -65,7 +65,8 @@ def attend(
         groups_at = shared.room.places[0]
         _read(q_TNH, k_PpKH, v_PpKH, state, theirs[0], table, shared.ready, bends, shared.members, groups_at)
     _read(q_TNH, k_PpKH, v_PpKH, state, slots, table, ready, bends, ready.flat, None)
-    launch(state, slots, table, ready, sinks_N, theirs)
+    if ready.arrived is None:
+        launch(state, slots, table, ready, sinks_N, theirs)
     return state
 
 
@@ -107,9 +108,11 @@ def _read(
             **constants,
         )  # fmt: skip
     else:
+        merges_at, arrived = places(ready.capacity)[2], none if ready.arrived is None else ready.arrived
         triton_splits.attend[ready.capacity.workers,](
-            *tensors, *strides, P, items_at, *numbers, LAUNCH_NEXT=ready.overlaps, **constants
-        )
+            *tensors, arrived, *strides, P, items_at, merges_at, *numbers,
+            LAUNCH_NEXT=ready.overlaps, FUSED=ready.arrived is not None, **constants,
+        )  # fmt: skip
 
 
 def paged(
