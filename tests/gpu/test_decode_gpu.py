@@ -148,7 +148,7 @@ def test_a_cache_of_more_than_two_billion_numbers() -> None:
 
 @pytest.mark.parametrize("queries", [[1, 1, 1], [1, 4, 1], [300, 1, 1]], ids=str)
 def test_the_row_of_the_table(queries: list[int]) -> None:
-    """Asked for by name; a long prompt goes to SDPA."""
+    """Asked for by name; a long prompt is of many rows."""
     made = Case([5000, 40, 900], queries, K=2, group=4, H=128, page=16, dtype=torch.bfloat16).made("cuda")
     made.k, made.v = made.k.nan_to_num(), made.v.nan_to_num()
     run = choose("paged_attention", "cuda", torch.bfloat16, "triton")
