@@ -12,7 +12,6 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 
 from colonnade.kernels.attention import sdpa
 from colonnade.kernels.attention.decode_layout import Layout
-from colonnade.kernels.attention.split_plan import Plan
 from colonnade.kernels.attention.triton_decode import attend
 from colonnade.kernels.choose import choose
 from tests.decoding import Case, Made
@@ -110,7 +109,7 @@ def test_a_graph_takes_the_next_steps_plan() -> None:
     with torch.cuda.graph(graph):
         o, lse = attend(made.q, made.k, made.v, made.table, made.ready)
     for step in ([500, 5000, 0], [64, 4999, 0], [1, 1, 0], [0, 4000, 0]):
-        plan: Plan = made.layout.plan(step, [1, 1, 1])
+        plan = made.layout.plan(step, [1, 1, 1])
         flat.copy_(torch.tensor(plan.flat(made.ready.capacity), dtype=torch.int32))
         lengths.copy_(torch.tensor(step, dtype=torch.int32))
         made.table.__dict__.pop("host", None)
@@ -179,9 +178,9 @@ def test_random_cells() -> None:
 
 
 def test_every_tiling_that_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    import flash_decoding
+    import _decode_tune
     from colonnade.kernels.attention import decode_tiles
 
-    for how, width in itertools.product(flash_decoding.CANDIDATES, (64, 128)):
+    for how, width in itertools.product(_decode_tune.CANDIDATES, (64, 128)):
         monkeypatch.setattr(decode_tiles, "CHOSEN", [how])
         same(Case(LENGTHS, [1] * 6, K=2, group=8, H=width, page=16, dtype=torch.bfloat16).made("cuda"), 4e-3)
