@@ -41,7 +41,7 @@ def cases() -> list[Any]:
             marks = [] if (width, rows) in ((128, 16), (256, 64)) else [pytest.mark.long]
             found.append(pytest.param(width, rows, "*bf16", plain, id=f"width-{width}-{rows}-rows", marks=marks))
     fused = {**plain, "FUSED": True, "LAUNCH_NEXT": False}
-    found.append(pytest.param(128, 16, "*bf16", fused, id="fused"))
+    found.append(pytest.param(128, 16, "*bf16", fused, id="fused", marks=pytest.mark.long))
     everything = {"PAGE": 16, "WINDOW": 4096, "CAPPED": True, "SLOPES": True, "SINKS": True, "SCALED": False}
     found.append(pytest.param(128, 16, "*bf16", everything, id="everything"))
     for kind in ("*fp8e4nv", "*i8"):
@@ -79,7 +79,7 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
     ("width", "rows", "listed", "more"),
     [
         pytest.param(128, 128, False, {}, id="prompts"),
-        pytest.param(128, 128, True, {}, id="groups"),
+        pytest.param(128, 128, True, {}, id="groups", marks=pytest.mark.long),
         pytest.param(256, 64, False, {"PAGE": 16, "WINDOW": 4096}, id="width-256", marks=pytest.mark.long),
         pytest.param(64, 128, False, {"CAPPED": True, "SINKS": True}, id="width-64", marks=pytest.mark.long),
         pytest.param(80, 128, True, {"SLOPES": True, "PAGE": 16}, id="width-80", marks=pytest.mark.long),
