@@ -6,8 +6,10 @@
 import warnings
 from dataclasses import replace
 
+import pytest
 import torch
 
+from colonnade.errors import CapacityError, ConfigError
 from colonnade.kernels.attention import cascade_reference, decode_tiles, reference, triton_decode
 from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.decode_layout import Layout
@@ -122,7 +124,15 @@ def check_bad_pages() -> int:
     apart.table = made.table
     o = apart.run().o
     assert (made.run().o - o).norm() < 1e-5 * o.norm()
-    return 2
+    short = replace(made.table, pages_RP=made.table.pages_RP[:, :8])
+    few = replace(made.table, pages_RP=made.table.pages_RP[:3])
+    for table, kind, words in (
+        (short, CapacityError, "request 0 has 130 keys and its table of pages room for 128"),
+        (few, ConfigError, "3 rows of pages for 7 requests"),
+    ):
+        with pytest.raises(kind, match=words):
+            triton_decode.paged(made.q, made.k, made.v, table)
+    return 4
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ somebody joins, leaves, or is put elsewhere in the batch. Where a plan reads a p
 (:mod:`~colonnade.kernels.attention.cascade`), which takes a kernel more, another recording of that size is replayed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.split_plan import Plan
 from colonnade.model import KVCache, Paged, Stream, Transformer
 from colonnade.model.head import Shares
 from colonnade.parallel.graphs import capture
@@ -69,6 +70,39 @@ class _Recording:
     logits: Tensor
 
 
+@dataclass(frozen=True)
+class Planned:
+    """What the plans at hand were made for."""
+
+    lengths: list[int]
+    shared: dict[int, Sequence[int]]
+    """Of each request that reads a prefix with others, the pages of it."""
+
+    @staticmethod
+    def of(
+        plans: Iterable[Plan | Cascade], lengths: list[int], tables: Sequence[Sequence[int]], page_tokens: int
+    ) -> "Planned":
+        """Of ``plans`` for requests of these lengths and pages."""
+        ends: dict[int, int] = {}
+        for group in (group for plan in plans if isinstance(plan, Cascade) for group in plan.groups):
+            ends |= {r: max(group.end, ends.get(r, 0)) for r in group.requests}
+        return Planned(list(lengths), {r: tables[r][: -(-end // page_tokens)] for r, end in ends.items()})
+
+    @property
+    def shares(self) -> bool:
+        """Whether any prefix is read once for several."""
+        return bool(self.shared)
+
+    def holds(self, lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> bool:
+        """Whether plans are good for these too: all lengths have grown alike, a little, and prefixes are the same.
+
+        Another request in the same place may be as long, and have other pages.
+        """
+        grown = lengths[0] - self.lengths[0]
+        alike = all(n - p in (grown, 0) for n, p in zip(lengths, self.lengths, strict=True))
+        return 0 <= grown <= AHEAD and alike and all(tables[r][: len(x)] == x for r, x in self.shared.items())
+
+
 class _Size:
     """The buffers of one size, and the graphs that read them."""
 
@@ -85,9 +119,7 @@ class _Size:
         self.context = context
         self._recorded: dict[bool, _Recording] = {}
         """Without and with prefixes that are read once."""
-        self._planned: list[int] | None = None
-        self._shared: dict[int, Sequence[int]] = {}
-        """Of each request that reads a prefix with others, the pages of it, as planned."""
+        self._planned: Planned | None = None
 
     def __call__(self, work: Work, last_R: Tensor, pool: Any) -> Tensor:
         lengths = self._tell(work, last_R)
@@ -96,8 +128,8 @@ class _Size:
         tables = [p.pages for p in work.slices] + [(self.scratch,)] * (self.size - len(work.slices))
         if not self._recorded:
             self._record(lengths, pool, shares=False)
-        self._plan(lengths, tables, pool)
-        recording = self._recorded[bool(self._shared)]
+        shares = self._plan(lengths, tables, pool)
+        recording = self._recorded[shares]
         recording.replay()
         return recording.logits
 
@@ -152,28 +184,20 @@ class _Size:
         self._recorded[shares] = _Recording(attend.table, graph.replay, logits)
         self._planned = None
 
-    def _plan(self, lengths: Sequence[int], tables: Sequence[Sequence[int]], pool: Any) -> None:
-        """Plans for these lengths, where those at hand are not good for them any more."""
-        if self._planned is not None:
-            grown = lengths[0] - self._planned[0]
-            same = all(n - p in (grown, 0) for n, p in zip(lengths, self._planned, strict=True))
-            # Another request in the same place may be as long.
-            same = same and all(tables[r][: len(pages)] == pages for r, pages in self._shared.items())
-            if 0 <= grown <= AHEAD and same:
-                return
-        page, new = self.cache.page_tokens, [1] * self.size
-        how = {"room": self._room, "ahead": AHEAD, "tables": tables, "page_tokens": page}
-        plans = {key: r.layout.plan(lengths, new, **how) for key, (r,) in self._recorded[False].table.prepared.items()}
-        ends: dict[int, int] = {}
-        for group in (group for plan in plans.values() if isinstance(plan, Cascade) for group in plan.groups):
-            ends |= {r: max(group.end, ends.get(r, 0)) for r in group.requests}
-        self._shared = {r: tables[r][: -(-end // page)] for r, end in ends.items()}
-        shares = bool(self._shared)
-        if shares not in self._recorded:
-            self._record(list(lengths), pool, shares=True)
-        for key, (ready,) in self._recorded[shares].table.prepared.items():
-            ready.take(plans[key])
-        self._planned = list(lengths)
+    def _plan(self, lengths: list[int], tables: Sequence[Sequence[int]], pool: Any) -> bool:
+        """Plans for these lengths, where those at hand are not good for them; whether prefixes are read once."""
+        if self._planned is None or not self._planned.holds(lengths, tables):
+            page, new = self.cache.page_tokens, [1] * self.size
+            how = {"room": self._room, "ahead": AHEAD, "tables": tables, "page_tokens": page}
+            prepared = self._recorded[False].table.prepared
+            plans = {key: ready.layout.plan(lengths, new, **how) for key, (ready,) in prepared.items()}
+            planned = Planned.of(plans.values(), lengths, tables, page)
+            if planned.shares not in self._recorded:
+                self._record(lengths, pool, shares=True)
+            for key, (ready,) in self._recorded[planned.shares].table.prepared.items():
+                ready.take(plans[key])
+            self._planned = planned
+        return self._planned.shares
 
     @property
     def _room(self) -> int:
