@@ -19,9 +19,9 @@ from colonnade.serve.upload import upload
 class Runner:
     """Runs one :class:`Work` after another on this rank's share of the model and of the cache."""
 
-    def __init__(self, model: Transformer, cache: KVCache, fixed: FixedSteps | None = None):
-        """``fixed`` takes the steps that it can."""
-        self.model, self.cache, self.fixed = model, cache, fixed
+    def __init__(self, model: Transformer, cache: KVCache, fixed: FixedSteps | None = None, *, share: bool = True):
+        """``fixed`` takes the steps that it can; ``share``: keys of several requests are read once."""
+        self.model, self.cache, self.fixed, self.share = model, cache, fixed, share
         self._last_R = torch.zeros(1, dtype=torch.int64, device=cache.k[0].device)
         """What the last work drew: the next one may begin with these tokens before the host has seen them."""
 
@@ -32,7 +32,7 @@ class Runner:
             logits_Rv = self.fixed(work, self._last_R)
             self._last_R = sample(logits_Rv, work.draws, self.model.axes.tp, self.model.config.vocab_size)
             return Drawn(self._last_R)
-        stream, attend, head = arguments(self.cache, work)
+        stream, attend, head = arguments(self.cache, work, share=self.share)
         if any(piece.tokens[-1] < 0 for piece in work.slices):
             stream = stream._replace(tokens_T=told(stream.tokens_T, self._last_R))
         tokens_R = self.model(stream, attend, head)
@@ -60,7 +60,7 @@ class Drawn:
         return self._tokens_R.tolist()
 
 
-def arguments(cache: KVCache, work: Work) -> tuple[Stream, Paged, NextTokens]:
+def arguments(cache: KVCache, work: Work, *, share: bool = True) -> tuple[Stream, Paged, NextTokens]:
     """``work`` as (stream, attend, head)."""
     size, device = cache.page_tokens, cache.k[0].device
     tokens, positions, slots, tables, rows = [], [], [], [], []
@@ -87,6 +87,8 @@ def arguments(cache: KVCache, work: Work) -> tuple[Stream, Paged, NextTokens]:
         longest_query=max(counts),
         longest_context=max(lengths),
         known=(counts, lengths),
+        known_pages=tables,
+        share=share,
     )
     head = NextTokens(whole(rows, torch.int64), work.draws)
     return Stream(whole(tokens, torch.int64), whole(positions, torch.int64)), attend, head
