@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from colonnade.kernels.attention import split_reference, triton_decode
+from colonnade.kernels.attention.decode_layout import Layout
 from colonnade.kernels.attention.pages import PageTable
-from colonnade.kernels.attention.triton_decode import Layout
 
 COLD_BYTES, CALLS = 2**28, 256
 BACKENDS = {

@@ -4,6 +4,9 @@
     python benchmarks/flash_decoding.py --flex             # flex_attention too, which compiles for each row
     python benchmarks/flash_decoding.py --sweep 0 300      # random cells against the best peer; the worst ten
     python benchmarks/flash_decoding.py --tune --widths 128    # measures candidates and costs; decode_tiles.json
+    python benchmarks/flash_decoding.py --shared           # 32 requests that share a prefix of 32,768 keys
+    python benchmarks/flash_decoding.py --chunks           # chunks of prompts of 512 to 8192 tokens
+    python benchmarks/flash_decoding.py --latents          # latent attention as in DeepSeek-V2
     python benchmarks/flash_decoding.py --tiny             # toy sizes, on a CPU too: that it runs
 
 The table is that of the Flash-Decoding article (PyTorch blog, 2023): 16 query heads, 2 key/value heads, width 128,
@@ -15,7 +18,6 @@ compute the same is checked. ``--fixed-cuts N`` adds the batch-invariant mode wi
 """
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,10 +25,13 @@ from typing import Any
 
 import torch
 
+import _chunks
+import _latents
+import _shared
 from _decode import Cell, Tensors, error, exact, ours, peers, read_bandwidth, seconds
+from _decode_tune import tune
 from _report import RESULTS, ROOT, Headline, report
 from colonnade.kernels.attention import decode_tiles
-from colonnade.kernels.attention.decode_tiles import Tiles
 
 SEED = (
     (256, 256), (128, 512), (64, 1024), (32, 2048), (16, 4096), (8, 8192), (4, 16384), (2, 32768), (1, 65536),
@@ -36,16 +41,6 @@ TINY = ((4, 64), (1, 300))
 A100 = dict(zip(SEED, (63.4, 67.7, 77.7, 58.5, 57, 56.4, 58.2, 60.3, 64.4, 106.6), strict=False))
 """The article's own times [µs], on another GPU, for the plot."""
 TOLERANCE = 6e-4
-
-CANDIDATES = [
-    Tiles(tile, warps, stages, workers, 64, 32)
-    for tile, warps, stages, workers in (
-        (64, 4, 3, 2), (64, 4, 2, 3), (64, 4, 4, 1), (64, 4, 4, 2), (64, 2, 3, 2), (32, 4, 4, 3), (32, 2, 4, 4),
-        (32, 4, 3, 4), (128, 4, 2, 1), (128, 8, 3, 1), (128, 4, 3, 1), (64, 8, 3, 2), (16, 2, 5, 4),
-    )
-]  # fmt: skip
-"""Ways to cut; of the best, the merge is then tried in other sizes and beside the reading."""
-TUNED_AT = ((256, 256), (32, 2048), (4, 16384), (1, 65536), (1, 4096), (7, 900))
 
 
 def measured(cell: Cell, device: str, read: float, *, flex: bool, chunk: int | None = None) -> list[dict[str, Any]]:
@@ -171,71 +166,14 @@ def draw_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def mean_s(cells: Sequence[Tensors]) -> float:
-    """The geometric mean of our times; infinite where the chip cannot."""
-    from triton.runtime.errors import OutOfResources
-
-    try:
-        return math.exp(sum(math.log(seconds(ours(tensors), tensors, rounds=7)) for tensors in cells) / len(cells))
-    except OutOfResources:
-        return math.inf
-
-
-def tune(read: float, out: Path, widths: Sequence[int]) -> None:
-    """Measure the candidates for each row of the table of tiles, then costs that plan best; write both."""
-    record = json.loads(json.dumps(decode_tiles.table()))
-    record["costs"]["bytes_a_ns"] = round(read / 1e9)
-    decode_tiles.table()["costs"]["bytes_a_ns"] = record["costs"]["bytes_a_ns"]
-    for row in (row for row in record["rows"] if row["width"] in widths):
-        group = 8 if row["rows"] == 16 else 64
-        cells = [Tensors(Cell((S,) * B, K=2, group=group, H=row["width"]), "cuda") for B, S in TUNED_AT]
-        took: dict[Tiles, float] = {}
-
-        def best_of(
-            hows: Sequence[Tiles], took: dict[Tiles, float] = took, cells: Sequence[Tensors] = cells, row: dict = row
-        ) -> Tiles:
-            for how in (how for how in hows if how not in took):
-                decode_tiles.CHOSEN[:] = [how]
-                took[how] = mean_s(cells)
-                print(f"  {row['rows']} rows, width {row['width']}, {tuple(how)}: {took[how] * 1e6:.2f} µs", flush=True)
-            decode_tiles.CHOSEN.clear()
-            return min(took, key=lambda how: took[how])
-
-        best = best_of((Tiles(**row["tiles"]), *CANDIDATES))
-        best = best_of([best._replace(overlap=True), best._replace(pieces=16), best._replace(pieces=128)])
-        best = best_of([best._replace(overlap=True), best._replace(part=16), best._replace(part=64)])
-        row["tiles"] = best._asdict()
-        print(f"{row['rows']} rows, width {row['width']}: {best}", flush=True)
-        del cells
-    decode_tiles.table()["rows"] = record["rows"]
-    cells = [Tensors(Cell((S,) * B), "cuda") for B, S in (*TUNED_AT, (140, 700), (70, 1500), (2, 600), (1, 300))]
-    times: dict[tuple[int, int], float] = {}
-    for prices in [(start, merge) for start in (500, 1000, 2000) for merge in (1000, 2000, 4000, 8000)]:
-        decode_tiles.table()["costs"] |= {"start_ns": prices[0], "merge_ns": prices[1]}
-        times[prices] = mean_s(cells)
-        print(f"  start {prices[0]} ns, merge {prices[1]} ns: {times[prices] * 1e6:.2f} µs", flush=True)
-    start, merge = min(times, key=lambda prices: times[prices])
-    record["costs"] |= {"start_ns": start, "merge_ns": merge}
-    record["measured_on"] = torch.cuda.get_device_name()
-    out.write_text(written(record), encoding="utf-8")
-
-
-def written(record: dict[str, Any]) -> str:
-    """The table of tiles as text, a row on one line."""
-    rows = ",\n".join(
-        f'    {{ "rows": {row["rows"]}, "width": {row["width"]}, "tiles": {json.dumps(row["tiles"])} }}'
-        for row in record["rows"]
-    )
-    costs = ", ".join(f'"{name}": {value}' for name, value in record["costs"].items())
-    head = f'{{\n  "measured_on": {json.dumps(record["measured_on"])},\n  "costs": {{ {costs} }},\n'
-    return f'{head}  "rows": [\n{rows}\n  ]\n}}\n'
-
-
 def main(argv: list[str] | None = None) -> None:
     """Measure, draw and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", nargs=2, type=int, metavar=("SEED", "COUNT"), help="random cells, not the table")
     parser.add_argument("--most-gb", type=float, default=20, help="largest cache of a random cell")
+    parser.add_argument("--shared", action="store_true", help="requests that share a prefix, not the table")
+    parser.add_argument("--chunks", action="store_true", help="chunks of prompts, not the table")
+    parser.add_argument("--latents", action="store_true", help="latent attention, not the table")
     parser.add_argument("--tune", action="store_true", help="measure tiles and costs, not the table")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256], help="heads to tune for")
     parser.add_argument("--tiles", type=Path, default=Path(decode_tiles.__file__).with_name("decode_tiles.json"))
@@ -261,6 +199,19 @@ def main(argv: list[str] | None = None) -> None:
     )
     if args.sweep:
         report(f"flash_decoding_sweep_{name}", sweep(*args.sweep, device, read, args), notes, folder=args.out)
+        return
+    if args.chunks:
+        rows = _chunks.rows(_chunks.TINY if args.tiny else _chunks.CELLS, device)
+        report(f"flash_decoding_chunks_{name}", rows, f"{_chunks.__doc__} {notes}", folder=args.out)
+        return
+    if args.latents:
+        rows = _latents.rows(_latents.TINY if args.tiny else _latents.CELLS, device, read)
+        report(f"flash_decoding_latents_{name}", rows, f"{_latents.__doc__} {notes}", folder=args.out)
+        return
+    if args.shared:
+        sizes = ((4, 64),) if args.tiny else ((32, 32_768), (32, 8192), (8, 32_768), (128, 4096))
+        rows = [row for batch, prefix in sizes for row in _shared.rows(batch, prefix, device, read)]
+        report(f"flash_decoding_shared_{name}", rows, f"{_shared.__doc__} {notes}", folder=args.out)
         return
     rows = table(TINY if args.tiny else SEED, device, read, args)
     assets = args.out if args.tiny else ROOT / "docs" / "assets"

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from colonnade.kernels.attention import reference, splits, triton_decode
+from colonnade.kernels.attention import cascade, reference, splits, triton_decode
+from colonnade.kernels.attention.cascade import Cascade, Reader
+from colonnade.kernels.attention.decode_layout import Layout, Prepared
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import Costs, Plan
-from colonnade.kernels.attention.triton_decode import Layout, Prepared
 from colonnade.kernels.softmax_state import State
 
 
@@ -26,7 +27,7 @@ class Made:
     v: Tensor
     table: PageTable
     layout: Layout
-    plan: Plan | None
+    plan: Plan | Cascade | None
     ready: Prepared | None
     options: dict
     scales: tuple[Tensor, Tensor] | None
@@ -78,6 +79,10 @@ class Case:
     chunk: int | None = None
     dtype: torch.dtype = torch.float32
     cache: torch.dtype | None = None
+    many: bool = False
+    """Whether the kernel for many rows reads it."""
+    prefixes: tuple[tuple[tuple[int, ...], int], ...] = ()
+    """Requests that share their first so many keys, whole pages: those of the first."""
 
     def made(self, device: str = "cpu", *, ahead: int = 0, capacity: bool = False, prepared: bool = True) -> Made:
         """Tensors and a plan; pages lie anywhere, and what no request holds is NaN where the type has it."""
@@ -98,6 +103,8 @@ class Case:
             at = torch.arange(length)
             pools[:, mine.long()[at // self.page], at % self.page] = drawn
         k, v, scales = *pools, None
+        for members, keys in self.prefixes:
+            pages[list(members), : keys // self.page] = pages[members[0], : keys // self.page].clone()
         if self.cache is not None:
             # Larger than 1 apart, so that a kernel that forgets one is wrong.
             scales = tuple(torch.linspace(low, 2 * low, self.K, device=device) for low in (0.02, 0.03))
@@ -118,11 +125,25 @@ class Case:
         }
         if not prepared:
             return Made(q, k, v, table, None, None, None, options, scales)
-        layout = Layout.of(q, k, max(self.queries), window=self.window, chunk=self.chunk)
+        longest = max(self.queries)
+        if self.many:
+            layout = Layout.of_many(q, k, window=self.window)
+        else:
+            layout = Layout.of(q, k, longest, window=self.window, chunk=self.chunk, shares=bool(self.prefixes))
         # Prices at which everything that can be is cut: at the true ones cases as small as these are not.
         cheap = Costs(tile=1000, start=10, merge=0, part=0)
-        plan = splits.plan(
-            self.lengths, self.queries, layout.shape, layout.workers, cheap, chunk=layout.chunk, ahead=ahead
-        )
-        room = layout.capacity(len(needed) + 1, max(self.queries), max(self.lengths) + ahead) if capacity else None
-        return Made(q, k, v, table, layout, plan, layout.prepare(plan, device, room), options, scales)
+        if layout.shared is not None:
+            few = Reader(layout.shape, layout.workers, cheap)
+            # Cheaper still, so that whoever can be is in a group.
+            many = Reader(layout.shared.shape, layout.shared.workers, Costs(tile=2, start=1, merge=0, part=0))
+            plan = cascade.plan(pages.tolist(), self.lengths, self.queries, self.page, few, many, ahead=ahead)
+        else:
+            plan = splits.plan(
+                self.lengths, self.queries, layout.shape, layout.workers, cheap, chunk=layout.chunk, ahead=ahead
+            )
+        room, shared_room = None, None
+        if capacity:
+            room = layout.capacity(len(needed) + 1, longest, max(self.lengths) + ahead)
+            shared_room = layout.shared_capacity(len(needed) + 1, longest) if layout.shared else None
+        ready = layout.prepare(plan, device, room, shared_room)
+        return Made(q, k, v, table, layout, plan, ready, options, scales)

@@ -8,8 +8,8 @@ import warnings
 import torch
 
 from colonnade.kernels.attention import reference, split_reference, triton_decode
+from colonnade.kernels.attention.decode_layout import Layout
 from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
-from colonnade.kernels.attention.triton_decode import Layout
 from tests.decoding import Case, scaled
 
 HOW = [Tiles(16, 4, 2, 2, 2, 32), Tiles(32, 4, 2, 4, 4, 16), Tiles(16, 4, 2, 8, 16, 64)]
@@ -22,7 +22,7 @@ CUT: list[bool] = []
 def same(case: Case, tolerance: float = 1e-5) -> None:
     """Values and log-sum-exp against float64, by norm; what nobody writes is NaN."""
     made = case.made()
-    CUT.append(made.plan.slots > 0)
+    CUT.append(made.ready.capacity.slots > 0)
     state, exact = made.run(), made.exact()
     for what, got, right in zip(("o", "lse"), state, exact, strict=True):
         assert got.shape == right.shape
@@ -143,6 +143,22 @@ def check_plans() -> int:
     return count + 1
 
 
+def check_fused_merges() -> int:
+    """The last to come merges: the same numbers, lines of no keys, larger arrays; and counters are 0 again."""
+    count = 0
+    for i, (more, capacity) in enumerate((({}, False), ({"sinks": True, "cap": 2.0, "H": 20}, True))):
+        CHOSEN[:] = [HOW[i]._replace(fused=True)]
+        case = Case([90, 0, 3, 40], [1, 1, 5, 2], **({"K": 2, "group": 3, "H": 16, "page": 16} | more))
+        same(case)
+        made = case.made(capacity=capacity)
+        first = made.run()
+        assert made.ready.arrived is not None and made.plan.slots
+        assert not made.ready.arrived.any()
+        assert all(torch.equal(a, b) for a, b in zip(made.run(), first, strict=True))
+        count += 1
+    return count
+
+
 def check_strides() -> int:
     """Queries that are a slice of all projections, caches whose heads lie apart."""
     CHOSEN[:] = [HOW[0]]
@@ -160,7 +176,7 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     for check in (
         check_shapes, check_features, check_types, check_fixed_cuts, check_graph_arrays, check_bad_pages, check_plans,
-        check_strides,
+        check_strides, check_fused_merges,
     ):  # fmt: skip
         print(f"{check.__name__}: {check()} cases", flush=True)
     assert sum(CUT) > 0.7 * len(CUT), CUT

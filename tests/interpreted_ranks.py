@@ -116,7 +116,14 @@ def check_held() -> int:
     wide = [torch.randn(*shape, generator=draw) for shape in ((1, 2, 300), (40, page, 1, 300), (40, page, 1, 300))]
     alone = PageTable(pages_RP[:1], torch.arange(2).int(), torch.tensor([9]).int(), page, 1, 9)
     assert torch.equal(triton_decode.held_state(*wide, alone).o, held.attend(*wide, alone).o)
-    return 2
+    latent = torch.randn(40, page, 1, 24, generator=draw)
+    q = torch.randn(4, 6, 24, generator=draw)
+    got, right = (attend(q, latent, latent, table, values=16) for attend in (triton_decode.held_state, held.attend))
+    for a, b in zip(got, right, strict=True):
+        assert a.shape == b.shape
+        assert torch.equal(a.isfinite(), b.isfinite())
+        assert torch.allclose(a[a.isfinite()], b[b.isfinite()], atol=1e-5)
+    return 3
 
 
 if __name__ == "__main__":

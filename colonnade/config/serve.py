@@ -16,6 +16,8 @@ class ServeConfig(Config):
     """Memory for the key/value cache of one rank [bytes], when pages is not given."""
     prefix_cache: bool = True
     """Keep the pages of what was answered until the room is needed: who begins alike starts from there."""
+    shared_reading: bool = True
+    """Read keys that several requests share once for all of them, where our kernels run and it is faster."""
     max_requests: int = Field(default=64, gt=0)
     """Requests in one forward pass."""
     token_budget: int = Field(default=512, gt=0)

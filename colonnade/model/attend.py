@@ -6,6 +6,7 @@ do not change from layer to layer, so that torch.compile makes one graph for all
 block makes one a layer, and after eight of them gives up).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Protocol
@@ -103,6 +104,10 @@ class Paged:
     kernels: str = "auto"
     known: tuple[list[int], list[int]] | None = None
     """(new tokens, positions) of each request, as plain numbers, where they are known without asking the device."""
+    known_pages: Sequence[Sequence[int]] | None = None
+    """Each request's pages, likewise."""
+    share: bool = True
+    """Whether keys that several requests share may be read once for all of them."""
 
     @cached_property
     def table(self) -> PageTable:
@@ -115,11 +120,15 @@ class Paged:
             self.longest_query,
             self.longest_context,
             self.known,
+            self.known_pages,
+            self.share,
         )
 
     def at(self, layer: int, window: int | None) -> "PagedView":
         """This layer's pools."""
-        return PagedView(self.table, self.slots_T, self.cache.k[layer], self.cache.v[layer], window, self.kernels)
+        return PagedView(
+            self.table, self.slots_T, self.cache.k[layer], self.cache.v[layer], window, self.kernels, self.cache.values
+        )
 
 
 @dataclass(frozen=True)
@@ -134,6 +143,7 @@ class PagedView:
     v_PpKH: Tensor
     window: int | None
     kernels: str
+    values: int | None = None
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
         """o_TnH."""
@@ -141,4 +151,4 @@ class PagedView:
         if self.v_PpKH is not self.k_PpKH:
             self.v_PpKH.flatten(0, 1).index_copy_(0, self.slots_T, v_TkH.to(self.v_PpKH.dtype))
         run = choose("paged_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)
-        return run(q_TnH, self.k_PpKH, self.v_PpKH, self.table, window=self.window)
+        return run(q_TnH, self.k_PpKH, self.v_PpKH, self.table, window=self.window, values=self.values)

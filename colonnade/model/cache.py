@@ -27,6 +27,8 @@ class KVCache:
         # Zeros, not empty: a masked-out key times a weight of zero must not be NaN.
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
         self.v = self.k if config.latent else [torch.zeros_like(k) for k in self.k]
+        self.values = config.latent.kv_rank if config.latent else None
+        """Of a cached vector, how many numbers are its value; None: those of ``v``."""
 
     @staticmethod
     def bytes_per_page(config: ModelConfig, axes: Axes, page_tokens: int, dtype: torch.dtype) -> int:

@@ -67,8 +67,9 @@ class Split:
         """This layer's pools."""
         k, v = self.cache.k[layer], self.cache.v[layer]
         return SplitView(
-            self.axis, self.table, self.slots_T, k, v, self.new, self.past.get(window), window, self.kernels
-        )
+            self.axis, self.table, self.slots_T, k, v, self.new, self.past.get(window), window, self.kernels,
+            self.cache.values,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +87,7 @@ class SplitView:
     past: Past | None
     window: int | None
     kernels: str
+    values: int | None = None
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
         """o_TnH."""
@@ -94,21 +96,19 @@ class SplitView:
             self.v_PpKH.flatten(0, 1).index_copy_(0, self.slots_T, v_TkH.to(self.v_PpKH.dtype))
         kind, dtype = q_TnH.device.type, q_TnH.dtype
         if self.past is None:
-            mine, own = choose("held_attention", kind, dtype, self.kernels)(q_TnH, *self._pools, self.table), []
+            run = choose("held_attention", kind, dtype, self.kernels)
+            mine, own = run(q_TnH, self.k_PpKH, self.v_PpKH, self.table, values=self.values), []
         else:
-            k_SkH, v_SkH = (pool.flatten(0, 1).index_select(0, self.past.slots_S) for pool in self._pools)
+            pools = self.k_PpKH, self.v_PpKH[..., : self.values]
+            k_SkH, v_SkH = (pool.flatten(0, 1).index_select(0, self.past.slots_S) for pool in pools)
             mine = self._chunk(q_TnH, k_SkH.to(dtype), v_SkH.to(dtype), self.past.rows, causal=False)
-            own = [self._chunk(q_TnH, k_TkH, v_TkH, self.new, causal=True)]
+            own = [self._chunk(q_TnH, k_TkH, v_TkH[..., : self.values], self.new, causal=True)]
         each_STnz = self.axis.everyones_(packed(mine))
         return choose("merge_states", kind, each_STnz.dtype, self.kernels)(each_STnz, own, dtype)
 
-    @property
-    def _pools(self) -> tuple[Tensor, Tensor]:
-        return self.k_PpKH, self.v_PpKH
-
     def _chunk(self, q_TnH: Tensor, k_SkH: Tensor, v_SkH: Tensor, keys: Rows, *, causal: bool) -> State:
         """The state of all queries over some keys."""
-        plain = self.kernels == "reference" or q_TnH.shape[2] > WIDEST
+        plain = self.kernels == "reference" or q_TnH.shape[2] > WIDEST or self.values is not None
         run = choose("chunk_forward", q_TnH.device.type, q_TnH.dtype, "reference" if plain else "auto")
         see = {"causal": causal, "window": self.window}
         T, n = q_TnH.shape[:2]

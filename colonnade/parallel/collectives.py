@@ -71,6 +71,11 @@ def urgent(timeout: datetime.timedelta) -> Any:
     return options
 
 
+def abandon_groups() -> None:
+    """End all groups on GPUs at once, with whatever is under way in them."""
+    dist.distributed_c10d._abort_process_group()
+
+
 def group_of(name: str) -> dist.ProcessGroup:
     """The process group of this name."""
     return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]

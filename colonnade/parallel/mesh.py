@@ -9,7 +9,7 @@ weights and see other tokens, just as data ranks do, so that FSDP shards over bo
 import datetime
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from colonnade.config import Plan, count
 from colonnade.config.model import divisors
 from colonnade.errors import PlanError
 from colonnade.parallel.axis import SOLO, Axes, Axis, Grid, group_name, world_axis
-from colonnade.parallel.collectives import forget_meshes, urgent
+from colonnade.parallel.collectives import abandon_groups, forget_meshes, urgent
 from colonnade.parallel.graphs import end_graphs
 from colonnade.parallel.launch import local_ranks, place
 from colonnade.parallel.meet import fresh_store
@@ -116,16 +116,12 @@ class Ground:
             own_device(kind)
             store, rank, world = fresh_store(timeout) if launched else (dist.HashStore(), 0, 1)
             dist.init_process_group(BACKENDS[kind], store=store, rank=rank, world_size=world, timeout=timeout)
-        try:
+        with _standing(kind) if ours else nullcontext():
             plan.check_world(dist.get_world_size())
             ground, laid = _stand(plan, kind, timeout)
             yield ground
             if not ours:  # after a failure they stay until the default group ends: a peer may be waiting in one
                 _take_up(laid, ground.device)
-        finally:
-            end_graphs()
-            if ours:
-                dist.destroy_process_group()
 
 
 @contextmanager
@@ -137,10 +133,23 @@ def fresh_group(file: Path, kind: str = "cpu") -> Iterator[None]:
     rank, world = place()
     store = dist.FileStore(str(file), world)
     dist.init_process_group(BACKENDS[kind], store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    with _standing(kind):
+        yield
+
+
+@contextmanager
+def _standing(kind: str) -> Iterator[None]:
+    """The default process group, until the end of what is done with it."""
     try:
         yield
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        # What failed here has peers that wait for it, and NCCL's graceful end would wait for them: the failure would
+        # be reported when a collective gives up, ten minutes later.
+        end_graphs()
+        abandon_groups() if kind == "cuda" else dist.destroy_process_group()
+        raise
+    end_graphs()
+    dist.destroy_process_group()
 
 
 def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> tuple[Ground, list[dist.ProcessGroup]]:

@@ -21,9 +21,9 @@ from colonnade.serve.upload import upload
 class Runner:
     """Runs one :class:`Work` after another on this rank's share of the model and of the cache."""
 
-    def __init__(self, model: Transformer, cache: KVCache, fixed: FixedSteps | None = None):
-        """``fixed`` takes the steps that it can."""
-        self.model, self.cache, self.fixed = model, cache, fixed
+    def __init__(self, model: Transformer, cache: KVCache, fixed: FixedSteps | None = None, *, share: bool = True):
+        """``fixed`` takes the steps that it can; ``share``: keys of several requests are read once."""
+        self.model, self.cache, self.fixed, self.share = model, cache, fixed, share
         self._held = Holding.of(model, cache)
         self._last_R = torch.zeros(1, dtype=torch.int64, device=cache.k[0].device)
         """What the last work drew: the next one may begin with these tokens before the host has seen them."""
@@ -36,7 +36,7 @@ class Runner:
             logits_Rv = self.fixed(work, self._last_R)
             tokens_R = sample(logits_Rv, work.draws, axes.tp, self.model.config.vocab_size)
         else:
-            stream, attend, head = arguments(self._held, work)
+            stream, attend, head = arguments(self._held, work, share=self.share)
             if any(piece.tokens[-1] < 0 for piece in work.slices):
                 stream = stream._replace(tokens_T=told(stream.tokens_T, self._last_R))
             tokens_R = self.model(stream, attend, head)
@@ -65,7 +65,7 @@ class Drawn:
         return self._tokens_R.tolist()
 
 
-def arguments(held: Holding, work: Work) -> tuple[Stream, Paged | Split, NextTokens]:
+def arguments(held: Holding, work: Work, *, share: bool = True) -> tuple[Stream, Paged | Split, NextTokens]:
     """``work`` as (stream, attend, head), for a rank that holds this of the cache."""
     cache, device = held.cache, held.cache.k[0].device
     tokens, positions, slots, tables, rows = [], [], [], [], []
@@ -92,6 +92,8 @@ def arguments(held: Holding, work: Work) -> tuple[Stream, Paged | Split, NextTok
         longest_query=max(counts),
         longest_context=max(lengths),
         known=(counts, lengths),
+        known_pages=tables,
+        share=share,
     )
     head = NextTokens(whole(rows, torch.int64), work.draws)
     stream = Stream(whole(tokens, torch.int64), whole(positions, torch.int64))

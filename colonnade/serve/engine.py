@@ -62,7 +62,8 @@ class Engine:
         pages = (self.cache.pages - spare_pages(model, self.config)) * ranks
         if self.config.fixed_steps:
             context = min(model.config.context, pages * self.cache.page_tokens)
-            fixed = FixedSteps(model, self.cache, self.config.max_requests, context)
+            share = self.config.shared_reading
+            fixed = FixedSteps(model, self.cache, self.config.max_requests, context, share=share)
         self.scheduler = Scheduler(
             PagePool(pages, self.cache.page_tokens, ranks),
             max_requests=self.config.max_requests,
@@ -70,7 +71,7 @@ class Engine:
             max_waiting=self.config.max_waiting,
             prefix_cache=self.config.prefix_cache,
         )
-        self._runner = Runner(model, self.cache, fixed)
+        self._runner = Runner(model, self.cache, fixed, share=self.config.shared_reading)
         on_gpu = self.cache.k[0].is_cuda
         self._ahead = on_gpu if self.config.run_ahead is None else self.config.run_ahead
         self._flying: tuple[Work, Drawn] | None = None

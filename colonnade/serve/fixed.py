@@ -8,16 +8,21 @@ differs from request to request, follows outside. On a CPU the same buffers are 
 see all of this but the recording.
 
 A plan of splits is made for lengths as they will be a few steps on (:data:`AHEAD`), and serves until then or until
-a place in the batch goes to a shorter request, or a much longer one.
+A plan of splits is made for lengths as they will be a few steps on (:data:`AHEAD`), and serves until then or until
+a place in the batch goes to a shorter request, or a much longer one. Where a plan reads a prefix once for all who share
+it (:mod:`~colonnade.kernels.attention.cascade`), which takes a kernel more, another recording of that size is replayed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.split_plan import Plan
 from colonnade.model import KVCache, Paged, Stream, Transformer
 from colonnade.model.head import Shares
 from colonnade.model.split import Split
@@ -40,9 +45,9 @@ def padded(requests: int, most: int) -> int:
 class FixedSteps:
     """Runs works in which each request decodes one token."""
 
-    def __init__(self, model: Transformer, cache: KVCache, most: int, context: int):
+    def __init__(self, model: Transformer, cache: KVCache, most: int, context: int, *, share: bool = True):
         """For at most ``most`` requests of ``context`` tokens; the cache's last page is nobody's."""
-        self.model, self.cache, self.most, self.context = model, cache, most, context
+        self.model, self.cache, self.most, self.context, self.share = model, cache, most, context, share
         self._sizes: dict[int, _Size] = {}
         self._pool = torch.cuda.graph_pool_handle() if cache.k[0].is_cuda else None
 
@@ -55,15 +60,58 @@ class FixedSteps:
         R = len(work.slices)
         size = padded(R, self.most)
         if size not in self._sizes:
-            self._sizes[size] = _Size(self.model, self.cache, size, self.context)
+            self._sizes[size] = _Size(self.model, self.cache, size, self.context, self.share)
         return self._sizes[size](work, last_R, self._pool)[:R]
 
 
-class _Size:
-    """The buffers of one size, and the graph that reads them."""
+@dataclass(frozen=True)
+class _Recording:
+    """A graph, the plans that it reads, and where it leaves its logits."""
 
-    def __init__(self, model: Transformer, cache: KVCache, size: int, context: int):
-        self.model, self.cache, self.size = model, cache, size
+    table: PageTable
+    replay: Callable[[], None]
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the plans at hand were made for."""
+
+    lengths: list[int]
+    shared: dict[int, Sequence[int]]
+    """Of each request that reads a prefix with others, the pages of it."""
+
+    @staticmethod
+    def of(
+        plans: Iterable[Plan | Cascade], lengths: list[int], tables: Sequence[Sequence[int]], page_tokens: int
+    ) -> "Planned":
+        """Of ``plans`` for requests of these lengths and pages."""
+        ends: dict[int, int] = {}
+        for group in (group for plan in plans if isinstance(plan, Cascade) for group in plan.groups):
+            ends |= {r: max(group.end, ends.get(r, 0)) for r in group.requests}
+        return Planned(list(lengths), {r: tables[r][: -(-end // page_tokens)] for r, end in ends.items()})
+
+    @property
+    def shares(self) -> bool:
+        """Whether any prefix is read once for several."""
+        return bool(self.shared)
+
+    def holds(self, lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> bool:
+        """Whether plans are good for these too: no length has grown more than a little, and prefixes are the same.
+
+        Not all grow alike: what pads a step does not, nor does a request whose last page another rank has. Another
+        request in the same place may be as long, and have other pages.
+        """
+        grown = [n - p for n, p in zip(lengths, self.lengths, strict=True)]
+        near = min(grown) >= 0 and max(grown) <= AHEAD
+        return near and all(tables[r][: len(x)] == x for r, x in self.shared.items())
+
+
+class _Size:
+    """The buffers of one size, and the graphs that read them."""
+
+    def __init__(self, model: Transformer, cache: KVCache, size: int, context: int, share: bool):
+        self.model, self.cache, self.size, self.share = model, cache, size, share
         self.device = cache.k[0].device
         widest = -(-context // cache.page_tokens)
         self.scratch = cache.pages - 1
@@ -74,22 +122,21 @@ class _Size:
         self.head = Shares(torch.arange(size, device=self.device))
         self.cu_queries = torch.arange(size + 1, dtype=torch.int32, device=self.device)
         self.context = context
-        self._planned: list[int] | None = None
-        self._table: PageTable | None = None
-        self._replay: Callable[[], None] | None = None
-        self._logits: Tensor | None = None
+        self._recorded: dict[bool, _Recording] = {}
+        """Without and with prefixes that are read once."""
+        self._planned: Planned | None = None
 
     def __call__(self, work: Work, last_R: Tensor, pool: Any) -> Tensor:
         lengths = self._tell(work, last_R)
         if self.device.type == "cpu":
             return self._run(self._attend(max(lengths), work))
-        if self._replay is None:
-            self._record(lengths, work, pool)
-        else:
-            self._plan(lengths)
-            self._replay()
-        assert self._logits is not None
-        return self._logits
+        tables = [self.held.pages(p) for p in work.slices] + [(self.scratch,)] * (self.size - len(work.slices))
+        if not self._recorded:
+            self._record(lengths, work, pool, shares=False)
+        shares = self._plan(lengths, tables, work, pool)
+        recording = self._recorded[shares]
+        recording.replay()
+        return recording.logits
 
     def _tell(self, work: Work, last_R: Tensor) -> list[int]:
         """Write ``work`` into the buffers; its lengths, padding included."""
@@ -113,7 +160,9 @@ class _Size:
 
     def _attend(self, longest: int, work: Work) -> Paged | Split:
         (_, positions, slots), kernels = self.numbers, "triton" if self.device.type == "cuda" else "auto"
-        attend = Paged(self.cache, self.pages, slots, self.cu_queries, self.lengths, 1, longest, kernels)
+        attend = Paged(
+            self.cache, self.pages, slots, self.cu_queries, self.lengths, 1, longest, kernels, share=self.share
+        )
         return attend if self.held.whole else self.held.split(work.slices, attend.table, slots, positions, kernels)
 
     def _run(self, attend: Paged | Split) -> Tensor:
@@ -121,39 +170,41 @@ class _Size:
 
     # -- on a GPU --------------------------------------------------------------------------------------------------
 
-    def _record(self, lengths: list[int], work: Work, pool: Any) -> None:
+    def _record(self, lengths: list[int], work: Work, pool: Any, *, shares: bool) -> None:
         """Run once as it is, which compiles kernels and shows what plans there must be; then record."""
         attend = self._attend(self.context, work)
-        self._table = attend.table
+        prepared = attend.table.prepared
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._run(attend)
-            for layout in list(self._table.prepared):
+            for key, (ready,) in list(prepared.items()):
+                layout = ready.layout
                 capacity = layout.capacity(self.size, 1, self.context)
+                theirs = layout.shared_capacity(self.size, 1) if shares and layout.shared else None
                 plan = layout.plan(lengths, [1] * self.size, room=self._room)
-                self._table.prepared[layout] = layout.prepare(plan, self.device, capacity)
+                prepared[key] = (layout.prepare(plan, self.device, capacity, theirs),)
             self._run(attend)  # what a graph calls must have run before
         torch.cuda.current_stream().wait_stream(stream)
-        self._planned = None
-        self._plan(lengths)
         with capture(pool) as graph:
-            self._logits = self._run(attend)
-        self._replay = graph.replay
-        graph.replay()  # recording is not running
+            logits = self._run(attend)
+        self._recorded[shares] = _Recording(attend.table, graph.replay, logits)
+        self._planned = None
 
-    def _plan(self, lengths: Sequence[int]) -> None:
-        """Plans for these lengths, where those at hand are not good for them any more."""
-        assert self._table is not None
-        if self._planned is not None:
-            # Not all grow alike: what pads does not, nor does a request whose last page another rank has.
-            grown = [n - p for n, p in zip(lengths, self._planned, strict=True)]
-            if min(grown) >= 0 and max(grown) <= AHEAD:
-                return
-        self._planned = list(lengths)
-        for layout, ready in self._table.prepared.items():
-            plan = layout.plan(lengths, [1] * self.size, room=self._room, ahead=AHEAD)
-            ready.flat.copy_(upload(plan.flat(ready.capacity), torch.int32, self.device))
+    def _plan(self, lengths: list[int], tables: Sequence[Sequence[int]], work: Work, pool: Any) -> bool:
+        """Plans for these lengths, where those at hand are not good for them; whether prefixes are read once."""
+        if self._planned is None or not self._planned.holds(lengths, tables):
+            page, new = self.cache.page_tokens, [1] * self.size
+            how = {"room": self._room, "ahead": AHEAD, "tables": tables, "page_tokens": page}
+            prepared = self._recorded[False].table.prepared
+            plans = {key: ready.layout.plan(lengths, new, **how) for key, (ready,) in prepared.items()}
+            planned = Planned.of(plans.values(), lengths, tables, page)
+            if planned.shares not in self._recorded:
+                self._record(lengths, work, pool, shares=True)
+            for key, (ready,) in self._recorded[planned.shares].table.prepared.items():
+                ready.take(plans[key])
+            self._planned = planned
+        return self._planned.shares
 
     @property
     def _room(self) -> int:

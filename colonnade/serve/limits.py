@@ -63,12 +63,11 @@ def check_plan(model: Transformer, config: ServeConfig) -> None:
         )
     if not axes.alike:
         raise PlanError(f"a model over cp={axes.cp.size} that serves is built with ground.axes.serving()")
-    width = shape.head_width if shape.latent is None else shape.latent.kv_rank + shape.latent.rope_width
     why = None
     if any(shape.window_of(i) is not None for i in range(shape.layers)):
         why = "of attention with a window"
-    elif width > WIDEST:
-        why = f"of keys {width} numbers wide (at most {WIDEST})"
+    elif shape.latent is None and shape.head_width > WIDEST:
+        why = f"of keys {shape.head_width} numbers wide (at most {WIDEST})"
     if why and config.fixed_steps and next(model.parameters()).is_cuda:
         raise ConfigError(
             f"steps {why} over cp={axes.cp.size} are not recorded as graphs yet; leave --serve.fixed_steps off, or use "

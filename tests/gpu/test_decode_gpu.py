@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from colonnade.kernels.attention import sdpa
-from colonnade.kernels.attention.split_plan import Plan
-from colonnade.kernels.attention.triton_decode import Layout, attend
+from colonnade.kernels.attention.decode_layout import Layout
+from colonnade.kernels.attention.triton_decode import attend
 from colonnade.kernels.choose import choose
 from tests.decoding import Case, Made
 
@@ -109,7 +109,7 @@ def test_a_graph_takes_the_next_steps_plan() -> None:
     with torch.cuda.graph(graph):
         o, lse = attend(made.q, made.k, made.v, made.table, made.ready)
     for step in ([500, 5000, 0], [64, 4999, 0], [1, 1, 0], [0, 4000, 0]):
-        plan: Plan = made.layout.plan(step, [1, 1, 1])
+        plan = made.layout.plan(step, [1, 1, 1])
         flat.copy_(torch.tensor(plan.flat(made.ready.capacity), dtype=torch.int32))
         lengths.copy_(torch.tensor(step, dtype=torch.int32))
         made.table.__dict__.pop("host", None)
@@ -147,7 +147,7 @@ def test_a_cache_of_more_than_two_billion_numbers() -> None:
 
 @pytest.mark.parametrize("queries", [[1, 1, 1], [1, 4, 1], [300, 1, 1]], ids=str)
 def test_the_row_of_the_table(queries: list[int]) -> None:
-    """Asked for by name; a long prompt goes to SDPA."""
+    """Asked for by name; a long prompt is of many rows."""
     made = Case([5000, 40, 900], queries, K=2, group=4, H=128, page=16, dtype=torch.bfloat16).made("cuda")
     made.k, made.v = made.k.nan_to_num(), made.v.nan_to_num()
     run = choose("paged_attention", "cuda", torch.bfloat16, "triton")
@@ -178,9 +178,9 @@ def test_random_cells() -> None:
 
 
 def test_every_tiling_that_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    import flash_decoding
+    import _decode_tune
     from colonnade.kernels.attention import decode_tiles
 
-    for how, width in itertools.product(flash_decoding.CANDIDATES, (64, 128)):
+    for how, width in itertools.product(_decode_tune.CANDIDATES, (64, 128)):
         monkeypatch.setattr(decode_tiles, "CHOSEN", [how])
         same(Case(LENGTHS, [1] * 6, K=2, group=8, H=width, page=16, dtype=torch.bfloat16).made("cuda"), 4e-3)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from colonnade.config import ServeConfig
+from colonnade.config import LatentConfig, ServeConfig
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.sampler import sample
 from colonnade.serve.sampling import Draw
@@ -54,3 +54,40 @@ def test_recorded_steps_say_what_a_cpu_says(ahead: bool):
     for _ in range(3):
         assert recorded.generate(PROMPTS, greedy) == expected
     recorded.scheduler.audit()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_recorded_steps_read_a_shared_prefix_once(ahead: bool, monkeypatch: pytest.MonkeyPatch):
+    """Requests that begin alike, at prices at which that pays, then others that do not: two recordings of one size."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+    from colonnade.kernels.attention import decode_tiles
+
+    free = {"start_ns": 0, "merge_ns": 0, "part_ns": 0, "bytes_a_ns": 1, "flops_a_ns": 1e9}
+    monkeypatch.setitem(decode_tiles.table(), "costs", decode_tiles.table()["costs"] | free)
+    # One worker a multiprocessor is too many for a toy: a prefix of a few tiles must be work.
+    monkeypatch.setattr("colonnade.kernels.attention.decode_layout.processors", lambda _: 2)
+    monkeypatch.setattr(decode_tiles, "CHOSEN", [decode_tiles.Tiles(16, 4, 2, 1, 16, 64)])
+    prefix = [(3 * i + 1) % 60 for i in range(80)]
+    prompts = [[*prefix, i + 1, 2 * i] for i in range(4)] + [[5, 6, 7 + i] for i in range(4)]
+    greedy = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 20, 3, 9, 12, 4, 7, 20)]
+    limits = ServeConfig(pages=200, page_tokens=4, max_requests=4, token_budget=128, run_ahead=ahead)
+    expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), limits).generate(prompts, greedy)
+    model = tiny.model(dtype=torch.float32).to("cuda")
+    for share, kinds in ((True, {False, True}), (False, {False})):
+        recorded = Engine(model, tiny.tokenizer(), limits.but(fixed_steps=True, shared_reading=share))
+        for _ in range(3):
+            assert recorded.generate(prompts, greedy) == expected
+        assert {kind for size in recorded._runner.fixed._sizes.values() for kind in size._recorded} == kinds
+
+
+def test_recorded_steps_of_latent_attention():
+    """Its cache is one vector a token, which its own kernel reads."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+    latent = {"kv_heads": 6, "latent": LatentConfig(kv_rank=16, rope_width=2, v_width=3)}
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    limits = LIMITS.but(pages=24, max_requests=4)
+    expected = Engine(tiny.model(dtype=torch.float32, **latent), tiny.tokenizer(), limits).generate(PROMPTS, greedy)
+    on_gpu = Engine(
+        tiny.model(dtype=torch.float32, **latent).to("cuda"), tiny.tokenizer(), limits.but(fixed_steps=True)
+    )
+    assert on_gpu.generate(PROMPTS, greedy) == expected

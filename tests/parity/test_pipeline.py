@@ -5,6 +5,7 @@ import pytest
 from colonnade.config import Plan
 from colonnade.errors import ConfigError, PlanError
 from colonnade.parallel.mesh import Ground
+from colonnade.parallel.pipeline import knows
 from colonnade.train.step import evaluate
 from tests.parity.train_cases import CASES, Run, alone, micro_batches
 from tests.worlds import assert_same, run
@@ -56,7 +57,7 @@ def _as_one(plan: Plan, case: str) -> None:
 
 
 def _every_plan(world: int) -> None:
-    for i, plan in enumerate(PLANS[world]):
+    for i, plan in enumerate(filter(knows, PLANS[world])):
         for case in list(CASES) if i < 2 else ["gpt2"]:
             _as_one(plan, case)
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+import _decode_tune
 import _jobs
+import attention
 import bubble
 import context
 import copies
@@ -43,6 +45,11 @@ def test_context() -> None:
     assert one["first_loss"] == two["first_loss"], "the same tokens, the same weights"
     assert (one["plan"], two["plan"]) == ("one process", "cp=2")
     assert context.heads_of(rows)[0].peer_value == one["tokens_per_s"]
+
+
+def test_attention() -> None:
+    (row,) = attention.measured("tiny", attention.TINY["tiny"], "cpu")
+    assert row["way"] == "chosen" and row["forward_ms"] > 0 and row["backward_ms"] > 0
 
 
 def test_bubble() -> None:
@@ -139,5 +146,12 @@ def test_flash_decoding(tmp_path: Path) -> None:
     assert (tmp_path / "flash_decoding.png").stat().st_size > 10_000
     flash_decoding.main(["--tiny", "--sweep", "0", "6", "--out", str(tmp_path)])
     assert len(json.loads((tmp_path / "flash_decoding_sweep_tiny.json").read_text())["rows"]) == 6
+    flash_decoding.main(["--tiny", "--chunks", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "flash_decoding_chunks_tiny.json").read_text())["rows"]
+    assert [row["who"] for row in rows] == ["colonnade", "sdpa, gathered"] * 2
+    flash_decoding.main(["--tiny", "--latents", "--out", str(tmp_path)])
+    assert len(json.loads((tmp_path / "flash_decoding_latents_tiny.json").read_text())["rows"]) == 2
+    flash_decoding.main(["--tiny", "--shared", "--out", str(tmp_path)])
+    assert len(json.loads((tmp_path / "flash_decoding_shared_tiny.json").read_text())["rows"]) == 3
     file = Path(decode_tiles.__file__).with_name("decode_tiles.json")
-    assert flash_decoding.written(decode_tiles.table()) == file.read_text()
+    assert _decode_tune.written(decode_tiles.table()) == file.read_text()

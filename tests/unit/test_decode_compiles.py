@@ -22,10 +22,14 @@ POINTERS = {
     "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "o_ptr": "*bf16", "lse_ptr": "*fp32", "slot_o_ptr": "*fp32",
     "slot_lse_ptr": "*fp32", "plan_ptr": "*i32", "pages_ptr": "*i32", "cu_ptr": "*i32", "lengths_ptr": "*i32",
     "slopes_ptr": "*fp32", "sinks_ptr": "*fp32", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32",
+    "arrived_ptr": "*i32",
+    "members_ptr": "*i32", "shared_o_ptr": "*fp32", "shared_lse_ptr": "*fp32", "shared_ptr": "*i32",
 }  # fmt: skip
 STRIDES = ("q_t", "q_n", "k_page", "k_p", "k_k", "v_page", "v_p", "v_k")
 """Multiples of 16, as in any real layer."""
-NUMBERS = dict.fromkeys((*STRIDES, "pages_r", "columns", "pages", "items_at", "merges_at"), "i32")
+NUMBERS = dict.fromkeys(
+    (*STRIDES, "pages_r", "columns", "pages", "items_at", "merges_at", "groups_at", "shared_at"), "i32"
+)
 
 
 def cases() -> list[Any]:
@@ -36,6 +40,8 @@ def cases() -> list[Any]:
         for width in widths:
             marks = [] if (width, rows) in ((128, 16), (256, 64)) else [pytest.mark.long]
             found.append(pytest.param(width, rows, "*bf16", plain, id=f"width-{width}-{rows}-rows", marks=marks))
+    fused = {**plain, "FUSED": True, "LAUNCH_NEXT": False}
+    found.append(pytest.param(128, 16, "*bf16", fused, id="fused", marks=pytest.mark.long))
     everything = {"PAGE": 16, "WINDOW": 4096, "CAPPED": True, "SLOPES": True, "SINKS": True, "SCALED": False}
     found.append(pytest.param(128, 16, "*bf16", everything, id="everything"))
     for kind in ("*fp8e4nv", "*i8"):
@@ -53,8 +59,8 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
 
     tiles = pick(rows, width, 2)
     constants = {
-        "N": 32, "GROUP": 8, "H": width, "LAUNCH_NEXT": True, "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
-        "BLOCK_H": 1 << (width - 1).bit_length(), **more,
+        "N": 32, "GROUP": 8, "H": width, "LAUNCH_NEXT": True, "FUSED": False, "ROWS": rows, "TILE": tiles.tile,
+        "STAGES": tiles.stages, "BLOCK_H": 1 << (width - 1).bit_length(), **more,
     }  # fmt: skip
     types = {**POINTERS, "k_ptr": cache, "v_ptr": cache, **NUMBERS, "scale": "fp32", "cap": "fp32"}
     built = compiled(triton_splits.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
@@ -65,18 +71,70 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
     # Keys and values come 16 bytes at once, and the loop waits for those of an earlier step only.
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
     assert max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", built.asm["ptx"]))) >= 2 * (tiles.stages - 2)
-    assert "griddepcontrol.launch_dependents" in built.asm["ptx"]
+    assert ("griddepcontrol.launch_dependents" in built.asm["ptx"]) == constants["LAUNCH_NEXT"]
+    assert bool(re.search(r"atom\.\S*acq_rel", built.asm["ptx"])) == constants["FUSED"]
 
 
-@pytest.mark.parametrize(("width", "wait"), [(128, True), (80, False)])
-def test_the_merge_fits_the_chip(width: int, wait: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("width", "rows", "listed", "more"),
+    [
+        pytest.param(128, 128, False, {}, id="prompts"),
+        pytest.param(128, 128, True, {}, id="groups", marks=pytest.mark.long),
+        pytest.param(256, 64, False, {"PAGE": 16, "WINDOW": 4096}, id="width-256", marks=pytest.mark.long),
+        pytest.param(64, 128, False, {"CAPPED": True, "SINKS": True}, id="width-64", marks=pytest.mark.long),
+        pytest.param(80, 128, True, {"SLOPES": True, "PAGE": 16}, id="width-80", marks=pytest.mark.long),
+    ],
+)
+def test_many_rows_fit_the_chip(width: int, rows: int, listed: bool, more: dict, tmp_path: Path) -> None:
+    from colonnade.kernels.attention import triton_rows
+    from colonnade.kernels.attention.decode_tiles import pick
+
+    tiles = pick(rows, width, 2)
+    constants = {
+        "N": 32, "GROUP": 8, "H": width, "PAGE": 256, "WINDOW": 0, "CAPPED": False, "SLOPES": False, "SINKS": False,
+        "SCALED": False, "LISTED": listed, "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
+        "BLOCK_H": 1 << (width - 1).bit_length(), **more,
+    }  # fmt: skip
+    types = {**POINTERS, **NUMBERS, "scale": "fp32", "cap": "fp32"}
+    built = compiled(triton_rows.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    assert built.metadata.shared * tiles.workers <= SHARED_BYTES
+    assert spilled(built, tmp_path) <= SPILLED_BYTES
+    # Blocks of 64 rows and more are products of Hopper's own kind.
+    assert "wgmma" in built.asm["ptx"]
+    assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
+
+
+@pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.long)])
+def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
+    from colonnade.kernels.attention import triton_latent
+    from colonnade.kernels.attention.decode_tiles import pick
+
+    tiles = pick(rows, 576, 2)
+    constants = {
+        "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "LAUNCH_NEXT": False, "ROWS": rows,
+        "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
+    }  # fmt: skip
+    built = compiled(
+        triton_latent.read, {**POINTERS, **NUMBERS, "scale": "fp32"}, constants, STRIDES, warps=tiles.warps, stages=3
+    )
+    assert built.metadata.shared * tiles.workers <= SHARED_BYTES
+    # 64 rows of 512 sums are half of all registers: addresses are put away before the loop and fetched after it.
+    assert spilled(built, tmp_path) <= (SPILLED_BYTES if rows == 16 else 300)
+    assert ("wgmma" if rows == 64 else "mma") in built.asm["ptx"]
+    # There is room for three tiles of 32 because each is there once, for both products.
+    assert built.metadata.shared <= 2 * 576 * (rows + 3 * 32) + 4096
+    assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
+
+
+@pytest.mark.parametrize(("width", "wait", "shared"), [(128, True, 0), (80, False, 128)])
+def test_the_merge_fits_the_chip(width: int, wait: bool, shared: int, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_merge
     from colonnade.kernels.attention.decode_tiles import pick
 
     tiles = pick(16, width, 2)
     constants = {
-        "N": 32, "GROUP": 8, "H": width, "SINKS": True, "WAIT": wait, "ROWS": 16, "PIECES": tiles.pieces,
-        "BLOCK_H": tiles.part,
+        "N": 32, "GROUP": 8, "H": width, "SINKS": True, "WAIT": wait, "ROWS": 16, "SHARED_ROWS": shared,
+        "PIECES": tiles.pieces, "BLOCK_H": tiles.part,
     }  # fmt: skip
     built = compiled(triton_merge.merge, {**POINTERS, **NUMBERS}, constants, (), warps=4, stages=3)
     assert spilled(built, tmp_path) == 0

@@ -67,6 +67,17 @@ def test_paged(row: Row, new: list[int], window: int | None, scattered: bool) ->
 
 
 @pytest.mark.parametrize("row", on_cpu(PAGED), ids=lambda row: row.name)
+@pytest.mark.parametrize("new", [[1, 1, 1], [4, 1, 2]], ids=str)
+def test_paged_values_are_the_beginning_of_keys(row: Row, new: list[int]) -> None:
+    """As in latent attention: one head is key and value, and of the output only the first numbers are asked for."""
+    table = requests(new, [9, 0, 5], page := 4, scattered=True)
+    k, q = heads(40 * page, 1, 1).unflatten(0, (40, page)), heads(sum(new), 4, 0)
+    exact = reference.paged(q, k, k, table)[..., :3]
+    assert_same(row.run(q, k, k, table, values=3), exact)
+    assert_same(reference.paged(q, k, k, table, values=3), exact)
+
+
+@pytest.mark.parametrize("row", on_cpu(PAGED), ids=lambda row: row.name)
 def test_a_request_never_sees_what_another_left_in_a_page(row: Row) -> None:
     """Two decodes of unlike length share a call; the shorter one's padding holds somebody's NaN."""
     table = requests([1, 1], [9, 5], page := 4, scattered=False)

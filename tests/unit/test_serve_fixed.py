@@ -1,8 +1,11 @@
 """Steps of fixed shape: their sizes, and that what pads them is nobody's."""
 
 from colonnade.config import ServeConfig
+from colonnade.kernels.attention import cascade
+from colonnade.kernels.attention.cascade import Cascade, Reader
+from colonnade.kernels.attention.split_plan import Costs, Shape
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.fixed import padded
+from colonnade.serve.fixed import AHEAD, Planned, padded
 from tests.serve import tiny
 
 
@@ -25,3 +28,25 @@ def test_padding_writes_where_nobody_reads():
     for ours, whole in zip([*fixed.cache.k, *fixed.cache.v], [*plain.cache.k, *plain.cache.v], strict=True):
         assert ours[-1].any(), "nine requests are padded to ten"
         assert float((ours[:-1] - whole).abs().max()) < 1e-12
+
+
+def test_a_plan_serves_until_lengths_or_shared_pages_are_others():
+    """A request that takes another's place, as long as that, may have another prefix."""
+    few = Reader(Shape(kv_heads=2, group=4, rows=16, tile=16), 4, Costs(tile=10, start=1, merge=1, part=0))
+    prefix, lengths = tuple(range(100, 140)), [650, 650, 700]
+    tables = [(*prefix, 1), (*prefix, 2), tuple(range(44))]
+    plan = cascade.plan(tables, lengths, [1, 1, 1], 16, few, few._replace(workers=8), ahead=AHEAD)
+    assert isinstance(plan, Cascade)
+    planned = Planned.of([plan], lengths, tables, 16)
+    assert planned.shares and planned.shared == {0: prefix, 1: prefix}
+    assert planned.holds(lengths, tables)
+    longer = [(*table, 900 + r) for r, table in enumerate(tables)]
+    assert planned.holds([n + AHEAD for n in lengths], longer)
+    assert planned.holds([666, 666, 700], longer), "padding does not grow"
+    assert not planned.holds([n + AHEAD + 1 for n in lengths], longer)
+    assert not planned.holds([n - 1 for n in lengths], tables)
+    assert planned.holds([651, 653, 701], longer), "a rank that shares a cache may have a new key or not"
+    other = (*range(200, 240), 2)
+    assert not planned.holds(lengths, [tables[0], other, tables[2]])
+    assert not planned.holds(lengths, [tables[0], (*prefix[:-1], 7, 2), tables[2]])
+    assert Planned.of([], lengths, tables, 16).holds(lengths, [other, other, other])

@@ -15,7 +15,14 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton")
 @pytest.mark.parametrize(
     ("module", "checks"),
-    [("interpreted", 5), ("interpreted_experts", 6), ("interpreted_decode", 8), ("interpreted_ranks", 3)],
+    [
+        ("interpreted", 5),
+        ("interpreted_experts", 6),
+        ("interpreted_decode", 9),
+        ("interpreted_cascade", 5),
+        ("interpreted_latent", 3),
+        ("interpreted_ranks", 3),
+    ],
 )
 def test_interpreted_kernels_equal_their_references(module: str, checks: int) -> None:
     ran = subprocess.run(

@@ -30,6 +30,8 @@ class Tiles(NamedTuple):
     """Numbers of a row that one program merges."""
     overlap: bool = False
     """Whether the merge is started while the reading goes on, and waits (programmatic dependent launch)."""
+    fused: bool = False
+    """Whether the last worker of a line merges it, alone, and nothing else is launched."""
 
 
 @functools.cache
@@ -48,15 +50,20 @@ def pick(rows: int, width: int, element_bytes: int) -> Tiles:
         return CHOSEN[0]
     found = [row for row in table()["rows"] if rows <= row["rows"] and width <= row["width"]]
     if not found:
-        raise LookupError(f"no tiles for blocks of {rows} rows and heads of {width}; the widest are of 256")
+        raise LookupError(f"no tiles for blocks of {rows} rows and heads of {width}; see decode_tiles.json")
     tiles = Tiles(**found[0]["tiles"])
     # float32 takes twice the room, and no tensor unit multiplies it without rounding it first.
     return tiles._replace(tile=max(16, tiles.tile // 4), stages=2) if element_bytes > 2 else tiles
 
 
-def costs(tiles: Tiles, width: int, element_bytes: int, workers: int) -> Costs:
-    """Nanoseconds of a tile of keys and values, while ``workers`` workers share the memory, and of the rest."""
+def costs(tiles: Tiles, rows: int, width: int, element_bytes: int, workers: int, copies: int = 2) -> Costs:
+    """Nanoseconds of a tile of keys and values, while ``workers`` workers share the chip, and of the rest.
+
+    Whatever takes longer counts: reading its ``copies`` times width numbers, or two products with ``rows`` rows.
+    """
     known = table()["costs"]
-    tile_bytes = 2 * tiles.tile * width * element_bytes
-    tile_ns = max(1, round(tile_bytes * workers / known["bytes_a_ns"]))
+    tile_bytes, flops = copies * tiles.tile * width * element_bytes, 4 * rows * tiles.tile * width
+    tile_ns = max(1, round(max(tile_bytes / known["bytes_a_ns"], flops / known["flops_a_ns"]) * workers))
+    if tiles.fused:
+        return Costs(tile_ns, known["start_ns"], known["fused_merge_ns"], known["fused_part_ns"])
     return Costs(tile_ns, known["start_ns"], known["merge_ns"], known["part_ns"])

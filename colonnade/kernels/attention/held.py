@@ -17,17 +17,19 @@ from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.softmax_state import State, merge_all
 
 
-def attend(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable) -> State:
-    """The state (o_TNH, lse_TN) of requests of one new token each over the keys that ``table`` lists."""
+def attend(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, *, values: int | None = None) -> State:
+    """The state (o_TNH, lse_TN) of requests of one new token each over the keys that ``table`` lists; of values only
+    the first ``values`` numbers count, where that is given.
+    """
     new_R, lengths = table.host
     states, t = [], 0
     for r, length in enumerate(lengths):
         used = table.pages_RP[r, : -(-length // table.page_tokens)]
-        k_SKH, v_SKH = (cache[used].flatten(0, 1)[:length] for cache in (k_PpKH, v_PpKH))
+        k_SKH, v_SKH = (cache[used].flatten(0, 1)[:length] for cache in (k_PpKH, v_PpKH[..., :values]))
         states.append(reference.attend(q_TNH[t : t + new_R[r]], k_SKH, v_SKH, causal=False))
         t += new_R[r]
     if not states:
-        return State(q_TNH.clone(), q_TNH.new_empty(q_TNH.shape[:2]))
+        return State(q_TNH[..., :values].clone(), q_TNH.new_empty(q_TNH.shape[:2]))
     return State(torch.cat([state.o for state in states]), torch.cat([state.lse for state in states]))
 
 

@@ -7,12 +7,15 @@ short one is padded with is never more than its own size; a request with several
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from colonnade.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +59,17 @@ class PageTable:
     longest_context: int
     known: tuple[list[int], list[int]] | None = None
     """What :attr:`host` says, where somebody knows it without asking the device."""
+    known_pages: Sequence[Sequence[int]] | None = None
+    """What :attr:`host_pages` says, likewise."""
+    share: bool = True
+    """Whether keys that several requests share may be read once for all of them, which rounds otherwise."""
+
+    @property
+    def room(self) -> int:
+        """Keys that a request's pages have place for; raises ConfigError where not each request has a row of pages."""
+        if len(self.pages_RP) != len(self.lengths_R):
+            raise ConfigError(f"{len(self.pages_RP)} rows of pages for {len(self.lengths_R)} requests; give each one")
+        return self.pages_RP.shape[1] * self.page_tokens
 
     @cached_property
     def host(self) -> tuple[list[int], list[int]]:
@@ -64,6 +78,11 @@ class PageTable:
             return self.known
         ends = self.cu_queries.tolist()
         return [b - a for a, b in itertools.pairwise(ends)], self.lengths_R.tolist()
+
+    @cached_property
+    def host_pages(self) -> Sequence[Sequence[int]]:
+        """Each request's pages, with or without padding; waits for the device where they are not known."""
+        return self.pages_RP.tolist() if self.known_pages is None else self.known_pages
 
     @cached_property
     def prepared(self) -> dict[Any, Any]:

@@ -118,13 +118,18 @@ def paged(
     table: PageTable,
     *,
     window: int | None = None,
+    values: int | None = None,
     cap: float | None = None,
     slopes_N: Tensor | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """o_TNH of requests whose keys, those of the new tokens among them, lie in the pages that ``table`` lists."""
+    """o_TNH of requests whose keys, those of the new tokens among them, lie in the pages that ``table`` lists.
+
+    With ``values`` only the first so many numbers of each value are, and so of each head's output.
+    """
     ends, lengths = table.cu_queries.tolist(), table.lengths_R.tolist()
-    out_TNH = torch.zeros_like(q_TNH)
+    v_PpKH = v_PpKH[..., :values]
+    out_TNH = torch.zeros_like(q_TNH[..., :values])
     for r, length in enumerate(lengths):
         a, b = ends[r], ends[r + 1]
         used = table.pages_RP[r, : -(-length // table.page_tokens)]

@@ -71,14 +71,23 @@ def packed(
     return torch.cat(parts) if parts else q_TNH.clone()  # no tokens at all
 
 
-def paged(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, *, window: int | None = None) -> Tensor:
+def paged(
+    q_TNH: Tensor,
+    k_PpKH: Tensor,
+    v_PpKH: Tensor,
+    table: PageTable,
+    *,
+    window: int | None = None,
+    values: int | None = None,
+) -> Tensor:
     """o_TNH of requests whose keys lie in pages (see :func:`reference.paged`)."""
+    # The kernels are made for values as wide as keys, so that those which nobody asked for are left out of the output.
     if len(table.groups) == 1:
-        return _group(q_TNH, k_PpKH, v_PpKH, table.groups[0], window)
+        return _group(q_TNH, k_PpKH, v_PpKH, table.groups[0], window)[..., :values]
     out_TNH = torch.empty_like(q_TNH)
     for group in table.groups:
         out_TNH[group.rows] = _group(q_TNH[group.rows], k_PpKH, v_PpKH, group, window)
-    return out_TNH
+    return out_TNH[..., :values]
 
 
 def _group(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, group: Group, window: int | None) -> Tensor:

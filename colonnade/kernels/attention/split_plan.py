@@ -34,6 +34,8 @@ class Shape(NamedTuple):
     """Keys of a tile; tiles begin at its multiples."""
     window: int | None = None
     """Keys that a query sees, itself included, the last ones; keys before cost nothing."""
+    causal: bool = True
+    """Whether keys end with the queries; where not, all of them come before every query, and none is left out."""
 
     def blocks(self, queries: int) -> int:
         """Blocks of rows of a request with so many queries."""
@@ -41,6 +43,8 @@ class Shape(NamedTuple):
 
     def keys(self, length: int, queries: int, block: int) -> tuple[int, int]:
         """(first, end) of the keys that any row of a block sees; equal where there are none."""
+        if not self.causal:
+            return 0, length
         first_query = block * self.rows // self.group
         end_query = min(queries, -(-(block + 1) * self.rows // self.group))
         end = max(0, length - queries + end_query)
@@ -81,15 +85,25 @@ class Capacity(NamedTuple):
 
     @classmethod
     def of(
-        cls, requests: int, queries: int, shape: Shape, workers: int, *, chunk: int | None = None, context: int = 0
+        cls,
+        requests: int,
+        queries: int,
+        shape: Shape,
+        workers: int,
+        *,
+        chunk: int | None = None,
+        context: int = 0,
+        joined: bool = False,
     ) -> "Capacity":
         """For ``requests`` of at most ``queries`` queries; with fixed cuts also of at most ``context`` keys.
 
-        W workers have W − 1 ends between them, so at most so many cuts, and each makes at most two slots.
+        W workers have W − 1 ends between them, so at most so many cuts, and each makes at most two slots; a line that
+        is ``joined`` with keys read elsewhere has one slot more than cuts.
         """
         lines = requests * shape.kv_heads * shape.blocks(queries)
         if chunk is None:
-            return cls(workers, lines + workers - 1, lines, 2 * (workers - 1))
+            slots = lines + workers - 1 if joined else 2 * (workers - 1)
+            return cls(workers, lines + workers - 1, lines, slots)
         pieces = lines * -(-context // chunk)
         return cls(workers, pieces, lines, pieces)
 
@@ -115,6 +129,8 @@ class Plan:
     def flat(self, capacity: Capacity | None = None) -> list[int]:
         """The plan as one list for a kernel: merges' number, starts, items, merges, each from :func:`places` on.
 
+        After an item stands the number of the merge that its state is for, −1 where there is none.
+
         With a larger ``capacity`` the list is as long as any plan's of that capacity; workers beyond these have
         nothing. Raises CapacityError where the plan is larger.
         """
@@ -130,6 +146,11 @@ class Plan:
         for at, rows in ((first_item, self.items), (first_merge, self.merges)):
             for i, row in enumerate(rows):
                 flat[at + i * FIELDS : at + i * FIELDS + len(row)] = row
+        line_of = [0] * self.slots
+        for line, merge in enumerate(self.merges):
+            line_of[merge.first : merge.end] = [line] * (merge.end - merge.first)
+        for i, item in enumerate(self.items):
+            flat[first_item + i * FIELDS + len(item)] = line_of[item.slot] if item.slot >= 0 else -1
         return flat
 
 

@@ -52,19 +52,23 @@ def plan(
     chunk: int | None = None,
     room: int | None = None,
     ahead: int = 0,
+    skip: Sequence[int | None] | None = None,
 ) -> Plan:
     """A plan for requests of ``lengths`` keys, the last ``queries`` of which are the new ones, on ``workers`` workers.
 
     With ``chunk``, a multiple of the tile, cuts are fixed. ``room`` is how many keys a request's table of pages has
     place for; a longer request raises CapacityError, and sizes that cannot be raise ConfigError. The plan also holds
-    while all lengths grow by up to ``ahead`` keys.
+    while all lengths grow by up to ``ahead`` keys. ``skip`` says of each request how many of its first keys are left
+    to another plan, whose states will be merged with this one's (None: there is no other plan): all that it finds then
+    goes to slots.
     """
+    skip = [None] * len(lengths) if skip is None else skip
     _check(lengths, queries, shape, workers, chunk, room)
     heads, idle = shape.kv_heads, workers % shape.kv_heads
     many = sum(map(shape.blocks, queries)) * heads > MANY
     if heads > 1 and (idle == 0 or (many and 32 * idle <= workers)):
         alone = shape._replace(kv_heads=1)
-        one = plan(lengths, queries, alone, workers // heads, costs, chunk=chunk, room=room, ahead=ahead)
+        one = plan(lengths, queries, alone, workers // heads, costs, chunk=chunk, room=room, ahead=ahead, skip=skip)
         return _for_all_heads(one, heads, workers)
     lines: list[_Line] = []
     merges: list[Merge] = []
@@ -72,11 +76,14 @@ def plan(
         later = length + ahead if room is None else min(length + ahead, room)
         blocks = range(shape.blocks(new))
         spans = [(shape.keys(length, new, block)[0], shape.keys(later, new, block)[1]) for block in blocks]
+        left = skip[r]
+        joined = left is not None
+        spans = [(max(first, left or 0), end) for first, end in spans]
         for head in range(shape.kv_heads):
             for block, (first, end) in enumerate(spans):
                 if end > first:
                     n = -(-end // shape.tile) - first // shape.tile
-                    lines.append(_Line(r, head, block, first, end, n))
+                    lines.append(_Line(r, head, block, first, end, n, joined))
                 else:
                     merges.append(Merge(r, head, block, 0, 0))
     total = sum(line.tiles for line in lines) * costs.tile + len(lines) * costs.start
@@ -99,6 +106,8 @@ class _Line(NamedTuple):
     first: int
     end: int
     tiles: int
+    joined: bool
+    """Whether it is merged in any case."""
 
 
 class _Piece(NamedTuple):
@@ -132,7 +141,7 @@ def _given_out(lines: list[_Line], tile: int, workers: int, costs: Costs, chunk:
         busy, w = heap[0]
         pieces[w].append(piece)
         heapq.heapreplace(heap, (busy + cost, w))
-    return _Found(lines, pieces, max(heap)[0] + _merging(most, costs))
+    return _Found(lines, pieces, max(heap)[0] + _merging(most, lines, costs))
 
 
 def _cut(lines: list[_Line], tile: int, workers: int, costs: Costs, total: int) -> _Found:
@@ -165,7 +174,7 @@ def _cut(lines: list[_Line], tile: int, workers: int, costs: Costs, total: int) 
             first = end
             parts += 1
         most = max(most, parts)
-    return _Found(lines, pieces, longest + _merging(most, costs))
+    return _Found(lines, pieces, longest + _merging(most, lines, costs))
 
 
 def _needed(lines: list[_Line], limit: int, costs: Costs) -> int:
@@ -184,7 +193,8 @@ def _needed(lines: list[_Line], limit: int, costs: Costs) -> int:
     return needed
 
 
-def _merging(most: int, costs: Costs) -> int:
+def _merging(most: int, lines: list[_Line], costs: Costs) -> int:
+    most += any(line.joined for line in lines)
     return costs.merge + costs.part * most if most > 1 else 0
 
 
@@ -199,8 +209,8 @@ def _written(found: _Found, workers: int, merges: list[Merge], ideal: int) -> Pl
             parts[piece.line] += 1
     slots, at = 0, [-1] * len(parts)
     for i, count in enumerate(parts):
-        if count > 1:
-            line = found.lines[i]
+        line = found.lines[i]
+        if count > 1 or line.joined:
             merges.append(Merge(line.request, line.head, line.block, slots, slots + count))
             at[i] = slots
             slots += count

@@ -5,25 +5,42 @@
 Done by one program that goes through the pieces in sequence, the merge of a long context took as long as the reading
 (36 µs in all where 21 would do). Here a line's rows and parts of its width go to different programs, and each loads
 PIECES of its pieces side by side; more of them it adds in the same way, in a fixed order, so that the bits are the same
-each time. A line of no pieces is the identity, which is how queries without keys get their output.
+each time. A line of no pieces is the identity, which is how queries without keys get their output. Where a request
+shares a prefix (:mod:`cascade`), the states of its group's blocks of rows come first, as their keys do.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
 # A kernel is launched with more than its signature says, and its constants are plain numbers.
 
+from typing import Any
+
+import torch
 import triton
+from torch import Tensor
 from triton import language as tl
 
+from colonnade.kernels.attention.decode_layout import Prepared, processors
+from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.split_plan import places
 from colonnade.kernels.attention.triton_splits import FIELDS, LN_2, LOG2_E
+from colonnade.kernels.softmax_state import State
+
+MERGERS = 8
+"""Programs that merge, a multiprocessor, at most."""
 
 
-@triton.jit(do_not_specialize=["merges_at"])
+@triton.jit(do_not_specialize=["merges_at", "shared_at"])
 def merge(
-    o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, cu_ptr, sinks_ptr, merges_at,
+    o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, cu_ptr, sinks_ptr,
+    shared_o_ptr, shared_lse_ptr, shared_ptr, members_ptr, merges_at, shared_at,
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, SINKS: tl.constexpr, WAIT: tl.constexpr,
-    ROWS: tl.constexpr, PIECES: tl.constexpr, BLOCK_H: tl.constexpr,
+    ROWS: tl.constexpr, SHARED_ROWS: tl.constexpr, PIECES: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes (line, row, part of the width) in turn: the number of lines is the plan's, the grid fixed."""
+    """Each program takes (line, row, part of the width) in turn: the number of lines is the plan's, the grid fixed.
+
+    With SHARED_ROWS a request may be in a group (:mod:`cascade`), whose states, of blocks of so many rows, come first.
+    """
     parts: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     tasks = tl.load(plan_ptr) * ROWS * parts
     if WAIT:
@@ -38,26 +55,68 @@ def merge(
         if t < tl.load(cu_ptr + request + 1):
             n = head * GROUP + m % GROUP
             h = task % parts * BLOCK_H + tl.arange(0, BLOCK_H)
-            top, total = float("-inf"), 0.0
+            top, total = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
             if SINKS:
-                top, total = tl.load(sinks_ptr + n).to(tl.float32) * LOG2_E, 1.0
-                total = tl.where(top == float("-inf"), 0.0, total)
+                top = tl.load(sinks_ptr + n).to(tl.float32) * LOG2_E
+                total = tl.where(top == float("-inf"), 0.0, 1.0)
             o = tl.zeros((BLOCK_H,), tl.float32)
-            for piece in range(first, end, PIECES):
-                s = piece + tl.arange(0, PIECES)
-                line = s.to(tl.int64) * ROWS + row
-                lse = tl.load(slot_lse_ptr + line, s < end, float("-inf")) * LOG2_E
-                there = (s < end)[:, None] & (h < H)[None, :]
-                part = tl.load(slot_o_ptr + line[:, None] * H + h[None, :], there, 0.0)
-                higher = tl.maximum(top, tl.max(lse, 0))
-                base = tl.where(higher == float("-inf"), 0.0, higher)
-                weight = tl.exp2(lse - base)
-                shrink = tl.exp2(top - base)
-                total = total * shrink + tl.sum(weight, 0)
-                o = o * shrink + tl.sum(weight[:, None] * part, 0)
-                top = higher
+            for source in tl.static_range(0 if SHARED_ROWS else 1, 2):
+                from_slot, to_slot, rows, place = first, end, ROWS, row
+                slots_o, slots_lse = slot_o_ptr, slot_lse_ptr
+                if source == 0:
+                    line = tl.load(members_ptr + request * 4)
+                    blocks, before = tl.load(members_ptr + request * 4 + 1), tl.load(members_ptr + request * 4 + 2)
+                    among = before * GROUP + m
+                    line_at = shared_ptr + shared_at + (line + head * blocks + among // SHARED_ROWS) * FIELDS
+                    from_slot, to_slot = tl.load(line_at + 3, line >= 0, 0), tl.load(line_at + 4, line >= 0, 0)
+                    rows, place = SHARED_ROWS, among % SHARED_ROWS
+                    slots_o, slots_lse = shared_o_ptr, shared_lse_ptr
+                for piece in range(from_slot, to_slot, PIECES):
+                    s = piece + tl.arange(0, PIECES)
+                    at_row = s.to(tl.int64) * rows + place
+                    lse = tl.load(slots_lse + at_row, s < to_slot, float("-inf")) * LOG2_E
+                    there = (s < to_slot)[:, None] & (h < H)[None, :]
+                    part = tl.load(slots_o + at_row[:, None] * H + h[None, :], there, 0.0)
+                    higher = tl.maximum(top, tl.max(lse, 0))
+                    base = tl.where(higher == float("-inf"), 0.0, higher)
+                    weight = tl.exp2(lse - base)
+                    shrink = tl.exp2(top - base)
+                    total = total * shrink + tl.sum(weight, 0)
+                    o = o * shrink + tl.sum(weight[:, None] * part, 0)
+                    top = higher
             some = tl.where(total > 0.0, total, 1.0)
             o = o / some
             line = t.to(tl.int64) * N + n
             tl.store(o_ptr + line * H + h, o.to(o_ptr.dtype.element_ty), h < H)
             tl.store(lse_ptr + line, tl.where(total > 0.0, top + tl.log2(some), float("-inf")) * LN_2)
+
+
+def slots_of(o_TNH: Tensor, ready: Prepared) -> State:
+    """Room for the states of a plan's pieces, for outputs of this width."""
+    shape = max(1, ready.capacity.slots), ready.layout.shape.rows, o_TNH.shape[2]
+    return State(o_TNH.new_empty(shape, dtype=torch.float32), o_TNH.new_empty(shape[:2], dtype=torch.float32))
+
+
+def launch(
+    state: State,
+    slots: State,
+    table: PageTable,
+    ready: Prepared,
+    sinks_N: Tensor | None = None,
+    shared: tuple[State, Prepared, Tensor] | None = None,
+) -> None:
+    """Merge what ``ready`` cut into ``state``; ``shared`` are slots, plan and members of groups with a prefix."""
+    if not ready.merges:
+        return
+    (_, N, H), tiles, shape = state.o.shape, ready.layout.tiles, ready.layout.shape
+    their_slots, theirs, members = shared or (slots, ready, ready.flat)
+    part = min(tiles.part, triton.next_power_of_2(H))
+    programs = min(ready.capacity.merges * shape.rows * triton.cdiv(H, part), MERGERS * processors(state.o.device))
+    options: dict[str, Any] = {"launch_pdl": True} if ready.overlaps else {}
+    merge[programs,](
+        *state, *slots, ready.flat, table.cu_queries, slots.lse if sinks_N is None else sinks_N,
+        *their_slots, theirs.flat, members, places(ready.capacity)[2], places(theirs.capacity)[2],
+        N=N, GROUP=shape.group, H=H, SINKS=sinks_N is not None, WAIT=ready.overlaps, ROWS=shape.rows,
+        SHARED_ROWS=theirs.layout.shape.rows if shared else 0, PIECES=tiles.pieces, BLOCK_H=part, num_warps=4,
+        **options,
+    )  # fmt: skip

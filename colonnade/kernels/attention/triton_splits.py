@@ -8,7 +8,8 @@ same keys, which come from memory once. So the matrix units get a tile of rows w
 m % GROUP, and a block of them may begin in the middle of a group.
 
 A worker is a program that stays and takes one piece after another. A piece that is a whole line writes the output; of
-others the states go to slots in float32, which :mod:`triton_merge` folds, in the order of their keys.
+others the states go to slots in float32, which :mod:`triton_merge` folds, in the order of their keys; or, FUSED, the
+worker that is the last of a line's to be done does it, also in the order of keys: who it is varies, the bits do not.
 
 Nothing is believed: keys stop at the length that the device holds, whatever was planned; a page id outside the cache,
 or beyond the table, reads nothing, as if its keys were not there. Products of a page's number and its size are 64-bit.
@@ -54,38 +55,88 @@ def finish(o, top, total, n, there, sinks_ptr, SINKS: tl.constexpr):
 
 
 @triton.jit
-def _page(table_ptr, at, columns, PAGE: tl.constexpr, TILE: tl.constexpr):
+def page_of(table_ptr, at, columns, PAGE: tl.constexpr, TILE: tl.constexpr):
     """The page of each key of the tile at ``at``; one number where pages hold whole tiles."""
     column = at // PAGE if PAGE % TILE == 0 else (at + tl.arange(0, TILE)) // PAGE
     return tl.load(table_ptr + column, column < columns, -1)
 
 
 @triton.jit
-def _score(
+def score(
     s, position, j, known, n, there, slopes_ptr, cap,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr, MASKED: tl.constexpr = True,
 ):  # fmt: skip
-    """Scores in powers of 2 of products that were scaled, −∞ where a row does not see a key."""
+    """Scores in powers of 2 of products that were scaled, −∞ where a row does not see a key.
+
+    Not MASKED, every row sees every key that is known.
+    """
     if CAPPED:
         # tanh x = 2 sigmoid(2x) − 1
         s = cap * (2.0 * tl.sigmoid(2.0 * s / cap) - 1.0)
     if SLOPES:
         slope = tl.load(slopes_ptr + n, there, 0.0).to(tl.float32)
         s = s - slope[:, None] * (position[:, None] - j[None, :])
+    if not MASKED:
+        return s * LOG2_E + tl.where(known, 0.0, float("-inf"))[None, :]
     sees = (j[None, :] <= position[:, None]) & known[None, :]
     if WINDOW:
         sees = sees & (j[None, :] > position[:, None] - WINDOW)
     return tl.where(sees, s * LOG2_E, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at"])  # they change from step to step
+@triton.jit
+def _identities(
+    o_ptr, lse_ptr, plan_ptr, cu_ptr, sinks_ptr, merges_at,
+    N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Lines of no pieces, at which nobody arrives last."""
+    h = tl.arange(0, BLOCK_H)
+    for line in range(tl.program_id(0), tl.load(plan_ptr), tl.num_programs(0)):
+        at = plan_ptr + merges_at + line * FIELDS
+        if tl.load(at + 3) == tl.load(at + 4):
+            t, n, _, there, _ = row_of(cu_ptr, tl.load(at), tl.load(at + 1), tl.load(at + 2), GROUP, ROWS)
+            lse = tl.full((ROWS,), float("-inf"), tl.float32)
+            if SINKS:
+                lse = tl.load(sinks_ptr + n, there, float("-inf")).to(tl.float32)
+            o_at = o_ptr + (t.to(tl.int64) * N + n)[:, None] * H + h[None, :]
+            nothing = tl.zeros((ROWS, BLOCK_H), o_ptr.dtype.element_ty)
+            tl.store(o_at, nothing, there[:, None] & (h < H)[None, :])
+            tl.store(lse_ptr + t.to(tl.int64) * N + n, lse, there)
+
+
+@triton.jit
+def _merged(slot_o_ptr, slot_lse_ptr, first, end, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """(o, top, total) of a line's rows from all its pieces, in the order of their keys.
+
+    Others wrote them just now: they are read where all multiprocessors see the same, in the level-2 cache.
+    """
+    h = tl.arange(0, BLOCK_H)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    o = tl.zeros((ROWS, BLOCK_H), tl.float32)
+    for piece in range(first, end):
+        line = (piece * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        lse = tl.load(slot_lse_ptr + line, cache_modifier=".cg") * LOG2_E
+        part = tl.load(slot_o_ptr + line[:, None] * H + h[None, :], (h < H)[None, :], 0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, lse)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight, shrink = tl.exp2(lse - base), tl.exp2(top - base)
+        total = total * shrink + weight
+        o = o * shrink[:, None] + weight[:, None] * part
+        top = higher
+    return o, top, total
+
+
+# They change from step to step.
+@triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at", "merges_at"])
 def attend(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, pages_ptr, cu_ptr, lengths_ptr,
-    slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-    q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k, pages_r, columns, pages, items_at, scale, cap,
+    slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, arrived_ptr,
+    q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k, pages_r, columns, pages, items_at, merges_at, scale, cap,
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, LAUNCH_NEXT: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+    FUSED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """All pieces of one worker."""
     h = tl.arange(0, BLOCK_H)
@@ -94,6 +145,8 @@ def attend(
     if LAUNCH_NEXT:
         # The merge may take its place now; it waits for the end of this before it reads.
         tl.extra.cuda.gdc_launch_dependents()
+    if FUSED:
+        _identities(o_ptr, lse_ptr, plan_ptr, cu_ptr, sinks_ptr, merges_at, N, GROUP, H, SINKS, ROWS, BLOCK_H)
     for item in range(first_item, end_item):
         at_item = plan_ptr + items_at + item * FIELDS
         request, head, block = tl.load(at_item), tl.load(at_item + 1), tl.load(at_item + 2)
@@ -114,7 +167,7 @@ def attend(
         table_ptr = pages_ptr + request.to(tl.int64) * pages_r
         # Page numbers are fetched a tile ahead, by hand: loads that wait for loads within a step are what the compiler
         # does not bring under way together.
-        page = _page(table_ptr, low, columns, PAGE, TILE)
+        page = page_of(table_ptr, low, columns, PAGE, TILE)
         for at in tl.range(low, high, TILE, num_stages=STAGES):
             j = at + tl.arange(0, TILE)
             number = page.to(tl.int64)
@@ -126,7 +179,7 @@ def attend(
                 known = (j < high) & (page >= 0) & (page < pages)
                 k_at = k_ptr + (number * k_page + head * k_k + (j % PAGE) * k_p)[:, None] + h[None, :]
                 v_at = v_ptr + (number * v_page + head * v_k + (j % PAGE) * v_p)[:, None] + h[None, :]
-            page = _page(table_ptr, at + TILE, columns, PAGE, TILE)
+            page = page_of(table_ptr, at + TILE, columns, PAGE, TILE)
             if BLOCK_H == H:
                 k = tl.load(k_at, known[:, None], 0.0)
                 v = tl.load(v_at, known[:, None], 0.0)
@@ -134,7 +187,7 @@ def attend(
                 k = tl.load(k_at, known[:, None] & (h < H)[None, :], 0.0)
                 v = tl.load(v_at, known[:, None] & (h < H)[None, :], 0.0)
             s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * factor
-            s = _score(s, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES)
+            s = score(s, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES)
             higher = tl.maximum(top, tl.max(s, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
             p = tl.exp2(s - base[:, None])
@@ -156,3 +209,18 @@ def attend(
             line = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
             tl.store(slot_o_ptr + line[:, None] * H + h[None, :], o, (h < H)[None, :])
             tl.store(slot_lse_ptr + line, lse)
+            if FUSED:
+                number = tl.load(at_item + 6)
+                at_merge = plan_ptr + merges_at + number * FIELDS
+                first, end = tl.load(at_merge + 3), tl.load(at_merge + 4)
+                # What all threads have written is there before one of them says so.
+                tl.debug_barrier()
+                before = tl.atomic_add(arrived_ptr + number, 1, sem="acq_rel")
+                if before == end - first - 1:
+                    tl.store(arrived_ptr + number, 0)  # for the next call
+                    o, top, total = _merged(slot_o_ptr, slot_lse_ptr, first, end, H, ROWS, BLOCK_H)
+                    o, lse = finish(o, top, total, n, there, sinks_ptr, SINKS)
+                    line = t.to(tl.int64) * N + n
+                    o_at = o_ptr + line[:, None] * H + h[None, :]
+                    tl.store(o_at, o.to(o_ptr.dtype.element_ty), there[:, None] & (h < H)[None, :])
+                    tl.store(lse_ptr + line, lse, there)

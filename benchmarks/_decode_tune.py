@@ -1,0 +1,112 @@
+"""Measures, for benchmarks/flash_decoding.py, into which sizes kernels are best cut, and what their work costs.
+
+What it finds is written to ``decode_tiles.json``: a row for each number of rows and width of heads, and the costs by
+which plans are made.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import _chunks
+from _decode import Cell, Tensors, ours, seconds
+from colonnade.kernels.attention import decode_tiles
+from colonnade.kernels.attention.decode_layout import FEW
+from colonnade.kernels.attention.decode_tiles import Tiles
+
+CANDIDATES = [
+    Tiles(tile, warps, stages, workers, 64, 32)
+    for tile, warps, stages, workers in (
+        (64, 4, 3, 2), (64, 4, 2, 3), (64, 4, 4, 1), (64, 4, 4, 2), (64, 2, 3, 2), (32, 4, 4, 3), (32, 2, 4, 4),
+        (32, 4, 3, 4), (128, 4, 2, 1), (128, 8, 3, 1), (128, 4, 3, 1), (64, 8, 3, 2), (16, 2, 5, 4),
+    )
+]  # fmt: skip
+"""Ways to cut; of the best, the merge is then tried in other sizes and beside the reading."""
+TUNED_AT = ((256, 256), (32, 2048), (4, 16384), (1, 65536), (1, 4096), (7, 900))
+
+
+def mean_s(cells: Sequence[Tensors]) -> float:
+    """The geometric mean of our times; infinite where the chip cannot."""
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        return math.exp(sum(math.log(seconds(ours(tensors), tensors, rounds=7)) for tensors in cells) / len(cells))
+    except OutOfResources:
+        return math.inf
+
+
+def tune(read: float, out: Path, widths: Sequence[int]) -> None:
+    """Measure the candidates for each row of the table of tiles, then costs that plan best; write both."""
+    record = json.loads(json.dumps(decode_tiles.table()))
+    record["costs"]["bytes_a_ns"] = round(read / 1e9)
+    decode_tiles.table()["costs"]["bytes_a_ns"] = record["costs"]["bytes_a_ns"]
+    for row in (row for row in record["rows"] if row["width"] in widths and row["rows"] > FEW):
+        tune_many(row, record["costs"])
+    for row in (row for row in record["rows"] if row["width"] in widths and row["rows"] <= FEW):
+        group = 8 if row["rows"] == 16 else 64
+        cells = [Tensors(Cell((S,) * B, K=2, group=group, H=row["width"]), "cuda") for B, S in TUNED_AT]
+        took: dict[Tiles, float] = {}
+
+        def best_of(
+            hows: Sequence[Tiles], took: dict[Tiles, float] = took, cells: Sequence[Tensors] = cells, row: dict = row
+        ) -> Tiles:
+            for how in (how for how in hows if how not in took):
+                decode_tiles.CHOSEN[:] = [how]
+                took[how] = mean_s(cells)
+                print(f"  {row['rows']} rows, width {row['width']}, {tuple(how)}: {took[how] * 1e6:.2f} µs", flush=True)
+            decode_tiles.CHOSEN.clear()
+            return min(took, key=lambda how: took[how])
+
+        best = best_of((Tiles(**row["tiles"]), *CANDIDATES))
+        best = best_of([best._replace(overlap=True), best._replace(pieces=16), best._replace(pieces=128)])
+        best = best_of([best._replace(overlap=True), best._replace(part=16), best._replace(part=64)])
+        best = best_of([best._replace(overlap=False, fused=True)])
+        row["tiles"] = best._asdict()
+        print(f"{row['rows']} rows, width {row['width']}: {best}", flush=True)
+        del cells
+    decode_tiles.table()["rows"] = record["rows"]
+    cells = [Tensors(Cell((S,) * B), "cuda") for B, S in (*TUNED_AT, (140, 700), (70, 1500), (2, 600), (1, 300))]
+    times: dict[tuple[int, int], float] = {}
+    for prices in [(start, merge) for start in (500, 1000, 2000) for merge in (1000, 2000, 4000, 8000)]:
+        decode_tiles.table()["costs"] |= {"start_ns": prices[0], "merge_ns": prices[1]}
+        times[prices] = mean_s(cells)
+        print(f"  start {prices[0]} ns, merge {prices[1]} ns: {times[prices] * 1e6:.2f} µs", flush=True)
+    start, merge = min(times, key=lambda prices: times[prices])
+    record["costs"] |= {"start_ns": start, "merge_ns": merge}
+    record["measured_on"] = torch.cuda.get_device_name()
+    out.write_text(written(record), encoding="utf-8")
+
+
+def tune_many(row: dict[str, Any], prices: dict[str, Any]) -> None:
+    """The tiles of blocks of many rows, on chunks of prompts; from the longest one, what the matrix units can do."""
+    cells = [replace(cell, H=row["width"]) for cell in _chunks.CELLS]
+    tensors = [(cell, _chunks.made(cell, "cuda")) for cell in cells]
+    took: dict[Tiles, float] = {}
+    for how in (Tiles(**row["tiles"]), *_chunks.CANDIDATES):
+        decode_tiles.CHOSEN[:] = [how]
+        took[how] = _chunks.mean_s(tensors)
+        print(f"  {row['rows']} rows, width {row['width']}, {tuple(how)}: {took[how] * 1e6:.2f} µs", flush=True)
+    best = min(took, key=lambda how: took[how])
+    decode_tiles.CHOSEN[:] = [best]
+    cell, held = max(tensors, key=lambda made: made[0].known)
+    rate = round(cell.flops / _chunks.seconds(_chunks.ours(*held)) / 1e9)
+    decode_tiles.CHOSEN.clear()
+    row["tiles"] = best._asdict()
+    prices["flops_a_ns"] = decode_tiles.table()["costs"]["flops_a_ns"] = rate
+    print(f"{row['rows']} rows, width {row['width']}: {best}, {rate / 1e3:.0f} TFLOP/s", flush=True)
+
+
+def written(record: dict[str, Any]) -> str:
+    """The table of tiles as text, a row on one line."""
+    rows = ",\n".join(
+        f'    {{ "rows": {row["rows"]}, "width": {row["width"]}, "tiles": {json.dumps(row["tiles"])} }}'
+        for row in record["rows"]
+    )
+    costs = ", ".join(f'"{name}": {value}' for name, value in record["costs"].items())
+    head = f'{{\n  "measured_on": {json.dumps(record["measured_on"])},\n  "costs": {{ {costs} }},\n'
+    return f'{head}  "rows": [\n{rows}\n  ]\n}}\n'

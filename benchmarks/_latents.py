@@ -1,0 +1,68 @@
+"""Latent attention's decoding for benchmarks/flash_decoding.py: DeepSeek-V2's latents of 512 + 64 numbers.
+
+128 heads are all of a layer's, 16 those of one of eight tensor-parallel ranks. TB/s count each latent read once. SDPA
+is given what serving gives it without our kernel: the pages gathered, as one key head whose values are as wide as its
+keys.
+"""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import _decode
+from colonnade.kernels.attention import reference, sdpa, split_reference, triton_latent
+from colonnade.kernels.attention.decode_layout import Layout
+from colonnade.kernels.attention.pages import PageTable
+
+RANK, ROPE, TOLERANCE = 512, 64, 4e-3
+CELLS = ((128, 32, 8192), (128, 1, 65_536), (128, 128, 1024), (16, 32, 8192), (16, 1, 65_536))
+TINY = ((4, 2, 60),)
+"""(heads, requests, keys of each)."""
+
+
+def rows(cells: Sequence[tuple[int, int, int]], device: str, read: float, *, page: int = 64) -> list[dict[str, Any]]:
+    """Ours beside SDPA's, in bfloat16."""
+    found = []
+    for N, batch, length in cells:
+        draw = torch.Generator(device).manual_seed(0)
+        pages = -(-length // page)
+
+        def drawn(*shape: int, draw: torch.Generator = draw) -> torch.Tensor:
+            return torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(generator=draw)
+
+        q, k = drawn(batch, N, RANK + ROPE), drawn(batch * pages, page, 1, RANK + ROPE)
+        told = torch.randperm(batch * pages, device=device, generator=draw).int().view(batch, pages)
+        cu = torch.arange(batch + 1, device=device, dtype=torch.int32)
+        lengths = torch.full((batch,), length, device=device, dtype=torch.int32)
+        table = PageTable(told, cu, lengths, page, 1, length)
+        layout = Layout.of_latent(q, k, 1)
+        plan = layout.plan([length] * batch, [1] * batch)
+        ready = layout.prepare(plan, device)
+
+        def ours(_: int, case: tuple[Any, ...] = (q, k, table, plan, layout, ready)) -> torch.Tensor:
+            q, k, table, plan, layout, ready = case
+            if q.device.type == "cpu":
+                return split_reference.run(plan, layout.shape, q, k, k, table).o[..., :RANK]
+            return triton_latent.attend(q, k, RANK, table, ready).o
+
+        def theirs(_: int, case: tuple[Any, ...] = (q, k, table)) -> torch.Tensor:
+            q, k, table = case
+            return sdpa.paged(q, k, k, table, values=RANK)
+
+        right = reference.paged(q.float(), k.float(), k.float(), table, values=RANK)
+        for name, run in (("colonnade", ours), ("sdpa, gathered", theirs)):
+            mistake = _decode.error(run, right)
+            assert mistake < TOLERANCE * (1 if device == "cuda" else 3), f"{name}: {mistake:.1e} off"
+            took = _decode.seconds(run, SimpleNamespace(copies=1, device=device), rounds=7)
+            bytes_read = k[0, 0].nbytes * batch * length
+            found.append(
+                {
+                    "heads": N, "B": batch, "S": length, "who": name, "us": round(took * 1e6, 1),
+                    "tb_per_s": round(bytes_read / took / 1e12, 3), "of_read": round(bytes_read / took / read, 3),
+                    "tflop_per_s": round(2 * N * batch * length * (2 * RANK + ROPE) / took / 1e12, 1),
+                }
+            )  # fmt: skip
+            print(found[-1], flush=True)
+    return found

@@ -1,0 +1,216 @@
+"""What Flash-Decoding prepares before its kernels run: how rows and keys are cut up, and plans, on the device.
+
+A :class:`Layout` is what is the same in every step and makes plans; a plan goes to the device as one tensor of a size
+that is known before the lengths are, so that a captured graph finds the next step's plan in the same place.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from colonnade.kernels.attention import cascade, splits
+from colonnade.kernels.attention.cascade import Cascade, Reader, Room
+from colonnade.kernels.attention.decode_tiles import Tiles, costs, pick
+from colonnade.kernels.attention.split_plan import Capacity, Plan, Shape
+
+FEW = 64
+"""Rows, queries times heads of a group, up to which a request is read and not multiplied."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is the same in every step: the sizes that plans are made for."""
+
+    shape: Shape
+    tiles: Tiles
+    width: int
+    element_bytes: int
+    workers: int
+    chunk: int | None = None
+    many: bool = False
+    """Whether blocks of rows are as large as the matrix units like them (:mod:`triton_rows`)."""
+    copies: int = 2
+    """What is read of a token, keys and values; 1 where they are one."""
+    shared: "Layout | None" = None
+    """How groups that share a prefix read it; None: nobody shares."""
+
+    @staticmethod
+    def of(
+        q_TNH: Tensor,
+        k_PpKH: Tensor,
+        longest_query: int,
+        *,
+        window: int | None = None,
+        chunk: int | None = None,
+        shares: bool = False,
+    ) -> "Layout":
+        """For such tensors, and up to ``longest_query`` queries a request.
+
+        With ``chunk`` keys are cut at its multiples only and blocks of rows do not depend on the number of queries:
+        a request's numbers are then the same bits whoever else is in the batch, and so nobody ``shares``.
+        """
+        (_, N, H), K, size = q_TNH.shape, k_PpKH.shape[2], k_PpKH.element_size()
+        rows = min(FEW, max(16, triton.next_power_of_2(N // K * (1 if chunk else max(1, longest_query)))))
+        tiles = pick(rows, H, max(size, q_TNH.element_size()))
+        workers = tiles.workers * processors(q_TNH.device)
+        shared = None
+        if chunk is not None:
+            chunk = -(-chunk // tiles.tile) * tiles.tile
+        elif shares:
+            shared = Layout.of_many(q_TNH, k_PpKH)
+            shared = replace(shared, shape=shared.shape._replace(causal=False))
+        return Layout(Shape(K, N // K, rows, tiles.tile, window), tiles, H, size, workers, chunk, shared=shared)
+
+    @staticmethod
+    def of_many(q_TNH: Tensor, k_PpKH: Tensor, *, window: int | None = None) -> "Layout":
+        """For requests, or groups of them, of many rows."""
+        (_, N, H), K, size = q_TNH.shape, k_PpKH.shape[2], k_PpKH.element_size()
+        # 128 rows of 256 numbers, or of float32, are more than there are registers for.
+        rows = 128 if max(size, q_TNH.element_size()) <= 2 and H <= 128 else 64
+        tiles = pick(rows, H, max(size, q_TNH.element_size()))
+        workers = tiles.workers * processors(q_TNH.device)
+        return Layout(Shape(K, N // K, rows, tiles.tile, window), tiles, H, size, workers, many=True)
+
+    @staticmethod
+    def of_latent(
+        q_TNH: Tensor, k_Pp1H: Tensor, longest_query: int, *, window: int | None = None, chunk: int | None = None
+    ) -> "Layout":
+        """For latent attention (:mod:`triton_latent`); with ``chunk`` as :meth:`of`."""
+        (_, N, H), size = q_TNH.shape, k_Pp1H.element_size()
+        rows = min(64, max(16, triton.next_power_of_2(N * (1 if chunk else max(1, longest_query)))))
+        tiles = pick(rows, H, max(size, q_TNH.element_size()))
+        workers = tiles.workers * processors(q_TNH.device)
+        if chunk is not None:
+            chunk = -(-chunk // tiles.tile) * tiles.tile
+        return Layout(Shape(1, N, rows, tiles.tile, window), tiles, H, size, workers, chunk, copies=1)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether what is cut is merged by who reads it, where nobody shares."""
+        return self.tiles.fused and not self.many and self.copies == 2
+
+    @property
+    def reader(self) -> Reader:
+        """Shape, workers and costs."""
+        tiles = self.tiles._replace(fused=self.fuses)
+        prices = costs(tiles, self.shape.rows, self.width, self.element_bytes, self.workers, self.copies)
+        return Reader(self.shape, self.workers, prices)
+
+    def capacity(self, requests: int, queries: int, context: int) -> Capacity:
+        """Of plans for ``requests`` requests of at most so many queries and keys."""
+        shape, joined = self.shape, self.shared is not None
+        return Capacity.of(requests, queries, shape, self.workers, chunk=self.chunk, context=context, joined=joined)
+
+    def shared_capacity(self, requests: int, queries: int) -> tuple[Capacity, Room]:
+        """Of plans for the groups of so many requests, and of who is in which."""
+        assert self.shared is not None
+        shape, workers = self.shared.shape, self.shared.workers
+        lines = shape.kv_heads * (shape.blocks(requests * queries) + requests // 2)
+        pieces = lines + workers - 1
+        return Capacity(workers, pieces, lines, pieces), Room(requests, requests // 2, requests * queries)
+
+    def plan(
+        self,
+        lengths: Sequence[int],
+        queries: Sequence[int],
+        *,
+        room: int | None = None,
+        ahead: int = 0,
+        tables: Sequence[Sequence[int]] | None = None,
+        page_tokens: int = 0,
+    ) -> Plan | Cascade:
+        """A plan for one step; with the requests' ``tables`` of pages a cascade where that is faster."""
+        few = self.reader
+        if self.shared is None or tables is None:
+            return splits.plan(lengths, queries, *few, chunk=self.chunk, room=room, ahead=ahead)
+        many = self.shared.reader
+        return cascade.plan(tables, lengths, queries, page_tokens, few, many, room=room, ahead=ahead)
+
+    def prepare(
+        self,
+        plan: Plan | Cascade,
+        device: torch.device | str,
+        capacity: Capacity | None = None,
+        shared_capacity: tuple[Capacity, Room] | None = None,
+    ) -> "Prepared":
+        """``plan`` on the device, in arrays of its own size or of such capacities."""
+        if isinstance(plan, Plan) and shared_capacity is None:
+            room = capacity or plan.capacity
+            arrived = None
+            if self.fuses and room.merges:
+                arrived = torch.zeros(room.merges, dtype=torch.int32, device=device)
+            return Prepared(_sent(plan.flat(room), device), room, self, arrived=arrived)
+        assert self.shared is not None
+        found = _as_cascade(plan, self.shared)
+        own = replace(self, shared=None, tiles=self.tiles._replace(fused=False)).prepare(found.own, device, capacity)
+        theirs, members = shared_capacity or (found.shared.capacity, found.room)
+        shared = Shared(self.shared.prepare(found.shared, device, theirs), _sent(found.flat(members), device), members)
+        return replace(own, layout=self, shared=shared)
+
+
+def _as_cascade(plan: Plan | Cascade, shared: Layout) -> Cascade:
+    """A plan as a cascade of no groups."""
+    if isinstance(plan, Cascade):
+        return plan
+    nothing = Plan((0,) * (shared.workers + 1), (), (), 0, 0, 0)
+    return Cascade((), plan, nothing, (), (), shared.shape.kv_heads)
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """What groups read, on the device."""
+
+    ready: "Prepared"
+    members: Tensor
+    """int32, :meth:`cascade.Cascade.flat`."""
+    room: Room
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A plan on the device, and what the kernels are compiled for."""
+
+    flat: Tensor
+    """int32, :meth:`split_plan.Plan.flat`."""
+    capacity: Capacity
+    layout: Layout
+    shared: Shared | None = None
+    arrived: Tensor | None = None
+    """int32 zeros, one a merge: how many of its pieces are there, where the last to come merges them."""
+
+    @property
+    def merges(self) -> bool:
+        """Whether a merge is launched: in a graph always, since another step's plan may need it."""
+        return self.capacity.merges > 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the merge is started while the reading goes on."""
+        return self.layout.tiles.overlap and self.merges and not self.layout.many and self.arrived is None
+
+    def take(self, plan: Plan | Cascade) -> None:
+        """Another step's plan in the place of this one."""
+        if self.shared is None:
+            assert isinstance(plan, Plan), "a cascade in the place of a plan without groups"
+            own = plan
+        else:
+            assert self.layout.shared is not None
+            found = _as_cascade(plan, self.layout.shared)
+            own = found.own
+            self.shared.ready.take(found.shared)
+            self.shared.members.copy_(_sent(found.flat(self.shared.room), self.flat.device), non_blocking=True)
+        self.flat.copy_(_sent(own.flat(self.capacity), self.flat.device), non_blocking=True)
+
+
+def _sent(numbers: list[int], device: torch.device | str) -> Tensor:
+    # Pinned, since another copy would wait until the device has done all that it was given before.
+    gpu = torch.device(device).type == "cuda"
+    return torch.tensor(numbers, dtype=torch.int32, pin_memory=gpu).to(device, non_blocking=gpu)
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors; Triton's interpreter, on a CPU, has none, and a few show all that can go wrong."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

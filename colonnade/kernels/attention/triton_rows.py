@@ -1,0 +1,147 @@
+"""Attention of many rows over pages, in Triton: chunks of prompts, and requests that share a prefix.
+
+The same pieces of the same plans as :mod:`triton_splits`, for blocks of rows that fill the matrix units: 64 or 128
+queries and heads of one request or, LISTED, of all requests of a group, whose rows are listed one by one. What matters
+is arithmetic and not reading, so that keys which every row of the block sees, nearly all of a long context, are not
+compared with anyone's position:
+
+    low                  a            b          high
+     | some rows' window |   all see  | causal    |          a, b: whole tiles
+
+FlashAttention-2's loop (Dao, arXiv 2307.08691) over pages that lie anywhere. Pages outside the cache are keys that are
+not there, as there.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
+# A kernel is launched with more than its signature says, and its constants are plain numbers.
+
+import triton
+from triton import language as tl
+
+from colonnade.kernels.attention.triton_splits import FIELDS, finish, page_of, row_of, score
+
+
+@triton.jit
+def _listed(members_ptr, groups_at, group, head, block, cu_ptr, lengths_ptr, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """(a request with the group's pages; each row's place in the stream, query head, position, whether it is one)."""
+    at = members_ptr + groups_at + group * 4
+    m = block * ROWS + tl.arange(0, ROWS)
+    there = m // GROUP < tl.load(at + 2)
+    entry = members_ptr + tl.load(at + 1) + m // GROUP * 2
+    request, query = tl.load(entry, there, 0), tl.load(entry + 1, there, 0)
+    start, end = tl.load(cu_ptr + request, there, 0), tl.load(cu_ptr + request + 1, there, 0)
+    position = tl.load(lengths_ptr + request, there, 0) - (end - start) + query
+    return tl.load(at), start + query, head * GROUP + m % GROUP, position, there
+
+
+@triton.jit
+def _fold(
+    q, o, top, total, start, stop, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
+    k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
+    H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
+    MASKED: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """(o, top, total) with the keys of the tiles from ``start`` to ``stop``."""
+    h = tl.arange(0, BLOCK_H)
+    page = page_of(table_ptr, start, columns, PAGE, TILE)
+    for at in tl.range(start, stop, TILE, num_stages=STAGES):
+        j = at + tl.arange(0, TILE)
+        number = page.to(tl.int64)
+        if PAGE % TILE == 0:
+            known = j < tl.where((page >= 0) & (page < pages), high, 0)
+            k_at = k_ptr + number * k_page + head * k_k + (at % PAGE + j - at)[:, None] * k_p + h[None, :]
+            v_at = v_ptr + number * v_page + head * v_k + (at % PAGE + j - at)[:, None] * v_p + h[None, :]
+        else:
+            known = (j < high) & (page >= 0) & (page < pages)
+            k_at = k_ptr + (number * k_page + head * k_k + (j % PAGE) * k_p)[:, None] + h[None, :]
+            v_at = v_ptr + (number * v_page + head * v_k + (j % PAGE) * v_p)[:, None] + h[None, :]
+        page = page_of(table_ptr, at + TILE, columns, PAGE, TILE)
+        if BLOCK_H == H:
+            k = tl.load(k_at, known[:, None], 0.0)
+            v = tl.load(v_at, known[:, None], 0.0)
+        else:
+            k = tl.load(k_at, known[:, None] & (h < H)[None, :], 0.0)
+            v = tl.load(v_at, known[:, None] & (h < H)[None, :], 0.0)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * factor
+        s = score(s, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES, MASKED)
+        higher = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(s - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(p, 1)
+        o = tl.dot(p.to(q.dtype), v.to(q.dtype), o * shrink[:, None], input_precision="ieee")
+        top = higher
+    return o, top, total
+
+
+@triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at", "groups_at"])
+def attend(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, pages_ptr, cu_ptr, lengths_ptr,
+    slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, members_ptr,
+    q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k, pages_r, columns, pages, items_at, groups_at, scale, cap,
+    N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, LISTED: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """All pieces of one worker."""
+    h = tl.arange(0, BLOCK_H)
+    first_item = tl.load(plan_ptr + 4 + tl.program_id(0))
+    end_item = tl.load(plan_ptr + 5 + tl.program_id(0))
+    for item in range(first_item, end_item):
+        at_item = plan_ptr + items_at + item * FIELDS
+        request, head, block = tl.load(at_item), tl.load(at_item + 1), tl.load(at_item + 2)
+        slot = tl.load(at_item + 5)
+        if LISTED:
+            request, t, n, position, there = _listed(
+                members_ptr, groups_at, request, head, block, cu_ptr, lengths_ptr, GROUP, ROWS
+            )
+        else:
+            t, n, query, there, new = row_of(cu_ptr, request, head, block, GROUP, ROWS)
+            position = tl.load(lengths_ptr + request) - new + query
+        low = tl.load(at_item + 3) // TILE * TILE
+        high = tl.minimum(tl.load(at_item + 4), tl.load(lengths_ptr + request))
+        b = tl.minimum(tl.min(tl.where(there, position, high)) + 1, high) // TILE * TILE
+        q_at = q_ptr + t.to(tl.int64)[:, None] * q_t + n[:, None] * q_n + h[None, :]
+        q = tl.load(q_at, there[:, None] & (h < H)[None, :], 0.0)
+        factor = scale
+        if SCALED:
+            factor = scale * tl.load(k_scale_ptr + head)
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        o = tl.zeros((ROWS, BLOCK_H), tl.float32)
+        table_ptr = pages_ptr + request.to(tl.int64) * pages_r
+        a = low
+        if WINDOW:
+            a = tl.max(tl.where(there, position, 0)) - WINDOW + 1
+            a = tl.minimum(tl.maximum((a + TILE - 1) // TILE * TILE, low), tl.maximum(high, low))
+            o, top, total = _fold(
+                q, o, top, total, low, a, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
+                k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
+                H, PAGE, WINDOW, CAPPED, SLOPES, True, TILE, BLOCK_H, STAGES,
+            )  # fmt: skip
+        b = tl.maximum(a, b)
+        o, top, total = _fold(
+            q, o, top, total, a, b, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
+            k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
+            H, PAGE, WINDOW, CAPPED, SLOPES, False, TILE, BLOCK_H, STAGES,
+        )  # fmt: skip
+        o, top, total = _fold(
+            q, o, top, total, b, high, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
+            k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
+            H, PAGE, WINDOW, CAPPED, SLOPES, True, TILE, BLOCK_H, STAGES,
+        )  # fmt: skip
+        if SCALED:
+            o = o * tl.load(v_scale_ptr + head)
+        if slot < 0:
+            o, lse = finish(o, top, total, n, there, sinks_ptr, SINKS)
+            line = t.to(tl.int64) * N + n
+            tl.store(
+                o_ptr + line[:, None] * H + h[None, :], o.to(o_ptr.dtype.element_ty), there[:, None] & (h < H)[None, :]
+            )
+            tl.store(lse_ptr + line, lse, there)
+        else:
+            o, lse = finish(o, top, total, n, there, sinks_ptr, False)
+            line = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+            tl.store(slot_o_ptr + line[:, None] * H + h[None, :], o, (h < H)[None, :])
+            tl.store(slot_lse_ptr + line, lse)

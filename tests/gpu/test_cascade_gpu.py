@@ -1,0 +1,218 @@
+"""Chunks of prompts, shared prefixes, latents and fused merges on a GPU: equal to float64, the same bits each time.
+
+pytest -q tests/gpu/test_cascade_gpu.py        # about five minutes, most of it compiling
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+
+from colonnade.kernels.attention import decode_tiles, sdpa
+from colonnade.kernels.attention.cascade import Cascade
+from colonnade.kernels.attention.decode_tiles import Tiles
+from colonnade.kernels.attention.triton_decode import attend, paged
+from tests.decoding import Case
+from tests.latent_decoding import LatentCase
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+CHUNKS = {"lengths": [1500, 700, 70, 40, 0, 3], "queries": [600, 700, 65, 90, 0, 2]}
+"""With what came before and without, fewer keys than queries, nothing at all."""
+EVERYTHING = {"cap": 3.0, "slopes": True, "sinks": True}
+
+
+def same(made: Any, tolerance: float) -> None:
+    """Values and log-sum-exp by norm; memory is NaN before, so that what nobody wrote shows."""
+    for what, got, right in zip(("o", "lse"), made.run(), made.exact(), strict=True):
+        seen = right.isfinite()
+        assert torch.equal(got.isfinite(), seen), what
+        error = float((got.double() - right)[seen].norm() / right[seen].norm().clamp(min=1e-9))
+        assert error < tolerance, (what, error)
+
+
+# -- chunks of prompts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_chunks_of_every_width(width: int, dtype: torch.dtype) -> None:
+    same(Case(**CHUNKS, K=2, group=4, H=width, page=64, dtype=dtype, many=True).made("cuda"), TOLERANCE[dtype])
+
+
+def test_chunks_in_float32() -> None:
+    same(Case([300, 90], [150, 90], K=2, group=2, H=64, page=16, many=True).made("cuda"), 1e-5)
+
+
+@pytest.mark.parametrize("page", [4, 16, 48, 128, 256])
+@pytest.mark.parametrize("group", [1, 5, 8, 71])
+def test_chunks_of_every_page_and_group(page: int, group: int) -> None:
+    same(Case(**CHUNKS, K=2, group=group, H=128, page=page, dtype=torch.bfloat16, many=True).made("cuda"), 4e-3)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 900])
+@pytest.mark.parametrize("more", [{}, {"cap": 3.0}, {"slopes": True}, {"sinks": True}, EVERYTHING], ids=str)
+def test_chunks_with_features(window: int | None, more: dict) -> None:
+    case = Case(**CHUNKS, K=2, group=4, H=64, page=16, dtype=torch.float16, many=True, window=window, **more)
+    same(case.made("cuda"), 6e-4)
+
+
+@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_chunks_over_caches_of_8_bits(cache: torch.dtype) -> None:
+    case = Case(**CHUNKS, K=2, group=8, H=128, page=16, dtype=torch.bfloat16, many=True, cache=cache)
+    same(case.made("cuda"), 4e-3)
+
+
+@pytest.mark.parametrize("queries", [512, 2048, 8192])
+def test_long_chunks(queries: int) -> None:
+    case = Case(
+        [queries + 1000, queries], [queries, queries], K=1, group=2, H=128, page=256, dtype=torch.bfloat16, many=True
+    )
+    made = case.made("cuda")
+    # Scores of the reference would not fit: against SDPA, which rounds no better.
+    theirs = sdpa.paged(made.q.float(), *(x.nan_to_num().float() for x in (made.k, made.v)), made.table)
+    assert (made.run().o.float() - theirs).norm() < 4e-3 * theirs.norm()
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_a_step_of_chunks_and_decodes(window: int | None) -> None:
+    case = Case(
+        [5000, 5000, 900, 5000, 0, 64], [1, 3, 600, 1, 0, 64], K=2, group=4, H=128, page=16, dtype=torch.bfloat16,
+        window=window, prefixes=(((0, 1, 3), 4800),),
+    )  # fmt: skip
+    made = case.made("cuda")
+    for share in (True, False):
+        table = replace(made.table, share=share)
+        got = paged(made.q, made.k, made.v, table, window=window)
+        exact = made.exact().o
+        assert (got.double() - exact).norm() < 4e-3 * exact.norm()
+
+
+# -- shared prefixes ---------------------------------------------------------------------------------------------------
+
+SHARED = Case(
+    [9000, 40, 4100, 8300, 4500, 8197, 0, 2000], [1, 2, 3, 1, 1, 2, 0, 1], K=2, group=4, H=128, page=16,
+    dtype=torch.bfloat16, prefixes=(((0, 3, 5), 8192), ((2, 4), 4096)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("group", [1, 5, 8])
+def test_shared_prefixes(width: int, dtype: torch.dtype, group: int) -> None:
+    made = replace(SHARED, H=width, dtype=dtype, group=group).made("cuda")
+    assert isinstance(made.plan, Cascade) and len(made.plan.groups) == 2
+    same(made, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("page", [16, 64, 256])
+@pytest.mark.parametrize("more", [{"window": 5000}, {"window": 900, **EVERYTHING}, EVERYTHING], ids=str)
+def test_shared_prefixes_with_features(page: int, more: dict) -> None:
+    same(replace(SHARED, page=page, dtype=torch.float16, H=64, **more).made("cuda"), 6e-4)
+
+
+def test_many_requests_of_one_prefix() -> None:
+    B = 200
+    case = Case(
+        [4096 + 1 + i for i in range(B)], [1] * B, K=1, group=8, H=128, page=16, dtype=torch.bfloat16,
+        prefixes=((tuple(range(B)), 4096),),
+    )  # fmt: skip
+    made = case.made("cuda")
+    assert isinstance(made.plan, Cascade)
+    same(made, 4e-3)
+    first = made.run()
+    for _ in range(10):
+        assert all(torch.equal(a, b) for a, b in zip(made.run(), first, strict=True))
+
+
+def test_bad_pages_of_a_shared_prefix_are_not_read() -> None:
+    made, apart = SHARED.made("cuda"), replace(SHARED, prefixes=()).made("cuda")
+    for wrong in (-1, 10**8, 2**31 - 1, -(2**31)):
+        made.table.pages_RP[:, :200:3] = wrong
+        apart.table = made.table
+        got, right = made.run().o, apart.run().o
+        assert got.isfinite().all()
+        assert (got.float() - right.float()).norm() < 8e-3 * right.float().norm()
+    torch.cuda.synchronize()
+
+
+def test_a_graph_takes_the_next_steps_groups() -> None:
+    made = SHARED.made("cuda", capacity=True)
+    attend(made.q, made.k, made.v, made.table, made.ready)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, _ = attend(made.q, made.k, made.v, made.table, made.ready)
+    pages, lengths, k, v = made.table.pages_RP, made.table.lengths_R, made.k, made.v
+    for prefixes in (((0, 3, 5), 8192), ((2, 4), 4096)), (((0, 4), 2048),), ():
+        other = replace(SHARED, prefixes=prefixes).made("cuda", capacity=True)
+        for ours, theirs in (
+            (pages, other.table.pages_RP),
+            (lengths, other.table.lengths_R),
+            (k, other.k),
+            (v, other.v),
+        ):
+            ours.copy_(theirs)
+        made.ready.take(other.plan)
+        o.fill_(torch.nan)
+        graph.replay()
+        exact = other.exact().o
+        assert (o.double() - exact).norm() < 4e-3 * exact.norm()
+
+
+# -- latents -----------------------------------------------------------------------------------------------------------
+
+V2 = {"rank": 512, "rope": 64}
+"""DeepSeek-V2's and V3's."""
+
+
+@pytest.mark.parametrize("heads", [1, 5, 16, 128])
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_latents(heads: int, page: int, dtype: torch.dtype) -> None:
+    case = LatentCase([3000, 1, 0, 65, 8000], [1, 1, 0, 3, 1], N=heads, page=page, dtype=dtype, **V2)
+    same(case.made("cuda"), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("rank", "rope"), [(256, 32), (128, 64), (20, 6)])
+@pytest.mark.parametrize("window", [None, 100])
+def test_latents_of_other_sizes(rank: int, rope: int, window: int | None) -> None:
+    case = LatentCase([900, 70], [1, 70], N=16, rank=rank, rope=rope, page=16, window=window, dtype=torch.float16)
+    same(case.made("cuda"), 6e-4)
+
+
+def test_latents_in_float32() -> None:
+    same(LatentCase([300], [1], N=4, rank=64, rope=16, page=16).made("cuda"), 1e-5)
+
+
+def test_latents_with_fixed_cuts_are_the_same_bits_in_any_company() -> None:
+    how = {"N": 16, "page": 16, "dtype": torch.bfloat16, "chunk": 512, **V2}
+    alone = LatentCase([3000], [1], **how).made("cuda").run()
+    for others in (1, 7, 63):
+        lengths = [3000, *[(37 * i) % 2000 for i in range(others)]]
+        among = LatentCase(lengths, [1] * (others + 1), **how).made("cuda").run()
+        assert torch.equal(among.o[0], alone.o[0]) and torch.equal(among.lse[0], alone.lse[0])
+
+
+# -- fused merges ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_fused_merges(width: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes last, the same bits; sinks once; and every counter is 0 again."""
+    monkeypatch.setattr(decode_tiles, "CHOSEN", [Tiles(32, 4, 3, 2, 64, 32, fused=True)])
+    case = Case(
+        [20_000, 3, 700, 0], [queries, 1, queries, 1], K=2, group=8, H=width, page=16, dtype=torch.bfloat16, sinks=True
+    )
+    made = case.made("cuda")
+    assert made.plan.slots > 100
+    same(made, 4e-3)
+    first = made.run()
+    for _ in range(50):
+        assert all(torch.equal(a, b) for a, b in zip(made.run(), first, strict=True))
+    assert not made.ready.arrived.any()

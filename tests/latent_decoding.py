@@ -1,0 +1,63 @@
+"""Cases of decoding over pages of latents: tensors, a plan, the kernel's state and the exact one."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from colonnade.kernels.attention import splits, triton_latent
+from colonnade.kernels.attention.decode_layout import Layout, Prepared
+from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.split_plan import Costs
+from colonnade.kernels.softmax_state import State
+from tests.decoding import Case, reference_state
+
+
+@dataclass
+class LatentMade:
+    """A case as tensors."""
+
+    q: Tensor
+    k: Tensor
+    rank: int
+    table: PageTable
+    layout: Layout
+    ready: Prepared
+
+    def run(self) -> State:
+        """The kernel's state; memory is NaN before."""
+        torch.use_deterministic_algorithms(True)
+        try:
+            return triton_latent.attend(self.q, self.k, self.rank, self.table, self.ready)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def exact(self) -> State:
+        """The reference's, in float64."""
+        k = self.k.double()
+        return reference_state(self.q.double(), k, k[..., : self.rank], self.table, self.layout.shape.window)
+
+
+@dataclass(frozen=True)
+class LatentCase:
+    """Requests of these lengths, the last ``queries`` of which are new."""
+
+    lengths: list[int]
+    queries: list[int]
+    N: int
+    rank: int
+    rope: int
+    page: int
+    window: int | None = None
+    chunk: int | None = None
+    dtype: torch.dtype = torch.float32
+
+    def made(self, device: str = "cpu") -> LatentMade:
+        """Tensors and a plan with many cuts."""
+        H = self.rank + self.rope
+        case = Case(self.lengths, self.queries, K=1, group=self.N, H=H, page=self.page, dtype=self.dtype)
+        raw = case.made(device, prepared=False)
+        layout = Layout.of_latent(raw.q, raw.k, max(self.queries), window=self.window, chunk=self.chunk)
+        cheap = Costs(tile=1000, start=10, merge=0, part=0)
+        plan = splits.plan(self.lengths, self.queries, layout.shape, layout.workers, cheap, chunk=layout.chunk)
+        return LatentMade(raw.q, raw.k, self.rank, raw.table, layout, layout.prepare(plan, device))

@@ -1,0 +1,67 @@
+"""Grounds laid one after another over a standing group leave neither groups nor threads behind."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from colonnade.config import Plan
+from colonnade.parallel.mesh import Ground
+from tests.parity.train_cases import CASES, Run
+from tests.worlds import run
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+PLANS = [Plan(dp=2), Plan(tp=2, sequence_parallel=True), Plan(replicate=2), Plan(pp=2), Plan(dp=2, ep=2)]
+
+
+def _groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def _threads() -> int:
+    """Those of gloo are not Python's."""
+    tasks = Path("/proc/self/task")
+    return len(os.listdir(tasks)) if tasks.exists() else threading.active_count()
+
+
+def _many_grounds() -> list[int]:
+    """Threads before, and after each of two rounds; a model under FSDP, or in a pipeline, holds its groups in cycles."""
+    found = [_threads()]
+    for _ in range(2):
+        for plan in PLANS:
+            with Ground.build(plan) as ground:
+                assert _groups() > 1
+                _train(ground)
+            assert _groups() == 1, plan
+        del ground
+        found.append(_threads())
+    return found
+
+
+def _train(ground: Ground) -> None:
+    for case in ("gpt2", "llama"):
+        Run.start(CASES[case], ground).go(0, 1)
+
+
+def test_nothing_is_left_behind() -> None:
+    for before, first, second in run(2, _many_grounds):
+        assert second <= first <= before + 2, "a group of gloo is three threads"
+
+
+def _fails() -> None:
+    """After a failure nobody meets the others to take up groups; the next ground stands beside what is left."""
+    with pytest.raises(ValueError, match="here"), Ground.build(Plan(tp=2)) as ground:
+        ground.axes.tp.sum_(torch.ones(1))
+        raise ValueError("here")
+    assert _groups() > 1, "they end with the default group"
+    with Ground.build(Plan(dp=2)) as ground:
+        assert ground.axes.dp.sum_(torch.ones(1)).item() == 2
+
+
+def test_a_failure_waits_for_nobody() -> None:
+    run(2, _fails)
+    run(2, _fails)
