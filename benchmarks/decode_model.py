@@ -3,6 +3,7 @@
     python benchmarks/decode_model.py                                  # Llama-2-7B, one token at a time, 512 to 32k
     python benchmarks/decode_model.py --model code-llama-34b --contexts 512 8192 32768 65536
     python benchmarks/decode_model.py --model mixtral-8x7b --tp 2      # a GPU a rank
+    python benchmarks/decode_model.py --weights int4                   # or int8, float8: weights quantised
     python benchmarks/decode_model.py --tiny                           # a CPU, to see that it runs
 
 Weights are random bfloat16 (the time does not depend on them), greedy, through the engine's own steps: tokens told, one
@@ -17,15 +18,18 @@ a static cache, which it compiles by itself, stands beside the first context, wh
 import argparse
 import statistics
 import time
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from _decode import read_bandwidth
 from _report import Cell, Headline, report
-from colonnade.config import ModelConfig, Plan
+from colonnade.config import ModelConfig, Plan, WeightGroup, Weights
 from colonnade.config.presets import preset
+from colonnade.config.quantised import check
 from colonnade.model import KVCache, Transformer
+from colonnade.model.linear import Linear
+from colonnade.model.quantised import build
 from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground
 from colonnade.serve.batch import Runner
@@ -48,7 +52,24 @@ def read_bytes(model: Transformer, batch: int) -> float:
         if name == "embed.tokens.weight" and not config.tied:
             share = min(1.0, batch / weight.shape[0])
         total += share * weight.nbytes
-    return total
+    layers = (module.quantised for module in model.modules() if isinstance(module, Linear))
+    return total + sum(weight.nbytes for weight in layers if weight is not None)
+
+
+def made(config: ModelConfig, ground: Ground, dtype: torch.dtype, weights: str, group: int) -> Transformer:
+    """A model of random weights, one matrix at a time where they are quantised."""
+    on: dict[str, Any] = {"device": ground.device, "dtype": dtype}
+    if weights == "stored":
+        model = Transformer(config, ground.axes, **on).eval().requires_grad_(False)
+        for weight in model.parameters():
+            weight.normal_(std=0.02)
+        return model
+    model, place = build(config, ground.axes, **on, kind=weights, group=group)
+    with torch.no_grad():
+        for name, weight in [*model.named_parameters()]:
+            value = torch.empty(weight.shape, **on).normal_(std=0.02)
+            place(name, weight, value)
+    return model.eval().requires_grad_(False)
 
 
 def steps_of(model: Transformer, batch: int, context: int, steps: int) -> float:
@@ -83,25 +104,27 @@ def steps_of(model: Transformer, batch: int, context: int, steps: int) -> float:
     return statistics.median(taken)
 
 
-def ours(name: str, plan: Plan, batch: int, contexts: list[int], steps: int, device: str) -> list[dict[str, Any]]:
+def ours(
+    name: str, plan: Plan, batch: int, contexts: list[int], steps: int, device: str, weights: str, group: int
+) -> list[dict[str, Any]]:
     """On every rank; a row for each context."""
     with Ground.build(plan, device) as ground:
         config = (TINY if name == "tiny" else preset(name)).but(context=max(contexts) + 8 * steps)
         plan.check(config)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        model = Transformer(config, ground.axes, device=ground.device, dtype=dtype).eval().requires_grad_(False)
-        for weight in model.parameters():
-            weight.normal_(std=0.02)
-        bandwidth, weights = read_bandwidth(device), read_bytes(model, batch)
+        check(config, weights, group, plan.tp)
+        model = made(config, ground, dtype, weights, group)
+        bandwidth, read = read_bandwidth(device), read_bytes(model, batch)
         token_bytes = KVCache.bytes_per_page(config, ground.axes, 1, dtype)
         rows = []
         for context in contexts:
             step_s = steps_of(model, batch, context, steps)
-            bound_s = (weights + batch * context * token_bytes) / bandwidth
+            bound_s = (read + batch * context * token_bytes) / bandwidth
             rows.append(
                 {
                     "who": "colonnade",
                     "model": name,
+                    "weights": weights,
                     "ranks": plan.tp,
                     "batch": batch,
                     "context": context,
@@ -147,10 +170,19 @@ def theirs(name: str, batch: int, context: int, steps: int, device: str) -> dict
 
 
 def measure(
-    name: str, tp: int, batch: int, contexts: list[int], steps: int, device: str, *, peer: bool
+    name: str,
+    tp: int,
+    batch: int,
+    contexts: list[int],
+    steps: int,
+    device: str,
+    *,
+    peer: bool,
+    weights: str = "stored",
+    group: int = 64,
 ) -> tuple[list[dict[str, Cell]], list[Headline]]:
     plan = Plan(tp=tp)
-    rows = launch(ours, (name, plan, batch, contexts, steps, device), plan)
+    rows = launch(ours, (name, plan, batch, contexts, steps, device, weights, group), plan)
     beside = None
     if peer:
         try:
@@ -160,7 +192,8 @@ def measure(
             rows.append({"who": "transformers, static cache", "failed": str(why).splitlines()[0][:200]})
         print(rows[-1], flush=True)
     first = rows[0]
-    what = f"Decode {name}, {tp} GPU{'s' * (tp > 1)}, batch {batch}, {contexts[0]} tokens of context"
+    bits = "" if weights == "stored" else f" in {weights}"
+    what = f"Decode {name}{bits}, {tp} GPU{'s' * (tp > 1)}, batch {batch}, {contexts[0]} tokens of context"
     speed = beside["tokens_per_s"] if beside else first["bound_tokens_per_s"]
     return rows, [Headline(what, first["tokens_per_s"], "tokens/s", beside["who"] if beside else "the bound", speed)]
 
@@ -172,15 +205,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192, 32768])
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--weights", choices=get_args(Weights), default="stored")
+    parser.add_argument("--group", type=int, choices=get_args(WeightGroup), default=64, help="inputs a scale of int4")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
     args = parser.parse_args(argv)
     if args.tiny:
-        measure("tiny", args.tp, args.batch, [16, 64], 4, "cpu", peer=args.tp == 1)
+        measure("tiny", args.tp, args.batch, [16, 64], 4, "cpu", peer=args.tp == 1, weights=args.weights, group=32)
         return
     peer = not args.no_peer and args.tp == 1 and args.model.startswith("llama")
-    rows, heads = measure(args.model, args.tp, args.batch, args.contexts, args.steps, "cuda", peer=peer)
-    report(f"decode_{args.model}_tp{args.tp}_b{args.batch}_h200", rows, notes=__doc__ or "", headlines=heads)
+    rows, heads = measure(args.model, args.tp, args.batch, args.contexts, args.steps, "cuda", peer=peer,
+                          weights=args.weights, group=args.group)  # fmt: skip
+    bits = "" if args.weights == "stored" else f"_{args.weights}"
+    report(f"decode_{args.model}{bits}_tp{args.tp}_b{args.batch}_h200", rows, notes=__doc__ or "", headlines=heads)
 
 
 if __name__ == "__main__":

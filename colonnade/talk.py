@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from colonnade import api
-from colonnade.config import AS_TRAINED, Device, ExpertsConfig, Plan, ServeConfig
+from colonnade.config import AS_TRAINED, Device, ExpertsConfig, Plan, ServeConfig, WeightGroup, Weights
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ColonnadeError
 from colonnade.model import Transformer
@@ -42,19 +42,26 @@ class Where:
     @property
     def load(self) -> Load:
         """What an engine process calls for its share of the model; raises before any starts what :meth:`find` does."""
-        return functools.partial(_load, str(self.find().place), self.dtype, self.experts)
+        return functools.partial(
+            _load, str(self.find().place), self.dtype, self.experts, self.serve.weights, self.serve.weight_group
+        )
 
     def find(self) -> api.Found:
         """The model, opened, and the plan checked against it."""
-        return api.find(self.model, self.plan, self.experts)
+        return api.find(self.model, self.plan, self.experts, self.serve.weights, self.serve.weight_group)
 
     def open(self) -> api.Model:
         """Load it, on every rank of its plan."""
-        return api.load(self.model, plan=self.plan, dtype=self.dtype, device=self.device, experts=self.experts)
+        return api.load(
+            self.model, plan=self.plan, dtype=self.dtype, device=self.device, experts=self.experts,
+            weights=self.serve.weights, weight_group=self.serve.weight_group,
+        )  # fmt: skip
 
 
-def _load(path: str, dtype: api.DType, experts: ExpertsConfig, ground: Ground) -> tuple[Transformer, Tokenizer]:
-    model = api.load(path, dtype=dtype, ground=ground, experts=experts)
+def _load(
+    path: str, dtype: api.DType, experts: ExpertsConfig, weights: Weights, group: WeightGroup, ground: Ground
+) -> tuple[Transformer, Tokenizer]:
+    model = api.load(path, dtype=dtype, ground=ground, experts=experts, weights=weights, weight_group=group)
     return model.transformer, model.tokenizer
 
 

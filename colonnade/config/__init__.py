@@ -6,6 +6,7 @@ from colonnade.config.latent import LatentConfig
 from colonnade.config.model import ModelConfig, RopeScaling
 from colonnade.config.moe import MoeConfig, RouterConfig
 from colonnade.config.plan import Plan
+from colonnade.config.quantised import WeightGroup, Weights
 from colonnade.config.run import DataConfig, Device, RunConfig, TrainConfig
 from colonnade.config.serve import ServeConfig
 
@@ -24,6 +25,8 @@ __all__ = [
     "RunConfig",
     "ServeConfig",
     "TrainConfig",
+    "WeightGroup",
+    "Weights",
     "count",
     "nearest",
 ]

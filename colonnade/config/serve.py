@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from colonnade.config.base import Config
+from colonnade.config.quantised import WeightGroup, Weights
 
 
 class ServeConfig(Config):
@@ -10,6 +11,11 @@ class ServeConfig(Config):
 
     page_tokens: int = Field(default=16, gt=0)
     """Tokens in one page of the key/value cache."""
+    weights: Weights = "stored"
+    """How the matrices of a model are kept in memory: as the dtype says, or in fewer bits, quantised while they are
+    read: int8 and float8 with a scale a row, int4 with one a group of inputs. Embeddings stay as they are."""
+    weight_group: WeightGroup = 64
+    """Inputs that share a scale of int4; fewer are more exact, and a little larger."""
     pages: int | None = Field(default=None, gt=0)
     """Pages in the pool; None takes cache_bytes."""
     cache_bytes: int = Field(default=1 << 28, gt=0)

@@ -18,8 +18,8 @@ from colonnade.kernels.dropout import recompute
 from colonnade.kernels.dropout import reference as dropout_reference
 from colonnade.kernels.experts import batched, grouped, loop, scaled_grouped, scaled_grouped_mm
 from colonnade.kernels.experts import reference as experts_reference
+from colonnade.kernels.linear import quantised, scaled, scaled_mm, thin
 from colonnade.kernels.linear import reference as linear_reference
-from colonnade.kernels.linear import scaled, scaled_mm, thin
 from colonnade.kernels.permute import reference as permute_reference
 
 Operation = Literal[
@@ -30,6 +30,7 @@ Operation = Literal[
     "chunk_backward",
     "dropout",
     "linear",
+    "quantised_linear",
     "scaled_product",
     "scaled_grouped_product",
     "expert_sums",
@@ -68,12 +69,14 @@ def _written_in_triton() -> tuple[Row, ...]:
     from colonnade.kernels.attention import triton_dropout
     from colonnade.kernels.dropout import triton_elements
     from colonnade.kernels.experts import triton_experts
+    from colonnade.kernels.linear import quantised_gpu
     from colonnade.kernels.permute import triton_moves, triton_sort
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     return (
         Row("dropout_attention", "triton", triton_dropout.packed, **on),
         Row("dropout", "triton", triton_elements.dropout, **on),
+        Row("quantised_linear", "triton", quantised_gpu.linear, **on),
         Row("routed_experts", "triton", triton_experts.routed, **on),
         Row("experts", "triton", triton_experts.experts, **on),
         Row("sort_choices", "triton", triton_sort.sort, devices=("cuda",)),
@@ -131,6 +134,7 @@ TABLE: tuple[Row, ...] = (
     # In bfloat16 torch takes oneDNN, which needs no help.
     Row("linear", "thin", thin.linear, devices=("cpu",), dtypes=(torch.float64, torch.float32)),
     Row("linear", "reference", linear_reference.linear),
+    Row("quantised_linear", "reference", quantised.linear),
     Row("scaled_product", "scaled_mm", scaled_mm.product, devices=("cuda",), dtypes=FLOATS8),
     Row("scaled_product", "reference", scaled.product, dtypes=FLOATS8),
     *_scaled_grouped(),

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from colonnade.model.linear import linear
+from colonnade.kernels.linear.quantise import Quantised, dequantise
+from colonnade.model.linear import Matrix, linear
 from colonnade.model.loss import IGNORE, cross_entropy_sum
 from colonnade.model.top import Top
 from colonnade.parallel.axis import Axes
@@ -14,7 +15,7 @@ from colonnade.parallel.axis import Axes
 class Projection(NamedTuple):
     """What a model has for its heads, whatever the tokens."""
 
-    weight_vD: Tensor
+    weight_vD: Matrix
     """This rank's rows of the output projection."""
     axes: Axes
     vocab_size: int
@@ -69,9 +70,10 @@ class Loss:
         because it is taken over data ranks and micro-batches too.
         """
         x_RD, bias_v = _ready(x_tD, T, self.rows_R, onto)
+        weight_vD = onto.weight_vD
         total = cross_entropy_sum(
             x_RD,
-            onto.weight_vD,
+            dequantise(weight_vD, x_RD.dtype) if isinstance(weight_vD, Quantised) else weight_vD,
             self.targets_R,
             tp=onto.axes.tp,
             vocab_size=onto.vocab_size,

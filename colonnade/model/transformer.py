@@ -184,7 +184,7 @@ class Transformer(nn.Module):
     def output(self) -> Projection:
         """What the heads need of the model; to be asked anew in each pass, for FSDP gathers the weights."""
         if self.unembed is not None:
-            weight_vD = self.unembed.weight
+            weight_vD = self.unembed.matrix
         else:
             assert self.embed is not None
             weight_vD = self.embed.tokens.weight

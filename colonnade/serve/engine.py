@@ -24,7 +24,7 @@ from colonnade.model import Transformer
 from colonnade.serve import wire
 from colonnade.serve.batch import Drawn, Runner
 from colonnade.serve.fixed import FixedSteps
-from colonnade.serve.limits import build_cache, limit_tokens
+from colonnade.serve.limits import build_cache, check_model, limit_tokens
 from colonnade.serve.output import Completion, FinishReason, Output, Timing, not_finite
 from colonnade.serve.pages import PagePool
 from colonnade.serve.request import Request
@@ -61,6 +61,7 @@ class Engine:
                 f"an engine lays its model over tp ranks only, not over dp={model.axes.dp.size}; "
                 "use dp=1, and one server for each replica"
             )
+        check_model(model, self.config)
         self.cache = build_cache(model, self.config)
         fixed, pages = None, self.cache.pages
         if self.config.fixed_steps:

@@ -3,10 +3,21 @@
 from collections.abc import Sequence
 
 from colonnade.config import ServeConfig
-from colonnade.errors import CapacityError, RequestError
+from colonnade.errors import CapacityError, ConfigError, RequestError
 from colonnade.model import KVCache, Transformer
+from colonnade.model.quantised import kind_of
 from colonnade.serve.pages import PagePool
 from colonnade.serve.sampling import SamplingParams
+
+
+def check_model(model: Transformer, config: ServeConfig) -> None:
+    """Raise :class:`ConfigError` where ``config`` says of a model what it is not."""
+    kept = kind_of(model) or "stored"
+    if config.weights not in ("stored", kept):
+        raise ConfigError(
+            f"serve.weights is {config.weights}, and this model's are {kept}: they are quantised while a model is "
+            f'read; load it with weights="{config.weights}"'
+        )
 
 
 def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
