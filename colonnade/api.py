@@ -263,18 +263,17 @@ def _told(trained: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
 def _load(
     found: Found, ground: Ground, dtype: DType, source: str, resident: int | None, weights: Weights, group: int
 ) -> Model:
-    if dtype == "auto":
-        dtype = "bfloat16" if ground.device.type == "cuda" else "float32"
     layers = found.config.moe.layers_among(found.config.layers) if found.config.moe else 0
     resident = None if resident is None or resident >= layers else resident
     home = None if resident is None else torch.device("cpu")
-    on = {"device": ground.device, "dtype": getattr(torch, dtype), "experts_on": home}
+    on = {"device": ground.device, "dtype": dtype_on(ground.device, dtype), "experts_on": home}
     try:
         if weights == "stored":
             transformer, put = Transformer(found.config, ground.axes, **on), in_place
         else:
-            kept = {"device": ground.device, "dtype": getattr(torch, dtype), "kind": weights, "group": group}
-            transformer, put = build(found.config, ground.axes, **kept)
+            transformer, put = build(
+                found.config, ground.axes, device=ground.device, dtype=on["dtype"], kind=weights, group=group
+            )
         found.fill(transformer.eval().requires_grad_(False), ground, put)
         if resident is not None:
             Resident(experts_of(transformer), resident, ground.device)
@@ -282,6 +281,13 @@ def _load(
         shape = Transformer(found.config, ground.axes, **on | {"device": "meta", "experts_on": None})
         raise CapacityError(too_large(shape, resident, source)) from None
     return Model(transformer, found.tokenizer(), ground, source)
+
+
+def dtype_on(device: torch.device, dtype: DType) -> torch.dtype:
+    """The type that ``dtype`` means on ``device``."""
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, dtype)
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:

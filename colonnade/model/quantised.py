@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import ModelConfig
-from colonnade.kernels.linear.quantise import Kind
+from colonnade.kernels.linear.quantise import Kind, stored_bytes
 from colonnade.model.linear import Linear
 from colonnade.model.transformer import Transformer
 from colonnade.parallel.axis import SOLO, Axes
@@ -35,11 +35,7 @@ def build(
 ) -> tuple[Transformer, Place]:
     """A model whose matrices are nowhere yet, and what puts them there in ``kind`` (others where they belong)."""
     model = Transformer(config, axes, device="meta", dtype=dtype)
-    waiting = {
-        f"{name}.weight": module
-        for name, module in model.named_modules()
-        if isinstance(module, Linear) and not module.in_parts
-    }
+    waiting = quantisable(model)
     for module in model.modules():
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if name != "weight" or module not in waiting.values():
@@ -52,10 +48,28 @@ def build(
             in_place(name, held, value)
             return
         over = axes.tp if layout[name] == 1 else SOLO
-        bits: Kind = "int8" if kind == "int4" and name == "unembed.weight" else kind
-        waiting[name].quantise(value.to(device), bits, group, over.max_)
+        waiting[name].quantise(value.to(device), _bits(name, kind), group, over.max_)
 
     return model, place
+
+
+def quantisable(model: nn.Module) -> dict[str, Linear]:
+    """What has a matrix that can be quantised, by the matrix's name."""
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, Linear))
+    return {f"{name}.weight": module for name, module in layers if not module.in_parts}
+
+
+def _bits(name: str, kind: Kind) -> Kind:
+    return "int8" if kind == "int4" and name == "unembed.weight" else kind
+
+
+def kept_bytes(shape: nn.Module, kind: Kind, group: int) -> int:
+    """Memory of a model's weights if its matrices were in ``kind`` [bytes]; it may be on the meta device."""
+    waiting = quantisable(shape)
+    plain = (x.nbytes for name, x in (*shape.named_parameters(), *shape.named_buffers()) if name not in waiting)
+    return sum(plain) + sum(
+        stored_bytes(*layer.weight.shape, _bits(name, kind), group) for name, layer in waiting.items()
+    )
 
 
 def kind_of(model: nn.Module) -> Kind | None:

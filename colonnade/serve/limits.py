@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from colonnade.config import ServeConfig
 from colonnade.errors import CapacityError, ConfigError, RequestError
 from colonnade.model import KVCache, Transformer
-from colonnade.model.quantised import kind_of
+from colonnade.model.quantised import kind_of, weight_bytes
+from colonnade.serve.memory import Asked, check_room, free_bytes, pages_of, told
 from colonnade.serve.pages import PagePool
 from colonnade.serve.sampling import SamplingParams
 
@@ -23,27 +24,30 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
 def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
     """The cache that ``config`` allows, but no larger than ``max_requests`` whole contexts could fill.
 
-    Raises :class:`CapacityError` when not one page fits, or the memory is not there.
+    Raises :class:`CapacityError` when not one page fits, and with a table when the memory is not there.
     """
     size, context = config.page_tokens, model.config.context
     weight = next(model.parameters())
     page_bytes = KVCache.bytes_per_page(model.config, model.axes, size, weight.dtype)
-    pages = config.pages or min(config.cache_bytes // page_bytes, config.max_requests * -(-context // size))
-    pages += config.fixed_steps  # a page that is nobody's
-    if pages < 1 + config.fixed_steps:
+    pages = pages_of(model.config, model.axes, config, weight.dtype)
+    if not pages:
         raise CapacityError(
             f"--serve.cache_bytes {config.cache_bytes} holds no page of {size} tokens, which takes {page_bytes} bytes; "
             f"give {page_bytes * -(-context // size)} for one whole context of {context} tokens"
         )
+    held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()) if x.device == weight.device)
+    held += weight_bytes(model) - sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    asked = Asked(
+        model.config, config.but(weights=kind_of(model) or "stored"), weight.dtype, weight.device,
+        tp=model.axes.tp.size, weights=held,
+    )  # fmt: skip
+    check_room(asked, held)
     try:
         return KVCache(
             model.config, model.axes, pages=pages, page_tokens=size, dtype=weight.dtype, device=weight.device
         )
-    except RuntimeError as refusal:  # torch's only type for a failed allocation on a CPU
-        raise CapacityError(
-            f"no memory for a key/value cache of {pages * page_bytes} bytes on {weight.device}; "
-            f"lower --serve.cache_bytes ({str(refusal).splitlines()[0][:120]})"
-        ) from None
+    except RuntimeError:  # torch's only type for a failed allocation on a CPU; on a GPU its pieces may not fit
+        raise CapacityError(told(asked, asked.needs(), free_bytes(weight.device) + held)) from None
 
 
 def limit_tokens(ids: Sequence[int], params: SamplingParams, *, context: int, vocab_size: int, pool: PagePool) -> int:

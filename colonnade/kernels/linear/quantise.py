@@ -75,6 +75,13 @@ def quantise(weight_FD: Tensor, kind: Kind, group: int = 64, over: Callable[[Ten
     return Quantised(kind, values_FD, scale_F1, w_FD.shape[1], w_FD.shape[1])
 
 
+def stored_bytes(outputs: int, inputs: int, kind: Kind, group: int) -> int:
+    """Memory of such a matrix in ``kind`` [bytes]."""
+    if kind == "int4":
+        return outputs * -(-inputs // group) * (group // 2 + 4)
+    return outputs * (inputs + 4)
+
+
 def upscale(highest: Tensor, kind: torch.dtype) -> Tensor:
     """The power of two that brings ``highest`` just within what the format ``kind`` holds."""
     room = torch.finfo(kind).max / highest.float().clamp(min=SMALLEST)
