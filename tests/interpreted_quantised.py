@@ -1,4 +1,4 @@
-"""Products with quantised weights, run by Triton's interpreter (see interpreted.py).
+"""Products with quantised weights, and products and norms of fixed tiles, by Triton's interpreter (see interpreted.py).
 
 Tiles are small, so that inputs and outputs end within one, and inputs are cut into several splits.
 """
@@ -8,9 +8,12 @@ import warnings
 
 import torch
 
-from colonnade.kernels.linear import quantised, quantised_gpu
+from colonnade.kernels.linear import quantised, quantised_gpu, triton_fixed
+from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear.quantise import quantise
 from colonnade.kernels.linear.quantised_gpu import Tiles
+from colonnade.kernels.norm import reference as norm_reference
+from colonnade.kernels.norm import triton_rows
 
 SHAPES = [(40, 96), (16, 64), (7, 50), (33, 300)]
 HOW = {"int4": Tiles(16, 16, 4, 2), "int8": Tiles(16, 32, 4, 2), "float8": Tiles(16, 32, 4, 2)}
@@ -59,7 +62,34 @@ def check_the_row_of_the_table() -> int:
     return 6
 
 
+def check_fixed_products() -> int:
+    """Right, and a row's bits the same alone and among others."""
+    weight, bias = torch.randn(40, 150), torch.randn(40)
+    for rows, dtype, biased in ((1, torch.float32, True), (70, torch.float32, False), (3, torch.float16, True)):
+        x = torch.randn(rows, 2, 150).to(dtype)[:, 0]
+        b = bias.to(dtype) if biased else None
+        got = triton_fixed.linear(x, weight.to(dtype), b)
+        exact = linear_reference.linear(x.double(), weight.to(dtype).double(), None if b is None else b.double())
+        assert (got - exact).norm() < (1e-6 if dtype == torch.float32 else 1e-3) * exact.norm()
+        for r in {0, rows // 2, rows - 1}:
+            assert torch.equal(triton_fixed.linear(x[r : r + 1], weight.to(dtype), b)[0], got[r])
+    assert triton_fixed.linear(torch.randn(2, 3, 150), weight).shape == (2, 3, 40)
+    assert triton_fixed.linear(torch.randn(0, 150), weight).shape == (0, 40)
+    return 5
+
+
+def check_norms() -> int:
+    for width in (1, 24, 700):
+        w, b = torch.randn(width), torch.randn(width)
+        x = torch.randn(5, 2, width)
+        for bias in (None, b):
+            got, exact = (norm(x, w, bias, 1e-5) for norm in (triton_rows.norm, norm_reference.norm))
+            assert torch.allclose(got, exact, atol=1e-5)
+            assert torch.equal(triton_rows.norm(x[3:4], w, bias, 1e-5), got[3:4])
+    return 6
+
+
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    for check in (check_one_row, check_more_rows, check_the_row_of_the_table):
+    for check in (check_one_row, check_more_rows, check_the_row_of_the_table, check_fixed_products, check_norms):
         print(f"{check.__name__}: {check()} cases", flush=True)

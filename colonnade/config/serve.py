@@ -34,6 +34,9 @@ class ServeConfig(Config):
     """Hand the next forward pass to the device before the last one's tokens are known; None does so on a GPU."""
     fixed_steps: bool = False
     """Pad steps that only decode to a few sizes; on a GPU each is recorded once as a graph and then replayed."""
+    batch_invariant: bool = False
+    """Compute so that a request's tokens are the same, to the last bit of their logits, whoever else is served.
+    Slower; on one rank; on a CPU one token at a time."""
     max_waiting: int = Field(default=1024, gt=0)
     """Requests that may wait; one more is refused (429)."""
     host: str = "127.0.0.1"

@@ -20,6 +20,7 @@ from colonnade.kernels.experts import batched, grouped, loop, scaled_grouped, sc
 from colonnade.kernels.experts import reference as experts_reference
 from colonnade.kernels.linear import quantised, scaled, scaled_mm, thin
 from colonnade.kernels.linear import reference as linear_reference
+from colonnade.kernels.norm import reference as norm_reference
 from colonnade.kernels.permute import reference as permute_reference
 
 Operation = Literal[
@@ -30,6 +31,7 @@ Operation = Literal[
     "chunk_backward",
     "dropout",
     "linear",
+    "norm",
     "quantised_linear",
     "scaled_product",
     "scaled_grouped_product",
@@ -96,6 +98,22 @@ def _decoding() -> tuple[Row, ...]:
     return (Row("paged_attention", "triton", triton_decode.paged, **on),)
 
 
+def _fixed() -> tuple[Row, ...]:
+    """A row's bits whatever the number of rows: only for those who ask for it by name."""
+    if not TRITON:
+        return ()
+    from colonnade.kernels.attention import fixed
+    from colonnade.kernels.linear import triton_fixed
+    from colonnade.kernels.norm import triton_rows
+
+    on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
+    return (
+        Row("paged_attention", "fixed", fixed.paged, **on),
+        Row("linear", "fixed", triton_fixed.linear, **on),
+        Row("norm", "fixed", triton_rows.norm, **on),
+    )
+
+
 def _grouped(device: str) -> tuple[Row, ...]:
     """torch's grouped product, where this torch has it; it knows no float64, and on a CPU is slower than a loop."""
     on = {"devices": (device,), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
@@ -134,6 +152,7 @@ TABLE: tuple[Row, ...] = (
     # In bfloat16 torch takes oneDNN, which needs no help.
     Row("linear", "thin", thin.linear, devices=("cpu",), dtypes=(torch.float64, torch.float32)),
     Row("linear", "reference", linear_reference.linear),
+    Row("norm", "reference", norm_reference.norm),
     Row("quantised_linear", "reference", quantised.linear),
     Row("scaled_product", "scaled_mm", scaled_mm.product, devices=("cuda",), dtypes=FLOATS8),
     Row("scaled_product", "reference", scaled.product, dtypes=FLOATS8),
@@ -156,6 +175,7 @@ TABLE: tuple[Row, ...] = (
     Row("gather_rows", "reference", permute_reference.gather),
     Row("combine_rows", "reference", permute_reference.combine),
     Row("adamw", "reference", adamw_reference.adamw, dtypes=(torch.float64, torch.float32)),
+    *_fixed(),
 )
 
 CHOSEN = {

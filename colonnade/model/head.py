@@ -22,6 +22,8 @@ class Projection(NamedTuple):
     """V, over all ranks."""
     top: Top | None = None
     """An encoder's."""
+    kernels: str = "auto"
+    """Which implementation multiplies."""
 
 
 class Head(Protocol):
@@ -86,7 +88,7 @@ class Loss:
 def shares(x_tD: Tensor, T: int, rows_R: Tensor | None, onto: Projection) -> Tensor:
     """logits_Rv: this rank's share of the vocabulary, of the tokens ``rows_R`` of the stream (None: of all)."""
     x_RD, bias_v = _ready(x_tD, T, rows_R, onto)
-    return linear(x_RD, onto.weight_vD, bias_v)
+    return linear(x_RD, onto.weight_vD, bias_v, onto.kernels)
 
 
 def _ready(x_tD: Tensor, T: int, rows_R: Tensor | None, onto: Projection) -> tuple[Tensor, Tensor | None]:

@@ -19,10 +19,10 @@ Matrix = Tensor | Quantised
 """A weight as it is multiplied with."""
 
 
-def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, kernels: str = "auto") -> Tensor:
     """x Wᵀ + b, (…, inputs) to (…, outputs)."""
     operation = "quantised_linear" if isinstance(weight, Quantised) else "linear"
-    return choose(operation, x.device.type, x.dtype)(x, weight, bias)
+    return choose(operation, x.device.type, x.dtype, kernels)(x, weight, bias)
 
 
 class InFloat8(nn.Module):
@@ -39,6 +39,8 @@ class Linear(InFloat8):
 
     quantised: Quantised | None = None
     """What stands in the place of :attr:`weight`; no buffer, so that a cast of the model leaves it alone."""
+    kernels = "auto"
+    """Which implementation multiplies (:mod:`~colonnade.kernels.choose`)."""
     in_parts = False
     """Whether somebody multiplies with parts of :attr:`weight`, which then stays as it is."""
 
@@ -50,14 +52,14 @@ class Linear(InFloat8):
     def forward(self, x: Tensor) -> Tensor:
         """(…, inputs) to (…, outputs)."""
         if self.float8 is None:
-            return linear(x, self.matrix, self.bias)
+            return linear(x, self.matrix, self.bias, self.kernels)
         y = self.product(x)
         return y if self.bias is None else y + self.bias
 
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ alone: where the ranks' products are summed, the bias comes after the sum."""
         if self.float8 is None:
-            return linear(x, self.matrix)
+            return linear(x, self.matrix, None, self.kernels)
         return float8.linear(x, self.weight, row_wise=self.float8 == "rowwise")
 
     @property

@@ -67,9 +67,8 @@ def kept_bytes(shape: nn.Module, kind: Kind, group: int) -> int:
     """Memory of a model's weights if its matrices were in ``kind`` [bytes]; it may be on the meta device."""
     waiting = quantisable(shape)
     plain = (x.nbytes for name, x in (*shape.named_parameters(), *shape.named_buffers()) if name not in waiting)
-    return sum(plain) + sum(
-        stored_bytes(*layer.weight.shape, _bits(name, kind), group) for name, layer in waiting.items()
-    )
+    sizes = ((*layer.weight.shape, _bits(name, kind)) for name, layer in waiting.items())
+    return sum(plain) + sum(stored_bytes(outputs, inputs, bits, group) for outputs, inputs, bits in sizes)
 
 
 def kind_of(model: nn.Module) -> Kind | None:

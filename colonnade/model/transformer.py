@@ -112,6 +112,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The model of ``config``, this rank's share of it by ``axes``; parameters are uninitialised."""
 
+    kernels = "auto"
+    """Which implementation multiplies with the output projection (:mod:`~colonnade.kernels.choose`)."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -188,7 +191,7 @@ class Transformer(nn.Module):
         else:
             assert self.embed is not None
             weight_vD = self.embed.tokens.weight
-        return Projection(weight_vD, self.axes, self.config.vocab_size, self.top)
+        return Projection(weight_vD, self.axes, self.config.vocab_size, self.top, self.kernels)
 
     def _turn(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation | None:
         if self.config.positions != "rotary":

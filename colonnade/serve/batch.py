@@ -4,6 +4,7 @@ Slots are where the tokens' keys and values are written; pages of the requests' 
 may be negative, -1 - r, for the token that draw r of the work before gave.
 """
 
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from colonnade.model import KVCache, Paged, Stream, Transformer
 from colonnade.serve.fixed import FixedSteps
-from colonnade.serve.sampler import NextTokens, sample, told
+from colonnade.serve.invariant import one_by_one
+from colonnade.serve.sampler import NextTokens, sample, sample_each, told
 from colonnade.serve.scheduler import Work
 from colonnade.serve.upload import upload
 
@@ -19,9 +21,20 @@ from colonnade.serve.upload import upload
 class Runner:
     """Runs one :class:`Work` after another on this rank's share of the model and of the cache."""
 
-    def __init__(self, model: Transformer, cache: KVCache, fixed: FixedSteps | None = None, *, share: bool = True):
-        """``fixed`` takes the steps that it can; ``share``: keys of several requests are read once."""
-        self.model, self.cache, self.fixed, self.share = model, cache, fixed, share
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        fixed: FixedSteps | None = None,
+        *,
+        share: bool = True,
+        invariant: str | None = None,
+    ):
+        """``fixed`` takes the steps that it can; ``share``: keys of several requests are read once. ``invariant``: the
+        attention of :func:`invariant.prepare`.
+        """
+        self.model, self.cache, self.fixed, self.share, self.invariant = model, cache, fixed, share, invariant
+        self._one_by_one = invariant is not None and not cache.k[0].is_cuda
         self._last_R = torch.zeros(1, dtype=torch.int64, device=cache.k[0].device)
         """What the last work drew: the next one may begin with these tokens before the host has seen them."""
 
@@ -30,15 +43,22 @@ class Runner:
         """Run ``work``; the next tokens of the R slices that draw one, in order (R may be 0), on every rank."""
         if self.fixed is not None and self.fixed.take(work):
             logits_Rv = self.fixed(work, self._last_R)
-            self._last_R = sample(logits_Rv, work.draws, self.model.axes.tp, self.model.config.vocab_size)
+            draw = sample_each if self.invariant else sample
+            self._last_R = draw(logits_Rv, work.draws, self.model.axes.tp, self.model.config.vocab_size)
             return Drawn(self._last_R)
-        stream, attend, head = arguments(self.cache, work, share=self.share)
-        if any(piece.tokens[-1] < 0 for piece in work.slices):
-            stream = stream._replace(tokens_T=told(stream.tokens_T, self._last_R))
-        tokens_R = self.model(stream, attend, head)
+        passes = one_by_one(work, self.cache.page_tokens) if self._one_by_one else [work]
+        tokens_R = torch.cat([self._run(each) for each in passes])
         if len(tokens_R):
             self._last_R = tokens_R
         return Drawn(tokens_R)
+
+    def _run(self, work: Work) -> Tensor:
+        stream, attend, head = arguments(self.cache, work, share=self.share)
+        if self.invariant:
+            attend, head = replace(attend, kernels=self.invariant, share=False), replace(head, each=True)
+        if any(piece.tokens[-1] < 0 for piece in work.slices):
+            stream = stream._replace(tokens_T=told(stream.tokens_T, self._last_R))
+        return self.model(stream, attend, head)
 
 
 class Drawn:

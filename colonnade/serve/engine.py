@@ -24,6 +24,7 @@ from colonnade.model import Transformer
 from colonnade.serve import wire
 from colonnade.serve.batch import Drawn, Runner
 from colonnade.serve.fixed import FixedSteps
+from colonnade.serve.invariant import prepare
 from colonnade.serve.limits import build_cache, check_model, limit_tokens
 from colonnade.serve.output import Completion, FinishReason, Output, Timing, not_finite
 from colonnade.serve.pages import PagePool
@@ -63,12 +64,13 @@ class Engine:
             )
         check_model(model, self.config)
         self.cache = build_cache(model, self.config)
+        invariant = prepare(model) if self.config.batch_invariant else None
         fixed, pages = None, self.cache.pages
         if self.config.fixed_steps:
             pages -= 1  # what padding writes into
             context = min(model.config.context, pages * self.cache.page_tokens)
-            share = self.config.shared_reading
-            fixed = FixedSteps(model, self.cache, self.config.max_requests, context, share=share)
+            share = self.config.shared_reading and not invariant
+            fixed = FixedSteps(model, self.cache, self.config.max_requests, context, share=share, kernels=invariant)
         self.scheduler = Scheduler(
             PagePool(pages, self.cache.page_tokens),
             max_requests=self.config.max_requests,
@@ -76,7 +78,7 @@ class Engine:
             max_waiting=self.config.max_waiting,
             prefix_cache=self.config.prefix_cache,
         )
-        self._runner = Runner(model, self.cache, fixed, share=self.config.shared_reading)
+        self._runner = Runner(model, self.cache, fixed, share=self.config.shared_reading, invariant=invariant)
         on_gpu = self.cache.k[0].is_cuda
         self._ahead = on_gpu if self.config.run_ahead is None else self.config.run_ahead
         self._flying: tuple[Work, Drawn] | None = None

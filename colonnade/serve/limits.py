@@ -19,6 +19,10 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
             f"serve.weights is {config.weights}, and this model's are {kept}: they are quantised while a model is "
             f'read; load it with weights="{config.weights}"'
         )
+    if config.batch_invariant and config.fixed_steps and next(model.parameters()).device.type == "cpu":
+        raise ConfigError(
+            "serve.batch_invariant runs one token at a time on a CPU, which serve.fixed_steps cannot pad; leave one out"
+        )
 
 
 def build_cache(model: Transformer, config: ServeConfig) -> KVCache:

@@ -46,10 +46,13 @@ class NextTokens:
 
     index_R: Tensor
     draws: Sequence[Draw]
+    each: bool = False
+    """Draw for each by itself (:func:`sample_each`)."""
 
     def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
         """tokens_R, int64, the same on every rank."""
-        return sample(shares(x_tD, T, self.index_R, onto), self.draws, onto.axes.tp, onto.vocab_size)
+        draw = sample_each if self.each else sample
+        return draw(shares(x_tD, T, self.index_R, onto), self.draws, onto.axes.tp, onto.vocab_size)
 
 
 def sample(logits_Rv: Tensor, draws: Sequence[Draw], tp: Axis = SOLO, vocab_size: int | None = None) -> Tensor:
@@ -73,6 +76,13 @@ def sample(logits_Rv: Tensor, draws: Sequence[Draw], tp: Axis = SOLO, vocab_size
             scaled = (chosen - peak_R[which, None]) / asked.temperature
             tokens_R[which] = choose(scaled, asked, first, tp)
     return tokens_R.masked_fill(~peak_R.isfinite(), NOT_FINITE)
+
+
+def sample_each(logits_Rv: Tensor, draws: Sequence[Draw], tp: Axis = SOLO, vocab_size: int | None = None) -> Tensor:
+    """As :func:`sample`, a row at a time where sums are taken over it: their rounding then depends on no other row."""
+    if all(draw.greedy for draw in draws):
+        return sample(logits_Rv, draws, tp, vocab_size)
+    return torch.cat([sample(logits_Rv[r : r + 1], [draw], tp, vocab_size) for r, draw in enumerate(draws)])
 
 
 def told(ids: Tensor, last_R: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The kernels of quantised products compiled for Hopper, which takes no GPU: they fit, read wide, and spill nothing."""
+"""Products with quantised weights and of fixed tiles, compiled for Hopper without a GPU: they fit and spill nothing."""
 
 import importlib.util
 import re
@@ -45,3 +45,17 @@ def test_they_fit_the_chip(name: str, kind: str, rows: int, tmp_path: Path) -> N
     else:
         assert "wgmma" in ptx and re.search(r"cp\.async\.cg[^;]*, 0x10", ptx)
     assert kind != "int4" or not re.search(r"cvt\.rn\.f32\.[su]", ptx)
+
+
+@pytest.mark.parametrize("kind", ["*bf16", pytest.param("*fp32", marks=pytest.mark.long)])
+def test_fixed_tiles_fit_the_chip(kind: str, tmp_path: Path) -> None:
+    from colonnade.kernels.linear import triton_fixed
+
+    types = dict.fromkeys(("x_ptr", "w_ptr", "b_ptr", "y_ptr"), kind)
+    types |= dict.fromkeys(("rows", "outputs", "inputs", "x_t", "w_f"), "i32")
+    tile = triton_fixed.TILE | ({"BK": 64} if kind == "*fp32" else {})
+    whole = ("outputs", "inputs", "x_t", "w_f")
+    built = compiled(triton_fixed._linear, types, {"BIASED": False, **tile}, whole, warps=4, stages=3)
+    assert built.metadata.shared * 2 <= SHARED_BYTES
+    assert spilled(built, tmp_path) == 0
+    assert kind != "*bf16" or "wgmma" in built.asm["ptx"]
