@@ -67,8 +67,8 @@ def kept_bytes(shape: nn.Module, kind: Kind, group: int) -> int:
     """Memory of a model's weights if its matrices were in ``kind`` [bytes]; it may be on the meta device."""
     waiting = quantisable(shape)
     plain = (x.nbytes for name, x in (*shape.named_parameters(), *shape.named_buffers()) if name not in waiting)
-    sizes = ((*layer.weight.shape, _bits(name, kind)) for name, layer in waiting.items())
-    return sum(plain) + sum(stored_bytes(outputs, inputs, bits, group) for outputs, inputs, bits in sizes)
+    shapes = {name: layer.weight.shape for name, layer in waiting.items()}
+    return sum(plain) + sum(stored_bytes(at[0], at[1], _bits(name, kind), group) for name, at in shapes.items())
 
 
 def kind_of(model: nn.Module) -> Kind | None:
