@@ -10,7 +10,7 @@ import torch
 
 from colonnade.kernels.linear import quantised, quantised_gpu, triton_fixed
 from colonnade.kernels.linear import reference as linear_reference
-from colonnade.kernels.linear.quantise import quantise
+from colonnade.kernels.linear.quantise import dequantise, quantise
 from colonnade.kernels.linear.quantised_gpu import Tiles
 from colonnade.kernels.norm import reference as norm_reference
 from colonnade.kernels.norm import triton_rows
@@ -62,6 +62,17 @@ def check_the_row_of_the_table() -> int:
     return 6
 
 
+def check_written_out() -> int:
+    count = 0
+    for (outputs, inputs), kind in itertools.product(SHAPES, ("int8", "int4", "float8")):
+        weight = quantise(torch.randn(outputs, inputs), kind, 32)
+        for dtype in (torch.float32, torch.float16):
+            got, exact = quantised_gpu.written_out(weight, dtype), dequantise(weight, dtype)
+            assert got.dtype == dtype and torch.allclose(got, exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
+            count += 1
+    return count
+
+
 def check_fixed_products() -> int:
     """Right, and a row's bits the same alone and among others."""
     weight, bias = torch.randn(40, 150), torch.randn(40)
@@ -91,5 +102,12 @@ def check_norms() -> int:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    for check in (check_one_row, check_more_rows, check_the_row_of_the_table, check_fixed_products, check_norms):
+    for check in (
+        check_one_row,
+        check_more_rows,
+        check_the_row_of_the_table,
+        check_written_out,
+        check_fixed_products,
+        check_norms,
+    ):
         print(f"{check.__name__}: {check()} cases", flush=True)

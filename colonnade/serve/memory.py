@@ -3,6 +3,7 @@
     weights       this rank's share, as it is kept
     cache         pages · bytes of a page
     activations   max(t · max(2 D + 3 f, 2 D + z + 4 n H) + 2 s k H, r · v · (2 + 24 / bytes))      numbers of the dtype
+                  and of quantised weights the largest matrix, written out (on a CPU a band of it)
     graphs        of each size that is recorded its logits and tables, and once the activations of the largest
 
 A pass of t tokens (``token_budget``) holds at its highest the stream, its norm and three rows of f hidden units, or
@@ -22,6 +23,7 @@ import torch
 from colonnade.config import ModelConfig, Plan, ServeConfig, size
 from colonnade.config.quantised import check as check_weights
 from colonnade.errors import CapacityError, ColonnadeError
+from colonnade.kernels.linear.quantised import BAND
 from colonnade.model import KVCache, Transformer
 from colonnade.model.moe.resident import device_bytes, experts_of
 from colonnade.model.quantised import kept_bytes
@@ -109,7 +111,18 @@ class Asked:
             gathered = context * (config.latent.kv_rank + config.latent.rope_width) * each
         rows = min(serve.max_requests, serve.token_budget)
         logits = rows * -(-config.vocab_size // self.tp) * (2 * each + 24)
-        return max(self._stream(serve.token_budget) + gathered, logits)
+        return max(self._stream(serve.token_budget) + gathered, logits) + self._written_out()
+
+    def _written_out(self) -> int:
+        """Of quantised matrices what is widened at a time: on a GPU the largest, on a CPU a band, in several steps."""
+        if self.serve.weights == "stored":
+            return 0
+        config, tp = self.model, self.tp
+        wide = max(config.ffn_width // tp, (config.heads + 2 * config.kv_heads) // tp * config.head_width)
+        if not config.tied:
+            wide = max(wide, config.vocab_size // tp)
+        largest = config.width * wide
+        return largest * self.dtype.itemsize if self.device.type == "cuda" else min(largest, BAND) * 16
 
     def but(self, **changes: object) -> "Asked":
         """The same with some of it changed; its weights reckoned anew."""

@@ -69,7 +69,7 @@ def test_a_word_holds_what_the_docstring_says() -> None:
 def test_the_reference_multiplies_with_what_is_stored(row, kind: str, group: int, monkeypatch) -> None:
     if "cpu" not in row.devices:
         pytest.skip("a GPU's: tests/interpreted_quantised.py and tests/gpu/test_quantised_gpu.py")
-    monkeypatch.setitem(quantised.BAND, "cpu", 1000)
+    monkeypatch.setattr(quantised, "BAND", 1000)
     w, bias = quantise(draw(37, 90), kind, group), draw(37).double()
     for shape in ((0, 90), (1, 90), (5, 90), (2, 3, 90)):
         x = draw(*shape).double()

@@ -1,6 +1,7 @@
 """y = x Wᵀ + b with a quantised W: dequantise, then multiply. The specification, and what a CPU uses.
 
-A band of W's rows at a time: what is written out at once is :data:`BAND` numbers, however large the model.
+A band of W's rows at a time: what is written out at once is :data:`BAND` numbers, which caches hold, however large the
+model.
 """
 
 import torch
@@ -9,13 +10,13 @@ from torch.nn import functional as F
 
 from colonnade.kernels.linear.quantise import Quantised, dequantise
 
-BAND = {"cpu": 1 << 20, "cuda": 1 << 28}
-"""Weights written out at once: on a CPU what its caches hold, on a GPU a whole matrix."""
+BAND = 1 << 20
+"""Weights written out at once."""
 
 
 def linear(x_TD: Tensor, weight: Quantised, bias_F: Tensor | None = None) -> Tensor:
     """y_TF; the last dimension of ``x_TD`` is multiplied, whatever comes before."""
-    step = max(1, BAND[x_TD.device.type] // max(1, weight.inputs))
+    step = max(1, BAND // max(1, weight.inputs))
     parts = [
         F.linear(x_TD, dequantise(weight, x_TD.dtype, slice(start, start + step)))
         for start in range(0, weight.outputs, step)

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.nn import functional as F
 
-from colonnade.kernels.linear import quantised, scaled_mm, triton_quantised
+from colonnade.kernels.linear import scaled_mm, triton_quantised
 from colonnade.kernels.linear.quantise import NIBBLES, Quantised, upscale
 
 MATRIX = 64
@@ -51,7 +52,7 @@ def linear(x_TD: Tensor, weight: Quantised, bias_F: Tensor | None = None) -> Ten
     """y_TF (see :func:`quantised.linear`)."""
     x = x_TD if x_TD.dim() == 2 else x_TD.reshape(-1, weight.inputs)
     if len(x) > MATRIX or not x.numel():
-        y = _in_float8(x, weight) if _fits_float8(x, weight) else quantised.linear(x, weight)
+        y = _in_float8(x, weight) if _fits_float8(x, weight) else F.linear(x, written_out(weight, x.dtype))
     else:
         y = few_rows(x, weight)
     y = y if bias_F is None else y + bias_F
@@ -60,23 +61,23 @@ def linear(x_TD: Tensor, weight: Quantised, bias_F: Tensor | None = None) -> Ten
 
 def few_rows(x_TD: Tensor, weight: Quantised, how: Tiles | None = None, splits: int | None = None) -> Tensor:
     """y_TF of 1 to :data:`MATRIX` rows, at the speed of reading; ``how`` cuts it up, where that is not chosen here."""
-    T, F = len(x_TD), weight.outputs
+    T, outputs = len(x_TD), weight.outputs
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     name = "thin" if T == 1 else "tiles"
     how = how or CHOSEN[name, weight.kind]
     columns = weight.values.shape[1]
-    blocks = triton.cdiv(F, how.outputs)
+    blocks = triton.cdiv(outputs, how.outputs)
     most = triton.cdiv(columns, 2 * how.columns)
     splits = splits or max(1, min(most, PROGRAMS * _processors(x_TD.device) // blocks))
     step = triton.cdiv(triton.cdiv(columns, splits), how.columns) * how.columns
     splits = triton.cdiv(columns, step)
-    out = parts = x_TD.new_empty(T, F)
+    out = parts = x_TD.new_empty(T, outputs)
     if splits > 1:
-        parts = x_TD.new_empty(splits, T, F, dtype=torch.float32)
+        parts = x_TD.new_empty(splits, T, outputs, dtype=torch.float32)
     four = weight.kind == "int4"
     scales = weight.scales.view(torch.int32) if four else weight.scales
     groups, words = (weight.scales.shape[1], weight.group // NIBBLES) if four else (0, 1)
-    sizes = (F, weight.inputs, columns, groups)
+    sizes = (outputs, weight.inputs, columns, groups)
     kinds = {"KIND": weight.kind, "WORDS": words, "BN": how.outputs, "BK": how.columns}
     launch = {"num_warps": how.warps, "num_stages": how.stages}
     if name == "thin":
@@ -87,7 +88,22 @@ def few_rows(x_TD: Tensor, weight: Quantised, how: Tiles | None = None, splits: 
             x_TD, weight.values, scales, parts, T, *sizes, x_TD.stride(0), step, BM=BM, **kinds, **launch
         )
     if splits > 1:
-        triton_quantised.add[triton.cdiv(T * F, 1024),](parts, out, T * F, splits, BLOCK=1024)
+        triton_quantised.add[triton.cdiv(T * outputs, 1024),](parts, out, T * outputs, splits, BLOCK=1024)
+    return out
+
+
+def written_out(weight: Quantised, dtype: torch.dtype) -> Tensor:
+    """The matrix that ``weight`` stands for (see :func:`quantise.dequantise`)."""
+    out = weight.values.new_empty(weight.outputs, weight.inputs, dtype=dtype)
+    columns = weight.values.shape[1]
+    four = weight.kind == "int4"
+    scales = weight.scales.view(torch.int32) if four else weight.scales
+    groups, words = (weight.scales.shape[1], weight.group // NIBBLES) if four else (0, 1)
+    BN, BK = (16, 64) if four else (16, 256)
+    triton_quantised.widen[triton.cdiv(weight.outputs, BN), triton.cdiv(columns, BK)](
+        weight.values, scales, out, weight.outputs, weight.inputs, columns, groups,
+        KIND=weight.kind, WORDS=words, BN=BN, BK=BK, num_warps=4,
+    )  # fmt: skip
     return out
 
 

@@ -1,4 +1,4 @@
-"""Two kernels for products with quantised weights: each weight is read once, in its few bits, and widened in registers.
+"""Kernels for products with quantised weights: each weight is read once, in its few bits, and widened in registers.
 
 ``thin``, for one row: a program has BN outputs, keeps a sum for every column of its tile, and adds them up at the
 end. An int4 word's eight nibbles are never shifted down to integers: a nibble put into bits 16 … 19 of the bits of
@@ -8,8 +8,10 @@ each, and what was added to all comes off once a column.
 ``tiles``, for more rows: a tile of weights, widened to the type of x, times a tile of x on the matrix units. Of int4,
 one product for each of a word's nibbles, since the words' nibble i are neighbouring inputs.
 
-Both cut the inputs into ``splits`` where there are too few outputs to keep a GPU busy; every split writes sums of its
-own, in float32, which ``add`` adds afterwards in their order: two runs give the same bits.
+``widen`` writes W out, for a product of many rows.
+
+The first two cut the inputs into ``splits`` where there are too few outputs to keep a GPU busy; every split writes sums
+of its own, in float32, which ``add`` adds afterwards in their order: two runs give the same bits.
 """
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
@@ -111,6 +113,30 @@ def tiles(
         total *= tl.load(scale_ptr + n, mask=inside, other=0)
     places = (split * rows + m[None, :]).to(tl.int64) * outputs + n
     tl.store(out_ptr + places, total, mask=inside & theirs)
+
+
+@triton.jit
+def widen(
+    w_ptr, scale_ptr, out_ptr, outputs, inputs, columns, groups,
+    KIND: tl.constexpr, WORDS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out[outputs, inputs] of the type that is asked for."""
+    n = (tl.program_id(0) * BN + tl.arange(0, BN))[:, None]
+    c = (tl.program_id(1) * BK + tl.arange(0, BK))[None, :]
+    here = (n < outputs) & (c < columns)
+    w = tl.load(w_ptr + n.to(tl.int64) * columns + c, mask=here, other=0.0)
+    out_row = out_ptr + n.to(tl.int64) * inputs
+    if KIND == "int4":
+        group = c // WORDS
+        scale, low = _scale_and_low(scale_ptr, n, group, groups, here)
+        k = group * (8 * WORDS) + c % WORDS
+        for i in tl.static_range(8):
+            place = k + i * WORDS
+            q = ((w >> 4 * i) & 15).to(tl.float32)
+            tl.store(out_row + place, q * scale + low, mask=here & (place < inputs))
+    else:
+        scale = tl.load(scale_ptr + n, mask=n < outputs, other=0)
+        tl.store(out_row + c, w.to(tl.float32) * scale, mask=here)
 
 
 @triton.jit
