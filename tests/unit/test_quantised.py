@@ -151,7 +151,7 @@ def test_what_cannot_be_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "share", "worse"),
-    [("int8", 1 / 4, 0.01), pytest.param("int4", 5 / 32, 0.03, marks=pytest.mark.long)],
+    [("int8", 1 / 4, 0.02), pytest.param("int4", 5 / 32, 0.03, marks=pytest.mark.long)],
 )
 def test_smollm2_in_fewer_bits_says_what_it_said(weights: str, share: float, worse: float) -> None:
     """Real weights: greedy text, perplexity, memory. (The file itself has 4 bits, in groups of 32.)"""
