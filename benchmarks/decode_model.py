@@ -4,6 +4,7 @@
     python benchmarks/decode_model.py --model code-llama-34b --contexts 512 8192 32768 65536
     python benchmarks/decode_model.py --model mixtral-8x7b --tp 2      # a GPU a rank
     python benchmarks/decode_model.py --weights int4                   # or int8, float8: weights quantised
+    python benchmarks/decode_model.py --batch-invariant                # what serve.batch_invariant costs
     python benchmarks/decode_model.py --tiny                           # a CPU, to see that it runs
 
 Weights are random bfloat16 (the time does not depend on them), greedy, through the engine's own steps: tokens told, one
@@ -34,6 +35,7 @@ from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground
 from colonnade.serve.batch import Runner
 from colonnade.serve.fixed import FixedSteps
+from colonnade.serve.invariant import prepare
 from colonnade.serve.sampling import Draw, SamplingParams
 from colonnade.serve.scheduler import Slice, Work
 
@@ -72,7 +74,7 @@ def made(config: ModelConfig, ground: Ground, dtype: torch.dtype, weights: str, 
     return model.eval().requires_grad_(False)
 
 
-def steps_of(model: Transformer, batch: int, context: int, steps: int) -> float:
+def steps_of(model: Transformer, batch: int, context: int, steps: int, invariant: str | None) -> float:
     """Seconds a step at about ``context`` keys, the median over three runs of so many."""
     device = next(model.parameters()).device
     each = -(-(context + 4 * steps + 8) // PAGE)
@@ -80,7 +82,8 @@ def steps_of(model: Transformer, batch: int, context: int, steps: int) -> float:
                     dtype=next(model.parameters()).dtype, device=device)  # fmt: skip
     for pool in (*cache.k, *cache.v):
         pool.normal_()
-    run = Runner(model, cache, FixedSteps(model, cache, batch, each * PAGE))
+    fixed = None if invariant and device.type == "cpu" else FixedSteps(model, cache, batch, each * PAGE, invariant)
+    run = Runner(model, cache, fixed, invariant=invariant)
     pages = [tuple(range(r * each, (r + 1) * each)) for r in range(batch)]
 
     def work(i: int) -> Work:
@@ -105,7 +108,15 @@ def steps_of(model: Transformer, batch: int, context: int, steps: int) -> float:
 
 
 def ours(
-    name: str, plan: Plan, batch: int, contexts: list[int], steps: int, device: str, weights: str, group: int
+    name: str,
+    plan: Plan,
+    batch: int,
+    contexts: list[int],
+    steps: int,
+    device: str,
+    weights: str,
+    group: int,
+    batch_invariant: bool,
 ) -> list[dict[str, Any]]:
     """On every rank; a row for each context."""
     with Ground.build(plan, device) as ground:
@@ -114,17 +125,19 @@ def ours(
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         check(config, weights, group, plan.tp)
         model = made(config, ground, dtype, weights, group)
+        invariant = prepare(model) if batch_invariant else None
         bandwidth, read = read_bandwidth(device), read_bytes(model, batch)
         token_bytes = KVCache.bytes_per_page(config, ground.axes, 1, dtype)
         rows = []
         for context in contexts:
-            step_s = steps_of(model, batch, context, steps)
+            step_s = steps_of(model, batch, context, steps, invariant)
             bound_s = (read + batch * context * token_bytes) / bandwidth
             rows.append(
                 {
                     "who": "colonnade",
                     "model": name,
                     "weights": weights,
+                    "batch_invariant": batch_invariant,
                     "ranks": plan.tp,
                     "batch": batch,
                     "context": context,
@@ -180,9 +193,10 @@ def measure(
     peer: bool,
     weights: str = "stored",
     group: int = 64,
+    batch_invariant: bool = False,
 ) -> tuple[list[dict[str, Cell]], list[Headline]]:
     plan = Plan(tp=tp)
-    rows = launch(ours, (name, plan, batch, contexts, steps, device, weights, group), plan)
+    rows = launch(ours, (name, plan, batch, contexts, steps, device, weights, group, batch_invariant), plan)
     beside = None
     if peer:
         try:
@@ -192,7 +206,7 @@ def measure(
             rows.append({"who": "transformers, static cache", "failed": str(why).splitlines()[0][:200]})
         print(rows[-1], flush=True)
     first = rows[0]
-    bits = "" if weights == "stored" else f" in {weights}"
+    bits = ("" if weights == "stored" else f" in {weights}") + (", batch-invariant" if batch_invariant else "")
     what = f"Decode {name}{bits}, {tp} GPU{'s' * (tp > 1)}, batch {batch}, {contexts[0]} tokens of context"
     speed = beside["tokens_per_s"] if beside else first["bound_tokens_per_s"]
     return rows, [Headline(what, first["tokens_per_s"], "tokens/s", beside["who"] if beside else "the bound", speed)]
@@ -207,16 +221,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--weights", choices=get_args(Weights), default="stored")
     parser.add_argument("--group", type=int, choices=get_args(WeightGroup), default=64, help="inputs a scale of int4")
+    parser.add_argument("--batch-invariant", action="store_true", help="as serve.batch_invariant computes")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
     args = parser.parse_args(argv)
     if args.tiny:
-        measure("tiny", args.tp, args.batch, [16, 64], 4, "cpu", peer=args.tp == 1, weights=args.weights, group=32)
+        measure("tiny", args.tp, args.batch, [16, 64], 4, "cpu", peer=args.tp == 1, weights=args.weights, group=32,
+                batch_invariant=args.batch_invariant)  # fmt: skip
         return
     peer = not args.no_peer and args.tp == 1 and args.model.startswith("llama")
     rows, heads = measure(args.model, args.tp, args.batch, args.contexts, args.steps, "cuda", peer=peer,
-                          weights=args.weights, group=args.group)  # fmt: skip
-    bits = "" if args.weights == "stored" else f"_{args.weights}"
+                          weights=args.weights, group=args.group, batch_invariant=args.batch_invariant)  # fmt: skip
+    bits = ("" if args.weights == "stored" else f"_{args.weights}") + ("_invariant" if args.batch_invariant else "")
     report(f"decode_{args.model}{bits}_tp{args.tp}_b{args.batch}_h200", rows, notes=__doc__ or "", headlines=heads)
 
 
