@@ -8,6 +8,9 @@ import warnings
 
 import torch
 
+from colonnade.kernels.attention import fixed
+from colonnade.kernels.attention import reference as attention_reference
+from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.linear import quantised, quantised_gpu, triton_fixed
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear.quantise import dequantise, quantise
@@ -89,6 +92,27 @@ def check_fixed_products() -> int:
     return 5
 
 
+def check_fixed_attention() -> int:
+    """A prompt's queries in one pass, or cut anywhere and beside others: the same bits."""
+    draw = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(40, 16, 2, 16, generator=draw) for _ in range(2))
+    q, pages = torch.randn(70, 6, 16, generator=draw), torch.arange(40, dtype=torch.int32).view(2, 20)
+
+    def run(queries: torch.Tensor, new: list[int], lengths: list[int], first: int) -> torch.Tensor:
+        cu = torch.tensor([0, *new]).cumsum(0).int()
+        mine = pages[first : first + len(new)]
+        table = PageTable(mine, cu, torch.tensor(lengths).int(), 16, max(new), max(lengths))
+        exact = attention_reference.paged(queries.double(), k.double(), v.double(), table)
+        got = fixed.paged(queries, k, v, table)
+        assert (got - exact).norm() < 1e-6 * exact.norm()
+        return got
+
+    whole = run(q, [70], [70], 0)
+    assert torch.equal(run(q[60:], [10], [70], 0), whole[60:])
+    assert torch.equal(run(torch.cat((q[:1], q[:3])), [1, 3], [1, 200], 0)[:1], whole[:1])
+    return 3
+
+
 def check_norms() -> int:
     for width in (1, 24, 700):
         w, b = torch.randn(width), torch.randn(width)
@@ -108,6 +132,7 @@ if __name__ == "__main__":
         check_the_row_of_the_table,
         check_written_out,
         check_fixed_products,
+        check_fixed_attention,
         check_norms,
     ):
         print(f"{check.__name__}: {check()} cases", flush=True)

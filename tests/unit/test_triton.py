@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
         ("interpreted_decode", 9),
         ("interpreted_cascade", 5),
         ("interpreted_latent", 3),
-        ("interpreted_quantised", 6),
+        ("interpreted_quantised", 7),
     ],
 )
 def test_interpreted_kernels_equal_their_references(module: str, checks: int) -> None:
