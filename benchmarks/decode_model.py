@@ -4,6 +4,8 @@
     python benchmarks/decode_model.py --model code-llama-34b --contexts 512 8192 32768 65536
     python benchmarks/decode_model.py --model mixtral-8x7b --tp 2 --sh 2             # a GPU a rank
     python benchmarks/decode_model.py --model llama-3-8b --cp 4 --page 256 --contexts 131072 1048576
+    python benchmarks/decode_model.py --weights int4                   # or int8, float8: weights quantised
+    python benchmarks/decode_model.py --batch-invariant                # what serve.batch_invariant costs
     python benchmarks/decode_model.py --tiny                           # a CPU, to see that it runs
 
 ``--cp`` splits the cache over ranks: each holds its part of every context and all weights, so that a token takes the
@@ -22,20 +24,25 @@ a static cache, which it compiles by itself, stands beside the first context, wh
 import argparse
 import statistics
 import time
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from _decode import read_bandwidth
 from _report import Cell, Headline, report
-from colonnade.config import ModelConfig, Plan
+from colonnade.config import ModelConfig, Plan, WeightGroup, Weights
 from colonnade.config.presets import preset
+from colonnade.config.quantised import check
 from colonnade.model import KVCache, Transformer
+from colonnade.model.linear import Linear
+from colonnade.model.quantised import build
+from colonnade.parallel.axis import Axes
 from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground
 from colonnade.parallel.small import with_small
 from colonnade.serve.batch import Runner
 from colonnade.serve.fixed import FixedSteps
+from colonnade.serve.invariant import prepare
 from colonnade.serve.sampling import Draw, SamplingParams
 from colonnade.serve.scheduler import Slice, Work
 
@@ -54,10 +61,29 @@ def read_bytes(model: Transformer, batch: int) -> float:
         if name == "embed.tokens.weight" and not config.tied:
             share = min(1.0, batch / weight.shape[0])
         total += share * weight.nbytes
-    return total
+    layers = (module.quantised for module in model.modules() if isinstance(module, Linear))
+    return total + sum(weight.nbytes for weight in layers if weight is not None)
 
 
-def steps_of(model: Transformer, batch: int, context: int, steps: int, page: int) -> float:
+def made(
+    config: ModelConfig, axes: Axes, device: torch.device, dtype: torch.dtype, weights: str, group: int
+) -> Transformer:
+    """A model of random weights, one matrix at a time where they are quantised."""
+    on: dict[str, Any] = {"device": device, "dtype": dtype}
+    if weights == "stored":
+        model = Transformer(config, axes, **on).eval().requires_grad_(False)
+        for weight in model.parameters():
+            weight.normal_(std=0.02)
+        return model
+    model, place = build(config, axes, **on, kind=weights, group=group)
+    with torch.no_grad():
+        for name, weight in [*model.named_parameters()]:
+            value = torch.empty(weight.shape, **on).normal_(std=0.02)
+            place(name, weight, value)
+    return model.eval().requires_grad_(False)
+
+
+def steps_of(model: Transformer, batch: int, context: int, steps: int, invariant: str | None, page: int) -> float:
     """Seconds a step at about ``context`` keys, the median over three runs of so many."""
     device = next(model.parameters()).device
     each = -(-(context + 4 * steps + 8) // page)
@@ -65,7 +91,10 @@ def steps_of(model: Transformer, batch: int, context: int, steps: int, page: int
                     dtype=next(model.parameters()).dtype, device=device)  # fmt: skip
     for pool in (*cache.k, *cache.v):
         pool.normal_()
-    run = Runner(model, cache, FixedSteps(model, cache, batch, each * page))
+    fixed = None
+    if not invariant or device.type == "cuda":
+        fixed = FixedSteps(model, cache, batch, each * page, share=not invariant, kernels=invariant)
+    run = Runner(model, cache, fixed, share=not invariant, invariant=invariant)
     pages = [tuple(range(r * each, (r + 1) * each)) for r in range(batch)]
 
     def work(i: int) -> Work:
@@ -90,28 +119,40 @@ def steps_of(model: Transformer, batch: int, context: int, steps: int, page: int
 
 
 def ours(
-    name: str, plan: Plan, batch: int, contexts: list[int], steps: int, device: str, page: int, small: bool
+    name: str,
+    plan: Plan,
+    batch: int,
+    contexts: list[int],
+    steps: int,
+    device: str,
+    weights: str,
+    group: int,
+    batch_invariant: bool,
+    page: int,
+    small: bool,
 ) -> list[dict[str, Any]]:
     """On every rank; a row for each context."""
     with Ground.build(plan, device) as ground:
         config = (TINY if name == "tiny" else preset(name)).but(context=max(contexts) + 8 * steps)
         plan.check(config)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        check(config, weights, group, plan.tp)
         axes = ground.axes.serving()
         axes = with_small(axes, ground.device) if small else axes
-        model = Transformer(config, axes, device=ground.device, dtype=dtype).eval().requires_grad_(False)
-        for weight in model.parameters():
-            weight.normal_(std=0.02)
-        bandwidth, weights = read_bandwidth(device), read_bytes(model, batch)
+        model = made(config, axes, ground.device, dtype, weights, group)
+        invariant = prepare(model) if batch_invariant else None
+        bandwidth, read = read_bandwidth(device), read_bytes(model, batch)
         token_bytes = KVCache.bytes_per_page(config, ground.axes, 1, dtype)
         rows = []
         for context in contexts:
-            step_s = steps_of(model, batch, context, steps, page)
-            bound_s = (weights + batch * context * token_bytes / plan.cp) / bandwidth
+            step_s = steps_of(model, batch, context, steps, invariant, page)
+            bound_s = (read + batch * context * token_bytes / plan.cp) / bandwidth
             rows.append(
                 {
                     "who": "colonnade" if small else "colonnade, NCCL's small messages",
                     "model": name,
+                    "weights": weights,
+                    "batch_invariant": batch_invariant,
                     "ranks": plan.world,
                     "plan": str(plan),
                     "batch": batch,
@@ -158,10 +199,22 @@ def theirs(name: str, batch: int, context: int, steps: int, device: str) -> dict
 
 
 def measure(
-    name: str, plan: Plan, batch: int, contexts: list[int], steps: int, device: str, *, peer: bool, page: int = PAGE,
+    name: str,
+    plan: Plan,
+    batch: int,
+    contexts: list[int],
+    steps: int,
+    device: str,
+    *,
+    peer: bool,
+    weights: str = "stored",
+    group: int = 64,
+    batch_invariant: bool = False,
+    page: int = PAGE,
     small: bool = True,
-) -> tuple[list[dict[str, Cell]], list[Headline]]:  # fmt: skip
-    rows = launch(ours, (name, plan, batch, contexts, steps, device, page, small), plan)
+) -> tuple[list[dict[str, Cell]], list[Headline]]:
+    how = (weights, group, batch_invariant, page, small)
+    rows = launch(ours, (name, plan, batch, contexts, steps, device, *how), plan)
     beside = None
     if peer:
         try:
@@ -171,8 +224,9 @@ def measure(
             rows.append({"who": "transformers, static cache", "failed": str(why).splitlines()[0][:200]})
         print(rows[-1], flush=True)
     first = rows[0]
+    bits = ("" if weights == "stored" else f" in {weights}") + (", batch-invariant" if batch_invariant else "")
     gpus = f"{plan.world} GPU{'s' * (plan.world > 1)}" + (f" ({plan})" if plan.cp > 1 else "")
-    what = f"Decode {name}, {gpus}, batch {batch}, {contexts[0]} tokens of context"
+    what = f"Decode {name}{bits}, {gpus}, batch {batch}, {contexts[0]} tokens of context"
     speed = beside["tokens_per_s"] if beside else first["bound_tokens_per_s"]
     return rows, [Headline(what, first["tokens_per_s"], "tokens/s", beside["who"] if beside else "the bound", speed)]
 
@@ -189,20 +243,25 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192, 32768])
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--weights", choices=get_args(Weights), default="stored")
+    parser.add_argument("--group", type=int, choices=get_args(WeightGroup), default=64, help="inputs a scale of int4")
+    parser.add_argument("--batch-invariant", action="store_true", help="as serve.batch_invariant computes")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
     args = parser.parse_args(argv)
     plan = Plan(tp=args.tp, cp=args.cp, ep=args.ep, sh=args.sh)
     if args.tiny:
-        measure("tiny", plan, args.batch, [16, 64], 4, "cpu", peer=plan.world == 1, page=8)
+        measure("tiny", plan, args.batch, [16, 64], 4, "cpu", peer=plan.world == 1, weights=args.weights, group=32,
+                batch_invariant=args.batch_invariant, page=8)  # fmt: skip
         return
     peer = not args.no_peer and plan.world == 1 and args.model.startswith("llama")
-    rows, heads = measure(
-        args.model, plan, args.batch, args.contexts, args.steps, "cuda", peer=peer, page=args.page, small=not args.nccl
-    )
+    rows, heads = measure(args.model, plan, args.batch, args.contexts, args.steps, "cuda", peer=peer,
+                          weights=args.weights, group=args.group, batch_invariant=args.batch_invariant,
+                          page=args.page, small=not args.nccl)  # fmt: skip
+    bits = ("" if args.weights == "stored" else f"_{args.weights}") + ("_invariant" if args.batch_invariant else "")
     layout = f"tp{plan.tp}" + "".join(f"{n}{size}" for n in ("cp", "ep", "sh") if (size := getattr(plan, n)) > 1)
     layout += "_nccl" * args.nccl
-    report(f"decode_{args.model}_{layout}_b{args.batch}_h200", rows, notes=__doc__ or "", headlines=heads)
+    report(f"decode_{args.model}{bits}_{layout}_b{args.batch}_h200", rows, notes=__doc__ or "", headlines=heads)
 
 
 if __name__ == "__main__":

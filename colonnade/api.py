@@ -26,7 +26,18 @@ from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
 from colonnade.checkpoint.hf.hub import fetch, find_minilm
 from colonnade.checkpoint.hf.read import HFFolder
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.config import AS_TRAINED, Device, ExpertsConfig, ModelConfig, Plan, ServeConfig, count
+from colonnade.config import (
+    AS_TRAINED,
+    Device,
+    ExpertsConfig,
+    ModelConfig,
+    Plan,
+    ServeConfig,
+    WeightGroup,
+    Weights,
+    count,
+)  # fmt: skip
+from colonnade.config.quantised import check as check_weights
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CapacityError, CheckpointError, ConfigError, PlanError, RequestError
 from colonnade.model import Hidden, Packed, Pooled, Rows, Stream, Transformer
@@ -34,6 +45,7 @@ from colonnade.model.head import Head
 from colonnade.model.moe import Resident, experts_of
 from colonnade.model.moe.resident import too_large
 from colonnade.model.moe.router import rule
+from colonnade.model.quantised import Place, build, in_place, kind_of
 from colonnade.model.score import Score, score
 from colonnade.parallel.launch import launched
 from colonnade.parallel.mesh import Ground, choose_device
@@ -152,6 +164,8 @@ def load(
     device: Device = "auto",
     ground: Ground | None = None,
     experts: ExpertsConfig = AS_TRAINED,
+    weights: Weights = "stored",
+    weight_group: WeightGroup = 64,
 ) -> Model:
     """Load a model for inference.
 
@@ -159,18 +173,20 @@ def load(
     launched group calls this and gets its share: of the weights over ``tp``, of an engine's cache over ``cp`` too (all
     else context ranks do alike). ``ground`` is for those who already stand on one. ``experts`` says
     what a mixture of experts does otherwise than in training: another A or capacity, for one. The model's config says
-    what it does, and so does what :func:`save` writes of it.
+    what it does, and so does what :func:`save` writes of it. ``weights`` other than stored quantises the matrices
+    while they are read (int4 with a scale for each ``weight_group`` inputs); such a model generates and scores, and is
+    not saved.
 
     Raises :class:`CheckpointError` for anything missing, damaged or unknown, :class:`PlanError` for a layout that the
     model or the world does not allow, :class:`ConfigError` for what its experts cannot do.
     """
     plan = ground.plan if ground else plan or Plan()
-    found = find(path, plan, experts)
+    found = find(path, plan, experts, weights, weight_group)
     exits = ExitStack()
     if ground is None:
         ground = _ground(plan, device, exits)
     with exits:
-        model = _load(found, ground, dtype, str(path), experts.resident)
+        model = _load(found, ground, dtype, str(path), experts.resident, weights, weight_group)
         model._exit = exits.pop_all()
         return model
 
@@ -196,32 +212,45 @@ class Found:
     """What it is, experts changed as they are told."""
     tokenizer: Callable[[], Tokenizer | None]
     """Reads the tokenizer that lies with it."""
-    fill: Callable[[Transformer, Ground], object]
+    fill: Callable[[Transformer, Ground, Place], object]
     """Reads a rank's share of the weights."""
 
 
-def find(path: str | Path, plan: Plan, experts: ExpertsConfig = AS_TRAINED) -> Found:
+def find(
+    path: str | Path,
+    plan: Plan,
+    experts: ExpertsConfig = AS_TRAINED,
+    weights: Weights = "stored",
+    weight_group: WeightGroup = 64,
+) -> Found:
     """Open the model that ``path`` means and check that ``plan`` can lay it out, before any process starts.
 
-    Raises what :func:`load` raises for a model that is not there, for a plan that does not fit, and for ``experts``
-    told to do what they cannot.
+    Raises what :func:`load` raises for a model that is not there, for a plan that does not fit, for ``experts`` told
+    to do what they cannot, and for ``weights`` that cannot be quantised so.
     """
     place = locate(path)
     if native.is_native(place):
         config = native.read_meta(place).model
-        found = Found(place, config, partial(_tokenizer, place / native.TOKENIZER),
-                      partial(native.load, place, trained=config))  # fmt: skip
+
+        def fill(model: Transformer, ground: Ground, put: Place) -> object:
+            return native.load(place, model, ground, trained=config, place=put)
+
+        found = Found(place, config, partial(_tokenizer, place / native.TOKENIZER), fill)
     elif place.is_dir():
         folder = HFFolder(place)
-        found = Found(place, folder.config, partial(_tokenizer, place), lambda model, _: folder.fill(model))
+        found = Found(place, folder.config, partial(_tokenizer, place), lambda model, _, put: folder.fill(model, put))
     else:
         file = GGUFFile(place)
         found = Found(
-            place, file.config, lambda: Tokenizer.from_parts(*file.tokenizer()), lambda model, _: file.fill(model)
+            place,
+            file.config,
+            lambda: Tokenizer.from_parts(*file.tokenizer()),
+            lambda model, _, put: file.fill(model, put),
         )
     if plan.world > plan.tp * plan.cp:
         raise PlanError(f"a loaded model is laid over tp and cp ranks only, not over {plan}; load with these only")
     plan.check(found.config)
+    check_weights(found.config, weights, weight_group, plan.tp)
     return replace(found, config=_told(found.config, experts))
 
 
@@ -233,23 +262,35 @@ def _told(trained: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
     return told
 
 
-def _load(found: Found, ground: Ground, dtype: DType, source: str, resident: int | None) -> Model:
-    if dtype == "auto":
-        dtype = "bfloat16" if ground.device.type == "cuda" else "float32"
+def _load(
+    found: Found, ground: Ground, dtype: DType, source: str, resident: int | None, weights: Weights, group: int
+) -> Model:
     layers = found.config.moe.layers_among(found.config.layers) if found.config.moe else 0
     resident = None if resident is None or resident >= layers else resident
     home = None if resident is None else torch.device("cpu")
-    on = {"device": ground.device, "dtype": getattr(torch, dtype), "experts_on": home}
+    on = {"device": ground.device, "dtype": dtype_on(ground.device, dtype), "experts_on": home}
     try:
         axes = with_small(ground.axes.serving(), ground.device)
-        transformer = Transformer(found.config, axes, **on)
-        found.fill(transformer.eval().requires_grad_(False), ground)
+        if weights == "stored":
+            transformer, put = Transformer(found.config, axes, **on), in_place
+        else:
+            transformer, put = build(
+                found.config, axes, device=ground.device, dtype=on["dtype"], kind=weights, group=group
+            )
+        found.fill(transformer.eval().requires_grad_(False), ground, put)
         if resident is not None:
             Resident(experts_of(transformer), resident, ground.device)
     except torch.OutOfMemoryError:
         shape = Transformer(found.config, ground.axes, **on | {"device": "meta", "experts_on": None})
         raise CapacityError(too_large(shape, resident, source)) from None
     return Model(transformer, found.tokenizer(), ground, source)
+
+
+def dtype_on(device: torch.device, dtype: DType) -> torch.dtype:
+    """The type that ``dtype`` means on ``device``."""
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, dtype)
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
@@ -315,6 +356,10 @@ def save(
     :class:`CheckpointError` when the folder exists otherwise, or cannot be written.
     """
     place = Path(path)
+    if kind := kind_of(model.transformer):
+        raise ConfigError(
+            f"weights in {kind} are made while a model is read, and not saved; load it stored, and save that"
+        )
     if format == "hf":
         kept = None if dtype == "auto" else getattr(torch, dtype)
         write_hf(

@@ -18,6 +18,7 @@ from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground
 from colonnade.serve.client import EngineClient
 from colonnade.serve.line import Ask
+from colonnade.serve.memory import Asked, check_room
 from colonnade.serve.process import engine_process
 from colonnade.serve.sampling import SamplingParams
 from colonnade.serve.worker import Load
@@ -42,19 +43,33 @@ class Where:
     @property
     def load(self) -> Load:
         """What an engine process calls for its share of the model; raises before any starts what :meth:`find` does."""
-        return functools.partial(_load, str(self.find().place), self.dtype, self.experts)
+        return functools.partial(_load, replace(self, model=str(self.find().place)))
 
     def find(self) -> api.Found:
         """The model, opened, and the plan checked against it."""
-        return api.find(self.model, self.plan, self.experts)
+        return api.find(self.model, self.plan, self.experts, self.serve.weights, self.serve.weight_group)
 
     def open(self) -> api.Model:
         """Load it, on every rank of its plan."""
-        return api.load(self.model, plan=self.plan, dtype=self.dtype, device=self.device, experts=self.experts)
+        return self.load_on(None)
+
+    def load_on(self, ground: Ground | None) -> api.Model:
+        """Load it, on a ground that stands already."""
+        return api.load(
+            self.model, plan=self.plan, dtype=self.dtype, device=self.device, ground=ground, experts=self.experts,
+            weights=self.serve.weights, weight_group=self.serve.weight_group,
+        )  # fmt: skip
 
 
-def _load(path: str, dtype: api.DType, experts: ExpertsConfig, ground: Ground) -> tuple[Transformer, Tokenizer]:
-    model = api.load(path, dtype=dtype, ground=ground, experts=experts)
+def _load(where: Where, ground: Ground) -> tuple[Transformer, Tokenizer]:
+    """Called in each engine process; too little memory shows before anything is read."""
+    dtype = api.dtype_on(ground.device, where.dtype)
+    check_room(
+        Asked(
+            where.find().config, where.serve, dtype, ground.device, where.plan.tp, where.plan.cp, where.experts.resident
+        )
+    )
+    model = where.load_on(ground)
     return model.transformer, model.tokenizer
 
 

@@ -14,6 +14,7 @@ from colonnade.checkpoint.stored import Box, Shape, Source, Stored, Table, store
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
+from colonnade.model.quantised import Place, in_place
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of
 
@@ -52,11 +53,11 @@ class Weights:
             )
 
     @torch.no_grad()
-    def fill(self, model: Transformer) -> None:
+    def fill(self, model: Transformer, place: Place = in_place) -> None:
         """Read into ``model``: of our :attr:`config`, with plain local parameters (before FSDP wraps them).
 
-        Values are cast to the parameters' type. Raises :class:`CheckpointError` for data that cannot be read, and
-        for a copy that differs from its original.
+        Values are cast to the parameters' type, or are put where ``place`` puts them. Raises :class:`CheckpointError`
+        for data that cannot be read, and for a copy that differs from its original.
         """
         for copy, original in self.copies.items():
             if copy in self.source.shapes and not same(self.source, copy, original):
@@ -67,7 +68,7 @@ class Weights:
         shapes, layout = model.whole_shapes(), layout_of(model)
         for name, held in (*model.named_parameters(), *model.named_buffers()):
             box = box_of(tuple(shapes[name]), layout.get(name, WHOLE), model.axes)
-            held.copy_(self.forms[name].read(self.source, box, self.config))
+            place(name, held, self.forms[name].read(self.source, box, self.config))
 
     def _compare(self, name: str, shape: Shape) -> None:
         found, file = self.source.shapes.get(name), self.source.file_of(name)

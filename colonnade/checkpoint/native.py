@@ -29,11 +29,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint.folder import Manifest
 from colonnade.checkpoint.storage import DTYPES, FULL, INDEX, Index, Reader, Writer, part_of
-from colonnade.checkpoint.view import Moments, local_tensors, parameter_of, storage_views
+from colonnade.checkpoint.view import Moments, local_tensors, parameter_of, storage_view, storage_views
 from colonnade.config import Config, ModelConfig, RunConfig
 from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
 from colonnade.model import Transformer
+from colonnade.model.quantised import Place, in_place
 from colonnade.parallel.fsdp import Masters
+from colonnade.parallel.layout import layout_of
 from colonnade.parallel.mesh import Ground
 
 META = "checkpoint.json"
@@ -162,11 +164,13 @@ def load(
     masters: Masters | None = None,
     optimizer: Moments | None = None,
     trained: ModelConfig | None = None,
+    place: Place = in_place,
 ) -> Meta:
     """Fill ``model`` (and what is given of ``masters`` and ``optimizer``) from ``folder``, under any plan.
 
     Each rank reads only its own boxes. ``trained`` is what the checkpoint was written as, where the model is told to do
-    something else with the same weights. Weights alone may be cast to the type that they are wanted in; with an
+    something else with the same weights. Weights that are on the meta device are handed to ``place`` one by one, in the
+    type that they are stored in. Weights alone may be cast to the type that they are wanted in; with an
     optimizer the types must agree, or the run would not be the same run. Raises :class:`CheckpointError`, which names
     the file, for anything missing, damaged or foreign.
     """
@@ -195,9 +199,22 @@ def load(
     parts = {part_of(key)[0] for key in local}
     reader = Reader(folder, manifest, index, parts, rank=ground.rank, world=ground.world)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    views = storage_views(local, model, ground, sharded=masters is not None)
+    waiting = {key: tensor for key, tensor in local.items() if tensor.is_meta}
+    layout = layout_of(model) if waiting else {}
+    here = {key: tensor for key, tensor in local.items() if not tensor.is_meta}
+    views = storage_views(here, model, ground, sharded=masters is not None)
     with torch.no_grad():
         _dcp(folder, state_dict_loader.load, views, storage_reader=reader, planner=planner, no_dist=ground.world == 1)
+        for key, tensor in waiting.items():
+            name = parameter_of(key)
+            value = torch.empty(tensor.shape, dtype=DTYPES[index.tensors[key].dtype], device=ground.device)
+            view = value if ground.world == 1 else storage_view(value, layout[name], whole[name], ground, sharded=False)
+            # The files' checksums have been looked at.
+            reader = Reader(folder, manifest, index, set(), rank=ground.rank, world=ground.world)
+            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            _dcp(folder, state_dict_loader.load, {key: view}, storage_reader=reader, planner=planner,
+                 no_dist=ground.world == 1)  # fmt: skip
+            place(name, tensor, value)
     if optimizer is not None:
         optimizer.steps = meta.step if meta.updates is None else meta.updates
     if masters is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from colonnade.cli.shared import Model, ServingPlacing, console, start_alone
-from colonnade.config import ServeConfig
+from colonnade.config import ServeConfig, WeightGroup, Weights
 from colonnade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,8 +42,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Cache:
-    """Room for the keys and values of one text."""
+    """Room for the keys and values of one text, and for the weights."""
 
+    weights: Weights = "stored"
+    """As the dtype says, or quantised while they are read (int8, int4, float8)."""
+    weight_group: WeightGroup = 64
+    """Inputs that share a scale of int4."""
     pages: int | None = None
     """Pages of 16 tokens in the pool; None takes cache_bytes."""
     cache_bytes: int = 1 << 28
@@ -52,7 +56,7 @@ class Cache:
     @property
     def limits(self) -> ServeConfig:
         """The same for an engine that answers one request at a time."""
-        return ServeConfig(max_requests=1, pages=self.pages, cache_bytes=self.cache_bytes)
+        return ServeConfig(max_requests=1, **vars(self))
 
 
 def generate(

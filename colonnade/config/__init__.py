@@ -1,11 +1,12 @@
 """Typed, frozen configurations; presets; TOML in and out; dotted overrides."""
 
-from colonnade.config.base import Config, count, nearest
+from colonnade.config.base import Config, count, nearest, size
 from colonnade.config.experts import AS_TRAINED, ExpertsConfig
 from colonnade.config.latent import LatentConfig
 from colonnade.config.model import ModelConfig, RopeScaling
 from colonnade.config.moe import MoeConfig, RouterConfig
 from colonnade.config.plan import Plan
+from colonnade.config.quantised import WeightGroup, Weights
 from colonnade.config.run import DataConfig, Device, RunConfig, TrainConfig
 from colonnade.config.serve import ServeConfig
 
@@ -24,6 +25,9 @@ __all__ = [
     "RunConfig",
     "ServeConfig",
     "TrainConfig",
+    "WeightGroup",
+    "Weights",
     "count",
     "nearest",
+    "size",
 ]

@@ -23,6 +23,16 @@ def count(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("" if number == 1 else "es" if what.endswith("s") else "s")
 
 
+def size(n: int) -> str:
+    """``1.25 GiB``."""
+    number, unit = float(n), "bytes"
+    for larger in ("KiB", "MiB", "GiB"):
+        if number < 1024:
+            break
+        number, unit = number / 1024, larger
+    return f"{number:.4g} {unit}"
+
+
 class Config(BaseModel):
     """A frozen record. Derived sizes are properties; a change is a new object (:meth:`but`)."""
 

@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from colonnade.config.base import Config
+from colonnade.config.quantised import WeightGroup, Weights
 
 
 class ServeConfig(Config):
@@ -10,10 +11,17 @@ class ServeConfig(Config):
 
     page_tokens: int = Field(default=16, gt=0)
     """Tokens in one page of the key/value cache."""
+    weights: Weights = "stored"
+    """How the matrices of a model are kept in memory: as the dtype says, or in fewer bits, quantised while they are
+    read: int8 and float8 with a scale a row, int4 with one a group of inputs. Embeddings stay as they are."""
+    weight_group: WeightGroup = 64
+    """Inputs that share a scale of int4; fewer are more exact, and a little larger."""
     pages: int | None = Field(default=None, gt=0)
     """Pages in the pool, those of all context ranks; None takes cache_bytes."""
     cache_bytes: int = Field(default=1 << 28, gt=0)
     """Memory for the key/value cache of one rank [bytes], when pages is not given."""
+    memory_bytes: int | None = Field(default=None, gt=0)
+    """What one rank may take in all [bytes]; None: what is free on its device when it starts."""
     prefix_cache: bool = True
     """Keep the pages of what was answered until the room is needed: who begins alike starts from there."""
     shared_reading: bool = True
@@ -26,6 +34,9 @@ class ServeConfig(Config):
     """Hand the next forward pass to the device before the last one's tokens are known; None does so on a GPU."""
     fixed_steps: bool = False
     """Pad steps that only decode to a few sizes; on a GPU each is recorded once as a graph and then replayed."""
+    batch_invariant: bool = False
+    """Compute so that a request's tokens are the same, to the last bit of their logits, whoever else is served.
+    Slower; on one rank; on a CPU one token at a time."""
     max_waiting: int = Field(default=1024, gt=0)
     """Requests that may wait; one more is refused (429)."""
     host: str = "127.0.0.1"

@@ -18,8 +18,9 @@ from colonnade.kernels.dropout import recompute
 from colonnade.kernels.dropout import reference as dropout_reference
 from colonnade.kernels.experts import batched, grouped, loop, scaled_grouped, scaled_grouped_mm
 from colonnade.kernels.experts import reference as experts_reference
+from colonnade.kernels.linear import quantised, scaled, scaled_mm, thin
 from colonnade.kernels.linear import reference as linear_reference
-from colonnade.kernels.linear import scaled, scaled_mm, thin
+from colonnade.kernels.norm import reference as norm_reference
 from colonnade.kernels.permute import reference as permute_reference
 
 Operation = Literal[
@@ -32,6 +33,8 @@ Operation = Literal[
     "chunk_backward",
     "dropout",
     "linear",
+    "norm",
+    "quantised_linear",
     "scaled_product",
     "scaled_grouped_product",
     "expert_sums",
@@ -70,12 +73,14 @@ def _written_in_triton() -> tuple[Row, ...]:
     from colonnade.kernels.attention import triton_dropout
     from colonnade.kernels.dropout import triton_elements
     from colonnade.kernels.experts import triton_experts
+    from colonnade.kernels.linear import quantised_gpu
     from colonnade.kernels.permute import triton_moves, triton_sort
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     return (
         Row("dropout_attention", "triton", triton_dropout.packed, **on),
         Row("dropout", "triton", triton_elements.dropout, **on),
+        Row("quantised_linear", "triton", quantised_gpu.linear, **on),
         Row("routed_experts", "triton", triton_experts.routed, **on),
         Row("experts", "triton", triton_experts.experts, **on),
         Row("sort_choices", "triton", triton_sort.sort, devices=("cuda",)),
@@ -96,6 +101,22 @@ def _decoding() -> tuple[Row, ...]:
         Row("paged_attention", "triton", triton_decode.paged, **on),
         Row("held_attention", "triton", triton_decode.held_state, **on),
         Row("merge_states", "triton", triton_held.merged, devices=("cuda",), dtypes=(torch.float32,)),
+    )
+
+
+def _fixed() -> tuple[Row, ...]:
+    """A row's bits whatever the number of rows: only for those who ask for it by name."""
+    if not TRITON:
+        return ()
+    from colonnade.kernels.attention import fixed
+    from colonnade.kernels.linear import triton_fixed
+    from colonnade.kernels.norm import triton_rows
+
+    on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
+    return (
+        Row("paged_attention", "fixed", fixed.paged, **on),
+        Row("linear", "fixed", triton_fixed.linear, **on),
+        Row("norm", "fixed", triton_rows.norm, **on),
     )
 
 
@@ -139,6 +160,8 @@ TABLE: tuple[Row, ...] = (
     # In bfloat16 torch takes oneDNN, which needs no help.
     Row("linear", "thin", thin.linear, devices=("cpu",), dtypes=(torch.float64, torch.float32)),
     Row("linear", "reference", linear_reference.linear),
+    Row("norm", "reference", norm_reference.norm),
+    Row("quantised_linear", "reference", quantised.linear),
     Row("scaled_product", "scaled_mm", scaled_mm.product, devices=("cuda",), dtypes=FLOATS8),
     Row("scaled_product", "reference", scaled.product, dtypes=FLOATS8),
     *_scaled_grouped(),
@@ -160,6 +183,7 @@ TABLE: tuple[Row, ...] = (
     Row("gather_rows", "reference", permute_reference.gather),
     Row("combine_rows", "reference", permute_reference.combine),
     Row("adamw", "reference", adamw_reference.adamw, dtypes=(torch.float64, torch.float32)),
+    *_fixed(),
 )
 
 CHOSEN = {

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from colonnade.model.linear import linear
+from colonnade.kernels.linear.quantise import Quantised, dequantise
+from colonnade.model.linear import Matrix, linear
 from colonnade.model.loss import IGNORE, cross_entropy_sum
 from colonnade.model.top import Top
 from colonnade.parallel.axis import Axes
@@ -14,13 +15,15 @@ from colonnade.parallel.axis import Axes
 class Projection(NamedTuple):
     """What a model has for its heads, whatever the tokens."""
 
-    weight_vD: Tensor
+    weight_vD: Matrix
     """This rank's rows of the output projection."""
     axes: Axes
     vocab_size: int
     """V, over all ranks."""
     top: Top | None = None
     """An encoder's."""
+    kernels: str = "auto"
+    """Which implementation multiplies."""
 
 
 class Head(Protocol):
@@ -69,9 +72,10 @@ class Loss:
         because it is taken over data ranks and micro-batches too.
         """
         x_RD, bias_v = _ready(x_tD, T, self.rows_R, onto)
+        weight_vD = onto.weight_vD
         total = cross_entropy_sum(
             x_RD,
-            onto.weight_vD,
+            dequantise(weight_vD, x_RD.dtype) if isinstance(weight_vD, Quantised) else weight_vD,
             self.targets_R,
             tp=onto.axes.tp,
             vocab_size=onto.vocab_size,
@@ -84,7 +88,7 @@ class Loss:
 def shares(x_tD: Tensor, T: int, rows_R: Tensor | None, onto: Projection) -> Tensor:
     """logits_Rv: this rank's share of the vocabulary, of the tokens ``rows_R`` of the stream (None: of all)."""
     x_RD, bias_v = _ready(x_tD, T, rows_R, onto)
-    return linear(x_RD, onto.weight_vD, bias_v)
+    return linear(x_RD, onto.weight_vD, bias_v, onto.kernels)
 
 
 def _ready(x_tD: Tensor, T: int, rows_R: Tensor | None, onto: Projection) -> tuple[Tensor, Tensor | None]:

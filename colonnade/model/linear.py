@@ -1,21 +1,28 @@
 """A weight and perhaps a bias, for this rank's share of the rows and columns."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from colonnade.errors import ConfigError
+from colonnade.errors import CheckpointError, ConfigError
 from colonnade.kernels.choose import choose
 from colonnade.kernels.experts.scaled_grouped_mm import CAPABILITY, available
 from colonnade.kernels.linear import float8
+from colonnade.kernels.linear.quantise import Kind, Quantised, quantise
 
 Float8 = Literal["tensorwise", "rowwise"]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+Matrix = Tensor | Quantised
+"""A weight as it is multiplied with."""
+
+
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, kernels: str = "auto") -> Tensor:
     """x Wᵀ + b, (…, inputs) to (…, outputs)."""
-    return choose("linear", x.device.type, x.dtype)(x, weight, bias)
+    operation = "quantised_linear" if isinstance(weight, Quantised) else "linear"
+    return choose(operation, x.device.type, x.dtype, kernels)(x, weight, bias)
 
 
 class InFloat8(nn.Module):
@@ -30,6 +37,13 @@ class InFloat8(nn.Module):
 class Linear(InFloat8):
     """y = x Wᵀ + b, uninitialised: weights come from :mod:`initialise` or from a file, never from here."""
 
+    quantised: Quantised | None = None
+    """What stands in the place of :attr:`weight`; no buffer, so that a cast of the model leaves it alone."""
+    kernels = "auto"
+    """Which implementation multiplies (:mod:`~colonnade.kernels.choose`)."""
+    in_parts = False
+    """Whether somebody multiplies with parts of :attr:`weight`, which then stays as it is."""
+
     def __init__(self, inputs: int, outputs: int, *, bias: bool, device: torch.device, dtype: torch.dtype):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device, dtype=dtype))
@@ -38,15 +52,34 @@ class Linear(InFloat8):
     def forward(self, x: Tensor) -> Tensor:
         """(…, inputs) to (…, outputs)."""
         if self.float8 is None:
-            return linear(x, self.weight, self.bias)
+            return linear(x, self.matrix, self.bias, self.kernels)
         y = self.product(x)
         return y if self.bias is None else y + self.bias
 
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ alone: where the ranks' products are summed, the bias comes after the sum."""
         if self.float8 is None:
-            return linear(x, self.weight)
+            return linear(x, self.matrix, None, self.kernels)
         return float8.linear(x, self.weight, row_wise=self.float8 == "rowwise")
+
+    @property
+    def matrix(self) -> Matrix:
+        """W."""
+        return self.weight if self.quantised is None else self.quantised
+
+    def quantise(self, weight: Tensor, kind: Kind, group: int, over: Callable[[Tensor], Tensor]) -> None:
+        """From now on multiply with ``weight``, in ``kind``, and have no other (:mod:`.kernels.linear.quantise`).
+
+        Raises :class:`CheckpointError` for numbers that are not finite.
+        """
+        made = quantise(weight, kind, group, over)
+        if not made.scales.isfinite().all():
+            raise CheckpointError(
+                f"a weight of {len(weight)} × {weight.shape[1]} is not finite and cannot be put into {kind}; "
+                "use another checkpoint, or --serve.weights stored to see where it shows"
+            )
+        self.quantised = made
+        del self.weight
 
 
 def in_float8(blocks: nn.Module, scaling: Float8) -> None:

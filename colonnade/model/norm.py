@@ -2,15 +2,18 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from colonnade.config import ModelConfig
+from colonnade.kernels.choose import choose
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.layout import WHOLE, Placement
 
 
 class Norm(nn.Module):
     """RMSNorm: x / √(mean(x²) + ε) · w. LayerNorm: (x − mean) / √(var + ε) · w + b."""
+
+    kernels = "auto"
+    """Which implementation computes it (:mod:`~colonnade.kernels.choose`)."""
 
     def __init__(
         self,
@@ -24,7 +27,7 @@ class Norm(nn.Module):
     ):
         """``eps`` where it is not the model's."""
         super().__init__()
-        self.eps, self.width = config.norm_eps if eps is None else eps, (width,)
+        self.eps = config.norm_eps if eps is None else eps
         self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
         layer = config.norm == "layernorm"
         self.bias = nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if layer else None
@@ -32,13 +35,14 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, width) to the same shape; the mean is taken in at least float32."""
-        if self.bias is None:
-            return F.rms_norm(x, self.width, self.weight, self.eps)
-        return F.layer_norm(x, self.width, self.weight, self.bias, self.eps)
+        return choose("norm", x.device.type, x.dtype, self.kernels)(x, self.weight, self.bias, self.eps)
 
 
 class HeadsNorm(nn.Module):
     """RMSNorm of all heads of a token together, of which this rank has a share (OLMoE, arXiv 2409.02060)."""
+
+    kernels = "auto"
+    """Which implementation computes it, on one rank."""
 
     def __init__(self, config: ModelConfig, heads: int, tp: Axis, *, device: torch.device, dtype: torch.dtype):
         """``heads`` are those of all ranks of ``tp``."""
@@ -50,7 +54,8 @@ class HeadsNorm(nn.Module):
     def forward(self, x_TnH: Tensor) -> Tensor:
         """(T, heads, width) to the same shape."""
         if self.tp.size == 1:
-            return F.rms_norm(x_TnH.flatten(1), (self.all,), self.weight, self.eps).view_as(x_TnH)
+            run = choose("norm", x_TnH.device.type, x_TnH.dtype, self.kernels)
+            return run(x_TnH.flatten(1), self.weight, None, self.eps).view_as(x_TnH)
         x_Tz = x_TnH.flatten(1).to(torch.promote_types(x_TnH.dtype, torch.float32))
         # The sum is replicated, and each rank scales heads of its own by it: its gradient is a sum over ranks too.
         squares_T1 = self.tp.fan_out(self.tp.fan_in(x_Tz.square().sum(1, keepdim=True)))

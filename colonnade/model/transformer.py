@@ -112,6 +112,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The model of ``config``, this rank's share of it by ``axes``; parameters are uninitialised."""
 
+    kernels = "auto"
+    """Which implementation multiplies with the output projection (:mod:`~colonnade.kernels.choose`)."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -184,11 +187,11 @@ class Transformer(nn.Module):
     def output(self) -> Projection:
         """What the heads need of the model; to be asked anew in each pass, for FSDP gathers the weights."""
         if self.unembed is not None:
-            weight_vD = self.unembed.weight
+            weight_vD = self.unembed.matrix
         else:
             assert self.embed is not None
             weight_vD = self.embed.tokens.weight
-        return Projection(weight_vD, self.axes, self.config.vocab_size, self.top)
+        return Projection(weight_vD, self.axes, self.config.vocab_size, self.top, self.kernels)
 
     def _turn(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation | None:
         if self.config.positions != "rotary":

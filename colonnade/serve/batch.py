@@ -4,6 +4,7 @@ Slots are where the tokens' keys and values are written; pages of the requests' 
 may be negative, -1 - r, for the token that draw r of the work before gave.
 """
 
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -13,7 +14,8 @@ from colonnade.model import KVCache, Paged, Stream, Transformer
 from colonnade.model.split import Split
 from colonnade.serve.fixed import FixedSteps
 from colonnade.serve.held import Holding
-from colonnade.serve.sampler import NextTokens, sample, told
+from colonnade.serve.invariant import one_by_one
+from colonnade.serve.sampler import NextTokens, sample, sample_each, told
 from colonnade.serve.scheduler import Work
 from colonnade.serve.upload import upload
 
@@ -21,10 +23,21 @@ from colonnade.serve.upload import upload
 class Runner:
     """Runs one :class:`Work` after another on this rank's share of the model and of the cache."""
 
-    def __init__(self, model: Transformer, cache: KVCache, fixed: FixedSteps | None = None, *, share: bool = True):
-        """``fixed`` takes the steps that it can; ``share``: keys of several requests are read once."""
-        self.model, self.cache, self.fixed, self.share = model, cache, fixed, share
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        fixed: FixedSteps | None = None,
+        *,
+        share: bool = True,
+        invariant: str | None = None,
+    ):
+        """``fixed`` takes the steps that it can; ``share``: keys of several requests are read once. ``invariant``: the
+        attention of :func:`invariant.prepare`.
+        """
+        self.model, self.cache, self.fixed, self.share, self.invariant = model, cache, fixed, share, invariant
         self._held = Holding.of(model, cache)
+        self._one_by_one = invariant is not None and not cache.k[0].is_cuda
         self._last_R = torch.zeros(1, dtype=torch.int64, device=cache.k[0].device)
         """What the last work drew: the next one may begin with these tokens before the host has seen them."""
 
@@ -34,16 +47,24 @@ class Runner:
         axes = self.model.axes
         if self.fixed is not None and self.fixed.take(work):
             logits_Rv = self.fixed(work, self._last_R)
-            tokens_R = sample(logits_Rv, work.draws, axes.tp, self.model.config.vocab_size)
+            draw = sample_each if self.invariant else sample
+            tokens_R = draw(logits_Rv, work.draws, axes.tp, self.model.config.vocab_size)
         else:
-            stream, attend, head = arguments(self._held, work, share=self.share)
-            if any(piece.tokens[-1] < 0 for piece in work.slices):
-                stream = stream._replace(tokens_T=told(stream.tokens_T, self._last_R))
-            tokens_R = self.model(stream, attend, head)
+            passes = one_by_one(work, self.cache.page_tokens) if self._one_by_one else [work]
+            tokens_R = torch.cat([self._run(each) for each in passes])
         if work.draws:
             # Context ranks compute the same, but sums over their tensor ranks may differ in the last bit.
             self._last_R = tokens_R = axes.cp.firsts_(tokens_R)
         return Drawn(tokens_R)
+
+    def _run(self, work: Work) -> Tensor:
+        stream, attend, head = arguments(self._held, work, share=self.share)
+        if self.invariant:
+            assert isinstance(attend, Paged), "invariance is for one rank"
+            attend, head = replace(attend, kernels=self.invariant, share=False), replace(head, each=True)
+        if any(piece.tokens[-1] < 0 for piece in work.slices):
+            stream = stream._replace(tokens_T=told(stream.tokens_T, self._last_R))
+        return self.model(stream, attend, head)
 
 
 class Drawn:

@@ -24,7 +24,9 @@ from colonnade.model import Transformer
 from colonnade.serve import wire
 from colonnade.serve.batch import Drawn, Runner
 from colonnade.serve.fixed import FixedSteps
-from colonnade.serve.limits import build_cache, check_plan, limit_tokens, spare_pages
+from colonnade.serve.invariant import prepare
+from colonnade.serve.limits import build_cache, check_model, check_plan, limit_tokens
+from colonnade.serve.memory import spare_pages
 from colonnade.serve.output import Completion, FinishReason, Output, Timing, not_finite
 from colonnade.serve.pages import PagePool
 from colonnade.serve.request import Request
@@ -57,13 +59,15 @@ class Engine:
         if not model.config.causal:
             raise ConfigError("an encoder does not generate: load it and ask for its hidden(tokens) instead")
         check_plan(model, self.config)
+        check_model(model, self.config)
         self.cache = build_cache(model, self.config)
+        invariant = prepare(model) if self.config.batch_invariant else None
         fixed, ranks = None, model.axes.cp.size
-        pages = (self.cache.pages - spare_pages(model, self.config)) * ranks
+        pages = (self.cache.pages - spare_pages(model.axes, self.config)) * ranks
         if self.config.fixed_steps:
             context = min(model.config.context, pages * self.cache.page_tokens)
-            share = self.config.shared_reading
-            fixed = FixedSteps(model, self.cache, self.config.max_requests, context, share=share)
+            share = self.config.shared_reading and not invariant
+            fixed = FixedSteps(model, self.cache, self.config.max_requests, context, share=share, kernels=invariant)
         self.scheduler = Scheduler(
             PagePool(pages, self.cache.page_tokens, ranks),
             max_requests=self.config.max_requests,
@@ -71,7 +75,7 @@ class Engine:
             max_waiting=self.config.max_waiting,
             prefix_cache=self.config.prefix_cache,
         )
-        self._runner = Runner(model, self.cache, fixed, share=self.config.shared_reading)
+        self._runner = Runner(model, self.cache, fixed, share=self.config.shared_reading, invariant=invariant)
         on_gpu = self.cache.k[0].is_cuda
         self._ahead = on_gpu if self.config.run_ahead is None else self.config.run_ahead
         self._flying: tuple[Work, Drawn] | None = None

@@ -45,9 +45,19 @@ def padded(requests: int, most: int) -> int:
 class FixedSteps:
     """Runs works in which each request decodes one token."""
 
-    def __init__(self, model: Transformer, cache: KVCache, most: int, context: int, *, share: bool = True):
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        most: int,
+        context: int,
+        *,
+        share: bool = True,
+        kernels: str | None = None,
+    ):
         """For at most ``most`` requests of ``context`` tokens; the cache's last page is nobody's."""
         self.model, self.cache, self.most, self.context, self.share = model, cache, most, context, share
+        self.kernels = kernels or ("triton" if cache.k[0].is_cuda else "auto")
         self._sizes: dict[int, _Size] = {}
         self._pool = torch.cuda.graph_pool_handle() if cache.k[0].is_cuda else None
 
@@ -60,7 +70,7 @@ class FixedSteps:
         R = len(work.slices)
         size = padded(R, self.most)
         if size not in self._sizes:
-            self._sizes[size] = _Size(self.model, self.cache, size, self.context, self.share)
+            self._sizes[size] = _Size(self.model, self.cache, size, self.context, self.share, self.kernels)
         return self._sizes[size](work, last_R, self._pool)[:R]
 
 
@@ -110,8 +120,8 @@ class Planned:
 class _Size:
     """The buffers of one size, and the graphs that read them."""
 
-    def __init__(self, model: Transformer, cache: KVCache, size: int, context: int, share: bool):
-        self.model, self.cache, self.size, self.share = model, cache, size, share
+    def __init__(self, model: Transformer, cache: KVCache, size: int, context: int, share: bool, kernels: str):
+        self.model, self.cache, self.size, self.share, self.kernels = model, cache, size, share, kernels
         self.device = cache.k[0].device
         widest = -(-context // cache.page_tokens)
         self.scratch = cache.pages - 1
@@ -159,7 +169,7 @@ class _Size:
         return lengths
 
     def _attend(self, longest: int, work: Work) -> Paged | Split:
-        (_, positions, slots), kernels = self.numbers, "triton" if self.device.type == "cuda" else "auto"
+        (_, positions, slots), kernels = self.numbers, self.kernels
         attend = Paged(
             self.cache, self.pages, slots, self.cu_queries, self.lengths, 1, longest, kernels, share=self.share
         )

@@ -5,46 +5,55 @@ from collections.abc import Sequence
 from colonnade.config import ServeConfig
 from colonnade.errors import CapacityError, ConfigError, PlanError, RequestError
 from colonnade.model import KVCache, Transformer
+from colonnade.model.quantised import kind_of, weight_bytes
 from colonnade.model.split import WIDEST
+from colonnade.serve.memory import Asked, check_room, free_bytes, pages_of, told
 from colonnade.serve.pages import PagePool
 from colonnade.serve.sampling import SamplingParams
+
+
+def check_model(model: Transformer, config: ServeConfig) -> None:
+    """Raise :class:`ConfigError` where ``config`` says of a model what it is not."""
+    kept = kind_of(model) or "stored"
+    if config.weights not in ("stored", kept):
+        raise ConfigError(
+            f"serve.weights is {config.weights}, and this model's are {kept}: they are quantised while a model is "
+            f'read; load it with weights="{config.weights}"'
+        )
+    if config.batch_invariant and config.fixed_steps and next(model.parameters()).device.type == "cpu":
+        raise ConfigError(
+            "serve.batch_invariant runs one token at a time on a CPU, which serve.fixed_steps cannot pad; leave one out"
+        )
 
 
 def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
     """The cache that ``config`` allows, but no larger than ``max_requests`` whole contexts could fill; where context
     ranks share it, this rank's part.
 
-    Raises :class:`CapacityError` when not one page fits, or the memory is not there.
+    Raises :class:`CapacityError` when not one page fits, and with a table when the memory is not there.
     """
     size, context = config.page_tokens, model.config.context
     weight = next(model.parameters())
     page_bytes = KVCache.bytes_per_page(model.config, model.axes, size, weight.dtype)
-    ranks, spare = model.axes.cp.size, spare_pages(model, config)
-    pages = -(-(config.pages or config.max_requests * -(-context // size)) // ranks)
-    if config.pages is None:
-        pages = min(config.cache_bytes // page_bytes, pages)
-    pages += spare
-    if pages < 1 + spare:
+    pages = pages_of(model.config, model.axes, config, weight.dtype)
+    if not pages:
         raise CapacityError(
             f"--serve.cache_bytes {config.cache_bytes} holds no page of {size} tokens, which takes {page_bytes} bytes; "
             f"give {page_bytes * -(-context // size)} for one whole context of {context} tokens"
         )
+    held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()) if x.device == weight.device)
+    held += weight_bytes(model) - sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    asked = Asked(
+        model.config, config.but(weights=kind_of(model) or "stored"), weight.dtype, weight.device,
+        tp=model.axes.tp.size, cp=model.axes.cp.size, weights=held,
+    )  # fmt: skip
+    check_room(asked, held)
     try:
         return KVCache(
             model.config, model.axes, pages=pages, page_tokens=size, dtype=weight.dtype, device=weight.device
         )
-    except RuntimeError as refusal:  # torch's only type for a failed allocation on a CPU
-        raise CapacityError(
-            f"no memory for a key/value cache of {pages * page_bytes} bytes on {weight.device}; "
-            f"lower --serve.cache_bytes ({str(refusal).splitlines()[0][:120]})"
-        ) from None
-
-
-def spare_pages(model: Transformer, config: ServeConfig) -> int:
-    """1 where the last page of a rank's cache is nobody's: written where a step is padded, or where the page that is
-    meant is another rank's.
-    """
-    return int(config.fixed_steps or model.axes.cp.size > 1)
+    except RuntimeError:  # torch's only type for a failed allocation on a CPU; on a GPU its pieces may not fit
+        raise CapacityError(told(asked, asked.needs(), free_bytes(weight.device) + held)) from None
 
 
 def check_plan(model: Transformer, config: ServeConfig) -> None:

@@ -46,10 +46,13 @@ class NextTokens:
 
     index_R: Tensor
     draws: Sequence[Draw]
+    each: bool = False
+    """Draw for each by itself (:func:`sample_each`)."""
 
     def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
         """tokens_R, int64, the same on every rank."""
-        return sample(shares(x_tD, T, self.index_R, onto), self.draws, onto.axes.tp, onto.vocab_size)
+        draw = sample_each if self.each else sample
+        return draw(shares(x_tD, T, self.index_R, onto), self.draws, onto.axes.tp, onto.vocab_size)
 
 
 def sample(logits_Rv: Tensor, draws: Sequence[Draw], tp: Axis = SOLO, vocab_size: int | None = None) -> Tensor:
@@ -73,6 +76,13 @@ def sample(logits_Rv: Tensor, draws: Sequence[Draw], tp: Axis = SOLO, vocab_size
             scaled = (chosen - peak_R[which, None]) / asked.temperature
             tokens_R[which] = choose(scaled, asked, first, tp)
     return tokens_R.masked_fill(~peak_R.isfinite(), NOT_FINITE)
+
+
+def sample_each(logits_Rv: Tensor, draws: Sequence[Draw], tp: Axis = SOLO, vocab_size: int | None = None) -> Tensor:
+    """As :func:`sample`, a row at a time where sums are taken over it: their rounding then depends on no other row."""
+    if all(draw.greedy for draw in draws):
+        return sample(logits_Rv, draws, tp, vocab_size)
+    return torch.cat([sample(logits_Rv[r : r + 1], [draw], tp, vocab_size) for r, draw in enumerate(draws)])
 
 
 def told(ids: Tensor, last_R: Tensor) -> Tensor:
@@ -99,6 +109,8 @@ class Asked:
     """int32: what a request's seed and place bring along."""
     widest: int
     """The largest top-k."""
+    bounded: bool
+    """Whether each has a top-k."""
 
     @staticmethod
     def of(draws: Sequence[Draw], like: Tensor) -> "Asked":
@@ -119,6 +131,7 @@ class Asked:
             # The seed is mixed before the index joins it: people choose 0, 1, 2, … for both.
             mix(mix(mix(seed_R.int()) ^ (seed_R >> 32).int()) ^ index_R.int()),
             max(draw.top_k for draw in draws),
+            all(draw.top_k for draw in draws),
         )
 
 
@@ -138,15 +151,20 @@ def _filtered(x_Rv: Tensor, ask: Asked, first: int, tp: Axis) -> Tensor:
     return ids_RC.gather(1, score_RC.argmax(-1, keepdim=True)).squeeze(1)
 
 
-def likeliest(x_Rv: Tensor, ask: Asked, first: int, tp: Axis) -> tuple[Tensor, Tensor]:
+def likeliest(
+    x_Rv: Tensor, ask: Asked, first: int, tp: Axis, *, look_again: bool | None = None
+) -> tuple[Tensor, Tensor]:
     """The kept tokens' values and ids, likeliest first, -inf where there are no more: both (R, as many as needed).
 
     A nucleus is small as a rule, and sorting a whole vocabulary costs milliseconds a row on a CPU: look at a few
-    hundred tokens of each rank first, and at more only if some row's mass is not reached.
+    hundred tokens of each rank first, and at more only if some row's mass is not reached. To ``look_again`` the host
+    must know what the device found. A GPU sorts all at once instead, so that nobody waits for it; where each row has a
+    top-k, these are enough in any case.
     """
     share = x_Rv.shape[1]
     whole = _of_all(x_Rv.logsumexp(-1)[:, None], tp)[..., 0].logsumexp(-1, keepdim=True)
-    width = min(share, max(FIRST_LOOK, ask.widest))
+    again = not x_Rv.is_cuda if look_again is None else look_again
+    width = min(share, max(FIRST_LOOK, ask.widest)) if again or ask.bounded else share
     while True:
         best, place = x_Rv.topk(width)
         best, ids = _merged(best, first + place, tp)
@@ -158,7 +176,7 @@ def likeliest(x_Rv: Tensor, ask: Asked, first: int, tp: Axis) -> tuple[Tensor, T
         mass = torch.where(ask.top_k.isinf(), whole, best.logsumexp(-1, keepdim=True))
         probability = (best - mass).exp()
         before = probability.cumsum(-1) - probability  # the mass of the likelier ones; 0 for the first
-        if width == share or bool(((before[:, -1:] >= ask.top_p) | (ask.top_k <= sure)).all()):
+        if width == share or ask.bounded or bool(((before[:, -1:] >= ask.top_p) | (ask.top_k <= sure)).all()):
             # p_i < min_p · p_max, as x_max is 0
             dropped = ((before >= ask.top_p) & (rank > 0)) | (best < ask.floor)
             return best.masked_fill(dropped, -math.inf), ids

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from colonnade.config import ModelConfig, TrainConfig
+from colonnade.config import ModelConfig, TrainConfig, size
 from colonnade.data import Batch
 from colonnade.errors import CapacityError
 from colonnade.model import Transformer
@@ -146,13 +146,3 @@ def kept_bytes(model: torch.nn.Module, run: Callable[[], Tensor]) -> int:
     with saved_tensors_hooks(pack, lambda x: x):
         run()
     return sum(storage.nbytes() for storage in kept.values())
-
-
-def size(n: int) -> str:
-    """``1.25 GiB``."""
-    number, unit = float(n), "bytes"
-    for larger in ("KiB", "MiB", "GiB"):
-        if number < 1024:
-            break
-        number, unit = number / 1024, larger
-    return f"{number:.4g} {unit}"

@@ -25,11 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from colonnade.config import RunConfig
+from colonnade.config import RunConfig, size
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import layout_of
-from colonnade.train.activations import size
 from colonnade.train.offload import BUCKET_BYTES
 from colonnade.train.optimizer import AdamW
 

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from colonnade.train.activations import size
+from colonnade.config import size
 from colonnade.train.chips import Throughput
 from colonnade.train.metrics import Row
 

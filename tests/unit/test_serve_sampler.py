@@ -220,3 +220,18 @@ def test_bad_values_are_named(param, value):
 
 def test_one_stop_string_may_stand_alone():
     assert SamplingParams(stop="end").stop == ("end",)
+
+
+def test_looking_once_finds_what_looking_again_finds() -> None:
+    """A GPU does not ask what it found: it sorts all, or as many as the largest top-k."""
+    x_RV = torch.randn(4, 3000, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.01], [1], [3], [9]])
+    x_RV = x_RV - x_RV.amax(1, keepdim=True)
+    for asked in ([{"top_p": 0.9}, {"top_p": 0.99, "min_p": 0.01}, {"top_k": 5}, {"top_p": 0.5, "top_k": 700}],
+                  [{"top_k": 5}, {"top_k": 2999, "top_p": 0.9}, {"top_k": 300}, {"top_k": 1}]):  # fmt: skip
+        asks = Asked.of([request(**one) for one in asked], x_RV)
+        kept = []
+        for look_again in (True, False):
+            values, ids = likeliest(x_RV, asks, 0, SOLO, look_again=look_again)
+            kept.append(torch.full_like(x_RV, -math.inf).scatter_(1, ids, values))
+        assert torch.equal(*kept)
+        assert (kept[0] > -math.inf).sum(1).tolist()[-1] < 3000

@@ -22,6 +22,7 @@ from colonnade.checkpoint.stored import Box, FusedQKV, Shape, Source, SplitQKV, 
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
+from colonnade.model.quantised import Place, in_place
 
 BAND_ELEMENTS = 1 << 23
 """Elements dequantised at once (32 MiB in float32)."""
@@ -95,9 +96,9 @@ class GGUFFile:
         table = TABLES[self.header.values["general.architecture"]]
         self._weights = Weights(self.config, source, table, {"output.weight": "token_embd.weight"} if tied else {})
 
-    def fill(self, model: Transformer) -> None:
+    def fill(self, model: Transformer, place: Place = in_place) -> None:
         """Read this rank's share into ``model``, built from :attr:`config`; see :meth:`Weights.fill`."""
-        self._weights.fill(model)
+        self._weights.fill(model, place)
 
     def tokenizer(self) -> TokenizerParts:
         """The tokenizer of the file, its special ids and its chat template."""

@@ -20,6 +20,7 @@ from colonnade.checkpoint.stored import Box, Shape
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
+from colonnade.model.quantised import Place, in_place
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -44,9 +45,9 @@ class HFFolder:
         copies = {**family.copies, head: embedding} if self.config.tied else family.copies
         self._weights = Weights(self.config, source, family.table_of(source.shapes), copies)
 
-    def fill(self, model: Transformer) -> None:
+    def fill(self, model: Transformer, place: Place = in_place) -> None:
         """Read this rank's share into ``model``, built from :attr:`config`; see :meth:`Weights.fill`."""
-        self._weights.fill(model)
+        self._weights.fill(model, place)
 
 
 class SafetensorsSource:

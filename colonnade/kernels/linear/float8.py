@@ -23,12 +23,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from colonnade.kernels.choose import choose
+from colonnade.kernels.linear.quantise import upscale
 
 FORWARD, WIDE = torch.float8_e4m3fn, torch.float8_e5m2
-SMALLEST = 2.0**-100
-"""Of a maximum: keeps the scale of a row of zeros finite, and products of two scales within float32."""
-EXPONENT = 0x7F800000
-"""The exponent's bits of a float32: what is left of a positive number when it is rounded down to a power of two."""
 
 
 def linear(x_TD: Tensor, weight_FD: Tensor, *, row_wise: bool) -> Tensor:
@@ -41,8 +38,7 @@ def linear(x_TD: Tensor, weight_FD: Tensor, *, row_wise: bool) -> Tensor:
 def quantise(x_MK: Tensor, kind: torch.dtype, *, row_wise: bool) -> tuple[Tensor, Tensor]:
     """(x₈, s) with x ≈ x₈ · s: s is float32, 0-dim or one a row (M × 1)."""
     highest = x_MK.abs().amax(1, keepdim=True) if row_wise else x_MK.abs().amax()
-    room = torch.finfo(kind).max / highest.float().clamp(min=SMALLEST)
-    up = (room.view(torch.int32) & EXPONENT).view(torch.float32)
+    up = upscale(highest, kind)
     return (x_MK * up.to(x_MK.dtype)).to(kind), up.reciprocal()
 
 

@@ -1,0 +1,113 @@
+"""Products of a few rows with quantised weights on a GPU: achieved TB/s of what is stored, beside bfloat16's.
+
+    python benchmarks/quantised_linear.py                # Llama-2-7B's matrices, 1 to 64 rows
+    python benchmarks/quantised_linear.py --tune         # every candidate of tiles and splits, the best five a cell
+    python benchmarks/quantised_linear.py --tiny         # a CPU, to see that it runs
+
+A timing is of a graph of several calls, each on another copy of the weights, so that none finds them in the level-2
+cache; divided by their number.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from _decode import read_bandwidth
+from _report import Cell, Headline, report
+from colonnade.kernels.linear import quantised
+from colonnade.kernels.linear.quantise import Quantised, quantise
+
+SHAPES = {"qkv": (12288, 4096), "out": (4096, 4096), "up": (11008, 4096), "down": (4096, 11008)}
+COLD_BYTES = 2**28
+
+
+def timed(run: Callable[[int], Any], copies: int) -> float:
+    """Seconds a call, by replaying a graph of one call on each copy."""
+    for copy in range(copies):
+        run(copy)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for copy in range(copies):
+            run(copy)
+    taken = []
+    for _ in range(12):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) * 1e-3 / copies)
+    return sorted(taken)[6]
+
+
+def copies_of(weight: Quantised) -> list[Quantised]:
+    number = max(1, min(64, -(-COLD_BYTES // weight.nbytes)))
+    return [weight._replace(values=weight.values.clone(), scales=weight.scales.clone()) for _ in range(number)]
+
+
+def measure(rows: list[int], tune: bool) -> list[dict[str, Cell]]:
+    from colonnade.kernels.linear import quantised_gpu
+    from colonnade.kernels.linear.quantised_gpu import Tiles
+
+    found: list[dict[str, Cell]] = []
+    bandwidth = read_bandwidth("cuda")
+    for (name, (outputs, inputs)), T in itertools.product(SHAPES.items(), rows):
+        plain = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(T, inputs, device="cuda", dtype=torch.bfloat16)
+        stored = plain.expand(max(2, COLD_BYTES // plain.nbytes), -1, -1).contiguous()
+        base_s = timed(lambda i: F.linear(x, stored[i]), len(stored))  # noqa: B023 - called at once
+        found.append(_row(name, T, "bfloat16", base_s, plain.nbytes, bandwidth, base_s))
+        for kind in ("int8", "int4", "float8"):
+            each = copies_of(quantise(plain, kind, 64))
+            s = timed(lambda i: quantised_gpu.linear(x, each[i]), len(each))  # noqa: B023
+            found.append(_row(name, T, kind, s, each[0].nbytes, bandwidth, base_s))
+            print(found[-1], flush=True)
+            if not tune:
+                continue
+            tried = []
+            columns = (16, 32, 64) if kind == "int4" else (64, 128, 256)
+            outs = (8, 16, 32, 64) if T == 1 else (64, 128)
+            for out, column, warps, stages, splits in itertools.product(outs, columns, (2, 4, 8), (2, 4), (1, 2, 4, 8)):
+                how = Tiles(out, column, warps, stages)
+                try:
+                    s = timed(lambda i: quantised_gpu.few_rows(x, each[i], how, splits), len(each))  # noqa: B023
+                except Exception as why:  # noqa: BLE001 - too large a tile for the chip is one of many
+                    print(how, splits, str(why).splitlines()[0][:80])
+                    continue
+                tried.append((s, how, splits))
+            for s, how, splits in sorted(tried)[:5]:
+                print(f"  {name} T={T} {kind}: {1e6 * s:.1f} us  {how} splits={splits}", flush=True)
+    return found
+
+
+def _row(name: str, rows: int, kind: str, s: float, size: int, bandwidth: float, base_s: float) -> dict[str, Cell]:
+    return {
+        "matrix": name, "rows": rows, "weights": kind, "us": round(1e6 * s, 2), "tb_per_s": round(size / s / 1e12, 3),
+        "of_bandwidth": round(size / s / bandwidth, 3), "times_bfloat16": round(base_s / s, 2),
+    }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 8, 16, 64])
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="the reference on a CPU; nothing is kept")
+    args = parser.parse_args(argv)
+    if args.tiny:
+        weight = quantise(torch.randn(40, 64), "int4", 32)
+        print(quantised.linear(torch.randn(2, 64), weight).shape)
+        return
+    found = measure(args.rows, args.tune)
+    best = max(float(row["times_bfloat16"]) for row in found if row["rows"] == 1 and row["weights"] == "int4")
+    heads = [Headline("One row times a matrix in int4, against bfloat16", best, "times", "bfloat16", 1.0)]
+    if not args.tune:
+        report("quantised_linear_h200", found, notes=__doc__ or "", headlines=heads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""What an engine takes of a rank's memory, reckoned before any of it is asked for, and what would take less.
+
+    weights       this rank's share, as it is kept
+    cache         pages · bytes of a page
+    activations   max(t · max(2 D + 3 f, 2 D + z + 4 n H) + 2 s k H, r · v · (2 + 24 / bytes))      numbers of the dtype
+                  and of quantised weights the largest matrix, written out (on a CPU a band of it)
+    graphs        of each size that is recorded its logits and tables, and once the activations of the largest
+
+A pass of t tokens (``token_budget``) holds at its highest the stream, its norm and three rows of f hidden units, or
+the projections z and rotated heads; keys and values of one context (s) gathered from their pages; and for each of r
+requests (``max_requests``) v logits, once more in float32 and the sampler's noise in float64. What the allocator wastes
+and libraries take is not in it: for that a part of what is free is not promised (:data:`SHARE`).
+
+Each remedy is the same sum with one setting changed.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from colonnade.config import ModelConfig, Plan, ServeConfig, size
+from colonnade.config.quantised import check as check_weights
+from colonnade.errors import CapacityError, ColonnadeError
+from colonnade.kernels.linear.quantised import BAND
+from colonnade.model import KVCache, Transformer
+from colonnade.model.moe.resident import device_bytes, experts_of
+from colonnade.model.quantised import kept_bytes
+from colonnade.parallel.axis import Axes, Axis
+from colonnade.serve.fixed import padded
+
+SHARE = 0.95
+"""Of the memory that is free, what may be promised."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of one rank."""
+
+    weights: int
+    cache: int
+    graphs: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.cache + self.graphs + self.activations
+
+    def table(self, there: int) -> str:
+        """A line each, with its share of what is ``there``."""
+        rows = {
+            "weights": self.weights, "key/value cache": self.cache, "graphs": self.graphs,
+            "activations": self.activations, "asked for": self.total,
+        }  # fmt: skip
+        lines = [f"  {what:<18}{size(n):>12}  {n / max(there, 1):>7.1%}" for what, n in rows.items()]
+        return "\n".join([*lines, f"  {'there is':<18}{size(there):>12}"])
+
+
+@dataclass(frozen=True)
+class Asked:
+    """All that the needs depend on."""
+
+    model: ModelConfig
+    serve: ServeConfig
+    dtype: torch.dtype
+    device: torch.device
+    tp: int = 1
+    cp: int = 1
+    resident: int | None = None
+    """Layers whose experts are on the device."""
+    weights: int | None = None
+    """What a model that is there already takes; None: reckoned from its shape."""
+
+    @property
+    def axes(self) -> Axes:
+        """A rank's."""
+        return Axes(tp=Axis("tp", self.tp), cp=Axis("cp", self.cp))
+
+    def needs(self) -> Needs:
+        """Of the rank that has most."""
+        # Experts lie on a grid of ranks, of which a shape knows nothing: on one rank, which is right without a grid.
+        shape = Transformer(self.model, self.axes, device="meta", dtype=self.dtype)
+        weights = self.weights
+        if weights is None:
+            weights = device_bytes(shape, self.resident)
+            if self.serve.weights != "stored":
+                weights = kept_bytes(shape, self.serve.weights, self.serve.weight_group)
+        pages = pages_of(self.model, shape.axes, self.serve, self.dtype)
+        page_bytes = KVCache.bytes_per_page(self.model, shape.axes, self.serve.page_tokens, self.dtype)
+        context = min(self.model.context, pages * self.serve.page_tokens * self.cp)
+        graphs = 0
+        if self.serve.fixed_steps and self.device.type == "cuda":
+            most = self.serve.max_requests
+            sizes = {padded(n, most) for n in range(1, most + 1)}
+            logits = -(-self.model.vocab_size // self.tp) * self.dtype.itemsize
+            tables = 4 * -(-context // self.serve.page_tokens)
+            graphs = sum(sizes) * (logits + tables) + self._stream(most)
+        return Needs(weights, pages * page_bytes, graphs, self._activations(context))
+
+    def _stream(self, tokens: int) -> int:
+        """Of ``tokens`` between the embedding and the head, at their highest [bytes]."""
+        config, tp = self.model, self.tp
+        heads, kv = config.heads // tp, config.kv_heads // tp
+        wide = config.latent.kv_rank + config.latent.rope_width if config.latent else config.head_width
+        hidden = 3 * -(-config.ffn_width // tp)
+        if config.moe is not None:
+            hidden = max(hidden, config.moe.active * (3 * config.moe.ffn_width + 2 * config.width))
+        attention = (heads + 2 * kv) * config.head_width + 4 * heads * wide
+        return tokens * (2 * config.width + max(hidden, attention)) * self.dtype.itemsize
+
+    def _activations(self, context: int) -> int:
+        config, serve, each = self.model, self.serve, self.dtype.itemsize
+        gathered = 2 * context * max(1, config.kv_heads // self.tp) * config.head_width * each
+        if config.latent:
+            gathered = context * (config.latent.kv_rank + config.latent.rope_width) * each
+        rows = min(serve.max_requests, serve.token_budget)
+        logits = rows * -(-config.vocab_size // self.tp) * (2 * each + 24)
+        return max(self._stream(serve.token_budget) + gathered, logits) + self._written_out()
+
+    def _written_out(self) -> int:
+        """Of quantised matrices what is widened at a time: on a GPU the largest, on a CPU a band, in several steps."""
+        if self.serve.weights == "stored":
+            return 0
+        config, tp = self.model, self.tp
+        wide = max(config.ffn_width // tp, (config.heads + 2 * config.kv_heads) // tp * config.head_width)
+        if not config.tied:
+            wide = max(wide, config.vocab_size // tp)
+        largest = config.width * wide
+        return largest * self.dtype.itemsize if self.device.type == "cuda" else min(largest, BAND) * 16
+
+    def but(self, **changes: object) -> "Asked":
+        """The same with some of it changed; its weights reckoned anew."""
+        return replace(self, **{"weights": None, **changes})  # type: ignore[arg-type]
+
+
+def pages_of(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
+    """Pages of a rank's cache: those asked for, but no more than ``max_requests`` whole contexts fill, divided by the
+    ranks that share it; 0 when none fits.
+    """
+    page_bytes = KVCache.bytes_per_page(model, axes, serve.page_tokens, dtype)
+    pages = -(-(serve.pages or serve.max_requests * -(-model.context // serve.page_tokens)) // axes.cp.size)
+    if serve.pages is None:
+        pages = min(serve.cache_bytes // page_bytes, pages)
+    return pages and pages + spare_pages(axes, serve)
+
+
+def spare_pages(axes: Axes, serve: ServeConfig) -> int:
+    """1 where the last page of a rank's cache is nobody's: written where a step is padded, or where the page that is
+    meant is another rank's.
+    """
+    return int(serve.fixed_steps or axes.cp.size > 1)
+
+
+def check_room(asked: Asked, held: int = 0) -> None:
+    """Raise :class:`CapacityError` with a table when ``asked`` does not fit into what is free on its device (or into
+    ``serve.memory_bytes``), of which ``held`` bytes are the model's already.
+    """
+    there = asked.serve.memory_bytes or int(SHARE * free_bytes(asked.device)) + held
+    needs = asked.needs()
+    if needs.total > there:
+        raise CapacityError(told(asked, needs, there))
+
+
+def told(asked: Asked, needs: Needs, there: int) -> str:
+    """The table, and what would help."""
+    lines = [f"this engine does not fit into a rank's memory on {asked.device}. It asks for", needs.table(there)]
+    found = remedies(asked, needs, there)
+    if found:
+        lines.append("what would help, and what it would save:")
+    for flags, saves, note in found:
+        enough = "enough" if needs.total - saves <= there else f"{size(needs.total - saves - there)} still too much"
+        lines.append(f"  {flags:<28}{size(saves):>12}  ({', '.join(filter(None, (note, enough)))})")
+    return "\n".join(lines)
+
+
+def remedies(asked: Asked, needs: Needs, there: int, number: int = 4) -> list[tuple[str, int, str]]:
+    """(flags, bytes that they save, what else is to be said): first what is enough, then what saves most."""
+    serve, found = asked.serve, list[tuple[str, int, str]]()
+    base = asked.but().needs() if asked.weights is not None else needs
+
+    def offer(flags: str, note: str = "", **changes: object) -> None:
+        try:
+            other = asked.but(**changes)
+            Plan(tp=other.tp).check(other.model)
+            check_weights(other.model, other.serve.weights, other.serve.weight_group, other.tp)
+            saves = base.total - other.needs().total
+        except ColonnadeError:
+            return
+        if saves > 0:
+            found.append((flags, saves, note))
+
+    page_bytes = KVCache.bytes_per_page(asked.model, asked.axes, serve.page_tokens, asked.dtype)
+    room = (there - (needs.total - needs.cache)) // page_bytes - spare_pages(asked.axes, serve)
+    if room > 0:
+        page = serve.page_tokens * asked.cp
+        tokens = f"{room * page} tokens instead of {needs.cache // page_bytes * page}"
+        if serve.pages:
+            offer(f"--serve.pages {room * asked.cp}", tokens, serve=serve.but(pages=room * asked.cp))
+        else:
+            offer(f"--serve.cache_bytes {room * page_bytes}", tokens, serve=serve.but(cache_bytes=room * page_bytes))
+    if serve.token_budget > 64:
+        less = max(64, serve.token_budget // 4)
+        offer(f"--serve.token_budget {less}", "prompts in more steps", serve=serve.but(token_budget=less))
+    if serve.max_requests > 1:
+        less = max(1, serve.max_requests // 4)
+        offer(f"--serve.max_requests {less}", "more wait", serve=serve.but(max_requests=less))
+    if asked.model.moe is None:
+        for kind in ("int8", "int4"):
+            if serve.weights not in (kind, "int4"):
+                offer(f"--serve.weights {kind}", "rounded", serve=serve.but(weights=kind))
+        offer(f"--plan.tp {2 * asked.tp}", f"{2 * asked.tp} processes", tp=2 * asked.tp)
+    elif (layers := len(experts_of(Transformer(asked.model, device="meta")))) > 2 and asked.resident is None:
+        offer("--experts.resident 2", f"of {layers} layers' experts", resident=2)
+    if asked.dtype in (torch.float32, torch.float64):
+        offer("--dtype bfloat16", "other rounding", dtype=torch.bfloat16)
+    return sorted(found, key=lambda f: (needs.total - f[1] > there, -f[1]))[:number]
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that may be asked for: on a GPU also what torch holds in reserve, on a CPU what the machine and the
+    container leave.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(_machine_bytes(Path("/proc/meminfo")), _container_bytes(Path("/sys/fs/cgroup")))
+
+
+def _machine_bytes(meminfo: Path) -> int:
+    """What the machine has available; all that it has, where the system does not tell."""
+    if meminfo.is_file():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines() if ":" in line)
+        if "MemAvailable" in lines:
+            return int(lines["MemAvailable"].split()[0]) << 10
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _container_bytes(group: Path) -> int:
+    """What is left of the limit of a control group (version 2); files that it caches give way."""
+    limit, used, details = (group / name for name in ("memory.max", "memory.current", "memory.stat"))
+    if not (limit.is_file() and used.is_file()) or (most := limit.read_text(encoding="ascii").strip()) == "max":
+        return 1 << 62
+    stat = dict(line.split() for line in details.read_text(encoding="ascii").splitlines()) if details.is_file() else {}
+    return int(most) - int(used.read_text(encoding="ascii")) + int(stat.get("inactive_file", 0))

@@ -1,0 +1,77 @@
+"""``serve.batch_invariant`` on a GPU: products, norms and whole requests have the same bits in any company.
+
+pytest -q tests/gpu/test_invariant_gpu.py        # about two minutes, half of it compiling
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+
+from colonnade.config import ServeConfig
+from colonnade.errors import ConfigError
+from colonnade.kernels.linear import reference as linear_reference
+from colonnade.kernels.linear import triton_fixed
+from colonnade.kernels.norm import reference as norm_reference
+from colonnade.kernels.norm import triton_rows
+from colonnade.serve import Engine
+from tests.serve import test_serve_invariant as cpu
+from tests.serve import tiny
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-6}
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (333, 1000), (11008, 4096)])
+def test_products(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    w, b = torch.randn(outputs, inputs, device="cuda").to(dtype), torch.randn(outputs, device="cuda").to(dtype)
+    x = torch.randn(300, inputs, device="cuda").to(dtype)
+    whole = triton_fixed.linear(x, w, b)
+    exact = linear_reference.linear(x.double(), w.double(), b.double())
+    assert (whole - exact).norm() < TOLERANCE[dtype] * exact.norm()
+    for first, last in ((0, 1), (63, 65), (1, 300), (299, 300), (100, 228)):
+        assert torch.equal(triton_fixed.linear(x[first:last], w, b), whole[first:last])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("width", [128, 576, 4096, 8192])
+@pytest.mark.parametrize("biased", [False, True])
+def test_norms(dtype: torch.dtype, width: int, biased: bool) -> None:
+    w = torch.randn(width, device="cuda").to(dtype)
+    b = torch.randn(width, device="cuda").to(dtype) if biased else None
+    x = torch.randn(300, width, device="cuda").to(dtype)
+    whole = triton_rows.norm(x, w, b, 1e-5)
+    exact = norm_reference.norm(x.double(), w.double(), None if b is None else b.double(), 1e-5)
+    assert (whole - exact).norm() < TOLERANCE[dtype] * exact.norm()
+    for first, last in ((0, 1), (5, 7), (1, 300)):
+        assert torch.equal(triton_rows.norm(x[first:last], w, b, 1e-5), whole[first:last])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "window"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_requests(name: str, dtype: torch.dtype, recorded: bool) -> None:
+    """As on a CPU; with graphs too, whose steps are padded to other sizes each time."""
+    it = cpu.model(name, dtype).to("cuda")
+    alone = cpu.bits(it, fixed_steps=recorded)
+    assert cpu.same(cpu.bits(it, cpu.company(6), at=0, fixed_steps=recorded), alone)
+    assert cpu.same(cpu.bits(it, cpu.company(6), at=6, token_budget=7, fixed_steps=recorded), alone)
+    assert cpu.same(cpu.bits(it, cpu.company(6, seed=1), at=5, after=3, prefix_cache=False), alone)
+    assert cpu.same(cpu.bits(it, cpu.company(6, seed=3), at=4, pages=14, max_requests=5), alone)
+    drawn = cpu.bits(it, params=cpu.DRAWN)
+    assert cpu.same(cpu.bits(it, cpu.company(6), at=3, params=cpu.DRAWN, fixed_steps=recorded), drawn)
+
+
+def test_among_255_others() -> None:
+    it = cpu.model("llama", torch.bfloat16).to("cuda")
+    alone = cpu.bits(it)
+    for at in (0, 100, 255):
+        assert cpu.same(cpu.bits(it, cpu.company(255, seed=at), at=at), alone)
+
+
+@pytest.mark.parametrize(("name", "what"), [("experts", "experts"), ("latent", "latent attention")])
+def test_what_has_no_kernels_is_refused(name: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"no kernels for {what} on a GPU"):
+        Engine(cpu.model(name).to("cuda"), tiny.tokenizer(), ServeConfig(batch_invariant=True))

@@ -1,0 +1,138 @@
+"""Products with quantised weights, and products and norms of fixed tiles, by Triton's interpreter (see interpreted.py).
+
+Tiles are small, so that inputs and outputs end within one, and inputs are cut into several splits.
+"""
+
+import itertools
+import warnings
+
+import torch
+
+from colonnade.kernels.attention import fixed
+from colonnade.kernels.attention import reference as attention_reference
+from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.linear import quantised, quantised_gpu, triton_fixed
+from colonnade.kernels.linear import reference as linear_reference
+from colonnade.kernels.linear.quantise import dequantise, quantise
+from colonnade.kernels.linear.quantised_gpu import Tiles
+from colonnade.kernels.norm import reference as norm_reference
+from colonnade.kernels.norm import triton_rows
+
+SHAPES = [(40, 96), (16, 64), (7, 50), (33, 300)]
+HOW = {"int4": Tiles(16, 16, 4, 2), "int8": Tiles(16, 32, 4, 2), "float8": Tiles(16, 32, 4, 2)}
+
+
+def case(kind: str, rows: int, outputs: int, inputs: int, group: int, splits: int, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(rows + outputs)
+    weight = quantise(torch.randn(outputs, inputs, generator=draw), kind, group)
+    x = torch.randn(rows, 2 * inputs, generator=draw).to(dtype)[:, :inputs]
+    exact = quantised.linear(x.double(), weight)
+    got = quantised_gpu.few_rows(x, weight, HOW[kind], splits)
+    error = float((got.double() - exact).norm() / exact.norm())
+    # One row of int4 is summed beside 2048 times itself; the matrix units are given weights rounded to the type of x.
+    tolerance = 1e-3 if dtype == torch.float16 else 1e-4 if kind == "int4" and rows == 1 else 1e-6
+    assert got.dtype == dtype and error < tolerance, (kind, rows, outputs, error)
+
+
+def check_one_row() -> int:
+    count = 0
+    for (outputs, inputs), (kind, group), splits in itertools.product(
+        SHAPES, (("int8", 32), ("int4", 32), ("int4", 64), ("int4", 128), ("float8", 32)), (1, 3)
+    ):
+        case(kind, 1, outputs, inputs, group, splits, torch.float16 if inputs == 50 else torch.float32)
+        count += 1
+    return count
+
+
+def check_more_rows() -> int:
+    count = 0
+    for (outputs, inputs), (kind, group), rows in itertools.product(
+        SHAPES[1:], (("int8", 32), ("int4", 32), ("int4", 128), ("float8", 32)), (2, 17)
+    ):
+        case(kind, rows, outputs, inputs, group, 1 + count % 3, torch.float16 if inputs == 64 else torch.float32)
+        count += 1
+    return count
+
+
+def check_the_row_of_the_table() -> int:
+    """Any number of rows, a bias, more dimensions; none at all."""
+    weight, bias = quantise(torch.randn(24, 70), "int4", 32), torch.randn(24)
+    for shape in ((70,), (1, 70), (3, 70), (2, 5, 70), (65, 70), (0, 70)):
+        x = torch.randn(shape)
+        exact = quantised.linear(x.double(), weight, bias.double())
+        got = quantised_gpu.linear(x, weight, bias)
+        assert got.shape == exact.shape and (got - exact).norm() <= 1e-4 * exact.norm()
+    return 6
+
+
+def check_written_out() -> int:
+    count = 0
+    for (outputs, inputs), kind in itertools.product(SHAPES, ("int8", "int4", "float8")):
+        weight = quantise(torch.randn(outputs, inputs), kind, 32)
+        for dtype in (torch.float32, torch.float16):
+            got, exact = quantised_gpu.written_out(weight, dtype), dequantise(weight, dtype)
+            assert got.dtype == dtype and torch.allclose(got, exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
+            count += 1
+    return count
+
+
+def check_fixed_products() -> int:
+    """Right, and a row's bits the same alone and among others."""
+    weight, bias = torch.randn(40, 150), torch.randn(40)
+    for rows, dtype, biased in ((1, torch.float32, True), (70, torch.float32, False), (3, torch.float16, True)):
+        x = torch.randn(rows, 2, 150).to(dtype)[:, 0]
+        b = bias.to(dtype) if biased else None
+        got = triton_fixed.linear(x, weight.to(dtype), b)
+        exact = linear_reference.linear(x.double(), weight.to(dtype).double(), None if b is None else b.double())
+        assert (got - exact).norm() < (1e-6 if dtype == torch.float32 else 1e-3) * exact.norm()
+        for r in {0, rows // 2, rows - 1}:
+            assert torch.equal(triton_fixed.linear(x[r : r + 1], weight.to(dtype), b)[0], got[r])
+    assert triton_fixed.linear(torch.randn(2, 3, 150), weight).shape == (2, 3, 40)
+    assert triton_fixed.linear(torch.randn(0, 150), weight).shape == (0, 40)
+    return 5
+
+
+def check_fixed_attention() -> int:
+    """A prompt's queries in one pass, or cut anywhere and beside others: the same bits."""
+    draw = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(40, 16, 2, 16, generator=draw) for _ in range(2))
+    q, pages = torch.randn(70, 6, 16, generator=draw), torch.arange(40, dtype=torch.int32).view(2, 20)
+
+    def run(queries: torch.Tensor, new: list[int], lengths: list[int], first: int) -> torch.Tensor:
+        cu = torch.tensor([0, *new]).cumsum(0).int()
+        mine = pages[first : first + len(new)]
+        table = PageTable(mine, cu, torch.tensor(lengths).int(), 16, max(new), max(lengths))
+        exact = attention_reference.paged(queries.double(), k.double(), v.double(), table)
+        got = fixed.paged(queries, k, v, table)
+        assert (got - exact).norm() < 1e-6 * exact.norm()
+        return got
+
+    whole = run(q, [70], [70], 0)
+    assert torch.equal(run(q[60:], [10], [70], 0), whole[60:])
+    assert torch.equal(run(torch.cat((q[:1], q[:3])), [1, 3], [1, 200], 0)[:1], whole[:1])
+    return 3
+
+
+def check_norms() -> int:
+    for width in (1, 24, 700):
+        w, b = torch.randn(width), torch.randn(width)
+        x = torch.randn(5, 2, width)
+        for bias in (None, b):
+            got, exact = (norm(x, w, bias, 1e-5) for norm in (triton_rows.norm, norm_reference.norm))
+            assert torch.allclose(got, exact, atol=1e-5)
+            assert torch.equal(triton_rows.norm(x[3:4], w, bias, 1e-5), got[3:4])
+    return 6
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    for check in (
+        check_one_row,
+        check_more_rows,
+        check_the_row_of_the_table,
+        check_written_out,
+        check_fixed_products,
+        check_fixed_attention,
+        check_norms,
+    ):
+        print(f"{check.__name__}: {check()} cases", flush=True)

@@ -1,0 +1,167 @@
+"""Quantised weights: what rounding may cost, what is stored, and that a model reads, scores and speaks with them."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from colonnade import api
+from colonnade.checkpoint.hf.write import write_hf
+from colonnade.config import MoeConfig, Plan, ServeConfig
+from colonnade.config.presets import preset
+from colonnade.config.quantised import check
+from colonnade.errors import CheckpointError, ConfigError, PlanError
+from colonnade.kernels.choose import TABLE
+from colonnade.kernels.linear import quantised
+from colonnade.kernels.linear.quantise import dequantise, quantise
+from colonnade.model.linear import Linear
+from colonnade.model.quantised import kind_of, weight_bytes
+from colonnade.serve import Engine
+from tests.models import BERTS, CONFIGS, build
+from tests.serve import tiny
+
+KINDS = [("int8", 64), ("int4", 32), ("int4", 64), ("int4", 128), ("float8", 64)]
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("kind", "group"), KINDS)
+@pytest.mark.parametrize("inputs", [32, 300, 1])
+@pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12])
+def test_no_weight_moves_further_than_it_may(kind: str, group: int, inputs: int, scale: float) -> None:
+    w = (draw(40, inputs) + 0.3) * scale
+    w[3], w[4, 1:] = 0, 0  # a row of zeros; one number alone
+    got = dequantise(quantise(w, kind, group), torch.float32)
+    assert got.shape == w.shape and not got[3].any()
+    highest = w.abs().amax(1, keepdim=True)
+    if kind == "int8":
+        bound = highest / 127 * 0.5001
+    elif kind == "int4":
+        padded = torch.nn.functional.pad(w, (0, -inputs % group)).unflatten(1, (-1, group))
+        span = padded.amax(2).clamp(min=0) - padded.amin(2).clamp(max=0)
+        bound = (span / 15 * 0.6).repeat_interleave(group, 1)[:, :inputs]
+    else:  # half a unit in the last of 4 bits, until the format ends
+        bound = (w.abs() / 16).maximum(highest * 2.0**-17)
+    assert ((got - w).abs() <= bound * 1.001).all()
+    assert ((got - w).abs() > bound / 10).any() or inputs == 1
+
+
+@pytest.mark.parametrize(("kind", "share"), [("int8", 1 / 4), ("float8", 1 / 4), ("int4", 4.5 / 32)])
+def test_memory_is_what_the_bits_are(kind: str, share: float) -> None:
+    w = draw(64, 1024)
+    assert quantise(w, kind, 64).nbytes / w.nbytes == pytest.approx(share, rel=0.01)
+
+
+def test_a_word_holds_what_the_docstring_says() -> None:
+    w = quantise(draw(3, 64), "int4", 32)
+    words, whole = w.values.unflatten(1, (2, 4)), dequantise(w, torch.float32)
+    for i, c, group in ((0, 0, 0), (7, 3, 0), (5, 2, 1)):
+        scale, low = w.scales[:, group].float().T
+        q = (words[:, group, c] >> 4 * i) & 15
+        assert torch.equal(whole[:, 32 * group + 4 * i + c], torch.addcmul(low, q.float(), scale))
+
+
+@pytest.mark.parametrize("row", [r for r in TABLE if r.operation == "quantised_linear"], ids=lambda row: row.name)
+@pytest.mark.parametrize(("kind", "group"), KINDS)
+def test_the_reference_multiplies_with_what_is_stored(row, kind: str, group: int, monkeypatch) -> None:
+    if "cpu" not in row.devices:
+        pytest.skip("a GPU's: tests/interpreted_quantised.py and tests/gpu/test_quantised_gpu.py")
+    monkeypatch.setattr(quantised, "BAND", 1000)
+    w, bias = quantise(draw(37, 90), kind, group), draw(37).double()
+    for shape in ((0, 90), (1, 90), (5, 90), (2, 3, 90)):
+        x = draw(*shape).double()
+        exact = x @ dequantise(w, torch.float64).T
+        assert (row.run(x, w) - exact).abs().max().nan_to_num() < 1e-12 if x.numel() else row.run(x, w).shape == (0, 37)
+        assert torch.equal(row.run(x, w, bias), row.run(x, w) + bias)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(("kind", "group"), KINDS)
+def test_a_number_that_is_none_is_refused(bad: float, kind: str, group: int) -> None:
+    layer = Linear(64, 3, bias=False, device=torch.device("cpu"), dtype=torch.float32)
+    w = draw(3, 64)
+    w[1, 40] = bad
+    with pytest.raises(CheckpointError, match=f"3 × 64 is not finite and cannot be put into {kind}"):
+        layer.quantise(w, kind, group, lambda x: x)
+    assert layer.quantised is None
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama_grouped_biased", "qwen3_window_tied", "latent_yarn_biased"])
+@pytest.mark.parametrize("format", ["hf", "colonnade"])
+def test_a_model_is_quantised_while_it_is_read(name: str, format: str, tmp_path: Path) -> None:
+    """From either format the same bits; what comes out is what dequantised weights give."""
+    if name.startswith("latent") and format == "hf":
+        pytest.skip("the tiny latent shape is of no Hugging Face family")
+    whole = api.Model(build(CONFIGS[name], dtype=torch.float32), None, api._ground(Plan(), "cpu", None), "tiny")
+    if format == "hf":
+        write_hf(whole.transformer, tmp_path / "m", shard_bytes=4000)
+    else:
+        api.save(whole, tmp_path / "m")
+    tokens = torch.arange(20) % 50
+    for kind in ("int8", "int4", "float8"):
+        model = api.load(tmp_path / "m", dtype="float64", device="cpu", weights=kind, weight_group=32)
+        assert kind_of(model.transformer) == kind
+        layers = {n: m for n, m in model.transformer.named_modules() if isinstance(m, Linear)}
+        plain = build(CONFIGS[name], dtype=torch.float64)
+        for n, p in plain.named_parameters():  # what is quantised, dequantised; all else as it is
+            stem = n.removesuffix(".weight")
+            original = whole.transformer.get_parameter(n)
+            if stem in layers and layers[stem].quantised is not None:
+                expected = "int8" if (kind, n) == ("int4", "unembed.weight") else kind
+                assert layers[stem].quantised.kind == expected
+                again = quantise(original, expected, 32)
+                assert torch.equal(again.values.view(torch.uint8), layers[stem].quantised.values.view(torch.uint8))
+                p.data = dequantise(again, torch.float64)
+            else:
+                assert "embed" in n or "norm" in n or "bias" in n or "kv_up" in n, n
+                p.data = original.double()
+        exact = api.Model(plain, None, model.ground, "tiny")
+        assert (model.logits(tokens) - exact.logits(tokens)).abs().max() < 1e-10
+        assert model.score([1, 5, 3, 7]).nll == pytest.approx(exact.score([1, 5, 3, 7]).nll, abs=1e-10)
+        assert weight_bytes(model.transformer) < weight_bytes(plain)
+        with pytest.raises(ConfigError, match=f"weights in {kind} are made while a model is read, and not saved"):
+            api.save(model, tmp_path / "again")
+
+
+def test_what_cannot_be_is_refused() -> None:
+    llama = preset("llama-2-7b")
+    for weights, group, tp in (("int4", 128, 4), ("int4", 64, 8)):
+        with pytest.raises(
+            PlanError, match=rf"one scale for {group} inputs, and tp={tp} leaves a rank \d+ of ffn_width"
+        ):
+            check(llama, weights, group, tp)
+    check(llama, "int4", 64, 4)
+    check(llama, "int8", 64, 8)
+    check(llama, "int4", 128, 1)
+    with pytest.raises(ConfigError, match="are for models that generate"):
+        check(BERTS["post_masked"], "int8", 64, 1)
+    moe = tiny.config(moe=MoeConfig(experts=4, active=2, ffn_width=6))
+    check(moe, "stored", 64, 1)
+    with pytest.raises(ConfigError, match="are for dense models, and experts stay"):
+        check(moe, "int8", 64, 1)
+    with pytest.raises(ConfigError, match=r"serve.weights is int4, and this model's are stored.*load it with weights"):
+        Engine(tiny.model(), tiny.tokenizer(), ServeConfig(weights="int4"))
+    with pytest.raises(ConfigError):
+        ServeConfig(weights="int5")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("weights", "share", "worse"),
+    [("int8", 1 / 4, 0.02), pytest.param("int4", 5 / 32, 0.03, marks=pytest.mark.long)],
+)
+def test_smollm2_in_fewer_bits_says_what_it_said(weights: str, share: float, worse: float) -> None:
+    """Real weights: greedy text, perplexity, memory. (The file itself has 4 bits, in groups of 32.)"""
+    text = Path(api.__file__).read_text(encoding="utf-8")[:400]
+    said, perplexity, size = [], [], []
+    for kept in ("stored", weights):
+        model = api.load("smollm2", dtype="float32", device="cpu", weights=kept, weight_group=32)
+        said.append(model.generate("The capital of France is", temperature=0, max_tokens=6))
+        perplexity.append(model.score(text).perplexity)
+        size.append(weight_bytes(model.transformer) - 49152 * 576 * 4)  # the tied embedding stays
+    assert said[0] == said[1] and "Paris" in said[0]
+    assert perplexity[1] == pytest.approx(perplexity[0], rel=worse)
+    assert size[1] / size[0] == pytest.approx(share, rel=0.01)

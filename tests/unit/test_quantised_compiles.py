@@ -1,0 +1,61 @@
+"""Products with quantised weights and of fixed tiles, compiled for Hopper without a GPU: they fit and spill nothing."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.compiled import SHARED_BYTES, compiled, registers, spilled
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton"
+    ),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+STORED = {"int4": "*i32", "int8": "*i8", "float8": "*fp8e4nv"}
+SIZES = ("outputs", "inputs", "columns", "groups", "x_t", "step")
+"""Multiples of 16, as in any real layer."""
+
+
+@pytest.mark.parametrize("name", ["thin", "tiles"])
+@pytest.mark.parametrize("kind", ["int4", "int8", pytest.param("float8", marks=pytest.mark.long)])
+@pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.long)])
+def test_they_fit_the_chip(name: str, kind: str, rows: int, tmp_path: Path) -> None:
+    from colonnade.kernels.linear import quantised_gpu, triton_quantised
+
+    how, kernel = quantised_gpu.CHOSEN[name, kind], getattr(triton_quantised, name)
+    types = {"x_ptr": "*bf16", "w_ptr": STORED[kind], "scale_ptr": "*i32" if kind == "int4" else "*fp32"}
+    types |= {"out_ptr": "*fp32", "rows": "i32", **dict.fromkeys(SIZES, "i32")}
+    constants = {"KIND": kind, "WORDS": 8, "BM": rows, "BN": how.outputs, "BK": how.columns}
+    types, constants = ({k: v for k, v in x.items() if k in kernel.arg_names} for x in (types, constants))
+    whole = [size for size in SIZES if size in types]
+    built = compiled(kernel, types, constants, whole, warps=how.warps, stages=how.stages)
+    ptx = built.asm["ptx"]
+    # Several programs stand on one multiprocessor: without them nothing would be read while one waits.
+    assert built.metadata.shared * (4 if rows == 16 else 2) <= SHARED_BYTES
+    assert registers(built, tmp_path) * 32 * how.warps * 3 <= 65536
+    assert spilled(built, tmp_path) == 0
+    # Weights come 16 bytes at once; no integer is turned into a float one by one where it has four bits.
+    if name == "thin":
+        assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 4
+    else:
+        assert "wgmma" in ptx and re.search(r"cp\.async\.cg[^;]*, 0x10", ptx)
+    assert kind != "int4" or not re.search(r"cvt\.rn\.f32\.[su]", ptx)
+
+
+@pytest.mark.parametrize("kind", ["*bf16", pytest.param("*fp32", marks=pytest.mark.long)])
+def test_fixed_tiles_fit_the_chip(kind: str, tmp_path: Path) -> None:
+    from colonnade.kernels.linear import triton_fixed
+
+    types = dict.fromkeys(("x_ptr", "w_ptr", "b_ptr", "y_ptr"), kind)
+    types |= dict.fromkeys(("rows", "outputs", "inputs", "x_t", "w_f"), "i32")
+    tile = triton_fixed.TILE | ({"BK": 64} if kind == "*fp32" else {})
+    whole = ("outputs", "inputs", "x_t", "w_f")
+    built = compiled(triton_fixed._linear, types, {"BIASED": False, **tile}, whole, warps=4, stages=3)
+    assert built.metadata.shared * 2 <= SHARED_BYTES
+    assert spilled(built, tmp_path) == 0
+    assert kind != "*bf16" or "wgmma" in built.asm["ptx"]

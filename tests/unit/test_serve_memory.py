@@ -1,0 +1,157 @@
+"""What an engine takes of memory: reckoned as it is, refused with a table before it is taken, and remedies that do."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from colonnade import api, talk
+from colonnade.config import MoeConfig, Plan, ServeConfig
+from colonnade.config.presets import preset
+from colonnade.errors import CapacityError
+from colonnade.model import KVCache, Transformer
+from colonnade.model.quantised import weight_bytes
+from colonnade.parallel.axis import SOLO_AXES, Axes, Axis
+from colonnade.parallel.mesh import Ground
+from colonnade.serve import Engine, SamplingParams
+from colonnade.serve.memory import Asked, _container_bytes, _machine_bytes, check_room, free_bytes, remedies
+from tests.serve import tiny
+
+CPU = torch.device("cpu")
+
+
+def asked(model: Transformer, serve: ServeConfig, **more: object) -> Asked:
+    return Asked(model.config, serve, next(model.parameters()).dtype, CPU, **more)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("changes", [{}, {"tied": True}, {"moe": MoeConfig(experts=4, active=2, ffn_width=6)}], ids=str)
+def test_weights_and_cache_are_those_of_an_engine(tp: int, changes: dict) -> None:
+    model = tiny.model(**changes)
+    serve = ServeConfig(cache_bytes=100_000, page_tokens=4)
+    whole = asked(model, serve).needs()
+    engine = Engine(model, tiny.tokenizer(), serve)
+    assert (whole.weights, whole.cache) == (weight_bytes(model), engine.cache.bytes)
+    share = asked(model, serve, tp=2).needs()
+    first = Transformer(model.config, Axes(tp=Axis("tp", 2)), dtype=torch.float64, device="meta")
+    assert share.weights == sum(p.nbytes for p in (*first.parameters(), *first.buffers()))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "float8"])
+def test_quantised_weights_are_reckoned_to_the_byte(weights: str, tmp_path: Path) -> None:
+    whole = api.Model(tiny.model(dtype=torch.float32), None, Ground.solo(CPU), "tiny")
+    api.save(whole, tmp_path / "m")
+    model = api.load(tmp_path / "m", dtype="float32", device="cpu", weights=weights, weight_group=32).transformer
+    serve = ServeConfig(weights=weights, weight_group=32)
+    assert asked(model, serve).needs().weights == weight_bytes(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "serve"),
+    [
+        ({"width": 128, "heads": 4, "kv_heads": 4, "head_width": 32, "ffn_width": 700, "context": 512},
+         ServeConfig(token_budget=256, max_requests=4)),
+        ({"width": 64, "heads": 8, "kv_heads": 8, "head_width": 32, "ffn_width": 100, "context": 600},
+         ServeConfig(token_budget=512, max_requests=4)),
+        ({"vocab_size": 20_000}, ServeConfig(token_budget=16, max_requests=16)),
+    ],
+    ids=["hidden", "heads", "logits"],
+)  # fmt: skip
+def test_activations_are_what_a_pass_holds(changes: dict, serve: ServeConfig) -> None:
+    """Not less than what torch says that it has given out, and not twice as much."""
+    model = tiny.model(dtype=torch.float32, **changes)
+    engine = Engine(model, tiny.tokenizer(), serve)
+    prompts = [[1], [2], [3], [i % 300 for i in range(serve.token_budget - 3)], *[[4]] * (serve.max_requests - 4)]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        engine.generate(prompts, SamplingParams(temperature=1, max_tokens=6, ignore_eos=True))
+    held = peak = 0
+    for event in sorted(watched.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    assert peak < asked(model, serve).needs().activations < 2 * peak
+
+
+def test_too_little_is_refused_with_a_table_and_each_remedy_does() -> None:
+    model = tiny.model(dtype=torch.float32)
+    serve = ServeConfig(memory_bytes=300_000, max_requests=8, cache_bytes=1 << 20, token_budget=64)
+    needs = asked(model, serve).needs()
+    with pytest.raises(CapacityError) as caught:
+        Engine(model, tiny.tokenizer(), serve)
+    said = str(caught.value)
+    for what, number in (("weights", needs.weights), ("key/value cache", needs.cache), ("asked for", needs.total)):
+        share = re.search(rf"{what} +[\d.]+ \w+ +([\d.]+)%", said)
+        assert share is not None and float(share[1]) == pytest.approx(100 * number / 300_000, abs=0.06)
+    assert re.search(r"there is +293 KiB", said)
+    enough = [flags for flags, saves, _ in remedies(asked(model, serve), needs, 300_000) if "enough" in said and
+              needs.total - saves <= 300_000]  # fmt: skip
+    assert any("cache_bytes" in flags for flags in enough)
+    for flags in enough:
+        assert f"{flags} " in said
+        name, value = flags.removeprefix("--").split()
+        if name.startswith("serve.") and name != "serve.weights":
+            but = serve.but(**{name.removeprefix("serve."): int(value)})
+            assert Engine(model, tiny.tokenizer(), but).generate([[1, 2]], SamplingParams(max_tokens=2))
+
+
+def test_what_is_offered_depends_on_the_model() -> None:
+    llama = Asked(preset("llama-2-7b"), ServeConfig(fixed_steps=True), torch.bfloat16, torch.device("cuda"))
+    found = {flags: saves for flags, saves, _ in remedies(llama, llama.needs(), 12 << 30, number=9)}
+    blocks = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    head = 32000 * 4096
+    written_out = 2 * head
+    assert found["--serve.weights int8"] == pytest.approx(blocks + head - written_out, rel=0.01)
+    assert found["--serve.weights int4"] == pytest.approx(blocks * (2 - 4.5 / 8) + head - written_out, rel=0.01)
+    assert found["--plan.tp 2"] == pytest.approx(llama.needs().total / 2, rel=0.03)
+    assert llama.needs().graphs > 32000 * 2 * 64
+    mixtral = Asked(preset("mixtral-8x7b"), ServeConfig(), torch.bfloat16, torch.device("cuda"))
+    found = {flags: saves for flags, saves, _ in remedies(mixtral, mixtral.needs(), 80 << 30, number=9)}
+    assert found["--experts.resident 2"] == pytest.approx(30 * 8 * 3 * 4096 * 14336 * 2, rel=0.01)
+    assert not any("weights" in flags or "tp" in flags for flags in found)
+    odd = tiny.config(kv_heads=3, heads=3, moe=None)
+    assert not any(
+        "tp" in f for f, _, _ in remedies(Asked(odd, ServeConfig(), torch.float32, CPU), llama.needs(), 1, 9)
+    )
+
+
+def test_a_server_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    whole = api.Model(tiny.model(dtype=torch.float32), tiny.tokenizer(), Ground.solo(CPU), "tiny")
+    api.save(whole, tmp_path / "m")
+    where = talk.Where(str(tmp_path / "m"), Plan(), ServeConfig(memory_bytes=100_000), "cpu", "float32")
+    load = where.load
+    for file in (tmp_path / "m").glob("weights-*"):
+        file.write_bytes(bytes(file.stat().st_size))  # nobody looks at them
+    with pytest.raises(CapacityError, match=r"does not fit into a rank's memory on cpu(.|\n)*there is +97.66 KiB"):
+        load(Ground.solo(CPU))
+
+
+def test_memory_that_is_not_there_after_all_has_the_same_table() -> None:
+    """The system itself says no."""
+    serve = ServeConfig(memory_bytes=1 << 60, pages=1 << 38)
+    with pytest.raises(CapacityError, match=r"key/value cache +[\d.e+]+ GiB(.|\n)*there is(.|\n)*--serve.pages \d+"):
+        Engine(tiny.model(), tiny.tokenizer(), serve)
+
+
+def test_what_is_free_is_what_machine_and_container_leave(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemAvailable:    700 kB\n")
+    assert _machine_bytes(tmp_path / "meminfo") == 700 << 10
+    assert _machine_bytes(tmp_path / "none") > 1 << 20
+    assert _container_bytes(tmp_path) == 1 << 62
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("3000\n")
+    assert _container_bytes(tmp_path) == 1 << 62
+    (tmp_path / "memory.max").write_text("10000\n")
+    assert _container_bytes(tmp_path) == 7000
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 2000\n")
+    assert _container_bytes(tmp_path) == 9000
+    assert 0 < free_bytes(CPU) < 1 << 50
+    check_room(asked(tiny.model(), ServeConfig()))
+
+
+def test_ranks_that_share_a_cache_have_a_part_of_it_and_a_page_that_is_nobodys():
+    for serve in (ServeConfig(pages=1000), ServeConfig(max_requests=1, cache_bytes=1 << 40, page_tokens=32)):
+        one, four = (Asked(preset("llama-2-7b"), serve, torch.bfloat16, CPU, cp=cp).needs().cache for cp in (1, 4))
+        page_bytes = KVCache.bytes_per_page(preset("llama-2-7b"), SOLO_AXES, serve.page_tokens, torch.bfloat16)
+        assert four == one // 4 + page_bytes
