@@ -113,10 +113,9 @@ def small_of(axis: Axis, device: torch.device, most: tuple[int, int] | None = No
         return None
     from torch.distributed import _symmetric_memory as symmetric
 
+    # Older versions of torch want to be asked; newer ones warn that there is no need.
     if ask := getattr(symmetric, "enable_symm_mem_for_group", None):
-        with (
-            warnings.catch_warnings()
-        ):  # older versions of torch want to be asked; newer ones warn that there is no need
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ask(axis.group)
     flags_bytes = 4 * BLOCKS * axis.size
