@@ -6,10 +6,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from rich.console import Console
 from tyro.conf import Positional, arg
 
 from colonnade.cli.shared import Model, Placing, console, speaks, start_alone
 from colonnade.config import ModelConfig, Plan, ServeConfig, count
+from colonnade.config.experts import check_task
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import ConfigError, DataError
 
@@ -44,7 +46,7 @@ def evaluate(
 
     name, content = sotu_documents()[-1] if text == "sotu" else (text, _read(Path(text)))
     where = placing.where(model, ServeConfig())
-    where.find()
+    check_task(where.find().config)
     if routing:
         result = _routing(where, content, context, stride)
     else:
@@ -85,7 +87,7 @@ def _routing(where: "Where", text: str, context: int | None, stride: int | None)
         with console.status("following the tokens"):
             found = routing.follow(loaded.transformer, loaded.tokenizer, loaded.tokenizer.encode(text), context)
         for table in routing.tables(found):
-            console.print(table)
+            Console(highlight=False).print(table)  # what was asked for, as the perplexity: on the standard output
         return found.score
 
 

@@ -54,3 +54,23 @@ class ExpertsConfig(Config):
 
 AS_TRAINED = ExpertsConfig()
 """No change."""
+
+
+def check_task(model: ModelConfig) -> None:
+    """Raise :class:`ConfigError` for a model whose experts depend on a task that nobody has said."""
+    router = model.moe and model.moe.router
+    if router and router.kind == "task" and router.task is None:
+        raise ConfigError(
+            f"router 'task' knows {router.tasks} tasks, and not which one a text is of; set --experts.task to one of 0 "
+            f"to {router.tasks - 1}"
+        )
+
+
+def check_generates(model: ModelConfig) -> None:
+    """Raise :class:`ConfigError` for a model whose experts depend on what no model that generates knows."""
+    check_task(model)
+    if model.moe is not None and model.moe.router.kind == "sequence":
+        raise ConfigError(
+            "router 'sequence' chooses experts by the whole sequence, whose end a model that generates has not written "
+            "yet; such a model trains and scores (colonnade eval)"
+        )

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from colonnade.config import ServeConfig
+from colonnade.config.experts import check_generates
 from colonnade.errors import CapacityError, ConfigError, PlanError, RequestError
 from colonnade.model import KVCache, Transformer
 from colonnade.model.quantised import kind_of, weight_bytes
@@ -13,7 +14,8 @@ from colonnade.serve.sampling import SamplingParams
 
 
 def check_model(model: Transformer, config: ServeConfig) -> None:
-    """Raise :class:`ConfigError` where ``config`` says of a model what it is not."""
+    """Raise :class:`ConfigError` for a model that cannot generate, and where ``config`` says of one what it is not."""
+    check_generates(model.config)
     kept = kind_of(model) or "stored"
     if config.weights not in ("stored", kept):
         raise ConfigError(

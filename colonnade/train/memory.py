@@ -156,8 +156,8 @@ def changes(run: RunConfig, account: Account, device: torch.device) -> list[Chan
     micro = min(t.micro_batch, t.batch // plan.data_ranks)
     if micro > 1:
         less = micro // 2
-        offer(f"--train.micro_batch {less}", held * (1 - less / micro), "the same numbers, more passes",
-              train=t.but(micro_batch=less))  # fmt: skip
+        note = "the same numbers, more passes" if model.moe is None else "more passes; experts are balanced within each"
+        offer(f"--train.micro_batch {less}", held * (1 - less / micro), note, train=t.but(micro_batch=less))
     if t.recompute != "full" and blocks > 1:
         tokens = micro * run.data.sequence // plan.cp // (plan.tp if plan.sequence_parallel else 1)
         saves = held * (1 - 1 / blocks) - blocks * tokens * model.width * kept

@@ -49,5 +49,6 @@ def _fewer_experts(moe: MoeConfig) -> MoeConfig:
         ffn_width=EXPERT_WIDTH,
         shared_width=moe.shared_width and EXPERT_WIDTH + 1,
         first=min(moe.first, 1),
-        router=router.but(groups=groups, groups_kept=kept),
+        # Verify's texts are of no task.
+        router=router.but(groups=groups, groups_kept=kept, task=0 if router.kind == "task" else router.task),
     )

@@ -95,6 +95,11 @@ def test_a_task_moves_its_own_row(corpus: Path, tmp_path: Path) -> None:
     for row in read_rows(run.folder, ROUTING):
         assert sum(n > 0 for n in row["1"]["load"]) <= 3
     table = found.get_parameter("blocks.1.ffn.router.gates.0.own.table")
+    with (
+        pytest.raises(ConfigError, match=r"knows 4 tasks.* set --experts\.task to one of 0 to 3"),
+        colonnade.load(run.folder, device="cpu") as untold,
+    ):
+        colonnade.Engine(untold)
     for task in range(3):
         at = int((split.tasks(0, split.tokens) == task).argmax())
         tokens = split.read(at, at + 3).tolist()

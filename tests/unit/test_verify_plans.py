@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colonnade.config import ModelConfig, MoeConfig, Plan
+from colonnade.config import ModelConfig, MoeConfig, Plan, RouterConfig
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import PlanError
 from colonnade.verify import all_plans, covering, shrink
@@ -131,3 +131,10 @@ def test_other_tops_become_the_two_losses() -> None:
         whole = bert.but(top=top, classes=5) if top == "classes" else bert.but(top=top)
         assert shrink(whole, 2).top == "pretraining"
     assert shrink(bert.but(top="masked"), 2).top == "masked"
+
+
+def test_a_router_of_tasks_is_told_one() -> None:
+    tour = preset("tour-moe")
+    assert tour.moe is not None
+    likeness = shrink(tour.but(moe=tour.moe.but(router=RouterConfig(kind="task", tasks=3))), 4)
+    assert likeness.moe is not None and likeness.moe.router.task == 0
