@@ -184,8 +184,10 @@ def load(
     for key, tensor in local.items():
         entry = index.tensors.get(key)
         if entry is None:
-            what = "optimizer state" if not key.startswith("weights/") else "weight"
-            raise CheckpointError(f"{folder / INDEX} has no {what} '{key}'; use a checkpoint that a training run wrote")
+            what, use = "weight", "use a checkpoint of this model"
+            if not key.startswith("weights/"):
+                what, use = "optimizer state", "go on with a run that trained it (train.freeze as it was, for one)"
+            raise CheckpointError(f"{folder / INDEX} has no {what} '{key}'; {use}")
         if tuple(whole[parameter_of(key)]) != entry.shape:
             raise CheckpointError(
                 f"{folder / INDEX} has '{key}' of shape {entry.shape}, but the model needs "

@@ -137,7 +137,10 @@ def stored_parameters(names: list[str], table: Table, where: str) -> dict[str, S
         layer = re.match(r"blocks\.(\d+)\.", name)
         template = f"blocks.{{i}}.{name[layer.end() :]}" if layer else name
         if template not in table:
-            raise CheckpointError(f"{where}: this family has no place for the parameter '{name}'; choose another one")
+            raise CheckpointError(
+                f"{where}: this family has no place for the parameter '{name}'; choose another one, or write "
+                "--format colonnade"
+            )
         forms[name] = table[template].at(int(layer[1])) if layer else table[template]
     return forms
 

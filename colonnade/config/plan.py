@@ -72,8 +72,8 @@ class Plan(Config):
             )
         if self.stage % (self.ep * self.sh):
             raise PlanError(
-                f"ep={self.ep} times sh={self.sh} shares experts out over ranks that are there for other axes too, and does "
-                f"not divide the {self.stage} of a pipeline stage (replicate · dp · cp · tp); "
+                f"ep={self.ep} times sh={self.sh} shares experts out over ranks that are there for other axes too, and "
+                f"does not divide the {self.stage} of a pipeline stage (replicate · dp · cp · tp); "
                 f"set --plan.dp {self.ep * self.sh}, or ep and sh of which the product is one of {divisors(self.stage)}"
             )
         if self.degree not in ("auto", 0) and self.sh % self.degree:

@@ -178,7 +178,7 @@ def test_a_trained_one_is_loaded_and_generates(corpus: Path, tmp_path: Path) -> 
     [
         (lambda: MOE.but(active=5), "cannot go to 5 of 4 experts"),
         (lambda: MOE.but(router=RouterConfig(groups=3)), "4 experts do not divide into 3 groups"),
-        (lambda: Plan(dp=2, ep=3), "not divide the 2 of a pipeline stage .* set --plan.dp 3"),
+        (lambda: Plan(dp=2, ep=3), "does not divide the 2 of a pipeline stage .* set --plan.dp 3"),
         (lambda: Plan(dp=4, sh=4, degree=3), "degree=3 does not divide the sh=4 ranks"),
         (lambda: RunConfig(model=ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8),
                            train=TrainConfig(expert_dropout=0.1)), "expert_dropout 0.1 is about experts"),

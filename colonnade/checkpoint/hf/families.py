@@ -59,8 +59,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     if family.experts != (config.moe is not None):
         what = "no experts" if family.experts else "experts"
         raise CheckpointError(
-            f"'{family.name}' files cannot express a model with {what}; set model.family to one of "
-            f"{', '.join(name for name, other in FAMILIES.items() if other.experts != family.experts)}"
+            f"'{family.name}' files cannot express a model with {what}; write --format colonnade, or set model.family "
+            f"to one of {', '.join(name for name, other in FAMILIES.items() if other.experts != family.experts)}"
         )
     raw = {"model_type": family.name, "architectures": [family.architecture], **family.to_hf(config)}
     back = config_from_hf(raw)
@@ -70,7 +70,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
             raise CheckpointError(
                 f"'{config.family}' files cannot express {field} = {before[field]!r} (it would read back as "
                 f"{after[field]!r}); "
-                f"set model.family to one of {', '.join(name for name in FAMILIES if name != config.family)}"
+                f"write --format colonnade, or set model.family to another that can"
             )
     return raw
 
