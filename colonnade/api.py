@@ -9,8 +9,6 @@ or ``smollm2`` and ``minilm`` (an encoder) where the packages that carry them ar
 rank's share inside a launched group: ``load(path, plan=Plan(tp=2))``.
 """
 
-import difflib
-import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,9 +20,7 @@ import torch
 from torch import Tensor
 
 from colonnade.checkpoint import native
-from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
-from colonnade.checkpoint.hf.hub import fetch, find_minilm
-from colonnade.checkpoint.hf.read import HFFolder
+from colonnade.checkpoint.found import Opened, opened
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.config import (
     AS_TRAINED,
@@ -55,8 +51,6 @@ from colonnade.serve.sampling import SamplingParams
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Format = Literal["hf", "colonnade"]
-PACKAGED = {"smollm2": find_smollm2, "minilm": find_minilm}
-"""Real weights that travel as Python packages, by the names that :func:`load` knows them by."""
 
 
 class Model:
@@ -228,25 +222,8 @@ def find(
     Raises what :func:`load` raises for a model that is not there, for a plan that does not fit, for ``experts`` told
     to do what they cannot, and for ``weights`` that cannot be quantised so.
     """
-    place = locate(path)
-    if native.is_native(place):
-        config = native.read_meta(place).model
-
-        def fill(model: Transformer, ground: Ground, put: Place) -> object:
-            return native.load(place, model, ground, trained=config, place=put)
-
-        found = Found(place, config, partial(_tokenizer, place / native.TOKENIZER), fill)
-    elif place.is_dir():
-        folder = HFFolder(place)
-        found = Found(place, folder.config, partial(_tokenizer, place), lambda model, _, put: folder.fill(model, put))
-    else:
-        file = GGUFFile(place)
-        found = Found(
-            place,
-            file.config,
-            lambda: Tokenizer.from_parts(*file.tokenizer()),
-            lambda model, _, put: file.fill(model, put),
-        )
+    it = opened(path)
+    found = Found(it.place, it.config, partial(_tokenizer, it), it.fill)
     if plan.world > plan.tp * plan.cp:
         raise PlanError(f"a loaded model is laid over tp and cp ranks only, not over {plan}; load with these only")
     plan.check(found.config)
@@ -293,51 +270,10 @@ def dtype_on(device: torch.device, dtype: DType) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def _tokenizer(folder: Path) -> Tokenizer | None:
-    return Tokenizer.from_file(folder) if (folder / "tokenizer.json").is_file() else None
-
-
-def locate(path: str | Path) -> Path:
-    """The folder or file that ``path`` means: itself, a run's newest checkpoint, a package's file, or a download.
-
-    Raises :class:`CheckpointError` when there is nothing of that name.
-    """
-    place = Path(path)
-    if str(path) in PACKAGED and not place.exists():
-        return PACKAGED[str(path)]()
-    if place.is_file():
-        return place
-    if place.is_dir():
-        if _is_model(place):
-            return place
-        newest = native.newest(place)
-        if newest is None:
-            raise CheckpointError(
-                f"{place} holds neither a Colonnade checkpoint, nor a run, nor a Hugging Face model; "
-                "give runs/NAME, runs/NAME/step-N, or a folder with config.json and safetensors"
-            )
-        return newest
-    near = _models_near(place)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
-        try:
-            return fetch(str(path))
-        except CheckpointError as error:
-            if not place.parent.is_dir():
-                raise CheckpointError(f"{error}{near}") from None
-    known = f"; give a folder, a GGUF file, a hub id (owner/name), or {' or '.join(PACKAGED)}"
-    raise CheckpointError(f"{place} does not exist{near or known}")
-
-
-def _models_near(place: Path) -> str:
-    """``"; here are runs/a, runs/b"``: some models in the folder of a path that is not there, or in ``runs``."""
-    there = {path for folder in (place.parent, Path("runs")) for path in folder.glob("*") if path.is_dir()}
-    models = sorted(str(path) for path in there if native.newest(path) or _is_model(path))
-    likely = difflib.get_close_matches(str(place), models, n=5, cutoff=0)
-    return f"; here are {', '.join(likely)}" if likely else ""
-
-
-def _is_model(folder: Path) -> bool:
-    return native.is_native(folder) or (folder / "config.json").is_file()
+def _tokenizer(it: Opened) -> Tokenizer | None:
+    if not isinstance(it.words, Path):
+        return Tokenizer.from_parts(*it.words())
+    return Tokenizer.from_file(it.words) if (it.words / "tokenizer.json").is_file() else None
 
 
 def save(

@@ -186,7 +186,8 @@ def load(
         if entry is None:
             what, use = "weight", "use a checkpoint of this model"
             if not key.startswith("weights/"):
-                what, use = "optimizer state", "go on with a run that trained it (train.freeze as it was, for one)"
+                what = "optimizer state"
+                use = f"go on with train.freeze as it was, or begin another run with --train.start {folder}"
             raise CheckpointError(f"{folder / INDEX} has no {what} '{key}'; {use}")
         if tuple(whole[parameter_of(key)]) != entry.shape:
             raise CheckpointError(

@@ -12,10 +12,11 @@ from rich.table import Table
 from tyro.conf import arg
 
 from colonnade.cli.shared import console, speaks, start_alone
-from colonnade.config import ModelConfig, RunConfig
+from colonnade.config import DataConfig, ModelConfig, RunConfig
 from colonnade.config.presets import PRESETS, preset
 from colonnade.config.toml import dumps
 from colonnade.config.toml import read as read_toml
+from colonnade.errors import CheckpointError
 
 
 def demo(folder: Path = Path("runs/demo"), port: int = 0) -> None:
@@ -86,19 +87,31 @@ def with_defaults(verb: Callable[..., None], defaults: TrainArgs) -> Callable[..
 
 def train_defaults(argv: list[str]) -> TrainArgs:
     """What --preset and --config say, and the corpus's vocabulary, as the defaults of every other flag."""
-    chosen, file = _value(argv, "--preset") or "tour", _value(argv, "--config")
-    base = RunConfig(model=preset(chosen))
+    chosen, file, start = (_value(argv, flag) for flag in ("--preset", "--config", "--train.start"))
+    model = (None if chosen or not start else _started(start)) or preset(chosen or "tour")
+    base = RunConfig(model=model, data=DataConfig(sequence=min(DataConfig().sequence, model.context)))
     run = read_toml(RunConfig, Path(file), base=base) if file else base
     folder = Path(_value(argv, "--data.path") or run.data.path)
     model = run.model
-    if model.vocab_size == base.model.vocab_size and (folder / "manifest.json").is_file():
+    same = model.vocab_size == base.model.vocab_size and not start
+    if same and (folder / "manifest.json").is_file():
         from colonnade.data import Corpus
 
         model = model.but(vocab_size=Corpus(folder).manifest.vocab_size)
     # Not validated again, and with the sizes that follow from others left open: a flag may change what they follow.
     open_model = ModelConfig.model_construct(None, **(dict(model) | model.derived()))
     open_run = RunConfig.model_construct(None, **(dict(run) | {"model": open_model}))
-    return TrainArgs(open_run, Path(file) if file else None, chosen)
+    return TrainArgs(open_run, Path(file) if file else None, chosen or "tour")
+
+
+def _started(start: str) -> ModelConfig | None:
+    """The model that a run begins with; one that is not there is for the trainer to complain of."""
+    from colonnade.checkpoint.found import opened
+
+    try:
+        return opened(start).config
+    except CheckpointError:
+        return None
 
 
 def _value(argv: list[str], flag: str) -> str | None:

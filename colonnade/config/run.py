@@ -101,6 +101,9 @@ class TrainConfig(Config):
     one micro-batch a step, on one GPU or tensor-parallel ones; takes the memory of a step for good."""
     seed: int = 0
     """Seeds the initial weights and the dropout."""
+    start: str = ""
+    """Model whose weights a new run begins with, instead of drawn ones: anything that load takes (a run, a checkpoint,
+    a Hugging Face folder, a GGUF file). It must be of the run's shape and tokens."""
     log_every: int = Field(default=10, gt=0)
     """Steps between two lines of metrics."""
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()

@@ -22,6 +22,7 @@ from colonnade.train.feed import Feed
 from colonnade.train.graph import check_device
 from colonnade.train.log import Log, Summary
 from colonnade.train.session import Session
+from colonnade.train.start import check_start
 from colonnade.train.stop import Stop
 from colonnade.train.trackers import OpenTracker, named
 
@@ -41,6 +42,8 @@ class Trainer:
         if run.train.cuda_graph:
             check_device(torch.device(device))
         Feed(run)
+        if run.train.start and native.newest(run.folder) is None:
+            check_start(run)
         named(run)
         self.run, self.trackers = run, tuple(trackers)
 

@@ -44,6 +44,7 @@ from colonnade.train.offload import OffloadedAdamW
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
 from colonnade.train.scaler import LossScaler
+from colonnade.train.start import begin
 from colonnade.train.step import Outcome, Step, evaluate
 
 
@@ -64,7 +65,9 @@ class Session:
         self.model = self._build(run.model, kept, spans)
         self.checkpoint = newest(run.folder, self.world)
         """The newest complete checkpoint, if there is one."""
-        if self.checkpoint is None:
+        if self.checkpoint is None and run.train.start:
+            begin(self.model, run, ground)
+        elif self.checkpoint is None:
             initialise(self.model, run.train.seed)
         freeze(self.model, run.train.freeze)
         if run.evaluated is not None:

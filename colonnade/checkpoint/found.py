@@ -1,0 +1,99 @@
+"""A model on disk, whatever wrote it: where a name leads, and its weights, opened and not yet read.
+
+A name is a Colonnade checkpoint (or a run folder: its newest one), a Hugging Face folder, a GGUF file, a hub id, or one
+of the packages that carry weights.
+"""
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from colonnade.checkpoint import native
+from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
+from colonnade.checkpoint.hf.hub import fetch, find_minilm
+from colonnade.checkpoint.hf.read import HFFolder
+from colonnade.config import ModelConfig
+from colonnade.errors import CheckpointError
+from colonnade.model import Transformer
+from colonnade.model.quantised import Place
+from colonnade.parallel.mesh import Ground
+
+PACKAGED = {"smollm2": find_smollm2, "minilm": find_minilm}
+"""Real weights that travel as Python packages, by the names that they are known by."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model on disk that was opened and not loaded."""
+
+    place: Path
+    """Its folder or file."""
+    config: ModelConfig
+    """What it is."""
+    fill: Callable[[Transformer, Ground, Place], object]
+    """Reads a rank's share of the weights, under any layout, before FSDP cuts them."""
+    words: Path | Callable[[], tuple[Any, ...]]
+    """Where its tokenizer lies, or what reads the parts of one."""
+
+
+def opened(path: str | Path) -> Opened:
+    """The model that ``path`` means; raises :class:`CheckpointError` for anything missing, damaged or unknown."""
+    place = locate(path)
+    if native.is_native(place):
+        config = native.read_meta(place).model
+
+        def fill(model: Transformer, ground: Ground, put: Place) -> object:
+            return native.load(place, model, ground, trained=config, place=put)
+
+        return Opened(place, config, fill, place / native.TOKENIZER)
+    if place.is_dir():
+        folder = HFFolder(place)
+        return Opened(place, folder.config, lambda model, _, put: folder.fill(model, put), place)
+    file = GGUFFile(place)
+    return Opened(place, file.config, lambda model, _, put: file.fill(model, put), file.tokenizer)
+
+
+def locate(path: str | Path) -> Path:
+    """The folder or file that ``path`` means: itself, a run's newest checkpoint, a package's file, or a download.
+
+    Raises :class:`CheckpointError` when there is nothing of that name.
+    """
+    place = Path(path)
+    if str(path) in PACKAGED and not place.exists():
+        return PACKAGED[str(path)]()
+    if place.is_file():
+        return place
+    if place.is_dir():
+        if _is_model(place):
+            return place
+        newest = native.newest(place)
+        if newest is None:
+            raise CheckpointError(
+                f"{place} holds neither a Colonnade checkpoint, nor a run, nor a Hugging Face model; "
+                "give runs/NAME, runs/NAME/step-N, or a folder with config.json and safetensors"
+            )
+        return newest
+    near = _models_near(place)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
+        try:
+            return fetch(str(path))
+        except CheckpointError as error:
+            if not place.parent.is_dir():
+                raise CheckpointError(f"{error}{near}") from None
+    known = f"; give a folder, a GGUF file, a hub id (owner/name), or {' or '.join(PACKAGED)}"
+    raise CheckpointError(f"{place} does not exist{near or known}")
+
+
+def _models_near(place: Path) -> str:
+    """``"; here are runs/a, runs/b"``: some models in the folder of a path that is not there, or in ``runs``."""
+    there = {path for folder in (place.parent, Path("runs")) for path in folder.glob("*") if path.is_dir()}
+    models = sorted(str(path) for path in there if native.newest(path) or _is_model(path))
+    likely = difflib.get_close_matches(str(place), models, n=5, cutoff=0)
+    return f"; here are {', '.join(likely)}" if likely else ""
+
+
+def _is_model(folder: Path) -> bool:
+    return native.is_native(folder) or (folder / "config.json").is_file()

@@ -1,0 +1,75 @@
+"""A run that begins with the weights of a model that is there: fine-tuning, experts made of a dense model, a thaw.
+
+Only the weights are taken. The run has moments, a schedule and a cursor of its own, and says of itself how experts are
+chosen and balanced, what is dropped, and how long a context may be; what a weight means (norms, activations, positions)
+must be the same, and so must the tokens.
+"""
+
+import torch
+
+from colonnade.checkpoint.found import Opened, opened
+from colonnade.config import ModelConfig, RunConfig
+from colonnade.data import Corpus
+from colonnade.data.tokenizer import Tokenizer
+from colonnade.errors import ConfigError
+from colonnade.model import Transformer
+from colonnade.model.quantised import in_place
+from colonnade.parallel.mesh import Ground
+
+FREE = ("context", "init_std", "moe", "top", "classes")
+"""Fields that a run says for itself; where they make other tensors, the shapes tell."""
+PROBE = 512
+"""Tokens of the corpus that both tokenizers have to agree on."""
+
+
+def begin(model: Transformer, run: RunConfig, ground: Ground) -> None:
+    """Fill ``model`` with the weights of ``train.start``, this rank's share of them, before FSDP cuts them."""
+    with torch.no_grad():
+        opened(run.train.start).fill(model, ground, in_place)
+
+
+def check_start(run: RunConfig) -> None:
+    """Raise :class:`ConfigError` when ``train.start`` is another model than the run's, or reads other tokens, and
+    :class:`CheckpointError` when there is none.
+    """
+    it = opened(run.train.start)
+    _same_model(run.train.start, it.config, run.model)
+    _same_tokens(it, run)
+
+
+def _same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> None:
+    named = [name for name in ModelConfig.model_fields if name not in FREE]
+    other = [f"{name} {a!r}, not {b!r}" for name in named if (a := getattr(theirs, name)) != (b := getattr(ours, name))]
+    if not other:
+        shapes, wanted = (dict(Transformer(config, device="meta").whole_shapes()) for config in (theirs, ours))
+        unlike = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
+        other = [f"'{name}' {_said(shapes.get(name))}, not {_said(wanted.get(name))}" for name in unlike]
+    if other:
+        more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+        raise ConfigError(
+            f"train.start {start} has {'; '.join(other[:3])}{more}; give the run that model: leave --preset and "
+            "--model out, and give --train.start on the command line"
+        )
+
+
+def _said(shape: torch.Size | None) -> str:
+    return "absent" if shape is None else str(tuple(shape))
+
+
+def _same_tokens(it: Opened, run: RunConfig) -> None:
+    theirs = _tokenizer(it)
+    if theirs is None:  # a folder without one: the vocabulary's size is all that can be compared
+        return
+    split = (corpus := Corpus(run.data.path)).split("train")
+    text = corpus.tokenizer.decode(split.read(0, min(PROBE, split.tokens)).tolist())
+    if theirs.encode(text) != corpus.tokenizer.encode(text):
+        raise ConfigError(
+            f"{run.data.path} was made with another tokenizer than that of train.start {run.train.start}; make it "
+            f"again with colonnade corpus … --tokenizer {it.place}"
+        )
+
+
+def _tokenizer(it: Opened) -> Tokenizer | None:
+    if callable(it.words):
+        return Tokenizer.from_parts(*it.words())
+    return Tokenizer.from_file(it.words) if (it.words / "tokenizer.json").is_file() else None

@@ -1,0 +1,112 @@
+"""A run that begins with weights that are there: any format, any plan; a frozen part thawed; what does not fit."""
+
+from pathlib import Path
+
+import pytest
+
+import colonnade
+from colonnade.cli import main
+from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
+from colonnade.data import build
+from colonnade.errors import CheckpointError, ConfigError
+from colonnade.parallel.mesh import Ground
+from colonnade.train import Trainer
+from colonnade.train.session import Session
+from tests.corpora import TEXT
+from tests.worlds import run as in_world
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+MOE = MoeConfig(experts=4, active=2, ffn_width=12)
+MODEL = ModelConfig(
+    family="mixtral", vocab_size=300, layers=2, width=16, heads=4, kv_heads=2, ffn_width=12, context=32, moe=MOE
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("data") / "corpus"
+    build([(f"doc{i}", f"{i} {TEXT}") for i in range(30)], out, vocab_size=300, validation_share=0.2)
+    return out
+
+
+def config(corpus: Path, runs: Path, name: str, **train: object) -> RunConfig:
+    settings = TrainConfig(
+        steps=2, batch=8, micro_batch=2, lr=1e-2, min_lr=1e-3, warmup=0, dtype="float64", eval_every=0, save_every=0,
+        log_every=1,
+    )  # fmt: skip
+    data = DataConfig(path=corpus, sequence=16)
+    return RunConfig(name=name, runs=runs, device="cpu", model=MODEL, data=data, train=settings.but(**train))
+
+
+@pytest.fixture(scope="module")
+def there(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of which the experts stayed as they were drawn."""
+    run = config(corpus, tmp_path_factory.mktemp("runs"), "there", freeze="experts")
+    Trainer(run).fit()
+    return run.folder
+
+
+def first(run: RunConfig) -> tuple[float, float]:
+    """(loss, gradient norm) of a new session's first step."""
+    with Ground.build(run.plan, "cpu") as ground, Session(run, ground) as session:
+        outcome = session.step()
+        return float(ground.axes.everywhere(outcome.loss_sum) / outcome.count), float(outcome.norm)
+
+
+@pytest.mark.parametrize("plan", [Plan(tp=2, sh=2), Plan(pp=2), Plan(dp=2, ep=2)], ids=str)
+@pytest.mark.parametrize("kind", ["colonnade", "hf"])
+def test_any_plan_begins_alike(corpus: Path, there: Path, tmp_path: Path, plan: Plan, kind: str) -> None:
+    place = there
+    if kind == "hf":
+        with colonnade.load(there, device="cpu", dtype="float64") as model:
+            place = colonnade.save(model, tmp_path / "hf", format="hf")
+    run = config(corpus, tmp_path, "again", start=str(place))
+    loss, norm = first(run)
+    drawn, _ = first(run.but(train=run.train.but(start="")))
+    assert abs(loss - drawn) > 1e-3
+    laid = run.but(plan=plan, train=run.train.but(micro_batch=2 // plan.data_ranks))
+    for theirs, their_norm in in_world(plan.world, first, laid):
+        assert (theirs, their_norm) == (pytest.approx(loss, rel=1e-10), pytest.approx(norm, rel=1e-10))
+
+
+def test_what_was_frozen_is_thawed_in_a_run_of_its_own(corpus: Path, there: Path) -> None:
+    thawed = config(corpus, there.parent, "there", steps=4)
+    with pytest.raises(CheckpointError, match=r"no optimizer state .* with train\.freeze as it was, or begin"):
+        Trainer(thawed).fit()
+    begun = config(corpus, there.parent, "thawed", start=str(there), freeze="rest")
+    Trainer(begun).fit()
+    Trainer(begun.but(train=begun.train.but(steps=3, start="nowhere"))).fit()  # resumed: no longer asked for
+    before, after = (
+        colonnade.load(folder, device="cpu", dtype="float64").transformer.state_dict()
+        for folder in (there, begun.folder)
+    )
+    moved = {name for name, x in before.items() if not x.equal(after[name])}
+    assert moved == {name for name in before if ".experts." in name}
+
+
+def test_what_does_not_fit_is_refused(corpus: Path, there: Path, tmp_path: Path) -> None:
+    run = config(corpus, tmp_path, "other", start=str(there))
+    for model, said in (
+        (MODEL.but(norm_eps=1e-3), "norm_eps 1e-0[56], not 0.001; give the run that model"),
+        (
+            MODEL.but(moe=MOE.but(experts=8)),
+            r"'blocks.0.ffn.experts.down' \(4, 12, 16\), not \(8, .* and 5 more; give",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Trainer(run.but(model=model))
+    with pytest.raises(CheckpointError, match="nothing-here does not exist"):
+        Trainer(config(corpus, tmp_path, "other", start="nothing-here"))
+    build([(f"doc{i}", f"{i} {TEXT[::-1]}") for i in range(30)], tmp_path / "words", vocab_size=300)
+    with pytest.raises(ConfigError, match=r"another tokenizer than that of train\.start .* --tokenizer"):
+        Trainer(config(tmp_path / "words", tmp_path, "other", start=str(there)))
+    Trainer(run.but(model=MODEL.but(moe=MOE.but(capacity=2.0, balance_weight=0.1))))
+
+
+def test_the_command_line_takes_the_model_from_it(corpus: Path, there: Path, tmp_path: Path) -> None:
+    words = ["train", "--train.start", str(there), "--data.path", str(corpus), "--data.sequence", "16", "--runs"]
+    words += [str(tmp_path), "--name", "on", "--train.steps", "1", "--train.batch", "2", "--train.eval_every", "0"]
+    main([*words, "--device", "cpu", "--model.moe.capacity", "2"])
+    trained = colonnade.load(tmp_path / "on", device="cpu").config
+    assert trained == MODEL.but(moe=MOE.but(capacity=2.0))
