@@ -52,18 +52,21 @@ def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
     Settings come from the command line, else from --config, else from --preset, else from the defaults shown here.
     """
     run = args.run
+    from colonnade.train.loop import Trainer, check_data, check_settings
+
     if args.dry_run:
-        run.plan.check(run.model)
+        check_settings(run)
+        made = (run.data.path / "manifest.json").is_file()
+        if made:
+            check_data(run)
         if speaks():
-            if not (run.data.path / "manifest.json").is_file():
+            if not made:
                 console.print(f"{run.data.path} is no corpus yet: the vocabulary is the model's own", soft_wrap=True)
             console.print(_plan_table(run))
             print(dumps(run), end="")
         return
     if run.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS picks its algorithms freely
-    from colonnade.train.loop import Trainer
-
     trainer = Trainer(run)
     if speaks():
         console.print(_plan_table(run))

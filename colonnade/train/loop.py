@@ -14,6 +14,7 @@ import torch
 
 from colonnade.checkpoint import native
 from colonnade.config import RunConfig
+from colonnade.model.moe.router import rule
 from colonnade.parallel.launch import Interrupted, launch
 from colonnade.parallel.mesh import Ground, choose_device
 from colonnade.parallel.pipeline import check_schedule
@@ -27,6 +28,21 @@ from colonnade.train.stop import Stop
 from colonnade.train.trackers import OpenTracker, named
 
 
+def check_settings(run: RunConfig) -> None:
+    """Raise :class:`~colonnade.errors.ColonnadeError` for a plan, a schedule or a router that does not fit."""
+    run.plan.check(run.model)
+    check_schedule(run.plan)
+    if run.model.moe is not None:
+        rule(run.model.moe)
+
+
+def check_data(run: RunConfig) -> None:
+    """Raise :class:`~colonnade.errors.ColonnadeError` for a corpus, or a model to begin with, that does not fit."""
+    Feed(run)
+    if run.train.start and native.newest(run.folder) is None:
+        check_start(run)
+
+
 class Trainer:
     """``Trainer(run).fit()`` trains ``run`` to its end, from its newest checkpoint where there is one."""
 
@@ -36,14 +52,11 @@ class Trainer:
         Raises :class:`~colonnade.errors.ColonnadeError` for a plan, a device or a corpus that does not fit, and for a
         tracker whose package is missing.
         """
-        run.plan.check(run.model)
-        check_schedule(run.plan)
+        check_settings(run)
         device = choose_device(run.plan, run.device)
         if run.train.cuda_graph:
             check_device(torch.device(device))
-        Feed(run)
-        if run.train.start and native.newest(run.folder) is None:
-            check_start(run)
+        check_data(run)
         named(run)
         self.run, self.trackers = run, tuple(trackers)
 

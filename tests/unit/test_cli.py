@@ -454,6 +454,8 @@ def test_a_run_that_cannot_start_shows_no_plan(
         assert says in line
     main(["train", "--data.path", str(tmp_path / "nowhere"), "--dry_run"])
     assert "nowhere is no corpus yet: the vocabulary is the model's own" in capsys.readouterr().err
+    said = refused(capsys, "train", "--preset", "tour-moe", "--model.moe.router.kind", "swich", "--dry_run")
+    assert "there is no router 'swich'" in said and "switch" in said
 
 
 def test_resuming_says_what_is_wrong(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
