@@ -33,6 +33,7 @@ from colonnade.model.linear import in_float8
 from colonnade.model.recompute import recompute
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.fsdp import masters
+from colonnade.parallel.graphs import capture
 from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground
 from colonnade.train.breakdown import Breakdown, breakdown
@@ -208,6 +209,20 @@ def durations(step: Callable[[int], Any], steps: int, device: torch.device) -> l
         marks[i + 1].record()
     torch.cuda.synchronize()
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+
+
+def replays(run: Callable[[], Any], times: int, device: torch.device) -> list[float]:
+    """Seconds of each of ``times`` replays of ``run``, recorded as one CUDA graph after three runs of it."""
+    torch.cuda.synchronize()  # what it reads was made on another stream
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    with capture() as graph:
+        run()
+    found = durations(lambda _: graph.replay(), times, device)
+    graph.reset()
+    return found
 
 
 def settle(device: torch.device) -> None:

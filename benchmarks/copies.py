@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from _copies import Mover, Plain, mover_of
-from _jobs import Row, durations, enough, parser, place
+from _jobs import Row, durations, enough, parser, place, replays
 from _report import Headline, report
 from colonnade.config import Plan
 from colonnade.parallel.axis import Axis
-from colonnade.parallel.graphs import capture
 from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground
 
@@ -88,14 +87,7 @@ def timed(
 
     if side is None:
         return round(1e3 * min(durations(pairs, 3, torch.device("cpu"))) / PAIRS, 4)
-    torch.cuda.synchronize()  # the operands were made on another stream
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(3):
-            pairs()
-    torch.cuda.synchronize()
-    with capture() as graph:
-        pairs()
-    found = durations(lambda _: graph.replay(), 10, side.device)
+    found = replays(pairs, 10, side.device)
     return round(1e3 * sorted(found)[len(found) // 2] / PAIRS, 4)
 
 

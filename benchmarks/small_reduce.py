@@ -18,12 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from _jobs import Row, durations, enough, parser, place
+from _jobs import Row, durations, enough, parser, place, replays
 from _report import Headline, report
 from colonnade.config import Plan
 from colonnade.parallel import collectives, small
 from colonnade.parallel.axis import Axis
-from colonnade.parallel.graphs import capture
 from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground
 
@@ -104,16 +103,7 @@ def timed(run: Run, x: Tensor, what: str) -> float:
 
     if x.device.type == "cpu":
         return 1e6 * statistics.median(durations(chain, 3, x.device)) / OPERATIONS
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(3):
-            chain()
-    torch.cuda.synchronize()
-    with capture() as graph:
-        chain()
-    found = durations(lambda _: graph.replay(), REPLAYS, x.device)
-    graph.reset()
-    return 1e6 * statistics.median(found) / OPERATIONS
+    return 1e6 * statistics.median(replays(chain, REPLAYS, x.device)) / OPERATIONS
 
 
 def limits_of(rows: Sequence[Row]) -> dict[str, dict[str, int]]:

@@ -9,10 +9,9 @@ or ``smollm2`` and ``minilm`` (an encoder) where the packages that carry them ar
 rank's share inside a launched group: ``load(path, plan=Plan(tp=2))``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
@@ -41,7 +40,7 @@ from colonnade.model.head import Head
 from colonnade.model.moe import Resident, experts_of
 from colonnade.model.moe.resident import too_large
 from colonnade.model.moe.router import rule
-from colonnade.model.quantised import Place, build, in_place, kind_of
+from colonnade.model.quantised import build, in_place, kind_of
 from colonnade.model.score import Score, score
 from colonnade.parallel.launch import launched
 from colonnade.parallel.mesh import Ground, choose_device
@@ -196,34 +195,19 @@ def _ground(plan: Plan, device: Device, exits: ExitStack) -> Ground:
     return exits.enter_context(Ground.build(plan, device))
 
 
-@dataclass(frozen=True)
-class Found:
-    """A model on disk that was opened and not loaded."""
-
-    place: Path
-    """Its folder or file."""
-    config: ModelConfig
-    """What it is, experts changed as they are told."""
-    tokenizer: Callable[[], Tokenizer | None]
-    """Reads the tokenizer that lies with it."""
-    fill: Callable[[Transformer, Ground, Place], object]
-    """Reads a rank's share of the weights."""
-
-
 def find(
     path: str | Path,
     plan: Plan,
     experts: ExpertsConfig = AS_TRAINED,
     weights: Weights = "stored",
     weight_group: WeightGroup = 64,
-) -> Found:
+) -> Opened:
     """Open the model that ``path`` means and check that ``plan`` can lay it out, before any process starts.
 
     Raises what :func:`load` raises for a model that is not there, for a plan that does not fit, for ``experts`` told
     to do what they cannot, and for ``weights`` that cannot be quantised so.
     """
-    it = opened(path)
-    found = Found(it.place, it.config, partial(_tokenizer, it), it.fill)
+    found = opened(path)
     if plan.world > plan.tp * plan.cp:
         raise PlanError(f"a loaded model is laid over tp and cp ranks only, not over {plan}; load with these only")
     plan.check(found.config)
@@ -240,7 +224,7 @@ def _told(trained: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
 
 
 def _load(
-    found: Found, ground: Ground, dtype: DType, source: str, resident: int | None, weights: Weights, group: int
+    found: Opened, ground: Ground, dtype: DType, source: str, resident: int | None, weights: Weights, group: int
 ) -> Model:
     layers = found.config.moe.layers_among(found.config.layers) if found.config.moe else 0
     resident = None if resident is None or resident >= layers else resident
@@ -260,7 +244,7 @@ def _load(
     except torch.OutOfMemoryError:
         shape = Transformer(found.config, ground.axes, **on | {"device": "meta", "experts_on": None})
         raise CapacityError(too_large(shape, resident, source)) from None
-    return Model(transformer, found.tokenizer(), ground, source)
+    return Model(transformer, Tokenizer.beside(found.words), ground, source)
 
 
 def dtype_on(device: torch.device, dtype: DType) -> torch.dtype:
@@ -268,12 +252,6 @@ def dtype_on(device: torch.device, dtype: DType) -> torch.dtype:
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     return getattr(torch, dtype)
-
-
-def _tokenizer(it: Opened) -> Tokenizer | None:
-    if not isinstance(it.words, Path):
-        return Tokenizer.from_parts(*it.words())
-    return Tokenizer.from_file(it.words) if (it.words / "tokenizer.json").is_file() else None
 
 
 def save(

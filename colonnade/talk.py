@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from colonnade import api
+from colonnade.checkpoint.found import Opened
 from colonnade.config import AS_TRAINED, Device, ExpertsConfig, Plan, ServeConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ColonnadeError
@@ -45,7 +46,7 @@ class Where:
         """What an engine process calls for its share of the model; raises before any starts what :meth:`find` does."""
         return functools.partial(_load, replace(self, model=str(self.find().place)))
 
-    def find(self) -> api.Found:
+    def find(self) -> Opened:
         """The model, opened, and the plan checked against it."""
         return api.find(self.model, self.plan, self.experts, self.serve.weights, self.serve.weight_group)
 
@@ -102,7 +103,7 @@ def chat(where: Where, system: str | None, params: SamplingParams) -> None:
     The model runs where a server's would, in engine processes of its own, so that any plan can be talked to. Raises
     :class:`CheckpointError` for a model without a chat template.
     """
-    tokenizer = where.find().tokenizer()
+    tokenizer = Tokenizer.beside(where.find().words)
     if tokenizer is None or tokenizer.chat_template is None:
         raise CheckpointError(
             f"{where.model} has no chat template, so that it cannot chat; continue a text: "

@@ -10,7 +10,7 @@ transformers' ``PreTrainedTokenizerFast`` reads too.
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -64,6 +64,13 @@ class Tokenizer:
     ) -> Self:
         """A tokenizer from its parts, as a GGUF file holds them."""
         return cls(core, bos_id, eos_ids, chat_template)
+
+    @classmethod
+    def beside(cls, words: Path | Callable[[], tuple[Any, ...]]) -> Self | None:
+        """The tokenizer that came with a model's weights: in a folder, where it has one, or read as parts."""
+        if callable(words):
+            return cls.from_parts(*words())
+        return cls.from_file(words) if (words / "tokenizer.json").is_file() else None
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:

@@ -57,7 +57,7 @@ def _said(shape: torch.Size | None) -> str:
 
 
 def _same_tokens(it: Opened, run: RunConfig) -> None:
-    theirs = _tokenizer(it)
+    theirs = Tokenizer.beside(it.words)
     if theirs is None:  # a folder without one: the vocabulary's size is all that can be compared
         return
     split = (corpus := Corpus(run.data.path)).split("train")
@@ -67,9 +67,3 @@ def _same_tokens(it: Opened, run: RunConfig) -> None:
             f"{run.data.path} was made with another tokenizer than that of train.start {run.train.start}; make it "
             f"again with colonnade corpus … --tokenizer {it.place}"
         )
-
-
-def _tokenizer(it: Opened) -> Tokenizer | None:
-    if callable(it.words):
-        return Tokenizer.from_parts(*it.words())
-    return Tokenizer.from_file(it.words) if (it.words / "tokenizer.json").is_file() else None
