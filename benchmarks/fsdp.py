@@ -34,7 +34,11 @@ def llama_jobs(tiny: bool, ranks: int) -> list[Job]:
     if tiny:
         return [Job(f"tiny, {name}", TINY_LLAMA, Plan(dp=ranks), 32, 2, PLAIN, 1, 2) for name in ("once", "again")]
     config, plan = preset("llama-3-8b"), Plan(dp=ranks)
-    kinds = {"bfloat16": FAST, "float8, a scale a tensor": FAST.but(float8="tensorwise")}
+    kinds = {
+        "bfloat16": FAST,
+        "float8, a scale a tensor": FAST.but(float8="tensorwise"),
+        "float8, a scale a row": FAST.but(float8="rowwise"),
+    }
     return [
         Job(f"Llama-3-8B, sequence 8192, {name}", config, plan, 8192, 2, train, 3, 5) for name, train in kinds.items()
     ]

@@ -20,7 +20,8 @@ from tests.serve import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
-TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-6}
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-6}
+"""By norm; float32 sums 4,096 products one after another, which costs 1.15e-6."""
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)

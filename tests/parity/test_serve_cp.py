@@ -88,12 +88,13 @@ def test_what_does_not_serve_says_so(axes: Axes, message: str) -> None:
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
 def test_it_is_attention_to_all_keys(cp: int) -> None:
-    """In float64, and what no rank holds is never read."""
+    """To float64's last digits; in bfloat16 nothing is rounded before the merge. What no rank holds is never read."""
     shapes = [(8, 4, None), (8, 16, None), (6, 5, 9), (8, 16, 30)]
-    for by_type in run(cp, errors, cp, "cpu", [torch.float64], shapes):
-        found = by_type[torch.float64]
-        assert len(found) == 16
-        assert max(found.values()) < 1e-12, found
+    tolerance = {torch.float64: 1e-12, torch.bfloat16: 4e-3}
+    for by_type in run(cp, errors, cp, "cpu", list(tolerance), shapes):
+        for dtype, found in by_type.items():
+            assert len(found) == 16
+            assert max(found.values()) < tolerance[dtype], (dtype, found)
 
 
 def _loaded(folder: str) -> list[int] | None:
