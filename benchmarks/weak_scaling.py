@@ -8,9 +8,8 @@
 51,200 (arXiv 1909.08053, section 5.1 and table 1). TFLOP/s count all scores, as the paper does, and no recomputation.
 
     colonnade, colonnade_sp     tp over all ranks, without and with sequence parallelism: float32 masters, clip
-    colonnade_ce                communication beside the products of the batch's other half, by copy engines, as a graph
-    colonnade_ce_carved         the same with 8 multiprocessors kept free of products
-    colonnade_ring              products that begin with the rows that are here, by copy engines, as a graph
+    colonnade_overlap           sequence parallelism with plan.tp_overlap
+                                all of ours as a recorded graph (train.cuda_graph), but for --pieces
     torch, torch_sp             plain modules under parallelize_module; bfloat16 parameters and moments, no clip
     torch_async                 torch_sp with inductor's micro-pipeline: collectives cut up and overlapped with products
 
@@ -20,7 +19,6 @@ arithmetic, traced_communication_exposed_ms what of the collectives lay beside n
 inductor finds nothing to overlap it warns "async TP found no matching"; then torch_async is torch_sp.
 """
 
-from _overlapped import Halved, OverlappedJob, Ringed
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -32,20 +30,19 @@ from colonnade.config.presets import preset
 
 SHAPES = {1: "gpt2-1.2b", 2: "gpt2-2.5b", 4: "gpt2-4.2b", 8: "gpt2-8.3b"}
 """By ranks."""
+OVERLAPPED = "colonnade_overlap"
 KINDS: dict[str, Callable[..., Job]] = {
     "colonnade": Job,
     "colonnade_sp": Job,
-    "colonnade_ce": partial(OverlappedJob, kind=Halved),
-    "colonnade_ce_carved": partial(OverlappedJob, kind=Halved, carved=8),
-    "colonnade_ring": partial(OverlappedJob, kind=Ringed),
+    OVERLAPPED: Job,
     "torch": TorchJob,
     "torch_sp": TorchJob,
     "torch_async": partial(TorchJob, asynchronous=True),
 }
 WHO = tuple(KINDS)
+OURS = tuple(name for name in KINDS if name.startswith("colonnade"))
 WHOLE = ("colonnade", "torch")
 """Without sequence parallelism; so one GPU too."""
-OVERLAPPED = ("colonnade_ce", "colonnade_ce_carved", "colonnade_ring")
 
 
 def jobs(
@@ -55,14 +52,14 @@ def jobs(
     made: list[Job] = []
     for ranks in worlds:
         for name in who:
-            if (name not in WHOLE and ranks == 1) or (tiny and name in ("torch_async", "colonnade_ce_carved")):
+            if (name not in WHOLE and ranks == 1) or (tiny and name == "torch_async"):
                 continue
-            plan = Plan(tp=ranks, sequence_parallel=name not in WHOLE)
+            plan = Plan(tp=ranks, sequence_parallel=name not in WHOLE, tp_overlap=name == OVERLAPPED)
             if tiny:
                 config = preset("gpt2").but(vocab_size=208, layers=2, width=32, heads=4, ffn_width=64, context=32)
                 made.append(KINDS[name](name, config, plan, 32, 2, PLAIN.but(fused_adamw=fused), 1, 2, 1))
             else:
-                train = FAST.but(fused_adamw=fused, cuda_graph=name in OVERLAPPED and not pieces)
+                train = FAST.but(fused_adamw=fused, cuda_graph=name in OURS and not pieces)
                 made.append(KINDS[name](name, preset(SHAPES[ranks]), plan, 1024, 8, train, 4, 8, 2))
     return made
 
@@ -88,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--worlds", type=int, nargs="+", choices=SHAPES, help="ranks; 1 2 4, with --tiny 1 2")
     options.add_argument("--who", nargs="+", choices=WHO, default=WHO, help="layouts to measure")
-    options.add_argument("--pieces", action="store_true", help="overlapped ones launched piece by piece, not as graphs")
+    options.add_argument("--pieces", action="store_true", help="colonnade launched piece by piece, not as graphs")
     options.add_argument("--fused", action="store_true", help="colonnade with train.fused_adamw")
     args = options.parse_args(argv)
     worlds = args.worlds or ([1, 2] if args.tiny else [1, 2, 4])

@@ -1,47 +1,59 @@
-"""One step's loss and gradients by the benchmarks' overlapped blocks and by the Transformer, for both tests of them."""
+"""One step's loss and gradients with and without plan.tp_overlap, for its tests on CPUs and on GPUs."""
 
-from _overlapped import Halved, Overlapped, Ringed
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from _copies import mover_of
 from _jobs import filled, random_batch
-from colonnade.config import Plan
+from colonnade.config import ModelConfig, Plan
 from colonnade.config.presets import preset
 from colonnade.model import Transformer
+from colonnade.model.recompute import recompute
 from colonnade.parallel.layout import layout_of
 from colonnade.parallel.mesh import Ground
+from colonnade.parallel.ringed import Mover
 from colonnade.train import norm
 from colonnade.train.graph import Graphed
 from colonnade.train.lay import Terms
 from colonnade.train.step import passes
 
-CONFIG = preset("gpt2").but(vocab_size=208, layers=3, width=64, heads=4, ffn_width=96, context=16)
-KINDS = (Halved, Ringed)
+GPT2 = preset("gpt2").but(vocab_size=208, layers=3, width=64, heads=4, ffn_width=96, context=16)
+"""Pre-norm, biases, one product at the entry of the feed-forward part."""
+LLAMA = ModelConfig(vocab_size=208, layers=2, width=64, heads=8, kv_heads=4, ffn_width=96, context=16)
+"""Gated: two products of the same rows."""
 
 
 def gradients(
-    ground: Ground, kind: type[Transformer], dtype: torch.dtype, *, graphed: bool = False
+    ground: Ground,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    mover: Mover | None,
+    *,
+    graphed: bool = False,
+    compiled: str = "",
+    recomputed: bool = False,
+    size: tuple[int, int] = (16, 4),
 ) -> Mapping[str, Tensor]:
     """And the loss, of random weights; biases are not 0, where adding one on each rank could hide.
 
-    ``graphed`` takes them from the second replay, after other samples.
+    ``graphed`` takes them from the second replay, after other samples; ``compiled`` names a backend; ``size`` is
+    (tokens of a sequence, sequences).
     """
-    model: Any = filled(kind(CONFIG, ground.axes, dtype=dtype, device=ground.device))
-    batches = [random_batch(CONFIG, 16, 4, seed, ground.device) for seed in (0, 1)]
-    if isinstance(model, Overlapped):
-        most = len(batches[0].tokens_T) * CONFIG.width
-        model.prepare(mover_of(ground.axes.tp, most, dtype, ground.device), lambda function: function)
+    model = filled(Transformer(config, replace(ground.axes, mover=mover), dtype=dtype, device=ground.device))
+    batches = [random_batch(config, *size, seed, ground.device) for seed in (0, 1)]
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             if p.dim() == 1:
                 p.add_(torch.linspace(-0.3, 0.3, len(p), dtype=dtype, device=ground.device) / (1 + i))
             else:
                 p.mul_(5)
+    recompute(model.blocks, ["full" if recomputed else "none"] * config.layers)
+    for block in model.blocks if compiled else ():
+        block.compile(backend=compiled)
 
     def run(*given: Any) -> Tensor:
         return passes(model, *given)
@@ -50,13 +62,14 @@ def gradients(
     loss = torch.zeros(())
     for batch in [batches[0], batches[0], batches[1], batches[0]] if graphed else batches[:1]:
         model.zero_grad(set_to_none=True)
-        loss = step(batch, torch.tensor(64, device=ground.device), Terms(0.1))
+        loss = step(batch, torch.tensor(size[0] * size[1], device=ground.device), Terms(0.1))
     # Which rank has which token differs, so only the sums of what each rank adds are the same.
     norm.sum_partial(dict(model.named_parameters()), layout_of(model), ground.axes.tp)
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return found | {"loss": loss}
 
 
 def laid(device: str) -> AbstractContextManager[Ground]:
     """All processes of the world as tensor ranks."""
-    return Ground.build(Plan(tp=torch.distributed.get_world_size(), sequence_parallel=True), device)
+    plan = Plan(tp=torch.distributed.get_world_size(), sequence_parallel=True, tp_overlap=True)
+    return Ground.build(plan, device)

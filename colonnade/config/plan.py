@@ -26,6 +26,10 @@ class Plan(Config):
     """Tensor parallel: ranks that share each layer's heads, hidden width and vocabulary (Megatron-LM)."""
     sequence_parallel: bool = False
     """Between the tensor-parallel parts each tp rank keeps its share of the tokens only (Korthikanti 2022)."""
+    tp_overlap: bool = False
+    """Products begin with the rows that are on this rank while copy engines bring the others', and sums are sent off
+    while the rest is multiplied; needs sequence_parallel, and GPUs of one machine (a CPU does it one after the other).
+    Fast only as a recorded graph: set train.cuda_graph too."""
     cp: int = Field(default=1, ge=1)
     """Context parallel: ranks that share each sequence's tokens; keys travel round a ring (Liu 2023)."""
     pp: int = Field(default=1, ge=1)
@@ -65,6 +69,11 @@ class Plan(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Plan":
+        if self.tp_overlap and not self.sequence_parallel:
+            raise PlanError(
+                "tp_overlap moves the rows of which each tensor-parallel rank keeps its share; "
+                "set --plan.sequence_parallel too, or leave tp_overlap out"
+            )
         if self.near and (self.ep * self.sh) % self.near:
             raise PlanError(
                 f"near={self.near} does not divide the {self.ep * self.sh} ranks among which tokens travel (ep · sh); "
@@ -189,7 +198,8 @@ class Plan(Config):
         words = [
             f"{name}={size}" for name in ("pp", "replicate", "dp", "cp", "tp") if (size := getattr(self, name)) > 1
         ]
-        words += ["sequence_parallel"] if self.sequence_parallel and self.tp > 1 else []
+        if self.tp > 1:
+            words += ["sequence_parallel"] * self.sequence_parallel + ["tp_overlap"] * self.tp_overlap
         if self.pp > 1:
             words += [self.schedule] + ([f"stages={self.stages}"] if self.stages > 1 else [])
         words += ["no_reshard"] if not self.reshard and self.dp * self.cp * self.replicate > 1 else []
@@ -208,7 +218,8 @@ class Plan(Config):
             ("tp", self.tp, f"{model.heads // self.tp} of {model.heads} query heads, "
              f"{model.kv_heads // self.tp} of {model.kv_heads} key/value heads, "
              f"{share(model.ffn_width)} hidden units, {share(model.vocab_size)} vocabulary rows"
-             + (f"; between them 1/{self.tp} of the tokens" if self.sequence_parallel else "")),
+             + (f"; between them 1/{self.tp} of the tokens" if self.sequence_parallel else "")
+             + (", which travel beside products" if self.tp_overlap else "")),
             ("cp", self.cp, f"1/{self.cp} of each sequence, as a chunk from its front and one from its back"),
             ("dp", self.dp, f"1/{self.dp * self.cp} of each parameter and 1/{self.data_ranks} of every batch"),
             ("replicate", self.replicate, "a copy of the data-parallel group's shards"),

@@ -215,6 +215,11 @@ class RunConfig(Config):
         _ = self.evaluated
         if self.train.cuda_graph:
             graph.check(self)
+        if self.train.float8 != "none" and self.plan.tp_overlap:
+            raise ConfigError(
+                f"train.float8 {self.train.float8} scales whole operands, and plan.tp_overlap multiplies parts as they "
+                "arrive; set train.float8 none or plan.tp_overlap False"
+            )
         if self.train.float8 != "none":
             float8.check(self.model, self.plan.tp, self.plan.sh)
         if not (self.model.causal or self.model.predicts_masked):

@@ -3,7 +3,7 @@
     q, k, v = split(x W_qkvᵀ)        o = attend(rot(q), rot(k), v)        y = o W_outᵀ
 
 Each rank has n = N/tp query heads and k = K/tp key/value heads: W_qkv is cut by rows, W_out by columns, with one
-collective before and one after (Megatron-LM, arXiv 1909.08053, section 3, figure 3b; ``Axes.enter`` and ``leave``).
+collective before and one after (Megatron-LM, arXiv 1909.08053, section 3, figure 3b; :mod:`colonnade.model.edges`).
 The rows of W_qkv are grouped by key/value head (its query heads, its key, its value), so that a cut between groups is
 one contiguous range and three projections are one product. Grouped heads: Ainslie et al., arXiv 2305.13245;
 query/key norms: Qwen3,
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from colonnade.config import ModelConfig
 from colonnade.model.attend import Attend
+from colonnade.model.edges import entered, left
 from colonnade.model.linear import Linear
 from colonnade.model.norm import HeadsNorm, Norm
 from colonnade.model.recompute import again
@@ -51,10 +52,9 @@ class Attention(nn.Module):
 
     def forward(self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend) -> Tensor:
         """y_tD for the residual stream of T tokens; ``turn`` is None where positions are learned."""
-        qkv_Tz = self.qkv(self.axes.enter(x_tD, T))
+        (qkv_Tz,) = entered(self.axes, x_tD, T, self.qkv)
         o_Tz = again(self._core, qkv_Tz, turn, attend) if self.recompute else self._core(qkv_Tz, turn, attend)
-        y_tD = self.axes.leave(self.out.product(o_Tz))
-        return y_tD if self.out.bias is None else y_tD + self.out.bias
+        return left(self.axes, o_Tz, self.out)
 
     def _core(self, qkv_Tz: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
         """All between the two projections; z is the share of the rows of W_qkv, then of the columns of W_out."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from colonnade.config import ModelConfig
 from colonnade.kernels.experts.reference import ACTIVATIONS
+from colonnade.model.edges import entered, left
 from colonnade.model.linear import Linear
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, on_rows
@@ -40,8 +41,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x_tD: Tensor, T: int) -> Tensor:
         """y_tD for the residual stream of T tokens."""
-        x_TD = self.axes.enter(x_tD, T)
-        up_Tf = self.up(x_TD)
-        h_Tf = self.act(up_Tf) if self.gate is None else self.act(self.gate(x_TD)) * up_Tf
-        y_tD = self.axes.leave(self.down.product(h_Tf))
-        return y_tD if self.down.bias is None else y_tD + self.down.bias
+        if self.gate is None:
+            (up_Tf,) = entered(self.axes, x_tD, T, self.up)
+            return left(self.axes, self.act(up_Tf), self.down)
+        gate_Tf, up_Tf = entered(self.axes, x_tD, T, self.gate, self.up)
+        return left(self.axes, self.act(gate_Tf) * up_Tf, self.down)

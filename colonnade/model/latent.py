@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from colonnade.config import ModelConfig
 from colonnade.model.attend import Attend
+from colonnade.model.edges import entered, left
 from colonnade.model.linear import Linear
 from colonnade.model.norm import Norm
 from colonnade.model.recompute import again
@@ -69,19 +70,17 @@ class LatentAttention(nn.Module):
     def forward(self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend) -> Tensor:
         """y_tD for the residual stream of T tokens."""
         assert turn is not None, "latent attention has rotary positions"
-        x_TD = self.axes.enter(x_tD, T)
         if self.q is not None:
-            q_Tz = self.q(x_TD)
+            q_Tz, kv_Tz = entered(self.axes, x_tD, T, self.q, self.kv_down)
         else:
             assert self.q_down is not None
             assert self.q_norm is not None
             assert self.q_up is not None
-            q_Tz = self.q_up(self.q_norm(self.q_down(x_TD)))
-        kv_Tz = self.kv_down(x_TD)
+            down_Tz, kv_Tz = entered(self.axes, x_tD, T, self.q_down, self.kv_down)
+            q_Tz = self.q_up(self.q_norm(down_Tz))
         core = self._kept if attend.keeps else self._written_out
         o_Tz = again(core, q_Tz, kv_Tz, turn, attend) if self.recompute else core(q_Tz, kv_Tz, turn, attend)
-        y_tD = self.axes.leave(self.out.product(o_Tz))
-        return y_tD if self.out.bias is None else y_tD + self.out.bias
+        return left(self.axes, o_Tz, self.out)
 
     def _parts(self, q_Tz: Tensor, kv_Tz: Tensor, turn: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(plain part of the queries by head, their rotary part, compressed vector, rotary key of one head)."""

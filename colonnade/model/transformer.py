@@ -165,6 +165,8 @@ class Transformer(nn.Module):
         """The blocks of ``span``: x_tD, from the embedding where it begins with the first, to x_tD, or to what
         ``head`` makes of it where it ends with the last.
         """
+        if self.axes.mover is not None:
+            self.axes.mover.begin()
         T = len(stream.tokens_T)
         noise = stream.noise and stream.noise.rows(self.axes.rows(T))
         if x_tD is None:

@@ -21,7 +21,7 @@ size 1 (:data:`SOLO`) returns its input, so model code has no ``if`` about the w
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from colonnade.parallel import collectives
+
+if TYPE_CHECKING:
+    from colonnade.parallel.ringed import Mover
 
 
 class SmallMessages(Protocol):
@@ -229,6 +232,8 @@ class Axes:
     alike: bool = False
     """Whether these hold the same tokens, as in serving, where context ranks share a cache, and not each its own."""
     sequence_parallel: bool = False
+    mover: "Mover | None" = field(default=None, compare=False)
+    """What moves the residual stream's rows beside the products that need them; only with sequence parallelism."""
     grid: Grid = Grid()
     """How experts stand on the same ranks."""
 

@@ -23,6 +23,7 @@ from colonnade.config.model import divisors
 from colonnade.errors import PlanError
 from colonnade.parallel.axis import SOLO, Axes, Axis, Grid, group_name, world_axis
 from colonnade.parallel.collectives import abandon_groups, forget_meshes, urgent
+from colonnade.parallel.copies import mover_of
 from colonnade.parallel.graphs import end_graphs
 from colonnade.parallel.launch import local_ranks, place
 from colonnade.parallel.meet import fresh_store
@@ -211,8 +212,10 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> tuple[Ground, 
         laid.append(group)
         return named("ends", group)
 
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    tp = axis("tp", 4)
     axes = Axes(
-        tp=axis("tp", 4),
+        tp=tp,
         cp=axis("cp", 3),
         dp=axis("dp", 1, 2),
         batch=axis("batch", 1, 2, 3),
@@ -221,9 +224,9 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> tuple[Ground, 
         ends=ends(),
         model=axis("model", 3, 4),
         sequence_parallel=plan.sequence_parallel and plan.tp > 1,
+        mover=mover_of(tp, device) if plan.tp_overlap and plan.tp > 1 else None,
         grid=grid(),
     )
-    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     return Ground(plan, axes, device, dist.get_rank(), mesh, expert_mesh), laid
 
 

@@ -1,7 +1,7 @@
 """Small messages between GPUs of one machine: sums and gathers by a kernel that reads the peers' memory.
 
 A tensor-parallel decoding step sums a few kilobytes twice a layer, and a step over a split cache gathers as few: that
-takes a library as long as a megabyte. Memory that peers may read and write is torch's symmetric memory; the kernel is
+takes a library as long as a megabyte. The memory is :mod:`colonnade.parallel.peers`', the kernel
 :mod:`colonnade.parallel.triton_small`. Which messages are small is a table, ``small.json`` beside this file, that
 ``python benchmarks/small_reduce.py --tune`` measures; "none" in ``measured_on`` marks limits that were reckoned. Larger
 messages, other machines, CPUs and whatever needs a gradient take the library's collectives.
@@ -10,9 +10,6 @@ messages, other machines, CPUs and whatever needs a gradient take the library's 
 import functools
 import importlib.util
 import json
-import socket
-import warnings
-import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ import torch
 from torch import Tensor
 
 from colonnade.parallel.axis import Axes, Axis
-from colonnade.parallel.collectives import group_of
+from colonnade.parallel.peers import reachable, shared
 
 MOST_BYTES = 1 << 20
 """Of the largest message that there is room for."""
@@ -109,32 +106,10 @@ def with_small(axes: Axes, device: torch.device) -> Axes:
 def small_of(axis: Axis, device: torch.device, most: tuple[int, int] | None = None) -> Small | None:
     """The way for small messages of ``axis``; None where its ranks do not reach each other's memory."""
     most = most or limits(axis.size)
-    if not max(most) or not _reachable(axis, device):
+    if not max(most) or not reachable(axis, device, able=importlib.util.find_spec("triton") is not None):
         return None
-    from torch.distributed import _symmetric_memory as symmetric
-
-    # Older versions of torch want to be asked; newer ones warn that there is no need.
-    if ask := getattr(symmetric, "enable_symm_mem_for_group", None):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ask(axis.group)
-    flags_bytes = 4 * BLOCKS * axis.size
-    memory = symmetric.empty(2 * MOST_BYTES + flags_bytes, dtype=torch.uint8, device=device)
-    memory.zero_()
-    handle = symmetric.rendezvous(memory, group_of(axis.group))
-    handle.barrier(channel=0)  # nobody tells before all flags are 0
+    memory, handle = shared(axis, 2 * MOST_BYTES + 4 * BLOCKS * axis.size, device)
     addresses = [handle.get_buffer(r, memory.shape, memory.dtype).data_ptr() for r in range(axis.size)]
     address_R = torch.tensor(addresses, dtype=torch.int64, device=device)
     calls = torch.zeros(BLOCKS, dtype=torch.int32, device=device)
     return Small(axis.size, axis.rank, address_R, address_R + 2 * MOST_BYTES, calls, most, (memory, handle))
-
-
-def _reachable(axis: Axis, device: torch.device) -> bool:
-    """Whether all ranks stand on one machine with GPUs that read each other's memory, and have Triton."""
-    here = torch.tensor([zlib.crc32(socket.gethostname().encode()), device.index or 0])
-    host_R, gpu_R = axis.everyones_(here).T
-    able = bool((host_R == host_R[0]).all()) and importlib.util.find_spec("triton") is not None
-    if able:
-        gpus = gpu_R.tolist()
-        able = all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b)
-    return not axis.max_(torch.tensor([int(not able)])).item()

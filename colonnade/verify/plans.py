@@ -60,9 +60,9 @@ def _every(world: int) -> Iterator[Plan]:
             pipelines += [{"schedule": name, "stages": STAGES} for name in SEVERAL]
         sharded = grid["replicate"] * grid["dp"] * grid["cp"] > 1
         reshards = [True, False] if sharded and grid["pp"] == 1 else [True]
-        sequences = [False, True] if grid["tp"] > 1 else [False]
-        for pipeline, reshard, sequence in itertools.product(pipelines, reshards, sequences):
-            yield Plan(**grid, **pipeline, reshard=reshard, sequence_parallel=sequence)
+        sequences = [(False, False), (True, False), (True, True)] if grid["tp"] > 1 else [(False, False)]
+        for pipeline, reshard, (sequence, beside) in itertools.product(pipelines, reshards, sequences):
+            yield Plan(**grid, **pipeline, reshard=reshard, sequence_parallel=sequence, tp_overlap=beside)
 
 
 def _fits(plan: Plan, model: ModelConfig) -> bool:

@@ -10,7 +10,6 @@ import _jobs
 import attention
 import bubble
 import context
-import copies
 import cost_growth
 import engine
 import flash_decoding
@@ -99,18 +98,10 @@ def test_weak_scaling_and_its_peers() -> None:
     assert len(weak_scaling.heads_of(rows)) == 2
 
 
-def test_copies() -> None:
-    rows = run(2, copies.work, 2, True, "cpu")[0]
-    assert [(row["what"], row["by"]) for row in rows] == [("gather", "gloo"), ("scatter_sum", "gloo")]
-    assert copies.heads_of(rows) == []
-    gpus = [row | {"by": by, "exposed_ms": i} for i, by in enumerate(("copy engines", "NCCL")) for row in rows]
-    assert [(head.value, head.peer_value) for head in copies.heads_of(gpus)] == [(0, 1), (0, 1)]
-
-
 def test_a_machine_without_gpus_skips(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`make bench` runs what the machine can."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    for script in (fsdp, context, bubble, cost_growth, weak_scaling, copies):
+    for script in (fsdp, context, bubble, cost_growth, weak_scaling):
         script.main([])
         assert "needs 4 GPUs, and this machine has 0" in capsys.readouterr().out
 

@@ -23,18 +23,18 @@ def enumerated(world: int) -> set[Plan]:
             ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2)
         ]  # fmt: skip
         for schedule, stages in orders:
-            for sequence_parallel in {False, tp > 1}:
+            for sequence_parallel, tp_overlap in {(False, False), (tp > 1, False), (tp > 1, tp > 1)}:
                 for reshard in {True, not (pp == 1 and replicate * dp * cp > 1)}:
                     found.add(
                         Plan(
                             pp=pp, replicate=replicate, dp=dp, cp=cp, tp=tp, schedule=schedule, stages=stages,
-                            sequence_parallel=sequence_parallel, reshard=reshard,
+                            sequence_parallel=sequence_parallel, tp_overlap=tp_overlap, reshard=reshard,
                         )
                     )  # fmt: skip
     return found
 
 
-@pytest.mark.parametrize(("world", "count"), [(1, 1), (2, 13), (4, 56), (6, 99)])
+@pytest.mark.parametrize(("world", "count"), [(1, 1), (2, 14), (4, 68), (6, 122)])
 def test_all_plans_are_all(world: int, count: int) -> None:
     plans = all_plans(world)
     assert len(plans) == len(set(plans)) == count
@@ -72,7 +72,7 @@ def test_what_a_pair_is() -> None:
     """By hand, so that the property above is not about an empty notion."""
     met = pairs(Plan(pp=2, tp=2, sequence_parallel=True, schedule="gpipe"))
     assert (("schedule", "gpipe"), ("sequence_parallel", True)) in met
-    assert len(met) == 15 * 14 // 2
+    assert len(met) == 16 * 15 // 2
     assert (("pp", 1), ("schedule", "gpipe")) not in pairs(Plan(schedule="gpipe")), "without a pipeline it is no choice"
 
 

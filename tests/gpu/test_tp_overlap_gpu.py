@@ -1,4 +1,4 @@
-"""Overlapped tensor parallelism by copy engines: the Transformer's loss and gradients, launched and as a graph."""
+"""plan.tp_overlap by copy engines: loss and gradients of sequence parallelism, launched, compiled and as a graph."""
 
 import json
 import os
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from colonnade.config import Plan
-from colonnade.model import Transformer
+from colonnade.parallel.copies import CopyEngines
 from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground
-from tests.overlapped import KINDS, gradients, laid
+from tests.overlapped import GPT2, LLAMA, gradients, laid
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
@@ -19,19 +19,22 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and this machine has {GPUS}"),
 ]
+WAYS = {"launched": {}, "compiled": {"compiled": "inductor"}, "a graph": {"graphed": True}}
 
 
 def errors(world: int) -> dict[str, float]:
     """The largest relative error by norm of each way, in float32."""
     worst = {}
     with Ground.build(Plan(dp=world), "cuda"), laid("cuda") as ground:
-        exact = gradients(ground, Transformer, torch.float32)
-        for kind in KINDS:
-            for graphed in (False, True):
-                found = gradients(ground, kind, torch.float32, graphed=graphed)
+        mover = ground.axes.mover
+        assert isinstance(mover, CopyEngines)
+        for name, config in (("GPT-2", GPT2), ("Llama", LLAMA)):
+            exact = gradients(ground, config, torch.float32, None)
+            for way, asked in WAYS.items():
+                found = gradients(ground, config, torch.float32, mover, **asked)
                 gaps = {name: float((found[name] - x).norm() / x.norm()) for name, x in exact.items()}
                 where = max(gaps, key=gaps.__getitem__)
-                worst[f"{kind.__name__}, graphed {graphed}, {where}"] = gaps[where]
+                worst[f"{name}, {way}, {where}"] = gaps[where]
                 if ground.rank == 0:
                     print(json.dumps(worst), file=sys.stderr, flush=True)
     return worst
@@ -43,5 +46,5 @@ def test_copies_beside_products_change_no_numbers(world: int) -> None:
         pytest.skip(f"needs {world} GPUs, and this machine has {GPUS}")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     worst = launch(errors, (world,), Plan(dp=world))
-    assert len(worst) == 4
+    assert len(worst) == 6
     assert max(worst.values()) < 1e-4, worst

@@ -1,0 +1,144 @@
+"""plan.tp_overlap computes what sequence parallelism does, in float64 over gloo.
+
+The copies' protocol runs too: rooms that all processes see are files mapped into each, and a barrier is gloo's. There
+are no streams on a CPU, but the processes do run at the same time, and whoever leaves a slot too late loses his rows.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
+from colonnade.errors import ConfigError, PlanError
+from colonnade.parallel.axis import Axis
+from colonnade.parallel.copies import CopyEngines, Room
+from colonnade.parallel.ringed import Mover, Plain
+from tests.overlapped import GPT2, LLAMA, gradients, laid
+from tests.worlds import assert_same, run
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+
+class Late(Plain):
+    """Rows that nobody announced are not numbers."""
+
+    def arriving(self, x_tD: Tensor, x_TD: Tensor) -> Iterator[int]:
+        came = torch.empty_like(x_TD)
+        for r in super().arriving(x_tD, came):
+            if r == self.axis.rank:
+                x_TD.fill_(torch.nan)
+            x_TD.chunk(self.axis.size)[r].copy_(came.chunk(self.axis.size)[r])
+            yield r
+
+
+class MappedRoom(Room):
+    """Of processes' mapped files."""
+
+    def __init__(self, axis: Axis, slot_bytes: int, folder: Path):
+        self.slot_bytes, self._turn = slot_bytes, 0
+        self._files = [
+            torch.from_file(str(folder / f"{slot_bytes} {r}"), shared=True, size=2 * slot_bytes, dtype=torch.uint8)
+            for r in range(axis.size)
+        ]
+        self._handle, self.barriers = self, 0
+        self.barrier()
+
+    def get_buffer(self, r: int, shape: tuple[int, ...], dtype: torch.dtype, storage_offset: int) -> Tensor:
+        """As torch's handles give them."""
+        first, size = storage_offset * dtype.itemsize, math.prod(shape) * dtype.itemsize
+        assert first // self.slot_bytes == (first + size - 1) // self.slot_bytes == self._turn, "within the slot"
+        return self._files[r][first : first + size].view(dtype).view(shape)
+
+    def barrier(self) -> None:
+        self.barriers += 1
+        dist.barrier()
+
+
+class Mapped(CopyEngines):
+    """Copies between mapped files."""
+
+    def __init__(self, axis: Axis, folder: Path):
+        self.axis, self._stream, self._folder = axis, mock.MagicMock(), folder
+        self._rooms, self._now = [], None
+
+    def _room(self, slot_bytes: int) -> Room:
+        return MappedRoom(self.axis, slot_bytes, self._folder)
+
+
+def compare(
+    folder: Path | None,
+    compiled: str = "",
+    recomputed: bool = False,
+    configs: Sequence[ModelConfig] = (GPT2, LLAMA),
+) -> int:
+    streams = {"current_stream": mock.MagicMock(), "stream": lambda _: contextlib.nullcontext()}
+    compared = 0
+    with laid("cpu") as ground, contextlib.ExitStack() as stack:
+        assert type(ground.axes.mover) is Plain
+        mover: Mover = Late(ground.axes.tp)
+        if folder is not None:
+            mover = Mapped(ground.axes.tp, folder)
+            stack.enter_context(mock.patch.multiple(torch.cuda, **streams))
+            stack.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
+        for config in configs:
+            exact = gradients(ground, config, torch.float64, None)
+            found = gradients(ground, config, torch.float64, mover, compiled=compiled, recomputed=recomputed)
+            assert found.keys() == exact.keys()
+            for name, value in exact.items():
+                assert_same(found[name], value, what=name)
+            compared += len(exact)
+    if isinstance(mover, Mapped):
+        (room,) = mover._rooms
+        # One when it was made, one at the second beginning, and one each for a sum and a gather of both parts of a
+        # block, forward and backward.
+        assert room.barriers == 2 + 8 * sum(config.layers for config in configs)  # type: ignore[attr-defined]
+    return compared
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("copies", [False, True])
+def test_products_of_rows_as_they_arrive(world: int, copies: bool, tmp_path: Path) -> None:
+    (count, *others) = run(world, compare, tmp_path if copies else None)
+    assert count > 50 and others == [count] * (world - 1)
+
+
+def test_between_products_blocks_may_be_compiled() -> None:
+    assert len(set(run(2, compare, None, "aot_eager", False, [GPT2]))) == 1
+
+
+def test_blocks_may_be_computed_again() -> None:
+    assert len(set(run(2, compare, None, "", True))) == 1
+
+
+def _uneven() -> float:
+    """The largest difference where the ranks have unequal rows, and no products of parts."""
+    with laid("cpu") as ground:
+        mover = mock.MagicMock(spec=Plain)
+        exact, found = (gradients(ground, GPT2, torch.float64, m, size=(15, 3)) for m in (None, mover))
+        mover.begin.assert_called_once()
+        mover.arriving.assert_not_called()
+        return max(float((found[name] - x).abs().max()) for name, x in exact.items())
+
+
+def test_unequal_parts_take_the_plain_way() -> None:
+    assert run(2, _uneven) == [0.0, 0.0]
+
+
+def test_it_needs_sequence_parallelism_and_whole_precision() -> None:
+    with pytest.raises(PlanError, match=r"tp_overlap .* set --plan.sequence_parallel too"):
+        Plan(tp=2, tp_overlap=True)
+    with pytest.raises(ConfigError, match=r"float8 tensorwise scales whole operands.*plan.tp_overlap False"):
+        RunConfig(
+            model=LLAMA.but(width=256, ffn_width=256, head_width=32),
+            plan=Plan(tp=2, sequence_parallel=True, tp_overlap=True),
+            data=DataConfig(sequence=16),
+            train=TrainConfig(dtype="bfloat16", float8="tensorwise"),
+        )
+    assert str(Plan(tp=2, sequence_parallel=True, tp_overlap=True)) == "tp=2 sequence_parallel tp_overlap"
