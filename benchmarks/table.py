@@ -1,4 +1,5 @@
-"""Renders benchmarks/results/*.json: the headlines into README.md, every row into docs/results.md.
+"""Renders benchmarks/results/*.json: the last headline of each (the hardest case) into README.md, all of it into
+docs/results.md.
 
     python benchmarks/table.py            writes both
     python benchmarks/table.py --check    fails when either is not what the JSON files say
@@ -25,19 +26,23 @@ def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def headlines(records: list[dict[str, Any]]) -> str:
-    """The README's table: one line a headline, with the peer of the same run, machine, date and file."""
+    """The README's table: one line a record, with the peer of the same run, machine, date and file."""
     lines = [
         [
-            line["what"],
-            f"{number(line['value'])} {line['unit']}",
-            f"{line['peer']} {number(line['peer_value'])} {line['unit']}" if line["peer_value"] is not None else "",
+            *measured(record["headlines"][-1]),
             where(record["machine"]),
             f"[{record['date'][:10]}](benchmarks/results/{record['file']})",
         ]
         for record in records
-        for line in record["headlines"]
+        if record["headlines"]
     ]
     return table(["Measured", "Colonnade", "Beside it, same run", "On", "Record"], lines) if lines else EMPTY
+
+
+def measured(line: dict[str, Any]) -> list[str]:
+    """What a headline says: of what, how much, and how much beside it."""
+    beside = f"{line['peer']} {number(line['peer_value'])} {line['unit']}" if line["peer_value"] is not None else ""
+    return [line["what"], f"{number(line['value'])} {line['unit']}", beside]
 
 
 def page(records: list[dict[str, Any]]) -> str:
@@ -51,8 +56,10 @@ def page(records: list[dict[str, Any]]) -> str:
         columns = list(dict.fromkeys(key for row in record["rows"] for key in row))
         cells = [[number(row.get(key)) for key in columns] for row in record["rows"]]
         versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-        parts += [f"## {record['name']}", f"`{record['command']}`"]
+        parts += [f"## {record['file'].removesuffix('.json')}", f"`{record['command']}`"]
         parts += [record["notes"]] if record["notes"] else []
+        heads = [measured(line) for line in record["headlines"]]
+        parts += [table(["Measured", "Colonnade", "Beside it, same run"], heads)] if heads else []
         parts += [table(columns, cells)]
         parts += [f"{where(record['machine'])}; {versions}; commit {record['commit'] or 'unknown'}; {record['date']}."]
     if not records:
