@@ -22,8 +22,9 @@ from colonnade.kernels.attention.decode_tiles import Tiles
 CANDIDATES = [
     Tiles(tile, warps, stages, workers, 64, 32)
     for tile, warps, stages, workers in (
-        (64, 4, 3, 2), (64, 4, 2, 3), (64, 4, 4, 1), (64, 4, 4, 2), (64, 2, 3, 2), (32, 4, 4, 3), (32, 2, 4, 4),
-        (32, 4, 3, 4), (128, 4, 2, 1), (128, 8, 3, 1), (128, 4, 3, 1), (64, 8, 3, 2), (16, 2, 5, 4),
+        (64, 4, 3, 2), (64, 4, 2, 3), (64, 4, 4, 1), (64, 4, 4, 2), (64, 4, 6, 1), (64, 8, 6, 1), (64, 8, 3, 2),
+        (64, 2, 3, 2), (32, 4, 4, 3), (32, 4, 6, 2), (32, 2, 4, 4), (32, 4, 3, 4), (128, 4, 2, 1), (128, 8, 3, 1),
+        (128, 4, 3, 1), (16, 2, 5, 4),
     )
 ]  # fmt: skip
 """Ways to cut; of the best, the merge is then tried in other sizes and beside the reading."""

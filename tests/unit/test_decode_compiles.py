@@ -28,7 +28,7 @@ POINTERS = {
 STRIDES = ("q_t", "q_n", "k_page", "k_p", "k_k", "v_page", "v_p", "v_k")
 """Multiples of 16, as in any real layer."""
 NUMBERS = dict.fromkeys(
-    (*STRIDES, "pages_r", "columns", "pages", "items_at", "merges_at", "groups_at", "shared_at"), "i32"
+    (*STRIDES, "pages_r", "columns", "pages", "items_at", "merges_at", "firsts_at", "groups_at", "shared_at"), "i32"
 )
 
 
@@ -59,7 +59,8 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
 
     tiles = pick(rows, width, 2)
     constants = {
-        "N": 32, "GROUP": 8, "H": width, "LAUNCH_NEXT": True, "FUSED": False, "ROWS": rows, "TILE": tiles.tile,
+        "N": 32, "GROUP": 8, "H": width, "LAUNCH_NEXT": True, "FUSED": False, "SINGLE": not more["SINKS"],
+        "ROWS": rows, "TILE": tiles.tile,
         "STAGES": tiles.stages, "BLOCK_H": 1 << (width - 1).bit_length(), **more,
     }  # fmt: skip
     types = {**POINTERS, "k_ptr": cache, "v_ptr": cache, **NUMBERS, "scale": "fp32", "cap": "fp32"}
@@ -126,15 +127,17 @@ def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
 
 
-@pytest.mark.parametrize(("width", "wait", "shared"), [(128, True, 0), (80, False, 128)])
-def test_the_merge_fits_the_chip(width: int, wait: bool, shared: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("width", "part", "wait", "shared"), [(128, 32, True, 0), (80, 32, False, 128), (256, 256, True, 0)]
+)
+def test_the_merge_fits_the_chip(width: int, part: int, wait: bool, shared: int, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_merge
     from colonnade.kernels.attention.decode_tiles import pick
 
     tiles = pick(16, width, 2)
     constants = {
-        "N": 32, "GROUP": 8, "H": width, "SINKS": True, "WAIT": wait, "ROWS": 16, "SHARED_ROWS": shared,
-        "PIECES": tiles.pieces, "BLOCK_H": tiles.part,
+        "N": 32, "GROUP": 8, "H": width, "SINKS": True, "WAIT": wait, "ROWS": 16, "USED": 8, "SHARED_ROWS": shared,
+        "PIECES": tiles.pieces, "BLOCK_H": part,
     }  # fmt: skip
     built = compiled(triton_merge.merge, {**POINTERS, **NUMBERS}, constants, (), warps=4, stages=3)
     assert spilled(built, tmp_path) == 0

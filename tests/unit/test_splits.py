@@ -202,12 +202,17 @@ def test_every_plan(
 
 
 def assert_flat(flat: list[int], room: Capacity, found: Plan) -> None:
-    starts, items, merges, _ = places(room)
+    starts, items, merges, firsts, _ = places(room)
     assert flat[0] == len(found.merges)
     assert tuple(flat[starts : starts + len(found.starts)]) == found.starts
     for at, rows in ((items, found.items), (merges, found.merges)):
         for i, row in enumerate(rows):
             assert tuple(flat[at + i * FIELDS : at + i * FIELDS + len(row)]) == row
+    for w in range(room.workers):
+        count = flat[starts + w + 1] - flat[starts + w]
+        row = flat[firsts + w * FIELDS : firsts + (w + 1) * FIELDS]
+        at = items + flat[starts + w] * FIELDS
+        assert row == ([*flat[at : at + FIELDS - 1], count] if count else [0] * FIELDS)
 
 
 @given(requests, st.integers(0, 5000), shapes, st.sampled_from([64, 512]), st.randoms(use_true_random=False))

@@ -34,6 +34,8 @@ class Layout:
     """Whether blocks of rows are as large as the matrix units like them (:mod:`triton_rows`)."""
     copies: int = 2
     """What is read of a token, keys and values; 1 where they are one."""
+    most: int = 0
+    """Rows of a block that any request has, where it is known to be fewer than there is room for; 0: all."""
     shared: "Layout | None" = None
     """How groups that share a prefix read it; None: nobody shares."""
 
@@ -62,7 +64,10 @@ class Layout:
         elif shares:
             shared = Layout.of_many(q_TNH, k_PpKH)
             shared = replace(shared, shape=shared.shape._replace(causal=False))
-        return Layout(Shape(K, N // K, rows, tiles.tile, window), tiles, H, size, workers, chunk, shared=shared)
+        most = min(rows, N // K * max(1, longest_query))
+        return Layout(
+            Shape(K, N // K, rows, tiles.tile, window), tiles, H, size, workers, chunk, most=most, shared=shared
+        )
 
     @staticmethod
     def of_many(q_TNH: Tensor, k_PpKH: Tensor, *, window: int | None = None) -> "Layout":
@@ -86,6 +91,11 @@ class Layout:
         if chunk is not None:
             chunk = -(-chunk // tiles.tile) * tiles.tile
         return Layout(Shape(1, N, rows, tiles.tile, window), tiles, H, size, workers, chunk, copies=1)
+
+    @property
+    def used(self) -> int:
+        """Rows of a block that may be there."""
+        return self.most or self.shape.rows
 
     @property
     def fuses(self) -> bool:

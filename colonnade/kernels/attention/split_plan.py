@@ -1,5 +1,6 @@
 """A plan of Flash-Decoding as data: who reads which keys, what is merged; :mod:`splits` makes it, kernels read it."""
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -127,9 +128,11 @@ class Plan:
         return Capacity(len(self.starts) - 1, len(self.items), len(self.merges), self.slots)
 
     def flat(self, capacity: Capacity | None = None) -> list[int]:
-        """The plan as one list for a kernel: merges' number, starts, items, merges, each from :func:`places` on.
+        """The plan as one list for a kernel: merges' number, starts, items, merges, firsts, from :func:`places` on.
 
-        After an item stands the number of the merge that its state is for, −1 where there is none.
+        After an item stands the number of the merge that its state is for, −1 where there is none. The firsts are each
+        worker's first item once more, and behind it how many the worker has, so that it can begin without looking up
+        where its items stand.
 
         With a larger ``capacity`` the list is as long as any plan's of that capacity; workers beyond these have
         nothing. Raises CapacityError where the plan is larger.
@@ -137,7 +140,7 @@ class Plan:
         own, room = self.capacity, capacity or self.capacity
         if any(have > most for have, most in zip(own, room, strict=True)):
             raise CapacityError(f"a plan of {own} does not fit {room}; capture the graph for more requests or queries")
-        first_start, first_item, first_merge, total = places(room)
+        first_start, first_item, first_merge, firsts, total = places(room)
         flat = [0] * total
         flat[0] = len(self.merges)
         flat[first_start : first_start + room.workers + 1] = [
@@ -151,11 +154,16 @@ class Plan:
             line_of[merge.first : merge.end] = [line] * (merge.end - merge.first)
         for i, item in enumerate(self.items):
             flat[first_item + i * FIELDS + len(item)] = line_of[item.slot] if item.slot >= 0 else -1
+        for w, (i, end) in enumerate(itertools.pairwise(self.starts)):
+            if end > i:
+                row = flat[first_item + i * FIELDS : first_item + (i + 1) * FIELDS]
+                flat[firsts + w * FIELDS : firsts + (w + 1) * FIELDS] = [*row[:-1], end - i]
         return flat
 
 
-def places(capacity: Capacity) -> tuple[int, int, int, int]:
-    """(where the starts, the items and the merges begin in the flat form, its length); all multiples of 4."""
+def places(capacity: Capacity) -> tuple[int, int, int, int, int]:
+    """(where the starts, items, merges and firsts begin in the flat form, its length); all multiples of 4."""
     items = 4 + -(-(capacity.workers + 1) // 4) * 4
     merges = items + capacity.items * FIELDS
-    return 4, items, merges, merges + capacity.merges * FIELDS
+    firsts = merges + capacity.merges * FIELDS
+    return 4, items, merges, firsts, firsts + capacity.workers * FIELDS

@@ -108,10 +108,12 @@ def _read(
             **constants,
         )  # fmt: skip
     else:
-        merges_at, arrived = places(ready.capacity)[2], none if ready.arrived is None else ready.arrived
+        _, _, merges_at, firsts_at, _ = places(ready.capacity)
+        arrived = none if ready.arrived is None else ready.arrived
         triton_splits.attend[ready.capacity.workers,](
-            *tensors, arrived, *strides, P, items_at, merges_at, *numbers,
-            LAUNCH_NEXT=ready.overlaps, FUSED=ready.arrived is not None, **constants,
+            *tensors, arrived, *strides, P, items_at, merges_at, firsts_at, *numbers,
+            LAUNCH_NEXT=ready.overlaps, FUSED=ready.arrived is not None,
+            SINGLE=table.longest_query == 1 and len(q_TNH) == len(table.lengths_R), **constants,
         )  # fmt: skip
 
 

@@ -35,24 +35,26 @@ def merge(
     o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, cu_ptr, sinks_ptr,
     shared_o_ptr, shared_lse_ptr, shared_ptr, members_ptr, merges_at, shared_at,
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, SINKS: tl.constexpr, WAIT: tl.constexpr,
-    ROWS: tl.constexpr, SHARED_ROWS: tl.constexpr, PIECES: tl.constexpr, BLOCK_H: tl.constexpr,
+    ROWS: tl.constexpr, USED: tl.constexpr, SHARED_ROWS: tl.constexpr, PIECES: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Each program takes (line, row, part of the width) in turn: the number of lines is the plan's, the grid fixed.
 
-    With SHARED_ROWS a request may be in a group (:mod:`cascade`), whose states, of blocks of so many rows, come first.
+    No block has more than USED rows. What the plan says is read before WAIT, beside the last of the reading. With
+    SHARED_ROWS a request may be in a group (:mod:`cascade`), whose states, of blocks of so many rows, come first.
     """
     parts: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    tasks = tl.load(plan_ptr) * ROWS * parts
-    if WAIT:
-        tl.extra.cuda.gdc_wait()
+    tasks = tl.load(plan_ptr) * USED * parts
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        at = plan_ptr + merges_at + task // (ROWS * parts) * FIELDS
+        at = plan_ptr + merges_at + task // (USED * parts) * FIELDS
         request, head, block = tl.load(at), tl.load(at + 1), tl.load(at + 2)
         first, end = tl.load(at + 3), tl.load(at + 4)
-        row = task // parts % ROWS
+        row = task // parts % USED
         m = block * ROWS + row
         t = tl.load(cu_ptr + request) + m // GROUP
-        if t < tl.load(cu_ptr + request + 1):
+        there = t < tl.load(cu_ptr + request + 1)
+        if WAIT:
+            tl.extra.cuda.gdc_wait()  # at the second task it is over
+        if there:
             n = head * GROUP + m % GROUP
             h = task % parts * BLOCK_H + tl.arange(0, BLOCK_H)
             top, total = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
@@ -75,8 +77,8 @@ def merge(
                     s = piece + tl.arange(0, PIECES)
                     at_row = s.to(tl.int64) * rows + place
                     lse = tl.load(slots_lse + at_row, s < to_slot, float("-inf")) * LOG2_E
-                    there = (s < to_slot)[:, None] & (h < H)[None, :]
-                    part = tl.load(slots_o + at_row[:, None] * H + h[None, :], there, 0.0)
+                    held = (s < to_slot)[:, None] & (h < H)[None, :]
+                    part = tl.load(slots_o + at_row[:, None] * H + h[None, :], held, 0.0)
                     higher = tl.maximum(top, tl.max(lse, 0))
                     base = tl.where(higher == float("-inf"), 0.0, higher)
                     weight = tl.exp2(lse - base)
@@ -89,12 +91,27 @@ def merge(
             line = t.to(tl.int64) * N + n
             tl.store(o_ptr + line * H + h, o.to(o_ptr.dtype.element_ty), h < H)
             tl.store(lse_ptr + line, tl.where(total > 0.0, top + tl.log2(some), float("-inf")) * LN_2)
+    if WAIT:
+        tl.extra.cuda.gdc_wait()  # whatever comes after this kernel takes the reading for over, too
 
 
 def slots_of(o_TNH: Tensor, ready: Prepared) -> State:
     """Room for the states of a plan's pieces, for outputs of this width."""
     shape = max(1, ready.capacity.slots), ready.layout.shape.rows, o_TNH.shape[2]
     return State(o_TNH.new_empty(shape, dtype=torch.float32), o_TNH.new_empty(shape[:2], dtype=torch.float32))
+
+
+def _part(ready: Prepared, H: int, room: int) -> int:
+    """Numbers of a row that one program merges: all where there are rows enough for ``room`` programs, else as few as
+    the table says. Under fixed cuts always these, for a sum's bits depend on how it is laid out.
+    """
+    layout = ready.layout
+    least, part = min(layout.tiles.part, triton.next_power_of_2(H)), triton.next_power_of_2(H)
+    if layout.chunk is not None:
+        return least
+    while part > least and 2 * ready.capacity.merges * layout.used * triton.cdiv(H, part) < room:
+        part //= 2
+    return part
 
 
 def launch(
@@ -110,13 +127,14 @@ def launch(
         return
     (_, N, H), tiles, shape = state.o.shape, ready.layout.tiles, ready.layout.shape
     their_slots, theirs, members = shared or (slots, ready, ready.flat)
-    part = min(tiles.part, triton.next_power_of_2(H))
-    programs = min(ready.capacity.merges * shape.rows * triton.cdiv(H, part), MERGERS * processors(state.o.device))
+    used, room = ready.layout.used, MERGERS * processors(state.o.device)
+    part = _part(ready, H, room)
+    programs = min(ready.capacity.merges * used * triton.cdiv(H, part), room)
     options: dict[str, Any] = {"launch_pdl": True} if ready.overlaps else {}
     merge[programs,](
         *state, *slots, ready.flat, table.cu_queries, slots.lse if sinks_N is None else sinks_N,
         *their_slots, theirs.flat, members, places(ready.capacity)[2], places(theirs.capacity)[2],
         N=N, GROUP=shape.group, H=H, SINKS=sinks_N is not None, WAIT=ready.overlaps, ROWS=shape.rows,
-        SHARED_ROWS=theirs.layout.shape.rows if shared else 0, PIECES=tiles.pieces, BLOCK_H=part, num_warps=4,
-        **options,
+        USED=used, SHARED_ROWS=theirs.layout.shape.rows if shared else 0, PIECES=tiles.pieces, BLOCK_H=part,
+        num_warps=4, **options,
     )  # fmt: skip

@@ -42,6 +42,14 @@ def row_of(cu_ptr, request, head, block, GROUP: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
+def row_of_one(request, head, block, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """:func:`row_of` where every request has one query: nothing to look up."""
+    m = block * ROWS + tl.arange(0, ROWS)
+    query = m // GROUP
+    return request + query, head * GROUP + m % GROUP, query, query < 1, 1
+
+
+@triton.jit
 def finish(o, top, total, n, there, sinks_ptr, SINKS: tl.constexpr):
     """(o, lse) of sums of 2^(s − top), with the key whose value is 0 where there is one."""
     if SINKS:
@@ -129,33 +137,43 @@ def _merged(slot_o_ptr, slot_lse_ptr, first, end, H: tl.constexpr, ROWS: tl.cons
 
 
 # They change from step to step.
-@triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at", "merges_at"])
+@triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at", "merges_at", "firsts_at"])
 def attend(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, pages_ptr, cu_ptr, lengths_ptr,
     slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, arrived_ptr,
-    q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k, pages_r, columns, pages, items_at, merges_at, scale, cap,
+    q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k, pages_r, columns, pages, items_at, merges_at, firsts_at, scale, cap,
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, LAUNCH_NEXT: tl.constexpr,
-    FUSED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+    FUSED: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """All pieces of one worker."""
+    """All pieces of one worker. SINGLE: every request has one query, number r that of request r."""
     h = tl.arange(0, BLOCK_H)
-    first_item = tl.load(plan_ptr + 4 + tl.program_id(0))
-    end_item = tl.load(plan_ptr + 5 + tl.program_id(0))
+    # Until keys are on their way, every load that waits for another costs a 30th of a short call: a worker's first
+    # piece stands where it is found at once, and page numbers are asked for before what does not need them.
+    at_item = plan_ptr + firsts_at + tl.program_id(0) * FIELDS
+    request, head, block = tl.load(at_item), tl.load(at_item + 1), tl.load(at_item + 2)
+    first, end, slot, number = tl.load(at_item + 3), tl.load(at_item + 4), tl.load(at_item + 5), tl.load(at_item + 6)
+    count = tl.load(at_item + 7)
+    start = tl.load(plan_ptr + 4 + tl.program_id(0))
     if LAUNCH_NEXT:
         # The merge may take its place now; it waits for the end of this before it reads.
         tl.extra.cuda.gdc_launch_dependents()
     if FUSED:
         _identities(o_ptr, lse_ptr, plan_ptr, cu_ptr, sinks_ptr, merges_at, N, GROUP, H, SINKS, ROWS, BLOCK_H)
-    for item in range(first_item, end_item):
-        at_item = plan_ptr + items_at + item * FIELDS
-        request, head, block = tl.load(at_item), tl.load(at_item + 1), tl.load(at_item + 2)
-        slot = tl.load(at_item + 5)
-        t, n, query, there, new = row_of(cu_ptr, request, head, block, GROUP, ROWS)
+    for i in range(count):
+        low = first // TILE * TILE
+        # Page numbers are fetched a tile ahead, by hand: loads that wait for loads within a step are what the compiler
+        # does not bring under way together.
+        table_ptr = pages_ptr + request.to(tl.int64) * pages_r
+        page = page_of(table_ptr, low, columns, PAGE, TILE)
         length = tl.load(lengths_ptr + request)
+        if SINGLE:
+            t, n, query, there, new = row_of_one(request, head, block, GROUP, ROWS)
+        else:
+            t, n, query, there, new = row_of(cu_ptr, request, head, block, GROUP, ROWS)
         position = length - new + query
-        low = tl.load(at_item + 3) // TILE * TILE
-        high = tl.minimum(tl.load(at_item + 4), length)
+        high = tl.minimum(end, length)
         q_at = q_ptr + t.to(tl.int64)[:, None] * q_t + n[:, None] * q_n + h[None, :]
         q = tl.load(q_at, there[:, None] & (h < H)[None, :], 0.0)
         factor = scale
@@ -164,21 +182,17 @@ def attend(
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         o = tl.zeros((ROWS, BLOCK_H), tl.float32)
-        table_ptr = pages_ptr + request.to(tl.int64) * pages_r
-        # Page numbers are fetched a tile ahead, by hand: loads that wait for loads within a step are what the compiler
-        # does not bring under way together.
-        page = page_of(table_ptr, low, columns, PAGE, TILE)
         for at in tl.range(low, high, TILE, num_stages=STAGES):
             j = at + tl.arange(0, TILE)
-            number = page.to(tl.int64)
+            of = page.to(tl.int64)
             if PAGE % TILE == 0:
                 known = j < tl.where((page >= 0) & (page < pages), high, 0)
-                k_at = k_ptr + number * k_page + head * k_k + (at % PAGE + j - at)[:, None] * k_p + h[None, :]
-                v_at = v_ptr + number * v_page + head * v_k + (at % PAGE + j - at)[:, None] * v_p + h[None, :]
+                k_at = k_ptr + of * k_page + head * k_k + (at % PAGE + j - at)[:, None] * k_p + h[None, :]
+                v_at = v_ptr + of * v_page + head * v_k + (at % PAGE + j - at)[:, None] * v_p + h[None, :]
             else:
                 known = (j < high) & (page >= 0) & (page < pages)
-                k_at = k_ptr + (number * k_page + head * k_k + (j % PAGE) * k_p)[:, None] + h[None, :]
-                v_at = v_ptr + (number * v_page + head * v_k + (j % PAGE) * v_p)[:, None] + h[None, :]
+                k_at = k_ptr + (of * k_page + head * k_k + (j % PAGE) * k_p)[:, None] + h[None, :]
+                v_at = v_ptr + (of * v_page + head * v_k + (j % PAGE) * v_p)[:, None] + h[None, :]
             page = page_of(table_ptr, at + TILE, columns, PAGE, TILE)
             if BLOCK_H == H:
                 k = tl.load(k_at, known[:, None], 0.0)
@@ -207,20 +221,24 @@ def attend(
             # Sinks are one key, not one a piece: the merge adds them.
             o, lse = finish(o, top, total, n, there, sinks_ptr, False)
             line = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-            tl.store(slot_o_ptr + line[:, None] * H + h[None, :], o, (h < H)[None, :])
-            tl.store(slot_lse_ptr + line, lse)
+            tl.store(slot_o_ptr + line[:, None] * H + h[None, :], o, there[:, None] & (h < H)[None, :])
+            tl.store(slot_lse_ptr + line, lse, there)
             if FUSED:
-                number = tl.load(at_item + 6)
                 at_merge = plan_ptr + merges_at + number * FIELDS
-                first, end = tl.load(at_merge + 3), tl.load(at_merge + 4)
+                first_slot, end_slot = tl.load(at_merge + 3), tl.load(at_merge + 4)
                 # What all threads have written is there before one of them says so.
                 tl.debug_barrier()
                 before = tl.atomic_add(arrived_ptr + number, 1, sem="acq_rel")
-                if before == end - first - 1:
+                if before == end_slot - first_slot - 1:
                     tl.store(arrived_ptr + number, 0)  # for the next call
-                    o, top, total = _merged(slot_o_ptr, slot_lse_ptr, first, end, H, ROWS, BLOCK_H)
+                    o, top, total = _merged(slot_o_ptr, slot_lse_ptr, first_slot, end_slot, H, ROWS, BLOCK_H)
                     o, lse = finish(o, top, total, n, there, sinks_ptr, SINKS)
                     line = t.to(tl.int64) * N + n
                     o_at = o_ptr + line[:, None] * H + h[None, :]
                     tl.store(o_at, o.to(o_ptr.dtype.element_ty), there[:, None] & (h < H)[None, :])
                     tl.store(lse_ptr + line, lse, there)
+        at_item = plan_ptr + items_at + (start + i + 1) * FIELDS
+        more = i + 1 < count
+        request, head = tl.load(at_item, more, 0), tl.load(at_item + 1, more, 0)
+        block, first = tl.load(at_item + 2, more, 0), tl.load(at_item + 3, more, 0)
+        end, slot, number = tl.load(at_item + 4, more, 0), tl.load(at_item + 5, more, 0), tl.load(at_item + 6, more, 0)
