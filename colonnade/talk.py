@@ -65,11 +65,9 @@ class Where:
 def _load(where: Where, ground: Ground) -> tuple[Transformer, Tokenizer]:
     """Called in each engine process; too little memory shows before anything is read."""
     dtype = api.dtype_on(ground.device, where.dtype)
-    check_room(
-        Asked(
-            where.find().config, where.serve, dtype, ground.device, where.plan.tp, where.plan.cp, where.experts.resident
-        )
-    )
+    config, plan = where.find().config, where.plan
+    ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "sh": plan.sh}
+    check_room(Asked(config, where.serve, dtype, ground.device, **ranks, resident=where.experts.resident))
     model = where.load_on(ground)
     return model.transformer, model.tokenizer
 

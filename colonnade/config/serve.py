@@ -13,7 +13,8 @@ class ServeConfig(Config):
     """Tokens in one page of the key/value cache."""
     weights: Weights = "stored"
     """How the matrices of a model are kept in memory: as the dtype says, or in fewer bits, quantised while they are
-    read: int8 and float8 with a scale a row, int4 with one a group of inputs. Embeddings stay as they are."""
+    read: int8 and float8 with a scale a row, int4 with one a group of inputs. Embeddings and routers stay
+    as they are."""
     weight_group: WeightGroup = 64
     """Inputs that share a scale of int4; fewer are more exact, and a little larger."""
     pages: int | None = Field(default=None, gt=0)

@@ -17,6 +17,7 @@ from colonnade.kernels.attention import chunk, chunk_flash, held, reference, sdp
 from colonnade.kernels.dropout import recompute
 from colonnade.kernels.dropout import reference as dropout_reference
 from colonnade.kernels.experts import batched, grouped, loop, scaled_grouped, scaled_grouped_mm
+from colonnade.kernels.experts import quantised as quantised_experts
 from colonnade.kernels.experts import reference as experts_reference
 from colonnade.kernels.linear import quantised, scaled, scaled_mm, thin
 from colonnade.kernels.linear import reference as linear_reference
@@ -39,6 +40,7 @@ Operation = Literal[
     "scaled_grouped_product",
     "expert_sums",
     "routed_experts",
+    "quantised_experts",
     "experts",
     "dropout_experts",
     "sort_choices",
@@ -72,6 +74,7 @@ def _written_in_triton() -> tuple[Row, ...]:
     from colonnade.kernels.adamw import triton_adamw
     from colonnade.kernels.attention import triton_dropout
     from colonnade.kernels.dropout import triton_elements
+    from colonnade.kernels.experts import quantised_gpu as quantised_experts_gpu
     from colonnade.kernels.experts import triton_experts
     from colonnade.kernels.linear import quantised_gpu
     from colonnade.kernels.permute import triton_moves, triton_sort
@@ -82,6 +85,7 @@ def _written_in_triton() -> tuple[Row, ...]:
         Row("dropout", "triton", triton_elements.dropout, **on),
         Row("quantised_linear", "triton", quantised_gpu.linear, **on),
         Row("routed_experts", "triton", triton_experts.routed, **on),
+        Row("quantised_experts", "triton", quantised_experts_gpu.routed, **on),
         Row("experts", "triton", triton_experts.experts, **on),
         Row("sort_choices", "triton", triton_sort.sort, devices=("cuda",)),
         Row("gather_rows", "triton", triton_moves.gather, **on),
@@ -171,6 +175,7 @@ TABLE: tuple[Row, ...] = (
     # On a CPU the loop, at any number of tokens: its docstring has the measurements.
     Row("routed_experts", "loop", loop.routed),
     Row("routed_experts", "reference", experts_reference.routed),
+    Row("quantised_experts", "reference", quantised_experts.routed),
     Row("experts", "loop", loop.experts),
     # Rows that carry their masks' hashes between a gather and a sum: kernels that do all of it in one do not drop.
     Row("dropout_experts", "loop", loop.experts),

@@ -6,7 +6,7 @@ from colonnade.config import ServeConfig
 from colonnade.config.experts import check_generates
 from colonnade.errors import CapacityError, ConfigError, PlanError, RequestError
 from colonnade.model import KVCache, Transformer
-from colonnade.model.quantised import kind_of, weight_bytes
+from colonnade.model.quantised import kind_of, tensors_of
 from colonnade.model.split import WIDEST
 from colonnade.serve.memory import Asked, check_room, free_bytes, pages_of, told
 from colonnade.serve.pages import PagePool
@@ -43,11 +43,11 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
             f"--serve.cache_bytes {config.cache_bytes} holds no page of {size} tokens, which takes {page_bytes} bytes; "
             f"give {page_bytes * -(-context // size)} for one whole context of {context} tokens"
         )
-    held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()) if x.device == weight.device)
-    held += weight_bytes(model) - sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    held = sum(x.nbytes for x in tensors_of(model) if x.device == weight.device)
     asked = Asked(
         model.config, config.but(weights=kind_of(model) or "stored"), weight.dtype, weight.device,
-        tp=model.axes.tp.size, cp=model.axes.cp.size, weights=held,
+        tp=model.axes.tp.size, cp=model.axes.cp.size, ep=model.axes.grid.ep.size, sh=model.axes.grid.sh.size,
+        weights=held,
     )  # fmt: skip
     check_room(asked, held)
     try:
