@@ -47,8 +47,10 @@ class Where:
         return functools.partial(_load, replace(self, model=str(self.find().place)))
 
     def find(self) -> Opened:
-        """The model, opened, and the plan checked against it."""
-        return api.find(self.model, self.plan, self.experts, self.serve.weights, self.serve.weight_group)
+        """The model, opened, and checked: that it can be laid out and served so."""
+        found = api.find(self.model, self.plan, self.experts, self.serve.weights, self.serve.weight_group)
+        self.serve.check(found.config)
+        return found
 
     def open(self) -> api.Model:
         """Load it, on every rank of its plan."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from colonnade.kernels.adamw import reference as adamw_reference
-from colonnade.kernels.attention import chunk, chunk_flash, held, reference, sdpa, varlen
+from colonnade.kernels.attention import chunk, chunk_flash, held, latents, reference, sdpa, varlen
 from colonnade.kernels.dropout import recompute
 from colonnade.kernels.dropout import reference as dropout_reference
 from colonnade.kernels.experts import batched, grouped, loop, scaled_grouped, scaled_grouped_mm
@@ -30,6 +30,7 @@ Operation = Literal[
     "paged_attention",
     "held_attention",
     "merge_states",
+    "store_latents",
     "chunk_forward",
     "chunk_backward",
     "dropout",
@@ -98,13 +99,14 @@ def _decoding() -> tuple[Row, ...]:
     """Flash-Decoding. It stands behind SDPA, to be asked for by name, until a GPU has shown where it is faster."""
     if not TRITON:
         return ()
-    from colonnade.kernels.attention import triton_decode, triton_held
+    from colonnade.kernels.attention import triton_decode, triton_held, triton_keep
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     return (
         Row("paged_attention", "triton", triton_decode.paged, **on),
         Row("held_attention", "triton", triton_decode.held_state, **on),
         Row("merge_states", "triton", triton_held.merged, devices=("cuda",), dtypes=(torch.float32,)),
+        Row("store_latents", "triton", triton_keep.store, **on),
     )
 
 
@@ -153,6 +155,7 @@ TABLE: tuple[Row, ...] = (
     Row("paged_attention", "reference", reference.paged),
     Row("held_attention", "reference", held.attend),
     Row("merge_states", "reference", held.merged),
+    Row("store_latents", "reference", latents.store),
     Row("chunk_forward", "flash", chunk_flash.forward, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
     Row("chunk_backward", "flash", chunk_flash.backward, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
     Row("chunk_forward", "reference", chunk.forward),

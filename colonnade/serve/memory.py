@@ -90,7 +90,7 @@ class Asked:
             kept = partial(kept_bytes, weights=self.serve.weights, group=self.serve.weight_group)
             weights = device_bytes(shape, self.resident, kept)
         pages = pages_of(self.model, shape.axes, self.serve, self.dtype)
-        page_bytes = KVCache.bytes_per_page(self.model, shape.axes, self.serve.page_tokens, self.dtype)
+        page_bytes = page_bytes_of(self.model, shape.axes, self.serve, self.dtype)
         context = min(self.model.context, pages * self.serve.page_tokens * self.cp)
         graphs = 0
         if self.serve.fixed_steps and self.device.type == "cuda":
@@ -117,7 +117,9 @@ class Asked:
         config, serve, each = self.model, self.serve, self.dtype.itemsize
         gathered = 2 * context * max(1, config.kv_heads // self.tp) * config.head_width * each
         if config.latent:
-            gathered = context * (config.latent.kv_rank + config.latent.rope_width) * each
+            # Latents of 8 bits are gathered so, and written out in float32 first.
+            once = each if serve.cache == "stored" else each + 5
+            gathered = context * (config.latent.kv_rank + config.latent.rope_width) * once
         rows = min(serve.max_requests, serve.token_budget)
         logits = rows * -(-config.vocab_size // self.tp) * (2 * each + 24)
         return max(self._stream(serve.token_budget) + gathered, logits)
@@ -140,11 +142,16 @@ class Asked:
         return replace(self, **{"weights": None, **changes})  # type: ignore[arg-type]
 
 
+def page_bytes_of(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
+    """Memory of one page of a rank's cache [bytes]."""
+    return KVCache.bytes_per_page(model, axes, serve.page_tokens, dtype, serve.cache)
+
+
 def pages_of(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
     """Pages of a rank's cache: those asked for, but no more than ``max_requests`` whole contexts fill, divided by the
     ranks that share it; 0 when none fits.
     """
-    page_bytes = KVCache.bytes_per_page(model, axes, serve.page_tokens, dtype)
+    page_bytes = page_bytes_of(model, axes, serve, dtype)
     pages = -(-(serve.pages or serve.max_requests * -(-model.context // serve.page_tokens)) // axes.cp.size)
     if serve.pages is None:
         pages = min(serve.cache_bytes // page_bytes, pages)
@@ -196,7 +203,7 @@ def remedies(asked: Asked, needs: Needs, there: int, number: int = 4) -> list[tu
         if saves > 0:
             found.append((flags, saves, note))
 
-    page_bytes = KVCache.bytes_per_page(asked.model, asked.axes, serve.page_tokens, asked.dtype)
+    page_bytes = page_bytes_of(asked.model, asked.axes, serve, asked.dtype)
     room = (there - (needs.total - needs.cache)) // page_bytes - spare_pages(asked.axes, serve)
     if room > 0:
         page = serve.page_tokens * asked.cp
@@ -211,6 +218,8 @@ def remedies(asked: Asked, needs: Needs, there: int, number: int = 4) -> list[tu
     if serve.max_requests > 1:
         less = max(1, serve.max_requests // 4)
         offer(f"--serve.max_requests {less}", "more wait", serve=serve.but(max_requests=less))
+    if serve.cache == "stored" and asked.model.latent is not None:
+        offer("--serve.cache int8", "rounded", serve=serve.but(cache="int8"))
     for kind in ("int8", "int4"):
         if serve.weights not in (kind, "int4"):
             offer(f"--serve.weights {kind}", "rounded", serve=serve.but(weights=kind))
