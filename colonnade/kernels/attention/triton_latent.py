@@ -27,7 +27,7 @@ from colonnade.kernels.attention.decode_layout import Layout, Prepared
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import places
 from colonnade.kernels.attention.triton_merge import launch, slots_of
-from colonnade.kernels.attention.triton_splits import FIELDS, finish, page_of, row_of, score
+from colonnade.kernels.attention.triton_splits import FIELDS, finish, known_at, page_of, row_of, score, tile_at, weigh
 from colonnade.kernels.softmax_state import State
 
 
@@ -64,12 +64,8 @@ def read(
         for at in tl.range(low, high, TILE, num_stages=STAGES):
             j = at + tl.arange(0, TILE)
             number = page.to(tl.int64)
-            if PAGE % TILE == 0:
-                known = j < tl.where((page >= 0) & (page < pages), high, 0)
-                k_at = k_ptr + number * k_page + (at % PAGE + j - at)[:, None] * k_p
-            else:
-                known = (j < high) & (page >= 0) & (page < pages)
-                k_at = k_ptr + (number * k_page + (j % PAGE) * k_p)[:, None]
+            known = known_at(page, j, high, pages)
+            k_at = tile_at(k_ptr, page, at, j, k_page, k_p, PAGE, TILE)
             page = page_of(table_ptr, at + TILE, columns, PAGE, TILE)
             if BLOCK_C == RANK:
                 c = tl.load(k_at + i[None, :], known[:, None], 0.0)
@@ -88,15 +84,10 @@ def read(
             else:
                 s = tl.dot(p, tl.trans(r.to(q.dtype)), s, input_precision="ieee") * scale
             s = score(s, position, j, known, n, there, q_ptr, 1.0, WINDOW, False, False)
-            higher = tl.maximum(top, tl.max(s, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = tl.exp2(s - base[:, None])
-            shrink = tl.exp2(top - base)
-            total = total * shrink + tl.sum(weight, 1)
+            weight, shrink, top, total = weigh(s, top, total)
             if SCALED:
                 weight *= c_scale[None, :]
             o = tl.dot(weight.to(q.dtype), c.to(q.dtype), o * shrink[:, None], input_precision="ieee")
-            top = higher
         o, lse = finish(o, top, total, n, there, q_ptr, False)
         if slot < 0:
             line = t.to(tl.int64) * N + n
