@@ -12,6 +12,7 @@ rank's share inside a launched group: ``load(path, plan=Plan(tp=2))``.
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
@@ -40,7 +41,7 @@ from colonnade.model.head import Head
 from colonnade.model.moe import Resident, experts_of
 from colonnade.model.moe.resident import too_large
 from colonnade.model.moe.router import rule
-from colonnade.model.quantised import build, in_place, kind_of
+from colonnade.model.quantised import build, in_place, kept_bytes, kind_of
 from colonnade.model.score import Score, score
 from colonnade.parallel.launch import launched
 from colonnade.parallel.mesh import Ground, choose_device
@@ -211,7 +212,7 @@ def find(
     if plan.world > plan.tp * plan.cp:
         raise PlanError(f"a loaded model is laid over tp and cp ranks only, not over {plan}; load with these only")
     plan.check(found.config)
-    check_weights(found.config, weights, weight_group, plan.tp)
+    check_weights(found.config, weights, weight_group, plan.tp, plan.sh)
     return replace(found, config=_told(found.config, experts))
 
 
@@ -235,15 +236,14 @@ def _load(
         if weights == "stored":
             transformer, put = Transformer(found.config, axes, **on), in_place
         else:
-            transformer, put = build(
-                found.config, axes, device=ground.device, dtype=on["dtype"], kind=weights, group=group
-            )
+            transformer, put = build(found.config, axes, **on, kind=weights, group=group)
         found.fill(transformer.eval().requires_grad_(False), ground, put)
         if resident is not None:
             Resident(experts_of(transformer), resident, ground.device)
     except torch.OutOfMemoryError:
         shape = Transformer(found.config, ground.axes, **on | {"device": "meta", "experts_on": None})
-        raise CapacityError(too_large(shape, resident, source)) from None
+        weigh = partial(kept_bytes, weights=weights, group=group)
+        raise CapacityError(too_large(shape, resident, source, weigh)) from None
     return Model(transformer, Tokenizer.beside(found.words), ground, source)
 
 

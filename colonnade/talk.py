@@ -47,8 +47,10 @@ class Where:
         return functools.partial(_load, replace(self, model=str(self.find().place)))
 
     def find(self) -> Opened:
-        """The model, opened, and the plan checked against it."""
-        return api.find(self.model, self.plan, self.experts, self.serve.weights, self.serve.weight_group)
+        """The model, opened, and checked: that it can be laid out and served so."""
+        found = api.find(self.model, self.plan, self.experts, self.serve.weights, self.serve.weight_group)
+        self.serve.check(found.config)
+        return found
 
     def open(self) -> api.Model:
         """Load it, on every rank of its plan."""
@@ -65,11 +67,9 @@ class Where:
 def _load(where: Where, ground: Ground) -> tuple[Transformer, Tokenizer]:
     """Called in each engine process; too little memory shows before anything is read."""
     dtype = api.dtype_on(ground.device, where.dtype)
-    check_room(
-        Asked(
-            where.find().config, where.serve, dtype, ground.device, where.plan.tp, where.plan.cp, where.experts.resident
-        )
-    )
+    config, plan = where.find().config, where.plan
+    ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "sh": plan.sh}
+    check_room(Asked(config, where.serve, dtype, ground.device, **ranks, resident=where.experts.resident))
     model = where.load_on(ground)
     return model.transformer, model.tokenizer
 

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.dropout.reference import Hidden, choices, hidden_units
+from colonnade.kernels.experts.quantised import Stacks
 from colonnade.kernels.experts.reference import Weights
+from colonnade.kernels.linear.quantise import Kind, Quantised, dequantise, quantise
 from colonnade.kernels.permute import reference as permute
 
 LOADS = ("even", "skewed", "one", "some dropped", "bounded", "all dropped")
@@ -109,6 +111,29 @@ def experts_with_dropout(run: Callable[..., Tensor], rate: float = 0.3) -> Calla
         return permute.combine(y_RD, order_R, routing)
 
     return of
+
+
+def in_fewer_bits(weights: Weights, kind: Kind, group: int) -> Stacks:
+    """Each expert's matrices as a dense layer's, those of W_down outputs first."""
+
+    def stack(w_ENK: Tensor) -> Quantised:
+        made = [quantise(w, kind, group) for w in w_ENK]
+        values, scales = (torch.stack([one[i] for one in made]) for i in (1, 2))
+        return made[0]._replace(values=values, scales=scales)
+
+    up, down, gate, *biases = weights
+    return Stacks(stack(up), stack(down.mT), None if gate is None else stack(gate), *biases)
+
+
+def written_out(weights: Stacks, dtype: torch.dtype) -> Weights:
+    """What they stand for."""
+
+    def stack(w: Quantised) -> Tensor:
+        return torch.stack([dequantise(w.of(e), dtype) for e in range(len(w.values))])
+
+    up, down, gate, *biases = weights
+    biases = [None if b is None else b.to(dtype) for b in biases]
+    return Weights(stack(up), stack(down).mT, None if gate is None else stack(gate), *biases)
 
 
 def gradients(

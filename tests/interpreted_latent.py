@@ -3,11 +3,12 @@
 ``TRITON_INTERPRET=1 python -m tests.interpreted_latent``.
 """
 
+import itertools
 import warnings
 
 import torch
 
-from colonnade.kernels.attention import triton_decode, triton_latent
+from colonnade.kernels.attention import latents, reference, sdpa, triton_decode, triton_keep, triton_latent
 from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
 from tests.latent_decoding import LatentCase
 
@@ -36,6 +37,64 @@ def check_shapes() -> int:
         same(case)
     same(LatentCase([60], [1], N=4, rank=32, rope=16, page=16, dtype=torch.float16), 6e-4)
     return len(cases) + 1
+
+
+def check_eight_bits() -> int:
+    """The same shapes from a cache in int8 and float8, with scales of their own; and through the table's row."""
+    cases = (
+        LatentCase([70, 0, 33], [1, 0, 1], N=8, rank=32, rope=16, page=16, cache="int8"),
+        LatentCase([70, 3], [2, 5], N=5, rank=20, rope=6, page=4, window=9, cache="float8"),
+        LatentCase([90], [30], N=3, rank=16, rope=16, page=64, cache="int8"),
+        LatentCase([40, 65], [1, 1], N=70, rank=7, rope=4, page=32, cache="float8"),
+    )
+    for i, case in enumerate(cases):
+        CHOSEN[:] = [HOW[i % 2]]
+        same(case)
+    made, z = cases[1].made(), cases[1].rank
+    for window in (None, 9):
+        rows = triton_decode.paged, reference.paged, sdpa.paged
+        (got, *others) = (
+            run(made.q, made.k, made.k, made.table, window=window, values=z, scales_Pp2=made.scales) for run in rows
+        )
+        assert all((got - o).norm() < 1e-5 * o.norm() and o.shape == got.shape for o in others)
+    for kind in ("int8", "float8"):
+        same(LatentCase([60], [1], N=4, rank=32, rope=16, page=16, dtype=torch.float16, cache=kind), 1e-3)
+    return len(cases) + 4
+
+
+def check_store() -> int:
+    """The bits of plain torch, and no others than the slots' are touched. In float8 of numbers that need no rounding,
+    which the interpreter, unlike a GPU (tests/gpu/test_cascade_gpu.py), does in a way of its own.
+    """
+    draw = torch.Generator().manual_seed(0)
+    count = 0
+    for kind, dtype, (rank, rope) in itertools.product(
+        ("int8", "float8"), (torch.float32, torch.bfloat16), ((32, 16), (20, 6))
+    ):
+        x = torch.randn(40, rank + rope + 5, generator=draw) * torch.randn(40, 1, generator=draw).exp() ** 6
+        x[3], x[4, :rank], x[5, rank:] = 0, 0, 1e-30
+        if kind == "float8":
+            values, kept = latents.keep(x[:, : rank + rope], rank, kind)
+            x[:, : rank + rope] = latents.written_out(values[:, None], kept, rank, torch.float32)[:, 0]
+        x[6, 1], x[7, rank] = torch.inf, torch.nan
+        slots = torch.randperm(48, generator=draw)[:40]
+        pools = []
+        for run in (triton_keep.store, latents.store):
+            pool = torch.full((3, 16, 1, rank + rope), 99, dtype=torch.uint8).view(latents.DTYPES[kind])
+            scales = torch.full((3, 16, 2), 7.0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the interpreter's numpy minds what is not finite
+                run(x.to(dtype)[:, : rank + rope], slots, rank, pool, scales)
+            pools.append((pool.view(torch.uint8).flatten(0, 2), scales.flatten(0, 1)))
+        (ours, our_scales), (theirs, their_scales) = pools
+        finite = their_scales.isfinite()
+        assert torch.equal(finite, our_scales.isfinite()) and (~finite).sum() == 2
+        assert torch.equal(our_scales[finite], their_scales[finite])
+        for part, columns in enumerate((slice(rank), slice(rank, None))):
+            there = finite[:, part]
+            assert torch.equal(ours[there, columns], theirs[there, columns]), (kind, dtype)
+        count += 1
+    return count
 
 
 def check_bad_pages() -> int:
@@ -68,5 +127,5 @@ def check_the_row_of_the_table() -> int:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    for check in (check_shapes, check_bad_pages, check_the_row_of_the_table):
+    for check in (check_shapes, check_eight_bits, check_store, check_bad_pages, check_the_row_of_the_table):
         print(f"{check.__name__}: {check()} cases", flush=True)

@@ -1,4 +1,5 @@
-"""Products with quantised weights, and products and norms of fixed tiles, by Triton's interpreter (see interpreted.py).
+"""Products with quantised weights, also experts', and products and norms of fixed tiles, by Triton's
+interpreter (see interpreted.py).
 
 Tiles are small, so that inputs and outputs end within one, and inputs are cut into several splits.
 """
@@ -11,12 +12,18 @@ import torch
 from colonnade.kernels.attention import fixed
 from colonnade.kernels.attention import reference as attention_reference
 from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.experts import quantised_gpu as experts_gpu
+from colonnade.kernels.experts import reference
+from colonnade.kernels.experts.reference import Weights
+from colonnade.kernels.experts.tiles import Tiles as ExpertTiles
 from colonnade.kernels.linear import quantised, quantised_gpu, triton_fixed
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear.quantise import dequantise, quantise
 from colonnade.kernels.linear.quantised_gpu import Tiles
 from colonnade.kernels.norm import reference as norm_reference
 from colonnade.kernels.norm import triton_rows
+from colonnade.kernels.permute import reference as permute
+from tests.experts import LOADS, Case, in_fewer_bits, written_out
 
 SHAPES = [(40, 96), (16, 64), (7, 50), (33, 300)]
 HOW = {"int4": Tiles(16, 16, 4, 2), "int8": Tiles(16, 32, 4, 2), "float8": Tiles(16, 32, 4, 2)}
@@ -76,6 +83,37 @@ def check_written_out() -> int:
     return count
 
 
+def check_experts() -> int:
+    """Every load, form and number of bits against float64 on the same weights; tiles end within experts and widths."""
+    count = 0
+    ways = [(16, 32, 16), (16, 32, 32), (32, 16, 32)]
+    loads = itertools.product(LOADS, (("int8", 32), ("int4", 32), ("float8", 32)))
+    for i, (load, (kind, group)) in enumerate(loads):
+        shape = [(23, 1, 3, 24, 20), (5, 2, 4, 70, 33)][i // 2 % 2]
+        gated, biased = i % 3 != 1, i % 2 == 1
+        case = Case(*shape, load=load, gated=gated, biased=biased, activation=list(reference.ACTIVATIONS)[i % 4])
+        how = ExpertTiles(*ways[i % 3], 4, 2, GROUP=1 + i % 2, a_processor=i % 2)
+        experts_case(case, kind, group, torch.float16 if i % 7 == 6 else torch.float32, how)
+        count += 1
+    for i, shape in enumerate([(1, 2, 4, 16, 16), (0, 2, 4, 16, 16), (40, 1, 2, 16, 16)]):
+        experts_case(Case(*shape, biased=True), ("int8", "int4", "float8")[i], 64, torch.float32, None)
+        count += 1
+    return count
+
+
+def experts_case(case: Case, kind: str, group: int, dtype: torch.dtype, how: ExpertTiles | None) -> None:
+    x, routing, *stacks = (None if w is None else w.detach() for w in case.leaves(dtype, "cpu"))
+    wide = torch.cat((x, torch.full_like(x, float("nan"))), 1)[:, : case.D]  # rows that are slices
+    kept = in_fewer_bits(Weights(*stacks), kind, group)
+    order_R, ends_E = permute.sort(case.ids(), case.E, case.rows())
+    plain = written_out(kept, torch.float64)
+    exact = reference.routed(x.double(), order_R, ends_E, routing.double(), plain, case.activation)
+    got = experts_gpu.routed(wide, order_R, ends_E, routing, kept, case.activation, how)
+    error = float((got.double() - exact).norm() / exact.norm().clamp(min=1))
+    assert got.dtype == dtype and got.shape == exact.shape
+    assert error < (2e-3 if dtype == torch.float16 else 1e-5), (case, kind, error)
+
+
 def check_fixed_products() -> int:
     """Right, and a row's bits the same alone and among others."""
     weight, bias = torch.randn(40, 150), torch.randn(40)
@@ -131,6 +169,7 @@ if __name__ == "__main__":
         check_more_rows,
         check_the_row_of_the_table,
         check_written_out,
+        check_experts,
         check_fixed_products,
         check_fixed_attention,
         check_norms,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from colonnade.kernels.attention import splits, triton_latent
+from colonnade.kernels.attention import latents, splits, triton_latent
 from colonnade.kernels.attention.decode_layout import Layout, Prepared
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import Costs
@@ -23,18 +23,21 @@ class LatentMade:
     table: PageTable
     layout: Layout
     ready: Prepared
+    scales: Tensor | None = None
 
     def run(self) -> State:
         """The kernel's state; memory is NaN before."""
         torch.use_deterministic_algorithms(True)
         try:
-            return triton_latent.attend(self.q, self.k, self.rank, self.table, self.ready)
+            return triton_latent.attend(self.q, self.k, self.rank, self.table, self.ready, self.scales)
         finally:
             torch.use_deterministic_algorithms(False)
 
     def exact(self) -> State:
         """The reference's, in float64."""
         k = self.k.double()
+        if self.scales is not None:
+            k = latents.written_out(self.k, self.scales, self.rank, torch.float64)
         return reference_state(self.q.double(), k, k[..., : self.rank], self.table, self.layout.shape.window)
 
 
@@ -51,13 +54,18 @@ class LatentCase:
     window: int | None = None
     chunk: int | None = None
     dtype: torch.dtype = torch.float32
+    cache: latents.Kind | None = None
 
     def made(self, device: str = "cpu") -> LatentMade:
         """Tensors and a plan with many cuts."""
         H = self.rank + self.rope
         case = Case(self.lengths, self.queries, K=1, group=self.N, H=H, page=self.page, dtype=self.dtype)
         raw = case.made(device, prepared=False)
-        layout = Layout.of_latent(raw.q, raw.k, max(self.queries), window=self.window, chunk=self.chunk)
+        k, scales = raw.k, None
+        if self.cache is not None:
+            k, scales = latents.keep(k.flatten(0, 2), self.rank, self.cache)
+            k, scales = k.view(raw.k.shape), scales.view(*raw.k.shape[:2], 2)
+        layout = Layout.of_latent(raw.q, k, max(self.queries), window=self.window, chunk=self.chunk)
         cheap = Costs(tile=1000, start=10, merge=0, part=0)
         plan = splits.plan(self.lengths, self.queries, layout.shape, layout.workers, cheap, chunk=layout.chunk)
-        return LatentMade(raw.q, raw.k, self.rank, raw.table, layout, layout.prepare(plan, device))
+        return LatentMade(raw.q, k, self.rank, raw.table, layout, layout.prepare(plan, device), scales)

@@ -8,10 +8,11 @@ from colonnade.config.moe import MoeConfig, RouterConfig
 from colonnade.config.plan import Plan
 from colonnade.config.quantised import WeightGroup, Weights
 from colonnade.config.run import DataConfig, Device, RunConfig, TrainConfig
-from colonnade.config.serve import ServeConfig
+from colonnade.config.serve import Cache, ServeConfig
 
 __all__ = [
     "AS_TRAINED",
+    "Cache",
     "Config",
     "DataConfig",
     "Device",

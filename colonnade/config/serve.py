@@ -1,9 +1,16 @@
 """What an engine is told: memory for the cache, and how much to do at once."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from colonnade.config.base import Config
+from colonnade.config.model import ModelConfig
 from colonnade.config.quantised import WeightGroup, Weights
+from colonnade.errors import ConfigError
+
+Cache = Literal["stored", "int8", "float8"]
+"""How what is kept of a token is kept: in the model's type, or in 8 bits."""
 
 
 class ServeConfig(Config):
@@ -13,9 +20,13 @@ class ServeConfig(Config):
     """Tokens in one page of the key/value cache."""
     weights: Weights = "stored"
     """How the matrices of a model are kept in memory: as the dtype says, or in fewer bits, quantised while they are
-    read: int8 and float8 with a scale a row, int4 with one a group of inputs. Embeddings stay as they are."""
+    read: int8 and float8 with a scale a row, int4 with one a group of inputs. Embeddings and routers stay
+    as they are."""
     weight_group: WeightGroup = 64
     """Inputs that share a scale of int4; fewer are more exact, and a little larger."""
+    cache: Cache = "stored"
+    """How latents (DeepSeek's attention) lie in the cache: as the dtype says, or in int8 or float8 with two scales a
+    token, for twice as many tokens in the same memory. Keys and values of other attention stay as they are."""
     pages: int | None = Field(default=None, gt=0)
     """Pages in the pool, those of all context ranks; None takes cache_bytes."""
     cache_bytes: int = Field(default=1 << 28, gt=0)
@@ -49,3 +60,11 @@ class ServeConfig(Config):
     """The largest request body; a larger one is refused (413) [bytes]."""
     drain_s: float = Field(default=5.0, ge=0)
     """Time that running requests have to finish once the server is asked to stop [s]."""
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise :class:`ConfigError` where ``model`` cannot be served so."""
+        if self.cache != "stored" and model.latent is None:
+            raise ConfigError(
+                f"a cache in {self.cache} is for latent attention, whose one vector a token has scales of its own, and "
+                f"this model has {model.kv_heads} key/value heads, which are kept as they are; leave --serve.cache out"
+            )

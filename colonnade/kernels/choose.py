@@ -13,10 +13,11 @@ from typing import Any, Literal
 import torch
 
 from colonnade.kernels.adamw import reference as adamw_reference
-from colonnade.kernels.attention import chunk, chunk_flash, held, reference, sdpa, varlen
+from colonnade.kernels.attention import chunk, chunk_flash, held, latents, reference, sdpa, varlen
 from colonnade.kernels.dropout import recompute
 from colonnade.kernels.dropout import reference as dropout_reference
 from colonnade.kernels.experts import batched, grouped, loop, scaled_grouped, scaled_grouped_mm
+from colonnade.kernels.experts import quantised as quantised_experts
 from colonnade.kernels.experts import reference as experts_reference
 from colonnade.kernels.linear import quantised, scaled, scaled_mm, thin
 from colonnade.kernels.linear import reference as linear_reference
@@ -29,6 +30,7 @@ Operation = Literal[
     "paged_attention",
     "held_attention",
     "merge_states",
+    "store_latents",
     "chunk_forward",
     "chunk_backward",
     "dropout",
@@ -39,6 +41,7 @@ Operation = Literal[
     "scaled_grouped_product",
     "expert_sums",
     "routed_experts",
+    "quantised_experts",
     "experts",
     "dropout_experts",
     "sort_choices",
@@ -72,6 +75,7 @@ def _written_in_triton() -> tuple[Row, ...]:
     from colonnade.kernels.adamw import triton_adamw
     from colonnade.kernels.attention import triton_dropout
     from colonnade.kernels.dropout import triton_elements
+    from colonnade.kernels.experts import quantised_gpu as quantised_experts_gpu
     from colonnade.kernels.experts import triton_experts
     from colonnade.kernels.linear import quantised_gpu
     from colonnade.kernels.permute import triton_moves, triton_sort
@@ -82,6 +86,7 @@ def _written_in_triton() -> tuple[Row, ...]:
         Row("dropout", "triton", triton_elements.dropout, **on),
         Row("quantised_linear", "triton", quantised_gpu.linear, **on),
         Row("routed_experts", "triton", triton_experts.routed, **on),
+        Row("quantised_experts", "triton", quantised_experts_gpu.routed, **on),
         Row("experts", "triton", triton_experts.experts, **on),
         Row("sort_choices", "triton", triton_sort.sort, devices=("cuda",)),
         Row("gather_rows", "triton", triton_moves.gather, **on),
@@ -94,13 +99,14 @@ def _decoding() -> tuple[Row, ...]:
     """Flash-Decoding. It stands behind SDPA, to be asked for by name, until a GPU has shown where it is faster."""
     if not TRITON:
         return ()
-    from colonnade.kernels.attention import triton_decode, triton_held
+    from colonnade.kernels.attention import triton_decode, triton_held, triton_keep
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     return (
         Row("paged_attention", "triton", triton_decode.paged, **on),
         Row("held_attention", "triton", triton_decode.held_state, **on),
         Row("merge_states", "triton", triton_held.merged, devices=("cuda",), dtypes=(torch.float32,)),
+        Row("store_latents", "triton", triton_keep.store, **on),
     )
 
 
@@ -149,6 +155,7 @@ TABLE: tuple[Row, ...] = (
     Row("paged_attention", "reference", reference.paged),
     Row("held_attention", "reference", held.attend),
     Row("merge_states", "reference", held.merged),
+    Row("store_latents", "reference", latents.store),
     Row("chunk_forward", "flash", chunk_flash.forward, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
     Row("chunk_backward", "flash", chunk_flash.backward, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
     Row("chunk_forward", "reference", chunk.forward),
@@ -171,6 +178,7 @@ TABLE: tuple[Row, ...] = (
     # On a CPU the loop, at any number of tokens: its docstring has the measurements.
     Row("routed_experts", "loop", loop.routed),
     Row("routed_experts", "reference", experts_reference.routed),
+    Row("quantised_experts", "reference", quantised_experts.routed),
     Row("experts", "loop", loop.experts),
     # Rows that carry their masks' hashes between a gather and a sum: kernels that do all of it in one do not drop.
     Row("dropout_experts", "loop", loop.experts),

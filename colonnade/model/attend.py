@@ -17,7 +17,7 @@ from torch import Tensor
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.choose import choose
 from colonnade.kernels.dropout.reference import Pairs
-from colonnade.model.cache import KVCache
+from colonnade.model.cache import KVCache, Pools
 from colonnade.model.noise import Noise
 
 
@@ -126,9 +126,7 @@ class Paged:
 
     def at(self, layer: int, window: int | None) -> "PagedView":
         """This layer's pools."""
-        return PagedView(
-            self.table, self.slots_T, self.cache.k[layer], self.cache.v[layer], window, self.kernels, self.cache.values
-        )
+        return PagedView(self.table, self.slots_T, self.cache.at(layer), window, self.kernels)
 
 
 @dataclass(frozen=True)
@@ -139,16 +137,13 @@ class PagedView:
 
     table: PageTable
     slots_T: Tensor
-    k_PpKH: Tensor
-    v_PpKH: Tensor
+    pools: Pools
     window: int | None
     kernels: str
-    values: int | None = None
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
         """o_TnH."""
-        self.k_PpKH.flatten(0, 1).index_copy_(0, self.slots_T, k_TkH.to(self.k_PpKH.dtype))
-        if self.v_PpKH is not self.k_PpKH:
-            self.v_PpKH.flatten(0, 1).index_copy_(0, self.slots_T, v_TkH.to(self.v_PpKH.dtype))
+        pools = self.pools
+        pools.write(self.slots_T, k_TkH, v_TkH)
         run = choose("paged_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)
-        return run(q_TnH, self.k_PpKH, self.v_PpKH, self.table, window=self.window, values=self.values)
+        return run(q_TnH, pools.k_PpKH, pools.v_PpKH, self.table, window=self.window, **pools.seen)

@@ -1,15 +1,70 @@
 """The key/value cache: pages of a fixed number of tokens, one pair of pools a layer (Kwon et al., arXiv 2309.06180)."""
 
-import torch
+from dataclasses import dataclass
 
-from colonnade.config import ModelConfig
+import torch
+from torch import Tensor
+
+from colonnade.config import Cache, ModelConfig
+from colonnade.kernels.attention import latents
+from colonnade.kernels.choose import choose
 from colonnade.parallel.axis import SOLO_AXES, Axes
+
+
+@dataclass(frozen=True)
+class Pools:
+    """One layer of a cache."""
+
+    k_PpKH: Tensor
+    v_PpKH: Tensor
+    """``k_PpKH`` itself, of latent attention."""
+    values: int | None = None
+    """Of a cached vector, how many numbers are its value; None: those of ``v_PpKH``."""
+    scales_Pp2: Tensor | None = None
+    """Of latents in 8 bits (:mod:`~colonnade.kernels.attention.latents`)."""
+
+    def write(self, slots_T: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> None:
+        """Put new tokens into their slots (page · page_tokens + offset)."""
+        if self.scales_Pp2 is not None:
+            store = choose("store_latents", k_TkH.device.type, k_TkH.dtype)
+            store(k_TkH[:, 0], slots_T, self.values, self.k_PpKH, self.scales_Pp2)
+            return
+        self.k_PpKH.flatten(0, 1).index_copy_(0, slots_T, k_TkH.to(self.k_PpKH.dtype))
+        if self.v_PpKH is not self.k_PpKH:
+            self.v_PpKH.flatten(0, 1).index_copy_(0, slots_T, v_TkH.to(self.v_PpKH.dtype))
+
+    def rounded(self, k_TkH: Tensor, v_TkH: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of new tokens as those see them who read what was written."""
+        if self.scales_Pp2 is None:
+            return k_TkH, v_TkH
+        assert self.values is not None, "8 bits are for latents"
+        values_TH, scales_T2 = latents.keep(k_TkH[:, 0], self.values, latents.kind_of(self.k_PpKH))
+        k_T1H = latents.written_out(values_TH[:, None], scales_T2, self.values, k_TkH.dtype)
+        return k_T1H, k_T1H
+
+    def read(self, slots_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(k_SkH, v_SkH) of what is in these slots, in ``dtype``."""
+        if self.scales_Pp2 is None:
+            pools = self.k_PpKH, self.v_PpKH[..., : self.values]
+            k_SkH, v_SkH = (pool.flatten(0, 1).index_select(0, slots_S).to(dtype) for pool in pools)
+            return k_SkH, v_SkH
+        assert self.values is not None, "8 bits are for latents"
+        pools = self.k_PpKH.flatten(0, 1), self.scales_Pp2.flatten(0, 1)
+        k_SkH = latents.gathered(*pools, slots_S, self.values, dtype)
+        return k_SkH, k_SkH[..., : self.values]
+
+    @property
+    def seen(self) -> dict[str, object]:
+        """What attention over pages is told of them, beside the pools themselves."""
+        told: dict[str, object] = {"values": self.values}
+        return told if self.scales_Pp2 is None else told | {"scales_Pp2": self.scales_Pp2}
 
 
 class KVCache:
     """``k[i]`` and ``v[i]`` of layer i: (pages, page_tokens, K/tp, H). Who owns which is the scheduler's affair.
 
-    Latent attention keeps one vector for all heads, on every rank, which is key and value in one (``v[i] is k[i]``).
+    Latent attention keeps one vector for all heads, on every rank, which is key and value in one (``v[i] is k[i]``);
+    ``kind`` may keep it in 8 bits, with two float32 scales a token in ``scales[i]``.
     """
 
     def __init__(
@@ -21,25 +76,41 @@ class KVCache:
         page_tokens: int = 16,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        kind: Cache = "stored",
     ):
         self.pages, self.page_tokens = pages, page_tokens
         shape = (pages, page_tokens, *_head_shape(config, axes))
         # Zeros, not empty: a masked-out key times a weight of zero must not be NaN.
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
+        held = latents.DTYPES.get(kind, dtype)
+        self.k = [torch.zeros(shape, dtype=held, device=device) for _ in range(config.layers)]
         self.v = self.k if config.latent else [torch.zeros_like(k) for k in self.k]
         self.values = config.latent.kv_rank if config.latent else None
         """Of a cached vector, how many numbers are its value; None: those of ``v``."""
+        self.scales: list[Tensor] | None = None
+        if kind != "stored":
+            two = (pages, page_tokens, latents.SCALES)
+            self.scales = [torch.zeros(two, dtype=torch.float32, device=device) for _ in range(config.layers)]
+
+    def at(self, layer: int) -> Pools:
+        """One layer's."""
+        return Pools(self.k[layer], self.v[layer], self.values, None if self.scales is None else self.scales[layer])
 
     @staticmethod
-    def bytes_per_page(config: ModelConfig, axes: Axes, page_tokens: int, dtype: torch.dtype) -> int:
+    def bytes_per_page(
+        config: ModelConfig, axes: Axes, page_tokens: int, dtype: torch.dtype, kind: Cache = "stored"
+    ) -> int:
         """Memory of one page over all layers on one rank [bytes]."""
         heads, width = _head_shape(config, axes)
-        return (1 if config.latent else 2) * config.layers * page_tokens * heads * width * dtype.itemsize
+        token = heads * width * latents.DTYPES.get(kind, dtype).itemsize
+        if kind != "stored":
+            token += latents.SCALES * torch.float32.itemsize
+        return (1 if config.latent else 2) * config.layers * page_tokens * token
 
     @property
     def bytes(self) -> int:
         """Memory of the whole cache on this rank [bytes]."""
-        return sum(t.nbytes for t in (self.k if self.v is self.k else (*self.k, *self.v)))
+        pools = self.k if self.v is self.k else (*self.k, *self.v)
+        return sum(t.nbytes for t in (*pools, *(self.scales or ())))
 
 
 def _head_shape(config: ModelConfig, axes: Axes) -> tuple[int, int]:

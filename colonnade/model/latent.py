@@ -60,7 +60,7 @@ class LatentAttention(nn.Module):
         self.kv_down = Linear(config.width, latent.kv_rank + latent.rope_width, bias=bias, **on)
         self.kv_norm = Norm(config, latent.kv_rank, **alone)
         self.kv_up = Linear(latent.kv_rank, n * (self.plain + latent.v_width), bias=False, **on)
-        self.kv_up.in_parts = True
+        self.kv_up.as_stored = True
         self.out = Linear(n * latent.v_width, config.width, bias=config.out_bias, **on)
         self.layout |= {"kv_down.weight": PARTIAL, "kv_up.weight": 0, "out.weight": 1}
         self.layout |= {"kv_down.bias": PARTIAL} if bias else {}

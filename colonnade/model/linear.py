@@ -41,8 +41,8 @@ class Linear(InFloat8):
     """What stands in the place of :attr:`weight`; no buffer, so that a cast of the model leaves it alone."""
     kernels = "auto"
     """Which implementation multiplies (:mod:`~colonnade.kernels.choose`)."""
-    in_parts = False
-    """Whether somebody multiplies with parts of :attr:`weight`, which then stays as it is."""
+    as_stored = False
+    """Whether :attr:`weight` is never quantised: somebody multiplies with parts of it, or it decides about a token."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, device: torch.device, dtype: torch.dtype):
         super().__init__()
@@ -68,18 +68,20 @@ class Linear(InFloat8):
         return self.weight if self.quantised is None else self.quantised
 
     def quantise(self, weight: Tensor, kind: Kind, group: int, over: Callable[[Tensor], Tensor]) -> None:
-        """From now on multiply with ``weight``, in ``kind``, and have no other (:mod:`.kernels.linear.quantise`).
-
-        Raises :class:`CheckpointError` for numbers that are not finite.
-        """
-        made = quantise(weight, kind, group, over)
-        if not made.scales.isfinite().all():
-            raise CheckpointError(
-                f"a weight of {len(weight)} × {weight.shape[1]} is not finite and cannot be put into {kind}; "
-                "use another checkpoint, or --serve.weights stored to see where it shows"
-            )
-        self.quantised = made
+        """From now on multiply with ``weight``, in ``kind``, and have no other (:func:`in_fewer_bits`)."""
+        self.quantised = in_fewer_bits(weight, kind, group, over)
         del self.weight
+
+
+def in_fewer_bits(weight: Tensor, kind: Kind, group: int, over: Callable[[Tensor], Tensor]) -> Quantised:
+    """``weight`` in ``kind`` (:mod:`.kernels.linear.quantise`); :class:`CheckpointError` for one that is not finite."""
+    made = quantise(weight, kind, group, over)
+    if not made.scales.isfinite().all():
+        raise CheckpointError(
+            f"a weight of {len(weight)} × {weight.shape[1]} is not finite and cannot be put into {kind}; "
+            "use another checkpoint, or --serve.weights stored to see where it shows"
+        )
+    return made
 
 
 def in_float8(blocks: nn.Module, scaling: Float8) -> None:

@@ -25,7 +25,7 @@ from colonnade.kernels.attention.held import packed
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.choose import choose
 from colonnade.kernels.softmax_state import State
-from colonnade.model.cache import KVCache
+from colonnade.model.cache import KVCache, Pools
 from colonnade.parallel.axis import Axis
 
 WIDEST = 256
@@ -65,11 +65,10 @@ class Split:
 
     def at(self, layer: int, window: int | None) -> "SplitView":
         """This layer's pools."""
-        k, v = self.cache.k[layer], self.cache.v[layer]
+        pools = self.cache.at(layer)
         return SplitView(
-            self.axis, self.table, self.slots_T, k, v, self.new, self.past.get(window), window, self.kernels,
-            self.cache.values,
-        )  # fmt: skip
+            self.axis, self.table, self.slots_T, pools, self.new, self.past.get(window), window, self.kernels
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,34 +80,31 @@ class SplitView:
     axis: Axis
     table: PageTable
     slots_T: Tensor
-    k_PpKH: Tensor
-    v_PpKH: Tensor
+    pools: Pools
     new: Rows
     past: Past | None
     window: int | None
     kernels: str
-    values: int | None = None
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
         """o_TnH."""
-        self.k_PpKH.flatten(0, 1).index_copy_(0, self.slots_T, k_TkH.to(self.k_PpKH.dtype))
-        if self.v_PpKH is not self.k_PpKH:
-            self.v_PpKH.flatten(0, 1).index_copy_(0, self.slots_T, v_TkH.to(self.v_PpKH.dtype))
+        pools = self.pools
+        pools.write(self.slots_T, k_TkH, v_TkH)
         kind, dtype = q_TnH.device.type, q_TnH.dtype
         if self.past is None:
             run = choose("held_attention", kind, dtype, self.kernels)
-            mine, own = run(q_TnH, self.k_PpKH, self.v_PpKH, self.table, values=self.values), []
+            mine, own = run(q_TnH, pools.k_PpKH, pools.v_PpKH, self.table, **pools.seen), []
         else:
-            pools = self.k_PpKH, self.v_PpKH[..., : self.values]
-            k_SkH, v_SkH = (pool.flatten(0, 1).index_select(0, self.past.slots_S) for pool in pools)
-            mine = self._chunk(q_TnH, k_SkH.to(dtype), v_SkH.to(dtype), self.past.rows, causal=False)
-            own = [self._chunk(q_TnH, k_TkH, v_TkH[..., : self.values], self.new, causal=True)]
+            k_SkH, v_SkH = pools.read(self.past.slots_S, dtype)
+            mine = self._chunk(q_TnH, k_SkH, v_SkH, self.past.rows, causal=False)
+            k_TkH, v_TkH = pools.rounded(k_TkH, v_TkH)
+            own = [self._chunk(q_TnH, k_TkH, v_TkH[..., : pools.values], self.new, causal=True)]
         each_STnz = self.axis.everyones_(packed(mine))
         return choose("merge_states", kind, each_STnz.dtype, self.kernels)(each_STnz, own, dtype)
 
     def _chunk(self, q_TnH: Tensor, k_SkH: Tensor, v_SkH: Tensor, keys: Rows, *, causal: bool) -> State:
         """The state of all queries over some keys."""
-        plain = self.kernels == "reference" or q_TnH.shape[2] > WIDEST or self.values is not None
+        plain = self.kernels == "reference" or q_TnH.shape[2] > WIDEST or self.pools.values is not None
         run = choose("chunk_forward", q_TnH.device.type, q_TnH.dtype, "reference" if plain else "auto")
         see = {"causal": causal, "window": self.window}
         T, n = q_TnH.shape[:2]

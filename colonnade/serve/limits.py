@@ -2,27 +2,41 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from colonnade.config import ServeConfig
 from colonnade.config.experts import check_generates
 from colonnade.errors import CapacityError, ConfigError, PlanError, RequestError
 from colonnade.model import KVCache, Transformer
-from colonnade.model.quantised import kind_of, weight_bytes
+from colonnade.model.quantised import kind_of, tensors_of
 from colonnade.model.split import WIDEST
-from colonnade.serve.memory import Asked, check_room, free_bytes, pages_of, told
+from colonnade.serve.memory import Asked, check_room, free_bytes, page_bytes_of, pages_of, told
 from colonnade.serve.pages import PagePool
 from colonnade.serve.sampling import SamplingParams
+
+FLOAT8 = (8, 9)
+"""The least compute capability that widens float8 in a kernel."""
 
 
 def check_model(model: Transformer, config: ServeConfig) -> None:
     """Raise :class:`ConfigError` for a model that cannot generate, and where ``config`` says of one what it is not."""
     check_generates(model.config)
+    config.check(model.config)
     kept = kind_of(model) or "stored"
     if config.weights not in ("stored", kept):
         raise ConfigError(
             f"serve.weights is {config.weights}, and this model's are {kept}: they are quantised while a model is "
             f'read; load it with weights="{config.weights}"'
         )
-    if config.batch_invariant and config.fixed_steps and next(model.parameters()).device.type == "cpu":
+    weight = next(model.parameters())
+    if config.cache == "float8" and config.fixed_steps and weight.is_cuda:
+        has = torch.cuda.get_device_capability(weight.device)
+        if has < FLOAT8:
+            raise ConfigError(
+                f"recorded steps read a cache in float8 from compute capability {FLOAT8[0]}.{FLOAT8[1]} on, and this "
+                f"{torch.cuda.get_device_name(weight.device)} has {has[0]}.{has[1]}; use --serve.cache int8"
+            )
+    if config.batch_invariant and config.fixed_steps and weight.device.type == "cpu":
         raise ConfigError(
             "serve.batch_invariant runs one token at a time on a CPU, which serve.fixed_steps cannot pad; leave one out"
         )
@@ -36,24 +50,25 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
     """
     size, context = config.page_tokens, model.config.context
     weight = next(model.parameters())
-    page_bytes = KVCache.bytes_per_page(model.config, model.axes, size, weight.dtype)
+    page_bytes = page_bytes_of(model.config, model.axes, config, weight.dtype)
     pages = pages_of(model.config, model.axes, config, weight.dtype)
     if not pages:
         raise CapacityError(
             f"--serve.cache_bytes {config.cache_bytes} holds no page of {size} tokens, which takes {page_bytes} bytes; "
             f"give {page_bytes * -(-context // size)} for one whole context of {context} tokens"
         )
-    held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()) if x.device == weight.device)
-    held += weight_bytes(model) - sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    held = sum(x.nbytes for x in tensors_of(model) if x.device == weight.device)
     asked = Asked(
         model.config, config.but(weights=kind_of(model) or "stored"), weight.dtype, weight.device,
-        tp=model.axes.tp.size, cp=model.axes.cp.size, weights=held,
+        tp=model.axes.tp.size, cp=model.axes.cp.size, ep=model.axes.grid.ep.size, sh=model.axes.grid.sh.size,
+        weights=held,
     )  # fmt: skip
     check_room(asked, held)
     try:
         return KVCache(
-            model.config, model.axes, pages=pages, page_tokens=size, dtype=weight.dtype, device=weight.device
-        )
+            model.config, model.axes, pages=pages, page_tokens=size, dtype=weight.dtype, device=weight.device,
+            kind=config.cache,
+        )  # fmt: skip
     except RuntimeError:  # torch's only type for a failed allocation on a CPU; on a GPU its pieces may not fit
         raise CapacityError(told(asked, asked.needs(), free_bytes(weight.device) + held)) from None
 

@@ -16,6 +16,7 @@ Each remedy is the same sum with one setting changed.
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,8 +27,8 @@ from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.kernels.linear.quantised import BAND
 from colonnade.model import KVCache, Transformer
 from colonnade.model.moe.resident import device_bytes, experts_of
-from colonnade.model.quantised import kept_bytes
-from colonnade.parallel.axis import Axes, Axis
+from colonnade.model.quantised import kept_bytes, matrices
+from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.serve.fixed import padded
 
 SHARE = 0.95
@@ -68,6 +69,8 @@ class Asked:
     device: torch.device
     tp: int = 1
     cp: int = 1
+    ep: int = 1
+    sh: int = 1
     resident: int | None = None
     """Layers whose experts are on the device."""
     weights: int | None = None
@@ -76,19 +79,18 @@ class Asked:
     @property
     def axes(self) -> Axes:
         """A rank's."""
-        return Axes(tp=Axis("tp", self.tp), cp=Axis("cp", self.cp))
+        grid = Grid(ep=Axis("ep", self.ep), sh=Axis("sh", self.sh))
+        return Axes(tp=Axis("tp", self.tp), cp=Axis("cp", self.cp), grid=grid)
 
     def needs(self) -> Needs:
         """Of the rank that has most."""
-        # Experts lie on a grid of ranks, of which a shape knows nothing: on one rank, which is right without a grid.
         shape = Transformer(self.model, self.axes, device="meta", dtype=self.dtype)
         weights = self.weights
         if weights is None:
-            weights = device_bytes(shape, self.resident)
-            if self.serve.weights != "stored":
-                weights = kept_bytes(shape, self.serve.weights, self.serve.weight_group)
+            kept = partial(kept_bytes, weights=self.serve.weights, group=self.serve.weight_group)
+            weights = device_bytes(shape, self.resident, kept)
         pages = pages_of(self.model, shape.axes, self.serve, self.dtype)
-        page_bytes = KVCache.bytes_per_page(self.model, shape.axes, self.serve.page_tokens, self.dtype)
+        page_bytes = page_bytes_of(self.model, shape.axes, self.serve, self.dtype)
         context = min(self.model.context, pages * self.serve.page_tokens * self.cp)
         graphs = 0
         if self.serve.fixed_steps and self.device.type == "cuda":
@@ -97,7 +99,8 @@ class Asked:
             logits = -(-self.model.vocab_size // self.tp) * self.dtype.itemsize
             tables = 4 * -(-context // self.serve.page_tokens)
             graphs = sum(sizes) * (logits + tables) + self._stream(most)
-        return Needs(weights, pages * page_bytes, graphs, self._activations(context))
+        activations = self._activations(context) + self._written_out(shape)
+        return Needs(weights, pages * page_bytes, graphs, activations)
 
     def _stream(self, tokens: int) -> int:
         """Of ``tokens`` between the embedding and the head, at their highest [bytes]."""
@@ -114,32 +117,41 @@ class Asked:
         config, serve, each = self.model, self.serve, self.dtype.itemsize
         gathered = 2 * context * max(1, config.kv_heads // self.tp) * config.head_width * each
         if config.latent:
-            gathered = context * (config.latent.kv_rank + config.latent.rope_width) * each
+            # Latents of 8 bits are gathered so, and written out in float32 first.
+            once = each if serve.cache == "stored" else each + 5
+            gathered = context * (config.latent.kv_rank + config.latent.rope_width) * once
         rows = min(serve.max_requests, serve.token_budget)
         logits = rows * -(-config.vocab_size // self.tp) * (2 * each + 24)
-        return max(self._stream(serve.token_budget) + gathered, logits) + self._written_out()
+        return max(self._stream(serve.token_budget) + gathered, logits)
 
-    def _written_out(self) -> int:
-        """Of quantised matrices what is widened at a time: on a GPU the largest, on a CPU a band, in several steps."""
+    def _written_out(self, shape: Transformer) -> int:
+        """Of quantised matrices what is widened at a time: on a GPU the largest (no expert's: they are widened within
+        their products), on a CPU a band, in several steps.
+        """
         if self.serve.weights == "stored":
             return 0
-        config, tp = self.model, self.tp
-        wide = max(config.ffn_width // tp, (config.heads + 2 * config.kv_heads) // tp * config.head_width)
-        if not config.tied:
-            wide = max(wide, config.vocab_size // tp)
-        largest = config.width * wide
-        return largest * self.dtype.itemsize if self.device.type == "cuda" else min(largest, BAND) * 16
+        on_gpu = self.device.type == "cuda"
+        sizes = [
+            outputs * inputs for name, (_, outputs, inputs) in matrices(shape).items()
+            if not (on_gpu and ".experts." in name)
+        ]  # fmt: skip
+        return max(sizes) * self.dtype.itemsize if on_gpu else min(max(sizes), BAND) * 16
 
     def but(self, **changes: object) -> "Asked":
         """The same with some of it changed; its weights reckoned anew."""
         return replace(self, **{"weights": None, **changes})  # type: ignore[arg-type]
 
 
+def page_bytes_of(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
+    """Memory of one page of a rank's cache [bytes]."""
+    return KVCache.bytes_per_page(model, axes, serve.page_tokens, dtype, serve.cache)
+
+
 def pages_of(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
     """Pages of a rank's cache: those asked for, but no more than ``max_requests`` whole contexts fill, divided by the
     ranks that share it; 0 when none fits.
     """
-    page_bytes = KVCache.bytes_per_page(model, axes, serve.page_tokens, dtype)
+    page_bytes = page_bytes_of(model, axes, serve, dtype)
     pages = -(-(serve.pages or serve.max_requests * -(-model.context // serve.page_tokens)) // axes.cp.size)
     if serve.pages is None:
         pages = min(serve.cache_bytes // page_bytes, pages)
@@ -183,15 +195,15 @@ def remedies(asked: Asked, needs: Needs, there: int, number: int = 4) -> list[tu
     def offer(flags: str, note: str = "", **changes: object) -> None:
         try:
             other = asked.but(**changes)
-            Plan(tp=other.tp).check(other.model)
-            check_weights(other.model, other.serve.weights, other.serve.weight_group, other.tp)
+            Plan(tp=other.tp, cp=other.cp, ep=other.ep, sh=other.sh).check(other.model)
+            check_weights(other.model, other.serve.weights, other.serve.weight_group, other.tp, other.sh)
             saves = base.total - other.needs().total
         except ColonnadeError:
             return
         if saves > 0:
             found.append((flags, saves, note))
 
-    page_bytes = KVCache.bytes_per_page(asked.model, asked.axes, serve.page_tokens, asked.dtype)
+    page_bytes = page_bytes_of(asked.model, asked.axes, serve, asked.dtype)
     room = (there - (needs.total - needs.cache)) // page_bytes - spare_pages(asked.axes, serve)
     if room > 0:
         page = serve.page_tokens * asked.cp
@@ -206,10 +218,12 @@ def remedies(asked: Asked, needs: Needs, there: int, number: int = 4) -> list[tu
     if serve.max_requests > 1:
         less = max(1, serve.max_requests // 4)
         offer(f"--serve.max_requests {less}", "more wait", serve=serve.but(max_requests=less))
+    if serve.cache == "stored" and asked.model.latent is not None:
+        offer("--serve.cache int8", "rounded", serve=serve.but(cache="int8"))
+    for kind in ("int8", "int4"):
+        if serve.weights not in (kind, "int4"):
+            offer(f"--serve.weights {kind}", "rounded", serve=serve.but(weights=kind))
     if asked.model.moe is None:
-        for kind in ("int8", "int4"):
-            if serve.weights not in (kind, "int4"):
-                offer(f"--serve.weights {kind}", "rounded", serve=serve.but(weights=kind))
         offer(f"--plan.tp {2 * asked.tp}", f"{2 * asked.tp} processes", tp=2 * asked.tp)
     elif (layers := len(experts_of(Transformer(asked.model, device="meta")))) > 2 and asked.resident is None:
         offer("--experts.resident 2", f"of {layers} layers' experts", resident=2)

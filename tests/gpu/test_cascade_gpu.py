@@ -1,6 +1,6 @@
 """Chunks of prompts, shared prefixes, latents and fused merges on a GPU: equal to float64, the same bits each time.
 
-pytest -q tests/gpu/test_cascade_gpu.py        # about five minutes, most of it compiling
+pytest -q tests/gpu/test_cascade_gpu.py        # about six minutes, most of it compiling
 """
 
 from dataclasses import replace
@@ -11,12 +11,17 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
-from colonnade.kernels.attention import decode_tiles, sdpa
+from colonnade.config import Cache, ServeConfig
+from colonnade.kernels.attention import decode_tiles, latents, sdpa, triton_keep
 from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.decode_tiles import Tiles
 from colonnade.kernels.attention.triton_decode import attend, paged
+from colonnade.model import Transformer
+from colonnade.serve import Engine, SamplingParams
 from tests.decoding import Case
 from tests.latent_decoding import LatentCase
+from tests.serve import tiny
+from tests.serve.ranks import LATENT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -196,6 +201,59 @@ def test_latents_with_fixed_cuts_are_the_same_bits_in_any_company() -> None:
         lengths = [3000, *[(37 * i) % 2000 for i in range(others)]]
         among = LatentCase(lengths, [1] * (others + 1), **how).made("cuda").run()
         assert torch.equal(among.o[0], alone.o[0]) and torch.equal(among.lse[0], alone.lse[0])
+
+
+@pytest.mark.parametrize("cache", ["int8", "float8"])
+@pytest.mark.parametrize("heads", [1, 16, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_latents_of_eight_bits(cache: latents.Kind, heads: int, dtype: torch.dtype) -> None:
+    """Against float64 of the same 8 bits; a weight is rounded once more, with its token's scale."""
+    for page in (16, 64):
+        case = LatentCase([3000, 1, 0, 65, 8000], [1, 1, 0, 3, 1], N=heads, page=page, dtype=dtype, cache=cache, **V2)
+        made = case.made("cuda")
+        same(made, 1.5 * TOLERANCE[dtype])
+        assert torch.equal(made.run().o, made.run().o)
+
+
+@pytest.mark.parametrize("cache", ["int8", "float8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rank", "rope"), [(512, 64), (20, 6)])
+def test_latents_are_stored_with_the_bits_of_plain_torch(
+    cache: latents.Kind, dtype: torch.dtype, rank: int, rope: int
+) -> None:
+    draw = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(3000, rank + rope, generator=draw, device="cuda")
+    x *= torch.randn(3000, 1, generator=draw, device="cuda").exp() ** 2
+    x[3], x[4, :rank], x[5, rank:] = 0, 0, 1e-7
+    slots = torch.randperm(4096, generator=draw, device="cuda")[:3000]
+    pools = []
+    for run in (triton_keep.store, latents.store):
+        pool = torch.zeros(64, 64, 1, rank + rope, device="cuda", dtype=latents.DTYPES[cache])
+        scales = torch.zeros(64, 64, 2, device="cuda")
+        run(x.to(dtype), slots, rank, pool, scales)
+        pools.append((pool.view(torch.uint8), scales))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*pools, strict=True))
+    x[7, 1], x[8, rank] = torch.inf, torch.nan
+    triton_keep.store(x.to(dtype), slots, rank, pool, scales)
+    assert not scales.flatten(0, 1)[slots[7], 0].isfinite() and not scales.flatten(0, 1)[slots[8], 1].isfinite()
+
+
+@pytest.mark.parametrize("cache", ["stored", "int8", "float8"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_model_of_latents_says_what_it_says_on_a_cpu(cache: Cache, recorded: bool) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    said = []
+    for device in ("cpu", "cuda"):
+        model = tiny.model(dtype=torch.float32, **LATENT)
+        if device == "cuda":
+            other = Transformer(model.config, device="cuda", dtype=torch.float32)
+            other.load_state_dict(model.state_dict())
+            model = other.requires_grad_(False)
+        limits = ServeConfig(pages=24, page_tokens=4, max_requests=4, token_budget=7, cache=cache)
+        fixed = recorded and device == "cuda"
+        engine = Engine(model, tiny.tokenizer(), limits.but(fixed_steps=fixed))
+        said.append([c.token_ids for c in engine.generate([[1, 2, 3], list(range(20)), [9]], params)])
+    assert said[0] == said[1]
 
 
 # -- fused merges ------------------------------------------------------------------------------------------------------

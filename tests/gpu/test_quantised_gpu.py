@@ -1,6 +1,6 @@
 """Products with quantised weights on a GPU: equal float64 at any number of rows, the same bits each time, and a model.
 
-pytest -q tests/gpu/test_quantised_gpu.py        # about three minutes, most of it compiling
+pytest -q tests/gpu/test_quantised_gpu.py        # about four minutes, most of it compiling
 """
 
 import pytest
@@ -10,11 +10,17 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 
 from colonnade import api
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.config import ServeConfig
+from colonnade.config import ExpertsConfig, MoeConfig, ServeConfig
+from colonnade.kernels.experts import quantised_gpu as experts_gpu
+from colonnade.kernels.experts import reference
+from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.linear import quantised, quantised_gpu
 from colonnade.kernels.linear.quantise import quantise
+from colonnade.kernels.permute import reference as permute
+from colonnade.parallel.mesh import Ground
 from colonnade.serve import SamplingParams
 from colonnade.serve.engine import Engine
+from tests.experts import LOADS, Case, in_fewer_bits, written_out
 from tests.serve import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -85,3 +91,46 @@ def test_no_more_memory_than_the_bits_take(tmp_path) -> None:
     assert taken < 1.05 * weight_bytes(model.transformer) + 2**20
     # In float32, in groups, and with what rounding makes of it: a dozen copies of the largest matrix.
     assert torch.cuda.max_memory_allocated() - before < taken + 12 * 4 * 4096 * 1024
+
+
+LAYERS = [
+    *(Case(300, 2, 8, 256, 192, load=load, biased=load == "even", gated=load != "one") for load in LOADS),
+    Case(1, 8, 64, 256, 320), Case(33, 4, 64, 200, 100), Case(5000, 2, 8, 128, 256), Case(0, 2, 8, 64, 64),
+    Case(17, 2, 4, 72, 40, biased=True, gated=False, activation="gelu_tanh"),
+]  # fmt: skip
+"""Few rows an expert, some sixty, many; widths that fit the tiles and some that do not."""
+
+
+@pytest.mark.parametrize(("kind", "group"), KINDS)
+@pytest.mark.parametrize("case", LAYERS, ids=lambda case: f"{case.T}x{case.A}of{case.E}-{case.load}")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_experts(kind: str, group: int, case: Case, dtype: torch.dtype) -> None:
+    x, routing, *stacks = (None if w is None else w.detach() for w in case.leaves(dtype, "cuda"))
+    kept = in_fewer_bits(Weights(*stacks), kind, group)
+    order_R, ends_E = permute.sort(case.ids().cuda(), case.E, case.rows())
+    plain = written_out(kept, torch.float64)
+    exact = reference.routed(x.double(), order_R, ends_E, routing.double(), plain, case.activation)
+    got = experts_gpu.routed(x, order_R, ends_E, routing, kept, case.activation)
+    # The hidden units are rounded too, and with int4 the weights, to the type of x.
+    assert got.dtype == dtype and (got.double() - exact).norm() <= 1.5 * TOLERANCE[dtype] * exact.norm()
+    assert torch.equal(got, experts_gpu.routed(x, order_R, ends_E, routing, kept, case.activation))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "float8"])
+@pytest.mark.parametrize("how", ["plain", "recorded", "waiting"])
+def test_a_mixture_says_what_it_says_on_a_cpu(weights: str, how: str, tmp_path) -> None:
+    """Steps that are recorded wait for no load; of experts in host memory those of two layers are on the device."""
+    moe = MoeConfig(experts=8, active=2, ffn_width=40, shared_width=12, shared_gate=True)
+    whole = tiny.model(dtype=torch.float32, layers=4, moe=moe)
+    api.save(api.Model(whole, None, Ground.solo(torch.device("cpu")), "m"), tmp_path / "m")
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    said = []
+    for device in ("cpu", "cuda"):
+        experts = ExpertsConfig(resident=2) if how == "waiting" and device == "cuda" else ExpertsConfig()
+        on = {"dtype": "float32", "device": device, "weights": weights, "weight_group": 32}
+        model = api.load(tmp_path / "m", **on, experts=experts)
+        limits = ServeConfig(pages=24, page_tokens=4, max_requests=4, weights=weights)
+        fixed = how == "recorded" and device == "cuda"
+        engine = Engine(model.transformer, tiny.tokenizer(), limits.but(fixed_steps=fixed))
+        said.append([c.token_ids for c in engine.generate([[1, 2, 3], [50, 7], [9]], params)])
+    assert said[0] == said[1]

@@ -8,28 +8,17 @@ import torch
 
 from colonnade.config import LatentConfig, ModelConfig, Plan
 from colonnade.errors import ConfigError
-from colonnade.model import KVCache, Packed, Paged, Rows, Stream
+from colonnade.model import KVCache, Packed, Rows, Stream
 from colonnade.model.latent import LatentAttention
 from colonnade.model.ring import Ring
 from colonnade.model.rotary import frequencies, rotation
 from colonnade.parallel.layout import layout_of
 from colonnade.parallel.mesh import Ground
+from tests.latent_steps import step
 from tests.models import CONFIGS, build
 from tests.worlds import assert_same, run
 
 NAMES = ["latent", "latent_yarn_biased"]
-
-
-def _step(cache: KVCache, pages: list[list[int]], spans: list[tuple[int, int]]) -> tuple[torch.Tensor, Paged]:
-    """Positions and attend of new tokens start … stop − 1 of each request."""
-    table, size = torch.tensor(pages, dtype=torch.int32), cache.page_tokens
-    at = [torch.arange(start, stop) for start, stop in spans]
-    slots = torch.cat([table[r, t // size] * size + t % size for r, t in enumerate(at)]).long()
-    new = [stop - start for start, stop in spans]
-    ends = torch.tensor([0, *new]).cumsum(0).int()
-    lengths = torch.tensor([stop for _, stop in spans], dtype=torch.int32)
-    paged = Paged(cache, table, slots, ends, lengths, max(new), max(stop for _, stop in spans))
-    return torch.cat(at), paged
 
 
 def _serve(name: str, tp: int) -> None:
@@ -44,7 +33,7 @@ def _serve(name: str, tp: int) -> None:
         with torch.no_grad():
             expected = [whole(Stream(t, torch.arange(len(t))), Packed.of([len(t)]), Rows()) for t in texts]
             for spans in ([(0, 5), (0, 1)], [(5, 6), (1, 7)], [(6, 7), (7, 8)], [(7, 11), (8, 9)]):
-                positions, paged = _step(cache, pages, spans)
+                positions, paged = step(cache, pages, spans)
                 tokens = torch.cat([t[slice(*span)] for t, span in zip(texts, spans, strict=True)])
                 logits = model(Stream(tokens, positions), paged, Rows())
                 wanted = torch.cat([e[slice(*span)] for e, span in zip(expected, spans, strict=True)])

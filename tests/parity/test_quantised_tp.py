@@ -8,7 +8,7 @@ from torch import Tensor
 
 from colonnade import api
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.config import ModelConfig, Plan, ServeConfig
+from colonnade.config import ModelConfig, MoeConfig, Plan, ServeConfig
 from colonnade.parallel.mesh import Ground
 from colonnade.serve import SamplingParams
 from colonnade.serve.engine import Engine
@@ -60,3 +60,72 @@ def test_two_ranks_have_the_bits_of_one(format: str, weights: str, config: Model
         assert torch.equal(part["scales"], bits["scales"])
     if weights == "int4":
         assert torch.equal(torch.cat([part["scales"] for _, _, part in both], 1), bits["scales"])
+
+
+SHARED = MoeConfig(experts=4, active=2, ffn_width=64, first=1, shared_width=64, shared_gate=True)
+_GATED = CONFIG.but(layers=3, init_std=0.3, moe=SHARED)
+MIXTURES = {
+    "gated": _GATED,
+    "biased": _GATED.but(
+        gated=False, activation="gelu_tanh", ffn_bias=True, moe=SHARED.but(ffn_width=36, shared_width=37)
+    ),
+}
+"""A dense layer, then experts beside shared ones; of the second, 8 bits alone can be cut over ranks."""
+
+
+def _load_experts(folder: Path, plan: Plan, weights: str) -> tuple[Tensor, list[tuple[int, ...]], dict[str, Tensor]]:
+    """(logits, greedy tokens, the values of a layer's experts on this rank, by (expert, output, input))."""
+    with Ground.build(plan) as ground:
+        model = api.load(folder, dtype="float64", ground=ground, weights=weights, weight_group=32)
+        logits = model.logits(torch.arange(20))
+        limits = ServeConfig(pages=16, page_tokens=3, token_budget=7, max_requests=3, weights=weights)
+        engine = Engine(model.transformer, tiny.tokenizer(), limits)
+        made = model.transformer.get_submodule("blocks.2.ffn.experts").quantised
+        bits = {part: stack.values.view(torch.uint8) for part, stack in made.items()}
+        bits |= {f"{part} scales": stack.scales for part, stack in made.items()}
+        if ground.rank:
+            engine.follow()
+            return logits, [], bits
+        greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+        said = engine.generate([[3, 1, 4, 1, 5], [7], list(range(40, 57))], greedy)
+        engine.stop()
+        return logits, [one.token_ids for one in said], bits
+
+
+@pytest.mark.parametrize(
+    ("weights", "name", "plan"),
+    [
+        ("int8", "biased", Plan(tp=2)),
+        ("int4", "gated", Plan(tp=2, ep=2)),
+        ("int8", "biased", Plan(tp=2, sh=2)),
+        ("float8", "biased", Plan(tp=4, ep=2, sh=2)),
+        pytest.param("int4", "gated", Plan(tp=2, sh=2), marks=pytest.mark.long),
+        pytest.param("int8", "gated", Plan(tp=2, ep=2, sequence_parallel=True), marks=pytest.mark.long),
+        pytest.param("int8", "biased", Plan(tp=4, ep=2, sh=2, sequence_parallel=True), marks=pytest.mark.long),
+        pytest.param("float8", "gated", Plan(tp=2, cp=2, ep=4), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+@pytest.mark.xdist_group("worlds")
+def test_ranks_that_share_experts_say_what_one_says(weights: str, name: str, plan: Plan, tmp_path: Path) -> None:
+    """Whole experts, slices of them, or both: the bits, the logits and the greedy tokens of one process."""
+    config = MIXTURES[name]
+    whole = build(config, dtype=torch.float32)
+    with torch.no_grad():
+        for stack, p in whole.named_parameters():
+            if stack.endswith("_bias"):
+                p.copy_(torch.linspace(-0.5, 0.5, p.numel()).view_as(p))
+    api.save(api.Model(whole, None, Ground.solo(torch.device("cpu")), "m"), tmp_path / "m")
+    ((alone, said, bits),) = run(1, _load_experts, tmp_path / "m", Plan(), weights)
+    ranks = run(plan.world, _load_experts, tmp_path / "m", plan, weights)
+    for rank, (logits, _, mine) in enumerate(ranks):
+        assert_same(logits, alone, 1e-12)
+        ep, sh = rank // plan.sh % plan.ep, rank % plan.sh
+        for part, held in mine.items():
+            share = bits[part].chunk(plan.ep)[ep]
+            cut = 2 if part.startswith("down") else 1  # of W_down the hidden units are inputs
+            if share.shape[cut] > 1:  # one scale for all inputs is every rank's
+                share = share.chunk(plan.sh, cut)[sh]
+            assert torch.equal(held, share), part
+    assert ranks[0][1] == said
+    assert len({token for text in said for token in text}) > 5

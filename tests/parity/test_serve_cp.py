@@ -6,15 +6,19 @@ import pytest
 import torch
 
 from colonnade import api
-from colonnade.config import Plan
+from colonnade.config import Cache, Plan
 from colonnade.errors import PlanError
+from colonnade.model import KVCache, Rows
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.mesh import Ground
 from colonnade.serve import Engine, SamplingParams
+from colonnade.serve.batch import arguments
+from colonnade.serve.held import Holding
+from colonnade.serve.scheduler import Slice, Work
 from tests.serve import tiny
 from tests.serve.ranks import COUNT, LIMITS, MODELS, PROMPTS, expected, serve
 from tests.split import errors
-from tests.worlds import run
+from tests.worlds import assert_same, run
 
 pytestmark = pytest.mark.xdist_group("worlds")
 
@@ -39,6 +43,54 @@ def test_greedy_is_the_reference_forward(name: str, cp: int) -> None:
     assert found > 0
     assert [row[3] for row in others] == [pages] * (cp - 1)
     assert pages == 16 / cp + 1, "a part of the pages, and one that is nobody's"
+
+
+@pytest.mark.parametrize(
+    ("cache", "plan"),
+    [
+        ("int8", {"cp": 2}),
+        ("float8", {"cp": 2, "tp": 2}),
+        pytest.param("float8", {"cp": 4}, marks=pytest.mark.long),
+        pytest.param("int8", {"tp": 3}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_latents_of_eight_bits_are_the_same_on_all_ranks(cache: Cache, plan: dict[str, int]) -> None:
+    """Prompts in chunks, whose own tokens no rank reads from the cache, and decodes: the tokens of one process."""
+    limits, changes = LIMITS.but(cache=cache, run_ahead="tp" in plan, fixed_steps="tp" in plan), MODELS["latent"]
+    alone = Engine(tiny.model(**changes), tiny.tokenizer(), limits.but(pages=64, token_budget=64))
+    greedy = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+    said = [done.token_ids for done in alone.generate(PROMPTS, [greedy] * len(PROMPTS))]
+    (texts, _, found, _), *_ = run(Plan(**plan).world, serve, plan, limits, changes)
+    assert texts[:-1] == said
+    assert found > 0
+
+
+def _logits(cp: int, kind: Cache) -> list[torch.Tensor]:
+    """Of three steps: two prompts, chunks of both, and what decodes beside a chunk."""
+    with Ground.build(Plan(cp=cp)) as ground:
+        model = tiny.model(ground.axes.serving(), **MODELS["latent"])
+        cache = KVCache(model.config, model.axes, pages=16 // cp + 1, page_tokens=3, dtype=torch.float64, kind=kind)
+        held, found = Holding.of(model, cache), []
+        for spans in ([(0, 7), (0, 4)], [(7, 13), (4, 9)], [(13, 14), (9, 20)]):
+            pages = (5, 0, 3, 9, 2), (8, 1, 4, 11, 6, 7, 10)
+            slices = [
+                Slice(start, tuple(range(start + 40, stop + 40)), table[: -(-stop // 3)], None)
+                for (start, stop), table in zip(spans, pages, strict=True)
+            ]
+            stream, attend, _ = arguments(held, Work(tuple(slices)))
+            with torch.no_grad():
+                found.append(model(stream, attend, Rows()))
+        return found
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_a_chunk_sees_its_own_latents_as_they_are_kept(kind: Cache) -> None:
+    """Which no rank reads from the cache."""
+    (alone,) = run(1, _logits, 1, kind)
+    for found in run(2, _logits, 2, kind):
+        for got, exact in zip(found, alone, strict=True):
+            assert_same(got, exact)
 
 
 @pytest.mark.parametrize(

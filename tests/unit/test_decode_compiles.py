@@ -112,7 +112,7 @@ def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
 
     tiles = pick(rows, 576, 2)
     constants = {
-        "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "LAUNCH_NEXT": False, "ROWS": rows,
+        "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "SCALED": False, "LAUNCH_NEXT": False, "ROWS": rows,
         "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
     }  # fmt: skip
     built = compiled(
@@ -125,6 +125,41 @@ def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
     # There is room for three tiles of 32 because each is there once, for both products.
     assert built.metadata.shared <= 2 * 576 * (rows + 3 * 32) + 4096
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
+
+
+@pytest.mark.parametrize(
+    ("cache", "rows"),
+    [("*fp8e4nv", 16), *(pytest.param(*case, marks=pytest.mark.long) for case in (("*i8", 16), ("*i8", 64)))],
+)
+def test_latents_of_eight_bits_fit_the_chip(cache: str, rows: int, tmp_path: Path) -> None:
+    """Half the tiles' shared memory, and one tile that was widened; of 64 rows some registers are put away."""
+    from colonnade.kernels.attention import triton_latent
+    from colonnade.kernels.attention.decode_tiles import pick
+
+    tiles = pick(rows, 576, 2)
+    constants = {
+        "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "SCALED": True, "LAUNCH_NEXT": False, "ROWS": rows,
+        "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
+    }  # fmt: skip
+    types = {**POINTERS, **NUMBERS, "scale": "fp32", "k_ptr": cache, "scales_ptr": "*fp32"}
+    types |= dict.fromkeys(("scales_page", "scales_p"), "i32")
+    built = compiled(triton_latent.read, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    assert built.metadata.shared * tiles.workers <= SHARED_BYTES
+    assert spilled(built, tmp_path) <= (SPILLED_BYTES if rows == 16 else 700)
+    assert ("wgmma" if rows == 64 else "mma") in built.asm["ptx"]
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_a_latent_is_stored_by_one_program(kind: str, tmp_path: Path) -> None:
+    from colonnade.kernels.attention import triton_keep
+
+    types = {"k_ptr": "*bf16", "slots_ptr": "*i64", "scales_ptr": "*fp32", "k_t": "i32"}
+    types["values_ptr"] = {"int8": "*i8", "float8": "*fp8e4nv"}[kind]
+    constants = {"RANK": 512, "ROPE": 64, "KIND": kind, "BLOCK_C": 512, "BLOCK_R": 64}
+    built = compiled(triton_keep._store, types, constants, ["k_t"], warps=4)
+    assert spilled(built, tmp_path) == 0
+    assert "div.rn.f32" in built.asm["ptx"]  # the bits of plain torch
+    assert (kind == "float8") == ("cvt.rn.satfinite.e4m3x2" in built.asm["ptx"])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compiled import SHARED_BYTES, compiled, registers, spilled
+from tests.compiled import SHARED_BYTES, SPILLED_BYTES, compiled, registers, spilled
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,6 +19,12 @@ pytestmark = [
 STORED = {"int4": "*i32", "int8": "*i8", "float8": "*fp8e4nv"}
 SIZES = ("outputs", "inputs", "columns", "groups", "x_t", "step")
 """Multiples of 16, as in any real layer."""
+EXPERT_SIZES = ("R", "D", "F", "stride", "columns", "groups")
+OFTEN = {("up", "int4", 16), ("up", "int8", 128)}
+EXPERTS = [
+    pytest.param(name, kind, rows, marks=() if (name, kind, rows) in OFTEN else pytest.mark.long)
+    for name in ("up", "down") for kind in STORED for rows in (16, 64, 128)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["thin", "tiles"])
@@ -45,6 +51,28 @@ def test_they_fit_the_chip(name: str, kind: str, rows: int, tmp_path: Path) -> N
     else:
         assert "wgmma" in ptx and re.search(r"cp\.async\.cg[^;]*, 0x10", ptx)
     assert kind != "int4" or not re.search(r"cvt\.rn\.f32\.[su]", ptx)
+
+
+@pytest.mark.parametrize(("name", "kind", "rows"), EXPERTS)
+def test_experts_fit_the_chip(name: str, kind: str, rows: int, tmp_path: Path) -> None:
+    """A gated layer without biases."""
+    from colonnade.kernels.experts import quantised_gpu, triton_quantised
+
+    kernel = getattr(triton_quantised, name)
+    how = next(tiles for _, tiles in quantised_gpu.CHOSEN if rows == tiles.BM)
+    types = dict.fromkeys(("x_ptr", "h_ptr", "y_ptr"), "*bf16") | {"routing_ptr": "*fp32"}
+    types |= dict.fromkeys(("order_ptr", "ends_ptr"), "*i64") | dict.fromkeys((*EXPERT_SIZES, "E", "active"), "i32")
+    for part in ("up", "gate", "down"):
+        types |= {f"{part}_ptr": STORED[kind], f"{part}_s_ptr": "*i32" if kind == "int4" else "*fp32"}
+    constants = {"GATED": True, "BIASED": False, "ACT": "silu", "KIND": kind, "WORDS": 8, "GROUP": 8, "E_PAD": 256}
+    constants |= {"BM": rows, "BN": how.BN, "BK": quantised_gpu.WORDS if kind == "int4" else how.BK}
+    types, constants = ({k: v for k, v in x.items() if k in kernel.arg_names} for x in (types, constants))
+    whole = [size for size in EXPERT_SIZES if size in types]
+    built = compiled(kernel, types, constants, whole, warps=how.warps, stages=how.stages)
+    assert built.metadata.shared * (2 if rows < 128 else 1) <= SHARED_BYTES
+    assert spilled(built, tmp_path) <= SPILLED_BYTES
+    assert "wgmma" in built.asm["ptx"] and re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
+    assert kind != "int4" or not re.search(r"cvt\.rn\.f32\.[su]", built.asm["ptx"])
 
 
 @pytest.mark.parametrize("kind", ["*bf16", pytest.param("*fp32", marks=pytest.mark.long)])

@@ -1,6 +1,7 @@
 """What an engine takes of memory: reckoned as it is, refused with a table before it is taken, and remedies that do."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from colonnade import api, talk
-from colonnade.config import MoeConfig, Plan, ServeConfig
+from colonnade.config import ExpertsConfig, MoeConfig, Plan, ServeConfig
 from colonnade.config.presets import preset
 from colonnade.errors import CapacityError
 from colonnade.model import KVCache, Transformer
+from colonnade.model.moe import experts_of
 from colonnade.model.quantised import weight_bytes
 from colonnade.parallel.axis import SOLO_AXES, Axes, Axis
 from colonnade.parallel.mesh import Ground
@@ -40,12 +42,23 @@ def test_weights_and_cache_are_those_of_an_engine(tp: int, changes: dict) -> Non
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "float8"])
-def test_quantised_weights_are_reckoned_to_the_byte(weights: str, tmp_path: Path) -> None:
-    whole = api.Model(tiny.model(dtype=torch.float32), None, Ground.solo(CPU), "tiny")
+@pytest.mark.parametrize("moe", [None, MoeConfig(experts=4, active=2, ffn_width=6, first=1, shared_width=5)], ids=bool)
+def test_quantised_weights_are_reckoned_to_the_byte(weights: str, moe: MoeConfig | None, tmp_path: Path) -> None:
+    whole = api.Model(tiny.model(dtype=torch.float32, layers=4, moe=moe), None, Ground.solo(CPU), "tiny")
     api.save(whole, tmp_path / "m")
-    model = api.load(tmp_path / "m", dtype="float32", device="cpu", weights=weights, weight_group=32).transformer
+    on = {"dtype": "float32", "device": "cpu", "weights": weights, "weight_group": 32}
+    model = api.load(tmp_path / "m", **on).transformer
     serve = ServeConfig(weights=weights, weight_group=32)
     assert asked(model, serve).needs().weights == weight_bytes(model)
+    if moe is not None:  # of three layers' experts two are on the device
+        layers = experts_of(model)
+        there = asked(model, serve, resident=2).needs().weights
+        assert there == weight_bytes(model) - layers[0].size_bytes
+        waiting = experts_of(api.load(tmp_path / "m", **on, experts=ExpertsConfig(resident=2)).transformer)
+        assert waiting[0].fetch is not None
+        assert there == weight_bytes(model) - 3 * layers[0].size_bytes + 2 * sum(
+            held.nbytes for held in waiting[0].fetch(None, 0).tensors
+        )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +122,12 @@ def test_what_is_offered_depends_on_the_model() -> None:
     mixtral = Asked(preset("mixtral-8x7b"), ServeConfig(), torch.bfloat16, torch.device("cuda"))
     found = {flags: saves for flags, saves, _ in remedies(mixtral, mixtral.needs(), 80 << 30, number=9)}
     assert found["--experts.resident 2"] == pytest.approx(30 * 8 * 3 * 4096 * 14336 * 2, rel=0.01)
-    assert not any("weights" in flags or "tp" in flags for flags in found)
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert found["--serve.weights int8"] == pytest.approx(experts, rel=0.05)
+    assert found["--serve.weights int4"] == pytest.approx(experts * (2 - 4.5 / 8), rel=0.05)
+    assert not any("tp" in flags for flags in found)
+    eight = replace(mixtral, tp=8, ep=4, sh=2).needs()
+    assert eight.weights == pytest.approx(mixtral.needs().weights / 8, rel=0.02)
     odd = tiny.config(kv_heads=3, heads=3, moe=None)
     assert not any(
         "tp" in f for f, _, _ in remedies(Asked(odd, ServeConfig(), torch.float32, CPU), llama.needs(), 1, 9)

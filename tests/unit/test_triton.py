@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
         ("interpreted_experts", 6),
         ("interpreted_decode", 9),
         ("interpreted_cascade", 5),
-        ("interpreted_latent", 3),
-        ("interpreted_quantised", 7),
+        ("interpreted_latent", 5),
+        ("interpreted_quantised", 8),
         ("interpreted_ranks", 3),
     ],
 )

@@ -17,17 +17,25 @@ from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.softmax_state import State, merge_all
 
 
-def attend(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, *, values: int | None = None) -> State:
+def attend(
+    q_TNH: Tensor,
+    k_PpKH: Tensor,
+    v_PpKH: Tensor,
+    table: PageTable,
+    *,
+    values: int | None = None,
+    scales_Pp2: Tensor | None = None,
+) -> State:
     """The state (o_TNH, lse_TN), in at least float32, of requests of one new token each over the keys that ``table``
-    lists; of values only the first ``values`` numbers count, where that is given.
+    lists; ``values`` and ``scales_Pp2`` as :func:`reference.paged`.
     """
     kind = torch.promote_types(q_TNH.dtype, torch.float32)
     new_R, lengths = table.host
     states, t = [], 0
     for r, length in enumerate(lengths):
         used = table.pages_RP[r, : -(-length // table.page_tokens)]
-        k_SKH, v_SKH = (cache[used].flatten(0, 1)[:length].to(kind) for cache in (k_PpKH, v_PpKH[..., :values]))
-        states.append(reference.attend(q_TNH[t : t + new_R[r]].to(kind), k_SKH, v_SKH, causal=False))
+        k_SKH, v_SKH = reference.keys_and_values(k_PpKH, v_PpKH, used, length, values, scales_Pp2, kind)
+        states.append(reference.attend(q_TNH[t : t + new_R[r]].to(kind), k_SKH.to(kind), v_SKH.to(kind), causal=False))
         t += new_R[r]
     if not states:
         return State(q_TNH[..., :values].to(kind), q_TNH.new_empty(q_TNH.shape[:2], dtype=kind))

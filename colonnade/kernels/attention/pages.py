@@ -34,9 +34,13 @@ class Group:
     """Rows of the gathered pages, below ``longest``, that are not the request's; None where there are none."""
 
     def gather(self, x_PpKH: Tensor) -> Tensor:
-        """x_BSKH of these requests, S being the longest; a copy unless pages are neighbours."""
+        """x_BSKH of these requests, S being the longest; a copy unless pages are neighbours. (Or of anything else that
+        is kept of a token.)
+        """
         if isinstance(self.pages, slice):
             return x_PpKH[self.pages].flatten(0, 1)[None, : self.longest]
+        if x_PpKH.dtype == torch.float8_e4m3fn:  # whose zeros are those of bytes, which every torch moves
+            return self.gather(x_PpKH.view(torch.uint8)).view(x_PpKH.dtype)
         # index_select is five times as fast here as indexing by a tensor.
         x_PpKH = x_PpKH.index_select(0, self.pages)
         if self.unused is not None:

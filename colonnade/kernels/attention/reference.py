@@ -19,6 +19,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from colonnade.kernels.attention.latents import gathered
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.dropout.reference import Pairs
 from colonnade.kernels.softmax_state import State, merge
@@ -119,24 +120,43 @@ def paged(
     *,
     window: int | None = None,
     values: int | None = None,
+    scales_Pp2: Tensor | None = None,
     cap: float | None = None,
     slopes_N: Tensor | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """o_TNH of requests whose keys, those of the new tokens among them, lie in the pages that ``table`` lists.
 
-    With ``values`` only the first so many numbers of each value are, and so of each head's output.
+    With ``values`` only the first so many numbers of each value are, and so of each head's output. With ``scales_Pp2``
+    keys are latents of 8 bits, and values the first numbers of these (:mod:`latents`).
     """
     ends, lengths = table.cu_queries.tolist(), table.lengths_R.tolist()
-    v_PpKH = v_PpKH[..., :values]
     out_TNH = torch.zeros_like(q_TNH[..., :values])
     for r, length in enumerate(lengths):
         a, b = ends[r], ends[r + 1]
         used = table.pages_RP[r, : -(-length // table.page_tokens)]
-        k_SKH, v_SKH = (cache[used].flatten(0, 1)[:length] for cache in (k_PpKH, v_PpKH))
+        k_SKH, v_SKH = keys_and_values(k_PpKH, v_PpKH, used, length, values, scales_Pp2, q_TNH.dtype)
         state = attend(q_TNH[a:b], k_SKH, v_SKH, window=window, cap=cap, slopes_N=slopes_N)
         out_TNH[a:b] = (state if sinks_N is None else with_sinks(state, sinks_N)).o
     return out_TNH
+
+
+def keys_and_values(
+    k_PpKH: Tensor,
+    v_PpKH: Tensor,
+    used: Tensor,
+    length: int,
+    values: int | None,
+    scales_Pp2: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """k_SKH and v_SKH of the first ``length`` tokens of the pages ``used``, in ``dtype`` if they were of 8 bits."""
+    if scales_Pp2 is None:
+        k_SKH, v_SKH = (cache[used].flatten(0, 1)[:length] for cache in (k_PpKH, v_PpKH[..., :values]))
+        return k_SKH, v_SKH
+    assert values is not None, "8 bits are for latents"
+    k_SKH = gathered(k_PpKH, scales_Pp2, used, values, dtype).flatten(0, 1)[:length]
+    return k_SKH, k_SKH[..., :values]
 
 
 def with_sinks(state: State, sinks_N: Tensor) -> State:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from colonnade.kernels.attention.latents import written_out
 from colonnade.kernels.attention.pages import Group, PageTable
 from colonnade.kernels.attention.reference import visible
 
@@ -79,20 +80,29 @@ def paged(
     *,
     window: int | None = None,
     values: int | None = None,
+    scales_Pp2: Tensor | None = None,
 ) -> Tensor:
     """o_TNH of requests whose keys lie in pages (see :func:`reference.paged`)."""
     # The kernels are made for values as wide as keys, so that those which nobody asked for are left out of the output.
+
+    def keys_and_values(group: Group) -> tuple[Tensor, Tensor]:
+        k_BSKH = group.gather(k_PpKH)
+        if scales_Pp2 is not None:
+            assert values is not None, "8 bits are for latents"
+            k_BSKH = written_out(k_BSKH, group.gather(scales_Pp2), values, q_TNH.dtype)
+        return k_BSKH, k_BSKH if v_PpKH is k_PpKH else group.gather(v_PpKH)
+
     if len(table.groups) == 1:
-        return _group(q_TNH, k_PpKH, v_PpKH, table.groups[0], window)[..., :values]
+        group = table.groups[0]
+        return _group(q_TNH, *keys_and_values(group), group, window)[..., :values]
     out_TNH = torch.empty_like(q_TNH)
     for group in table.groups:
-        out_TNH[group.rows] = _group(q_TNH[group.rows], k_PpKH, v_PpKH, group, window)
+        out_TNH[group.rows] = _group(q_TNH[group.rows], *keys_and_values(group), group, window)
     return out_TNH[..., :values]
 
 
-def _group(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, group: Group, window: int | None) -> Tensor:
+def _group(q_TNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, group: Group, window: int | None) -> Tensor:
     q_BTNH = q_TNH.unflatten(0, (len(group.lengths_B), -1))
-    k_BSKH, v_BSKH = group.gather(k_PpKH), group.gather(v_PpKH)
     if group.unused is None:
         return _attend(q_BTNH, k_BSKH, v_BSKH, causal=True, window=window).flatten(0, 1)
     key_S, lengths_B1 = torch.arange(group.longest, device=q_TNH.device), group.lengths_B[:, None]

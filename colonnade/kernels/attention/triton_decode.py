@@ -125,22 +125,33 @@ def paged(
     *,
     window: int | None = None,
     values: int | None = None,
+    scales_Pp2: Tensor | None = None,
 ) -> Tensor:
     """o_TNH of requests whose keys lie in pages (see :func:`reference.paged`); heads over 256 wide are SDPA's.
 
     But those of latent attention, whose one head is key and value in one, may have any width.
     """
     if v_PpKH is k_PpKH and k_PpKH.shape[2] == 1 and values is not None:
-        return triton_latent.paged_state(q_TNH, k_PpKH, values, table, window=window).o
+        return triton_latent.paged_state(q_TNH, k_PpKH, values, table, window=window, scales_Pp2=scales_Pp2).o
+    assert scales_Pp2 is None, "8 bits with a scale a token are for latents"
     if q_TNH.shape[2] > WIDEST:
         return sdpa.paged(q_TNH, k_PpKH, v_PpKH, table, window=window, values=values)
     return _by_plans(q_TNH, k_PpKH, v_PpKH, table, window).o[..., :values]
 
 
-def held_state(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, *, values: int | None = None) -> State:
+def held_state(
+    q_TNH: Tensor,
+    k_PpKH: Tensor,
+    v_PpKH: Tensor,
+    table: PageTable,
+    *,
+    values: int | None = None,
+    scales_Pp2: Tensor | None = None,
+) -> State:
     """The state of requests of one new token over the keys that a rank holds (see :func:`held.attend`)."""
     if v_PpKH is k_PpKH and k_PpKH.shape[2] == 1 and values is not None:
-        return triton_latent.paged_state(q_TNH, k_PpKH, values, table)
+        return triton_latent.paged_state(q_TNH, k_PpKH, values, table, scales_Pp2=scales_Pp2)
+    assert scales_Pp2 is None, "8 bits with a scale a token are for latents"
     if q_TNH.shape[2] > WIDEST:
         return held.attend(q_TNH, k_PpKH, v_PpKH, table, values=values)
     o_TNH, lse_TN = _by_plans(q_TNH, k_PpKH, v_PpKH, table, None)

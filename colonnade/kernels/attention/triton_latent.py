@@ -9,9 +9,13 @@ is multiplied twice. 128 heads make 242 operations a byte, about what a GPU can 
 reading and matrix units are busy alike, so that blocks have 64 rows where there are as many.
 
 The same plans, slots and merge as :mod:`triton_splits`; any number of queries.
+
+SCALED, latents have 8 bits (:mod:`latents`), and are widened to the type of q in registers, where every one of their
+values has its place; a token's scales multiply its scores and its weight, and not its hundreds of numbers.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 # A kernel is launched with more than its signature says, and its constants are plain numbers.
 
 import torch
@@ -23,17 +27,17 @@ from colonnade.kernels.attention.decode_layout import Layout, Prepared
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import places
 from colonnade.kernels.attention.triton_merge import launch, slots_of
-from colonnade.kernels.attention.triton_splits import FIELDS, finish, page_of, row_of, score
+from colonnade.kernels.attention.triton_splits import FIELDS, finish, known_at, page_of, row_of, score, tile_at, weigh
 from colonnade.kernels.softmax_state import State
 
 
 @triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at"])
 def read(
-    q_ptr, k_ptr, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, pages_ptr, cu_ptr, lengths_ptr,
-    q_t, q_n, k_page, k_p, pages_r, columns, pages, items_at, scale,
+    q_ptr, k_ptr, scales_ptr, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, pages_ptr, cu_ptr, lengths_ptr,
+    q_t, q_n, k_page, k_p, scales_page, scales_p, pages_r, columns, pages, items_at, scale,
     N: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    LAUNCH_NEXT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
-    STAGES: tl.constexpr,
+    SCALED: tl.constexpr, LAUNCH_NEXT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """All pieces of one worker."""
     i, x = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
@@ -60,12 +64,8 @@ def read(
         for at in tl.range(low, high, TILE, num_stages=STAGES):
             j = at + tl.arange(0, TILE)
             number = page.to(tl.int64)
-            if PAGE % TILE == 0:
-                known = j < tl.where((page >= 0) & (page < pages), high, 0)
-                k_at = k_ptr + number * k_page + (at % PAGE + j - at)[:, None] * k_p
-            else:
-                known = (j < high) & (page >= 0) & (page < pages)
-                k_at = k_ptr + (number * k_page + (j % PAGE) * k_p)[:, None]
+            known = known_at(page, j, high, pages)
+            k_at = tile_at(k_ptr, page, at, j, k_page, k_p, PAGE, TILE)
             page = page_of(table_ptr, at + TILE, columns, PAGE, TILE)
             if BLOCK_C == RANK:
                 c = tl.load(k_at + i[None, :], known[:, None], 0.0)
@@ -76,15 +76,18 @@ def read(
             else:
                 r = tl.load(k_at + RANK + x[None, :], known[:, None] & (x < ROPE)[None, :], 0.0)
             s = tl.dot(q, tl.trans(c.to(q.dtype)), input_precision="ieee")
-            s = tl.dot(p, tl.trans(r.to(q.dtype)), s, input_precision="ieee") * scale
+            if SCALED:
+                scales_at = scales_ptr + number * scales_page + j % PAGE * scales_p
+                c_scale = tl.load(scales_at, known, 0.0)
+                turned = tl.dot(p, tl.trans(r.to(q.dtype)), input_precision="ieee")
+                s = (s * c_scale[None, :] + turned * tl.load(scales_at + 1, known, 0.0)[None, :]) * scale
+            else:
+                s = tl.dot(p, tl.trans(r.to(q.dtype)), s, input_precision="ieee") * scale
             s = score(s, position, j, known, n, there, q_ptr, 1.0, WINDOW, False, False)
-            higher = tl.maximum(top, tl.max(s, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = tl.exp2(s - base[:, None])
-            shrink = tl.exp2(top - base)
-            total = total * shrink + tl.sum(weight, 1)
+            weight, shrink, top, total = weigh(s, top, total)
+            if SCALED:
+                weight *= c_scale[None, :]
             o = tl.dot(weight.to(q.dtype), c.to(q.dtype), o * shrink[:, None], input_precision="ieee")
-            top = higher
         o, lse = finish(o, top, total, n, there, q_ptr, False)
         if slot < 0:
             line = t.to(tl.int64) * N + n
@@ -97,10 +100,13 @@ def read(
             tl.store(slot_lse_ptr + line, lse)
 
 
-def attend(q_TNH: Tensor, k_Pp1H: Tensor, rank: int, table: PageTable, ready: Prepared) -> State:
+def attend(
+    q_TNH: Tensor, k_Pp1H: Tensor, rank: int, table: PageTable, ready: Prepared, scales_Pp2: Tensor | None = None
+) -> State:
     """The state (o of ``rank`` numbers a head as q, lse_TN in float32) of requests whose latents lie in pages.
 
     Scores are divided by the root of the whole width; values are the first ``rank`` numbers of the one key head.
+    ``scales_Pp2``, float32, are those of latents of 8 bits.
     ``ready`` is of a :meth:`Layout.of_latent`. Of the table only tensors are read. No gradient.
     """
     (T, N, H), (P, page_tokens) = q_TNH.shape, k_Pp1H.shape[:2]
@@ -111,23 +117,33 @@ def attend(q_TNH: Tensor, k_Pp1H: Tensor, rank: int, table: PageTable, ready: Pr
     pages_RP = table.pages_RP if table.pages_RP.stride(-1) == 1 else table.pages_RP.contiguous()
     shape, tiles = ready.layout.shape, ready.layout.tiles
     slots = slots_of(state.o, ready)
+    scales = slots.lse if scales_Pp2 is None else scales_Pp2  # in place of a tensor that is not read
     read[ready.capacity.workers,](
-        q_TNH, k_Pp1H, *state, *slots, ready.flat, pages_RP, table.cu_queries, table.lengths_R,
-        *q_TNH.stride()[:2], *k_Pp1H.stride()[:2], pages_RP.stride(0), pages_RP.shape[1], P, places(ready.capacity)[1],
-        H**-0.5, N=N, RANK=rank, ROPE=H - rank, PAGE=page_tokens, WINDOW=shape.window or 0, LAUNCH_NEXT=ready.overlaps,
-        ROWS=shape.rows, TILE=tiles.tile, STAGES=tiles.stages, BLOCK_C=max(16, triton.next_power_of_2(rank)),
+        q_TNH, k_Pp1H, scales, *state, *slots, ready.flat, pages_RP, table.cu_queries, table.lengths_R,
+        *q_TNH.stride()[:2], *k_Pp1H.stride()[:2], *scales.stride()[:2], pages_RP.stride(0), pages_RP.shape[1], P,
+        places(ready.capacity)[1], H**-0.5, N=N, RANK=rank, ROPE=H - rank, PAGE=page_tokens,
+        WINDOW=shape.window or 0, SCALED=scales_Pp2 is not None, LAUNCH_NEXT=ready.overlaps, ROWS=shape.rows,
+        TILE=tiles.tile, STAGES=tiles.stages, BLOCK_C=max(16, triton.next_power_of_2(rank)),
         BLOCK_R=max(16, triton.next_power_of_2(H - rank)), num_warps=tiles.warps,
     )  # fmt: skip
     launch(state, slots, table, ready)
     return state
 
 
-def paged_state(q_TNH: Tensor, k_Pp1H: Tensor, rank: int, table: PageTable, *, window: int | None = None) -> State:
+def paged_state(
+    q_TNH: Tensor,
+    k_Pp1H: Tensor,
+    rank: int,
+    table: PageTable,
+    *,
+    window: int | None = None,
+    scales_Pp2: Tensor | None = None,
+) -> State:
     """The state (o_TNz, z being ``rank`` numbers, lse_TN) of requests whose latents lie in pages."""
-    key = "latent", q_TNH.shape[1], rank, q_TNH.dtype, window
+    key = "latent", q_TNH.shape[1], rank, q_TNH.dtype, k_Pp1H.dtype, window
     if key not in table.prepared:
         new, lengths = table.host
         layout = Layout.of_latent(q_TNH, k_Pp1H, table.longest_query, window=window)
         plan = layout.plan(lengths, new, room=table.room)
         table.prepared[key] = (layout.prepare(plan, q_TNH.device),)
-    return attend(q_TNH, k_Pp1H, rank, table, *table.prepared[key])
+    return attend(q_TNH, k_Pp1H, rank, table, *table.prepared[key], scales_Pp2)

@@ -19,7 +19,7 @@ not there, as there.
 import triton
 from triton import language as tl
 
-from colonnade.kernels.attention.triton_splits import FIELDS, finish, page_of, row_of, score
+from colonnade.kernels.attention.triton_splits import FIELDS, finish, fold, row_of
 
 
 @triton.jit
@@ -33,46 +33,6 @@ def _listed(members_ptr, groups_at, group, head, block, cu_ptr, lengths_ptr, GRO
     start, end = tl.load(cu_ptr + request, there, 0), tl.load(cu_ptr + request + 1, there, 0)
     position = tl.load(lengths_ptr + request, there, 0) - (end - start) + query
     return tl.load(at), start + query, head * GROUP + m % GROUP, position, there
-
-
-@triton.jit
-def _fold(
-    q, o, top, total, start, stop, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
-    k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
-    H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
-    MASKED: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """(o, top, total) with the keys of the tiles from ``start`` to ``stop``."""
-    h = tl.arange(0, BLOCK_H)
-    page = page_of(table_ptr, start, columns, PAGE, TILE)
-    for at in tl.range(start, stop, TILE, num_stages=STAGES):
-        j = at + tl.arange(0, TILE)
-        number = page.to(tl.int64)
-        if PAGE % TILE == 0:
-            known = j < tl.where((page >= 0) & (page < pages), high, 0)
-            k_at = k_ptr + number * k_page + head * k_k + (at % PAGE + j - at)[:, None] * k_p + h[None, :]
-            v_at = v_ptr + number * v_page + head * v_k + (at % PAGE + j - at)[:, None] * v_p + h[None, :]
-        else:
-            known = (j < high) & (page >= 0) & (page < pages)
-            k_at = k_ptr + (number * k_page + head * k_k + (j % PAGE) * k_p)[:, None] + h[None, :]
-            v_at = v_ptr + (number * v_page + head * v_k + (j % PAGE) * v_p)[:, None] + h[None, :]
-        page = page_of(table_ptr, at + TILE, columns, PAGE, TILE)
-        if BLOCK_H == H:
-            k = tl.load(k_at, known[:, None], 0.0)
-            v = tl.load(v_at, known[:, None], 0.0)
-        else:
-            k = tl.load(k_at, known[:, None] & (h < H)[None, :], 0.0)
-            v = tl.load(v_at, known[:, None] & (h < H)[None, :], 0.0)
-        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * factor
-        s = score(s, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES, MASKED)
-        higher = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(s - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(p, 1)
-        o = tl.dot(p.to(q.dtype), v.to(q.dtype), o * shrink[:, None], input_precision="ieee")
-        top = higher
-    return o, top, total
 
 
 @triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at", "groups_at"])
@@ -115,18 +75,18 @@ def attend(
         if WINDOW:
             a = tl.max(tl.where(there, position, 0)) - WINDOW + 1
             a = tl.minimum(tl.maximum((a + TILE - 1) // TILE * TILE, low), tl.maximum(high, low))
-            o, top, total = _fold(
+            o, top, total = fold(
                 q, o, top, total, low, a, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
                 k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
                 H, PAGE, WINDOW, CAPPED, SLOPES, True, TILE, BLOCK_H, STAGES,
             )  # fmt: skip
         b = tl.maximum(a, b)
-        o, top, total = _fold(
+        o, top, total = fold(
             q, o, top, total, a, b, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
             k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
             H, PAGE, WINDOW, CAPPED, SLOPES, False, TILE, BLOCK_H, STAGES,
         )  # fmt: skip
-        o, top, total = _fold(
+        o, top, total = fold(
             q, o, top, total, b, high, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
             k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
             H, PAGE, WINDOW, CAPPED, SLOPES, True, TILE, BLOCK_H, STAGES,

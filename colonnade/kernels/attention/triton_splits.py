@@ -93,6 +93,67 @@ def score(
 
 
 @triton.jit
+def known_at(page, j, high, pages):
+    """Which keys j of a tile there are, below ``high`` and on pages of the cache."""
+    return j < tl.where((page >= 0) & (page < pages), high, 0)
+
+
+@triton.jit
+def tile_at(ptr, page, at, j, x_page, x_p, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Where each key of the tile at ``at`` begins, (TILE, 1)."""
+    first = page.to(tl.int64) * x_page
+    if PAGE % TILE == 0:
+        keys = ptr + first + (at % PAGE + j - at)[:, None] * x_p
+    else:
+        keys = ptr + (first + (j % PAGE) * x_p)[:, None]
+    return keys
+
+
+@triton.jit
+def weigh(s, top, total):
+    """(each key's weight, by what older sums shrink, the new top, the new total) of a tile's scores."""
+    higher = tl.maximum(top, tl.max(s, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+    weight = tl.exp2(s - base[:, None])
+    shrink = tl.exp2(top - base)
+    return weight, shrink, higher, total * shrink + tl.sum(weight, 1)
+
+
+@triton.jit
+def fold(
+    q, o, top, total, start, stop, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
+    k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
+    H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
+    MASKED: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """(o, top, total) with the keys of the tiles from ``start`` to ``stop``; of these there are those below ``high``.
+
+    Not MASKED, every row sees all of them.
+    """
+    h = tl.arange(0, BLOCK_H)
+    # Page numbers are fetched a tile ahead, by hand: loads that wait for loads within a step are what the compiler
+    # does not bring under way together.
+    page = page_of(table_ptr, start, columns, PAGE, TILE)
+    for at in tl.range(start, stop, TILE, num_stages=STAGES):
+        j = at + tl.arange(0, TILE)
+        known = known_at(page, j, high, pages)
+        k_at = tile_at(k_ptr + head * k_k, page, at, j, k_page, k_p, PAGE, TILE) + h[None, :]
+        v_at = tile_at(v_ptr + head * v_k, page, at, j, v_page, v_p, PAGE, TILE) + h[None, :]
+        page = page_of(table_ptr, at + TILE, columns, PAGE, TILE)
+        if BLOCK_H == H:
+            k = tl.load(k_at, known[:, None], 0.0)
+            v = tl.load(v_at, known[:, None], 0.0)
+        else:
+            k = tl.load(k_at, known[:, None] & (h < H)[None, :], 0.0)
+            v = tl.load(v_at, known[:, None] & (h < H)[None, :], 0.0)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * factor
+        s = score(s, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES, MASKED)
+        p, shrink, top, total = weigh(s, top, total)
+        o = tl.dot(p.to(q.dtype), v.to(q.dtype), o * shrink[:, None], input_precision="ieee")
+    return o, top, total
+
+
+@triton.jit
 def _identities(
     o_ptr, lse_ptr, plan_ptr, cu_ptr, sinks_ptr, merges_at,
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
@@ -150,7 +211,7 @@ def attend(
     """All pieces of one worker. SINGLE: every request has one query, number r that of request r."""
     h = tl.arange(0, BLOCK_H)
     # Until keys are on their way, every load that waits for another costs a 30th of a short call: a worker's first
-    # piece stands where it is found at once, and page numbers are asked for before what does not need them.
+    # piece stands where it is found at once, and where nothing needs to be looked up nothing is.
     at_item = plan_ptr + firsts_at + tl.program_id(0) * FIELDS
     request, head, block = tl.load(at_item), tl.load(at_item + 1), tl.load(at_item + 2)
     first, end, slot, number = tl.load(at_item + 3), tl.load(at_item + 4), tl.load(at_item + 5), tl.load(at_item + 6)
@@ -162,18 +223,13 @@ def attend(
     if FUSED:
         _identities(o_ptr, lse_ptr, plan_ptr, cu_ptr, sinks_ptr, merges_at, N, GROUP, H, SINKS, ROWS, BLOCK_H)
     for i in range(count):
-        low = first // TILE * TILE
-        # Page numbers are fetched a tile ahead, by hand: loads that wait for loads within a step are what the compiler
-        # does not bring under way together.
-        table_ptr = pages_ptr + request.to(tl.int64) * pages_r
-        page = page_of(table_ptr, low, columns, PAGE, TILE)
         length = tl.load(lengths_ptr + request)
         if SINGLE:
             t, n, query, there, new = row_of_one(request, head, block, GROUP, ROWS)
         else:
             t, n, query, there, new = row_of(cu_ptr, request, head, block, GROUP, ROWS)
         position = length - new + query
-        high = tl.minimum(end, length)
+        low, high = first // TILE * TILE, tl.minimum(end, length)
         q_at = q_ptr + t.to(tl.int64)[:, None] * q_t + n[:, None] * q_n + h[None, :]
         q = tl.load(q_at, there[:, None] & (h < H)[None, :], 0.0)
         factor = scale
@@ -182,33 +238,12 @@ def attend(
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         o = tl.zeros((ROWS, BLOCK_H), tl.float32)
-        for at in tl.range(low, high, TILE, num_stages=STAGES):
-            j = at + tl.arange(0, TILE)
-            of = page.to(tl.int64)
-            if PAGE % TILE == 0:
-                known = j < tl.where((page >= 0) & (page < pages), high, 0)
-                k_at = k_ptr + of * k_page + head * k_k + (at % PAGE + j - at)[:, None] * k_p + h[None, :]
-                v_at = v_ptr + of * v_page + head * v_k + (at % PAGE + j - at)[:, None] * v_p + h[None, :]
-            else:
-                known = (j < high) & (page >= 0) & (page < pages)
-                k_at = k_ptr + (of * k_page + head * k_k + (j % PAGE) * k_p)[:, None] + h[None, :]
-                v_at = v_ptr + (of * v_page + head * v_k + (j % PAGE) * v_p)[:, None] + h[None, :]
-            page = page_of(table_ptr, at + TILE, columns, PAGE, TILE)
-            if BLOCK_H == H:
-                k = tl.load(k_at, known[:, None], 0.0)
-                v = tl.load(v_at, known[:, None], 0.0)
-            else:
-                k = tl.load(k_at, known[:, None] & (h < H)[None, :], 0.0)
-                v = tl.load(v_at, known[:, None] & (h < H)[None, :], 0.0)
-            s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * factor
-            s = score(s, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES)
-            higher = tl.maximum(top, tl.max(s, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
-            p = tl.exp2(s - base[:, None])
-            shrink = tl.exp2(top - base)
-            total = total * shrink + tl.sum(p, 1)
-            o = tl.dot(p.to(q.dtype), v.to(q.dtype), o * shrink[:, None], input_precision="ieee")
-            top = higher
+        table_ptr = pages_ptr + request.to(tl.int64) * pages_r
+        o, top, total = fold(
+            q, o, top, total, low, high, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
+            k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
+            H, PAGE, WINDOW, CAPPED, SLOPES, True, TILE, BLOCK_H, STAGES,
+        )  # fmt: skip
         if SCALED:
             o = o * tl.load(v_scale_ptr + head)
         if slot < 0:

@@ -44,6 +44,15 @@ class Weights(NamedTuple):
         gate, up_b, gate_b, down_b = (None if w is None else w[e] for w in self[2:])
         return self.up_EFD[e], self.down_EFD[e], gate, up_b, gate_b, down_b
 
+    def each(self, f: Callable[[Tensor], Tensor]) -> "Weights":
+        """What ``f`` makes of each."""
+        return Weights(*(None if w is None else f(w) for w in self))  # type: ignore[arg-type]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that there are; the experts are the first dimension of each."""
+        return [w for w in self if w is not None]
+
 
 def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dropout: Hidden | None = None) -> Tensor:
     """y_RD: rows ends[e − 1]:ends[e] through expert e, whose hidden units ``dropout`` drops."""

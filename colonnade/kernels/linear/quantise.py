@@ -32,7 +32,7 @@ EXPONENT = 0x7F800000
 
 
 class Quantised(NamedTuple):
-    """A matrix of F outputs and D inputs."""
+    """A matrix of F outputs and D inputs; or a stack of E of them, whose tensors have E in front."""
 
     kind: Kind
     values: Tensor
@@ -47,7 +47,11 @@ class Quantised(NamedTuple):
     @property
     def outputs(self) -> int:
         """F."""
-        return len(self.values)
+        return self.values.shape[-2]
+
+    def of(self, e: int) -> "Quantised":
+        """One matrix of a stack."""
+        return self._replace(values=self.values[e], scales=self.scales[e])
 
     @property
     def nbytes(self) -> int:

@@ -21,10 +21,17 @@ import triton.language as tl
 
 
 @triton.jit
-def _scale_and_low(pairs_ptr, rows, groups, group_count, mask):
+def scale_and_low(pairs_ptr, rows, groups, group_count, mask):
     """s and m of int4 groups, which lie side by side in one int32."""
     pair = tl.load(pairs_ptr + rows * group_count + groups, mask=mask, other=0)
     return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def nibble(words, i: tl.constexpr):
+    """The q in bits 4i … 4i+3, which come to bits 16 … 19 of 128.0."""
+    moved = words << (16 - 4 * i) if i < 4 else words >> (4 * i - 16)
+    return ((moved & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True) - 128.0
 
 
 @triton.jit
@@ -49,7 +56,7 @@ def thin(
         w = tl.load(w_row + c, mask=here, other=0.0)
         if KIND == "int4":
             group = c // WORDS
-            scale, low = _scale_and_low(scale_ptr, n, group, groups, here)
+            scale, low = scale_and_low(scale_ptr, n, group, groups, here)
             k = group * (8 * WORDS) + c % WORDS
             part = tl.zeros([BN, BK], tl.float32)
             sums, lifted = tl.zeros([1, BK], tl.float32), tl.zeros([1, BK], tl.float32)
@@ -97,15 +104,13 @@ def tiles(
         w = tl.load(w_row + c[None, :], mask=inside & (c[None, :] < last), other=0.0)
         if KIND == "int4":
             group = c // WORDS
-            scale, low = _scale_and_low(scale_ptr, n, group[None, :], groups, inside & (c[None, :] < last))
+            scale, low = scale_and_low(scale_ptr, n, group[None, :], groups, inside & (c[None, :] < last))
             k = (group * (8 * WORDS) + c % WORDS)[:, None]
             for i in tl.static_range(8):
                 place = k + i * WORDS
                 seen = theirs & (c[:, None] < last) & (place < inputs)
                 x = tl.load(x_row + place, mask=seen, other=0)
-                moved = w << (16 - 4 * i) if i < 4 else w >> (4 * i - 16)
-                q = ((moved & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True) - 128.0
-                total = tl.dot((q * scale + low).to(kind), x, total, input_precision="ieee")
+                total = tl.dot((nibble(w, i) * scale + low).to(kind), x, total, input_precision="ieee")
         else:
             x = tl.load(x_row + c[:, None], mask=theirs & (c[:, None] < last), other=0)
             total = tl.dot(w.to(kind), x, total, input_precision="ieee")
@@ -128,7 +133,7 @@ def widen(
     out_row = out_ptr + n.to(tl.int64) * inputs
     if KIND == "int4":
         group = c // WORDS
-        scale, low = _scale_and_low(scale_ptr, n, group, groups, here)
+        scale, low = scale_and_low(scale_ptr, n, group, groups, here)
         k = group * (8 * WORDS) + c % WORDS
         for i in tl.static_range(8):
             place = k + i * WORDS

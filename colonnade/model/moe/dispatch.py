@@ -73,7 +73,7 @@ def where_all_are(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: Exp
 
     Nothing travels but the sum, and nobody waits for the device: for the few tokens of a decoding step.
     """
-    kind, dtype, count = x_TD.device.type, x_TD.dtype, len(experts.up)
+    kind, dtype, count = x_TD.device.type, x_TD.dtype, experts.here
     place_TA = ids_TA - grid.ep.rank * count
     mine_TA = (place_TA >= 0) & (place_TA < count) & (ids_TA < experts.count)
     order_R, ends_E = choose("sort_choices", kind, dtype)(place_TA.where(mine_TA, count), count)
@@ -97,9 +97,9 @@ def _here(
     """All experts are on this rank: those of ``weights``, or its own."""
     sort = choose("sort_choices", x_tD.device.type, x_tD.dtype)
     order_R, ends_E = sort(ids_tA, experts.count if weights is None else len(weights.up_EFD), rows)
-    weights = weights or experts.weights_for(ends_E, len(order_R))
+    taken = weights or experts.weights_for(ends_E, len(order_R))
     hidden = dropout and dropout.hidden(dropout.tags(order_R), experts.width, grid)
-    return experts(x_tD, order_R, ends_E, weights_tA, weights, hidden)
+    return experts(x_tD, order_R, ends_E, weights_tA, taken, hidden)
 
 
 def _gathered(

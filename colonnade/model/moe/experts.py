@@ -10,8 +10,10 @@ from colonnade.kernels.choose import choose
 from colonnade.kernels.dropout.reference import Hidden
 from colonnade.kernels.experts import float8
 from colonnade.kernels.experts.loop import across
+from colonnade.kernels.experts.quantised import Stacks
 from colonnade.kernels.experts.reference import Weights
-from colonnade.model.linear import InFloat8
+from colonnade.kernels.linear.quantise import Kind, Quantised
+from colonnade.model.linear import InFloat8, in_fewer_bits
 from colonnade.model.recompute import again
 from colonnade.parallel.axis import SOLO, Axes, Axis, Grid
 from colonnade.parallel.layout import Experts as Stack
@@ -39,16 +41,21 @@ class Experts(InFloat8):
         first, stop = axes.grid.ep.part(moe.experts)
         start, end = axes.grid.sh.part(moe.ffn_width)
         e, f, D = stop - first, end - start, config.width
+        self.here = e
+        """Experts of this rank."""
+        self.stored_on = stored_on or device
 
         def stack(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=stored_on or device, dtype=dtype))
+            return nn.Parameter(torch.empty(shape, device=self.stored_on, dtype=dtype))
 
         self.gate = stack(e, f, D) if config.gated else None
         self.up, self.down = stack(e, f, D), stack(e, f, D)
         if device.type == "cpu" and across(f * D, dtype):  # the same numbers in another order in memory
             self.down = nn.Parameter(torch.empty(e, D, f, dtype=dtype).mT)
         self.layout: dict[str, Placement] = {"up": Stack(1), "down": Stack(1)}
-        self.fetch: Callable[[Tensor | None, int], Weights] | None = None
+        self.quantised: dict[str, Quantised] = {}
+        """What stands in the place of up, down and gate; no buffers, so that a cast of the model leaves them alone."""
+        self.fetch: Callable[[Tensor | None, int], Weights | Stacks] | None = None
         """Where this rank's weights come from, when they are not where they are stored (see :mod:`.resident`)."""
         self.up_bias = self.gate_bias = self.down_bias = None
         if config.gated:
@@ -61,16 +68,19 @@ class Experts(InFloat8):
                 self.layout["gate_bias"] = Stack(1)
 
     @property
-    def stored(self) -> Weights:
+    def stored(self) -> Weights | Stacks:
         """This rank's, where they are stored."""
+        if made := self.quantised:
+            biases = self.up_bias, self.gate_bias, self.down_bias
+            return Stacks(made["up"], made["down"], made.get("gate"), *biases)
         return Weights(self.up, self.down, self.gate, self.up_bias, self.gate_bias, self.down_bias)
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> Weights | Stacks:
         """This rank's, as the kernels take them."""
         return self.stored if self.fetch is None else self.fetch(None, 0)
 
-    def weights_for(self, ends_e: Tensor, rows: int) -> Weights:
+    def weights_for(self, ends_e: Tensor, rows: int) -> Weights | Stacks:
         """The same, where those of experts without any of the ``rows``, which end at ``ends_e``, may be anything."""
         return self.stored if self.fetch is None else self.fetch(ends_e, rows)
 
@@ -84,17 +94,49 @@ class Experts(InFloat8):
         """Of this rank's weights."""
         return sum(w.nbytes for w in self.stored if w is not None)
 
+    def quantise(
+        self, part: str, stack_efD: Tensor, kind: Kind, group: int, hidden: Axis, device: torch.device
+    ) -> None:
+        """From now on multiply with ``stack_efD``, in ``kind``, for ``part`` (up, down or gate), and have no other: one
+        expert after another on ``device``, where the ranks along ``hidden`` have the rest of its hidden units.
+        """
+        down = part == "down"
+        made: Quantised | None = None
+        for e, w_fD in enumerate(stack_efD):
+            w = w_fD.to(device)
+            one = in_fewer_bits(w.T if down else w, kind, group, hidden.max_ if down else SOLO.max_)
+            if made is None:
+                values, scales = (
+                    torch.empty(self.here, *t.shape, dtype=t.dtype, device=self.stored_on) for t in one[1:3]
+                )
+                made = one._replace(values=values, scales=scales)
+            made.values[e], made.scales[e] = one.values, one.scales
+        assert made is not None, "every rank has experts"
+        self.quantised[part] = made
+        delattr(self, part)
+
+    def pin(self) -> None:
+        """Have what is stored in host memory where copies of it need not wait for the host."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.pin_memory()
+        for part, made in self.quantised.items():
+            self.quantised[part] = made._replace(values=made.values.pin_memory(), scales=made.scales.pin_memory())
+
     def forward(
         self,
         x_TD: Tensor,
         order_R: Tensor,
         ends_e: Tensor,
         routing_TA: Tensor,
-        weights: Weights,
+        weights: Weights | Stacks,
         dropout: Hidden | None = None,
     ) -> Tensor:
         """y_TD of choices that are sorted by ``weights``' experts, whose hidden units ``dropout`` drops."""
         kind, dtype = x_TD.device.type, x_TD.dtype
+        if isinstance(weights, Stacks):
+            assert dropout is None, "what is quantised is not trained"
+            run = choose("quantised_experts", kind, dtype)
+            return run(x_TD, order_R, ends_e, routing_TA, weights, self.activation)
         if dropout is None:
             run = float8.routed if self.float8 else choose("routed_experts", kind, dtype)
             return run(x_TD, order_R, ends_e, routing_TA, weights, self.activation)
@@ -114,7 +156,7 @@ class Experts(InFloat8):
     def shadows(self, hot_E: Tensor, grid: Grid) -> Weights:
         """The weights of these experts, wherever they are stored."""
         place_E = hot_E - grid.ep.rank * (self.count // grid.ep.size)
-        mine_E = (place_E >= 0) & (place_E < len(self.up))
+        mine_E = (place_E >= 0) & (place_E < self.here)
         place_E = place_E.where(mine_E, 0)
 
         def copied(w: Tensor) -> Tensor:
@@ -133,7 +175,9 @@ class Experts(InFloat8):
         def perhaps(w: Tensor | None) -> Tensor | None:
             return None if w is None else whole(w)
 
-        up, down, gate, up_bias, gate_bias, down_bias = self.weights
+        weights = self.weights
+        assert isinstance(weights, Weights), "quantised experts stay on their ranks, whatever the degree"
+        up, down, gate, up_bias, gate_bias, down_bias = weights
         output_bias = None if down_bias is None else chosen(down_bias)  # each rank has all of it
         return Weights(whole(up), whole(down), perhaps(gate), perhaps(up_bias), perhaps(gate_bias), output_bias)
 

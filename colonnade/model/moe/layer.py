@@ -45,6 +45,8 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config, moe, axes, **on, stored_on=experts_on)
         self.shared = FeedForward(config, axes, width=moe.shared_width, **on) if moe.shared_width else None
         self.shared_gate = Linear(config.width, 1, bias=False, **on) if moe.shared_gate else None
+        if self.shared_gate is not None:
+            self.shared_gate.as_stored = True
         self.layout: dict[str, Placement] = {"shared_gate.weight": on_rows(axes)} if moe.shared_gate else {}
 
     def forward(self, x_tD: Tensor, T: int, routed: Routed, noise: PlaceNoise | None = None) -> tuple[Tensor, Report]:

@@ -14,12 +14,13 @@ On a CPU the same buffers are filled by plain copies, which saves nothing: it is
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from colonnade.kernels.experts.quantised import Stacks
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model.moe.experts import Experts
 
@@ -33,10 +34,9 @@ class Resident:
         self._moves = device.type == "cuda"
         if self._moves:
             for layer in layers:
-                for parameter in layer.parameters():
-                    parameter.data = parameter.data.pin_memory()  # copies from other memory would wait for the host
+                layer.pin()
         self._homes = [layer.stored for layer in layers]
-        self._buffers = [_like(self._homes[0], device) for _ in range(buffers)]
+        self._buffers = [self._homes[0].each(partial(torch.empty_like, device=device)) for _ in range(buffers)]
         self._free = deque(range(buffers))
         self._few: int | None = None
         """The buffer that is used for chosen experts alone."""
@@ -52,9 +52,9 @@ class Resident:
     @property
     def size_bytes(self) -> int:
         """Of the buffers on the device."""
-        return sum(w.nbytes for buffer in self._buffers for w in buffer if w is not None)
+        return sum(w.nbytes for buffer in self._buffers for w in buffer.tensors)
 
-    def _at(self, place: int, ends_e: Tensor | None, rows: int) -> Weights:
+    def _at(self, place: int, ends_e: Tensor | None, rows: int) -> Weights | Stacks:
         """The experts of the layer at this place, for work that is given to the device now; those that have some of
         the ``rows`` by ``ends_e`` at least.
         """
@@ -73,7 +73,7 @@ class Resident:
             self._fetch((self._here[-1][0] + 1) % len(self._homes))
         return self._buffers[buffer]
 
-    def _chosen(self, place: int, ends_e: Tensor) -> Weights:
+    def _chosen(self, place: int, ends_e: Tensor) -> Weights | Stacks:
         """Only the experts that have rows are brought, unless all are there already."""
         if (there := dict(self._here).get(place)) is not None:
             self._await(there)
@@ -114,15 +114,8 @@ class Resident:
     def _copy(self, place: int, buffer: int, expert: int | None = None) -> None:
         """All experts of a layer, or one of them, into a buffer."""
         part = slice(None) if expert is None else expert
-        for into, home in zip(self._buffers[buffer], self._homes[place], strict=True):
-            if into is not None and home is not None:
-                into[part].copy_(home[part], non_blocking=True)
-
-
-def _like(home: Weights, device: torch.device) -> Weights:
-    up, down, *rest = home
-    others = (None if w is None else torch.empty_like(w, device=device) for w in rest)
-    return Weights(torch.empty_like(up, device=device), torch.empty_like(down, device=device), *others)
+        for into, home in zip(self._buffers[buffer].tensors, self._homes[place].tensors, strict=True):
+            into[part].copy_(home[part], non_blocking=True)
 
 
 def experts_of(model: nn.Module) -> list[Experts]:
@@ -130,21 +123,30 @@ def experts_of(model: nn.Module) -> list[Experts]:
     return [module for module in model.modules() if isinstance(module, Experts)]
 
 
-def device_bytes(model: nn.Module, resident: int | None = None) -> int:
+def plain_bytes(part: nn.Module) -> int:
+    """Memory of the weights of a part of a model, as its tensors are [bytes]."""
+    return sum(x.nbytes for x in (*part.parameters(), *part.buffers()))
+
+
+Weigh = Callable[[nn.Module], int]
+"""What says how much memory the weights of a part of a model take [bytes]."""
+
+
+def device_bytes(model: nn.Module, resident: int | None = None, weigh: Weigh = plain_bytes) -> int:
     """What the weights of this rank's share of a model (it may be on the meta device) take on the device, if so many
     layers' experts are there at a time.
     """
-    layers = experts_of(model)
-    whole = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    layers, whole = experts_of(model), weigh(model)
     if resident is None or resident >= len(layers):
         return whole
-    return whole - (len(layers) - resident) * layers[0].size_bytes
+    return whole - (len(layers) - resident) * weigh(layers[0])
 
 
-def too_large(model: nn.Module, resident: int | None, source: str) -> str:
+def too_large(model: nn.Module, resident: int | None, source: str, weigh: Weigh = plain_bytes) -> str:
     """What is to be said when there is no room for a model's weights: the numbers, and what would need less."""
     remedy = "use more ranks (--plan.tp), or a smaller --dtype"
     if (layers := len(experts_of(model))) > 1 and resident != 1:
         fewer = 2 if layers > 2 and resident not in (1, 2) else 1
-        remedy = f"--experts.resident {fewer} takes {device_bytes(model, fewer):,}; or {remedy}"
-    return f"no room for the weights of {source}, {device_bytes(model, resident):,} bytes on a rank's device; {remedy}"
+        remedy = f"--experts.resident {fewer} takes {device_bytes(model, fewer, weigh):,}; or {remedy}"
+    takes = device_bytes(model, resident, weigh)
+    return f"no room for the weights of {source}, {takes:,} bytes on a rank's device; {remedy}"

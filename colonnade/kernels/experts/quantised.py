@@ -1,0 +1,71 @@
+"""Each token through its experts, whose matrices are quantised: the specification, and what a CPU uses.
+
+    h_r = act(W_gate x_t(r)) ⊙ W_up x_t(r),    y_t = Σ_j w_tj W_down h_r(t, j)        as :mod:`reference`
+
+Each matrix of each expert is what a dense layer's would be (:mod:`colonnade.kernels.linear.quantise`): a scale for each
+output, or for each group of its inputs. So W_down, which others hold hidden units first, stands here outputs first.
+Experts without rows are not looked at, and a band of a matrix at a time is written out, as in dense products.
+
+Kernels of this kind are for serving: there is no way back through them.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from colonnade.kernels.experts.reference import ACTIVATIONS
+from colonnade.kernels.linear.quantise import Quantised
+from colonnade.kernels.linear.quantised import linear
+from colonnade.kernels.permute import reference as permute
+
+
+class Stacks(NamedTuple):
+    """The weights of E experts, as :class:`~colonnade.kernels.experts.reference.Weights` but for the matrices."""
+
+    up: Quantised
+    """E matrices of F outputs and D inputs."""
+    down: Quantised
+    """E matrices of D outputs and F inputs."""
+    gate: Quantised | None = None
+    """As ``up``."""
+    up_bias_EF: Tensor | None = None
+    gate_bias_EF: Tensor | None = None
+    down_bias_ED: Tensor | None = None
+
+    def each(self, f: Callable[[Tensor], Tensor]) -> "Stacks":
+        """What ``f`` makes of every tensor."""
+
+        def of(part: Quantised | Tensor) -> Quantised | Tensor:
+            if isinstance(part, Quantised):
+                return part._replace(values=f(part.values), scales=f(part.scales))
+            return f(part)
+
+        return Stacks(*(None if part is None else of(part) for part in self))  # type: ignore[arg-type]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that there are; the experts are the first dimension of each."""
+        matrices = [t for w in self[:3] if w is not None for t in (w.values, w.scales)]
+        return matrices + [w for w in self[3:] if w is not None]
+
+
+def routed(
+    x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, weights: Stacks, activation: str
+) -> Tensor:
+    """y_TD (see :func:`reference.routed`)."""
+    x_RD = permute.gather(x_TD, order_R, weights_TA.shape[1])
+    act, start, y_RD = ACTIVATIONS[activation], 0, torch.zeros_like(x_RD)
+    up, down, gate, up_b, gate_b, down_b = weights
+    for e, end in enumerate(ends_E.tolist()):
+        if end > start:
+            x_cD = x_RD[start:end]
+            u_cF = linear(x_cD, up.of(e), None if up_b is None else up_b[e])
+            if gate is None:
+                h_cF = act(u_cF)
+            else:
+                h_cF = act(linear(x_cD, gate.of(e), None if gate_b is None else gate_b[e])) * u_cF
+            y_RD[start:end] = linear(h_cF, down.of(e), None if down_b is None else down_b[e])
+            start = end
+    return permute.combine(y_RD, order_R, weights_TA)

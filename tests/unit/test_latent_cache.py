@@ -1,0 +1,159 @@
+"""Latents kept in 8 bits: what rounding may cost, what a page takes, and that whoever reads them reads the same."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from colonnade import api, talk
+from colonnade.config import LatentConfig, Plan, ServeConfig
+from colonnade.config.presets import preset
+from colonnade.errors import ConfigError
+from colonnade.kernels.attention import latents
+from colonnade.kernels.choose import TABLE
+from colonnade.model import KVCache, Packed, Rows, Stream
+from colonnade.model.cache import Pools
+from colonnade.parallel.axis import SOLO_AXES
+from colonnade.parallel.mesh import Ground
+from colonnade.serve import Engine, SamplingParams
+from colonnade.serve.memory import Asked, remedies
+from tests.latent_steps import step
+from tests.models import CONFIGS, build
+from tests.serve import tiny
+from tests.serve.ranks import COUNT, LATENT, LIMITS, PROMPTS
+from tests.worlds import assert_same
+
+CPU = torch.device("cpu")
+KINDS = ["int8", "float8"]
+RANK = 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12])
+def test_no_number_moves_further_than_it_may(kind: latents.Kind, scale: float) -> None:
+    """And a large rotary key costs the latent beside it nothing."""
+    x = torch.randn(50, RANK + 6, generator=torch.Generator().manual_seed(0)) * scale
+    x[:, RANK:] *= 1000
+    x[7], x[8, 1:] = 0, 0
+    values, scales = latents.keep(x, RANK, kind)
+    got = latents.written_out(values[:, None], scales, RANK, torch.float64)[:, 0]
+    assert values.dtype.itemsize == 1 and scales.shape == (50, 2) and not got[7].any()
+    for part in (slice(RANK), slice(RANK, None)):
+        highest = x[:, part].abs().amax(1, keepdim=True)
+        bound = highest / 127 / 2 if kind == "int8" else (x[:, part].abs() / 16).maximum(highest * 2.0**-17)
+        apart = (got[:, part] - x[:, part].double()).abs()
+        assert (apart <= 1.001 * bound).all() and (apart > bound / 10).any()
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    x = torch.ones(3, RANK + 6)
+    x[1, 2], x[2, RANK] = torch.inf, torch.nan
+    for kind in KINDS:
+        values, scales = latents.keep(x, RANK, kind)
+        finite = latents.written_out(values[:, None], scales, RANK, torch.float32)[:, 0].isfinite()
+        assert finite[0].all() and not finite[1, :RANK].any() and not finite[2, RANK:].any()
+
+
+class Rounded(KVCache):
+    """A cache in the model's type of numbers that 8 bits can hold: the specification."""
+
+    kind: latents.Kind
+
+    def at(self, layer: int) -> Pools:
+        cache = self
+
+        class Round(Pools):
+            def write(self, slots_T, k_TkH, v_TkH) -> None:
+                assert cache.values is not None
+                values, scales = latents.keep(k_TkH[:, 0], cache.values, cache.kind)
+                k_TkH = latents.written_out(values[:, None], scales, cache.values, k_TkH.dtype)
+                super().write(slots_T, k_TkH, k_TkH)
+
+        pools = super().at(layer)
+        return Round(**{field.name: getattr(pools, field.name) for field in dataclasses.fields(Pools)})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["latent", "latent_yarn_biased"])
+@pytest.mark.parametrize("row", [r for r in TABLE if r.operation == "paged_attention"], ids=lambda row: row.name)
+def test_prompts_chunks_and_decodes_read_what_was_kept(row, name: str, kind: latents.Kind) -> None:
+    if "cpu" not in row.devices:
+        pytest.skip("a GPU's: tests/interpreted_latent.py and tests/gpu/test_cascade_gpu.py")
+    config, draw = CONFIGS[name], torch.Generator().manual_seed(0)
+    model = build(config)
+    texts = [torch.randint(config.vocab_size, (n,), generator=draw) for n in (11, 9)]
+    on = {"pages": 9, "page_tokens": 3, "dtype": torch.float64}
+    cache, exact = KVCache(config, **on, kind=kind), Rounded(config, **on)
+    exact.kind = kind
+    errors = []
+    with torch.no_grad():
+        plain = [model(Stream(t, torch.arange(len(t))), Packed.of([len(t)]), Rows()) for t in texts]
+        for spans in ([(0, 5), (0, 1)], [(5, 6), (1, 7)], [(6, 7), (7, 8)], [(7, 11), (8, 9)]):
+            logits = []
+            for it in (cache, exact):
+                positions, paged = step(it, [[8, 2, 5, 0], [1, 7, 3, 4]], spans)
+                tokens = torch.cat([t[slice(*span)] for t, span in zip(texts, spans, strict=True)])
+                paged = dataclasses.replace(paged, kernels=row.name)
+                logits.append(model(Stream(tokens, positions), paged, Rows()))
+            assert_same(*logits)
+            wanted = torch.cat([e[slice(*span)] for e, span in zip(plain, spans, strict=True)])
+            errors.append(float((logits[0] - wanted).norm() / wanted.norm()))
+    assert 1e-5 < max(errors) < (0.02 if kind == "int8" else 0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_costs_a_byte_a_number_and_two_scales(kind: latents.Kind) -> None:
+    config = CONFIGS["latent"]
+    cache = KVCache(config, pages=5, page_tokens=4, dtype=torch.float64, kind=kind)
+    assert cache.bytes == 5 * 4 * config.layers * (7 + 4 + 2 * 4)
+    assert cache.bytes == 5 * KVCache.bytes_per_page(config, SOLO_AXES, 4, torch.float64, kind)
+    v3 = preset("deepseek-v3")
+    stored, kept = (KVCache.bytes_per_page(v3, SOLO_AXES, 64, torch.bfloat16, k) for k in ("stored", kind))
+    assert kept / stored == pytest.approx((576 + 8) / 1152)
+
+
+def test_twice_the_tokens_in_the_same_memory_and_half_of_it_for_the_same() -> None:
+    model = tiny.model(dtype=torch.float32, **LATENT | {"latent": LatentConfig(kv_rank=56, rope_width=4, v_width=3)})
+    limits = ServeConfig(cache_bytes=100_000, page_tokens=4)
+    stored, kept = (Engine(model, tiny.tokenizer(), limits.but(cache=kind)) for kind in ("stored", "int8"))
+    for engine in (stored, kept):
+        asked = Asked(model.config, engine.config, torch.float32, CPU)
+        assert asked.needs().cache == engine.cache.bytes <= 100_000
+    assert kept.cache.pages / stored.cache.pages == pytest.approx(60 * 4 / (60 + 8), rel=0.05)
+    asked = Asked(model.config, limits.but(pages=100), torch.float32, CPU)
+    saves = {flags: saves for flags, saves, _ in remedies(asked, asked.needs(), 1000, number=9)}
+    assert 0 < saves["--serve.cache int8"] < 100 * 4 * 2 * (60 * 4 - 68)
+    other = Asked(tiny.config(), limits.but(pages=100), torch.float32, CPU)
+    assert not any("serve.cache " in flags for flags, _, _ in remedies(other, other.needs(), 1000, number=9))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_says_the_same_however_prompts_are_cut(kind: latents.Kind) -> None:
+    """In chunks, preempted, with shared prefixes, in steps of fixed shape, one by one: a token's bits are its own."""
+    model = tiny.model(**LATENT)
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+    whole = ServeConfig(pages=64, page_tokens=3, cache=kind)
+    said = [
+        [c.token_ids for c in Engine(model, tiny.tokenizer(), limits).generate(PROMPTS, [params] * len(PROMPTS))]
+        for limits in (
+            whole,
+            LIMITS.but(cache=kind),
+            LIMITS.but(cache=kind, fixed_steps=True),
+            whole.but(batch_invariant=True),
+        )
+    ]
+    assert said[0] == said[1] == said[2] == said[3]
+    assert len({token for text in said[0] for token in text}) > 5
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    limits = ServeConfig(cache="int8")
+    with pytest.raises(ConfigError, match=r"a cache in int8 is for latent attention.*2 key/value heads.*leave --serve"):
+        Engine(tiny.model(), tiny.tokenizer(), limits)
+    api.save(api.Model(tiny.model(dtype=torch.float32), tiny.tokenizer(), Ground.solo(CPU), "m"), tmp_path / "m")
+    where = talk.Where(str(tmp_path / "m"), Plan(), limits, "cpu", "float32")
+    with pytest.raises(ConfigError, match="a cache in int8 is for latent attention"):
+        where.find()
+    with pytest.raises(ConfigError):
+        ServeConfig(cache="int4")
