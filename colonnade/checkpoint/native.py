@@ -30,7 +30,7 @@ from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint.folder import Manifest
 from colonnade.checkpoint.storage import DTYPES, FULL, INDEX, Index, Reader, Writer, part_of
 from colonnade.checkpoint.view import Moments, local_tensors, parameter_of, storage_view, storage_views
-from colonnade.config import Config, ModelConfig, RunConfig
+from colonnade.config import Config, ModelConfig, RunConfig, differences
 from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
 from colonnade.model import Transformer
 from colonnade.model.quantised import Place, in_place
@@ -175,10 +175,7 @@ def load(
     the file, for anything missing, damaged or foreign.
     """
     manifest, meta, index = _open(folder)
-    if meta.model != (expected := trained or model.config):
-        fields = [(key, getattr(meta.model, key), getattr(expected, key)) for key in ModelConfig.model_fields]
-        differ = ", ".join(f"{key} {was}, not {now}" for key, was, now in fields if was != now)
-        raise CheckpointError(f"{folder} holds a model with {differ}; use another --name for another model")
+    _same(folder, meta, trained or model.config)
     local = local_tensors(model, masters, optimizer)
     whole = model.whole_shapes()
     for key, tensor in local.items():
@@ -230,6 +227,11 @@ def read_meta(folder: Path) -> Meta:
     return _open(folder)[1]
 
 
+def check_model(folder: Path, model: ModelConfig) -> None:
+    """Raise :class:`CheckpointError`, field by field, when the checkpoint ``folder`` is of another model."""
+    _same(folder, read_meta(folder), model)
+
+
 def is_native(folder: Path) -> bool:
     """Whether ``folder`` looks like a checkpoint of ours."""
     return (folder / folders.MANIFEST).is_file()
@@ -255,6 +257,14 @@ def _open(folder: Path) -> tuple[Manifest, Meta, Index]:
             f"{folder / META} does not fit this Colonnade: {why}; use the version that wrote it"
         ) from None
     return manifest, meta, Index.read(folder)
+
+
+def _same(folder: Path, meta: Meta, expected: ModelConfig) -> None:
+    if differ := ", ".join(differences(meta.model, expected, prefix="model.")):
+        raise CheckpointError(
+            f"{folder} holds another model than is asked for ({differ}); go on with the model as it was, or use "
+            "another --name for another model"
+        )
 
 
 def _version(package: str) -> str:

@@ -37,9 +37,13 @@ def check_settings(run: RunConfig) -> None:
 
 
 def check_data(run: RunConfig) -> None:
-    """Raise :class:`~colonnade.errors.ColonnadeError` for a corpus, or a model to begin with, that does not fit."""
+    """Raise :class:`~colonnade.errors.ColonnadeError` for a corpus, a model to begin with, or a checkpoint to go on
+    from, that does not fit.
+    """
     Feed(run)
-    if run.train.start and native.newest(run.folder) is None:
+    if (checkpoint := native.newest(run.folder)) is not None:
+        native.check_model(checkpoint, run.model)
+    elif run.train.start:
         check_start(run)
 
 

@@ -21,7 +21,7 @@ from colonnade.checkpoint import native
 from colonnade.checkpoint.background import Background
 from colonnade.checkpoint.folder import Manifest
 from colonnade.checkpoint.retention import prune
-from colonnade.config import Config, ModelConfig, RunConfig, TrainConfig
+from colonnade.config import ModelConfig, RunConfig, TrainConfig, differences
 from colonnade.data import Batch
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Transformer, initialise
@@ -232,7 +232,7 @@ class Session:
         if self.scaler is not None:
             overflowed = meta.step - self.optimizer.steps - self.skipped
             self.scaler.restore(meta.loss_scale or self.scaler.state, overflowed)
-        self.changes = changes(meta.run, self.run)
+        self.changes = differences(meta.run, self.run)
 
     def _cursor(self) -> dict[str, Any]:
         """How many samples are behind us, and all that decides which ones these are."""
@@ -280,15 +280,3 @@ def newest(run: Path, world: Axis) -> Path | None:
         if number > int(step):
             Manifest.read(damaged).check_sizes(damaged)
     return None if step < 0 else run / f"step-{int(step)}"
-
-
-def changes(was: Config, now: Config, prefix: str = "") -> list[str]:
-    """``"train.lr 0.0003 -> 0.0001"`` for each setting that differs."""
-    found: list[str] = []
-    for key in type(now).model_fields:
-        old, new = getattr(was, key), getattr(now, key)
-        if isinstance(old, Config) and isinstance(new, Config):
-            found += changes(old, new, f"{prefix}{key}.")
-        elif old != new:
-            found.append(f"{prefix}{key} {old} -> {new}")
-    return found

@@ -10,12 +10,9 @@ that come to it. A router draws its first weights by name and seed, as every new
 import torch
 
 from colonnade.config import ModelConfig, MoeConfig
-from colonnade.config.model import Family
+from colonnade.config.presets_common import WITH_EXPERTS
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model import Transformer, initialise
-
-WITH_EXPERTS: dict[Family, Family] = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
-"""As what a dense family's models can be saved for Hugging Face when they have experts; others keep their name."""
 
 FEED_FORWARD = (
     ("gate.weight", "gate"), ("up.weight", "up"), ("down.weight", "down"),

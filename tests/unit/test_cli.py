@@ -458,15 +458,37 @@ def test_a_run_that_cannot_start_shows_no_plan(
     assert "there is no router 'swich'" in said and "switch" in said
 
 
-def test_resuming_says_what_is_wrong(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
+def test_resuming_says_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path
+) -> None:
     words = ["train", "--data.path", str(corpus), "--runs", str(tmp_path), "--name", "it", *TINY, "--train.steps", "2"]
     main(words)
     assert "already" not in capsys.readouterr().out
     main([*words[:-1], "1"])
     assert "already at step 2 of 1; raise --train.steps to go on" in capsys.readouterr().out
     words[words.index("--model.layers") + 1] = "3"
-    said = refused(capsys, *words)
-    assert "holds a model with layers 1, not 3; use another --name for another model" in said
+    monkeypatch.setattr("colonnade.parallel.launch.elastic_launch", None)
+    said = refused(capsys, *words, "--plan.dp", "2")  # before any process starts
+    assert "holds another model than is asked for (model.layers: 1 -> 3); go on with the model as it was" in said
+
+
+def test_experts_for_a_dense_preset(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
+    """How many there are makes a mixture of the preset; all other flags about them need that, and say so."""
+    words = ["train", "--data.path", str(corpus), "--runs", str(tmp_path), *TINY, "--train.steps", "1"]
+    main([*words, "--model.moe.experts", "3", "--model.moe.router.kind", "sigmoid", "--dry_run"])
+    model = tomllib.loads(capsys.readouterr().out)["model"]
+    assert (model["family"], model["moe"]["experts"], model["moe"]["active"]) == ("mixtral", 3, 2)
+    assert (model["moe"]["ffn_width"], model["moe"]["router"]["kind"]) == (24, "sigmoid")
+    main([*words, "--model.moe.experts=3", "--model.moe.ffn-width=8", "--name", "experts"])
+    assert "experts: 0.0" in capsys.readouterr().out
+    for flag in ("--model.moe.active=1", "--model.moe.ffn-width=3"):
+        said = refused(capsys, *words, flag)
+        assert "is about experts, and this model has none; say how many with --model.moe.experts" in said
+    said = refused(capsys, *words, "--model.latent.kv_rank", "8")
+    assert "write the whole table [model.latent] into a file for --config" in said
+    main([*words, "--name", "dense"])
+    said = refused(capsys, *words, "--train.start", tmp_path / "dense", "--model.moe.experts", "3")
+    assert f"colonnade convert {tmp_path / 'dense'} OUT --format colonnade --upcycle 3" in said
 
 
 def test_train_and_use(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
