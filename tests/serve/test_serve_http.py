@@ -348,3 +348,4 @@ def test_metrics_count_what_clients_saw(running: Running, client: openai.OpenAI)
     assert usage is not None
     after = [metric(running, name) for name in names]
     assert [b - a for a, b in zip(before, after, strict=True)] == [usage.prompt_tokens, 9, 1]
+    assert metric(running, "shared_keys_read_total") == metric(running, "shared_keys_spared_total") == 0
