@@ -77,6 +77,7 @@ def locate(path: str | Path) -> Path:
             raise CheckpointError(
                 f"{place} holds neither a Colonnade checkpoint, nor a run, nor a Hugging Face model; "
                 "give runs/NAME, runs/NAME/step-N, or a folder with config.json and safetensors"
+                + _models_near(place / "step")
             )
         return newest
     near = _models_near(place)
@@ -94,7 +95,9 @@ def _models_near(place: Path) -> str:
     """``"; here are runs/a, runs/b"``: some models in the folder of a path that is not there, or in ``runs``."""
     there = {path for folder in (place.parent, Path("runs")) for path in folder.glob("*") if path.is_dir()}
     models = sorted(str(path) for path in there if native.newest(path) or _is_model(path))
-    likely = difflib.get_close_matches(str(place), models, n=5, cutoff=0)
+    likely = difflib.get_close_matches(str(place), PACKAGED) + difflib.get_close_matches(
+        str(place), models, 5, cutoff=0
+    )
     return f"; here are {', '.join(likely)}" if likely else ""
 
 

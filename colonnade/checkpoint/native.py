@@ -235,8 +235,8 @@ def check_model(folder: Path, model: ModelConfig) -> None:
 
 
 def is_native(folder: Path) -> bool:
-    """Whether ``folder`` looks like a checkpoint of ours."""
-    return (folder / folders.MANIFEST).is_file()
+    """Whether ``folder`` looks like a checkpoint of ours; a corpus has a manifest too."""
+    return (folder / folders.MANIFEST).is_file() and any((folder / name).is_file() for name in (META, INDEX))
 
 
 def newest(run: Path) -> Path | None:

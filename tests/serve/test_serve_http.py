@@ -273,6 +273,7 @@ def test_odd_requests_have_the_same_error_shape(running: Running):
     for method, path, status in (("GET", "/nope", 404), ("GET", "/v1/completions", 405)):
         reply = httpx.request(method, running.url + path)
         assert reply.status_code == status and set(reply.json()["error"]) == {"message", "type", "param", "code"}
+        assert ("use POST" if status == 405 else "/openapi.json") in reply.json()["error"]["message"]
     form = httpx.post(f"{running.url}/v1/completions", data={"prompt": "x"})
     assert form.status_code == 400 and "content-type: application/json" in form.json()["error"]["message"]
 

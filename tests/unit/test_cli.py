@@ -221,6 +221,9 @@ def test_file_that_is_not_text(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_missing_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     said = refused(capsys, "train", "--data.path", tmp_path / "nowhere", "--runs", tmp_path / "runs")
     assert "is not a corpus" in said
+    (tmp_path / "book.txt").write_text(TEXT)
+    said = refused(capsys, "train", "--data.path", tmp_path / "book.txt", "--runs", tmp_path / "runs")
+    assert f"make one of it: colonnade corpus {tmp_path / 'book.txt'} --out {tmp_path / 'book'}" in said
     assert not (tmp_path / "runs").exists()
 
 
@@ -559,6 +562,11 @@ def test_a_run_that_is_not_there_is_no_hub_id(
         shutil.copytree(model, f"runs/{name}/step-3")
     Path("runs/empty").mkdir()
     assert "runs/spechees does not exist; here are runs/speeches, runs/book" in refused(capsys, "eval", "runs/spechees")
+    Path("words").mkdir()
+    Path("words/manifest.json").write_text("{}")  # as a corpus has one
+    assert refused(capsys, "eval", "words").endswith("safetensors; here are runs/speeches, runs/book")
+    assert "; here are smollm2, runs/" in refused(capsys, "eval", "smollm")
+    assert "and there are the presets tour" in refused(capsys, "verify", "tuor")
     said = refused(capsys, "eval", "run/speeches")
     assert "Hub" in said and "; here are runs/speeches, runs/book" in said
 
