@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint import native
+from colonnade.checkpoint.folder import Manifest
 from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
 from colonnade.checkpoint.hf.hub import fetch, find_minilm
 from colonnade.checkpoint.hf.read import HFFolder
@@ -74,6 +76,8 @@ def locate(path: str | Path) -> Path:
             return place
         newest = native.newest(place)
         if newest is None:
+            for _, damaged in folders.steps(place)[:1]:
+                Manifest.read(damaged).check_sizes(damaged)  # says which file it is
             raise CheckpointError(
                 f"{place} holds neither a Colonnade checkpoint, nor a run, nor a Hugging Face model; "
                 "give runs/NAME, runs/NAME/step-N, or a folder with config.json and safetensors"

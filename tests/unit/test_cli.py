@@ -477,6 +477,10 @@ def test_resuming_says_what_is_wrong(
     assert "already" not in capsys.readouterr().out
     main([*words[:-1], "1"])
     assert "already at step 2 of 1; raise --train.steps to go on" in capsys.readouterr().out
+    shutil.copytree(tmp_path / "it", tmp_path / "hurt")
+    (weights,) = (tmp_path / "hurt" / "step-2").glob("weights-*")
+    weights.write_bytes(weights.read_bytes()[:-9])
+    assert f"{weights} has " in refused(capsys, "eval", tmp_path / "hurt"), "its one checkpoint, which is damaged"
     words[words.index("--model.layers") + 1] = "3"
     monkeypatch.setattr("colonnade.parallel.launch.elastic_launch", None)
     said = refused(capsys, *words, "--plan.dp", "2")  # before any process starts
@@ -497,7 +501,8 @@ def test_experts_for_a_dense_preset(capsys: pytest.CaptureFixture[str], corpus: 
         assert "is about experts, and this model has none; say how many with --model.moe.experts" in said
     said = refused(capsys, *words, "--model.latent.kv_rank", "8")
     assert "write the whole table [model.latent] into a file for --config" in said
-    main([*words, "--name", "dense"])
+    main([*words, "--name", "dense", "--train.fused_adamw"])
+    assert "\nfused_adamw\n" in capsys.readouterr().out, "the first lines say what the run uses"
     said = refused(capsys, *words, "--train.start", tmp_path / "dense", "--model.moe.experts", "3")
     assert f"colonnade convert {tmp_path / 'dense'} OUT --format colonnade --upcycle 3" in said
 
