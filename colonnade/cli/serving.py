@@ -123,4 +123,10 @@ def serve(
         raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
 
     where = placing.where(model, serve)
-    run(where.load, where.plan, serve, name=Path(model).name, device=placing.device, announce=console.print)
+    with console.status("loading the model") as status:
+
+        def announce(line: str) -> None:
+            status.stop()
+            console.print(line, soft_wrap=True)
+
+        run(where.load, where.plan, serve, name=Path(model).name, device=placing.device, announce=announce)
