@@ -56,8 +56,17 @@ Format = Literal["hf", "colonnade"]
 class Model:
     """A transformer with its tokenizer, on the ground it was loaded for. Use :func:`load` to make one."""
 
-    def __init__(self, transformer: Transformer, tokenizer: Tokenizer | None, ground: Ground, source: str):
+    def __init__(
+        self,
+        transformer: Transformer,
+        tokenizer: Tokenizer | None,
+        ground: Ground,
+        source: str,
+        tasks: Sequence[str] = (),
+    ):
         self.transformer, self.ground, self.source = transformer, ground, source
+        self.tasks = tuple(tasks)
+        """What the corpus called the tasks of the router 'task', by number."""
         self._tokenizer = tokenizer
         self._exit = ExitStack()
         self._engine: Engine | None = None
@@ -213,14 +222,15 @@ def find(
         raise PlanError(f"a loaded model is laid over tp and cp ranks only, not over {plan}; load with these only")
     plan.check(found.config)
     check_weights(found.config, weights, weight_group, plan.tp, plan.sh)
-    return replace(found, config=_told(found.config, experts))
+    return replace(found, config=_told(found, experts))
 
 
-def _told(trained: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
+def _told(found: Opened, experts: ExpertsConfig) -> ModelConfig:
     """The model whose experts do as they are told."""
-    told = experts.of(trained)
+    told = experts.of(found.config, found.tasks)
     if told.moe is not None and experts.active is not None:
-        rule(told.moe)  # a router that always sends a token to as many says so before any process starts
+        # A router that always sends a token to as many says so before any process starts.
+        rule(told.moe, otherwise="leave --experts.active out")
     return told
 
 
@@ -244,7 +254,7 @@ def _load(
         shape = Transformer(found.config, ground.axes, **on | {"device": "meta", "experts_on": None})
         weigh = partial(kept_bytes, weights=weights, group=group)
         raise CapacityError(too_large(shape, resident, source, weigh)) from None
-    return Model(transformer, Tokenizer.beside(found.words), ground, source)
+    return Model(transformer, Tokenizer.beside(found.words), ground, source, found.tasks)
 
 
 def dtype_on(device: torch.device, dtype: DType) -> torch.dtype:
@@ -283,6 +293,6 @@ def save(
     elif dtype not in ("auto", str(next(model.transformer.parameters()).dtype).removeprefix("torch.")):
         raise ConfigError(f"the colonnade format keeps the weights' own type; load with dtype='{dtype}' and save that")
     else:
-        meta = native.Meta(model=model.config)
+        meta = native.Meta(model=model.config, tasks=model.tasks)
         native.save(place, model.transformer, meta, model.ground, tokenizer=model._tokenizer, overwrite=overwrite)
     return place

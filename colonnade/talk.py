@@ -12,6 +12,7 @@ from rich.console import Console
 from colonnade import api
 from colonnade.checkpoint.found import Opened
 from colonnade.config import AS_TRAINED, Device, ExpertsConfig, Plan, ServeConfig
+from colonnade.config.experts import check_task
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ColonnadeError
 from colonnade.model import Transformer
@@ -47,8 +48,9 @@ class Where:
         return functools.partial(_load, replace(self, model=str(self.find().place)))
 
     def find(self) -> Opened:
-        """The model, opened, and checked: that it can be laid out and served so."""
+        """The model, opened; that it can be laid out and served so, and what its experts are told, checked."""
         found = api.find(self.model, self.plan, self.experts, self.serve.weights, self.serve.weight_group)
+        check_task(found.config, found.tasks)
         self.serve.check(found.config)
         return found
 

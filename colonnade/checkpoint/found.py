@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint import native
+from colonnade.checkpoint.folder import Manifest
 from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
 from colonnade.checkpoint.hf.hub import fetch, find_minilm
 from colonnade.checkpoint.hf.read import HFFolder
@@ -37,18 +39,21 @@ class Opened:
     """Reads a rank's share of the weights, under any layout, before FSDP cuts them."""
     words: Path | Callable[[], tuple[Any, ...]]
     """Where its tokenizer lies, or what reads the parts of one."""
+    tasks: tuple[str, ...] = ()
+    """The names of the tasks that its router knows, where the checkpoint has them."""
 
 
 def opened(path: str | Path) -> Opened:
     """The model that ``path`` means; raises :class:`CheckpointError` for anything missing, damaged or unknown."""
     place = locate(path)
     if native.is_native(place):
-        config = native.read_meta(place).model
+        meta = native.read_meta(place)
+        config = meta.model
 
         def fill(model: Transformer, ground: Ground, put: Place) -> object:
             return native.load(place, model, ground, trained=config, place=put)
 
-        return Opened(place, config, fill, place / native.TOKENIZER)
+        return Opened(place, config, fill, place / native.TOKENIZER, meta.tasks)
     if place.is_dir():
         folder = HFFolder(place)
         return Opened(place, folder.config, lambda model, _, put: folder.fill(model, put), place)
@@ -71,9 +76,12 @@ def locate(path: str | Path) -> Path:
             return place
         newest = native.newest(place)
         if newest is None:
+            for _, damaged in folders.steps(place)[:1]:
+                Manifest.read(damaged).check_sizes(damaged)  # says which file it is
             raise CheckpointError(
                 f"{place} holds neither a Colonnade checkpoint, nor a run, nor a Hugging Face model; "
                 "give runs/NAME, runs/NAME/step-N, or a folder with config.json and safetensors"
+                + _models_near(place / "step")
             )
         return newest
     near = _models_near(place)
@@ -91,7 +99,9 @@ def _models_near(place: Path) -> str:
     """``"; here are runs/a, runs/b"``: some models in the folder of a path that is not there, or in ``runs``."""
     there = {path for folder in (place.parent, Path("runs")) for path in folder.glob("*") if path.is_dir()}
     models = sorted(str(path) for path in there if native.newest(path) or _is_model(path))
-    likely = difflib.get_close_matches(str(place), models, n=5, cutoff=0)
+    likely = difflib.get_close_matches(str(place), PACKAGED) + difflib.get_close_matches(
+        str(place), models, 5, cutoff=0
+    )
     return f"; here are {', '.join(likely)}" if likely else ""
 
 

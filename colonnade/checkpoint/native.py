@@ -30,7 +30,7 @@ from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint.folder import Manifest
 from colonnade.checkpoint.storage import DTYPES, FULL, INDEX, Index, Reader, Writer, part_of
 from colonnade.checkpoint.view import Moments, local_tensors, parameter_of, storage_view, storage_views
-from colonnade.config import Config, ModelConfig, RunConfig
+from colonnade.config import Config, ModelConfig, RunConfig, differences
 from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
 from colonnade.model import Transformer
 from colonnade.model.quantised import Place, in_place
@@ -59,6 +59,8 @@ class Meta(Config):
     """float16: the scale of the next step, and the steps without an overflow since it last changed."""
     cursor: dict[str, Any] = Field(default_factory=dict)
     """Where in the data the next step begins."""
+    tasks: tuple[str, ...] = ()
+    """What the corpus calls the tasks that the router 'task' knows, by number."""
     colonnade: str = Field(default_factory=lambda: _version("colonnade"))
     """Version that wrote it."""
     torch: str = torch.__version__
@@ -175,10 +177,7 @@ def load(
     the file, for anything missing, damaged or foreign.
     """
     manifest, meta, index = _open(folder)
-    if meta.model != (expected := trained or model.config):
-        fields = [(key, getattr(meta.model, key), getattr(expected, key)) for key in ModelConfig.model_fields]
-        differ = ", ".join(f"{key} {was}, not {now}" for key, was, now in fields if was != now)
-        raise CheckpointError(f"{folder} holds a model with {differ}; use another --name for another model")
+    _same(folder, meta, trained or model.config)
     local = local_tensors(model, masters, optimizer)
     whole = model.whole_shapes()
     for key, tensor in local.items():
@@ -230,9 +229,14 @@ def read_meta(folder: Path) -> Meta:
     return _open(folder)[1]
 
 
+def check_model(folder: Path, model: ModelConfig) -> None:
+    """Raise :class:`CheckpointError`, field by field, when the checkpoint ``folder`` is of another model."""
+    _same(folder, read_meta(folder), model)
+
+
 def is_native(folder: Path) -> bool:
-    """Whether ``folder`` looks like a checkpoint of ours."""
-    return (folder / folders.MANIFEST).is_file()
+    """Whether ``folder`` looks like a checkpoint of ours; a corpus has a manifest too."""
+    return (folder / folders.MANIFEST).is_file() and any((folder / name).is_file() for name in (META, INDEX))
 
 
 def newest(run: Path) -> Path | None:
@@ -255,6 +259,14 @@ def _open(folder: Path) -> tuple[Manifest, Meta, Index]:
             f"{folder / META} does not fit this Colonnade: {why}; use the version that wrote it"
         ) from None
     return manifest, meta, Index.read(folder)
+
+
+def _same(folder: Path, meta: Meta, expected: ModelConfig) -> None:
+    if differ := ", ".join(differences(meta.model, expected, prefix="model.")):
+        raise CheckpointError(
+            f"{folder} holds another model than is asked for ({differ}); go on with the model as it was, or use "
+            "another --name for another model"
+        )
 
 
 def _version(package: str) -> str:

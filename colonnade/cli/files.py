@@ -7,7 +7,7 @@ from tyro.conf import Positional, arg
 
 from colonnade.cli.shared import DType, Model, console
 from colonnade.config import count
-from colonnade.errors import DataError
+from colonnade.errors import ConfigError, DataError
 
 
 def corpus(
@@ -70,7 +70,7 @@ def convert(
     shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     upcycle: int = 0,
-    active: int = 2,
+    active: int | None = None,
 ) -> None:
     """Write a model in another format; hf is what transformers, vLLM and others load.
 
@@ -82,12 +82,17 @@ def convert(
         shard_bytes: Largest safetensors file [bytes] (hf).
         overwrite: Replace a model that is there already, once the new one is written.
         upcycle: Make so many experts of each feed-forward part, equal at first (0: leave it dense).
-        active: Experts that a token goes to, of these.
+        active: Experts that a token goes to, of these (2 unless given).
     """
     from colonnade import api, tune
 
+    if active is not None and not upcycle:
+        raise ConfigError(
+            f"--active {active} is about the experts that --upcycle makes, and none are made; add --upcycle with their "
+            "number, or leave --active out (of a model that has experts: --experts.active of eval, generate and serve)"
+        )
     model = api.load(source, dtype="float32" if dtype == "auto" else dtype, device="cpu")
     if upcycle:
-        model.transformer = tune.upcycle(model.transformer, upcycle, active)
+        model.transformer = tune.upcycle(model.transformer, upcycle, 2 if active is None else active)
     api.save(model, out, format=format, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite)
     console.print(f"{out}: {model.config.parameters:,} parameters, format {format}")

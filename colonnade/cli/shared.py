@@ -8,6 +8,7 @@ from rich.console import Console
 from tyro.conf import arg
 
 from colonnade.config import AS_TRAINED, Device, ExpertsConfig, Plan, ServeConfig
+from colonnade.config.model import divisors
 from colonnade.errors import PlanError
 
 if TYPE_CHECKING:
@@ -42,6 +43,15 @@ class ServingRanks(Ranks):
     """Expert parallel: ranks, of those above, that share a layer's experts among them."""
     sh: int = 1
     """Ranks that share each expert's hidden units."""
+
+    def __post_init__(self) -> None:
+        ranks, experts = self.tp * self.cp, self.ep * self.sh
+        if min(ranks, experts) > 0 and ranks % experts:
+            raise PlanError(
+                f"ep={self.ep} times sh={self.sh} shares experts out over the ranks of tp and cp, and does not divide "
+                f"their {ranks}; set --plan.tp or --plan.cp to {experts}, or ep and sh of which the product is one of "
+                f"{divisors(ranks)}"
+            )
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from rich.table import Table
 from tyro.conf import arg
 
 from colonnade.cli.shared import console, speaks, start_alone
-from colonnade.config import DataConfig, ModelConfig, RunConfig
+from colonnade.config import DataConfig, ModelConfig, MoeConfig, RunConfig
 from colonnade.config.presets import PRESETS, preset
+from colonnade.config.presets_common import WITH_EXPERTS
 from colonnade.config.toml import dumps
 from colonnade.config.toml import read as read_toml
-from colonnade.errors import CheckpointError
+from colonnade.errors import CheckpointError, ConfigError
 
 
 def demo(folder: Path = Path("runs/demo"), port: int = 0) -> None:
@@ -50,6 +51,7 @@ def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
     """Train a transformer on a corpus; the same command again resumes it.
 
     Settings come from the command line, else from --config, else from --preset, else from the defaults shown here.
+    A model without experts gets some by --model.moe.experts, with which --help lists all that can be said about them.
     """
     run = args.run
     from colonnade.train.loop import Trainer, check_data, check_settings
@@ -102,9 +104,35 @@ def train_defaults(argv: list[str]) -> TrainArgs:
 
         model = model.but(vocab_size=Corpus(folder).manifest.vocab_size)
     # Not validated again, and with the sizes that follow from others left open: a flag may change what they follow.
-    open_model = ModelConfig.model_construct(None, **(dict(model) | model.derived()))
+    open_model = ModelConfig.model_construct(None, **(dict(model) | model.derived() | _sections(model, argv)))
     open_run = RunConfig.model_construct(None, **(dict(run) | {"model": open_model}))
     return TrainArgs(open_run, Path(file) if file else None, chosen or "tour")
+
+
+def _sections(model: ModelConfig, argv: list[str]) -> dict[str, object]:
+    """Sections of ``model`` that it has not and that flags are about: experts, to be laid over the defaults.
+
+    Raises :class:`ConfigError` for flags that do not say enough to make one.
+    """
+    words = ["--" + word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
+    absent = [name for name in ModelConfig.model_fields if getattr(model, name) is None]
+    about = {name: word for name in absent for word in words if word.startswith(f"--model.{name}.")}
+    if (flag := about.pop("moe", None)) and "--model.moe.experts" not in words:
+        raise ConfigError(
+            f"{flag} is about experts, and this model has none; say how many with --model.moe.experts, or begin with a "
+            "preset that has some (--preset tour-moe)"
+        )
+    for name, other in about.items():
+        raise ConfigError(
+            f"{other} is about a part that this model has not; begin with a preset that has it, or write the whole "
+            f"table [model.{name}] into a file for --config"
+        )
+    if not flag:
+        return {}
+    width = _value(argv, "--model.ffn_width") or ""
+    width = int(width) if width.isdecimal() else model.ffn_width  # what is no number is the parser's to refuse
+    moe = MoeConfig.model_construct(None, experts=0, ffn_width=width)
+    return {"family": WITH_EXPERTS.get(model.family, model.family), "moe": moe}
 
 
 def _started(start: str) -> ModelConfig | None:

@@ -1,6 +1,6 @@
 """Typed, frozen configurations; presets; TOML in and out; dotted overrides."""
 
-from colonnade.config.base import Config, count, nearest, size
+from colonnade.config.base import Config, count, differences, nearest, size
 from colonnade.config.experts import AS_TRAINED, ExpertsConfig
 from colonnade.config.latent import LatentConfig
 from colonnade.config.model import ModelConfig, RopeScaling
@@ -29,6 +29,7 @@ __all__ = [
     "WeightGroup",
     "Weights",
     "count",
+    "differences",
     "nearest",
     "size",
 ]

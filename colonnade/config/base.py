@@ -5,6 +5,7 @@ mistake is a misspelt key and the commonest cure is to read the right one.
 """
 
 import difflib
+from collections.abc import Collection
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -47,6 +48,29 @@ class Config(BaseModel):
     def but(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated as if it had been written so from the start."""
         return type(self)(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
+
+
+def differences(was: Config, now: Config, leave: Collection[str] = (), prefix: str = "") -> list[str]:
+    """``"train.lr: 0.0003 -> 0.0001"`` for each field that differs, but those to ``leave``; sections field by field."""
+    found: list[str] = []
+    for name in type(now).model_fields:
+        old, new = getattr(was, name), getattr(now, name)
+        if name in leave or old == new:
+            continue
+        if isinstance(old, Config) and isinstance(new, Config):
+            found += differences(old, new, prefix=f"{prefix}{name}.")
+        else:
+            found.append(f"{prefix}{name}: {_said(old)} -> {_said(new)}")
+    return found
+
+
+def _said(value: object) -> str:
+    """A field's value; of a section that the other config lacks, what is not as by default."""
+    if not isinstance(value, Config):
+        return "none" if value is None else str(value)
+    fields = type(value).model_fields
+    own = {name: getattr(value, name) for name in fields if getattr(value, name) != fields[name].default}
+    return "(" + " ".join(f"{name}={_said(one)}" for name, one in own.items()) + ")"
 
 
 def _one_line(cls: type[Config], report: ValidationError) -> str:

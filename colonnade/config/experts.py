@@ -1,15 +1,20 @@
 """What a loaded model's experts are told: to work otherwise than they were trained, or from host memory."""
 
-from typing import Literal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from colonnade.config.base import Config
+from colonnade.config.base import Config, count
 from colonnade.config.model import ModelConfig
+from colonnade.config.moe import RouterConfig
 from colonnade.errors import ConfigError
 
 Capacity = float | Literal["off"] | None
 """A capacity factor, "off" for none (dropless), or None: as trained."""
+TOLD = 12
+"""Names of tasks that an error lists."""
 
 
 class ExpertsConfig(Config):
@@ -19,33 +24,38 @@ class ExpertsConfig(Config):
     """A: experts that a token goes to (top-k); None: as trained."""
     capacity: Capacity = None
     """Capacity factor, or off: every token reaches its experts; None: as trained."""
-    task: int | None = Field(default=None, ge=0)
-    """Router 'task': the task that all tokens are of, by number."""
+    task: Annotated[int, Field(ge=0)] | str | None = None
+    """Router 'task': the task that all tokens are of: its number, or the name that the corpus gave it, of a file also
+    without its folder and ending (colonnade corpus --tasks tells numbers and names; a number is never taken for a
+    name)."""
     resident: int | None = Field(default=None, ge=1)
     """Layers whose experts are in the device's memory at a time; those of all others wait in host memory and come while
     the layers before them compute (2 or more; with 1 nothing overlaps). None: all layers'."""
 
-    def of(self, model: ModelConfig) -> ModelConfig:
-        """``model`` with these changes; raises :class:`ConfigError` for what it cannot do."""
+    def of(self, model: ModelConfig, tasks: Sequence[str] = ()) -> ModelConfig:
+        """``model`` with these changes; ``tasks`` are the names of those that its router knows. Raises
+        :class:`ConfigError` for what it cannot do.
+        """
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if not given:
             return model
         if (moe := model.moe) is None:
             names = " and ".join(f"--experts.{name}" for name in given)
             raise ConfigError(f"{names} would change a mixture of experts, and this model has none; leave it out")
-        if self.active is not None and self.active > moe.experts:
+        kept, each = moe.router.groups_kept, moe.experts // moe.router.groups
+        if self.active is not None and self.active > (most := kept * each):
+            held = "" if most == moe.experts else f", of which it may use {kept} groups of {each}"
             raise ConfigError(
-                f"a token cannot go to {self.active} of {moe.experts} experts; set --experts.active {moe.experts} or "
+                f"a token cannot go to {self.active} of {moe.experts} experts{held}; set --experts.active {most} or "
                 "less"
             )
-        if self.task is not None and moe.router.kind != "task":
-            raise ConfigError(f"router '{moe.router.kind}' knows no tasks; leave --experts.task out")
-        if self.task is not None and self.task >= moe.router.tasks:
+        if self.resident is not None and self.resident > (layers := model.expert_layers):
             raise ConfigError(
-                f"there is no task {self.task} among {moe.router.tasks}; set --experts.task to one of 0 to "
-                f"{moe.router.tasks - 1}"
+                f"--experts.resident {self.resident} is more than the {count(layers, 'layer')} of experts that this "
+                "model has; leave it out to keep all of them on the device"
+                + (f", or set it to {layers - 1} or less" if layers > 1 else "")
             )
-        router = moe.router if self.task is None else moe.router.but(task=self.task)
+        router = moe.router if self.task is None else moe.router.but(task=_number(self.task, moe.router, tasks))
         moe = moe.but(active=self.active or moe.active, router=router)
         if self.capacity is not None:
             moe = moe.but(capacity=None if self.capacity == "off" else self.capacity)
@@ -56,13 +66,37 @@ AS_TRAINED = ExpertsConfig()
 """No change."""
 
 
-def check_task(model: ModelConfig) -> None:
-    """Raise :class:`ConfigError` for a model whose experts depend on a task that nobody has said."""
+def _number(task: int | str, router: RouterConfig, names: Sequence[str]) -> int:
+    """A task's number, given that or its name."""
+    if router.kind != "task":
+        raise ConfigError(f"router '{router.kind}' knows no tasks; leave --experts.task out")
+    if isinstance(task, int) and task < router.tasks:
+        return task
+    if isinstance(task, str):
+        for called in (list(names), [Path(name).name for name in names], [Path(name).stem for name in names]):
+            if called.count(task) == 1:
+                return called.index(task)
+        said = f"no task is called '{task}'" + ("" if names else ": this model has come without its tasks' names")
+    else:
+        said = f"there is no task {task} among {router.tasks}"
+    raise ConfigError(f"{said}; set --experts.task to {_choices(router, names)}")
+
+
+def _choices(router: RouterConfig, names: Sequence[str]) -> str:
+    """What ``--experts.task`` takes: ``"one of 0 to 2"``, or with names ``"one of 0 (web), 1 (books)"``."""
+    if not names:
+        return f"one of 0 to {router.tasks - 1}"
+    told = [f"{number} ({name})" for number, name in enumerate(names[:TOLD])]
+    return f"one of {', '.join(told)}" + (f", … {len(names) - 1} ({names[-1]})" if len(names) > TOLD else "")
+
+
+def check_task(model: ModelConfig, tasks: Sequence[str] = ()) -> None:
+    """Raise :class:`ConfigError` for a model whose experts depend on a task that nobody has said, of ``tasks``."""
     router = model.moe and model.moe.router
     if router and router.kind == "task" and router.task is None:
         raise ConfigError(
-            f"router 'task' knows {router.tasks} tasks, and not which one a text is of; set --experts.task to one of 0 "
-            f"to {router.tasks - 1}"
+            f"router 'task' knows {router.tasks} tasks, and not which one a text is of; set --experts.task to "
+            f"{_choices(router, tasks)}"
         )
 
 

@@ -102,25 +102,27 @@ class MoeConfig(Config):
     @model_validator(mode="after")
     def _consistent(self) -> "MoeConfig":
         if self.active > self.experts:
-            raise ConfigError(f"a token cannot go to {self.active} of {self.experts} experts; lower moe.active")
+            raise ConfigError(f"a token cannot go to {self.active} of {self.experts} experts; lower model.moe.active")
         router = self.router
         if self.experts % router.groups:
             raise ConfigError(f"{self.experts} experts do not divide into {router.groups} groups; change one of them")
         if router.groups_kept > router.groups:
             raise ConfigError(
-                f"a token cannot use {router.groups_kept} of {router.groups} groups; lower moe.router.groups_kept"
+                f"a token cannot use {router.groups_kept} of {router.groups} groups; lower model.moe.router.groups_kept"
             )
         if self.active > router.groups_kept * (self.experts // router.groups):
             raise ConfigError(
                 f"{router.groups_kept} groups of {self.experts // router.groups} experts do not hold {self.active} "
-                "active ones; raise moe.router.groups_kept or lower moe.active"
+                "active ones; raise model.moe.router.groups_kept or lower model.moe.active"
             )
         if router.task is not None and router.task >= router.tasks:
-            raise ConfigError(f"there is no task {router.task} among {router.tasks}; raise moe.router.tasks")
+            raise ConfigError(f"there is no task {router.task} among {router.tasks}; raise model.moe.router.tasks")
         if router.nodes > self.experts:
-            raise ConfigError(f"{self.experts} experts are not at home on {router.nodes} nodes; lower moe.router.nodes")
+            raise ConfigError(
+                f"{self.experts} experts are not at home on {router.nodes} nodes; lower model.moe.router.nodes"
+            )
         if self.shared_gate and not self.shared_width:
-            raise ConfigError("shared_gate needs shared experts; set moe.shared_width or leave shared_gate off")
+            raise ConfigError("model.moe.shared_gate needs shared experts; set model.moe.shared_width or leave it off")
         return self
 
     @property

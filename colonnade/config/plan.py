@@ -189,7 +189,7 @@ class Plan(Config):
         """Raise :class:`PlanError` unless exactly ``world`` processes run."""
         if world != self.world:
             others = self.world // self.dp
-            fits = "" if world % others else f", or set --plan.dp {world // others}"
+            fits = "" if world % others else f", or set --plan.dp {world // others} (if it trains)"
             needs = count(self.world, "process")
             raise PlanError(f"the plan ({self}) needs {needs} but {world} were started; start {self.world}{fits}")
 

@@ -141,25 +141,27 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
         if self.min_lr > self.lr:
-            raise ConfigError(f"min_lr {self.min_lr} is above lr {self.lr}; lower it")
+            raise ConfigError(f"train.min_lr {self.min_lr} is above train.lr {self.lr}; lower it")
         if self.warmup_steps > self.steps:
             raise ConfigError(
                 f"--train.warmup {self.warmup} is longer than the run of {self.steps} steps; lower it, or leave it out"
             )
         if not math.log2(self.loss_scale).is_integer():
             near = 2 ** round(math.log2(self.loss_scale))
-            raise ConfigError(f"loss_scale {self.loss_scale} is no power of two, so it would round; use {near}")
+            raise ConfigError(f"train.loss_scale {self.loss_scale} is no power of two, so it would round; use {near}")
         if self.float8 != "none" and self.dtype != "bfloat16":
-            raise ConfigError(f"float8 {self.float8} computes beside bfloat16, not {self.dtype}; set dtype bfloat16")
+            raise ConfigError(
+                f"train.float8 {self.float8} computes beside bfloat16, not {self.dtype}; set train.dtype bfloat16"
+            )
         if (self.recompute == "budget") != (self.activation_bytes > 0):
             raise ConfigError(
-                f"recompute is {self.recompute} and activation_bytes {self.activation_bytes}: a budget needs bytes, "
-                "and bytes need recompute budget; set both or neither"
+                f"train.recompute is {self.recompute} and train.activation_bytes {self.activation_bytes}: a budget "
+                "needs bytes, and bytes need recompute budget; set both or neither"
             )
         if self.fused_adamw and self.offload != "none":
             raise ConfigError(
-                f"fused_adamw passes over moments that are at hand, and offload {self.offload} brings them in pieces; "
-                "set one of them"
+                f"train.fused_adamw passes over moments that are at hand, and train.offload {self.offload} brings them "
+                "in pieces; set one of them"
             )
         return self
 

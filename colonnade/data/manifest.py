@@ -106,6 +106,11 @@ class Manifest(_Record):
     def load(cls, folder: Path) -> Self:
         """Read ``folder/manifest.json``; raises :class:`DataError` when there is none, or it is not one of ours."""
         file = folder / MANIFEST
+        if folder.is_file():
+            raise DataError(
+                f"{folder} is a file, and no corpus yet; make one of it: colonnade corpus {folder} --out "
+                f"{folder.with_suffix('')}"
+            )
         if not file.is_file():
             raise DataError(
                 f"{folder} is not a corpus: it has no {MANIFEST}; build one with: colonnade corpus FILES --out {folder}"

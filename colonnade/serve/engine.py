@@ -139,6 +139,8 @@ class Engine:
         stats.running, stats.waiting = len(scheduler.running), len(scheduler.waiting)
         stats.pages_used, stats.preemptions = scheduler.pool.used, scheduler.preemptions
         stats.prefix_queries, stats.prefix_hits = scheduler.looked_up, scheduler.found
+        if (fixed := self._runner.fixed) is not None:
+            stats.shared_keys, stats.spared_keys = fixed.shared_keys, fixed.spared_keys
         return stats
 
     def _run(self, work: Work) -> Drawn:

@@ -57,6 +57,8 @@ class FixedSteps:
         """For at most ``most`` requests of ``context`` tokens; the cache's last page is nobody's."""
         self.model, self.cache, self.most, self.context, self.share = model, cache, most, context, share
         self.kernels = kernels or ("triton" if cache.k[0].is_cuda else "auto")
+        self.shared_keys = self.spared_keys = 0
+        """:attr:`Cascade.keys`, of all steps so far."""
         self._sizes: dict[int, _Size] = {}
         self._pool = torch.cuda.graph_pool_handle() if cache.k[0].is_cuda else None
 
@@ -70,7 +72,10 @@ class FixedSteps:
         size = padded(R, self.most)
         if size not in self._sizes:
             self._sizes[size] = _Size(self.model, self.cache, size, self.context, self.share, self.kernels)
-        return self._sizes[size](work, last_R, self._pool)[:R]
+        logits_Bv = self._sizes[size](work, last_R, self._pool)
+        once, spared = self._sizes[size].keys
+        self.shared_keys, self.spared_keys = self.shared_keys + once, self.spared_keys + spared
+        return logits_Bv[:R]
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,8 @@ class Planned:
     lengths: list[int]
     shared: dict[int, Sequence[int]]
     """Of each request that reads a prefix with others, the pages of it."""
+    keys: tuple[int, int] = (0, 0)
+    """:attr:`Cascade.keys` in those layers that save most: layers with a window share fewer."""
 
     @staticmethod
     def of(
@@ -96,9 +103,12 @@ class Planned:
     ) -> "Planned":
         """Of ``plans`` for requests of these lengths and pages."""
         ends: dict[int, int] = {}
-        for group in (group for plan in plans if isinstance(plan, Cascade) for group in plan.groups):
+        cascades = [plan for plan in plans if isinstance(plan, Cascade)]
+        for group in (group for each in cascades for group in each.groups):
             ends |= {r: max(group.end, ends.get(r, 0)) for r in group.requests}
-        return Planned(list(lengths), {r: tables[r][: -(-end // page_tokens)] for r, end in ends.items()})
+        shared = {r: tables[r][: -(-end // page_tokens)] for r, end in ends.items()}
+        keys = max((each.keys for each in cascades), key=lambda keys: keys[1], default=(0, 0))
+        return Planned(list(lengths), shared, keys)
 
     @property
     def shares(self) -> bool:
@@ -146,6 +156,11 @@ class _Size:
         recording = self._recorded[shares]
         recording.replay()
         return recording.logits
+
+    @property
+    def keys(self) -> tuple[int, int]:
+        """:attr:`Cascade.keys` of the last step."""
+        return self._planned.keys if self._planned else (0, 0)
 
     def _tell(self, work: Work, last_R: Tensor) -> list[int]:
         """Write ``work`` into the buffers; its lengths, padding included."""

@@ -73,7 +73,8 @@ class PagePool:
             raise CapacityError(
                 f"one request of {tokens} tokens needs {self.pages_for(tokens)} cache pages of {self.page_tokens} "
                 f"tokens, but the pool has {self.pages}; raise --serve.cache_bytes at least "
-                f"{-(-self.pages_for(tokens) * 100 // self.pages) / 100:g}-fold, or ask for fewer tokens"
+                f"{-(-self.pages_for(tokens) * 100 // self.pages) / 100:g}-fold (or --serve.pages, where that is "
+                "set), or ask for fewer tokens"
             )
 
     def allocate(self, count: int, after: Sequence[int] = ()) -> list[int]:

@@ -22,6 +22,10 @@ class Stats:
     """Tokens of requests when they were admitted, which the cache was searched for."""
     prefix_hits: int = 0
     """Of these, tokens that were there already and not computed again."""
+    shared_keys: int = 0
+    """Keys of a layer that decode steps read once for several requests, summed over the steps."""
+    spared_keys: int = 0
+    """Readings of a key that this saved: each, times the requests that shared it but one."""
     prompt_tokens: int = 0
     """Tokens of the prompts that were run, each prompt counted once."""
     generation_tokens: int = 0

@@ -175,8 +175,10 @@ class Log:
             f"{it.ground.device.type}, {run.train.dtype}, {tokens} tokens a step, {run.train.steps} steps"
         )
         choices = {"float8": run.train.float8, "recompute": run.train.recompute, "offload": run.train.offload}
-        if said := ", ".join(f"{name} {value}" for name, value in choices.items() if value not in ("none", "budget")):
-            self.screen.line(said)
+        said = [f"{name} {value}" for name, value in choices.items() if value not in ("none", "budget")]
+        said += [name for name in ("fused_adamw", "compile", "cuda_graph") if getattr(run.train, name)]
+        if said:
+            self.screen.line(", ".join(said))
         if it.recomputed is not None:
             self.screen.line(it.recomputed)
         if it.checkpoint is not None:

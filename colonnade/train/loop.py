@@ -34,12 +34,18 @@ def check_settings(run: RunConfig) -> None:
     check_schedule(run.plan)
     if run.model.moe is not None:
         rule(run.model.moe)
+    if run.evaluated is not None:  # a router that cannot says so now, not at the first validation
+        rule(run.evaluated, otherwise="leave --train.eval_active out")
 
 
 def check_data(run: RunConfig) -> None:
-    """Raise :class:`~colonnade.errors.ColonnadeError` for a corpus, or a model to begin with, that does not fit."""
+    """Raise :class:`~colonnade.errors.ColonnadeError` for a corpus, a model to begin with, or a checkpoint to go on
+    from, that does not fit.
+    """
     Feed(run)
-    if run.train.start and native.newest(run.folder) is None:
+    if (checkpoint := native.newest(run.folder)) is not None:
+        native.check_model(checkpoint, run.model)
+    elif run.train.start:
         check_start(run)
 
 

@@ -21,13 +21,12 @@ from colonnade.checkpoint import native
 from colonnade.checkpoint.background import Background
 from colonnade.checkpoint.folder import Manifest
 from colonnade.checkpoint.retention import prune
-from colonnade.config import Config, ModelConfig, RunConfig, TrainConfig
+from colonnade.config import ModelConfig, RunConfig, TrainConfig, differences
 from colonnade.data import Batch
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Transformer, initialise
 from colonnade.model.linear import in_float8
 from colonnade.model.moe import Spread
-from colonnade.model.moe.router import rule
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import Masters, masters
 from colonnade.parallel.layout import Experts, layout_of
@@ -70,8 +69,6 @@ class Session:
         elif self.checkpoint is None:
             initialise(self.model, run.train.seed)
         freeze(self.model, run.train.freeze)
-        if run.evaluated is not None:
-            rule(run.evaluated)  # a router that cannot says so now, not at the first validation
         self.recomputed = arrange(
             self.model,
             run.train,
@@ -156,6 +153,7 @@ class Session:
                 step=self.taken,
                 loss_scale=None if self.scaler is None else self.scaler.state,
                 cursor=self._cursor(),
+                tasks=self._tasks,
             ),
             self.ground,
             masters=self.masters,
@@ -232,7 +230,13 @@ class Session:
         if self.scaler is not None:
             overflowed = meta.step - self.optimizer.steps - self.skipped
             self.scaler.restore(meta.loss_scale or self.scaler.state, overflowed)
-        self.changes = changes(meta.run, self.run)
+        self.changes = differences(meta.run, self.run)
+
+    @property
+    def _tasks(self) -> tuple[str, ...]:
+        """What the corpus calls the tasks that experts are chosen by."""
+        moe = self.run.model.moe
+        return self.feed.corpus.manifest.tasks or () if moe and moe.router.kind == "task" else ()
 
     def _cursor(self) -> dict[str, Any]:
         """How many samples are behind us, and all that decides which ones these are."""
@@ -280,15 +284,3 @@ def newest(run: Path, world: Axis) -> Path | None:
         if number > int(step):
             Manifest.read(damaged).check_sizes(damaged)
     return None if step < 0 else run / f"step-{int(step)}"
-
-
-def changes(was: Config, now: Config, prefix: str = "") -> list[str]:
-    """``"train.lr 0.0003 -> 0.0001"`` for each setting that differs."""
-    found: list[str] = []
-    for key in type(now).model_fields:
-        old, new = getattr(was, key), getattr(now, key)
-        if isinstance(old, Config) and isinstance(new, Config):
-            found += changes(old, new, f"{prefix}{key}.")
-        elif old != new:
-            found.append(f"{prefix}{key} {old} -> {new}")
-    return found

@@ -8,7 +8,7 @@ must be the same, and so must the tokens.
 import torch
 
 from colonnade.checkpoint.found import Opened, opened
-from colonnade.config import ModelConfig, RunConfig
+from colonnade.config import ModelConfig, RunConfig, differences
 from colonnade.data import Corpus
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError
@@ -38,17 +38,22 @@ def check_start(run: RunConfig) -> None:
 
 
 def _same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> None:
-    named = [name for name in ModelConfig.model_fields if name not in FREE]
-    other = [f"{name} {a!r}, not {b!r}" for name in named if (a := getattr(theirs, name)) != (b := getattr(ours, name))]
+    if theirs.moe is None and ours.moe is not None:
+        raise ConfigError(
+            f"train.start {start} has no experts, and the run has {ours.moe.experts} in a layer; make them of it "
+            f"first: colonnade convert {start} OUT --format colonnade --upcycle {ours.moe.experts}, then --train.start "
+            "OUT"
+        )
+    other = differences(theirs, ours, leave=FREE)
     if not other:
         shapes, wanted = (dict(Transformer(config, device="meta").whole_shapes()) for config in (theirs, ours))
         unlike = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
-        other = [f"'{name}' {_said(shapes.get(name))}, not {_said(wanted.get(name))}" for name in unlike]
+        other = [f"'{name}': {_said(shapes.get(name))} -> {_said(wanted.get(name))}" for name in unlike]
     if other:
         more = f" and {len(other) - 3} more" if len(other) > 3 else ""
         raise ConfigError(
-            f"train.start {start} has {'; '.join(other[:3])}{more}; give the run that model: leave --preset and "
-            "--model out, and give --train.start on the command line"
+            f"train.start {start} is another model than the run's: {', '.join(other[:3])}{more}; give the run that "
+            "model: leave --preset and --model out, and give --train.start on the command line"
         )
 
 

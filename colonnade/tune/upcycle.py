@@ -10,12 +10,9 @@ that come to it. A router draws its first weights by name and seed, as every new
 import torch
 
 from colonnade.config import ModelConfig, MoeConfig
-from colonnade.config.model import Family
+from colonnade.config.presets_common import WITH_EXPERTS
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model import Transformer, initialise
-
-WITH_EXPERTS: dict[Family, Family] = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
-"""As what a dense family's models can be saved for Hugging Face when they have experts; others keep their name."""
 
 FEED_FORWARD = (
     ("gate.weight", "gate"), ("up.weight", "up"), ("down.weight", "down"),
@@ -31,6 +28,11 @@ def upcycled(config: ModelConfig, experts: int, active: int = 2, **moe: object) 
     """
     if config.moe is not None:
         raise ConfigError(f"this model has {config.moe.experts} experts already; upcycling begins with a dense one")
+    if active > experts:
+        raise ConfigError(
+            f"a token cannot go to {active} of {experts} experts; make {active} or more, or have it go to fewer "
+            "(--upcycle and --active of colonnade convert)"
+        )
     if active < 2:
         raise ConfigError(
             "with one expert a token its weight is a probability, not 1, and the outputs change; use 2 or more"

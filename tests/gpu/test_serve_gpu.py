@@ -78,6 +78,8 @@ def test_recorded_steps_read_a_shared_prefix_once(ahead: bool, monkeypatch: pyte
         for _ in range(3):
             assert recorded.generate(prompts, greedy) == expected
         assert {kind for size in recorded._runner.fixed._sizes.values() for kind in size._recorded} == kinds
+        assert (recorded.stats.shared_keys > 0) is share
+        assert recorded.stats.spared_keys >= recorded.stats.shared_keys
 
 
 def test_recorded_steps_of_latent_attention():

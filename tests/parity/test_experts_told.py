@@ -120,12 +120,15 @@ def test_a_task_for_all_tokens(tmp_path: Path) -> None:
         (CONFIG, {"active": 5}, "cannot go to 5 of 4 experts; set --experts.active 4 or less"),
         (CONFIG, {"task": 1}, "router 'softmax' knows no tasks; leave --experts.task out"),
         (tasked(), {"task": 3}, "no task 3 among 3; set --experts.task to one of 0 to 2"),
+        (tasked(), {"task": "web"}, "called 'web': this model has come without its tasks' names; set .* 0 to 2"),
+        (CONFIG, {"resident": 3}, "3 is more than the 2 layers of experts .* or set it to 1 or less"),
         (CONFIG.but(moe=None), {"active": 1, "capacity": 2.0}, "--experts.active and --experts.capacity would change"),
         (told(CONFIG, active=1, router=RouterConfig(kind="switch")), {"active": 2},
-         "'switch' sends a token to 1 of the experts, not 2"),
+         "'switch' sends a token to 1 of the experts, not 2; leave --experts.active out"),
         (told(CONFIG, router=RouterConfig(kind="gshard")), {"active": 1},
          "'gshard' sends a token to 2 of the experts, not 1"),
-        (told(CONFIG, router=RouterConfig(groups=4, groups_kept=2)), {"active": 3}, "do not hold 3 active ones"),
+        (told(CONFIG, router=RouterConfig(groups=4, groups_kept=2)), {"active": 3},
+         "of which it may use 2 groups of 1; set --experts.active 2 or less"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(config: ModelConfig, experts: dict, said: str, tmp_path: Path) -> None:
@@ -145,7 +148,7 @@ def test_a_run_of_another_model_is_refused_as_ever(tmp_path: Path) -> None:
     """What is told to a loaded model is told to nobody else."""
     saved(tmp_path / "it")
     other = Transformer(told(CONFIG, active=1), dtype=torch.float64)
-    with pytest.raises(CheckpointError, match="holds a model with moe"):
+    with pytest.raises(CheckpointError, match=r"is asked for \(model\.moe\.active: 2 -> 1\); go on"):
         api.native.load(tmp_path / "it", other, Ground.solo(torch.device("cpu")))
 
 

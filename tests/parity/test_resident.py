@@ -126,9 +126,9 @@ def saved(place: Path, format: api.Format) -> Transformer:
 
 
 @pytest.mark.parametrize("format", ["colonnade", "hf"])
-@pytest.mark.parametrize("number", [1, 3, 4, 9])
+@pytest.mark.parametrize("number", [1, 3, 4])
 def test_load(format: api.Format, number: int, tmp_path: Path) -> None:
-    """As many as there are, or more: then they all are where the model is."""
+    """As many as there are: then they all are where the model is."""
     model = saved(tmp_path / "it", format)
     with colonnade.load(tmp_path / "it", dtype="float64", device="cpu", experts=ExpertsConfig(resident=number)) as it:
         assert torch.equal(it.logits([3, 1, 2]), tiny.logits(model, [3, 1, 2]))

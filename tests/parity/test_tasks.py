@@ -100,10 +100,16 @@ def test_a_task_moves_its_own_row(corpus: Path, tmp_path: Path) -> None:
         colonnade.load(run.folder, device="cpu") as untold,
     ):
         colonnade.Engine(untold)
+    with pytest.raises(ConfigError, match=r"no task is called '4'; set --experts\.task to one of 0 \(.*0\.txt\), 1 \("):
+        colonnade.load(run.folder, device="cpu", experts=ExpertsConfig(task="4"))
+    tasks = Corpus(corpus).manifest.tasks
+    assert tasks is not None
     for task in range(3):
         at = int((split.tasks(0, split.tokens) == task).argmax())
         tokens = split.read(at, at + 3).tolist()
-        it = colonnade.load(run.folder, device="cpu", dtype="float64", experts=ExpertsConfig(task=task))
+        # By number, and by the file's name, with its folder or without that and its ending.
+        told = (task, tasks[task], str(task))[task]
+        it = colonnade.load(run.folder, device="cpu", dtype="float64", experts=ExpertsConfig(task=told))
         assert it.config.moe is not None
         assert it.config.moe.router.task == task
         chosen = int(table[task].argmax())

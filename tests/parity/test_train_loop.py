@@ -216,7 +216,7 @@ def test_runs_that_cannot_be(config: RunConfig, tmp_path: Path) -> None:
         Trainer(config.but(data=DataConfig(path=tmp_path / "nowhere", sequence=16))).fit()
     short = config.but(train=TRAIN.but(steps=4, eval_every=0))
     Trainer(short).fit()
-    with pytest.raises(CheckpointError, match="holds a model with ffn_width 24, not 32; use another --name"):
+    with pytest.raises(CheckpointError, match=r"is asked for \(model.ffn_width: 24 -> 32\); go on with"):
         Trainer(short.but(model=MODEL.but(ffn_width=32))).fit()
     other = tmp_path / "other"
     words = corpora.TEXT.split()

@@ -88,10 +88,10 @@ def test_what_was_frozen_is_thawed_in_a_run_of_its_own(corpus: Path, there: Path
 def test_what_does_not_fit_is_refused(corpus: Path, there: Path, tmp_path: Path) -> None:
     run = config(corpus, tmp_path, "other", start=str(there))
     for model, said in (
-        (MODEL.but(norm_eps=1e-3), "norm_eps 1e-0[56], not 0.001; give the run that model"),
+        (MODEL.but(norm_eps=1e-3), "norm_eps: 1e-0[56] -> 0.001; give the run that model"),
         (
             MODEL.but(moe=MOE.but(experts=8)),
-            r"'blocks.0.ffn.experts.down' \(4, 12, 16\), not \(8, .* and 5 more; give",
+            r"'blocks.0.ffn.experts.down': \(4, 12, 16\) -> \(8, .* and 5 more; give",
         ),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -1,6 +1,7 @@
 """`colonnade verify` passes what is right and, above all, finds what is wrong, and where."""
 
 import functools
+import gc
 import json
 import re
 from collections.abc import Callable
@@ -201,12 +202,15 @@ def test_every_plan_of_two_processes_for_a_decoder(tmp_path: Path, capfd: pytest
     assert f"{len(plans)} of {len(plans)} plans equal one process" in said.err
 
 
-def test_an_encoder_has_no_tokens_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoder_has_no_tokens_to_compare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "verify.json"
     monkeypatch.setattr(it, "covering", lambda plans: [plan for plan in plans if plan in (SP, RING, Plan(pp=2))])
     assert _verify("bert-tour", "--world", "2", "--out", out) == 0
     found = _read(out, 3)
     assert all(row["ok"] and set(row["errors"]) == set(CHECKS) - {"tokens"} for row in found["plans"])
+    assert "leaked" not in capfd.readouterr().err, "what the workers imported is collected at their end"
 
 
 def _checkpoint(folder: Path) -> Path:
@@ -235,6 +239,7 @@ def test_one_process_is_a_plan_as_well(tmp_path: Path) -> None:
     out = tmp_path / "verify.json"
     assert _verify("bert-tour", "--world", "1", "--out", out) == 0
     assert _read(out, 1)["plans"][0]["name"] == "one process"
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_miss_ends_with_1_and_names_the_tensor(

@@ -166,7 +166,8 @@ def test_the_order_in_which_tokens_lie_changes_nothing(drawn, shuffle):
 def test_a_capacity_that_holds_nothing_is_an_error_with_its_remedy():
     choice = Choice(torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1), torch.ones(9, 8))
     with pytest.raises(
-        ConfigError, match=r"capacity of 0\.3 leaves int\(0\.3·⌈9/8⌉\) = 0 places.* raise moe\.capacity"
+        ConfigError,
+        match=r"capacity of 0\.3 leaves int\(0\.3·⌈9/8⌉\) = 0 places.* raise it to 1 .* model\.moe\.capacity of a run",
     ):
         admit(choice, torch.arange(9), config(8, 1, 0.3), SOLO)
     none = Choice(*(part[:0] for part in choice[:3]))

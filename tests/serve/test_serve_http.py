@@ -273,6 +273,7 @@ def test_odd_requests_have_the_same_error_shape(running: Running):
     for method, path, status in (("GET", "/nope", 404), ("GET", "/v1/completions", 405)):
         reply = httpx.request(method, running.url + path)
         assert reply.status_code == status and set(reply.json()["error"]) == {"message", "type", "param", "code"}
+        assert ("use POST" if status == 405 else "/openapi.json") in reply.json()["error"]["message"]
     form = httpx.post(f"{running.url}/v1/completions", data={"prompt": "x"})
     assert form.status_code == 400 and "content-type: application/json" in form.json()["error"]["message"]
 
@@ -348,3 +349,4 @@ def test_metrics_count_what_clients_saw(running: Running, client: openai.OpenAI)
     assert usage is not None
     after = [metric(running, name) for name in names]
     assert [b - a for a, b in zip(before, after, strict=True)] == [usage.prompt_tokens, 9, 1]
+    assert metric(running, "shared_keys_read_total") == metric(running, "shared_keys_spared_total") == 0

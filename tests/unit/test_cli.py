@@ -221,6 +221,9 @@ def test_file_that_is_not_text(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_missing_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     said = refused(capsys, "train", "--data.path", tmp_path / "nowhere", "--runs", tmp_path / "runs")
     assert "is not a corpus" in said
+    (tmp_path / "book.txt").write_text(TEXT)
+    said = refused(capsys, "train", "--data.path", tmp_path / "book.txt", "--runs", tmp_path / "runs")
+    assert f"make one of it: colonnade corpus {tmp_path / 'book.txt'} --out {tmp_path / 'book'}" in said
     assert not (tmp_path / "runs").exists()
 
 
@@ -308,7 +311,11 @@ def test_convert_makes_experts_of_a_dense_model(capsys: pytest.CaptureFixture[st
         assert (dense.logits([1, 2, 3]) - sparse.logits([1, 2, 3])).abs().max() < 1e-4
     words = ["convert", str(tmp_path / "four"), str(tmp_path / "eight"), "--upcycle", "8"]
     assert "has 4 experts already" in refused(capsys, *words)
-    assert "with one expert a token" in refused(capsys, *words[:1], str(hf), *words[2:], "--active", "1")
+    words[1] = str(hf)
+    assert "with one expert a token" in refused(capsys, *words, "--active", "1")
+    assert "cannot go to 9 of 8 experts; make 9 or more, or" in refused(capsys, *words, "--active", "9")
+    assert "add --upcycle with their number" in refused(capsys, *words[:3], "--active", "2")
+    assert not (tmp_path / "eight").exists()
 
 
 def test_experts_do_as_they_are_told(capsys: pytest.CaptureFixture[str], hf: Path, tmp_path: Path) -> None:
@@ -339,6 +346,10 @@ def test_experts_do_as_they_are_told(capsys: pytest.CaptureFixture[str], hf: Pat
     message = refused(capsys, "eval", four, "--text", text, "--experts.active", "5")
     assert "ConfigError: a token cannot go to 5 of 4 experts; set --experts.active 4 or less" in message
     assert "this model has none; leave it out" in refused(capsys, "generate", hf, "the", "--experts.resident", "1")
+    message = refused(capsys, "serve", four, "--experts.resident", "3")
+    assert "--experts.resident 3 is more than the 2 layers of experts" in message
+    message = refused(capsys, "generate", four, "the", "--plan.ep", "2")
+    assert "does not divide their 1; set --plan.tp or --plan.cp to 2" in message
 
 
 def test_a_corpus_with_tasks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -458,15 +469,42 @@ def test_a_run_that_cannot_start_shows_no_plan(
     assert "there is no router 'swich'" in said and "switch" in said
 
 
-def test_resuming_says_what_is_wrong(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
+def test_resuming_says_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path
+) -> None:
     words = ["train", "--data.path", str(corpus), "--runs", str(tmp_path), "--name", "it", *TINY, "--train.steps", "2"]
     main(words)
     assert "already" not in capsys.readouterr().out
     main([*words[:-1], "1"])
     assert "already at step 2 of 1; raise --train.steps to go on" in capsys.readouterr().out
+    shutil.copytree(tmp_path / "it", tmp_path / "hurt")
+    (weights,) = (tmp_path / "hurt" / "step-2").glob("weights-*")
+    weights.write_bytes(weights.read_bytes()[:-9])
+    assert f"{weights} has " in refused(capsys, "eval", tmp_path / "hurt"), "its one checkpoint, which is damaged"
     words[words.index("--model.layers") + 1] = "3"
-    said = refused(capsys, *words)
-    assert "holds a model with layers 1, not 3; use another --name for another model" in said
+    monkeypatch.setattr("colonnade.parallel.launch.elastic_launch", None)
+    said = refused(capsys, *words, "--plan.dp", "2")  # before any process starts
+    assert "holds another model than is asked for (model.layers: 1 -> 3); go on with the model as it was" in said
+
+
+def test_experts_for_a_dense_preset(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
+    """How many there are makes a mixture of the preset; all other flags about them need that, and say so."""
+    words = ["train", "--data.path", str(corpus), "--runs", str(tmp_path), *TINY, "--train.steps", "1"]
+    main([*words, "--model.moe.experts", "3", "--model.moe.router.kind", "sigmoid", "--dry_run"])
+    model = tomllib.loads(capsys.readouterr().out)["model"]
+    assert (model["family"], model["moe"]["experts"], model["moe"]["active"]) == ("mixtral", 3, 2)
+    assert (model["moe"]["ffn_width"], model["moe"]["router"]["kind"]) == (24, "sigmoid")
+    main([*words, "--model.moe.experts=3", "--model.moe.ffn-width=8", "--name", "experts"])
+    assert "experts: 0.0" in capsys.readouterr().out
+    for flag in ("--model.moe.active=1", "--model.moe.ffn-width=3"):
+        said = refused(capsys, *words, flag)
+        assert "is about experts, and this model has none; say how many with --model.moe.experts" in said
+    said = refused(capsys, *words, "--model.latent.kv_rank", "8")
+    assert "write the whole table [model.latent] into a file for --config" in said
+    main([*words, "--name", "dense", "--train.fused_adamw"])
+    assert "\nfused_adamw\n" in capsys.readouterr().out, "the first lines say what the run uses"
+    said = refused(capsys, *words, "--train.start", tmp_path / "dense", "--model.moe.experts", "3")
+    assert f"colonnade convert {tmp_path / 'dense'} OUT --format colonnade --upcycle 3" in said
 
 
 def test_train_and_use(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:
@@ -529,6 +567,11 @@ def test_a_run_that_is_not_there_is_no_hub_id(
         shutil.copytree(model, f"runs/{name}/step-3")
     Path("runs/empty").mkdir()
     assert "runs/spechees does not exist; here are runs/speeches, runs/book" in refused(capsys, "eval", "runs/spechees")
+    Path("words").mkdir()
+    Path("words/manifest.json").write_text("{}")  # as a corpus has one
+    assert refused(capsys, "eval", "words").endswith("safetensors; here are runs/speeches, runs/book")
+    assert "; here are smollm2, runs/" in refused(capsys, "eval", "smollm")
+    assert "and there are the presets tour" in refused(capsys, "verify", "tuor")
     said = refused(capsys, "eval", "run/speeches")
     assert "Hub" in said and "; here are runs/speeches, runs/book" in said
 

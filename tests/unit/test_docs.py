@@ -15,6 +15,7 @@ import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -148,6 +149,35 @@ def test_flags_in_the_reference_exist(capsys):
             cli.main([verb, "--help"])
         known = set(re.findall(r"--[\w.]+", capsys.readouterr().out))
         assert set(re.findall(r"--[\w.]+", section)) <= known, verb
+
+
+def _rows(page: str, heading: str) -> set[str]:
+    """Names in the first column of the tables under a heading."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    return set(re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))))
+
+
+def test_the_reference_of_requests_and_metrics_is_complete():
+    """Every field that the server knows, every metric that it shows, every flag of it, and no other."""
+    from colonnade.config import ServeConfig
+    from colonnade.serve.api import bodies
+    from colonnade.serve.api.metrics import Metrics
+    from colonnade.serve.stats import Stats
+
+    page = "docs/reference/serve.md"
+    known = {*bodies.CompletionBody.model_fields, *bodies.ChatBody.model_fields, *bodies.NOT_YET}
+    assert _rows(page, "What a request may say") == known
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert {name for name in bodies.WITHOUT_EFFECT if f"`{name}`" not in text} == set()
+    shown = Metrics(SimpleNamespace(stats=Stats()), "it").text().decode()  # type: ignore[arg-type]
+    names = {name for name in re.findall(r"^# TYPE colonnade:(\w+)", shown, re.MULTILINE) if "created" not in name}
+    assert _rows(page, "What it counts") == names
+    flags = {
+        name.removeprefix("--serve.").removeprefix("no_")
+        for name in _rows("docs/howto/serve.md", "How large, how fast")
+    }
+    assert flags | {"weight_group"} == set(ServeConfig.model_fields)
 
 
 def test_commands_are_found():

@@ -309,7 +309,7 @@ def test_gates_of_a_layer_decide_each_by_its_own_weights():
     assert not torch.equal(first.ids_TA, second.ids_TA)
     router.gates[1].load_state_dict(router.gates[0].state_dict())
     assert torch.equal(chosen("noisy", moe, router, gate=1).weights_TA, first.weights_TA)
-    with pytest.raises(ConfigError, match=r"no gate 2 in a layer of 2; raise moe\.router\.gates"):
+    with pytest.raises(ConfigError, match=r"no gate 2 in a layer of 2; raise model\.moe\.router\.gates"):
         chosen("noisy", moe, router, gate=2)
 
 
@@ -399,10 +399,10 @@ def test_a_router_of_ones_own_needs_one_function():
     [
         ({"kind": "sofmax"}, {}, "no router 'sofmax'; did you mean 'softmax'"),
         ({"kind": "os.system"}, {}, "there is no router 'os.system'"),
-        ({"kind": "switch"}, {}, "'switch' sends a token to 1 of the experts, not 2; set moe.active to 1"),
+        ({"kind": "switch"}, {}, "'switch' sends a token to 1 of the experts, not 2; set model.moe.active to 1"),
         ({"kind": "gshard"}, {"active": 3}, "'gshard' sends a token to 2 of the experts, not 3"),
-        ({"kind": "noisy"}, {"bias_rate": 0.1}, r"'noisy' does not heed moe\.bias_rate; .* softmax"),
-        ({"kind": "hash", "groups": 2}, {}, r"'hash' does not heed moe\.router\.groups"),
+        ({"kind": "noisy"}, {"bias_rate": 0.1}, r"'noisy' does not heed model\.moe\.bias_rate; .* softmax"),
+        ({"kind": "hash", "groups": 2}, {}, r"'hash' does not heed model\.moe\.router\.groups"),
         ({"nodes": 7}, {}, "6 experts are not at home on 7 nodes"),
         ({}, {"active": 7}, "a token cannot go to 7 of 6 experts"),
         ({"groups": 4}, {}, "6 experts do not divide into 4 groups"),

@@ -39,6 +39,7 @@ def test_a_plan_serves_until_lengths_or_shared_pages_are_others():
     assert isinstance(plan, Cascade)
     planned = Planned.of([plan], lengths, tables, 16)
     assert planned.shares and planned.shared == {0: prefix, 1: prefix}
+    assert planned.keys == plan.keys == (640, 640), "two requests, so that each key is read once instead of twice"
     assert planned.holds(lengths, tables)
     longer = [(*table, 900 + r) for r, table in enumerate(tables)]
     assert planned.holds([n + AHEAD for n in lengths], longer)
@@ -50,3 +51,19 @@ def test_a_plan_serves_until_lengths_or_shared_pages_are_others():
     assert not planned.holds(lengths, [tables[0], other, tables[2]])
     assert not planned.holds(lengths, [tables[0], (*prefix[:-1], 7, 2), tables[2]])
     assert Planned.of([], lengths, tables, 16).holds(lengths, [other, other, other])
+    assert Planned.of([], lengths, tables, 16).keys == (0, 0)
+    three = cascade.plan([tables[0]] * 3, lengths, [1, 1, 1], 16, few, few._replace(workers=8), ahead=AHEAD)
+    assert isinstance(three, Cascade) and three.keys == (640, 2 * 640)
+    assert Planned.of([plan, three], lengths, [tables[0]] * 3, 16).keys == three.keys
+
+
+def test_what_steps_share_is_counted(monkeypatch):
+    """Each step counts what its plans share, also one that goes on with the plans of the step before."""
+    limits = ServeConfig(pages=30, page_tokens=4, max_requests=4, fixed_steps=True)
+    it = Engine(tiny.model(), tiny.tokenizer(), limits)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    it.generate([[1, 2], [3, 4]], params)
+    assert (it.stats.shared_keys, it.stats.spared_keys) == (0, 0), "on a CPU each request reads for itself"
+    monkeypatch.setattr("colonnade.serve.fixed._Size.keys", (40, 120))
+    it.generate([[1, 2], [3, 4]], params)
+    assert (it.stats.shared_keys, it.stats.spared_keys) == (3 * 40, 3 * 120), "three steps decode"

@@ -58,9 +58,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     family = FAMILIES[config.family]
     if family.experts != (config.moe is not None):
         what = "no experts" if family.experts else "experts"
+        able = ", ".join(name for name, other in FAMILIES.items() if other.experts != family.experts)
         raise CheckpointError(
-            f"'{family.name}' files cannot express a model with {what}; write --format colonnade, or set model.family "
-            f"to one of {', '.join(name for name, other in FAMILIES.items() if other.experts != family.experts)}"
+            f"'{family.name}' files cannot express a model with {what}; write --format colonnade, or train it with "
+            f"--model.family one of {able}"
         )
     raw = {"model_type": family.name, "architectures": [family.architecture], **family.to_hf(config)}
     back = config_from_hf(raw)
@@ -69,8 +70,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         if before[field] != after[field]:
             raise CheckpointError(
                 f"'{config.family}' files cannot express {field} = {before[field]!r} (it would read back as "
-                f"{after[field]!r}); "
-                f"write --format colonnade, or set model.family to another that can"
+                f"{after[field]!r}); write --format colonnade, or train it with another --model.family that can"
             )
     return raw
 

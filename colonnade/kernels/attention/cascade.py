@@ -85,6 +85,12 @@ class Cascade:
         return self.own.finish + self.shared.finish
 
     @property
+    def keys(self) -> tuple[int, int]:
+        """(keys that are read once for several requests, readings of a key that this saves)."""
+        each = [(group.end - group.first, len(group.requests) - 1) for group in self.groups]
+        return sum(keys for keys, _ in each), sum(keys * others for keys, others in each)
+
+    @property
     def room(self) -> Room:
         """The least that holds this."""
         rows = sum(self.queries[r] for group in self.groups for r in group.requests)

@@ -50,7 +50,8 @@ def admit(choice: Choice, index_T: Tensor, moe: MoeConfig, over: Axis) -> Admitt
     if tokens and not limit:
         raise ConfigError(
             f"a capacity of {moe.capacity:g} leaves int({abs(moe.capacity):g}·⌈{tokens}/{moe.experts}⌉) = 0 places in "
-            f"every expert for {tokens} tokens; raise moe.capacity to 1 or more, or leave it off"
+            f"every expert for {tokens} tokens; raise it to 1 or more, or turn it off: model.moe.capacity of a run "
+            "(train.eval_capacity in validations), --experts.capacity of a model that is loaded"
         )
     kept_TA = (place_TA < limit)[where_T] & (ids_TA < moe.experts)
     return Admitted(ids_TA.where(kept_TA, moe.experts), weights_TA.where(kept_TA, 0))

@@ -139,8 +139,8 @@ def _by_sequence(
     """The loss, and its slope by each token's p_te."""
     if units is None:
         raise ConfigError(
-            "moe.balance = 'sequence' is a loss of sequences, and the stream does not say which tokens are of which; "
-            "give its Routing the units, or use 'switch'"
+            "model.moe.balance 'sequence' is a loss of sequences, and the stream does not say which tokens are of "
+            "which; give its Routing the units, or use 'switch'"
         )
     E = moe.experts
     chosen_TE = probs_TE.new_zeros(len(probs_TE), E + 1).scatter_add(

@@ -132,9 +132,9 @@ def router(
     return enter
 
 
-def rule(moe: MoeConfig) -> Rule:
+def rule(moe: MoeConfig, otherwise: str = "") -> Rule:
     """The router that ``moe`` names; raises :class:`ConfigError` for an unknown name, with the nearest one, and for
-    what it cannot do.
+    what it cannot do. ``otherwise`` is the remedy for a number of experts that it does not take.
     """
     kind, config = moe.router.kind, moe.router
     if kind not in RULES:
@@ -142,11 +142,11 @@ def rule(moe: MoeConfig) -> Rule:
     found = RULES[kind]
     if found.active not in (None, moe.active):
         raise ConfigError(
-            f"router '{kind}' sends a token to {found.active} of the experts, not {moe.active}; set moe.active to "
-            f"{found.active}, or moe.router.kind to 'softmax'"
+            f"router '{kind}' sends a token to {found.active} of the experts, not {moe.active}; "
+            + (otherwise or f"set model.moe.active to {found.active}, or model.moe.router.kind to softmax")
         )
     if not found.biased and (moe.bias_rate or config.groups > 1):
-        what = "moe.bias_rate" if moe.bias_rate else "moe.router.groups"
+        what = "model.moe.bias_rate" if moe.bias_rate else "model.moe.router.groups"
         able = ", ".join(sorted(name for name, other in RULES.items() if other.biased))
         raise ConfigError(f"router '{kind}' does not heed {what}; leave it off, or use one of: {able}")
     return found
@@ -229,7 +229,7 @@ class Router(nn.Module):
         """
         moe = moe or self.moe
         if not 0 <= gate < len(self.gates):
-            raise ConfigError(f"there is no gate {gate} in a layer of {len(self.gates)}; raise moe.router.gates")
+            raise ConfigError(f"there is no gate {gate} in a layer of {len(self.gates)}; raise model.moe.router.gates")
         config, picked = moe.router, self.gates[gate]
         assert isinstance(picked, Gate)
         if config.dtype == "float32":

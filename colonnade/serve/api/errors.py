@@ -47,7 +47,9 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def elsewhere(request: Request, error: HTTPException) -> JSONResponse:
-        what = f"{request.method} {request.url.path}: {error.detail}"
+        allowed = (error.headers or {}).get("Allow")
+        remedy = f"use {allowed}" if allowed else "/openapi.json lists what there is, under /v1 first of all"
+        what = f"{request.method} {request.url.path}: {error.detail.lower()}; {remedy}"
         return error_reply(RequestError(what, status=error.status_code))
 
     @app.exception_handler(Exception)

@@ -89,6 +89,8 @@ class _EngineStats(Collector):
             "num_preemptions": (stats.preemptions, "Requests put back for want of pages."),
             "prefix_cache_queries": (stats.prefix_queries, "Tokens that the cache was searched for."),
             "prefix_cache_hits": (stats.prefix_hits, "Tokens found there and not computed again."),
+            "shared_keys_read": (stats.shared_keys, "Keys of a layer read once for several requests, step by step."),
+            "shared_keys_spared": (stats.spared_keys, "Readings of a key by further requests that this saved."),
             "prompt_tokens": (stats.prompt_tokens, "Tokens of prompts run."),
             "generation_tokens": (stats.generation_tokens, "Tokens generated."),
         }

@@ -43,7 +43,7 @@ def task(seen: Seen) -> Choice:
         units = _units(seen)
         if units.count > config.tasks:
             raise ConfigError(
-                f"the stream has {units.count} tasks, and the router {config.tasks}; raise moe.router.tasks"
+                f"the stream has {units.count} tasks, and the router {config.tasks}; raise model.moe.router.tasks"
             )
         clean_TE = table_UE[units.of_T]
     logits_TE = seen.noisy(clean_TE)
