@@ -99,6 +99,15 @@ def _work(
 ) -> list[Result]:
     """On every rank."""
     gc.freeze()  # what is imported stays: each ground is collected at its end, and that looks at the rest only
+    try:
+        return _one_after_another(model, plans, folder, shown, device)
+    finally:
+        gc.unfreeze()  # else libraries complain at the process's end that they leaked
+
+
+def _one_after_another(
+    model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Shown | None, device: str
+) -> list[Result]:
     world = plans[0].world
     own = own_device(device)
     ones = {ranks: _One.of(model, world, ranks, own) for ranks in sorted({_merged(model, plan) for plan in plans})}
