@@ -50,6 +50,12 @@ class Masters(Protocol):
         """After the masters moved (a step, a load): the model computes with the new values."""
         ...
 
+    def place(self, name: str, held: Tensor, value: Tensor) -> None:
+        """Take what this rank keeps of ``value``: of parameter ``name``, cut as it is before FSDP cuts it, or of the
+        buffer ``held``. :meth:`publish` follows when all are there.
+        """
+        ...
+
 
 def masters(
     model: nn.Module,
@@ -59,7 +65,10 @@ def masters(
     *,
     single: bool = False,
 ) -> Masters:
-    """Prepare ``model``, whose weights are initialised in the master type, to train in ``compute`` on this ground.
+    """Prepare ``model``, whose weights are in the master type, to train in ``compute`` on this ground.
+
+    It may be on the meta device where :attr:`Ground.sharded`: then this rank's shards are all that is ever made, and
+    wait to be filled (by :meth:`Masters.place`, or from a checkpoint).
 
     ``model.blocks`` are gathered one by one; everything else belongs to its root and stays gathered from its first
     use to the end of the backward pass. ``roots`` are the modules that are called: the stages of a pipeline, or
@@ -119,6 +128,11 @@ class Whole:
         for parameter, master in self._pairs:
             parameter.copy_(master)
 
+    @torch.no_grad()
+    def place(self, name: str, held: Tensor, value: Tensor) -> None:
+        """Into the master, whole."""
+        (self.local.get(name, self.frozen.get(name, held))).copy_(value)
+
 
 def _move_gradient(parameter: Tensor, master: Tensor) -> None:
     assert parameter.grad is not None
@@ -144,8 +158,7 @@ class Sharded:
             cast_forward_inputs=False,  # rotary tables stay float32; everything else has the compute type already
         )
         layout = layout_of(model)
-        experts = {name: p for name, p in model.named_parameters() if isinstance(layout[name], Experts)}
-        self._experts, apart = Whole(experts.items(), compute), set(experts.values())
+        apart = {p for name, p in model.named_parameters() if isinstance(layout[name], Experts)}
         for block in model.get_submodule("blocks").children():
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=apart)
         self._roots: list[FSDPModule] = [
@@ -158,6 +171,11 @@ class Sharded:
                 # and NCCL answers with zeros in bfloat16 (docs/decisions/0004-ground-check-on-h200.md).
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        if next(model.parameters()).is_meta:
+            for root in roots:
+                root.to_empty(device=ground.device)
+        experts = {name: p for name, p in model.named_parameters() if isinstance(layout[name], Experts)}
+        self._experts, self._shard = Whole(experts.items(), compute), ground.shard
         self._parameters = {name: p for name, p in model.named_parameters() if name not in experts}
         held = self._experts.local | self._experts.frozen
         # In the model's own order, which is the same under every plan.
@@ -185,6 +203,15 @@ class Sharded:
     def publish(self) -> None:
         """The masters alias FSDP's shards, which the next gather reads; only the experts' are copies."""
         self._experts.publish()
+
+    @torch.no_grad()
+    def place(self, name: str, held: Tensor, value: Tensor) -> None:
+        """Into the master, the rows of this rank's shard."""
+        if name not in self._parameters:
+            self._experts.place(name, held, value)
+            return
+        start, stop = self._shard.part(value.shape[0])
+        (self.local if name in self.local else self.frozen)[name].copy_(value[start:stop])
 
 
 def _shard(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from colonnade.checkpoint.retention import prune
 from colonnade.config import Config, ModelConfig, RunConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.errors import CheckpointError, ConfigError, DataError
-from colonnade.model import Transformer, initialise
+from colonnade.model import Transformer
 from colonnade.model.linear import in_float8
 from colonnade.model.moe import Spread
 from colonnade.model.moe.router import rule
@@ -62,13 +62,10 @@ class Session:
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
         spans = [span for _, span in ground.stages(run.model.layers)]
         compute: torch.dtype = getattr(torch, run.train.dtype)  # torch's own names
-        self.model = self._build(run.model, kept, spans)
+        # Where FSDP cuts the weights no rank ever holds more than its shards of them.
+        self.model = self._build(run.model, kept, spans, device="meta" if ground.sharded else ground.device)
         self.checkpoint = newest(run.folder, self.world)
         """The newest complete checkpoint, if there is one."""
-        if self.checkpoint is None and run.train.start:
-            begin(self.model, run, ground)
-        elif self.checkpoint is None:
-            initialise(self.model, run.train.seed)
         freeze(self.model, run.train.freeze)
         if run.evaluated is not None:
             rule(run.evaluated)  # a router that cannot says so now, not at the first validation
@@ -83,6 +80,8 @@ class Session:
         self.piped = Piped(self.model, ground, compute) if run.plan.pp > 1 else None
         single = run.train.fused_adamw and run.micro_batches == 1 and self.piped is None
         self.masters = masters(self.model, ground, compute, self.piped and self.piped.stages, single=single)
+        if self.checkpoint is None:
+            begin(self.model, run, ground, self.masters)
         self.optimizer = moving(self.masters, run.train)
         self.scaler = LossScaler(run.train, ground.device) if run.train.dtype == "float16" else None
         self._adaptive = Adaptive(self.model) if run.plan.degree == "auto" and holds_experts(self.model) else None
@@ -198,11 +197,18 @@ class Session:
                 raise
             error.add_note(f"and the checkpoint that was being written failed: {failure}")
 
-    def _build(self, config: ModelConfig, dtype: torch.dtype, spans: Sequence[range] | None = None) -> Transformer:
+    def _build(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        spans: Sequence[range] | None = None,
+        device: torch.device | str | None = None,
+    ) -> Transformer:
         """An uninitialised model that computes as this run's does: these blocks of it, or all."""
-        model = Transformer(config, self.ground.axes, spans=spans, device=self.ground.device, dtype=dtype)
+        device = device or self.ground.device
+        model = Transformer(config, self.ground.axes, spans=spans, device=device, dtype=dtype)
         if self.run.train.float8 != "none":
-            in_float8(model.blocks, self.run.train.float8)
+            in_float8(model.blocks, self.run.train.float8, self.ground.device)
         if self.run.train.compile:
             for block in model.blocks:
                 block.compile()
