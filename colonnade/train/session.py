@@ -62,8 +62,7 @@ class Session:
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
         spans = [span for _, span in ground.stages(run.model.layers)]
         compute: torch.dtype = getattr(torch, run.train.dtype)  # torch's own names
-        # Where FSDP cuts the weights no rank ever holds more than its shards of them.
-        self.model = self._build(run.model, kept, spans, device="meta" if ground.sharded else ground.device)
+        self.model = self._build(run.model, kept, spans, cut=ground.sharded)
         self.checkpoint = newest(run.folder, self.world)
         """The newest complete checkpoint, if there is one."""
         freeze(self.model, run.train.freeze)
@@ -198,14 +197,12 @@ class Session:
             error.add_note(f"and the checkpoint that was being written failed: {failure}")
 
     def _build(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        spans: Sequence[range] | None = None,
-        device: torch.device | str | None = None,
+        self, config: ModelConfig, dtype: torch.dtype, spans: Sequence[range] | None = None, *, cut: bool = False
     ) -> Transformer:
-        """An uninitialised model that computes as this run's does: these blocks of it, or all."""
-        device = device or self.ground.device
+        """An uninitialised model that computes as this run's does: these blocks of it, or all; nowhere, if it is to be
+        ``cut``.
+        """
+        device = "meta" if cut else self.ground.device
         model = Transformer(config, self.ground.axes, spans=spans, device=device, dtype=dtype)
         if self.run.train.float8 != "none":
             in_float8(model.blocks, self.run.train.float8, self.ground.device)
@@ -221,6 +218,8 @@ class Session:
         meta = native.load(folder, self.model, self.ground, masters=self.masters, optimizer=self.optimizer)
         if meta.run is None or "seen" not in meta.cursor:
             raise CheckpointError(f"{folder} was not written by a training run; use another name for this run")
+        if any(type(at := meta.cursor.get(key, 0)) is not int or at < 0 for key in ("seen", "skipped")):
+            raise CheckpointError(f"{folder} has the data cursor {meta.cursor}; use another checkpoint")
         was, now = meta.cursor, self._cursor()
         if any(was.get(key) != now[key] for key in ("tokens", "tokenizer")):
             raise DataError(
