@@ -78,7 +78,7 @@ class TrainConfig(Config):
     Switch had 0.4 in fine-tuning, beside a dropout of 0.1 (arXiv 2101.03961, section 2.4)."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Compute type; master weights and optimiser state are float32 (float64 for parity tests)."""
-    loss_scale: float = Field(default=65536.0, ge=1)
+    loss_scale: float = Field(default=65536.0, ge=1, allow_inf_nan=False)
     """float16: what the loss is multiplied by at first, a power of two; halved by each step that overflows."""
     loss_scale_steps: int = Field(default=2000, gt=0)
     """float16: steps without an overflow after which the scale is doubled."""
