@@ -15,6 +15,7 @@ from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.fsdp import Masters
+from colonnade.parallel.layout import Experts, layout_of
 from colonnade.parallel.mesh import Ground
 
 FREE = ("context", "init_std", "moe", "top", "classes")
@@ -32,6 +33,17 @@ def begin(model: Transformer, run: RunConfig, ground: Ground, held: Masters) -> 
     else:
         initialise(model, run.train.seed, held.place)
         held.publish()
+
+
+def freeze(model: Transformer, what: str) -> None:
+    """Leave the experts out of training, or all but them. Raises :class:`ConfigError` for a model without any."""
+    if what == "none":
+        return
+    if model.config.moe is None:
+        raise ConfigError(f"train.freeze {what} is about experts, and this model has none; leave it out")
+    layout = layout_of(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(isinstance(layout[name], Experts) == (what == "rest"))
 
 
 def check_start(run: RunConfig) -> None:
