@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from colonnade.parallel.layout import Experts, layout_of
 from colonnade.parallel.mesh import Ground
+from colonnade.parallel.pipeline import Stage
 
 
 class Masters(Protocol):
@@ -75,9 +76,12 @@ def masters(
     ``model`` itself. ``single``: a step is one micro-batch, and whoever moves the masters takes its gradients in the
     compute type, as autograd makes them, where nothing has to be summed over data ranks.
     """
-    if not ground.sharded:
-        return Whole(model.named_parameters(), compute, single=single)
-    return Sharded(model, ground, compute, roots or [model])
+    roots = roots or [model]
+    if ground.sharded:
+        return Sharded(model, ground, compute, roots)
+    held = Whole(model.named_parameters(), compute, single=single)
+    held.follow(roots)
+    return held
 
 
 class Whole:
@@ -109,13 +113,23 @@ class Whole:
         """Nothing to hold back: autograd adds the micro-batches up."""
         assert last or not self._single, "gradients of several micro-batches are added up in float32"
 
-    def collect(self) -> None:
-        """Take over what came without autograd's hooks: a zero-bubble schedule adds weight gradients up itself."""
-        if self._single:
-            return
+    def follow(self, roots: Iterable[nn.Module]) -> None:
+        """Take over each micro-batch's gradients from stages whose schedule would add them up in the compute type."""
+        for root in roots:
+            if isinstance(root, Stage):
+                root.after_weights = self._take
+
+    def _take(self) -> None:
+        """What came without autograd's hooks."""
         for parameter, master in self._pairs:
             if parameter.grad is not None:
                 _move_gradient(parameter, master)
+
+    def collect(self) -> None:
+        """All gradients are in the masters, laid out as these are."""
+        if self._single:
+            return
+        self._take()
         for master in self.local.values():
             if master.grad is not None and master.grad.stride() != master.stride():
                 # Autograd lays a gradient out as its weight, that schedule does not, and torch's fused AdamW reads
@@ -176,6 +190,7 @@ class Sharded:
                 root.to_empty(device=ground.device)
         experts = {name: p for name, p in model.named_parameters() if isinstance(layout[name], Experts)}
         self._experts, self._shard = Whole(experts.items(), compute), ground.shard
+        self._experts.follow(roots)
         self._parameters = {name: p for name, p in model.named_parameters() if name not in experts}
         held = self._experts.local | self._experts.frozen
         # In the model's own order, which is the same under every plan.
