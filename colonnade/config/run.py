@@ -130,7 +130,7 @@ class TrainConfig(Config):
     skip_bad_batches: int = Field(default=0, ge=0)
     """Batches of the whole run whose loss or gradient norm may be not finite: they change nothing, and the next is
     taken; one more ends the run."""
-    timeout_s: float = Field(default=300.0, gt=0)
+    timeout_s: float = Field(default=300.0, gt=0, le=1e6)
     """Longest that a rank may be silent, or a step may take, before the run ends and names the missing rank [s]; the
     first step, a save and a validation may take ten times as long."""
     restarts: int = Field(default=0, ge=0)
@@ -172,7 +172,7 @@ class TrainConfig(Config):
 class RunConfig(Config):
     """One training run, whole: it is saved inside every checkpoint."""
 
-    name: str = "run"
+    name: str = Field(default="run", min_length=1)
     """The run's folder, within runs."""
     runs: Path = Path("runs")
     """Where runs are kept: runs/NAME/step-N."""

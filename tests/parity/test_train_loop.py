@@ -212,6 +212,10 @@ def test_runs_that_cannot_be(config: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"vocabulary of 300 tokens, the model of 50; set --model.vocab_size 300"):
         Trainer(config.but(model=MODEL.but(vocab_size=50))).fit()
     assert not config.folder.exists()
+    with pytest.raises(ConfigError, match="timeout_s is inf: input should be less than"):
+        TRAIN.but(timeout_s=float("inf"))
+    with pytest.raises(ConfigError, match="name is ''"):
+        config.but(name="")
     with pytest.raises(DataError):
         Trainer(config.but(data=DataConfig(path=tmp_path / "nowhere", sequence=16))).fit()
     short = config.but(train=TRAIN.but(steps=4, eval_every=0))
