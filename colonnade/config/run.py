@@ -189,6 +189,8 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
+        if Path(self.name).is_absolute() or ".." in Path(self.name).parts:
+            raise ConfigError(f"name {self.name!r} leads out of the folder of runs; use --runs for another folder")
         ranks = self.plan.data_ranks
         if self.train.batch % ranks:
             raise ConfigError(

@@ -234,6 +234,8 @@ def test_runs_that_cannot_be(config: RunConfig, tmp_path: Path) -> None:
         TRAIN.but(timeout_s=float("inf"))
     with pytest.raises(ConfigError, match="name is ''"):
         config.but(name="")
+    with pytest.raises(ConfigError, match=r"name '\.\./other' leads out of the folder of runs"):
+        config.but(name="../other")
     with pytest.raises(DataError):
         Trainer(config.but(data=DataConfig(path=tmp_path / "nowhere", sequence=16))).fit()
     short = config.but(train=TRAIN.but(steps=4, eval_every=0))

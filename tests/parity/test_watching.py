@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from colonnade.train import Trainer, memory
 from colonnade.train.fits import expected
 from colonnade.train.loop import train
 from colonnade.train.session import Session
-from colonnade.train.trackers import read_rows
+from colonnade.train.trackers import NAMED, read_rows
 from tests import corpora
 from tests.worlds import run as in_world
 
@@ -251,6 +252,34 @@ def test_a_missing_package_is_said_before_training(
     assert not config.folder.exists()
     with pytest.raises(ConfigError, match="trackers"):
         config.train.but(trackers=("tensorboard",))
+
+
+class Fails:
+    """A service that goes away after step 2."""
+
+    def __init__(self, folder: Path, resumed_step: int, *, config: Any):
+        self.steps: list[int] = []
+
+    def record(self, step: int, values: Any) -> None:
+        if step > 2:
+            raise ConnectionError("no route to host\nand much more")
+
+    def close(self) -> None:
+        raise AssertionError("it is told no more")
+
+
+def test_a_service_that_fails_is_left_behind(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(NAMED, "mlflow", Fails)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: SimpleNamespace(origin="there"))
+    assert Trainer(config.but(train=config.train.but(trackers=("mlflow",)))).fit().steps == 8
+    said = capsys.readouterr().err
+    assert said.count("mlflow") == 1
+    assert (
+        "mlflow failed with ConnectionError: no route to host; from step 3 on it is told no more, metrics.json" in said
+    )
+    assert [row["step"] for row in read_rows(config.folder)] == list(range(1, 9))
 
 
 SERVICES = """
