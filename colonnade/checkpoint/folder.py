@@ -42,7 +42,7 @@ class Manifest(Config):
 
     format: str
     """Always "colonnade"."""
-    version: int
+    version: int = Field(ge=1)
     """Of the folder's arrangement."""
     files: dict[str, Digest]
     """What each must be."""

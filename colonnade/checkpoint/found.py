@@ -21,6 +21,7 @@ from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
 from colonnade.model.quantised import Place
+from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.mesh import Ground
 
 PACKAGED = {"smollm2": find_smollm2, "minilm": find_minilm}
@@ -37,6 +38,8 @@ class Opened:
     """What it is."""
     fill: Callable[[Transformer, Ground, Place], object]
     """Reads a rank's share of the weights, under any layout, before FSDP cuts them."""
+    into: Callable[[Transformer, Ground, Masters], object]
+    """Reads this rank's part of the weights into the masters of a model in training."""
     words: Path | Callable[[], tuple[Any, ...]]
     """Where its tokenizer lies, or what reads the parts of one."""
     tasks: tuple[str, ...] = ()
@@ -53,12 +56,18 @@ def opened(path: str | Path) -> Opened:
         def fill(model: Transformer, ground: Ground, put: Place) -> object:
             return native.load(place, model, ground, trained=config, place=put)
 
-        return Opened(place, config, fill, place / native.TOKENIZER, meta.tasks)
-    if place.is_dir():
-        folder = HFFolder(place)
-        return Opened(place, folder.config, lambda model, _, put: folder.fill(model, put), place)
-    file = GGUFFile(place)
-    return Opened(place, file.config, lambda model, _, put: file.fill(model, put), file.tokenizer)
+        def into(model: Transformer, ground: Ground, held: Masters) -> object:
+            return native.load(place, model, ground, trained=config, masters=held)
+
+        return Opened(place, config, fill, into, place / native.TOKENIZER, meta.tasks)
+    theirs: HFFolder | GGUFFile = HFFolder(place) if place.is_dir() else GGUFFile(place)
+
+    def placed(model: Transformer, _: Ground, held: Masters) -> None:
+        theirs.fill(model, held.place)
+        held.publish()
+
+    words = place if isinstance(theirs, HFFolder) else theirs.tokenizer
+    return Opened(place, theirs.config, lambda model, _, put: theirs.fill(model, put), placed, words)
 
 
 def locate(path: str | Path) -> Path:

@@ -51,9 +51,9 @@ class Meta(Config):
     """The transformer."""
     run: RunConfig | None = None
     """The whole run, when one wrote it."""
-    step: int = 0
+    step: int = Field(default=0, ge=0)
     """Optimizer steps taken."""
-    updates: int | None = None
+    updates: int | None = Field(default=None, ge=0)
     """Of these, the steps that moved the weights: Adam's own count. None in older checkpoints: all did."""
     loss_scale: tuple[float, int] | None = None
     """float16: the scale of the next step, and the steps without an overflow since it last changed."""

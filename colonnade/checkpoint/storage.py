@@ -63,7 +63,7 @@ class Entry(Config):
 
     shape: tuple[int, ...]
     """Of the whole."""
-    dtype: str = Field(pattern="|".join(DTYPES))
+    dtype: str = Field(pattern=f"^({'|'.join(DTYPES)})$")
     """As torch calls it."""
     pieces: list[Piece]
     """Together the whole."""
@@ -85,7 +85,23 @@ class Index(Config):
         for key, entry in index.tensors.items():
             if sum(math.prod(piece.sizes) for piece in entry.pieces) != math.prod(entry.shape):
                 raise CheckpointError(f"{folder / INDEX} has only parts of {key}; use another checkpoint")
+            if len({piece.offsets for piece in entry.pieces}) < len(entry.pieces):
+                raise CheckpointError(f"{folder / INDEX} has parts of {key} twice; use another checkpoint")
+            for piece in entry.pieces:
+                if not _within(piece, entry.shape) or not piece.file.startswith(f"{part_of(key)[0]}-"):
+                    raise CheckpointError(
+                        f"{folder / INDEX} has a piece {piece.sizes} at {piece.offsets} in {piece.file} of '{key}' "
+                        f"{entry.shape}, where none can be; use another checkpoint"
+                    )
         return index
+
+
+def _within(piece: Piece, shape: tuple[int, ...]) -> bool:
+    if not len(piece.offsets) == len(piece.sizes) == len(shape):
+        return False
+    return all(
+        a >= 0 and n > 0 and a + n <= whole for a, n, whole in zip(piece.offsets, piece.sizes, shape, strict=True)
+    )
 
 
 def part_of(key: str) -> tuple[str, str]:
@@ -211,12 +227,12 @@ class Reader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index in torch's terms."""
         tensors: dict[str, Any] = {}
-        files: dict[MetadataIndex, str] = {}
+        files: dict[MetadataIndex, Piece] = {}
         for key, entry in self.index.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in entry.pieces]
             properties = TensorProperties(dtype=DTYPES[entry.dtype])
             tensors[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
-            files |= {MetadataIndex(key, p.offsets): p.file for p in entry.pieces}
+            files |= {MetadataIndex(key, p.offsets): p for p in entry.pieces}
         return Metadata(state_dict_metadata=tensors, storage_data=files)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -236,14 +252,20 @@ class Reader(StorageReader):
         """Copy each planned box into its place, straight from the (memory-mapped) file."""
         by_file: defaultdict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
-            by_file[self._files[item.storage_index]].append(item)
+            by_file[self._files[item.storage_index].file].append(item)
         for name, items in by_file.items():
             try:
                 with safe_open(self.folder / name, framework="pt") as file:
                     for item in items:
                         box = tuple(slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True))
                         _, parameter = part_of(item.storage_index.fqn)
-                        planner.resolve_tensor(item).detach().copy_(file.get_slice(parameter)[box])
+                        stored, sizes = file.get_slice(parameter), self._files[item.storage_index].sizes
+                        if tuple(stored.get_shape()) != sizes:
+                            raise CheckpointError(
+                                f"{self.folder / name} holds '{parameter}' of shape {tuple(stored.get_shape())}, and "
+                                f"{INDEX} says {sizes}; restore it or use another checkpoint"
+                            )
+                        planner.resolve_tensor(item).detach().copy_(stored[box])
             except (SafetensorError, OSError) as why:
                 raise CheckpointError(
                     f"{self.folder / name} cannot be read: {why}; restore it or use another checkpoint"

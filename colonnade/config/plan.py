@@ -104,6 +104,12 @@ class Plan(Config):
         return self
 
     @property
+    def _asks_experts(self) -> str:
+        """``"overlap 2"``: the first setting of how experts work that is not as it is by itself."""
+        fields = {name: Plan.model_fields[name].default for name in ("degree", "overlap", "shadows", "near")}
+        return next((f"{name} {at}" for name, default in fields.items() if (at := getattr(self, name)) != default), "")
+
+    @property
     def world(self) -> int:
         """Processes in all."""
         return self.pp * self.replicate * self.dp * self.cp * self.tp
@@ -154,6 +160,8 @@ class Plan(Config):
             raise PlanError(
                 f"ep={self.ep} and sh={self.sh} share out experts, and this model has none; leave them at 1"
             )
+        if model.moe is None and (asked := self._asks_experts):
+            raise PlanError(f"plan.{asked} is about experts, and this model has none; leave it out")
         if model.moe is not None:
             for what, size, ranks in (
                 ("experts", model.moe.experts, self.ep), ("hidden units of an expert", model.moe.ffn_width, self.sh)

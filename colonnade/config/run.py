@@ -78,7 +78,7 @@ class TrainConfig(Config):
     Switch had 0.4 in fine-tuning, beside a dropout of 0.1 (arXiv 2101.03961, section 2.4)."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Compute type; master weights and optimiser state are float32 (float64 for parity tests)."""
-    loss_scale: float = Field(default=65536.0, ge=1)
+    loss_scale: float = Field(default=65536.0, ge=1, allow_inf_nan=False)
     """float16: what the loss is multiplied by at first, a power of two; halved by each step that overflows."""
     loss_scale_steps: int = Field(default=2000, gt=0)
     """float16: steps without an overflow after which the scale is doubled."""
@@ -130,7 +130,7 @@ class TrainConfig(Config):
     skip_bad_batches: int = Field(default=0, ge=0)
     """Batches of the whole run whose loss or gradient norm may be not finite: they change nothing, and the next is
     taken; one more ends the run."""
-    timeout_s: float = Field(default=300.0, gt=0)
+    timeout_s: float = Field(default=300.0, gt=0, le=1e6)
     """Longest that a rank may be silent, or a step may take, before the run ends and names the missing rank [s]; the
     first step, a save and a validation may take ten times as long."""
     restarts: int = Field(default=0, ge=0)
@@ -174,7 +174,7 @@ class TrainConfig(Config):
 class RunConfig(Config):
     """One training run, whole: it is saved inside every checkpoint."""
 
-    name: str = "run"
+    name: str = Field(default="run", min_length=1)
     """The run's folder, within runs."""
     runs: Path = Path("runs")
     """Where runs are kept: runs/NAME/step-N."""
@@ -191,6 +191,8 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
+        if Path(self.name).is_absolute() or ".." in Path(self.name).parts:
+            raise ConfigError(f"name {self.name!r} leads out of the folder of runs; use --runs for another folder")
         ranks = self.plan.data_ranks
         if self.train.batch % ranks:
             raise ConfigError(

@@ -12,39 +12,50 @@ Each expert is drawn by a name of its own.
 """
 
 import zlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from colonnade.model.quantised import Place, in_place
 from colonnade.model.transformer import Transformer
 from colonnade.parallel.axis import Axes
-from colonnade.parallel.layout import Experts, layout_of, share
+from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of, share
 
 RESIDUAL_OUTPUTS = ("attention.out.weight", "ffn.down.weight", "shared.down.weight", "experts.down")
 
 
 @torch.no_grad()
-def initialise(model: Transformer, seed: int) -> Transformer:
-    """Fill ``model`` (of plain local tensors, before FSDP wraps it) from ``seed``; returns it."""
+def initialise(model: Transformer, seed: int, place: Place = in_place) -> Transformer:
+    """Fill ``model`` from ``seed``, one parameter after another, and its buffers with 0; returns it.
+
+    ``place`` gets this rank's share of each, before FSDP cuts it: a sharded model needs no more memory than its shards
+    and one parameter (:meth:`colonnade.parallel.fsdp.Masters.place`).
+    """
     config, shapes, layout = model.config, model.whole_shapes(), layout_of(model)
     initial = {
         f"{prefix}.{name}": value
         for prefix, module in model.named_modules()
         for name, value in getattr(module, "initial", {}).items()
     }
-    for name, parameter in model.named_parameters():
+
+    def mine(name: str) -> Tensor:
+        shape, placement = shapes[name], layout.get(name, WHOLE)
+
+        def filled(value: float) -> Tensor:
+            return share(torch.zeros(()).expand(shape), placement, model.axes) + value
+
         if name in initial:
-            parameter.fill_(initial[name])
-        elif name.endswith("bias"):
-            parameter.zero_()
-        elif len(shapes[name]) == 1:
-            parameter.fill_(1.0)
-        else:
-            std = config.init_std / (2 * config.layers) ** 0.5 if name.endswith(RESIDUAL_OUTPUTS) else config.init_std
-            if isinstance(layout[name], Experts):
-                _experts(parameter, shapes[name], name, seed, std, model.axes)
-            else:
-                parameter.copy_(share(_drawn(shapes[name], name, seed, std), layout[name], model.axes))
+            return filled(initial[name])
+        if name.endswith("bias") or name not in layout:
+            return filled(0.0)
+        if len(shape) == 1:
+            return filled(1.0)
+        std = config.init_std / (2 * config.layers) ** 0.5 if name.endswith(RESIDUAL_OUTPUTS) else config.init_std
+        return _share(shape, placement, model.axes, lambda part, of: _drawn(of, f"{name}{part}", seed, std))
+
+    for name, held in (*model.named_parameters(), *model.named_buffers()):
+        place(name, held, mine(name))
     return model
 
 
@@ -53,9 +64,11 @@ def _drawn(shape: torch.Size, name: str, seed: int, std: float) -> Tensor:
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
-def _experts(stack: Tensor, shape: torch.Size, name: str, seed: int, std: float, axes: Axes) -> None:
-    """Each expert by a name of its own, so that a rank draws only those that it has."""
-    first, stop = axes.grid.ep.part(shape[0])
-    for e in range(first, stop):
-        whole = _drawn(shape[1:], f"{name}.{e}", seed, std)
-        stack[e - first].copy_(whole[slice(*axes.grid.sh.part(shape[1]))])
+def _share(shape: torch.Size, placement: Placement, axes: Axes, drawn: Callable[[str, torch.Size], Tensor]) -> Tensor:
+    """This rank's part of what is drawn whole; each expert by a name of its own, so that a rank draws only those that
+    it has.
+    """
+    if not isinstance(placement, Experts):
+        return share(drawn("", shape), placement, axes)
+    units = slice(*axes.grid.sh.part(shape[1]))
+    return torch.stack([drawn(f".{e}", shape[1:])[units] for e in range(*axes.grid.ep.part(shape[0]))])

@@ -84,13 +84,14 @@ def in_fewer_bits(weight: Tensor, kind: Kind, group: int, over: Callable[[Tensor
     return made
 
 
-def in_float8(blocks: nn.Module, scaling: Float8) -> None:
+def in_float8(blocks: nn.Module, scaling: Float8, device: torch.device | None = None) -> None:
     """Compute the products of every :class:`InFloat8` within ``blocks`` in float8 from now on; experts' have a scale a
-    row whatever the ``scaling``. A gate of one number a token stays as it is.
+    row whatever the ``scaling``. A gate of one number a token stays as it is. ``device`` is where they will be, if they
+    are not there yet.
 
     Raises :class:`ConfigError` on a GPU that has no such matrix units.
     """
-    device, needs = next(blocks.parameters()).device, (8, 9) if scaling == "tensorwise" else (9, 0)
+    device, needs = device or next(blocks.parameters()).device, (8, 9) if scaling == "tensorwise" else (9, 0)
     if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < needs:
         raise ConfigError(
             f"float8 {scaling} needs compute capability {needs[0]}.{needs[1]}, and this "

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from colonnade.parallel.layout import Experts, layout_of
 from colonnade.parallel.mesh import Ground
+from colonnade.parallel.pipeline import Stage
 
 
 class Masters(Protocol):
@@ -50,6 +51,12 @@ class Masters(Protocol):
         """After the masters moved (a step, a load): the model computes with the new values."""
         ...
 
+    def place(self, name: str, held: Tensor, value: Tensor) -> None:
+        """Take what this rank keeps of ``value``: of parameter ``name``, cut as it is before FSDP cuts it, or of the
+        buffer ``held``. :meth:`publish` follows when all are there.
+        """
+        ...
+
 
 def masters(
     model: nn.Module,
@@ -59,16 +66,22 @@ def masters(
     *,
     single: bool = False,
 ) -> Masters:
-    """Prepare ``model``, whose weights are initialised in the master type, to train in ``compute`` on this ground.
+    """Prepare ``model``, whose weights are in the master type, to train in ``compute`` on this ground.
+
+    It may be on the meta device where :attr:`Ground.sharded`: then this rank's shards are all that is ever made, and
+    wait to be filled (by :meth:`Masters.place`, or from a checkpoint).
 
     ``model.blocks`` are gathered one by one; everything else belongs to its root and stays gathered from its first
     use to the end of the backward pass. ``roots`` are the modules that are called: the stages of a pipeline, or
     ``model`` itself. ``single``: a step is one micro-batch, and whoever moves the masters takes its gradients in the
     compute type, as autograd makes them, where nothing has to be summed over data ranks.
     """
-    if not ground.sharded:
-        return Whole(model.named_parameters(), compute, single=single)
-    return Sharded(model, ground, compute, roots or [model])
+    roots = roots or [model]
+    if ground.sharded:
+        return Sharded(model, ground, compute, roots)
+    held = Whole(model.named_parameters(), compute, single=single)
+    held.follow(roots)
+    return held
 
 
 class Whole:
@@ -100,13 +113,23 @@ class Whole:
         """Nothing to hold back: autograd adds the micro-batches up."""
         assert last or not self._single, "gradients of several micro-batches are added up in float32"
 
-    def collect(self) -> None:
-        """Take over what came without autograd's hooks: a zero-bubble schedule adds weight gradients up itself."""
-        if self._single:
-            return
+    def follow(self, roots: Iterable[nn.Module]) -> None:
+        """Take over each micro-batch's gradients from stages whose schedule would add them up in the compute type."""
+        for root in roots:
+            if isinstance(root, Stage):
+                root.after_weights = self._take
+
+    def _take(self) -> None:
+        """What came without autograd's hooks."""
         for parameter, master in self._pairs:
             if parameter.grad is not None:
                 _move_gradient(parameter, master)
+
+    def collect(self) -> None:
+        """All gradients are in the masters, laid out as these are."""
+        if self._single:
+            return
+        self._take()
         for master in self.local.values():
             if master.grad is not None and master.grad.stride() != master.stride():
                 # Autograd lays a gradient out as its weight, that schedule does not, and torch's fused AdamW reads
@@ -118,6 +141,11 @@ class Whole:
         """Round the masters to the compute type."""
         for parameter, master in self._pairs:
             parameter.copy_(master)
+
+    @torch.no_grad()
+    def place(self, name: str, held: Tensor, value: Tensor) -> None:
+        """Into the master, whole."""
+        (self.local.get(name, self.frozen.get(name, held))).copy_(value)
 
 
 def _move_gradient(parameter: Tensor, master: Tensor) -> None:
@@ -144,8 +172,7 @@ class Sharded:
             cast_forward_inputs=False,  # rotary tables stay float32; everything else has the compute type already
         )
         layout = layout_of(model)
-        experts = {name: p for name, p in model.named_parameters() if isinstance(layout[name], Experts)}
-        self._experts, apart = Whole(experts.items(), compute), set(experts.values())
+        apart = {p for name, p in model.named_parameters() if isinstance(layout[name], Experts)}
         for block in model.get_submodule("blocks").children():
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=apart)
         self._roots: list[FSDPModule] = [
@@ -158,6 +185,12 @@ class Sharded:
                 # and NCCL answers with zeros in bfloat16 (docs/decisions/0004-ground-check-on-h200.md).
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        if next(model.parameters()).is_meta:
+            for root in roots:
+                root.to_empty(device=ground.device)
+        experts = {name: p for name, p in model.named_parameters() if isinstance(layout[name], Experts)}
+        self._experts, self._shard = Whole(experts.items(), compute), ground.shard
+        self._experts.follow(roots)
         self._parameters = {name: p for name, p in model.named_parameters() if name not in experts}
         held = self._experts.local | self._experts.frozen
         # In the model's own order, which is the same under every plan.
@@ -185,6 +218,15 @@ class Sharded:
     def publish(self) -> None:
         """The masters alias FSDP's shards, which the next gather reads; only the experts' are copies."""
         self._experts.publish()
+
+    @torch.no_grad()
+    def place(self, name: str, held: Tensor, value: Tensor) -> None:
+        """Into the master, the rows of this rank's shard."""
+        if name not in self._parameters:
+            self._experts.place(name, held, value)
+            return
+        start, stop = self._shard.part(value.shape[0])
+        (self.local if name in self.local else self.frozen)[name].copy_(value[start:stop])
 
 
 def _shard(x: Tensor) -> Tensor:

@@ -64,10 +64,21 @@ class Stage(nn.Module):
         self.number = number
         self.held = nn.ModuleList(modules)  # what FSDP gathers for this stage, and torch differentiates by
         self._run = run
+        self.after_weights: Callable[[], object] = lambda: None
+        """Called when a micro-batch's gradients of weights are there, where the schedule computes them apart."""
 
     def forward(self, x: Tensor, i: Tensor) -> Tensor:
         """The activations of the previous stage (the first stage has none) to this one's."""
         return self._run(None if self.number == 0 else x, int(i))
+
+
+class _Split(PipelineStage):
+    """Says when a zero-bubble schedule has added a micro-batch's gradients up, which calls none of autograd's hooks."""
+
+    def backward_weight_one_chunk(self, *args: Any, **options: Any) -> None:
+        super().backward_weight_one_chunk(*args, **options)
+        assert isinstance(self.submod, Stage)
+        self.submod.after_weights()
 
 
 class Pipeline:
@@ -122,6 +133,6 @@ class Pipeline:
         takes = torch.arange(1) if stage.number == 0 else travels
         loss = torch.zeros((), device="meta", dtype=torch.promote_types(example.dtype, torch.float32))
         gives = travels if stage.number < self.total - 1 else loss
-        return PipelineStage(
+        return _Split(
             stage, stage.number, self.total, self.device, input_args=(takes,), output_args=(gives,), group=group
         )

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from colonnade.checkpoint.storage import FULL
+from colonnade.errors import CapacityError
 from colonnade.train.breakdown import Breakdown
 from colonnade.train.chips import Throughput
 from colonnade.train.metrics import Diverged, Meter, Row, rates
@@ -200,8 +202,16 @@ class Log:
             self.meter.resume()
 
     def _track(self, taken: int, row: Row) -> None:
-        for tracker in self._trackers:
-            tracker.record(taken, row)
+        try:
+            for tracker in self._trackers:
+                tracker.record(taken, row)
+        except OSError as why:
+            if why.errno not in FULL:
+                raise
+            raise CapacityError(
+                f"the disk is full: step {taken} could not be noted in {self.run.folder}; free some space; the same "
+                "command goes on from the newest checkpoint"
+            ) from why
 
 
 def _listed(numbers: Sequence[int], most: int = 8) -> str:

@@ -33,6 +33,7 @@ from colonnade.train.offload import BUCKET_BYTES
 from colonnade.train.optimizer import AdamW
 
 WANTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)", re.IGNORECASE)
+LACK = re.compile("DefaultCPUAllocator|CUDA error: out of memory")
 UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
@@ -102,8 +103,6 @@ def take_account(
     model: nn.Module, masters: Masters, optimizer: AdamW, device: torch.device, error: BaseException
 ) -> Account:
     """What is in memory now, while the frames of ``error`` still hold what the step had made."""
-    found = WANTED.search(str(error))
-    wanted = int(float(found[1]) * UNITS[found[2].lower()]) if found else 0
     counted: set[int] = set()
 
     def count(tensors: Iterable[Tensor | None]) -> int:
@@ -123,12 +122,18 @@ def take_account(
         reserved = torch.cuda.memory_reserved(device)
         unused, others = max(reserved - in_use, 0), max(capacity - free - reserved, 0)
     else:
-        capacity, unused, others = _host_bytes(), 0, 0
+        capacity, unused, others = host_bytes(), 0, 0
     activations = max(in_use - sum(known.values()), 0)
     return Account(
-        **known, activations=activations, unused=unused, others=others, wanted=wanted, capacity=capacity,
-        sharded_masters=cut,
+        **known, activations=activations, unused=unused, others=others, wanted=wanted_bytes(error),
+        capacity=capacity, sharded_masters=cut,
     )  # fmt: skip
+
+
+def wanted_bytes(error: BaseException) -> int:
+    """What was asked for when there was not so much, as far as ``error`` tells."""
+    found = WANTED.search(str(error))
+    return int(float(found[1]) * UNITS[found[2].lower()]) if found else 0
 
 
 def changes(run: RunConfig, account: Account, device: torch.device) -> list[Change]:
@@ -190,9 +195,9 @@ def best(found: list[Change], ranks: int, number: int = 3) -> list[Change]:
 
 @contextmanager
 def accounted(
-    run: RunConfig, model: nn.Module, masters: Masters, optimizer: AdamW, device: torch.device, step: int
+    run: RunConfig, model: nn.Module, masters: Masters, optimizer: AdamW, device: torch.device, when: str
 ) -> Iterator[None]:
-    """Turns running out of memory inside, in step ``step``, into a :class:`CapacityError` with three changes."""
+    """Turns running out of memory inside, ``"in step 2"``, into a :class:`CapacityError` with three changes."""
     begin(device)
     try:
         yield
@@ -201,8 +206,8 @@ def accounted(
         if lack is None:
             raise
         account = take_account(model, masters, optimizer, device, lack)
-        advice = best(changes(run, account, device), run.plan.world)
-        raise CapacityError(_say(account, advice, run, device, step)) from error
+        wanted = f", which wanted {size(account.wanted)} more" if account.wanted else ""
+        raise CapacityError(told(f"{when}{wanted}. It is filled by", account, run, device)) from error
 
 
 def lack_of_memory(error: BaseException) -> BaseException | None:
@@ -211,15 +216,16 @@ def lack_of_memory(error: BaseException) -> BaseException | None:
     """
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(cause):
+        if isinstance(cause, torch.OutOfMemoryError | MemoryError) or LACK.search(str(cause)):
             return cause
         cause = cause.__cause__
     return None
 
 
-def _say(account: Account, advice: list[Change], run: RunConfig, device: torch.device, step: int) -> str:
-    wanted = f", which wanted {size(account.wanted)} more" if account.wanted else ""
-    lines = [f"out of memory on {device} in step {step}{wanted}. It is filled by", str(account)]
+def told(when: str, account: Account, run: RunConfig, device: torch.device) -> str:
+    """The account and three changes, for people; ``when`` it was, and what the account is of, are in the first line."""
+    lines = [f"out of memory on {device} {when}", str(account)]
+    advice = best(changes(run, account, device), run.plan.world)
     if advice:
         lines.append("what would help, and about how much it would save:")
     for change in advice:
@@ -251,5 +257,6 @@ def _plain(x: Tensor) -> Tensor:
     return x if local is None else local()
 
 
-def _host_bytes() -> int:
+def host_bytes() -> int:
+    """The memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -6,7 +6,8 @@ resumed under the same plan is bit for bit the run that was not; under another p
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,18 +25,18 @@ from colonnade.checkpoint.retention import prune
 from colonnade.config import ModelConfig, RunConfig, TrainConfig, differences
 from colonnade.data import Batch
 from colonnade.errors import CheckpointError, ConfigError, DataError
-from colonnade.model import Transformer, initialise
+from colonnade.model import Transformer
 from colonnade.model.linear import in_float8
 from colonnade.model.moe import Spread
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import Masters, masters
-from colonnade.parallel.layout import Experts, layout_of
 from colonnade.parallel.mesh import Ground
 from colonnade.parallel.watchdog import Watchdog
 from colonnade.train.activations import arrange
 from colonnade.train.adapt import EVERY, Adaptive, holds_experts
 from colonnade.train.breakdown import READS
 from colonnade.train.feed import Feed
+from colonnade.train.fits import beginning, copying
 from colonnade.train.fused import FusedAdamW
 from colonnade.train.graph import check_device
 from colonnade.train.memory import accounted, peak_bytes
@@ -43,7 +44,7 @@ from colonnade.train.offload import OffloadedAdamW
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
 from colonnade.train.scaler import LossScaler
-from colonnade.train.start import begin
+from colonnade.train.start import begin, freeze
 from colonnade.train.step import Outcome, Step, evaluate
 
 
@@ -61,26 +62,25 @@ class Session:
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
         spans = [span for _, span in ground.stages(run.model.layers)]
         compute: torch.dtype = getattr(torch, run.train.dtype)  # torch's own names
-        self.model = self._build(run.model, kept, spans)
-        self.checkpoint = newest(run.folder, self.world)
-        """The newest complete checkpoint, if there is one."""
-        if self.checkpoint is None and run.train.start:
-            begin(self.model, run, ground)
-        elif self.checkpoint is None:
-            initialise(self.model, run.train.seed)
-        freeze(self.model, run.train.freeze)
-        self.recomputed = arrange(
-            self.model,
-            run.train,
-            lambda: next(self._on_device(self.feed.samples.at(0))),
-            lambda config: self._build(config, compute),
-            self.world,
-        )
-        """What the backward pass computes again, where that was chosen by measurement."""
-        self.piped = Piped(self.model, ground, compute) if run.plan.pp > 1 else None
-        single = run.train.fused_adamw and run.micro_batches == 1 and self.piped is None
-        self.masters = masters(self.model, ground, compute, self.piped and self.piped.stages, single=single)
-        self.optimizer = moving(self.masters, run.train)
+        with beginning(run, ground):
+            self.model = self._build(run.model, kept, spans, cut=ground.sharded)
+            self.checkpoint = newest(run.folder, self.world)
+            """The newest complete checkpoint, if there is one."""
+            freeze(self.model, run.train.freeze)
+            self.recomputed = arrange(
+                self.model,
+                run.train,
+                lambda: next(self._on_device(self.feed.samples.at(0))),
+                lambda config: self._build(config, compute),
+                self.world,
+            )
+            """What the backward pass computes again, where that was chosen by measurement."""
+            self.piped = Piped(self.model, ground, compute) if run.plan.pp > 1 else None
+            single = run.train.fused_adamw and run.micro_batches == 1 and self.piped is None
+            self.masters = masters(self.model, ground, compute, self.piped and self.piped.stages, single=single)
+            if self.checkpoint is None:
+                begin(self.model, run, ground, self.masters)
+            self.optimizer = moving(self.masters, run.train)
         self.scaler = LossScaler(run.train, ground.device) if run.train.dtype == "float16" else None
         self._adaptive = Adaptive(self.model) if run.plan.degree == "auto" and holds_experts(self.model) else None
         spread = [
@@ -113,7 +113,7 @@ class Session:
         data_s = time.perf_counter() - begun_s
         self.watch.at(self.taken + 1, "computes", patient=not self._compiled)
         device = self.ground.device
-        with accounted(self.run, self.model, self.masters, self.optimizer, device, self.taken + 1):
+        with self._accounted(f"in step {self.taken + 1}"):
             outcome = self._step(self.taken, batches)
         outcome = replace(outcome, data_s=data_s, memory_bytes=max(peak_bytes(device), self._step.recorded_bytes))
         if self._adaptive is not None and outcome.routed is not None and self.taken % EVERY == 0:
@@ -132,7 +132,8 @@ class Session:
         assert self.feed.held_out is not None, "validation is switched off"
         self.watch.at(self.taken, "validates", patient=True)
         batches = self._on_device(self.feed.held_out.sweep(self.run.train.eval_samples))
-        return evaluate(self.model, batches, self.piped, self.run.evaluated)
+        with self._accounted(f"in the validation after step {self.taken}"):
+            return evaluate(self.model, batches, self.piped, self.run.evaluated)
 
     def save(self) -> Path | None:
         """Begin to write ``runs/NAME/step-N``, which :meth:`settle` ends; no other save may be under way.
@@ -144,7 +145,14 @@ class Session:
         folder, t = self.run.folder / f"step-{self.taken}", self.run.train
         if folder == self.checkpoint:
             return None
-        write = native.writing(
+        with copying(folder.name):
+            write = self._writing(folder)
+        self._saving.start(folder, write)
+        return None if t.async_save else self.settle(wait=True)
+
+    def _writing(self, folder: Path) -> Callable[[], None]:
+        t = self.run.train
+        return native.writing(
             folder,
             self.model,
             native.Meta(
@@ -163,8 +171,6 @@ class Session:
             group=self._saving.group,
             after=lambda: prune(self.run.folder, t.keep, t.keep_every),
         )
-        self._saving.start(folder, write)
-        return None if t.async_save else self.settle(wait=True)
 
     def settle(self, *, wait: bool = False) -> Path | None:
         """The checkpoint that was being written, if all ranks have written it by now, or after a ``wait``.
@@ -196,11 +202,19 @@ class Session:
                 raise
             error.add_note(f"and the checkpoint that was being written failed: {failure}")
 
-    def _build(self, config: ModelConfig, dtype: torch.dtype, spans: Sequence[range] | None = None) -> Transformer:
-        """An uninitialised model that computes as this run's does: these blocks of it, or all."""
-        model = Transformer(config, self.ground.axes, spans=spans, device=self.ground.device, dtype=dtype)
+    def _accounted(self, when: str) -> AbstractContextManager[None]:
+        return accounted(self.run, self.model, self.masters, self.optimizer, self.ground.device, when)
+
+    def _build(
+        self, config: ModelConfig, dtype: torch.dtype, spans: Sequence[range] | None = None, *, cut: bool = False
+    ) -> Transformer:
+        """An uninitialised model that computes as this run's does: these blocks of it, or all; nowhere, if it is to be
+        ``cut``.
+        """
+        device = "meta" if cut else self.ground.device
+        model = Transformer(config, self.ground.axes, spans=spans, device=device, dtype=dtype)
         if self.run.train.float8 != "none":
-            in_float8(model.blocks, self.run.train.float8)
+            in_float8(model.blocks, self.run.train.float8, self.ground.device)
         if self.run.train.compile:
             for block in model.blocks:
                 block.compile()
@@ -213,6 +227,8 @@ class Session:
         meta = native.load(folder, self.model, self.ground, masters=self.masters, optimizer=self.optimizer)
         if meta.run is None or "seen" not in meta.cursor:
             raise CheckpointError(f"{folder} was not written by a training run; use another name for this run")
+        if any(type(at := meta.cursor.get(key, 0)) is not int or at < 0 for key in ("seen", "skipped")):
+            raise CheckpointError(f"{folder} has the data cursor {meta.cursor}; use another checkpoint")
         was, now = meta.cursor, self._cursor()
         if any(was.get(key) != now[key] for key in ("tokens", "tokenizer")):
             raise DataError(
@@ -256,17 +272,6 @@ def moving(held: Masters, train: TrainConfig) -> AdamW:
     if train.fused_adamw:
         return FusedAdamW(held, train)
     return (AdamW if train.offload == "none" else OffloadedAdamW)(held.local, train)
-
-
-def freeze(model: Transformer, what: str) -> None:
-    """Leave the experts out of training, or all but them. Raises :class:`ConfigError` for a model without any."""
-    if what == "none":
-        return
-    if model.config.moe is None:
-        raise ConfigError(f"train.freeze {what} is about experts, and this model has none; leave it out")
-    layout = layout_of(model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(isinstance(layout[name], Experts) == (what == "rest"))
 
 
 def newest(run: Path, world: Axis) -> Path | None:

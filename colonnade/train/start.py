@@ -1,8 +1,9 @@
-"""A run that begins with the weights of a model that is there: fine-tuning, experts made of a dense model, a thaw.
+"""What a run begins with: drawn weights, or those of a model that is there (fine-tuning, experts made of a dense model,
+a thaw).
 
-Only the weights are taken. The run has moments, a schedule and a cursor of its own, and says of itself how experts are
-chosen and balanced, what is dropped, and how long a context may be; what a weight means (norms, activations, positions)
-must be the same, and so must the tokens.
+Of a model that is there only the weights are taken. The run has moments, a schedule and a cursor of its own, and says
+of itself how experts are chosen and balanced, what is dropped, and how long a context may be; what a weight means
+(norms, activations, positions) must be the same, and so must the tokens.
 """
 
 import torch
@@ -12,8 +13,9 @@ from colonnade.config import ModelConfig, RunConfig, differences
 from colonnade.data import Corpus
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError
-from colonnade.model import Transformer
-from colonnade.model.quantised import in_place
+from colonnade.model import Transformer, initialise
+from colonnade.parallel.fsdp import Masters
+from colonnade.parallel.layout import Experts, layout_of
 from colonnade.parallel.mesh import Ground
 
 FREE = ("context", "init_std", "moe", "top", "classes")
@@ -22,10 +24,26 @@ PROBE = 512
 """Tokens of the corpus that both tokenizers have to agree on."""
 
 
-def begin(model: Transformer, run: RunConfig, ground: Ground) -> None:
-    """Fill ``model`` with the weights of ``train.start``, this rank's share of them, before FSDP cuts them."""
-    with torch.no_grad():
-        opened(run.train.start).fill(model, ground, in_place)
+def begin(model: Transformer, run: RunConfig, ground: Ground, held: Masters) -> None:
+    """Fill the masters ``held`` of ``model`` with this rank's part of the weights of ``train.start``, or with drawn
+    ones.
+    """
+    if run.train.start:
+        opened(run.train.start).into(model, ground, held)
+    else:
+        initialise(model, run.train.seed, held.place)
+        held.publish()
+
+
+def freeze(model: Transformer, what: str) -> None:
+    """Leave the experts out of training, or all but them. Raises :class:`ConfigError` for a model without any."""
+    if what == "none":
+        return
+    if model.config.moe is None:
+        raise ConfigError(f"train.freeze {what} is about experts, and this model has none; leave it out")
+    layout = layout_of(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(isinstance(layout[name], Experts) == (what == "rest"))
 
 
 def check_start(run: RunConfig) -> None:

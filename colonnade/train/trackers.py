@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import os
+import sys
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -134,6 +135,35 @@ NAMED: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "mlflow": Mlflow}
 """What train.trackers can name; each is told the configuration besides."""
 
 
+class Service:
+    """A tracker that is not ours, behind a network: when it fails in the middle of a run, it is told no more, and the
+    run goes on. At the start a failure ends the run, whose owner is still there to mend it.
+    """
+
+    def __init__(self, folder: Path, resumed_step: int, *, name: str, config: Mapping[str, Any]):
+        self._name, self._tracker = name, NAMED[name](folder, resumed_step, config=config)
+        self._lost = False
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """Pass on."""
+        self._try(lambda: self._tracker.record(step, values), f"from step {step} on it is told no more")
+
+    def close(self) -> None:
+        """Pass on."""
+        self._try(self._tracker.close, "its end was not told")
+
+    def _try(self, work: Callable[[], object], otherwise: str) -> None:
+        if self._lost:
+            return
+        try:
+            work()
+        except Exception as why:  # noqa: BLE001 - whatever a service raises, the run is worth more
+            self._lost = True
+            said = (str(why).splitlines() or [""])[0]
+            print(f"{self._name} failed with {type(why).__name__}: {said}; {otherwise}, {METRICS} has it all",
+                  file=sys.stderr, flush=True)  # fmt: skip
+
+
 def named(run: RunConfig) -> list[OpenTracker]:
     """The trackers that ``run`` asks for; raises :class:`ConfigError` when the package of one is missing."""
     for name in run.train.trackers:
@@ -144,7 +174,7 @@ def named(run: RunConfig) -> list[OpenTracker]:
                 "run: pip install 'colonnade[track]', or leave it out"
             )
     config = run.model_dump(mode="json")
-    return [functools.partial(NAMED[name], config=config) for name in run.train.trackers]
+    return [functools.partial(Service, name=name, config=config) for name in run.train.trackers]
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -100,12 +100,14 @@ def _work(
     """On every rank."""
     gc.freeze()  # what is imported stays: each ground is collected at its end, and that looks at the rest only
     try:
-        return _all(model, plans, folder, shown, device)
+        return _one_after_another(model, plans, folder, shown, device)
     finally:
         gc.unfreeze()  # or the interpreter's end would not collect it either, and extensions would report their leaks
 
 
-def _all(model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Shown | None, device: str) -> list[Result]:
+def _one_after_another(
+    model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Shown | None, device: str
+) -> list[Result]:
     """One plan after the other."""
     world = plans[0].world
     own = own_device(device)

@@ -85,10 +85,12 @@ class Trial:
     def start(config: ModelConfig, ground: Ground, processes: int, seed: int = 0, merged: int = 1) -> "Trial":
         """With initial weights by ``seed``, which no plan changes; ``processes`` of all plans, not of this ground."""
         spans = [span for _, span in ground.stages(config.layers)]
-        bare = Transformer(config, ground.axes, spans=spans, device=ground.device, dtype=torch.float64)
-        model = initialise(bare, seed)
+        device = "meta" if ground.sharded else ground.device
+        model = Transformer(config, ground.axes, spans=spans, device=device, dtype=torch.float64)
         piped = Piped(model, ground, torch.float64) if ground.plan.pp > 1 else None
         held = masters(model, ground, torch.float64, piped and piped.stages)
+        initialise(model, seed, held.place)
+        held.publish()
         world = world_axis() if ground.world > 1 else SOLO
         total = max(2, -(-MICRO_BATCHES // processes)) * processes
         return Trial(ground, model, piped, held, _Seen(held.local, TRAIN), world, total, merged)

@@ -1,5 +1,6 @@
 """Room on the disk: too little is refused before anything is touched, and a disk that fills up leaves nothing half."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from colonnade.config import Plan, RunConfig
 from colonnade.errors import CapacityError
 from colonnade.train import Trainer
 from colonnade.train.loop import train
+from colonnade.train.trackers import JsonLines
 from tests.corpora import tensors
 from tests.worlds import run as in_world
 
@@ -88,6 +90,21 @@ def test_a_disk_that_fills_up_midway_leaves_nothing_half(config: RunConfig, smal
     assert tensors(it.folder / "step-4") == good
     hog.unlink()
     assert Trainer(it).fit().steps == 12
+
+
+def test_a_full_disk_under_the_metrics_is_told_as_one(config: RunConfig) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        patch.object(JsonLines, "record", side_effect=full),
+        pytest.raises(CapacityError, match=r"the disk is full: step 1 could not be noted in .*/it; free some space"),
+    ):
+        Trainer(config).fit()
+    with (
+        patch.object(JsonLines, "record", side_effect=OSError(errno.EIO, "broken")),
+        pytest.raises(OSError, match="brok"),
+    ):
+        Trainer(config).fit()
+    assert Trainer(config).fit().steps == 12
 
 
 def test_what_is_needed_is_what_is_written(config: RunConfig) -> None:

@@ -72,6 +72,23 @@ def test_every_plan_drops_the_same(plan: Plan) -> None:
     run(plan.world, _as_one, plan)
 
 
+def _twenty_steps(plan: Plan) -> None:
+    _same_training(plan, "gpt2", 20)
+
+
+def far() -> list:
+    quick = [Plan(tp=2, sequence_parallel=True), Plan(dp=2)]
+    every = [param.values[0] for param in plans()]
+    return [pytest.param(plan, id=str(plan), marks=[] if plan in quick else [pytest.mark.long]) for plan in every]
+
+
+@pytest.mark.parametrize("plan", far())
+@pytest.mark.xdist_group("worlds")
+def test_twenty_steps_are_those_of_one_process(plan: Plan) -> None:
+    """Errors that grow with each step would show; the learning rate ends its decay meanwhile."""
+    run(plan.world, _twenty_steps, plan)
+
+
 def join(batches: list[Batch]) -> Batch:
     """Micro-batches that follow one another as one."""
     lengths = [int(n) for batch in batches for n in batch.cu_seqlens.diff()]

@@ -191,6 +191,8 @@ def test_a_trained_one_is_loaded_and_generates(corpus: Path, tmp_path: Path) -> 
          "12 hidden units of an expert do not divide over sh=5"),
         (lambda: Plan(dp=2, ep=2).check(ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8)),
          "this model has none"),
+        (lambda: Plan(overlap=2).check(ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8)),
+         "plan.overlap 2 is about experts, and this model has none"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(wrong, said: str) -> None:

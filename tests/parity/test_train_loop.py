@@ -21,9 +21,11 @@ from colonnade.checkpoint import native
 from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
 from colonnade.data import build
 from colonnade.errors import CheckpointError, ConfigError, DataError
+from colonnade.parallel.axis import world_axis
 from colonnade.train import Trainer
 from colonnade.train.loop import train
 from colonnade.train.metrics import Diverged
+from colonnade.train.stop import Stop
 from tests import corpora
 from tests.corpora import tensors
 from tests.worlds import run as in_world
@@ -133,6 +135,22 @@ def test_a_signal_saves_and_the_resumed_run_is_the_same_run(config: RunConfig) -
     assert losses[0] == losses[1] and len(losses[0]) == 12
 
 
+def _asked() -> list[str]:
+    """What each of five askings gets, between which rank 1 is sent SIGTERM once and rank 0 nothing."""
+    found: list[str] = []
+    with Stop(world_axis()) as stop:
+        for step in range(5):
+            if step == 3 and torch.distributed.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            found.append(str(stop.asked()))
+    return found
+
+
+def test_a_signal_that_reaches_one_rank_stops_all_after_the_same_step() -> None:
+    one, other = in_world(2, _asked)
+    assert one == other == ["None"] * 3 + ["stopped by SIGTERM"] * 2
+
+
 SCRIPT = """
 import sys
 from colonnade.config import RunConfig
@@ -212,6 +230,12 @@ def test_runs_that_cannot_be(config: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"vocabulary of 300 tokens, the model of 50; set --model.vocab_size 300"):
         Trainer(config.but(model=MODEL.but(vocab_size=50))).fit()
     assert not config.folder.exists()
+    with pytest.raises(ConfigError, match="timeout_s is inf: input should be less than"):
+        TRAIN.but(timeout_s=float("inf"))
+    with pytest.raises(ConfigError, match="name is ''"):
+        config.but(name="")
+    with pytest.raises(ConfigError, match=r"name '\.\./other' leads out of the folder of runs"):
+        config.but(name="../other")
     with pytest.raises(DataError):
         Trainer(config.but(data=DataConfig(path=tmp_path / "nowhere", sequence=16))).fit()
     short = config.but(train=TRAIN.but(steps=4, eval_every=0))

@@ -1,8 +1,7 @@
 """Traps into which today's frameworks have fallen when parallelisms compose, one test each.
 
 Each test also shows that the numbers are such that the mistake would be seen: what the wrong way gives is far from what
-is right. The traps of experts (their share of the gradient norm, the group over which their gradients are scaled) come
-with mixture of experts. That training with dropout is the same for 20 steps under every plan is test_dropout_parity's;
+is right. That training with dropout is the same for 20 steps under every plan is test_dropout_parity's;
 ``colonnade verify`` is given these mistakes, and others, in test_verify.
 """
 
@@ -19,17 +18,17 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from colonnade.checkpoint import native
-from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
+from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
 from colonnade.data import Batch, Corpus, Loader
 from colonnade.errors import PlanError
 from colonnade.model import IGNORE, Transformer
 from colonnade.model.loss import cross_entropy_sum
-from colonnade.parallel.layout import PARTIAL, WHOLE, layout_of
+from colonnade.parallel.layout import PARTIAL, WHOLE, Experts, layout_of, share
 from colonnade.parallel.mesh import Ground
 from colonnade.train.loop import train
 from colonnade.train.step import evaluate
 from tests import corpora
-from tests.parity.train_cases import CASES, TRAIN, Run, micro_batches, ragged
+from tests.parity.train_cases import CASES, TRAIN, Run, micro_batches, ragged, raw, raw_alone
 from tests.worlds import assert_same, run
 
 pytestmark = pytest.mark.xdist_group("worlds")
@@ -170,11 +169,60 @@ def _norm(plan: Plan, case: str) -> None:
 )
 @pytest.mark.parametrize("case", ["gpt2", "qwen3"])
 def test_the_gradient_norm_counts_each_parameter_once(plan: Plan, case: str) -> None:
-    """Trap: replicated parameters, tied copies or replicas of shards are counted by each rank that has them.
-
-    Experts, which live on other ranks than the rest, come with mixture of experts.
-    """
+    """Trap: replicated parameters, tied copies or replicas of shards are counted by each rank that has them."""
     run(2, _norm, plan, case)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+EXPERTS = CASES["llama"].but(
+    ffn_bias=True, moe=MoeConfig(experts=4, active=2, ffn_width=8, first=1, balance_weight=0, z_weight=0)
+)
+"""Dropless and not balanced, so that a token's experts do not depend on which tokens are beside it."""
+GRIDS = [
+    Plan(dp=4),  # each rank has all experts
+    Plan(dp=4, ep=2),  # two ranks have the same ones
+    Plan(dp=2, tp=2, ep=4),  # shared out over other ranks than the rest is
+    Plan(dp=2, tp=2, sh=2),  # hidden units shared, the output's bias not
+    Plan(dp=2, cp=2, ep=2, sh=2),
+]
+
+
+def _experts_norm(plan: Plan) -> None:
+    one = raw_alone(EXPERTS, 0)
+    gradients = {name: weight.grad for name, weight in one.masters.local.items()}
+    right = torch.cat([grad.flatten() for grad in gradients.values() if grad is not None]).norm()
+    twice = (right**2 + sum(grad.square().sum() for name, grad in gradients.items() if "experts." in name)).sqrt()
+    assert abs(twice / right - 1) > 1e-4, "counting experts twice would show"
+    with Ground.build(plan) as ground:
+        it = Run.start(EXPERTS, ground, TRAIN.but(clip=float("inf")))
+        out = it.step(0, micro_batches(0, ground.axes.dp, EXPERTS))
+        assert_same(out.norm, right, what=str(plan))
+
+
+@pytest.mark.parametrize("plan", GRIDS, ids=str)
+def test_the_gradient_norm_counts_each_expert_once(plan: Plan) -> None:
+    """Trap: every copy of an expert is counted, or none but those of the first ranks."""
+    run(4, _experts_norm, plan)
+
+
+def _expert_gradients(plan: Plan) -> None:
+    one = raw_alone(EXPERTS, 0)
+    with Ground.build(plan) as ground:
+        it = raw(EXPERTS, ground, 0)
+        layout = layout_of(it.model)
+        compared = [name for name in it.masters.local if isinstance(layout[name], Experts)]
+        assert any(name.endswith("down_bias") for name in compared), "each rank of an expert has it whole"
+        for name in compared:
+            whole = one.masters.local[name].grad
+            assert_same(it.masters.local[name].grad, share(whole, layout[name], ground.axes), what=f"{plan} {name}")
+            assert whole.abs().max() > 1e-6, "a factor of 2 would show"
+
+
+@pytest.mark.parametrize("plan", GRIDS, ids=str)
+def test_expert_gradients_are_sums_over_the_ranks_that_hold_them(plan: Plan) -> None:
+    """Trap: the gradients of experts are scaled by the data ranks, of which not all have tokens for them and copies."""
+    run(4, _expert_gradients, plan)
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------

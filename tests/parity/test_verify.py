@@ -200,6 +200,7 @@ def test_every_plan_of_two_processes_for_a_decoder(tmp_path: Path, capfd: pytest
     said = capfd.readouterr()
     assert said.out.count("ok  ") == len(plans)
     assert f"{len(plans)} of {len(plans)} plans equal one process" in said.err
+    assert "leaked" not in said.err, "nothing but what people want to read"
 
 
 def test_an_encoder_has_no_tokens_to_compare(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConf
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.parallel.mesh import Ground
 from colonnade.train import Trainer, memory
+from colonnade.train.fits import expected
 from colonnade.train.loop import train
 from colonnade.train.session import Session
-from colonnade.train.trackers import read_rows
+from colonnade.train.trackers import NAMED, read_rows
 from tests import corpora
 from tests.worlds import run as in_world
 
@@ -140,6 +142,50 @@ def test_a_run_ends_with_it(config: RunConfig, monkeypatch: pytest.MonkeyPatch) 
         Trainer(config.but(name="bug")).fit()
 
 
+def _begins(config: RunConfig) -> tuple[str, dict[str, int], dict[str, int]]:
+    """What is said where there is no room for the moments, what was expected, and what a session that begins holds."""
+    with Ground.build(config.plan, "cpu") as ground:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("colonnade.train.session.moving", out_of_memory)
+            with pytest.raises(CapacityError) as caught:
+                Session(config, ground)
+        account, session = vars(expected(config, ground)), Session(config, ground)
+        found = memory.take_account(session.model, session.masters, session.optimizer, ground.device, MemoryError())
+        kinds = ("masters", "weights", "moments", "sharded_masters")
+        return str(caught.value), {kind: account[kind] for kind in kinds}, {k: vars(found)[k] for k in kinds}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("plan", [Plan(), Plan(tp=2), Plan(dp=2), Plan(pp=2), Plan(cp=2)], ids=str)
+def test_a_run_that_is_too_large_to_begin(config: RunConfig, plan: Plan, dtype: str) -> None:
+    """Its tensors are counted before they are there, to the byte."""
+    config = config.but(plan=plan, train=config.train.but(dtype=dtype))
+    for said, foretold, held in in_world(plan.world, _begins, config):
+        first = said.splitlines()[0]
+        assert first.startswith("out of memory on cpu before the first step, which wanted 1.5 GiB more. A step takes, ")
+        assert foretold == held
+        assert amount(said, "moments") == memory.size(held["moments"])
+        assert f"{2 * plan.world} processes instead of {plan.world}" in said.split("would save:\n")[1]
+
+
+def test_a_validation_that_runs_out_of_memory(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colonnade.train.session.evaluate", out_of_memory)
+    with pytest.raises(CapacityError, match=r"on cpu in the validation after step 4, which wanted 1\.5 GiB more"):
+        Trainer(config.but(train=config.train.but(eval_every=4))).fit()
+
+
+def test_no_room_for_a_copy_to_save(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pinned(*_: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr("colonnade.checkpoint.background.Background.stage", pinned)
+    with pytest.raises(
+        CapacityError, match=r"no host memory for a copy of what step-8 is made of.* set --train.async_save false"
+    ):
+        Trainer(config).fit()
+    assert Trainer(config.but(train=config.train.but(async_save=False))).fit().steps == 8
+
+
 def test_what_a_pipeline_wraps_is_found() -> None:
     lack = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
     wrapped = RuntimeError("Stage 0 failed to run forward")
@@ -206,6 +252,34 @@ def test_a_missing_package_is_said_before_training(
     assert not config.folder.exists()
     with pytest.raises(ConfigError, match="trackers"):
         config.train.but(trackers=("tensorboard",))
+
+
+class Fails:
+    """A service that goes away after step 2."""
+
+    def __init__(self, folder: Path, resumed_step: int, *, config: Any):
+        self.steps: list[int] = []
+
+    def record(self, step: int, values: Any) -> None:
+        if step > 2:
+            raise ConnectionError("no route to host\nand much more")
+
+    def close(self) -> None:
+        raise AssertionError("it is told no more")
+
+
+def test_a_service_that_fails_is_left_behind(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(NAMED, "mlflow", Fails)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: SimpleNamespace(origin="there"))
+    assert Trainer(config.but(train=config.train.but(trackers=("mlflow",)))).fit().steps == 8
+    said = capsys.readouterr().err
+    assert said.count("mlflow") == 1
+    assert (
+        "mlflow failed with ConnectionError: no route to host; from step 3 on it is told no more, metrics.json" in said
+    )
+    assert [row["step"] for row in read_rows(config.folder)] == list(range(1, 9))
 
 
 SERVICES = """

@@ -143,6 +143,43 @@ def test_foreign_folders(saved: Path, spoil: Callable[[Path], object], says: str
     assert str(saved) in str(caught.value)
 
 
+def _piece(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda index: index["tensors"]["weights/norm.weight"]["pieces"][0].update(changes)
+
+
+def _halves(index: dict[str, Any]) -> None:
+    entry = index["tensors"]["weights/norm.weight"]
+    entry["pieces"] = [entry["pieces"][0] | {"sizes": [8]}] * 2
+
+
+def _other_type(index: dict[str, Any]) -> None:
+    index["tensors"]["weights/norm.weight"]["dtype"] = "float320"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (_piece(offsets=[5]), r"a piece \(16,\) at \(5,\) in weights-00000.safetensors of 'weights/norm.weight' \(16"),
+        (_piece(offsets=[-1]), r"a piece \(16,\) at \(-1,\)"),
+        (_piece(offsets=[0, 0], sizes=[16, 1]), r"a piece \(16, 1\) at \(0, 0\)"),
+        (_piece(file="exp_avg-00000.safetensors"), r"in exp_avg-00000.safetensors of 'weights/norm.weight'"),
+        (_piece(file="weights-00001.safetensors"), r"weights-00001.safetensors is not in manifest.json"),
+        (_halves, r"has parts of weights/norm.weight twice"),
+        (_other_type, r"dtype is 'float320'"),
+    ],
+)  # fmt: skip
+def test_an_index_that_lies_is_refused(saved: Path, spoil: Callable[[dict[str, Any]], None], says: str) -> None:
+    """Its checksum is right: what wrote it was wrong. A piece out of place would leave other numbers as they were."""
+    index = json.loads((saved / "tensors.json").read_text())
+    spoil(index)
+    (saved / "tensors.json").write_text(json.dumps(index))
+    manifest = json.loads((saved / "manifest.json").read_text())
+    manifest["files"]["tensors.json"] = folders.digest_of(saved / "tensors.json").model_dump()
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=says):
+        read(saved)
+
+
 def test_a_hugging_face_folder_is_recognised(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="Hugging Face"):

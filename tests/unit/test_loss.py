@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from colonnade.model import loss
 from colonnade.model.loss import IGNORE, cross_entropy_sum
@@ -28,6 +29,20 @@ def test_chunks_add_up(monkeypatch: pytest.MonkeyPatch, rows: int, smoothing: fl
     bound = 1e-10 if dtype == torch.float64 else 2e-2
     for name, a, b in (("loss", ours, theirs), *(("grad", a.grad, b.grad) for a, b in zip(leaves, exact, strict=True))):
         assert_same(a.double(), b, bound, what=name)
+
+
+def test_logits_never_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a vocabulary of 131,072 all logits of 256 tokens are 134 MB, and those of a chunk 4 MB."""
+    monkeypatch.setitem(loss.CHUNK_BYTES, "cpu", 1 << 22)
+    V, T = 131_072, 256
+    x_TD, weight_VD = torch.randn(T, 4, requires_grad=True), torch.randn(V, 4, requires_grad=True)
+    targets_T = torch.randint(V, (T,))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        cross_entropy_sum(x_TD, weight_VD, targets_T, tp=SOLO, vocab_size=V, smoothing=0.1).backward()
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    deltas = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    peak_bytes = torch.tensor(deltas).cumsum(0).max().item()
+    assert weight_VD.nbytes < peak_bytes < 40e6 < T * V * 4
 
 
 def test_the_count_is_not_rounded_to_16_bits() -> None:

@@ -47,6 +47,8 @@ def test_a_scale_that_nothing_overflows_stays_finite() -> None:
 def test_a_scale_that_would_round_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"loss_scale 1000.0 is no power of two, so it would round; use 1024"):
         TrainConfig(loss_scale=1000)
+    with pytest.raises(ConfigError, match=r"loss_scale is inf"):
+        TrainConfig(loss_scale=float("inf"))
 
 
 class Training:

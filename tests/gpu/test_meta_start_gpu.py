@@ -1,0 +1,58 @@
+"""On GPUs: a sharded run is built of its shards alone, and one that is too large to begin says so.
+
+pytest -q tests/gpu/test_meta_start_gpu.py        # two GPUs, about a minute
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
+from colonnade.errors import CapacityError
+from colonnade.parallel.launch import launch
+from colonnade.parallel.mesh import Ground
+from colonnade.train import Trainer
+from colonnade.train.session import Session
+from tests import corpora
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+MODEL = ModelConfig(vocab_size=300, layers=16, width=512, heads=8, ffn_width=2048, context=64, tied=True)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    data = DataConfig(path=corpora.small(tmp_path / "corpus"), sequence=16)
+    t = TrainConfig(steps=3, warmup=1, batch=4, micro_batch=1, dtype="bfloat16", eval_every=0)
+    return RunConfig(name="it", runs=tmp_path, device="cuda", model=MODEL, data=data, train=t)
+
+
+def _peak(run: RunConfig) -> float:
+    """The most that was in use while a session began, in whole models; then it takes a step."""
+    with Ground.build(run.plan, "cuda") as ground:
+        torch.cuda.reset_peak_memory_stats()
+        with Session(run, ground) as session:
+            peak = torch.cuda.max_memory_allocated() / (4 * MODEL.parameters)
+            assert session.step().norm.isfinite()
+        return peak
+
+
+@pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and this machine has {GPUS}")
+@pytest.mark.parametrize("plan", [Plan(dp=2), Plan(cp=2)], ids=str)
+def test_no_rank_holds_the_whole_model(config: RunConfig, plan: Plan) -> None:
+    """Half of the weights and of each moment is 1.5 of it; the whole and half the moments, as it was, 2."""
+    assert 1.4 < launch(_peak, (config.but(plan=plan),), plan) < 1.7
+
+
+def test_a_run_that_is_too_large_to_begin(config: RunConfig) -> None:
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(8 * MODEL.parameters / total)
+    try:
+        with pytest.raises(CapacityError, match=r"out of memory on cuda:0 before the first step, which wanted .* more"):
+            Trainer(config).fit()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

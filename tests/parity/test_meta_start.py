@@ -1,0 +1,63 @@
+"""A sharded run is built of shards: no rank ever holds all of a model that FSDP cuts, whatever it begins with."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
+from colonnade.model import Transformer, initialise
+from colonnade.parallel.mesh import Ground
+from colonnade.train.loop import train
+from colonnade.train.session import Session
+from tests import corpora
+from tests.worlds import run as in_world
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+MODEL = ModelConfig(vocab_size=300, layers=12, width=64, heads=4, ffn_width=176, context=32, tied=True)
+TRAIN = TrainConfig(steps=1, batch=4, micro_batch=1, eval_every=0, async_save=False)
+WHOLE_BYTES = 4 * MODEL.parameters
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder = tmp_path_factory.mktemp("data")
+    data = DataConfig(path=corpora.small(folder / "corpus"), sequence=16)
+    return RunConfig(name="it", runs=folder / "runs", device="cpu", model=MODEL, data=data, train=TRAIN)
+
+
+def _peak(run: RunConfig, checked: bool) -> float:
+    """The most memory that is in use while a session begins, in whole models; its weights are those of one process."""
+    with Ground.build(run.plan, "cpu") as ground:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, Session(run, ground) as session:
+            pass
+        if checked:
+            whole = dict(initialise(Transformer(run.model), run.train.seed).named_parameters())
+            for name, shard in session.masters.local.items():
+                start, stop = ground.shard.part(len(whole[name]))
+                assert torch.equal(shard, whole[name][start:stop]), name
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    mapped = {path.stat().st_size for path in run.runs.rglob("*.safetensors")}  # counted, and no memory of the process
+    deltas = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    deltas = [delta for delta in deltas if abs(delta) not in mapped]
+    assert deltas, "the allocator was watched"
+    return torch.tensor(deltas).cumsum(0).max().item() / WHOLE_BYTES
+
+
+@pytest.mark.parametrize("plan", [Plan(dp=4), Plan(dp=2, cp=2)], ids=str)
+def test_no_rank_ever_holds_the_whole_model(config: RunConfig, plan: Plan) -> None:
+    """A quarter of the weights and of each moment, and the largest parameter for a moment: not 1 and 2/4 of it."""
+    for share in in_world(4, _peak, config.but(plan=plan), True):
+        assert 0.7 < share < 0.95
+
+
+def test_nor_when_it_begins_with_weights_or_resumes(config: RunConfig, tmp_path: Path) -> None:
+    one = config.but(name="one", runs=tmp_path)
+    train(one)
+    began = one.but(name="began", plan=Plan(dp=4), train=TRAIN.but(start=str(one.folder)))
+    resumed = one.but(plan=Plan(dp=4), train=TRAIN.but(steps=2))
+    for run in (began, resumed):
+        for share in in_world(4, _peak, run, False):
+            assert 0.7 < share < 0.95
