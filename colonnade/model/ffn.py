@@ -45,4 +45,5 @@ class FeedForward(nn.Module):
             (up_Tf,) = entered(self.axes, x_tD, T, self.up)
             return left(self.axes, self.act(up_Tf), self.down)
         gate_Tf, up_Tf = entered(self.axes, x_tD, T, self.gate, self.up)
-        return left(self.axes, self.act(gate_Tf) * up_Tf, self.down)
+        gate_Tf = self.act(gate_Tf)  # serving holds three such tensors at once, not four
+        return left(self.axes, gate_Tf * up_Tf, self.down)
