@@ -33,7 +33,7 @@ REACH = {
 # Private interfaces of torch: one file names those of communication, one the attention operators below autograd.
 # torch._foreach_* is documented.
 PRIVATE = (
-    "parallel/collectives.py", "parallel/small.py", "kernels/attention/chunk_flash.py", "kernels/linear/scaled_mm.py",
+    "parallel/collectives.py", "parallel/peers.py", "kernels/attention/chunk_flash.py", "kernels/linear/scaled_mm.py",
     "kernels/experts/scaled_grouped_mm.py",
 )  # fmt: skip
 
