@@ -206,6 +206,11 @@ class RunConfig(Config):
                 f"train.micro_batch {micro}; change one of them"
             )
         self.plan.check_micro_batches(self.micro_batches)
+        if self.train.compile and self.plan.pp > 1 and self.plan.schedule == "zero_bubble":
+            raise ConfigError(
+                "zero_bubble computes the gradients of weights apart, and a compiled block all at once; "
+                "use --plan.schedule interleaved, or leave --train.compile out"
+            )
         if self.train.expert_dropout and self.model.moe is None:
             raise ConfigError(
                 f"train.expert_dropout {self.train.expert_dropout:g} is about experts, and this model has none; "

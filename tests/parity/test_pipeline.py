@@ -2,7 +2,7 @@
 
 import pytest
 
-from colonnade.config import Plan
+from colonnade.config import DataConfig, Plan, RunConfig, TrainConfig
 from colonnade.errors import ConfigError, PlanError
 from colonnade.parallel.mesh import Ground
 from colonnade.parallel.pipeline import knows
@@ -86,5 +86,12 @@ def test_impossible_pipelines_are_refused() -> None:
         Plan(pp=2, layers=(2, 3)).check(CASES["gpt2"])
     with pytest.raises(PlanError, match="needs at least 4 micro-batches a step and has 2"):
         Plan(pp=4).check_micro_batches(2)
+    with pytest.raises(
+        ConfigError, match="zero_bubble computes the gradients of weights apart, and a compiled block all"
+    ):
+        RunConfig(
+            model=CASES["gpt2"], plan=Plan(pp=2, schedule="zero_bubble"), data=DataConfig(sequence=8),
+            train=TrainConfig(batch=4, micro_batch=1, compile=True),
+        )  # fmt: skip
     with pytest.raises(PlanError, match="needs a multiple of 2 micro-batches"):
         Plan(pp=2, schedule="interleaved", stages=2).check_micro_batches(5)

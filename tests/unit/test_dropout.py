@@ -57,6 +57,26 @@ def test_each_probability_is_what_the_docstring_says() -> None:
         assert kept[n, t, s] == (reference.mix(row ^ column) >= reference.threshold(0.4))
 
 
+def _masks(k: Tensor, queries: Tensor, ks: Tensor) -> tuple[Tensor, ...]:
+    pairs = Pairs(k, queries, ks, 0.3, head=2)
+    return (
+        pairs.keeps(3),
+        keeps(k, queries, 5, 24, site=3, rate=0.3),
+        keeps(k, queries, 5, 24, site=3, rate=0.3).T.contiguous(),  # its columns are the outer loop here
+        reference.choices(k, queries, 2),
+        reference.uniform(k, queries, 5, 9),
+        reference.hidden_units(torch.arange(7))[:, None] ^ ks.to(torch.int32),
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of its own doings
+def test_compiled_masks_are_the_same_bits() -> None:
+    """Products of int32 wrap in torch; in the C++ of a compiled block they need not, and did not for the heads."""
+    given = key(5, 6, 7), torch.arange(11) + 5, torch.arange(13) + 2
+    for found, wanted in zip(torch.compile(_masks)(*given), _masks(*given), strict=True):
+        assert torch.equal(found, wanted)
+
+
 def test_mix_is_a_permutation_of_what_it_was_given() -> None:
     x = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(0)).unique()
     mixed = reference.mix(x.int())

@@ -23,6 +23,8 @@ HEADS, KEYS = 1 << 20, (1 << 20) + 1
 CHOICES, HIDDEN = (1 << 20) + 2, (1 << 20) + 3
 """Sites of experts: it is which of the token's choices this is, and then the hidden unit."""
 
+LOW = (1 << 32) - 1
+
 
 def mix(x: Tensor) -> Tensor:
     """lowbias32 of int32 numbers."""
@@ -44,6 +46,23 @@ def column_hash(site: int, index_D: Tensor) -> Tensor:
     return mix(mix(index_D.to(torch.int32)) ^ site)
 
 
+def place_hash(site: int, index_D: Tensor) -> Tensor:
+    """:func:`column_hash` of numbers that are counted, not read: an ``arange``.
+
+    In int64, where nothing overflows. The C++ that torch.compile writes for a CPU multiplies int32 as C++ does, and its
+    compiler takes it that what it knows the range of does not wrap: such hashes came out otherwise than in eager mode.
+    """
+    return _mix_wide(_mix_wide(index_D & LOW) ^ site).to(torch.int32)
+
+
+def _mix_wide(x: Tensor) -> Tensor:
+    x = x ^ x >> 16
+    x = x * 0x7FEB352D & LOW
+    x = x ^ x >> 15
+    x = x * (0x846CA68B - (1 << 32)) & LOW  # as a positive factor it would overflow
+    return x ^ x >> 16
+
+
 def threshold(rate: float) -> int:
     """The least hash, as an int32, that is kept; ``rate`` is met to 2⁻³²."""
     return min(round(rate * (1 << 32)), (1 << 32) - 1) - (1 << 31)
@@ -52,7 +71,7 @@ def threshold(rate: float) -> int:
 def keeps(key: Tensor, index_T: Tensor, start: int, stop: int, *, site: int, rate: float) -> Tensor:
     """(T, stop − start) booleans: which features ``start:stop`` of the tokens ``index_T`` are kept."""
     row_T = row_hash(key, index_T)
-    column_D = column_hash(site, torch.arange(start, stop, device=index_T.device))
+    column_D = place_hash(site, torch.arange(start, stop, device=index_T.device))
     return mix(row_T[:, None] ^ column_D) >= threshold(rate)
 
 
@@ -64,7 +83,7 @@ def dropout(x_TD: Tensor, key: Tensor, index_T: Tensor, *, site: int, rate: floa
 
 def uniform(key: Tensor, index_T: Tensor, columns: int, site: int) -> Tensor:
     """float64 (T, columns), uniform in [0, 1) to 2⁻³²: a number for each token and column, of the same hashes."""
-    column_C = column_hash(site, torch.arange(columns, device=index_T.device))
+    column_C = place_hash(site, torch.arange(columns, device=index_T.device))
     return (mix(row_hash(key, index_T)[:, None] ^ column_C).double() + 2**31) * 2.0**-32
 
 
@@ -88,7 +107,7 @@ class Pairs(NamedTuple):
     def rows(self, heads: int) -> Tensor:
         """int32 (heads, T): what the queries of each head bring along."""
         head_N = torch.arange(self.head, self.head + heads, device=self.queries_T.device)
-        return mix(row_hash(self.key, self.queries_T) ^ column_hash(HEADS, head_N)[:, None])
+        return mix(row_hash(self.key, self.queries_T) ^ place_hash(HEADS, head_N)[:, None])
 
     def columns(self) -> Tensor:
         """int32 (S,): what the keys bring along."""
@@ -102,7 +121,7 @@ class Pairs(NamedTuple):
 def choices(key: Tensor, index_T: Tensor, active: int) -> Tensor:
     """int32 (T, A): what each choice of the tokens ``index_T`` brings along, wherever it travels."""
     choice_A = torch.arange(active, device=index_T.device)
-    return mix(row_hash(key, index_T)[:, None] ^ column_hash(CHOICES, choice_A))
+    return mix(row_hash(key, index_T)[:, None] ^ place_hash(CHOICES, choice_A))
 
 
 class Hidden(NamedTuple):
@@ -126,4 +145,4 @@ class Hidden(NamedTuple):
 
 def hidden_units(index_F: Tensor) -> Tensor:
     """int32 (F,): what the hidden units with these numbers, among all of an expert's, bring along."""
-    return column_hash(HIDDEN, index_F)
+    return place_hash(HIDDEN, index_F)

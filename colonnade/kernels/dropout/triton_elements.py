@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import language as tl
 
 from colonnade.kernels.dropout import recompute, reference
-from colonnade.kernels.dropout.reference import column_hash, row_hash, threshold
+from colonnade.kernels.dropout.reference import place_hash, row_hash, threshold
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _apply(x_TD: Tensor, key: Tensor, index_T: Tensor, *, site: int, rate: float
     y_TD = torch.empty(T, D, dtype=x_TD.dtype, device=x_TD.device)
     if y_TD.numel():
         row_T = row_hash(key, index_T)
-        column_D = column_hash(site, torch.arange(start, start + D, device=x_TD.device))
+        column_D = place_hash(site, torch.arange(start, start + D, device=x_TD.device))
         rows, columns = 4, 256
         grid = (triton.cdiv(T, rows), triton.cdiv(D, columns))
         least, scale = threshold(rate), 1 / (1 - rate)
