@@ -24,12 +24,14 @@ a static cache, which it compiles by itself, stands beside the first context, wh
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
 from _decode import read_bandwidth
-from _report import Cell, Headline, report
+from _report import RESULTS, Cell, Headline, report
 from colonnade.config import ModelConfig, Plan, WeightGroup, Weights
 from colonnade.config.presets import preset
 from colonnade.config.quantised import check
@@ -40,7 +42,7 @@ from colonnade.parallel.axis import Axes
 from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground
 from colonnade.parallel.small import with_small
-from colonnade.serve.batch import Runner
+from colonnade.serve.batch import Drawn, Runner
 from colonnade.serve.fixed import FixedSteps
 from colonnade.serve.invariant import prepare
 from colonnade.serve.sampling import Draw, SamplingParams
@@ -83,10 +85,12 @@ def made(
     return model.eval().requires_grad_(False)
 
 
-def steps_of(model: Transformer, batch: int, context: int, steps: int, invariant: str | None, page: int) -> float:
-    """Seconds a step at about ``context`` keys, the median over three runs of so many."""
+def stepper(
+    model: Transformer, batch: int, context: int, steps: int, invariant: str | None, page: int
+) -> Callable[[int], Drawn]:
+    """What runs step i of at most ``steps``, the first of them at ``context`` keys; each takes the last's tokens."""
     device = next(model.parameters()).device
-    each = -(-(context + 4 * steps + 8) // page)
+    each = -(-(context + steps + 8) // page)
     cache = KVCache(model.config, model.axes, pages=-(-batch * each // model.axes.cp.size) + 1, page_tokens=page,
                     dtype=next(model.parameters()).dtype, device=device)  # fmt: skip
     for pool in (*cache.k, *cache.v):
@@ -103,13 +107,19 @@ def steps_of(model: Transformer, batch: int, context: int, steps: int, invariant
         used = start // page + 1
         return Work(tuple(Slice(start, t, p[:used], GREEDY) for t, p in zip(tokens, pages, strict=True)))
 
-    number, taken = 0, []
+    return lambda i: run(work(i))
+
+
+def steps_of(model: Transformer, batch: int, context: int, steps: int, invariant: str | None, page: int) -> float:
+    """Seconds a step at about ``context`` keys, the median over three runs of so many."""
+    device = next(model.parameters()).device
+    step, number, taken = stepper(model, batch, context, 4 * steps, invariant, page), 0, []
     for measured in (False, True, True, True):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         began, drawn = time.perf_counter(), None
         for _ in range(steps):
-            drawn = run(work(number))
+            drawn = step(number)
             number += 1
         assert drawn is not None
         drawn.tolist()
@@ -247,6 +257,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--group", type=int, choices=get_args(WeightGroup), default=64, help="inputs a scale of int4")
     parser.add_argument("--batch-invariant", action="store_true", help="as serve.batch_invariant computes")
     parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
     args = parser.parse_args(argv)
     plan = Plan(tp=args.tp, cp=args.cp, ep=args.ep, sh=args.sh)
@@ -261,7 +272,8 @@ def main(argv: list[str] | None = None) -> None:
     bits = ("" if args.weights == "stored" else f"_{args.weights}") + ("_invariant" if args.batch_invariant else "")
     layout = f"tp{plan.tp}" + "".join(f"{n}{size}" for n in ("cp", "ep", "sh") if (size := getattr(plan, n)) > 1)
     layout += "_nccl" * args.nccl
-    report(f"decode_{args.model}{bits}_{layout}_b{args.batch}_h200", rows, notes=__doc__ or "", headlines=heads)
+    name = f"decode_{args.model}{bits}_{layout}_b{args.batch}_h200"
+    report(name, rows, notes=__doc__ or "", headlines=heads, folder=args.out)
 
 
 if __name__ == "__main__":
