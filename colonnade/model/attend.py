@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.place import Turn
 from colonnade.kernels.choose import choose
 from colonnade.kernels.dropout.reference import Pairs
+from colonnade.kernels.linear.fused import Scale
 from colonnade.model.cache import KVCache
 from colonnade.model.noise import Noise
 
@@ -144,6 +146,13 @@ class PagedView:
     window: int | None
     kernels: str
     values: int | None = None
+
+    def of_product(self, qkv_Tz: Tensor, turn: Turn | None, norms: tuple[Scale, Scale] | None) -> Tensor:
+        """o_TnH of heads as the first projection gives them, which are normalised and turned on their way."""
+        place = choose("place_heads", qkv_Tz.device.type, qkv_Tz.dtype)
+        q_TnH = place(qkv_Tz, self.k_PpKH, self.v_PpKH, self.slots_T, turn=turn, norms=norms)
+        run = choose("paged_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)
+        return run(q_TnH, self.k_PpKH, self.v_PpKH, self.table, window=self.window, values=self.values)
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
         """o_TnH."""
