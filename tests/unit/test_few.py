@@ -1,11 +1,13 @@
 """Steps of a few rows through fused products: what the modules by themselves compute, on any layout."""
 
 import functools
+import json
 from typing import Any
 
 import pytest
 import torch
 
+import thin_linear
 from colonnade.config import MoeConfig, Plan, ServeConfig
 from colonnade.kernels.linear import thin_tiles
 from colonnade.model import few
@@ -101,6 +103,16 @@ def test_what_wants_a_gradient_goes_through_the_modules() -> None:
         assert not few.feeds(block, torch.randn(few.MOST + 1, 24, dtype=torch.float64))
     few.prepare(tiny.model())  # a CPU has none of the kernels, and stays as it is
     assert not tiny.model().blocks[0].few
+
+
+def test_candidates_of_tiles_fit_a_kernel_and_a_table() -> None:
+    for cell in thin_linear.CELLS:
+        assert thin_linear.candidates(cell)
+        assert all(tiles.BK & (tiles.BK - 1) == 0 for tiles in thin_linear.candidates(cell))
+    rows = [{"kind": "plain", "tiles": thin_linear.candidates(cell)[0]._asdict()}, {"kind": "int4", "tiles": None}]
+    record = json.loads(thin_linear.written("none", rows))
+    assert record == {"measured_on": "none", "rows": rows}
+    assert thin_tiles.Tiles(**record["rows"][0]["tiles"]) == thin_linear.candidates(cell)[0]
 
 
 def test_the_table_of_tiles_is_asked_by_the_nearest_shape() -> None:

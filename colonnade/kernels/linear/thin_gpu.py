@@ -45,6 +45,19 @@ def product(
     tiles = _tiles(x_TD, weight, gated=gate is not None)
     if tiles is not None:
         return launch(x_TD, weight, bias_F, tiles=tiles, **parts)
+    return composed(x_TD, weight, bias_F, **parts)
+
+
+def composed(
+    x_TD: Tensor,
+    weight: Matrix,
+    bias_F: Tensor | None = None,
+    *,
+    norm: Scale | None = None,
+    gate: Gate | None = None,
+    more_TF: Tensor | None = None,
+) -> Tensor:
+    """y_TF by the library's product, and a kernel for each of what it cannot take along."""
     if norm is not None:
         x_TD = norm_reference.norm(x_TD, norm.weight_D, None, norm.eps)
     if gate is None and bias_F is None and more_TF is not None and isinstance(weight, Tensor):
