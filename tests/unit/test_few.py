@@ -108,11 +108,12 @@ def test_what_wants_a_gradient_goes_through_the_modules() -> None:
 def test_candidates_of_tiles_fit_a_kernel_and_a_table() -> None:
     for cell in thin_linear.CELLS:
         assert thin_linear.candidates(cell)
-        assert all(tiles.BK & (tiles.BK - 1) == 0 for tiles in thin_linear.candidates(cell))
-    rows = [{"kind": "plain", "tiles": thin_linear.candidates(cell)[0]._asdict()}, {"kind": "int4", "tiles": None}]
+        assert all(how.BK & (how.BK - 1) == 0 for how in thin_linear.candidates(cell))
+    tiles = thin_linear.candidates(thin_linear.CELLS[0])[0]
+    rows = [{"kind": "plain", "tiles": tiles._asdict()}, {"kind": "int4", "tiles": None}]
     record = json.loads(thin_linear.written("none", rows))
     assert record == {"measured_on": "none", "rows": rows}
-    assert thin_tiles.Tiles(**record["rows"][0]["tiles"]) == thin_linear.candidates(cell)[0]
+    assert thin_tiles.Tiles(**record["rows"][0]["tiles"]) == tiles
 
 
 def test_the_table_of_tiles_is_asked_by_the_nearest_shape() -> None:

@@ -25,6 +25,7 @@ from colonnade.kernels.attention.decode_layout import FEW, Layout, Prepared
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import places
 from colonnade.kernels.attention.triton_merge import launch, slots_of
+from colonnade.kernels.early import early
 from colonnade.kernels.softmax_state import State
 
 WIDEST = 256
@@ -108,10 +109,12 @@ def _read(
             **constants,
         )  # fmt: skip
     else:
+        begun = early(q_TNH.device)
+        options: dict[str, Any] = {"launch_pdl": True} if begun else {}
         merges_at, arrived = places(ready.capacity)[2], none if ready.arrived is None else ready.arrived
         triton_splits.attend[ready.capacity.workers,](
             *tensors, arrived, *strides, P, items_at, merges_at, *numbers,
-            LAUNCH_NEXT=ready.overlaps, FUSED=ready.arrived is not None, **constants,
+            LAUNCH_NEXT=ready.overlaps or begun, FUSED=ready.arrived is not None, EARLY=begun, **constants, **options,
         )  # fmt: skip
 
 

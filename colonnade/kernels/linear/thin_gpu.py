@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from colonnade.kernels.early import early
 from colonnade.kernels.linear import fused, quantised_gpu, reference, thin_tiles, triton_thin
 from colonnade.kernels.linear.fused import Gate, Matrix, Scale
 from colonnade.kernels.linear.quantise import NIBBLES, Quantised
@@ -103,8 +104,12 @@ def launch(
     constants: dict[str, Any] = {
         "NORM": norm is not None, "ACT": "" if gate is None else gate.activation, "BIASED": bias is not None,
         "ADDED": more_TF is not None, "STEPS": triton.cdiv(columns, BK), "M": triton.next_power_of_2(T),
-        "BN": tiles.BN, "BK": BK, "STAGES": tiles.stages, "num_warps": tiles.warps,
+        "BN": tiles.BN, "BK": BK, "STAGES": tiles.stages, "LINES": 0, "num_warps": tiles.warps,
     }  # fmt: skip
+    if early(x_TD.device):
+        # What is read first of each row, in lines of the cache.
+        ahead = min(constants["STEPS"], tiles.stages) * BK * w.element_size()
+        constants |= {"LINES": max(1, triton.next_power_of_2(ahead) // 128), "launch_pdl": True}
     none = y_TF  # in place of a tensor that is not read
     tensors = (
         x_TD, none if norm is None else norm.weight_D, w, w_scale, none if bias is None else bias, u, u_scale,
