@@ -108,14 +108,14 @@ def _decoding() -> tuple[Row, ...]:
     )
 
 
-def _few() -> tuple[Row, ...]:
+def _thin() -> tuple[Row, ...]:
     """Products that are ours up to a few rows: for serving, which asks for them by name."""
     if not TRITON:
         return ()
     from colonnade.kernels.linear import thin_gpu
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
-    return tuple(Row(operation, "few", thin_gpu.linear, **on) for operation in ("linear", "quantised_linear"))
+    return tuple(Row(operation, "thin", thin_gpu.linear, **on) for operation in ("linear", "quantised_linear"))
 
 
 def _fixed() -> tuple[Row, ...]:
@@ -199,7 +199,7 @@ TABLE: tuple[Row, ...] = (
     Row("gather_rows", "reference", permute_reference.gather),
     Row("combine_rows", "reference", permute_reference.combine),
     Row("adamw", "reference", adamw_reference.adamw, dtypes=(torch.float64, torch.float32)),
-    *_few(),
+    *_thin(),
     *_fixed(),
 )
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import ModelConfig, MoeConfig
-from colonnade.model import few
+from colonnade.model import fused
 from colonnade.model.attend import Attend, Attending
 from colonnade.model.attention import Attention
 from colonnade.model.embedding import Embedding
@@ -67,8 +67,8 @@ class Block(nn.Module):
         )
         self.axes, self.post = axes, config.norm_order == "post"
         self.recompute = False
-        self.few = False
-        """Whether steps of a few rows go by :mod:`few`: serving asks for it."""
+        self.fused = False
+        """Whether steps go by :mod:`fused`, where they can: serving asks for it."""
 
     def forward(
         self,
@@ -99,12 +99,13 @@ class Block(nn.Module):
             x_tD = self.norm1(x_tD + drop(self.attention(x_tD, T, turn, attend), noise, ATTENTION))
             y_tD, report = self._feed_forward(x_tD, T, noise, routed)
             return self.norm2(x_tD + drop(y_tD, noise, FFN)), report
-        if self.few and noise is None and few.attends(self, x_tD, attend):
-            x_tD = few.attended(self, x_tD, turn, attend)
+        own = self.fused and noise is None and fused.attends(self, x_tD, attend)
+        if own:
+            x_tD = fused.attended(self, x_tD, turn, attend)
         else:
             x_tD = x_tD + drop(self.attention(self.norm1(x_tD), T, turn, attend), noise, ATTENTION)
-        if self.few and noise is None and few.feeds(self, x_tD):
-            return few.fed(self, x_tD), None
+        if self.fused and noise is None and fused.feeds(self, x_tD, attend):
+            return fused.fed(self, x_tD, own=own), None
         y_tD, report = self._feed_forward(self.norm2(x_tD), T, noise, routed)
         return x_tD + drop(y_tD, noise, FFN), report
 

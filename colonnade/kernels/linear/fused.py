@@ -42,14 +42,17 @@ def linear(
     norm: Scale | None = None,
     gate: Gate | None = None,
     more_TF: Tensor | None = None,
+    own: bool = False,
 ) -> Tensor:
-    """y_TF."""
+    """y_TF, which may take the place of r where that is the caller's ``own``."""
     if norm is not None:
         x_TD = norm_reference.norm(x_TD, norm.weight_D, None, norm.eps)
     y_TF = _plain(x_TD, weight, bias_F)
     if gate is not None:
         y_TF = ACTIVATIONS[gate.activation](_plain(x_TD, gate.weight, gate.bias_F)) * y_TF
-    return y_TF if more_TF is None else more_TF + y_TF
+    if more_TF is None:
+        return y_TF
+    return more_TF.add_(y_TF) if own else more_TF + y_TF
 
 
 def _plain(x_TD: Tensor, weight: Matrix, bias_F: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """Products of a few rows on a GPU, with norm, gate and residual in the same launch (:mod:`triton_thin`), or without.
 
-With more rows than the table has (:mod:`thin_tiles`) the library multiplies, adds a residual by itself, and a gate is
-one kernel. Nothing here has a gradient: where one is wanted, plain torch computes (:mod:`fused`).
+With more rows than the table has (:mod:`thin_tiles`) the library multiplies, and a gate is one kernel. Nothing here has
+a gradient: where one is wanted, plain torch computes (:mod:`fused`).
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -38,6 +38,7 @@ def product(
     norm: Scale | None = None,
     gate: Gate | None = None,
     more_TF: Tensor | None = None,
+    own: bool = False,
 ) -> Tensor:
     """y_TF (see :func:`fused.linear`)."""
     parts: dict[str, Any] = {"norm": norm, "gate": gate, "more_TF": more_TF}
@@ -46,7 +47,7 @@ def product(
     tiles = _tiles(x_TD, weight, gated=gate is not None)
     if tiles is not None:
         return launch(x_TD, weight, bias_F, tiles=tiles, **parts)
-    return composed(x_TD, weight, bias_F, **parts)
+    return composed(x_TD, weight, bias_F, **parts, own=own)
 
 
 def composed(
@@ -57,12 +58,13 @@ def composed(
     norm: Scale | None = None,
     gate: Gate | None = None,
     more_TF: Tensor | None = None,
+    own: bool = False,
 ) -> Tensor:
     """y_TF by the library's product, and a kernel for each of what it cannot take along."""
     if norm is not None:
         x_TD = norm_reference.norm(x_TD, norm.weight_D, None, norm.eps)
-    if gate is None and bias_F is None and more_TF is not None and isinstance(weight, Tensor):
-        return torch.addmm(more_TF, x_TD, weight.T)
+    if own and gate is None and bias_F is None and more_TF is not None and isinstance(weight, Tensor):
+        return more_TF.addmm_(x_TD, weight.T)
     y_TF = _library(x_TD, weight, bias_F)
     if gate is not None:
         y_TF = gated(_library(x_TD, gate.weight, gate.bias_F), y_TF, gate.activation)

@@ -31,6 +31,8 @@ BITS = (0xF000, 0x45000000, 0xF0000, 0x43000000)
 its code the assembler makes two instructions of an ``and`` and an ``or``, which are one where they lie in registers.
 """
 
+FETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
+
 
 @triton.jit
 def _begin(w_ptr, u_ptr, row, outputs, w_f, TWO: tl.constexpr, BN: tl.constexpr, LINES: tl.constexpr):
@@ -40,10 +42,9 @@ def _begin(w_ptr, u_ptr, row, outputs, w_f, TWO: tl.constexpr, BN: tl.constexpr,
     width: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
     n = tl.minimum(row + i // LINES, outputs - 1).to(tl.int64)
     at = (n * w_f) * width + tl.minimum(i % LINES * 128, w_f * width - 1)
-    fetch: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-    tl.inline_asm_elementwise(fetch, "=r,l", [w_ptr.to(tl.int64) + at], tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(FETCH, "=r,l", [w_ptr.to(tl.int64) + at], tl.int32, is_pure=False, pack=1)
     if TWO:
-        tl.inline_asm_elementwise(fetch, "=r,l", [u_ptr.to(tl.int64) + at], tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(FETCH, "=r,l", [u_ptr.to(tl.int64) + at], tl.int32, is_pure=False, pack=1)
     tl.extra.cuda.gdc_wait()
 
 

@@ -1,12 +1,13 @@
-"""A block's step of a few rows, such as a decoding one, in as few kernels as its arithmetic allows.
+"""A block's step without a gradient in as few kernels as its arithmetic allows.
 
     qkv = W_qkv norm(x)      q ← place(qkv)      o = attend(q)      x ← x + W_out o
     h = act(W_gate norm(x)) ⊙ W_up norm(x)       x ← x + W_down h
 
 A step of one row launches a kernel for each of these, and two or so for attention, where the modules by themselves
-launch some twenty: at two microseconds each they take as long as a third of the weights. What is computed is the same,
-rounded less often. Serving asks for it (:func:`prepare`); whatever a block has that is not in these lines, and steps
-of more rows, go through the modules. Nothing here has a gradient.
+launch some twenty: at two microseconds each they take as long as a third of the weights. With many rows, such as a
+prompt's, norm and products are the library's, and what is saved is reading and writing x in between. What is computed
+is the same, rounded less often. Serving asks for it (:func:`prepare`); whatever a block has that is not in these lines
+goes through the modules.
 """
 
 from typing import TYPE_CHECKING
@@ -26,22 +27,19 @@ from colonnade.model.rotary import Rotation
 if TYPE_CHECKING:
     from colonnade.model.transformer import Block, Transformer
 
-MOST = 16
-"""Rows, at most: with more, products take longer than what is launched beside them."""
-
 
 def prepare(model: "Transformer") -> None:
-    """Have the blocks of ``model`` take their steps of a few rows so from now on, on a GPU that has the kernels."""
+    """Have the blocks of ``model`` take their steps so from now on, on a GPU that has the kernels."""
     weight = next(model.parameters())
     if not TRITON or not weight.is_cuda or weight.dtype == torch.float64:
         return
     for block in model.blocks:
-        block.few = True  # type: ignore[assignment]
+        block.fused = True  # type: ignore[assignment]
     for module in model.modules():
         if isinstance(module, Linear) and module.kernels == "auto":
-            module.kernels = "few"
+            module.kernels = "thin"
     if model.kernels == "auto":
-        model.kernels = "few"
+        model.kernels = "thin"
 
 
 def attends(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
@@ -51,11 +49,11 @@ def attends(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
     return plain and isinstance(attend, PagedView) and _fits(block, block.norm1, x_tD, it)
 
 
-def feeds(block: "Block", x_tD: Tensor) -> bool:
-    """Whether :func:`fed` is for this block and these rows."""
+def feeds(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
+    """Whether :func:`fed` is for this block, these rows and a server's step, which keeps its keys."""
     it = block.ffn
     plain = isinstance(it, FeedForward) and it.gate is not None and it.down.bias is None
-    return plain and _fits(block, block.norm2, x_tD, it)
+    return plain and attend.keeps and _fits(block, block.norm2, x_tD, it)
 
 
 def attended(block: "Block", x_TD: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
@@ -71,18 +69,18 @@ def attended(block: "Block", x_TD: Tensor, turn: Rotation | None, attend: Attend
     return _added(block, o_Tz, it.out, x_TD)
 
 
-def fed(block: "Block", x_TD: Tensor) -> Tensor:
-    """x + ffn(norm(x))."""
+def fed(block: "Block", x_TD: Tensor, *, own: bool) -> Tensor:
+    """x + ffn(norm(x)); in the place of x where that is the caller's ``own``, which nobody else sees."""
     it = block.ffn
     assert isinstance(it, FeedForward)
     assert it.gate is not None
     gate = Gate(it.gate.matrix, it.gate.bias, it.activation)
     h_Tf = _product(x_TD, it.up, norm=_scale(block.norm2), gate=gate)
-    return _added(block, h_Tf, it.down, x_TD)
+    return _added(block, h_Tf, it.down, x_TD, own=own)
 
 
 def _fits(block: "Block", norm: nn.Module, x_tD: Tensor, part: nn.Module) -> bool:
-    if not 0 < len(x_tD) <= MOST or block.post or block.axes.sequence_parallel:
+    if not len(x_tD) or block.post or block.axes.sequence_parallel:
         return False
     if not isinstance(norm, Norm) or norm.bias is not None or norm.kernels != "auto":
         return False
@@ -102,14 +100,20 @@ def _scale(norm: nn.Module) -> Scale:
 
 
 def _product(
-    x_TD: Tensor, layer: Linear, *, norm: Scale | None = None, gate: Gate | None = None, more_TF: Tensor | None = None
+    x_TD: Tensor,
+    layer: Linear,
+    *,
+    norm: Scale | None = None,
+    gate: Gate | None = None,
+    more_TF: Tensor | None = None,
+    own: bool = False,
 ) -> Tensor:
     run = choose("fused_linear", x_TD.device.type, x_TD.dtype)
-    return run(x_TD, layer.matrix, layer.bias, norm=norm, gate=gate, more_TF=more_TF)
+    return run(x_TD, layer.matrix, layer.bias, norm=norm, gate=gate, more_TF=more_TF, own=own)
 
 
-def _added(block: "Block", y_Tz: Tensor, layer: Linear, x_TD: Tensor) -> Tensor:
+def _added(block: "Block", y_Tz: Tensor, layer: Linear, x_TD: Tensor, *, own: bool = False) -> Tensor:
     """x + W y, summed over the ranks of the block."""
     if block.axes.tp.size == 1:
-        return _product(y_Tz, layer, more_TF=x_TD)
+        return _product(y_Tz, layer, more_TF=x_TD, own=own)
     return x_TD + block.axes.leave(_product(y_Tz, layer))

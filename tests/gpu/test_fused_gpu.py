@@ -1,6 +1,6 @@
 """Products of a few rows with what stands around them, heads on their way into the cache, and models made of them.
 
-pytest -q tests/gpu/test_few_gpu.py        # about four minutes, most of it compiling
+pytest -q tests/gpu/test_fused_gpu.py        # about four minutes, most of it compiling
 """
 
 from typing import Any
@@ -17,11 +17,11 @@ from colonnade.kernels.linear import fused, thin_gpu, thin_tiles
 from colonnade.kernels.linear.fused import Gate, Scale
 from colonnade.kernels.linear.quantise import quantise
 from colonnade.kernels.linear.thin_tiles import Tiles
-from colonnade.model import few
+from colonnade.model import fused as steps
 from colonnade.model.quantised import quantisable
 from colonnade.serve import Engine, SamplingParams
 from tests.serve import tiny
-from tests.unit.test_few import SHAPES
+from tests.unit.test_fused import SHAPES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -135,7 +135,7 @@ def test_the_engine_says_what_it_says_on_a_cpu(name: str, recorded: bool, weight
         fixed = recorded and device == "cuda"
         limits = ServeConfig(pages=30, page_tokens=4, max_requests=4, fixed_steps=fixed)
         engine = Engine(model.to(device), tiny.tokenizer(), limits)
-        assert all(block.few for block in model.blocks) == (device == "cuda")
+        assert all(block.fused for block in model.blocks) == (device == "cuda")
         said.append(engine.generate([[1, 2, 3], [50, 7], [9, *range(20, 60)]], params))
     assert said[0] == said[1]
 
@@ -159,9 +159,9 @@ def test_kernels_that_begin_while_others_end(name: str, monkeypatch: pytest.Monk
 
 def test_training_after_serving_has_gradients() -> None:
     model = tiny.model(dtype=torch.float32).to("cuda")
-    few.prepare(model)
-    block = model.blocks[0]
+    steps.prepare(model)
     x = torch.randn(3, 24, device="cuda", requires_grad=True)
-    assert not few.feeds(block, x)
-    block.ffn(x, 3).sum().backward()
-    assert x.grad is not None and block.ffn.up.weight.grad is not None
+    ffn = model.blocks[0].ffn
+    assert ffn.up.kernels == "thin"
+    ffn(x, 3).sum().backward()
+    assert x.grad is not None and ffn.up.weight.grad is not None

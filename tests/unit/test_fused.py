@@ -1,4 +1,4 @@
-"""Steps of a few rows through fused products: what the modules by themselves compute, on any layout."""
+"""Steps through fused products: what the modules by themselves compute, on any layout."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ import torch
 import thin_linear
 from colonnade.config import MoeConfig, Plan, ServeConfig
 from colonnade.kernels.linear import thin_tiles
-from colonnade.model import few
+from colonnade.model import KVCache, Packed, Paged, fused
 from colonnade.model.quantised import quantisable
 from colonnade.parallel.mesh import Ground
 from colonnade.serve import Engine, SamplingParams
@@ -33,11 +33,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [50, 7], [9, *range(20, 60)]]
 
 
-def texts(*, fused: bool, calls: list[str] | None = None, **changes: Any) -> list[Any]:
+def texts(*, on: bool, **changes: Any) -> list[Any]:
     """What the engine says, and the cache that it leaves behind."""
     model = tiny.model(**changes)
     for block in model.blocks:
-        block.few = fused
+        block.fused = on
     engine = Engine(model, tiny.tokenizer(), ServeConfig(pages=30, page_tokens=4, max_requests=3, fixed_steps=True))
     said = engine.generate(PROMPTS, GREEDY)
     return [said, *engine.cache.k, *engine.cache.v]
@@ -46,17 +46,17 @@ def texts(*, fused: bool, calls: list[str] | None = None, **changes: Any) -> lis
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_engine_says_and_keeps_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = {"attended": 0, "fed": 0}
-    real = {part: getattr(few, part) for part in taken}
+    real = {part: getattr(fused, part) for part in taken}
 
-    def counted(part: str, *args: Any) -> torch.Tensor:
+    def counted(part: str, *args: Any, **how: Any) -> torch.Tensor:
         taken[part] += 1
-        return real[part](*args)
+        return real[part](*args, **how)
 
     for part in taken:
-        monkeypatch.setattr(few, part, functools.partial(counted, part))
-    plain, fused = (texts(fused=f, **SHAPES[name]) for f in (False, True))
-    assert plain[0] == fused[0]
-    assert all((a - b).abs().max() < 1e-10 for a, b in zip(plain[1:], fused[1:], strict=True))
+        monkeypatch.setattr(fused, part, functools.partial(counted, part))
+    plain, ours = (texts(on=on, **SHAPES[name]) for on in (False, True))
+    assert plain[0] == ours[0]
+    assert all((a - b).abs().max() < 1e-10 for a, b in zip(plain[1:], ours[1:], strict=True))
     # Layers' norms, norms after, and clipped heads are in no fused line.
     assert (taken["attended"] > 0) == (name not in ("norms after", "layer norms", "clipped"))
     assert (taken["fed"] > 0) == (name not in ("experts", "not gated", "norms after", "layer norms"))
@@ -68,9 +68,9 @@ def test_quantised_weights(kind: str) -> None:
     for layer in quantisable(model).values():
         layer.quantise(layer.weight.detach(), kind, 32, lambda x: x)
     said = []
-    for fused in (False, True):
+    for on in (False, True):
         for block in model.blocks:
-            block.few = fused
+            block.fused = on
         engine = Engine(model, tiny.tokenizer(), ServeConfig(pages=30, page_tokens=4, max_requests=3))
         said.append(engine.generate(PROMPTS, GREEDY))
     assert said[0] == said[1]
@@ -79,10 +79,10 @@ def test_quantised_weights(kind: str) -> None:
 def ranks_say() -> list[Any]:
     said = []
     with Ground.build(Plan(tp=2), "cpu") as ground:
-        for fused in (False, True):
+        for on in (False, True):
             model = tiny.model(ground.axes.serving())
             for block in model.blocks:
-                block.few = fused
+                block.fused = on
             engine = Engine(model, tiny.tokenizer(), ServeConfig(pages=30, page_tokens=4, max_requests=3))
             said.append(engine.generate(PROMPTS, GREEDY))
     return said
@@ -90,19 +90,24 @@ def ranks_say() -> list[Any]:
 
 @pytest.mark.xdist_group("worlds")
 def test_ranks_that_share_a_model_say_the_same() -> None:
-    for plain, fused in run(2, ranks_say):
-        assert plain == fused
+    for plain, ours in run(2, ranks_say):
+        assert plain == ours
 
 
 def test_what_wants_a_gradient_goes_through_the_modules() -> None:
-    block = tiny.model().blocks[0]
-    x = torch.randn(2, 24, dtype=torch.float64)
-    assert not few.feeds(block, x)
+    model = tiny.model()
+    block, x = model.blocks[0], torch.randn(2, 24, dtype=torch.float64)
+    cache = KVCache(model.config, pages=2, page_tokens=4, dtype=torch.float64)
+    some = torch.zeros(1, dtype=torch.int64)
+    attend = Paged(cache, some[None].int(), some, some.int(), some.int(), 1, 1).at(0, None)
+    assert not fused.feeds(block, x, attend) and not fused.attends(block, x, attend)
     with torch.no_grad():
-        assert few.feeds(block, x)
-        assert not few.feeds(block, torch.randn(few.MOST + 1, 24, dtype=torch.float64))
-    few.prepare(tiny.model())  # a CPU has none of the kernels, and stays as it is
-    assert not tiny.model().blocks[0].few
+        assert fused.feeds(block, x, attend) and fused.attends(block, x, attend)
+        assert not fused.feeds(block, x[:0], attend) and not fused.attends(block, x[:0], attend)
+        packed = Packed.of([2])
+        assert not fused.feeds(block, x, packed) and not fused.attends(block, x, packed)
+    fused.prepare(model)  # a CPU has none of the kernels, and stays as it is
+    assert not block.fused and block.ffn.up.kernels == "auto"
 
 
 def test_candidates_of_tiles_fit_a_kernel_and_a_table() -> None:

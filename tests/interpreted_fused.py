@@ -1,7 +1,7 @@
 """Products of a few rows with what stands around them, and heads on their way into a cache, by Triton's interpreter.
 
-``TRITON_INTERPRET=1 python -m tests.interpreted_few``; see interpreted.py. Tiles are small, so that inputs and outputs
-end within one, blocks are more than programs, and inputs are more than one step or exactly one.
+``TRITON_INTERPRET=1 python -m tests.interpreted_fused``; see interpreted.py. Tiles are small, so that inputs and
+outputs end within one, blocks are more than programs, and inputs are more than one step or exactly one.
 """
 
 import itertools
@@ -94,6 +94,10 @@ def check_rows_of_the_table() -> int:
                 wanted = fused.linear(x.double(), exact, exactly(b), **{k: doubled[k] for k in parts})
                 assert got.shape == wanted.shape and (got - wanted).norm() <= 1e-4 * wanted.norm(), (rows, parts)
                 count += 1
+        for rows in (1, 9):  # what is added to may be written over
+            x, more = draw(rows, 70), draw(rows, 24)
+            wanted = fused.linear(x.double(), exact, more_TF=more.double())
+            assert (thin_gpu.product(x, weight, more_TF=more, own=True) - wanted).norm() < 1e-4 * wanted.norm()
         x = draw(2, 1, 70)
         wanted = fused.linear(x.double(), exact)
         assert (thin_gpu.linear(x, weight) - wanted).norm() < 1e-4 * wanted.norm()
