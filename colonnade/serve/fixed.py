@@ -8,7 +8,6 @@ differs from request to request, follows outside. On a CPU the same buffers are 
 see all of this but the recording.
 
 A plan of splits is made for lengths as they will be a few steps on (:data:`AHEAD`), and serves until then or until
-A plan of splits is made for lengths as they will be a few steps on (:data:`AHEAD`), and serves until then or until
 a place in the batch goes to a shorter request, or a much longer one. Where a plan reads a prefix once for all who share
 it (:mod:`~colonnade.kernels.attention.cascade`), which takes a kernel more, another recording of that size is replayed.
 """
