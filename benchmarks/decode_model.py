@@ -24,15 +24,18 @@ a static cache, which it compiles by itself, stands beside the first context, wh
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
 from _decode import read_bandwidth
-from _report import Cell, Headline, report
+from _report import RESULTS, Cell, Headline, report
 from colonnade.config import ModelConfig, Plan, WeightGroup, Weights
 from colonnade.config.presets import preset
 from colonnade.config.quantised import check
+from colonnade.kernels.early import Switch
 from colonnade.model import KVCache, Transformer
 from colonnade.model.linear import Linear
 from colonnade.model.quantised import build
@@ -40,7 +43,7 @@ from colonnade.parallel.axis import Axes
 from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground
 from colonnade.parallel.small import with_small
-from colonnade.serve.batch import Runner
+from colonnade.serve.batch import Drawn, Runner
 from colonnade.serve.fixed import FixedSteps
 from colonnade.serve.invariant import prepare
 from colonnade.serve.sampling import Draw, SamplingParams
@@ -83,10 +86,12 @@ def made(
     return model.eval().requires_grad_(False)
 
 
-def steps_of(model: Transformer, batch: int, context: int, steps: int, invariant: str | None, page: int) -> float:
-    """Seconds a step at about ``context`` keys, the median over three runs of so many."""
+def stepper(
+    model: Transformer, batch: int, context: int, steps: int, invariant: str | None, page: int
+) -> Callable[[int], Drawn]:
+    """What runs step i of at most ``steps``, the first of them at ``context`` keys; each takes the last's tokens."""
     device = next(model.parameters()).device
-    each = -(-(context + 4 * steps + 8) // page)
+    each = -(-(context + steps + 8) // page)
     cache = KVCache(model.config, model.axes, pages=-(-batch * each // model.axes.cp.size) + 1, page_tokens=page,
                     dtype=next(model.parameters()).dtype, device=device)  # fmt: skip
     for pool in (*cache.k, *cache.v):
@@ -103,13 +108,19 @@ def steps_of(model: Transformer, batch: int, context: int, steps: int, invariant
         used = start // page + 1
         return Work(tuple(Slice(start, t, p[:used], GREEDY) for t, p in zip(tokens, pages, strict=True)))
 
-    number, taken = 0, []
+    return lambda i: run(work(i))
+
+
+def steps_of(model: Transformer, batch: int, context: int, steps: int, invariant: str | None, page: int) -> float:
+    """Seconds a step at about ``context`` keys, the median over three runs of so many."""
+    device = next(model.parameters()).device
+    step, number, taken = stepper(model, batch, context, 4 * steps, invariant, page), 0, []
     for measured in (False, True, True, True):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         began, drawn = time.perf_counter(), None
         for _ in range(steps):
-            drawn = run(work(number))
+            drawn = step(number)
             number += 1
         assert drawn is not None
         drawn.tolist()
@@ -130,8 +141,10 @@ def ours(
     batch_invariant: bool,
     page: int,
     small: bool,
+    early: bool,
 ) -> list[dict[str, Any]]:
     """On every rank; a row for each context."""
+    Switch.on = early
     with Ground.build(plan, device) as ground:
         config = (TINY if name == "tiny" else preset(name)).but(context=max(contexts) + 8 * steps)
         plan.check(config)
@@ -153,6 +166,7 @@ def ours(
                     "model": name,
                     "weights": weights,
                     "batch_invariant": batch_invariant,
+                    "early": early,
                     "ranks": plan.world,
                     "plan": str(plan),
                     "batch": batch,
@@ -212,8 +226,9 @@ def measure(
     batch_invariant: bool = False,
     page: int = PAGE,
     small: bool = True,
+    early: bool = False,
 ) -> tuple[list[dict[str, Cell]], list[Headline]]:
-    how = (weights, group, batch_invariant, page, small)
+    how = (weights, group, batch_invariant, page, small, early)
     rows = launch(ours, (name, plan, batch, contexts, steps, device, *how), plan)
     beside = None
     if peer:
@@ -246,7 +261,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--weights", choices=get_args(Weights), default="stored")
     parser.add_argument("--group", type=int, choices=get_args(WeightGroup), default=64, help="inputs a scale of int4")
     parser.add_argument("--batch-invariant", action="store_true", help="as serve.batch_invariant computes")
+    parser.add_argument(
+        "--early", action="store_true", help="kernels begin while others end (colonnade/kernels/early.py)"
+    )
     parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
     args = parser.parse_args(argv)
     plan = Plan(tp=args.tp, cp=args.cp, ep=args.ep, sh=args.sh)
@@ -257,11 +276,12 @@ def main(argv: list[str] | None = None) -> None:
     peer = not args.no_peer and plan.world == 1 and args.model.startswith("llama")
     rows, heads = measure(args.model, plan, args.batch, args.contexts, args.steps, "cuda", peer=peer,
                           weights=args.weights, group=args.group, batch_invariant=args.batch_invariant,
-                          page=args.page, small=not args.nccl)  # fmt: skip
+                          page=args.page, small=not args.nccl, early=args.early)  # fmt: skip
     bits = ("" if args.weights == "stored" else f"_{args.weights}") + ("_invariant" if args.batch_invariant else "")
     layout = f"tp{plan.tp}" + "".join(f"{n}{size}" for n in ("cp", "ep", "sh") if (size := getattr(plan, n)) > 1)
-    layout += "_nccl" * args.nccl
-    report(f"decode_{args.model}{bits}_{layout}_b{args.batch}_h200", rows, notes=__doc__ or "", headlines=heads)
+    layout += "_nccl" * args.nccl + "_early" * args.early
+    name = f"decode_{args.model}{bits}_{layout}_b{args.batch}_h200"
+    report(name, rows, notes=__doc__ or "", headlines=heads, folder=args.out)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 import colonnade
-from _report import Cell, Headline, report
+from _report import RESULTS, Cell, Headline, report
 from _turns import turns
 from colonnade.config import ServeConfig
 from colonnade.data.tokenizer import Tokenizer
@@ -186,10 +186,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
     parser.add_argument("--requests", type=int)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     args = parser.parse_args(argv)
     rows, heads = measure(args.tiny, args.requests or (6 if args.tiny else 256), args.rounds)
     if not args.tiny:
-        report("engine_h200", rows, notes=f"{args.rounds} round(s), in turn", headlines=heads)
+        report("engine_h200", rows, notes=f"{args.rounds} round(s), in turn", headlines=heads, folder=args.out)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ forward of the same tokens, logits of the last one alone, stands beside it.
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from _clock import Clock
-from _report import Cell, Headline, report
+from _report import RESULTS, Cell, Headline, report
 from colonnade.config import ModelConfig
 from colonnade.config.presets import preset
 from colonnade.model import KVCache, Transformer
@@ -104,13 +105,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-2-7b", help="a preset of the Llama family")
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
     args = parser.parse_args(argv)
     if args.tiny:
         measure("tiny", 96, "cpu")
         return
     rows, heads = measure(args.model, args.tokens, "cuda")
-    report("prefill_h200", rows, notes=__doc__ or "", headlines=heads)
+    report("prefill_h200", rows, notes=__doc__ or "", headlines=heads, folder=args.out)
 
 
 if __name__ == "__main__":

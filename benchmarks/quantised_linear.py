@@ -11,13 +11,14 @@ cache; divided by their number.
 import argparse
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from _decode import read_bandwidth
-from _report import Cell, Headline, report
+from _report import RESULTS, Cell, Headline, report
 from colonnade.kernels.linear import quantised
 from colonnade.kernels.linear.quantise import Quantised, quantise
 
@@ -96,6 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 8, 16, 64])
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--tiny", action="store_true", help="the reference on a CPU; nothing is kept")
     args = parser.parse_args(argv)
     if args.tiny:
@@ -106,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     best = max(float(row["times_bfloat16"]) for row in found if row["rows"] == 1 and row["weights"] == "int4")
     heads = [Headline("One row times a matrix in int4, against bfloat16", best, "times", "bfloat16", 1.0)]
     if not args.tune:
-        report("quantised_linear_h200", found, notes=__doc__ or "", headlines=heads)
+        report("quantised_linear_h200", found, notes=__doc__ or "", headlines=heads, folder=args.out)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 
 from colonnade.kernels.adamw import reference as adamw_reference
-from colonnade.kernels.attention import chunk, chunk_flash, held, latents, reference, sdpa, varlen
+from colonnade.kernels.attention import chunk, chunk_flash, held, latents, place, reference, sdpa, varlen
 from colonnade.kernels.dropout import recompute
 from colonnade.kernels.dropout import reference as dropout_reference
 from colonnade.kernels.experts import batched, grouped, loop, scaled_grouped, scaled_grouped_mm
 from colonnade.kernels.experts import quantised as quantised_experts
 from colonnade.kernels.experts import reference as experts_reference
-from colonnade.kernels.linear import quantised, scaled, scaled_mm, thin
+from colonnade.kernels.linear import fused, quantised, scaled, scaled_mm, thin
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.norm import reference as norm_reference
 from colonnade.kernels.permute import reference as permute_reference
@@ -28,6 +28,7 @@ Operation = Literal[
     "packed_attention",
     "dropout_attention",
     "paged_attention",
+    "place_heads",
     "held_attention",
     "merge_states",
     "store_latents",
@@ -37,6 +38,7 @@ Operation = Literal[
     "linear",
     "norm",
     "quantised_linear",
+    "fused_linear",
     "scaled_product",
     "scaled_grouped_product",
     "expert_sums",
@@ -73,11 +75,11 @@ def _written_in_triton() -> tuple[Row, ...]:
     if not TRITON:
         return ()
     from colonnade.kernels.adamw import triton_adamw
-    from colonnade.kernels.attention import triton_dropout
+    from colonnade.kernels.attention import triton_dropout, triton_place
     from colonnade.kernels.dropout import triton_elements
     from colonnade.kernels.experts import quantised_gpu as quantised_experts_gpu
     from colonnade.kernels.experts import triton_experts
-    from colonnade.kernels.linear import quantised_gpu
+    from colonnade.kernels.linear import quantised_gpu, thin_gpu
     from colonnade.kernels.permute import triton_moves, triton_sort
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
@@ -85,6 +87,8 @@ def _written_in_triton() -> tuple[Row, ...]:
         Row("dropout_attention", "triton", triton_dropout.packed, **on),
         Row("dropout", "triton", triton_elements.dropout, **on),
         Row("quantised_linear", "triton", quantised_gpu.linear, **on),
+        Row("fused_linear", "triton", thin_gpu.product, **on),
+        Row("place_heads", "triton", triton_place.place, **on),
         Row("routed_experts", "triton", triton_experts.routed, **on),
         Row("quantised_experts", "triton", quantised_experts_gpu.routed, **on),
         Row("experts", "triton", triton_experts.experts, **on),
@@ -108,6 +112,16 @@ def _decoding() -> tuple[Row, ...]:
         Row("merge_states", "triton", triton_held.merged, devices=("cuda",), dtypes=(torch.float32,)),
         Row("store_latents", "triton", triton_keep.store, **on),
     )
+
+
+def _thin() -> tuple[Row, ...]:
+    """Products that are ours up to a few rows: for serving, which asks for them by name."""
+    if not TRITON:
+        return ()
+    from colonnade.kernels.linear import thin_gpu
+
+    on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
+    return tuple(Row(operation, "thin", thin_gpu.linear, **on) for operation in ("linear", "quantised_linear"))
 
 
 def _fixed() -> tuple[Row, ...]:
@@ -169,6 +183,8 @@ TABLE: tuple[Row, ...] = (
     Row("linear", "reference", linear_reference.linear),
     Row("norm", "reference", norm_reference.norm),
     Row("quantised_linear", "reference", quantised.linear),
+    Row("fused_linear", "reference", fused.linear),
+    Row("place_heads", "reference", place.place),
     Row("scaled_product", "scaled_mm", scaled_mm.product, devices=("cuda",), dtypes=FLOATS8),
     Row("scaled_product", "reference", scaled.product, dtypes=FLOATS8),
     *_scaled_grouped(),
@@ -191,6 +207,7 @@ TABLE: tuple[Row, ...] = (
     Row("gather_rows", "reference", permute_reference.gather),
     Row("combine_rows", "reference", permute_reference.combine),
     Row("adamw", "reference", adamw_reference.adamw, dtypes=(torch.float64, torch.float32)),
+    *_thin(),
     *_fixed(),
 )
 

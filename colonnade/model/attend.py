@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.place import Turn
 from colonnade.kernels.choose import choose
 from colonnade.kernels.dropout.reference import Pairs
+from colonnade.kernels.linear.fused import Scale
 from colonnade.model.cache import KVCache, Pools
 from colonnade.model.noise import Noise
 
@@ -141,9 +143,17 @@ class PagedView:
     window: int | None
     kernels: str
 
+    def of_product(self, qkv_Tz: Tensor, turn: Turn | None, norms: tuple[Scale, Scale] | None) -> Tensor:
+        """o_TnH of heads as the first projection gives them, which are normalised and turned on their way."""
+        place = choose("place_heads", qkv_Tz.device.type, qkv_Tz.dtype)
+        q_TnH = place(qkv_Tz, self.pools.k_PpKH, self.pools.v_PpKH, self.slots_T, turn=turn, norms=norms)
+        return self._attend(q_TnH)
+
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
         """o_TnH."""
-        pools = self.pools
-        pools.write(self.slots_T, k_TkH, v_TkH)
-        run = choose("paged_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)
+        self.pools.write(self.slots_T, k_TkH, v_TkH)
+        return self._attend(q_TnH)
+
+    def _attend(self, q_TnH: Tensor) -> Tensor:
+        pools, run = self.pools, choose("paged_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)
         return run(q_TnH, pools.k_PpKH, pools.v_PpKH, self.table, window=self.window, **pools.seen)

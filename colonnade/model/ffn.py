@@ -27,7 +27,7 @@ class FeedForward(nn.Module):
     ):
         """``width`` is F where it is not the model's."""
         super().__init__()
-        self.axes, self.act = axes, ACTIVATIONS[config.activation]
+        self.axes, self.activation, self.act = axes, config.activation, ACTIVATIONS[config.activation]
         start, stop = axes.tp.part(width or config.ffn_width)
         on = {"device": device, "dtype": dtype}
         self.gate = Linear(config.width, stop - start, bias=config.ffn_bias, **on) if config.gated else None

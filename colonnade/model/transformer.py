@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import ModelConfig, MoeConfig
+from colonnade.model import fused
 from colonnade.model.attend import Attend, Attending
 from colonnade.model.attention import Attention
 from colonnade.model.embedding import Embedding
@@ -64,8 +65,10 @@ class Block(nn.Module):
             if moe is None
             else MixtureOfExperts(config, moe, axes, device=device, dtype=dtype, experts_on=experts_on)
         )
-        self.post = config.norm_order == "post"
+        self.axes, self.post = axes, config.norm_order == "post"
         self.recompute = False
+        self.fused = False
+        """Whether steps go by :mod:`fused`, where they can: serving asks for it."""
 
     def forward(
         self,
@@ -96,7 +99,13 @@ class Block(nn.Module):
             x_tD = self.norm1(x_tD + drop(self.attention(x_tD, T, turn, attend), noise, ATTENTION))
             y_tD, report = self._feed_forward(x_tD, T, noise, routed)
             return self.norm2(x_tD + drop(y_tD, noise, FFN)), report
-        x_tD = x_tD + drop(self.attention(self.norm1(x_tD), T, turn, attend), noise, ATTENTION)
+        own = self.fused and noise is None and fused.attends(self, x_tD, attend)
+        if own:
+            x_tD = fused.attended(self, x_tD, turn, attend)
+        else:
+            x_tD = x_tD + drop(self.attention(self.norm1(x_tD), T, turn, attend), noise, ATTENTION)
+        if self.fused and noise is None and fused.feeds(self, x_tD, attend):
+            return fused.fed(self, x_tD, own=own), None
         y_tD, report = self._feed_forward(self.norm2(x_tD), T, noise, routed)
         return x_tD + drop(y_tD, noise, FFN), report
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from colonnade.model import KVCache, Paged, Stream, Transformer
+from colonnade.model import KVCache, Paged, Stream, Transformer, fused
 from colonnade.model.split import Split
 from colonnade.serve.fixed import FixedSteps
 from colonnade.serve.held import Holding
@@ -36,6 +36,8 @@ class Runner:
         attention of :func:`invariant.prepare`.
         """
         self.model, self.cache, self.fixed, self.share, self.invariant = model, cache, fixed, share, invariant
+        if invariant is None:  # whose kernels are others
+            fused.prepare(model)
         self._held = Holding.of(model, cache)
         self._one_by_one = invariant is not None and not cache.k[0].is_cuda
         self._last_R = torch.zeros(1, dtype=torch.int64, device=cache.k[0].device)

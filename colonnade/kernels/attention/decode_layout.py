@@ -15,6 +15,7 @@ from colonnade.kernels.attention import cascade, splits
 from colonnade.kernels.attention.cascade import Cascade, Reader, Room
 from colonnade.kernels.attention.decode_tiles import Tiles, costs, pick
 from colonnade.kernels.attention.split_plan import Capacity, Plan, Shape
+from colonnade.kernels.early import early
 
 FEW = 64
 """Rows, queries times heads of a group, up to which a request is read and not multiplied."""
@@ -199,7 +200,8 @@ class Prepared:
     @property
     def overlaps(self) -> bool:
         """Whether the merge is started while the reading goes on."""
-        return self.layout.tiles.overlap and self.merges and not self.layout.many and self.arrived is None
+        asked = self.layout.tiles.overlap or early(self.flat.device)
+        return asked and self.merges and not self.layout.many and self.arrived is None
 
     def take(self, plan: Plan | Cascade) -> None:
         """Another step's plan in the place of this one."""

@@ -25,6 +25,7 @@ from colonnade.kernels.attention.decode_layout import FEW, Layout, Prepared
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import places
 from colonnade.kernels.attention.triton_merge import launch, slots_of
+from colonnade.kernels.early import early
 from colonnade.kernels.softmax_state import State
 
 WIDEST = 256
@@ -109,11 +110,12 @@ def _read(
         )  # fmt: skip
     else:
         _, _, merges_at, firsts_at, _ = places(ready.capacity)
-        arrived = none if ready.arrived is None else ready.arrived
+        arrived, begun = none if ready.arrived is None else ready.arrived, early(q_TNH.device)
+        options: dict[str, Any] = {"launch_pdl": True} if begun else {}
         triton_splits.attend[ready.capacity.workers,](
             *tensors, arrived, *strides, P, items_at, merges_at, firsts_at, *numbers,
-            LAUNCH_NEXT=ready.overlaps, FUSED=ready.arrived is not None,
-            SINGLE=table.longest_query == 1 and len(q_TNH) == len(table.lengths_R), **constants,
+            LAUNCH_NEXT=ready.overlaps or begun, FUSED=ready.arrived is not None, EARLY=begun,
+            SINGLE=table.longest_query == 1 and len(q_TNH) == len(table.lengths_R), **constants, **options,
         )  # fmt: skip
 
 

@@ -1,0 +1,248 @@
+"""Products of a few rows on a GPU with norm, gate or residual beside them: TB/s of the weights, ours and a library's.
+
+    python benchmarks/thin_linear.py                # Llama-2-7B's matrices, 1 to 4 rows, stored as bfloat16, int8, int4
+    python benchmarks/thin_linear.py --tune         # measures candidates of tiles; thin_tiles.json. Under four minutes
+    python benchmarks/thin_linear.py --tiny         # a CPU, to see that it runs
+
+A timing is of a graph of calls, each on another copy of the weights, so that none finds them in the level-2 cache;
+divided by their number. What stands beside ours is what it replaces: the norm, the library's products (for quantised
+weights our older kernels), the gate, with the residual added by the library's product where it can.
+
+With ``--tune`` kernels are compiled by one process a core first, into the cache on disk that they share; then they are
+measured one by one. A cell in which the library is faster gets no tiles.
+"""
+
+import argparse
+import concurrent.futures
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from _decode import read_bandwidth
+from _report import RESULTS, Cell, Headline, report
+from colonnade.kernels.linear import fused, thin_tiles
+from colonnade.kernels.linear.fused import Gate, Matrix, Scale
+from colonnade.kernels.linear.quantise import quantise
+from colonnade.kernels.linear.thin_tiles import Tiles
+
+COLD_BYTES = 2**28
+SHAPES = {
+    "qkv": (12288, 4096, "norm"), "out": (4096, 4096, "more"), "gate and up": (11008, 4096, "gate"),
+    "down": (4096, 11008, "more"), "unembed": (32000, 4096, ""),
+}  # fmt: skip
+"""Outputs, inputs, and what stands beside the product."""
+KINDS = "plain", "int8", "int4"
+
+
+class Product(NamedTuple):
+    """A cell of the table."""
+
+    name: str
+    kind: str
+    rows: int
+
+    @property
+    def gated(self) -> bool:
+        return SHAPES[self.name][2] == "gate"
+
+
+CELLS = [
+    Product(name, kind, rows)
+    for rows, kind, name in itertools.product((1, 2, 4), KINDS, SHAPES)
+    # An output projection of four bits has eight.
+    if name != "unembed" or (rows == 1 and kind != "int4")
+]
+
+
+def candidates(cell: Product) -> list[Tiles]:
+    """Ways to cut it up: threads that together read a row, and few or many rows of weights at once."""
+    columns, each = SHAPES[cell.name][1], {"plain": 8, "int8": 16, "int4": 4}[cell.kind]
+    columns = columns // 8 if cell.kind == "int4" else columns
+    found = []
+    for warps, times, rows in itertools.product((2, 4, 8), (1, 2), (2, 4, 8, 16)):
+        BK = 32 * warps * each * times
+        tile_bytes = rows * BK * {"plain": 2, "int8": 1, "int4": 4}[cell.kind] * (1 + cell.gated)
+        if 4096 <= tile_bytes <= 32768 and columns > BK // 2 and (times == 1 or warps < 8 or columns == BK):
+            found += [Tiles(rows, BK, warps, stages) for stages in ((3, 5) if cell.rows == 1 else (4,))]
+    return found
+
+
+def tensors(cell: Product, device: str, copies: int = 0) -> tuple[Tensor, list[tuple[Matrix, dict[str, Any]]], int]:
+    """(x, for each copy the weight and what stands beside the product, bytes of one copy's weights)."""
+    (F, D, beside), dtype = SHAPES[cell.name], torch.bfloat16 if device == "cuda" else torch.float32
+    x, on = torch.randn(cell.rows, D, device=device, dtype=dtype), {"device": device, "dtype": dtype}
+    plain = [torch.randn(F, D, **on) / D**0.5 for _ in range(1 + cell.gated)]
+    made: list[Matrix] = [w if cell.kind == "plain" else quantise(w, cell.kind, 64) for w in plain]  # type: ignore[arg-type]
+    size = sum(w.nbytes for w in made)
+    norm, more = Scale(torch.ones(D, **on), 1e-5), torch.randn(cell.rows, F, **on)
+    found = []
+    for _ in range(copies or max(2, -(-COLD_BYTES // size))):
+        own: list[Matrix] = [
+            w.clone() if isinstance(w, Tensor) else w._replace(values=w.values.clone(), scales=w.scales.clone())
+            for w in made
+        ]
+        parts: dict[str, Any] = {}
+        if beside in ("norm", "gate"):
+            parts["norm"] = norm
+        if beside == "gate":
+            parts["gate"] = Gate(own[1], None, "silu")
+        if beside == "more":
+            parts["more_TF"] = more
+        found.append((own[0], parts))
+    return x, found, size
+
+
+def timed(run: Callable[[int], Any], copies: int) -> float:
+    """Seconds a call, by replaying a graph of one call on each copy; the median of a few."""
+    run(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for copy in range(copies):
+            run(copy)
+    taken = []
+    for _ in range(7):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) * 1e-3 / copies)
+    return statistics.median(taken[1:])
+
+
+def compile_all(cell: Product, tiles: Sequence[Tiles]) -> int:
+    """Have the kernels of some tiles in the cache on disk; how many the chip takes."""
+    from colonnade.kernels.linear import thin_gpu
+
+    x, ((weight, parts),), _ = tensors(cell, "cuda", copies=1)
+    done = 0
+    for how in tiles:
+        try:
+            thin_gpu.launch(x, weight, tiles=how, **parts)
+            done += 1
+        except Exception as why:  # noqa: BLE001 - too large a tile for the chip is one of many
+            print(cell, how, str(why).splitlines()[0][:80], flush=True)
+    return done
+
+
+def tuned(cell: Product, hows: Sequence[Tiles]) -> dict[str, Any]:
+    """The cell's row of the table: the best tiles, or none."""
+    from triton.runtime.errors import OutOfResources
+
+    from colonnade.kernels.linear import thin_gpu
+
+    x, copies, size = tensors(cell, "cuda")
+
+    def seconds(how: Tiles) -> float:
+        def run(copy: int) -> Tensor:
+            weight, parts = copies[copy]
+            return thin_gpu.launch(x, weight, tiles=how, **parts)
+
+        try:
+            return timed(run, len(copies))
+        except OutOfResources:
+            return float("inf")
+
+    library_s = timed(lambda copy: thin_gpu.composed(x, copies[copy][0], **copies[copy][1]), len(copies))
+    took = {how: seconds(how) for how in hows}
+    for how in sorted(took, key=lambda how: took[how])[:2]:
+        for programs in (1, 2, 3, 4):
+            stays = how._replace(a_processor=programs)
+            took[stays] = seconds(stays)
+    first, *others = sorted(took, key=lambda how: took[how])[:4]
+    F, D, _ = SHAPES[cell.name]
+    print(
+        f"{cell.name}, {cell.kind}, {cell.rows} rows: {1e6 * took[first]:.2f} µs, {size / took[first] / 1e12:.2f} TB/s "
+        f"{tuple(first)}; then {[(tuple(how), round(1e6 * took[how], 2)) for how in others]}; library "
+        f"{1e6 * library_s:.2f} µs",
+        flush=True,
+    )
+    tiles = first._asdict() if took[first] <= library_s else None
+    return {
+        "kind": cell.kind, "gated": cell.gated, "rows": cell.rows, "outputs": F, "inputs": D, "tiles": tiles,
+    }  # fmt: skip
+
+
+def tune(path: Path, cells: Sequence[Product]) -> None:
+    """Measure all cells and write the table; float8 has int8's sizes, which it shares but for its conversion."""
+    began, ways = time.perf_counter(), {cell: candidates(cell) for cell in cells}
+    spread = [(cell, hows[i::3]) for cell, hows in ways.items() for i in range(3)]
+    workers = max(1, min(14, (os.cpu_count() or 2) - 2))
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        compiled = sum(pool.map(compile_all, *zip(*spread, strict=True)))
+    print(f"{compiled} kernels in {time.perf_counter() - began:.0f} s", flush=True)
+    rows = [tuned(cell, hows) for cell, hows in ways.items()]
+    rows += [row | {"kind": "float8"} for row in rows if row["kind"] == "int8"]
+    path.write_text(written(torch.cuda.get_device_name(), rows), encoding="utf-8")
+    print(f"{path} in {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def written(measured_on: str, rows: Sequence[dict[str, Any]]) -> str:
+    """The table as text, a row on one line."""
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    return f'{{\n  "measured_on": {json.dumps(measured_on)},\n  "rows": [\n{lines}\n  ]\n}}\n'
+
+
+def measure() -> list[dict[str, Cell]]:
+    from colonnade.kernels.linear import thin_gpu
+
+    bandwidth, found = read_bandwidth("cuda"), []
+    for cell in CELLS:
+        x, copies, size = tensors(cell, "cuda")
+        ours, theirs = (
+            timed(lambda i, run=run: run(x, copies[i][0], **copies[i][1]), len(copies))  # noqa: B023 - called at once
+            for run in (thin_gpu.product, thin_gpu.composed)
+        )
+        tiles = thin_tiles.pick(cell.kind, cell.rows, *SHAPES[cell.name][:2], gated=cell.gated)
+        found.append(
+            {
+                "matrix": cell.name, "beside": SHAPES[cell.name][2], "weights": cell.kind, "rows": cell.rows,
+                "mb": round(size / 1e6, 2), "us": round(1e6 * ours, 2), "tb_per_s": round(size / ours / 1e12, 3),
+                "of_read": round(size / ours / bandwidth, 3), "library_us": round(1e6 * theirs, 2),
+                "tiles": str(tuple(tiles)) if tiles else "the library's",
+            }
+        )  # fmt: skip
+        print(found[-1], flush=True)
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tune", action="store_true", help="measure tiles, not the table")
+    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS), help="to tune, for a look; else all")
+    parser.add_argument("--tiles", type=Path, default=Path(thin_tiles.__file__).with_name("thin_tiles.json"))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
+    parser.add_argument("--tiny", action="store_true", help="the reference on a CPU; nothing is kept")
+    args = parser.parse_args(argv)
+    if args.tiny:
+        SHAPES["qkv"] = (48, 64, "norm")
+        x, ((weight, parts), _), _ = tensors(Product("qkv", "int4", 2), "cpu", copies=2)
+        print(fused.linear(x, weight, **parts).shape, candidates(Product("down", "int4", 1))[0])
+        return
+    if not torch.cuda.is_available():
+        print("thin_linear.py needs a GPU, and this machine has none; --tiny shows that it runs")
+        return
+    if args.tune:
+        tune(args.tiles, [cell for cell in CELLS if cell.kind in args.kinds])
+        return
+    rows = measure()
+    first = next(row for row in rows if row["matrix"] == "gate and up")
+    heads = [
+        Headline("One row, gate and up of Llama-2-7B, bfloat16", float(first["us"] or 0), "µs", "the library",
+                 float(first["library_us"] or 0))
+    ]  # fmt: skip
+    report("thin_linear_h200", rows, notes=__doc__ or "", headlines=heads, folder=args.out)
+
+
+if __name__ == "__main__":
+    main()

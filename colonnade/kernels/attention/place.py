@@ -1,0 +1,41 @@
+"""From the product of a layer's first projection to queries, and keys and values in a paged cache.
+
+    q, k, v = split(qkv)        q, k ← norm(q), norm(k)        q, k ← rot(q), rot(k)        cache[slots] ← k, v
+
+The specification, in plain torch, and what a CPU uses. Rows of ``qkv_Tz`` are grouped by key/value head: its G query
+heads, its key, its value. ``turn`` is what each number of a head is multiplied by and what its partner, half a head
+further (:mod:`colonnade.model.rotary`), (T, 1, H) each.
+"""
+
+from torch import Tensor
+
+from colonnade.kernels.linear.fused import Scale
+from colonnade.kernels.norm import reference as norm_reference
+
+Turn = tuple[Tensor, Tensor]
+
+
+def place(
+    qkv_Tz: Tensor,
+    k_PpKH: Tensor,
+    v_PpKH: Tensor,
+    slots_T: Tensor,
+    *,
+    turn: Turn | None = None,
+    norms: tuple[Scale, Scale] | None = None,
+) -> Tensor:
+    """q_TnH; writes a key and a value for each row into the slots (page · page_tokens + offset)."""
+    K, H = k_PpKH.shape[2:]
+    qkv_TkgH = qkv_Tz.unflatten(-1, (K, -1, H))
+    q_TnH = qkv_TkgH[:, :, :-2].flatten(1, 2)
+    k_TkH, v_TkH = qkv_TkgH[:, :, -2], qkv_TkgH[:, :, -1]
+    if norms is not None:
+        q_TnH, k_TkH = (
+            norm_reference.norm(x, norm.weight_D, None, norm.eps) for x, norm in zip((q_TnH, k_TkH), norms, strict=True)
+        )
+    if turn is not None:
+        own, other = turn
+        q_TnH, k_TkH = (x * own + x.roll(H // 2, -1) * other for x in (q_TnH, k_TkH))
+    for pool, new in ((k_PpKH, k_TkH), (v_PpKH, v_TkH)):
+        pool.flatten(0, 1).index_copy_(0, slots_T, new.to(pool.dtype))
+    return q_TnH

@@ -1,0 +1,167 @@
+"""Products of a few rows with what stands around them, heads on their way into the cache, and models made of them.
+
+pytest -q tests/gpu/test_fused_gpu.py        # about four minutes, most of it compiling
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+
+from colonnade.config import ServeConfig
+from colonnade.kernels.attention import place, triton_place
+from colonnade.kernels.early import Switch
+from colonnade.kernels.linear import fused, thin_gpu, thin_tiles
+from colonnade.kernels.linear.fused import Gate, Scale
+from colonnade.kernels.linear.quantise import quantise
+from colonnade.kernels.linear.thin_tiles import Tiles
+from colonnade.model import fused as steps
+from colonnade.model.quantised import quantisable
+from colonnade.serve import Engine, SamplingParams
+from tests.serve import tiny
+from tests.unit.test_fused import SHAPES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 1.2e-3, torch.float32: 2e-4}
+"""By norm, against float64; of float16 and float32 int4 decides, whose nibbles are summed beside 2048 times x."""
+KINDS = [("plain", 64), ("int8", 64), ("float8", 64), ("int4", 64)]
+ODD = 333, 1000
+CASES = [(kind, size, torch.bfloat16) for kind in KINDS for size in ((4096, 4096), (4096, 11008), ODD)]
+CASES += [(kind, ODD, dtype) for kind in KINDS for dtype in (torch.float16, torch.float32)]
+CASES += [
+    (("int4", 32), ODD, torch.bfloat16),
+    (("int4", 128), ODD, torch.bfloat16),
+    (KINDS[0], (17, 40), torch.bfloat16),
+]
+"""Each part of a case compiles a kernel or two."""
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+
+
+def doubled(weight: Any) -> Any:
+    return weight.double() if isinstance(weight, torch.Tensor) else weight
+
+
+@pytest.mark.parametrize(("how", "size", "dtype"), CASES, ids=str)
+def test_products(how: tuple[str, int], size: tuple[int, int], dtype: torch.dtype) -> None:
+    kind, group = how
+    (F, D), weights = size, [drawn(*size, dtype=torch.float32, seed=i) / size[1] ** 0.5 for i in range(2)]
+    made = [w.to(dtype) if kind == "plain" else quantise(w, kind, group) for w in weights]
+    bias, gain = drawn(F, dtype=dtype), Scale(drawn(D, dtype=dtype), 1e-5)
+    for rows in (1, 3, 16):
+        x, more = drawn(rows, D, dtype=dtype), drawn(rows, F, dtype=dtype, seed=1)
+        ways: list[dict[str, Any]] = [{}, {"more_TF": more}, {"norm": gain, "gate": Gate(made[1], None, "silu")}]
+        for way in ways:
+            b = None if way else bias
+            exact = {
+                "norm": Scale(gain.weight_D.double(), 1e-5), "more_TF": more.double(),
+                "gate": Gate(doubled(made[1]), None, "silu"),
+            }  # fmt: skip
+            wanted = fused.linear(
+                x.double(), doubled(made[0]), None if b is None else b.double(), **{k: exact[k] for k in way}
+            )
+            got = thin_gpu.product(x, made[0], b, **way)
+            error = float((got.double() - wanted).norm() / wanted.norm())
+            # With more rows every step rounds, and quantised weights are widened to the type of x.
+            room = 1 if rows <= thin_tiles.MOST else 3
+            assert got.dtype == dtype and error < room * TOLERANCE[dtype], (rows, list(way), error)
+            assert torch.equal(got, thin_gpu.product(x, made[0], b, **way))
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        Tiles(8, 1024, 4, 4),
+        Tiles(16, 1024, 4, 3, 2),
+        Tiles(4, 4096, 8, 4, 1),
+        Tiles(8, 512, 2, 6, 4),
+        Tiles(2, 64, 1, 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["plain", "int8", "int4"])
+def test_any_tiles(tiles: Tiles, kind: str) -> None:
+    """One step, several, a last one that is not full; a program a block, or programs that stay."""
+    if kind == "int4":
+        tiles = tiles._replace(BK=tiles.BK // 8)
+    w = drawn(1000, 4096, dtype=torch.float32) / 64
+    weight = w.bfloat16() if kind == "plain" else quantise(w, kind, 64)
+    for rows in (1, 4):
+        x, more = drawn(rows, 4096, dtype=torch.bfloat16), drawn(rows, 1000, dtype=torch.bfloat16)
+        norm = Scale(drawn(4096, dtype=torch.bfloat16), 1e-5)
+        got = thin_gpu.launch(x, weight, tiles=tiles, norm=norm, more_TF=more)
+        exact = Scale(norm.weight_D.double(), 1e-5)
+        wanted = fused.linear(x.double(), doubled(weight), norm=exact, more_TF=more.double())
+        assert (got.double() - wanted).norm() < 4e-3 * wanted.norm()
+        poisoned = [thin_gpu.launch(x, weight, tiles=tiles, norm=norm, more_TF=more) for _ in range(3)]
+        assert all(torch.equal(got, again) for again in poisoned)
+
+
+@pytest.mark.parametrize("pool", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("group", "K", "H"), [(1, 32, 128), (4, 8, 128), (8, 2, 64), (5, 3, 80), (7, 1, 256)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_heads_on_their_way(pool: torch.dtype, group: int, K: int, H: int, normed: bool) -> None:
+    T, dtype = 13, torch.bfloat16
+    qkv = drawn(T, K * (group + 2) * H, dtype=dtype)
+    turn = drawn(T, 1, H, dtype=dtype, seed=1), drawn(T, 1, H, dtype=dtype, seed=2)
+    norms = (Scale(drawn(H, dtype=dtype), 1e-5), Scale(drawn(H, dtype=dtype, seed=3), 1e-6)) if normed else None
+    slots = torch.randperm(20 * 16, device="cuda")[:T]
+    ours, theirs = ([torch.zeros(20, 16, K, H, device="cuda", dtype=pool) for _ in range(2)] for _ in range(2))
+    q = triton_place.place(qkv, *ours, slots, turn=turn, norms=norms)
+    wanted = place.place(qkv, *theirs, slots, turn=turn, norms=norms)
+    assert (q.double() - wanted.double()).norm() < 6e-3 * wanted.double().norm()
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.double() - b.double()).norm() < (6e-3 if pool == dtype else 4e-2) * b.double().norm()
+        assert torch.equal(a == 0, b == 0) or pool != dtype
+
+
+@pytest.mark.parametrize("name", ["llama", "one head a group", "norms of heads", "biases", "a window", "experts"])
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("weights", ["stored", "int8", "int4"])
+def test_the_engine_says_what_it_says_on_a_cpu(name: str, recorded: bool, weights: str) -> None:
+    if weights != "stored" and name == "experts":
+        pytest.skip("experts' matrices have formats of their own")
+    params, said = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), []
+    for device in ("cpu", "cuda"):
+        model = tiny.model(dtype=torch.float32, width=64, ffn_width=96, **SHAPES[name])
+        if weights != "stored":
+            for layer in quantisable(model).values():
+                layer.quantise(layer.weight.detach().to(device), weights, 32, lambda x: x)
+        fixed = recorded and device == "cuda"
+        limits = ServeConfig(pages=30, page_tokens=4, max_requests=4, fixed_steps=fixed)
+        engine = Engine(model.to(device), tiny.tokenizer(), limits)
+        assert all(block.fused for block in model.blocks) == (device == "cuda")
+        said.append(engine.generate([[1, 2, 3], [50, 7], [9, *range(20, 60)]], params))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "norms of heads", "experts"])
+def test_kernels_that_begin_while_others_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, replayed many times: who reads too early reads what the step before left."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0, for programmatic dependent launch")
+    greedy, said = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), []
+    model = tiny.model(dtype=torch.bfloat16, width=256, ffn_width=512, head_width=64, layers=6, **SHAPES[name]).cuda()
+    for on in (False, True, True):
+        monkeypatch.setattr(Switch, "on", on)
+        limits = ServeConfig(pages=60, page_tokens=16, max_requests=3, fixed_steps=True, prefix_cache=False)
+        engine = Engine(model, tiny.tokenizer(), limits)
+        said.append([engine.generate([[1, 2, 3], [50, 7], [9, *range(20, 60)]], greedy), *engine.cache.k])
+    for again in said[1:]:
+        assert again[0] == said[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(again[1:], said[0][1:], strict=True))
+
+
+def test_training_after_serving_has_gradients() -> None:
+    model = tiny.model(dtype=torch.float32).to("cuda")
+    steps.prepare(model)
+    x = torch.randn(3, 24, device="cuda", requires_grad=True)
+    ffn = model.blocks[0].ffn
+    assert ffn.up.kernels == "thin"
+    ffn(x, 3).sum().backward()
+    assert x.grad is not None and ffn.up.weight.grad is not None

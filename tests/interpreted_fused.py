@@ -1,0 +1,141 @@
+"""Products of a few rows with what stands around them, and heads on their way into a cache, by Triton's interpreter.
+
+``TRITON_INTERPRET=1 python -m tests.interpreted_fused``; see interpreted.py. Tiles are small, so that inputs and
+outputs end within one, blocks are more than programs, and inputs are more than one step or exactly one.
+"""
+
+import itertools
+import warnings
+
+import torch
+from torch import Tensor
+
+from colonnade.kernels.attention import place, triton_place
+from colonnade.kernels.linear import fused, thin_gpu, thin_tiles
+from colonnade.kernels.linear.fused import Gate, Matrix, Scale
+from colonnade.kernels.linear.quantise import quantise
+from colonnade.kernels.linear.thin_tiles import Tiles
+
+DRAW = torch.Generator().manual_seed(0)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=DRAW)
+
+
+def exactly(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.double()
+
+
+def case(
+    kind: str, shape: tuple[int, int], rows: int, tiles: Tiles, *, parts: str, dtype: torch.dtype = torch.float32
+) -> None:
+    (F, D), made = shape, [(draw(*shape) / shape[1] ** 0.5).to(dtype) for _ in range(2)]
+    weights: list[Matrix] = [w if kind == "plain" else quantise(w, kind, 32 if F % 2 else 64) for w in made]
+    exact: list[Matrix] = [w.double() if isinstance(w, Tensor) else w for w in weights]
+    biases = [draw(F).to(dtype) if "b" in parts else None for _ in range(2)]
+    x, gain = draw(rows, 2 * D).to(dtype)[:, :D], draw(D).to(dtype)
+    more = draw(rows, F).to(dtype) if "r" in parts else None
+    act = "silu" if rows % 2 else "gelu_tanh"
+    got = thin_gpu.launch(
+        x, weights[0], biases[0], tiles=tiles, norm=Scale(gain, 1e-5) if "n" in parts else None,
+        gate=Gate(weights[1], biases[1], act) if "g" in parts else None, more_TF=more,
+    )  # fmt: skip
+    wanted = fused.linear(
+        x.double(), exact[0], exactly(biases[0]), norm=Scale(gain.double(), 1e-5) if "n" in parts else None,
+        gate=Gate(exact[1], exactly(biases[1]), act) if "g" in parts else None, more_TF=exactly(more),
+    )  # fmt: skip
+    error = float((got.double() - wanted).norm() / wanted.norm())
+    # Nibbles are summed beside 2048 times x.
+    tolerance = 1e-3 if dtype == torch.float16 else 3e-4 if kind == "int4" else 1e-6
+    assert got.dtype == dtype and error < tolerance, (kind, shape, rows, tiles, parts, error)
+
+
+def check_products() -> int:
+    count = 0
+    shapes = [(20, 96), (33, 150)]
+    ways = ["", "n", "r", "ng", "gb", "nbr", "ngbr"]
+    for i, (kind, shape) in enumerate(itertools.product(("plain", "int8", "float8", "int4"), shapes)):
+        for j, parts in enumerate(ways[i % 2 :: 2]):
+            BK = (16, 128, 32)[(i + j) % 3]  # many steps, one, and some
+            dtype = torch.float16 if (i + j) % 4 == 3 else torch.float32
+            case(kind, shape, 1 + (i + j) % 4, Tiles(4, BK, 1, 2, (i + j) % 2), parts=parts, dtype=dtype)
+            count += 1
+    return count
+
+
+def check_bits() -> int:
+    """The same bits each time, whatever the number of programs."""
+    w, x = draw(50, 90), draw(2, 90)
+    for weight in (w, quantise(w, "int4", 32)):
+        one, two, all_at_once = (
+            thin_gpu.launch(x, weight, tiles=Tiles(4, 32, 1, 2, programs)) for programs in (1, 2, 0)
+        )
+        assert torch.equal(one, two) and torch.equal(one, all_at_once)
+    return 2
+
+
+def check_rows_of_the_table() -> int:
+    """Any number of rows; none; more dimensions; a table that says that the library is faster."""
+    count = 0
+    w = draw(24, 70) / 70**0.5
+    for weight in (w, quantise(w, "int4", 32)):
+        exact = weight.double() if isinstance(weight, Tensor) else weight
+        bias, gate = draw(24), Gate(weight, draw(24), "silu")
+        for rows in (0, 1, 3, thin_tiles.MOST + 1):
+            x, more, norm = draw(rows, 70), draw(rows, 24), Scale(draw(70), 1e-6)
+            for parts in ({}, {"norm": norm}, {"more_TF": more}, {"gate": gate, "norm": norm, "more_TF": more}):
+                b = bias if "gate" in parts or not parts else None
+                got = thin_gpu.product(x, weight, b, **parts)
+                doubled = {
+                    "norm": Scale(norm.weight_D.double(), 1e-6), "more_TF": more.double(),
+                    "gate": Gate(exact, exactly(gate.bias_F), "silu"),
+                }  # fmt: skip
+                wanted = fused.linear(x.double(), exact, exactly(b), **{k: doubled[k] for k in parts})
+                assert got.shape == wanted.shape and (got - wanted).norm() <= 1e-4 * wanted.norm(), (rows, parts)
+                count += 1
+        for rows in (1, 9):  # what is added to may be written over
+            x, more = draw(rows, 70), draw(rows, 24)
+            wanted = fused.linear(x.double(), exact, more_TF=more.double())
+            assert (thin_gpu.product(x, weight, more_TF=more, own=True) - wanted).norm() < 1e-4 * wanted.norm()
+        x = draw(2, 1, 70)
+        wanted = fused.linear(x.double(), exact)
+        assert (thin_gpu.linear(x, weight) - wanted).norm() < 1e-4 * wanted.norm()
+    wants = draw(2, 70).requires_grad_()
+    thin_gpu.product(wants, draw(3, 70)).sum().backward()
+    assert wants.grad is not None
+    return count + 3
+
+
+def check_heads() -> int:
+    """Groups of one and of several, heads of odd widths, pools that are not contiguous, with and without norms."""
+    count = 0
+    for (group, K, H), turned, normed, pool in itertools.product(
+        ((1, 3, 8), (4, 2, 6), (5, 1, 20)), (True, False), (True, False), (torch.float32, torch.float16)
+    ):
+        T, page = 3, 4
+        qkv = draw(T, K * (group + 2) * H + 2)[:, :-2]
+        turn = (draw(T, 1, H), draw(T, 1, H)) if turned else None
+        norms = (Scale(draw(H), 1e-5), Scale(draw(H), 1e-3)) if normed else None
+        slots = torch.tensor([13, 0, 6])
+        pools = [torch.zeros(5, page, 2 * K, H, dtype=pool)[:, :, ::2] for _ in range(4)]
+        q = triton_place.place(qkv, pools[0], pools[1], slots, turn=turn, norms=norms)
+        wanted = place.place(qkv, pools[2].contiguous(), pools[3].contiguous(), slots, turn=turn, norms=norms)
+        k, v = torch.zeros(5, page, K, H, dtype=pool), torch.zeros(5, page, K, H, dtype=pool)
+        place.place(qkv, k, v, slots, turn=turn, norms=norms)
+        near = {"atol": 1e-5 if pool == torch.float32 else 4e-3, "rtol": 1e-5 if pool == torch.float32 else 2e-3}
+        assert torch.allclose(q, wanted, atol=1e-5)
+        assert torch.allclose(pools[0], k, **near) and torch.equal(pools[1], v)
+        count += 1
+    # A slot outside of the pool, and no token at all.
+    k, v = torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8)
+    triton_place.place(draw(2, 24), k, v, torch.tensor([-1, 8]))
+    assert not k.any() and not v.any()
+    assert triton_place.place(draw(0, 24), k, v, torch.tensor([], dtype=torch.int64)).shape == (0, 1, 8)
+    return count + 2
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    for check in (check_products, check_bits, check_rows_of_the_table, check_heads):
+        print(f"{check.__name__}: {check()} cases", flush=True)

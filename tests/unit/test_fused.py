@@ -1,0 +1,130 @@
+"""Steps through fused products: what the modules by themselves compute, on any layout."""
+
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import thin_linear
+from colonnade.config import MoeConfig, Plan, ServeConfig
+from colonnade.kernels.linear import thin_tiles
+from colonnade.model import KVCache, Packed, Paged, fused
+from colonnade.model.quantised import quantisable
+from colonnade.parallel.mesh import Ground
+from colonnade.serve import Engine, SamplingParams
+from tests.serve import tiny
+from tests.worlds import run
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "one head a group": {"heads": 2, "kv_heads": 2},
+    "norms of heads": {"qk_norm": True},
+    "biases": {"qkv_bias": True},
+    "a window": {"window": 5},
+    "experts": {"moe": MoeConfig(experts=4, active=2, ffn_width=20)},
+    "not gated": {"gated": False, "activation": "gelu"},
+    "norms after": {"norm_order": "post"},
+    "layer norms": {"norm": "layernorm"},
+    "clipped": {"qkv_clip": 0.5},
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+PROMPTS = [[1, 2, 3], [50, 7], [9, *range(20, 60)]]
+
+
+def texts(*, on: bool, **changes: Any) -> list[Any]:
+    """What the engine says, and the cache that it leaves behind."""
+    model = tiny.model(**changes)
+    for block in model.blocks:
+        block.fused = on
+    engine = Engine(model, tiny.tokenizer(), ServeConfig(pages=30, page_tokens=4, max_requests=3, fixed_steps=True))
+    said = engine.generate(PROMPTS, GREEDY)
+    return [said, *engine.cache.k, *engine.cache.v]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_engine_says_and_keeps_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = {"attended": 0, "fed": 0}
+    real = {part: getattr(fused, part) for part in taken}
+
+    def counted(part: str, *args: Any, **how: Any) -> torch.Tensor:
+        taken[part] += 1
+        return real[part](*args, **how)
+
+    for part in taken:
+        monkeypatch.setattr(fused, part, functools.partial(counted, part))
+    plain, ours = (texts(on=on, **SHAPES[name]) for on in (False, True))
+    assert plain[0] == ours[0]
+    assert all((a - b).abs().max() < 1e-10 for a, b in zip(plain[1:], ours[1:], strict=True))
+    # Layers' norms, norms after, and clipped heads are in no fused line.
+    assert (taken["attended"] > 0) == (name not in ("norms after", "layer norms", "clipped"))
+    assert (taken["fed"] > 0) == (name not in ("experts", "not gated", "norms after", "layer norms"))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantised_weights(kind: str) -> None:
+    model = tiny.model(width=64, ffn_width=96)
+    for layer in quantisable(model).values():
+        layer.quantise(layer.weight.detach(), kind, 32, lambda x: x)
+    said = []
+    for on in (False, True):
+        for block in model.blocks:
+            block.fused = on
+        engine = Engine(model, tiny.tokenizer(), ServeConfig(pages=30, page_tokens=4, max_requests=3))
+        said.append(engine.generate(PROMPTS, GREEDY))
+    assert said[0] == said[1]
+
+
+def ranks_say() -> list[Any]:
+    said = []
+    with Ground.build(Plan(tp=2), "cpu") as ground:
+        for on in (False, True):
+            model = tiny.model(ground.axes.serving())
+            for block in model.blocks:
+                block.fused = on
+            engine = Engine(model, tiny.tokenizer(), ServeConfig(pages=30, page_tokens=4, max_requests=3))
+            said.append(engine.generate(PROMPTS, GREEDY))
+    return said
+
+
+@pytest.mark.xdist_group("worlds")
+def test_ranks_that_share_a_model_say_the_same() -> None:
+    for plain, ours in run(2, ranks_say):
+        assert plain == ours
+
+
+def test_what_wants_a_gradient_goes_through_the_modules() -> None:
+    model = tiny.model()
+    block, x = model.blocks[0], torch.randn(2, 24, dtype=torch.float64)
+    cache = KVCache(model.config, pages=2, page_tokens=4, dtype=torch.float64)
+    some = torch.zeros(1, dtype=torch.int64)
+    attend = Paged(cache, some[None].int(), some, some.int(), some.int(), 1, 1).at(0, None)
+    assert not fused.feeds(block, x, attend) and not fused.attends(block, x, attend)
+    with torch.no_grad():
+        assert fused.feeds(block, x, attend) and fused.attends(block, x, attend)
+        assert not fused.feeds(block, x[:0], attend) and not fused.attends(block, x[:0], attend)
+        packed = Packed.of([2])
+        assert not fused.feeds(block, x, packed) and not fused.attends(block, x, packed)
+    fused.prepare(model)  # a CPU has none of the kernels, and stays as it is
+    assert not block.fused and block.ffn.up.kernels == "auto"
+
+
+def test_candidates_of_tiles_fit_a_kernel_and_a_table() -> None:
+    for cell in thin_linear.CELLS:
+        assert thin_linear.candidates(cell)
+        assert all(how.BK & (how.BK - 1) == 0 for how in thin_linear.candidates(cell))
+    tiles = thin_linear.candidates(thin_linear.CELLS[0])[0]
+    rows = [{"kind": "plain", "tiles": tiles._asdict()}, {"kind": "int4", "tiles": None}]
+    record = json.loads(thin_linear.written("none", rows))
+    assert record == {"measured_on": "none", "rows": rows}
+    assert thin_tiles.Tiles(**record["rows"][0]["tiles"]) == tiles
+
+
+def test_the_table_of_tiles_is_asked_by_the_nearest_shape() -> None:
+    for kind, gated in (("plain", False), ("plain", True), ("int8", False), ("float8", True), ("int4", False)):
+        for rows in (1, 2, 3, 4):
+            tiles = thin_tiles.pick(kind, rows, 12288, 4096, gated=gated)
+            assert tiles is None or (tiles.BK & (tiles.BK - 1) == 0 and tiles.stages > 1)
+        assert thin_tiles.pick(kind, thin_tiles.MOST + 1, 4096, 4096, gated=gated) is None
+    assert thin_tiles.pick("plain", 1, 4096, 4096, gated=False) is not None

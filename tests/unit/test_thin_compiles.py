@@ -1,0 +1,78 @@
+"""Products of a few rows and the way of heads into the cache, compiled for Hopper without a GPU."""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compiled import SHARED_BYTES, compiled, registers, spilled
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton"
+    ),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+STORED = {"plain": "*bf16", "int4": "*i32", "int8": "*i8", "float8": "*fp8e4nv"}
+SIZES = ("outputs", "inputs", "x_t", "w_f", "groups", "even", "even_lift", "odd", "odd_lift")
+"""Multiples of 16, as in any real layer."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "gated", "inputs"),
+    [
+        ("plain", 1, True, 4096),
+        ("int4", 1, False, 4096),
+        pytest.param("plain", 1, False, 11008, marks=pytest.mark.long),
+        pytest.param("plain", 4, True, 4096, marks=pytest.mark.long),
+        pytest.param("int4", 1, True, 4096, marks=pytest.mark.long),
+        pytest.param("int4", 1, False, 11008, marks=pytest.mark.long),
+        pytest.param("int8", 1, True, 4096, marks=pytest.mark.long),
+        pytest.param("float8", 2, False, 4096, marks=pytest.mark.long),
+    ],
+)
+def test_products_fit_the_chip(kind: str, rows: int, gated: bool, inputs: int, tmp_path: Path) -> None:
+    from colonnade.kernels.linear import thin_tiles, triton_thin
+
+    tiles = thin_tiles.pick(kind, rows, 11008 if gated else 4096, inputs, gated=gated)
+    assert tiles is not None
+    four = kind == "int4"
+    kernel, columns = triton_thin.thin4 if four else triton_thin.thin, inputs // 8 if four else inputs
+    types = dict.fromkeys(("x_ptr", "gain_ptr", "b_ptr", "c_ptr", "more_ptr", "y_ptr"), "*bf16")
+    types |= dict.fromkeys(("w_ptr", "u_ptr"), STORED[kind]) | {"eps": "fp32"}
+    types |= dict.fromkeys(("w_scale_ptr", "u_scale_ptr"), "*i32" if four else "*fp32")
+    types |= dict.fromkeys(SIZES, "i32") | ({"rows": "i32"} if rows > 1 else {})
+    constants: dict[str, Any] = {
+        "rows": rows, "SCALED": kind in ("int8", "float8"), "NORM": gated, "ACT": "silu" if gated else "",
+        "BIASED": False, "ADDED": not gated, "EVEN": columns % tiles.BK == 0, "STEPS": -(-columns // tiles.BK),
+        "M": rows, "BN": tiles.BN, "BK": tiles.BK, "V": 8 if kind == "plain" else 16, "STAGES": tiles.stages,
+        "WORDS": 8,
+    }  # fmt: skip
+    types, constants = ({k: v for k, v in x.items() if k in kernel.arg_names} for x in (types, constants))
+    built = compiled(kernel, types, constants, [s for s in SIZES if s in types], warps=tiles.warps)
+    ptx = built.asm["ptx"]
+    # As many bytes on their way as keep a multiprocessor busy, in as many programs as stand on it.
+    room = min(SHARED_BYTES // built.metadata.shared, 65536 // (registers(built, tmp_path) * 32 * tiles.warps))
+    each = tiles.BN * tiles.BK * (1 + gated) * {"plain": 2, "int4": 4}.get(kind, 1)
+    assert room * (tiles.stages - 1) * each > 60_000
+    assert spilled(built, tmp_path) == 0
+    # Weights are fetched ahead, 16 bytes a thread.
+    assert len(re.findall(r"cp\.async\.c\w[^;]*, 0x10", ptx)) >= tiles.stages - 1
+
+
+def test_heads_on_their_way_fit_the_chip(tmp_path: Path) -> None:
+    from colonnade.kernels.attention import triton_place
+
+    kernel = triton_place._place
+    types = dict.fromkeys((name for name in kernel.arg_names if name.endswith("_ptr")), "*bf16")
+    types |= {"slots_ptr": "*i64", "k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv"}
+    types |= dict.fromkeys(("qkv_t", "page_tokens", "places", "k_page", "k_p", "k_k", "v_page", "v_p", "v_k"), "i32")
+    types |= dict.fromkeys(("q_eps", "k_eps"), "fp32")
+    constants = {"K": 8, "GROUP": 4, "H": 128, "TURN": True, "NORM": True, "BLOCK_G": 8, "BLOCK_H": 128}
+    whole = [name for name, kind in types.items() if kind == "i32"]
+    built = compiled(kernel, types, constants, whole, warps=4)
+    assert spilled(built, tmp_path) == 0
