@@ -3,7 +3,7 @@
 A program has a row and goes through it in blocks; a thread keeps the first of its largest, and the least of those wins.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 # A kernel is launched with more than its signature says, and its constants are plain numbers.
 
 import torch
