@@ -15,6 +15,8 @@ from colonnade.kernels.linear import fused, thin_gpu, thin_tiles
 from colonnade.kernels.linear.fused import Gate, Matrix, Scale
 from colonnade.kernels.linear.quantise import quantise
 from colonnade.kernels.linear.thin_tiles import Tiles
+from colonnade.kernels.sample import reference as sample_reference
+from colonnade.kernels.sample import triton_greedy
 
 DRAW = torch.Generator().manual_seed(0)
 
@@ -135,7 +137,21 @@ def check_heads() -> int:
     return count + 2
 
 
+def check_greedy() -> int:
+    """Ties, infinities, NaN, odd sizes, more than a block, rows that are not neighbours."""
+    count = 0
+    for R, V in ((3, 7), (1, triton_greedy.MOST + 5), (2, 1), (0, 9)):
+        logits = draw(R, 2 * V)[:, :V]
+        assert torch.equal(triton_greedy.greedy(logits, -5), sample_reference.greedy(logits, -5))
+        count += 1
+    inf = float("inf")
+    rows = [[1.0, 3, 3, 2], [1, inf, 3, inf], [1, 2, float("nan"), 3], [-inf] * 4, [-inf, -7, -inf, -7]]
+    for run in (triton_greedy.greedy, sample_reference.greedy):
+        assert run(torch.tensor(rows), -5).tolist() == [1, -5, -5, -5, 1]
+    return count + 1
+
+
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    for check in (check_products, check_bits, check_rows_of_the_table, check_heads):
+    for check in (check_products, check_bits, check_rows_of_the_table, check_heads, check_greedy):
         print(f"{check.__name__}: {check()} cases", flush=True)

@@ -23,6 +23,7 @@ from colonnade.kernels.linear import fused, quantised, scaled, scaled_mm, thin
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.norm import reference as norm_reference
 from colonnade.kernels.permute import reference as permute_reference
+from colonnade.kernels.sample import reference as sample_reference
 
 Operation = Literal[
     "packed_attention",
@@ -49,6 +50,7 @@ Operation = Literal[
     "sort_choices",
     "gather_rows",
     "combine_rows",
+    "greedy_tokens",
     "adamw",
 ]
 FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -81,6 +83,7 @@ def _written_in_triton() -> tuple[Row, ...]:
     from colonnade.kernels.experts import triton_experts
     from colonnade.kernels.linear import quantised_gpu, thin_gpu
     from colonnade.kernels.permute import triton_moves, triton_sort
+    from colonnade.kernels.sample import triton_greedy
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     return (
@@ -95,6 +98,7 @@ def _written_in_triton() -> tuple[Row, ...]:
         Row("sort_choices", "triton", triton_sort.sort, devices=("cuda",)),
         Row("gather_rows", "triton", triton_moves.gather, **on),
         Row("combine_rows", "triton", triton_moves.combine, **on),
+        Row("greedy_tokens", "triton", triton_greedy.greedy, **on),
         Row("adamw", "triton", triton_adamw.adamw, devices=("cuda",), dtypes=(torch.float32,)),
     )
 
@@ -206,6 +210,7 @@ TABLE: tuple[Row, ...] = (
     Row("sort_choices", "reference", permute_reference.sort),
     Row("gather_rows", "reference", permute_reference.gather),
     Row("combine_rows", "reference", permute_reference.combine),
+    Row("greedy_tokens", "reference", sample_reference.greedy),
     Row("adamw", "reference", adamw_reference.adamw, dtypes=(torch.float64, torch.float32)),
     *_thin(),
     *_fixed(),

@@ -28,6 +28,13 @@ if TYPE_CHECKING:
     from colonnade.model.transformer import Block, Transformer
 
 
+class Switch:
+    """Whether serving asks for it."""
+
+    on = False
+    """Not run on a GPU yet, only by Triton's interpreter and compiler: the benchmarks of decoding switch it on."""
+
+
 def prepare(model: "Transformer") -> None:
     """Have the blocks of ``model`` take their steps so from now on, on a GPU that has the kernels."""
     weight = next(model.parameters())

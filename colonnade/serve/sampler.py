@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from colonnade.kernels.choose import choose
 from colonnade.kernels.dropout.reference import column_hash, mix
 from colonnade.model.head import Projection, shares
 from colonnade.parallel.axis import SOLO, Axis
@@ -58,6 +59,8 @@ class NextTokens:
 def sample(logits_Rv: Tensor, draws: Sequence[Draw], tp: Axis = SOLO, vocab_size: int | None = None) -> Tensor:
     """tokens_R (or :data:`NOT_FINITE`), int64, on every rank, of the ranks' shares of ``vocab_size`` logits."""
     V = vocab_size or logits_Rv.shape[1]
+    if tp.size == 1 and all(draw.greedy for draw in draws):
+        return choose("greedy_tokens", logits_Rv.device.type, logits_Rv.dtype)(logits_Rv, NOT_FINITE)
     share = -(-V // tp.size)
     x_Rv = logits_Rv if logits_Rv.dtype == torch.float64 else logits_Rv.float()
     if missing := share - x_Rv.shape[1]:  # the last rank may have fewer tokens, or none
@@ -68,13 +71,13 @@ def sample(logits_Rv: Tensor, draws: Sequence[Draw], tp: Axis = SOLO, vocab_size
     each = _of_all(torch.stack([top_R.nan_to_num(math.inf, math.inf, -math.inf), (first + place_R).to(top_R)], 1), tp)
     peak_R, winner_R = each[..., 0].max(1)
     tokens_R = each[..., 1].gather(1, winner_R[:, None]).squeeze(1).long()
-    for rows, choose in ((_rows(draws, filtered=False), _freely), (_rows(draws, filtered=True), _filtered)):
+    for rows, pick in ((_rows(draws, filtered=False), _freely), (_rows(draws, filtered=True), _filtered)):
         if rows:
             # The common batch is all of a kind, and nothing of it is copied.
             which = slice(None) if len(rows) == len(draws) else upload(rows, torch.int64, x_Rv.device)
             chosen, asked = x_Rv[which], Asked.of([draws[r] for r in rows], x_Rv)
             scaled = (chosen - peak_R[which, None]) / asked.temperature
-            tokens_R[which] = choose(scaled, asked, first, tp)
+            tokens_R[which] = pick(scaled, asked, first, tp)
     return tokens_R.masked_fill(~peak_R.isfinite(), NOT_FINITE)
 
 

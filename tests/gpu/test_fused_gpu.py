@@ -17,6 +17,7 @@ from colonnade.kernels.linear import fused, thin_gpu, thin_tiles
 from colonnade.kernels.linear.fused import Gate, Scale
 from colonnade.kernels.linear.quantise import quantise
 from colonnade.kernels.linear.thin_tiles import Tiles
+from colonnade.kernels.sample import triton_greedy
 from colonnade.model import fused as steps
 from colonnade.model.quantised import quantisable
 from colonnade.serve import Engine, SamplingParams
@@ -155,6 +156,19 @@ def test_kernels_that_begin_while_others_end(name: str, monkeypatch: pytest.Monk
     for again in said[1:]:
         assert again[0] == said[0][0]
         assert all(torch.equal(a, b) for a, b in zip(again[1:], said[0][1:], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("R", "V"), [(1, 32_000), (7, 151_936), (256, 301)])
+def test_the_likeliest_tokens(dtype: torch.dtype, R: int, V: int) -> None:
+    logits = drawn(R, V, dtype=dtype)
+    right = logits.cpu().max(1).values
+    tokens = triton_greedy.greedy(logits, -1)
+    assert torch.equal(logits.gather(1, tokens[:, None]).squeeze(1).cpu(), right)
+    for row, top, token in zip(logits.cpu(), right, tokens.tolist(), strict=True):
+        assert int((row == top).nonzero()[0]) == token  # the first of several
+    logits[0, V // 2] = torch.nan
+    assert triton_greedy.greedy(logits, -1)[0] == -1
 
 
 def test_training_after_serving_has_gradients() -> None:
