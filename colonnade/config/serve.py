@@ -25,8 +25,8 @@ class ServeConfig(Config):
     weight_group: WeightGroup = 64
     """Inputs that share a scale of int4; fewer are more exact, and a little larger."""
     cache: Cache = "stored"
-    """How latents (DeepSeek's attention) lie in the cache: as the dtype says, or in int8 or float8 with two scales a
-    token, for twice as many tokens in the same memory. Keys and values of other attention stay as they are."""
+    """How keys and values lie in the cache: as the dtype says, or in 8 bits, for twice as many tokens in the same
+    memory: float8, or, of latents (DeepSeek's attention), int8 too; latents have two scales a token, others none."""
     pages: int | None = Field(default=None, gt=0)
     """Pages in the pool, those of all context ranks; None takes cache_bytes."""
     cache_bytes: int = Field(default=1 << 28, gt=0)
@@ -63,8 +63,8 @@ class ServeConfig(Config):
 
     def check(self, model: ModelConfig) -> None:
         """Raise :class:`ConfigError` where ``model`` cannot be served so."""
-        if self.cache != "stored" and model.latent is None:
+        if self.cache == "int8" and model.latent is None:
             raise ConfigError(
-                f"a cache in {self.cache} is for latent attention, whose one vector a token has scales of its own, and "
-                f"this model has {model.kv_heads} key/value heads, which are kept as they are; leave --serve.cache out"
+                "a cache in int8 is for latent attention, whose one vector a token has scales of its own, and this "
+                f"model has {model.kv_heads} key/value heads without; use --serve.cache float8"
             )

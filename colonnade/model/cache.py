@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from colonnade.config import Cache, ModelConfig
-from colonnade.kernels.attention import latents
+from colonnade.kernels.attention import kept, latents
 from colonnade.kernels.choose import choose
 from colonnade.parallel.axis import SOLO_AXES, Axes
 
@@ -29,13 +29,16 @@ class Pools:
             store = choose("store_latents", k_TkH.device.type, k_TkH.dtype)
             store(k_TkH[:, 0], slots_T, self.values, self.k_PpKH, self.scales_Pp2)
             return
-        self.k_PpKH.flatten(0, 1).index_copy_(0, slots_T, k_TkH.to(self.k_PpKH.dtype))
+        kept.write(self.k_PpKH, slots_T, k_TkH)
         if self.v_PpKH is not self.k_PpKH:
-            self.v_PpKH.flatten(0, 1).index_copy_(0, slots_T, v_TkH.to(self.v_PpKH.dtype))
+            kept.write(self.v_PpKH, slots_T, v_TkH)
 
     def rounded(self, k_TkH: Tensor, v_TkH: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of new tokens as those see them who read what was written."""
         if self.scales_Pp2 is None:
+            if self.k_PpKH.element_size() > 1:
+                return k_TkH, v_TkH
+            k_TkH, v_TkH = (kept.as_kept(x, self.k_PpKH.dtype).to(x.dtype) for x in (k_TkH, v_TkH))
             return k_TkH, v_TkH
         assert self.values is not None, "8 bits are for latents"
         values_TH, scales_T2 = latents.keep(k_TkH[:, 0], self.values, latents.kind_of(self.k_PpKH))
@@ -45,9 +48,8 @@ class Pools:
     def read(self, slots_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(k_SkH, v_SkH) of what is in these slots, in ``dtype``."""
         if self.scales_Pp2 is None:
-            pools = self.k_PpKH, self.v_PpKH[..., : self.values]
-            k_SkH, v_SkH = (pool.flatten(0, 1).index_select(0, slots_S).to(dtype) for pool in pools)
-            return k_SkH, v_SkH
+            k_SkH, v_SkH = (kept.read(pool, slots_S, dtype) for pool in (self.k_PpKH, self.v_PpKH))
+            return k_SkH, v_SkH[..., : self.values]
         assert self.values is not None, "8 bits are for latents"
         pools = self.k_PpKH.flatten(0, 1), self.scales_Pp2.flatten(0, 1)
         k_SkH = latents.gathered(*pools, slots_S, self.values, dtype)
@@ -64,7 +66,8 @@ class KVCache:
     """``k[i]`` and ``v[i]`` of layer i: (pages, page_tokens, K/tp, H). Who owns which is the scheduler's affair.
 
     Latent attention keeps one vector for all heads, on every rank, which is key and value in one (``v[i] is k[i]``);
-    ``kind`` may keep it in 8 bits, with two float32 scales a token in ``scales[i]``.
+    ``kind`` may keep it in 8 bits, with two float32 scales a token in ``scales[i]``. Keys and values of other attention
+    may be float8, without scales (:mod:`.kernels.attention.kept`).
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class KVCache:
         self.values = config.latent.kv_rank if config.latent else None
         """Of a cached vector, how many numbers are its value; None: those of ``v``."""
         self.scales: list[Tensor] | None = None
-        if kind != "stored":
+        if kind != "stored" and config.latent:
             two = (pages, page_tokens, latents.SCALES)
             self.scales = [torch.zeros(two, dtype=torch.float32, device=device) for _ in range(config.layers)]
 
@@ -102,7 +105,7 @@ class KVCache:
         """Memory of one page over all layers on one rank [bytes]."""
         heads, width = _head_shape(config, axes)
         token = heads * width * latents.DTYPES.get(kind, dtype).itemsize
-        if kind != "stored":
+        if kind != "stored" and config.latent:
             token += latents.SCALES * torch.float32.itemsize
         return (1 if config.latent else 2) * config.layers * page_tokens * token
 

@@ -34,7 +34,7 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
         if has < FLOAT8:
             raise ConfigError(
                 f"recorded steps read a cache in float8 from compute capability {FLOAT8[0]}.{FLOAT8[1]} on, and this "
-                f"{torch.cuda.get_device_name(weight.device)} has {has[0]}.{has[1]}; use --serve.cache int8"
+                f"{torch.cuda.get_device_name(weight.device)} has {has[0]}.{has[1]}; leave --serve.fixed_steps out"
             )
     if config.batch_invariant and config.fixed_steps and weight.device.type == "cpu":
         raise ConfigError(

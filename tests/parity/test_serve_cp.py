@@ -48,16 +48,20 @@ def test_greedy_is_the_reference_forward(name: str, cp: int) -> None:
 @pytest.mark.parametrize(
     ("cache", "plan"),
     [
-        ("int8", {"cp": 2}),
-        ("float8", {"cp": 2, "tp": 2}),
-        pytest.param("float8", {"cp": 4}, marks=pytest.mark.long),
-        pytest.param("int8", {"tp": 3}, marks=pytest.mark.long),
+        ("latent int8", {"cp": 2}),
+        ("latent float8", {"cp": 2, "tp": 2}),
+        ("llama float8", {"cp": 2}),
+        ("window float8", {"tp": 2}),
+        pytest.param("latent float8", {"cp": 4}, marks=pytest.mark.long),
+        pytest.param("latent int8", {"tp": 3}, marks=pytest.mark.long),
+        pytest.param("gpt2 float8", {"cp": 2, "tp": 2}, marks=pytest.mark.long),
     ],
     ids=str,
 )
-def test_latents_of_eight_bits_are_the_same_on_all_ranks(cache: Cache, plan: dict[str, int]) -> None:
+def test_eight_bits_are_the_same_on_all_ranks(cache: str, plan: dict[str, int]) -> None:
     """Prompts in chunks, whose own tokens no rank reads from the cache, and decodes: the tokens of one process."""
-    limits, changes = LIMITS.but(cache=cache, run_ahead="tp" in plan, fixed_steps="tp" in plan), MODELS["latent"]
+    name, kind = cache.split()
+    limits, changes = LIMITS.but(cache=kind, run_ahead="tp" in plan, fixed_steps="tp" in plan), MODELS[name]
     alone = Engine(tiny.model(**changes), tiny.tokenizer(), limits.but(pages=64, token_budget=64))
     greedy = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
     said = [done.token_ids for done in alone.generate(PROMPTS, [greedy] * len(PROMPTS))]
@@ -66,10 +70,10 @@ def test_latents_of_eight_bits_are_the_same_on_all_ranks(cache: Cache, plan: dic
     assert found > 0
 
 
-def _logits(cp: int, kind: Cache) -> list[torch.Tensor]:
+def _logits(cp: int, name: str, kind: Cache) -> list[torch.Tensor]:
     """Of three steps: two prompts, chunks of both, and what decodes beside a chunk."""
     with Ground.build(Plan(cp=cp)) as ground:
-        model = tiny.model(ground.axes.serving(), **MODELS["latent"])
+        model = tiny.model(ground.axes.serving(), **MODELS[name])
         cache = KVCache(model.config, model.axes, pages=16 // cp + 1, page_tokens=3, dtype=torch.float64, kind=kind)
         held, found = Holding.of(model, cache), []
         for spans in ([(0, 7), (0, 4)], [(7, 13), (4, 9)], [(13, 14), (9, 20)]):
@@ -84,11 +88,11 @@ def _logits(cp: int, kind: Cache) -> list[torch.Tensor]:
         return found
 
 
-@pytest.mark.parametrize("kind", ["int8", "float8"])
-def test_a_chunk_sees_its_own_latents_as_they_are_kept(kind: Cache) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("latent", "int8"), ("latent", "float8"), ("llama", "float8")])
+def test_a_chunk_sees_its_own_keys_as_they_are_kept(name: str, kind: Cache) -> None:
     """Which no rank reads from the cache."""
-    (alone,) = run(1, _logits, 1, kind)
-    for found in run(2, _logits, 2, kind):
+    (alone,) = run(1, _logits, 1, name, kind)
+    for found in run(2, _logits, 2, name, kind):
         for got, exact in zip(found, alone, strict=True):
             assert_same(got, exact)
 

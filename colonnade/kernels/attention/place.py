@@ -9,6 +9,7 @@ further (:mod:`colonnade.model.rotary`), (T, 1, H) each.
 
 from torch import Tensor
 
+from colonnade.kernels.attention import kept
 from colonnade.kernels.linear.fused import Scale
 from colonnade.kernels.norm import reference as norm_reference
 
@@ -37,5 +38,5 @@ def place(
         own, other = turn
         q_TnH, k_TkH = (x * own + x.roll(H // 2, -1) * other for x in (q_TnH, k_TkH))
     for pool, new in ((k_PpKH, k_TkH), (v_PpKH, v_TkH)):
-        pool.flatten(0, 1).index_copy_(0, slots_T, new.to(pool.dtype))
+        kept.write(pool, slots_T, new)
     return q_TnH

@@ -90,7 +90,8 @@ def paged(
         if scales_Pp2 is not None:
             assert values is not None, "8 bits are for latents"
             k_BSKH = written_out(k_BSKH, group.gather(scales_Pp2), values, q_TNH.dtype)
-        return k_BSKH, k_BSKH if v_PpKH is k_PpKH else group.gather(v_PpKH)
+        k_BSKH = k_BSKH.to(q_TNH.dtype)
+        return k_BSKH, k_BSKH if v_PpKH is k_PpKH else group.gather(v_PpKH).to(q_TNH.dtype)
 
     if len(table.groups) == 1:
         group = table.groups[0]
