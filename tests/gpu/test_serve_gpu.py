@@ -107,3 +107,14 @@ def test_nobody_waits_for_a_nucleus():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert got.tolist() == sample(logits_RV.cpu(), draws).tolist()
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_cache_in_float8_says_what_it_says_on_a_cpu(fixed: bool):
+    """Keys and values rounded alike, and read from pages by SDPA or by recorded Flash-Decoding."""
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    limits = ServeConfig(pages=24, page_tokens=4, token_budget=9, max_requests=4, cache="float8")
+    expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), limits).generate(PROMPTS, greedy)
+    model = tiny.model(dtype=torch.float32).to("cuda")
+    found = Engine(model, tiny.tokenizer(), limits.but(fixed_steps=fixed)).generate(PROMPTS, greedy)
+    assert [done.token_ids for done in found] == [done.token_ids for done in expected]
