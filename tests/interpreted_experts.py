@@ -1,7 +1,8 @@
 """The experts' kernels in Triton, run by its interpreter: ``TRITON_INTERPRET=1 python -m tests.interpreted_experts``.
 
-Tiles are small, so that experts have several and none; in turn one program a tile, a few that stay, and weights
-fetched through tensor descriptors.
+Tiles are small, so that experts have several and none; in turn one program a tile, a few that stay, and weights and
+rows fetched through tensor descriptors; tokens gathered meanwhile or laid out before; each product by torch's grouped
+one in turn.
 """
 
 import itertools
@@ -20,7 +21,10 @@ HOW = [
     Tiles(16, 16, 16, 4, 2, GROUP=2),
     Tiles(16, 32, 16, 4, 2, GROUP=1, a_processor=1),
     Tiles(32, 16, 32, 4, 2, descriptors=True),
+    Tiles(32, 32, 16, 4, 2, descriptors=True, laid=True),
+    Tiles(16, 16, 32, 4, 2, laid=True),
 ]
+LIBRARY = Tiles(16, 16, 16, 4, 2, library=True)
 SHAPES = [(23, 2, 5, 24, 20), (9, 3, 8, 32, 48), (5, 2, 4, 17, 33), (1, 2, 4, 16, 16)]
 ACTIVATIONS = list(reference.ACTIVATIONS)
 
@@ -43,7 +47,7 @@ def check_experts() -> int:
     count = 0
     for i, load in enumerate(LOADS):
         shape = SHAPES[i % 2]
-        cut(HOW[i % 3])
+        cut(HOW[i % 5])
         gated, biased = i % 4 != 1, i % 3 == 1
         same(
             routed_experts(triton_experts.routed),
@@ -60,9 +64,28 @@ def check_experts() -> int:
 def check_rows() -> int:
     """Rows to rows; those past the last end are 0, and so are their gradients."""
     for i, load in enumerate(LOADS):
-        cut(HOW[i % 3])
+        cut(HOW[(i + 2) % 5])
         same(experts_of_rows(triton_experts.experts), Case(*SHAPES[i % 3], load=load, gated=i % 2 == 0, biased=i > 2))
     return len(LOADS)
+
+
+def check_mixtures() -> int:
+    """Each product by torch's grouped one while ours do the rest, and all; biases and odd widths leave them to ours."""
+    mixtures = [{kernel} for kernel in get_args(Kernel)] + [set(get_args(Kernel))]
+    for i, by_library in enumerate(mixtures):
+        cut(HOW[i % 5])
+        tiles.CHOSEN.update(dict.fromkeys(by_library, LIBRARY))
+        gated = not by_library & {"up"} or len(by_library) > 1
+        same(routed_experts(triton_experts.routed), Case(9, 2, 5, 24, 20, load=LOADS[i % 6], gated=gated))
+    for i, load in enumerate(LOADS):
+        cut(LIBRARY)
+        activation = ACTIVATIONS[i % 4]
+        same(
+            experts_of_rows(triton_experts.experts), Case(9, 2, 5, 16, 20, load, gated=i % 2 > 0, activation=activation)
+        )
+    same(routed_experts(triton_experts.routed), Case(5, 2, 4, 24, 20, biased=True))
+    same(routed_experts(triton_experts.routed), Case(5, 2, 4, 17, 33, load="skewed"))
+    return len(mixtures) + len(LOADS) + 2
 
 
 def check_bits() -> int:
@@ -132,5 +155,5 @@ def check_operators() -> int:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    for check in (check_experts, check_rows, check_bits, check_sort, check_moves, check_operators):
+    for check in (check_experts, check_rows, check_mixtures, check_bits, check_sort, check_moves, check_operators):
         print(f"{check.__name__}: {check()} cases", flush=True)

@@ -1,12 +1,14 @@
 """Experts on a GPU: every row of the table equals float64 by relative norm; the same bits each time; no waiting."""
 
+from typing import get_args
+
 import pytest
 import torch
 
 from colonnade.kernels.choose import TABLE, Row, choose
 from colonnade.kernels.experts import reference
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
-from colonnade.kernels.experts.tiles import CHOSEN, Tiles
+from colonnade.kernels.experts.tiles import CHOSEN, Kernel, Tiles
 from colonnade.kernels.permute import reference as permute
 from tests.experts import LOADS, Case, experts_of_rows, experts_with_dropout, gradients, routed_experts
 
@@ -67,12 +69,26 @@ def test_every_activation(activation: str) -> None:
         close(row, Case(100, 2, 8, 64, 128, activation=activation), torch.bfloat16)
 
 
-@pytest.mark.parametrize("how", [{"a_processor": 1}, {"a_processor": 2, "GROUP": 1}, {"descriptors": True}], ids=str)
+WAYS = [
+    {"a_processor": 1}, {"a_processor": 2, "GROUP": 1}, {"descriptors": True}, {"laid": True}, {"library": True},
+    {"descriptors": True, "laid": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", WAYS, ids=str)
 def test_every_way_to_cut(how: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kernel in ("up", "gated_up", "down", "hidden_back", "rows_back"):
+    for kernel in get_args(Kernel):
         monkeypatch.setitem(CHOSEN, kernel, Tiles(64, 64, 64, 4, 3)._replace(**how))
     for row in (row for row in TABLE if row.operation == "routed_experts" and row.name == "triton"):
         close(row, Case(700, 4, 32, 256, 320, load="skewed"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("kernel", get_args(Kernel))
+def test_each_product_by_torchs(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHOSEN, kernel, Tiles(64, 64, 64, 4, 3, library=True))
+    for row in (row for row in TABLE if row.operation == "routed_experts" and row.name == "triton"):
+        for load in ("skewed", "some dropped", "all dropped"):
+            close(row, Case(700, 4, 32, 256, 320, load=load, gated=kernel != "up"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("load", LOADS)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
     ("module", "checks"),
     [
         ("interpreted", 5),
-        ("interpreted_experts", 6),
+        ("interpreted_experts", 7),
         ("interpreted_decode", 9),
         ("interpreted_cascade", 5),
         ("interpreted_latent", 5),

@@ -24,7 +24,7 @@ WHOLE = ("R", "D", "F", "stride", "q_stride")
 """Numbers that are multiples of 16, as in any real layer."""
 
 
-def signature(kernel: str, tma: bool, tiles: Any) -> tuple[str, dict[str, str], dict[str, Any]]:
+def signature(kernel: str, tma: bool, tiles: Any, *, gather: bool = True) -> tuple[str, dict[str, str], dict[str, Any]]:
     """(the function, types of its arguments, constants) of a gated layer without biases in bfloat16."""
     common = {"order_ptr": "*i64", "ends_ptr": "*i64", "R": "i32", "F": "i32", "D": "i32", "E": "i32"}
     sizes = {"BM": tiles.BM, "BN": tiles.BN, "BK": tiles.BK, "GROUP": tiles.GROUP}
@@ -33,48 +33,69 @@ def signature(kernel: str, tma: bool, tiles: Any) -> tuple[str, dict[str, str], 
     def of(*names: str) -> dict[str, str]:
         return dict.fromkeys(names, "*bf16")
 
-    def weights(*names: str, across: bool) -> dict[str, str]:
-        block = (tiles.BN, tiles.BK) if across else (tiles.BK, tiles.BN)
-        return dict.fromkeys(names, f"tensordesc<bf16[1, {block[0]}, {block[1]}]>" if tma else "*bf16")
+    def fetched(*names: str, block: tuple[int, ...], by_engine: bool = tma) -> dict[str, str]:
+        return dict.fromkeys(names, f"tensordesc<bf16{list(block)}>" if by_engine else "*bf16")
 
-    gathered = {"active": "i32"}
+    across, along, laid = (1, tiles.BN, tiles.BK), (1, tiles.BK, tiles.BN), (tiles.BM, tiles.BK)
+    gathered = {"active": "i32", "stride": "i32"}
     if kernel in ("up", "gated_up"):
         gated = kernel == "gated_up"
-        types = common | of("x_ptr", "h_ptr", "a_ptr", "u_ptr") | gathered | {"stride": "i32"}
-        types |= weights("up_w", *(["gate_w"] if gated else []), across=True)
-        return "up", types, {"GATHER": True, "GATED": gated, "BIASED": False, "KEEP": True, "ACT": "silu", **rows}
+        types = common | of("h_ptr", "a_ptr", "u_ptr") | gathered
+        types |= fetched("up_w", *(["gate_w"] if gated else []), block=across)
+        types |= fetched("x", block=laid, by_engine=tma and not gather)
+        return "up", types, {"GATHER": gather, "GATED": gated, "BIASED": False, "KEEP": True, "ACT": "silu", **rows}
     if kernel in ("down", "rows_back"):
         two = kernel == "rows_back"
-        types = common | of("one_ptr", "y_ptr", *(["two_ptr"] if two else []))
-        types |= weights("one_w", *(["two_w"] if two else []), across=False) | {"routing_ptr": "*fp32"}
+        types = common | of("y_ptr") | {"routing_ptr": "*fp32"}
+        types |= fetched("one", *(["two"] if two else []), block=laid)
+        types |= fetched("one_w", *(["two_w"] if two else []), block=along)
         return "down", types, {"TWO": two, "BIASED": False, "WEIGHTED": not two, "TAIL": False, **rows}
     if kernel == "hidden_back":
-        types = common | of("dy_ptr", "a_ptr", "u_ptr", "h_ptr", "da_ptr", "du_ptr") | gathered
-        types |= weights("down_w", across=True) | {"routing_ptr": "*fp32", "part_ptr": "*fp32"}
-        return "hidden_back", types, {"GATHER": True, "GATED": True, "WEIGHTED": True, "ACT": "silu", **rows}
+        types = common | of("a_ptr", "u_ptr", "h_ptr", "da_ptr", "du_ptr") | gathered
+        types |= fetched("down_w", block=across) | {"routing_ptr": "*fp32", "part_ptr": "*fp32"}
+        types |= fetched("dy", block=laid, by_engine=tma and not gather)
+        return "hidden_back", types, {"GATHER": gather, "GATED": True, "WEIGHTED": True, "ACT": "silu", **rows}
     two = kernel == "gated_weights_back"
-    types = common | of("p_ptr", "q_ptr", "dp_ptr", *(["s_ptr", "ds_ptr"] if two else [])) | gathered
-    return "weights_back", types | {"q_stride": "i32"}, {"TWO": two, "GATHER": True, **sizes}
+    types = common | of("dp_ptr", *(["ds_ptr"] if two else [])) | {"q_stride": "i32", "token_ptr": "*i32"}
+    types |= fetched("p", *(["s"] if two else []), block=(tiles.BK, tiles.BM))
+    types |= fetched("q", block=(tiles.BK, tiles.BN), by_engine=tma and not gather)
+    return "weights_back", types, {"TWO": two, "GATHER": gather, **sizes, "EVEN": True, "TMA": tma}
 
 
 def cases() -> list[Any]:
+    """What is reckoned in each way that a kernel can fetch, what is measured in its own."""
     if importlib.util.find_spec("triton") is None:
         return []
     from colonnade.kernels.experts.tiles import table
 
+    reckoned, measured = table()
+    ways = {"down": [(False, True), (True, True)], "weights_back": [(False, True), (True, False)]}
+    ways |= {"rows_back": ways["down"], "gated_weights_back": ways["weights_back"]}
+    found = {
+        (kernel, how, *way): ()
+        for kernel, rows in reckoned.items()
+        for _, how in rows
+        for way in ways.get(kernel, [(False, True), (True, True), (True, False)])
+    }
+    found |= {
+        (kernel, how, how.descriptors, not how.laid): pytest.mark.long
+        for kernels in measured.values()
+        for kernel, rows in kernels.items()
+        for _, how in rows
+        if (kernel, how, how.descriptors, not how.laid) not in found
+    }
+    names = {True: "tma", False: "pointers"}, {True: "gathered", False: "laid"}
     return [
-        pytest.param(kernel, most, how, tma, id=f"{kernel}-{most}-{'tma' if tma else 'pointers'}")
-        for kernel, rows in table().items()
-        for most, how in rows
-        for tma in ((False, True) if "weights" not in kernel else (False,))
+        pytest.param(*case, id=f"{case[0]}-{i}-{names[0][case[2]]}-{names[1][case[3]]}", marks=marks)
+        for i, (case, marks) in enumerate(found.items())
     ]
 
 
-@pytest.mark.parametrize(("kernel", "most", "how", "tma"), cases())
-def test_experts_fit_the_chip(kernel: str, most: int | None, how: Any, tma: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kernel", "how", "tma", "gather"), cases())
+def test_experts_fit_the_chip(kernel: str, how: Any, tma: bool, gather: bool, tmp_path: Path) -> None:
     from colonnade.kernels.experts import triton_rows, triton_weights
 
-    name, types, constants = signature(kernel, tma, how)
+    name, types, constants = signature(kernel, tma, how, gather=gather)
     function = getattr(triton_rows, name, None) or getattr(triton_weights, name)
     built = compiled(function, types, constants, WHOLE, warps=how.warps, stages=how.stages)
     assert built.metadata.shared <= SHARED_BYTES

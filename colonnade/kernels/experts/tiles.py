@@ -1,24 +1,28 @@
-"""Sizes of the tiles of the Triton kernels: a table read once, chosen by shape, never tuned while a model runs.
+"""Who computes each of the experts' products, and how the Triton kernels are cut up: a table read once, never tuned
+while a model runs.
 
 The load of each expert is known to the device only, so a row of the table is chosen by what the host knows: the
-kernel, the size of an element, and the mean rows an expert has when all are used alike, R / E. A decode step has few:
-its tiles are as low as the matrix units allow (16), since each weight is read once whatever the tile. Training has
-many: tiles as large as the registers hold (128 × 256 float32 sums, 128 registers a thread of 256).
+product, the size of an element, the layer's (E, F, D), and the mean rows an expert has when all are used alike, R / E.
+A decode step has few: its tiles are as low as the matrix units allow (16), since each weight is read once whatever the
+tile. Training has many: tiles as large as the registers hold (128 × 256 float32 sums, 128 registers a thread of 256).
 
-``tiles.json`` stands beside this file; ``python benchmarks/tune_experts.py`` measures it anew. ``measured_on`` there
-says on which device; "none" marks sizes reckoned, not measured.
+``tiles.json`` stands beside this file. Under "shapes" is what ``benchmarks/tune_experts.py`` measured, layer by layer;
+a layer takes the rows of the measured one that is nearest to it in log(F, D), and for what is measured nowhere those
+under "kernels", which are reckoned. A row may also give a product to torch's grouped one (``library``), each for
+itself, forward or back.
 """
 
 import functools
 import json
+import math
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Kernel = Literal["up", "gated_up", "down", "hidden_back", "rows_back", "weights_back", "gated_weights_back"]
 
 
 class Tiles(NamedTuple):
-    """How one kernel is cut up."""
+    """How one product is done."""
 
     BM: int
     """Rows of the result in a tile."""
@@ -34,7 +38,11 @@ class Tiles(NamedTuple):
     a_processor: int = 0
     """Programs a multiprocessor that stay and take one tile after another; 0: one program a tile."""
     descriptors: bool = False
-    """Whether weights are fetched by the tensor copy engine (TMA)."""
+    """Whether weights, and rows that lie one after another, are fetched by the tensor copy engine (TMA)."""
+    laid: bool = False
+    """Whether tokens are laid out in the order of the experts before, in a pass of its own, not gathered meanwhile."""
+    library: bool = False
+    """Whether torch's grouped product does it, and a pass of its own what our kernel does beside the product."""
 
     @property
     def launch(self) -> dict[str, int]:
@@ -42,27 +50,54 @@ class Tiles(NamedTuple):
         return {"BM": self.BM, "BN": self.BN, "BK": self.BK, "num_warps": self.warps, "num_stages": self.stages}
 
 
+class Shape(NamedTuple):
+    """E experts of widths D and F."""
+
+    E: int
+    F: int
+    D: int
+
+
+Rows = list[tuple[int | None, Tiles]]
+"""(mean rows of an expert at most, how), the last without a bound."""
+
+
+def rows_of(record: dict[str, Any]) -> dict[str, Rows]:
+    """By kernel, of one part of the file."""
+    return {kernel: [(row["rows_an_expert"], Tiles(**row["tiles"])) for row in rows] for kernel, rows in record.items()}
+
+
 @functools.cache
-def table() -> dict[str, list[tuple[int | None, Tiles]]]:
-    """By kernel, (mean rows of an expert at most, sizes), the last without a bound."""
+def table() -> tuple[dict[str, Rows], dict[Shape, dict[str, Rows]]]:
+    """(what is reckoned, what is measured of each layer)."""
     record = json.loads(Path(__file__).with_name("tiles.json").read_text(encoding="utf-8"))
-    return {
-        kernel: [(row["rows_an_expert"], Tiles(**row["tiles"])) for row in rows]
-        for kernel, rows in record["kernels"].items()
-    }
+    measured = {Shape(s["E"], s["F"], s["D"]): rows_of(s["kernels"]) for s in record["shapes"]}
+    return rows_of(record["kernels"]), measured
+
+
+@functools.cache
+def rows(kernel: Kernel, shape: Shape) -> Rows:
+    """Those of the measured layer that is nearest, else those that are reckoned."""
+    reckoned, measured = table()
+
+    def away(other: Shape) -> float:
+        return sum(abs(math.log2(max(a, 1) / b)) for a, b in zip(shape[1:], other[1:], strict=True))
+
+    known = [other for other, kernels in measured.items() if kernel in kernels]
+    return measured[min(known, key=away)][kernel] if known else reckoned[kernel]
 
 
 WIDE = Tiles(64, 64, 32, 4, 2)
 """float32, which no tensor unit multiplies without rounding it first."""
 CHOSEN: dict[str, Tiles] = {}
-"""Sizes that stand above the table, by kernel: for the tool that measures, and for tests."""
+"""What stands above the table, by kernel: for the tool that measures, and for tests."""
 
 
-def pick(kernel: Kernel, rows: int, experts: int, element_bytes: int) -> Tiles:
-    """The sizes for ``rows`` rows over ``experts`` experts."""
+def pick(kernel: Kernel, count: int, shape: Shape, element_bytes: int) -> Tiles:
+    """How to do a product of ``count`` rows over a layer's experts."""
     if kernel in CHOSEN:
         return CHOSEN[kernel]
     if element_bytes > 2:
         return WIDE
-    mean = rows / max(experts, 1)
-    return next(tiles for most, tiles in table()[kernel] if most is None or mean <= most)
+    mean = count / max(shape.E, 1)
+    return next(tiles for most, tiles in rows(kernel, shape) if most is None or mean <= most)

@@ -1,4 +1,4 @@
-"""Experts on a GPU in our own grouped products: ``triton_rows`` has the arithmetic, ``triton_schedule`` the order.
+"""Experts on a GPU in grouped products: ``triton_products`` launches them, ``triton_rows`` has their arithmetic.
 
 :func:`experts` takes rows that stand in the order of the experts; :func:`routed` takes tokens, and gathers them within
 the first product and weights them within the second:
@@ -16,35 +16,11 @@ activation. Nothing waits for the device: the number of rows and of experts is a
 # A kernel is launched with more than its signature says, and its constants are plain numbers.
 
 import torch
-import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from colonnade.kernels.experts import triton_rows, triton_weights
+from colonnade.kernels.experts import triton_products as products
 from colonnade.kernels.experts.reference import Weights
-from colonnade.kernels.experts.tiles import Kernel, Tiles, pick
-from colonnade.kernels.experts.triton_schedule import padded, programs
-from colonnade.kernels.permute.triton_moves import inverse, rows_in, summed
-
-
-class _Cut:
-    """How one product is cut up, and what its launch takes: ``inner`` is summed over, ``outer`` the columns."""
-
-    def __init__(self, kernel: Kernel, rows: int, ends_E: Tensor, outer: int, inner: int, weight: Tensor, tail=False):
-        self.tiles: Tiles = pick(kernel, rows, len(ends_E), weight.element_size())
-        self.grid = (programs(rows, ends_E, outer, self.tiles, tail),)
-        # The tensor copy engine wants rows that start at 16 bytes.
-        self.tma = self.tiles.descriptors and weight.shape[-1] * weight.element_size() % 16 == 0
-        self.how = {
-            **self.tiles.launch, "GROUP": self.tiles.GROUP, "E_PAD": padded(ends_E),
-            "EVEN": inner % self.tiles.BK == 0, "TMA": self.tma,
-        }  # fmt: skip
-
-    def weight(self, w: Tensor | None, *, inner_last: bool) -> Tensor | TensorDescriptor | None:
-        if w is None or not self.tma:
-            return w
-        block = (self.tiles.BN, self.tiles.BK) if inner_last else (self.tiles.BK, self.tiles.BN)
-        return TensorDescriptor.from_tensor(w, [1, *block])
+from colonnade.kernels.permute.triton_moves import rows_in
 
 
 @torch.library.custom_op("colonnade::experts", mutates_args=())
@@ -53,30 +29,19 @@ def _forward(
     gate: Tensor | None, up_b: Tensor | None, gate_b: Tensor | None, down_b: Tensor | None, activation: str, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     x, up, down, gate = rows_in(x), up.contiguous(), down.contiguous(), None if gate is None else gate.contiguous()
-    (E, F, D), R, active = up.shape, len(x) if order_R is None else len(order_R), 1
-    h = x.new_empty(R, F)
-    u = x.new_empty((R if keep else 0), F)
-    a = x.new_empty((R if keep and gate is not None else 0), F)
-    y = x.new_empty(R, D)
-    weights_TA = None
-    if routing_TA is not None:
-        active, weights_TA = routing_TA.shape[1], routing_TA.contiguous()
-    if y.numel():
-        cut = _Cut("up" if gate is None else "gated_up", R, ends_E, F, D, up)
-        triton_rows.up[cut.grid](
-            x, order_R, ends_E, cut.weight(up, inner_last=True), cut.weight(gate, inner_last=True), up_b, gate_b,
-            h, a, u, R, D, F, E, x.stride(0), active, order_R is not None, gate is not None, up_b is not None, keep,
-            activation, **cut.how,
-        )  # fmt: skip
-        cut = _Cut("down", R, ends_E, D, F, down, tail := order_R is None)
-        triton_rows.down[cut.grid](
-            h, None, order_R, ends_E, cut.weight(down, inner_last=False), None, down_b, weights_TA, y, R, F, D, E,
-            False, down_b is not None, weights_TA is not None, tail, **cut.how,
-        )  # fmt: skip
-    if order_R is not None:
-        assert routing_TA is not None
-        y = summed(y, inverse(order_R, *routing_TA.shape), ends_E=ends_E)
-    return y, a, u
+    R = len(x) if order_R is None else len(order_R)
+    route, a, u = products.Route(order_R, ends_E, routing_TA, R), None, None
+    if R and x.shape[1]:
+        h, a, u = products.hidden(route, x, up, gate, up_b, gate_b, activation, keep=keep)
+        y = products.out(route, h, down, down_b)
+    else:
+        y = route.back(x.new_empty(R, x.shape[1]), weighted=False)
+    kept, F = R if keep else 0, up.shape[1]
+    return (
+        y,
+        x.new_empty(kept if gate is not None else 0, F) if a is None else a,
+        x.new_empty(kept, F) if u is None else u,
+    )
 
 
 @_forward.register_fake
@@ -95,49 +60,29 @@ def _backward(
     """dx, of the routing weights, of up, down, gate and their biases; empty where there is none or none is wanted."""
     x, dy, up, down = rows_in(x), dy.contiguous(), up.contiguous(), down.contiguous()
     gate = None if gate is None else gate.contiguous()
-    (E, F, D), R, gather, gated = up.shape, len(u), order_R is not None, gate is not None
-    none = x.new_empty
-    h, du, da = x.new_empty(R, F), x.new_empty(R, F), x.new_empty(R if gated else 0, F)
-    active, weights_TA, part = 1, None, None
-    cut = _Cut("hidden_back", R, ends_E, F, D, down)
-    if routing_TA is not None:
-        active, weights_TA = routing_TA.shape[1], routing_TA.contiguous()
-        part = torch.zeros(triton.cdiv(F, cut.tiles.BN), R, dtype=torch.float32, device=x.device)
-    some = R > 0 and D > 0 and F > 0 and E > 0
-    if some:
-        triton_rows.hidden_back[cut.grid](
-            dy, order_R, ends_E, cut.weight(down, inner_last=True), weights_TA, a, u, h, da, du, part, R, D, F, E,
-            active, gather, gated, gather, activation, **cut.how,
-        )  # fmt: skip
-    dx, d_routing = none(0), none(0)
-    if of_rows:
-        dx = x.new_empty(R, D)
-        if some:
-            cut = _Cut("rows_back", R, ends_E, D, F, up, not gather)
-            triton_rows.down[cut.grid](
-                du, da, order_R, ends_E, cut.weight(up, inner_last=False), cut.weight(gate, inner_last=False), None,
-                None, dx, R, F, D, E, gated, False, False, not gather, **cut.how,
-            )  # fmt: skip
-        if routing_TA is not None and order_R is not None:
-            dx = summed(dx, inverse(order_R, *routing_TA.shape), ends_E=ends_E)
-    if routing_TA is not None and order_R is not None and part is not None:
-        dw_R = part.sum(0)
+    route, none = products.Route(order_R, ends_E, routing_TA, len(u)), x.new_empty
+    if not (u.numel() and up.numel()):
+        wanted = [x if of_rows else None, routing_TA if order_R is not None else None]
+        wanted += [up, down, gate, up_b, gate_b, down_b] if of_weights else [None] * 6
+        return [none(0) if w is None or not w.numel() else torch.zeros_like(w).contiguous() for w in wanted]
+    h, du, da, dw_R = products.hidden_back(route, dy, down, None if gate is None else a, u, activation)
+    dx = products.rows_back(route, du, da, up, gate) if of_rows else none(0)
+    d_routing = none(0)
+    if routing_TA is not None and order_R is not None and dw_R is not None:
         if down_b is not None:
-            row = torch.arange(R, device=x.device)
-            expert_R = torch.searchsorted(ends_E, row, right=True)
-            dot_R = (dy[order_R // active].float() * down_b[expert_R.clamp(max=E - 1)].float()).sum(1)
-            dw_R = dw_R + dot_R.where(expert_R < E, 0)
+            here_R = route.row_experts < len(ends_E)
+            b_RD = down_b[route.row_experts.clamp(max=len(ends_E) - 1)].float()
+            dw_R = dw_R + (dy[order_R // route.active].float() * b_RD).sum(1).where(here_R, 0)
         d_routing = torch.zeros_like(routing_TA).flatten().scatter_(0, order_R, dw_R.to(routing_TA.dtype))
         d_routing = d_routing.view_as(routing_TA)
     grads = [none(0)] * 6
     if of_weights:
-        sums = _Sums(order_R, ends_E, weights_TA, active, R)
-        d_up, d_gate = sums.product(du, da if gated else None, x, gather=gather)
-        d_down, _ = sums.product(h, None, dy, gather=gather)
+        d_up, d_gate = products.sums(route, du, da, x)
+        d_down, _ = products.sums(route, h, None, dy)
         grads[:3] = d_up, d_down, none(0) if d_gate is None else d_gate
-        grads[3] = none(0) if up_b is None else sums.rows(du, gather=False)
-        grads[4] = none(0) if gate_b is None else sums.rows(da, gather=False)
-        grads[5] = none(0) if down_b is None else sums.rows(dy, gather=gather)
+        grads[3] = none(0) if up_b is None else products.bias_sums(route, du, tokens=False)
+        grads[4] = none(0) if gate_b is None or da is None else products.bias_sums(route, da, tokens=False)
+        grads[5] = none(0) if down_b is None else products.bias_sums(route, dy, tokens=True)
     # A fresh tensor for each: an operator's results share no memory.
     return [dx, d_routing, *(none(0) if not g.numel() else g for g in grads)]
 
@@ -147,40 +92,6 @@ def _(dy, x, order_R, ends_E, routing_TA, up, down, gate, up_b, gate_b, down_b, 
     wanted = [x if of_rows else None, routing_TA]
     wanted += [up, down, gate, up_b, gate_b, down_b] if of_weights else [None] * 6
     return [x.new_empty(0) if w is None or not w.numel() else torch.empty_like(w).contiguous() for w in wanted]
-
-
-class _Sums:
-    """Sums over each expert's own rows."""
-
-    def __init__(self, order_R: Tensor | None, ends_E: Tensor, weights_TA: Tensor | None, active: int, rows: int):
-        self.order_R, self.ends_E, self.weights_TA, self.active, self.rows_ = order_R, ends_E, weights_TA, active, rows
-
-    def product(self, p: Tensor, s: Tensor | None, q: Tensor, *, gather: bool) -> tuple[Tensor, Tensor | None]:
-        """(pᵀ q, sᵀ q) of each expert."""
-        E, F, D = len(self.ends_E), p.shape[1], q.shape[1]
-        dp = q.new_empty(E, F, D)
-        ds = None if s is None else q.new_empty(E, F, D)
-        if dp.numel():
-            kernel = "weights_back" if s is None else "gated_weights_back"
-            tiles = pick(kernel, self.rows_, E, q.element_size())
-            grid = (E * triton.cdiv(F, tiles.BM) * triton.cdiv(D, tiles.BN),)
-            triton_weights.weights_back[grid](
-                p, s, q, self.order_R, self.ends_E, dp, ds, self.rows_, F, D, E, q.stride(0), self.active,
-                s is not None, gather, GROUP=tiles.GROUP, **tiles.launch,
-            )  # fmt: skip
-        return dp, ds
-
-    def rows(self, p: Tensor, *, gather: bool) -> Tensor:
-        """Their plain sum, each by its routing weight where rows are gathered."""
-        E, F = len(self.ends_E), p.shape[1]
-        total = p.new_empty(E, F)
-        if total.numel():
-            block = min(128, triton.next_power_of_2(F))
-            triton_weights.biases_back[E, triton.cdiv(F, block)](
-                p, self.order_R, self.ends_E, self.weights_TA, total, self.rows_, F, E, self.active, gather, gather,
-                32, block,
-            )  # fmt: skip
-        return total
 
 
 def _keep(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -29,26 +29,31 @@ from colonnade.kernels.experts.triton_schedule import place, rows_of, spread
 
 @triton.jit
 def _across(
-    x_ptr, at, w, v, expert, n, N, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TWO: tl.constexpr, TMA: tl.constexpr,
+    x, at, row, w, v, expert, n, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TWO: tl.constexpr,
+    TMA: tl.constexpr, LAID: tl.constexpr,
 ):  # fmt: skip
-    """(x wᵀ, x vᵀ) for the rows of x that start at ``at``; w and v are (E, N, K)."""
+    """(x wᵀ, x vᵀ) for the rows of x that start at ``at``, with LAID the BM from ``row`` on; w and v are (E, N, K)."""
     k = tl.arange(0, BK)
     c = n * BN + tl.arange(0, BN)
-    x_ptrs = x_ptr + at[:, None] + k[None, :]
     weight_at = (expert.to(tl.int64) * N + tl.where(c < N, c, 0)) * K
     one = tl.zeros((BM, BN), tl.float32)
     two = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, K, BK):
         here = k < K - k0
-        x = tl.load(x_ptrs + k0) if EVEN else tl.load(x_ptrs + k0, here[None, :], 0.0)
+        if LAID:
+            x_tile = x.load([row, k0])
+        elif EVEN:
+            x_tile = tl.load(x + at[:, None] + (k0 + k)[None, :])
+        else:
+            x_tile = tl.load(x + at[:, None] + (k0 + k)[None, :], here[None, :], 0.0)
         if TMA:
             wt = tl.trans(w.load([expert, n * BN, k0]).reshape(BN, BK))
         elif EVEN:
             wt = tl.load(w + weight_at[None, :] + (k0 + k)[:, None])
         else:
             wt = tl.load(w + weight_at[None, :] + (k0 + k)[:, None], here[:, None], 0.0)
-        one = tl.dot(x, wt, one, input_precision="ieee")
+        one = tl.dot(x_tile, wt, one, input_precision="ieee")
         if TWO:
             if TMA:
                 vt = tl.trans(v.load([expert, n * BN, k0]).reshape(BN, BK))
@@ -56,34 +61,36 @@ def _across(
                 vt = tl.load(v + weight_at[None, :] + (k0 + k)[:, None])
             else:
                 vt = tl.load(v + weight_at[None, :] + (k0 + k)[:, None], here[:, None], 0.0)
-            two = tl.dot(x, vt, two, input_precision="ieee")
+            two = tl.dot(x_tile, vt, two, input_precision="ieee")
     return one, two
 
 
 @triton.jit
 def _along(
-    acc, x_ptr, at, w, expert, n, N, K, width,
+    acc, x, at, row, w, expert, n, N, K, width,
     BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """acc + x w over the first ``width`` of K; w is (E, K, N)."""
+    """acc + x w over the first ``width`` of K, for the rows of x as in :func:`_across`; w is (E, K, N)."""
     k = tl.arange(0, BK)
     c = n * BN + tl.arange(0, BN)
-    x_ptrs = x_ptr + at[:, None] + k[None, :]
     # A mask, not another column in its place: columns stay known as neighbours, and are copied 16 bytes at once.
     column = (c < N)[None, :]
-    w_ptrs = w
+    x_ptrs, w_ptrs = x, w
     if not TMA:
+        x_ptrs = x + at[:, None] + k[None, :]
         w_ptrs = w + expert.to(tl.int64) * K * N + k[:, None] * N + c[None, :]
     for k0 in range(0, width, BK):
         here = k < K - k0
-        x = tl.load(x_ptrs + k0) if EVEN else tl.load(x_ptrs + k0, here[None, :], 0.0)
         if TMA:
+            x_tile = x.load([row, k0])
             wt = w.load([expert, k0, n * BN]).reshape(BK, BN)
         elif EVEN:
+            x_tile = tl.load(x_ptrs + k0)
             wt = tl.load(w_ptrs, column, 0.0)
         else:
+            x_tile = tl.load(x_ptrs + k0, here[None, :], 0.0)
             wt = tl.load(w_ptrs, here[:, None] & column, 0.0)
-        acc = tl.dot(x, wt, acc, input_precision="ieee")
+        acc = tl.dot(x_tile, wt, acc, input_precision="ieee")
         if not TMA:
             w_ptrs += BK * N
     return acc
@@ -93,7 +100,7 @@ def _along(
 def _sources(order_ptr, r, here, active, GATHER: tl.constexpr):
     """Rows of the input: the choices' tokens, or the rows themselves; row 0, which exists, where there is none."""
     if GATHER:
-        return tl.load(order_ptr + r, here, 0).to(tl.int64) // active
+        return (tl.load(order_ptr + r, here, 0).to(tl.int32) // active).to(tl.int64)
     return tl.where(here, r, 0).to(tl.int64)
 
 
@@ -110,7 +117,7 @@ def _tile(start, end, m, n, N, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def up(
-    x_ptr, order_ptr, ends_ptr, up_w, gate_w, up_b_ptr, gate_b_ptr, h_ptr, a_ptr, u_ptr, R, D, F, E, stride, active,
+    x, order_ptr, ends_ptr, up_w, gate_w, up_b_ptr, gate_b_ptr, h_ptr, a_ptr, u_ptr, R, D, F, E, stride, active,
     GATHER: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, KEEP: tl.constexpr, ACT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_PAD: tl.constexpr,
     EVEN: tl.constexpr, TMA: tl.constexpr,
@@ -123,7 +130,10 @@ def up(
         start, end = rows_of(ends_ptr, expert, E, R)
         r = start + m * BM + tl.arange(0, BM)
         at = _sources(order_ptr, r, r < end, active, GATHER) * stride
-        u, a = _across(x_ptr, at, up_w, gate_w, expert, n, F, D, BM, BN, BK, EVEN, GATED, TMA)
+        row = start + m * BM
+        u, a = _across(
+            x, at, row, up_w, gate_w, expert, n, F, D, BM, BN, BK, EVEN, GATED, TMA, TMA and not GATHER
+        )  # fmt: skip
         f = n * BN + tl.arange(0, BN)
         if BIASED:
             u += tl.load(up_b_ptr + expert * F + f, f < F, 0.0).to(tl.float32)[None, :]
@@ -140,7 +150,7 @@ def up(
 
 @triton.jit
 def down(
-    one_ptr, two_ptr, order_ptr, ends_ptr, one_w, two_w, bias_ptr, routing_ptr, y_ptr, R, F, D, E,
+    one, two, order_ptr, ends_ptr, one_w, two_w, bias_ptr, routing_ptr, y_ptr, R, F, D, E,
     TWO: tl.constexpr, BIASED: tl.constexpr, WEIGHTED: tl.constexpr, TAIL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_PAD: tl.constexpr,
     EVEN: tl.constexpr, TMA: tl.constexpr,
@@ -155,9 +165,10 @@ def down(
         at = tl.where(r < end, r, start).to(tl.int64) * F
         width = tl.where(expert < E, F, 0) if TAIL else F
         y = tl.zeros((BM, BN), tl.float32)
-        y = _along(y, one_ptr, at, one_w, expert, n, D, F, width, BN, BK, EVEN, TMA)
+        row = start + m * BM
+        y = _along(y, one, at, row, one_w, expert, n, D, F, width, BN, BK, EVEN, TMA)
         if TWO:
-            y = _along(y, two_ptr, at, two_w, expert, n, D, F, width, BN, BK, EVEN, TMA)
+            y = _along(y, two, at, row, two_w, expert, n, D, F, width, BN, BK, EVEN, TMA)
         d = n * BN + tl.arange(0, BN)
         if BIASED:
             y += tl.load(bias_ptr + expert * D + d, d < tl.where(expert < E, D, 0), 0.0).to(tl.float32)[None, :]
@@ -191,8 +202,15 @@ def _slice_back(
 
 
 @triton.jit
+def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
+    """The left and the right half of x's columns."""
+    return tl.reshape(x, (BM, 2, BN // 2)).permute(0, 2, 1).split()
+
+
+@triton.jit
 def hidden_back(
-    dy_ptr, order_ptr, ends_ptr, down_w, routing_ptr, a_ptr, u_ptr, h_ptr, da_ptr, du_ptr, part_ptr, R, D, F, E, active,
+    dy, order_ptr, ends_ptr, down_w, routing_ptr, a_ptr, u_ptr, h_ptr, da_ptr, du_ptr, part_ptr, R, D, F, E, stride,
+    active,
     GATHER: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, ACT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_PAD: tl.constexpr,
     EVEN: tl.constexpr, TMA: tl.constexpr,
@@ -204,17 +222,19 @@ def hidden_back(
         expert, m, n = place(tile, first_e, tiles_e, columns, E_PAD, GROUP)
         start, end = rows_of(ends_ptr, expert, E, R)
         r = start + m * BM + tl.arange(0, BM)
-        at = _sources(order_ptr, r, r < end, active, GATHER) * D
-        dh, _ = _across(dy_ptr, at, down_w, down_w, expert, n, F, D, BM, BN, BK, EVEN, False, TMA)
+        at = _sources(order_ptr, r, r < end, active, GATHER) * stride
+        dh, _ = _across(
+            dy, at, start + m * BM, down_w, down_w, expert, n, F, D, BM, BN, BK, EVEN, False, TMA, TMA and not GATHER
+        )  # fmt: skip
         w = tl.full((BM,), 1.0, tl.float32)
         if WEIGHTED:
             choice = tl.load(order_ptr + r, r < end, 0)
             w = tl.load(routing_ptr + choice, r < end, 0.0).to(tl.float32)
         # In slices of columns: a whole tile of each of a, u, h, da, du beside the sums would not fit the registers.
-        halves = tl.reshape(dh, (BM, 2, BN // 2)).permute(0, 2, 1).split()
+        halves = _halves(dh, BM, BN)
         dot = tl.zeros((BM,), tl.float32)
         for i in tl.static_range(2):
-            quarters = tl.reshape(halves[i], (BM, 2, BN // 4)).permute(0, 2, 1).split()
+            quarters = _halves(halves[i], BM, BN // 2)
             for j in tl.static_range(2):
                 dot += _slice_back(
                     quarters[j], w, start, end, m, 4 * n + 2 * i + j, a_ptr, u_ptr, h_ptr, da_ptr, du_ptr, F,

@@ -85,14 +85,19 @@ def summed(x_RD: Tensor, inverse_TA: Tensor, weights_TA: Tensor | None = None, e
     return y_TD
 
 
-@torch.library.custom_op("colonnade::gather_rows", mutates_args=())
-def _gather(x_TD: Tensor, order_R: Tensor, active: int) -> Tensor:
+def laid(x_TD: Tensor, order_R: Tensor, active: int) -> Tensor:
+    """x_RD: the token of each row."""
     x_TD, (R, D) = rows_in(x_TD), (len(order_R), x_TD.shape[1])
     y_RD = x_TD.new_empty(R, D)
     if y_RD.numel():
         block = min(1024, triton.next_power_of_2(D))
         _copy[(R, triton.cdiv(D, block))](x_TD, order_R, y_RD, D, x_TD.stride(0), active, block)
     return y_RD
+
+
+@torch.library.custom_op("colonnade::gather_rows", mutates_args=())
+def _gather(x_TD: Tensor, order_R: Tensor, active: int) -> Tensor:
+    return laid(x_TD, order_R, active)
 
 
 @_gather.register_fake
