@@ -24,6 +24,8 @@ CASES = [
     Case(90, 2, 8, 128, 200, load="bounded", biased=True, activation="gelu_tanh"),
     Case(40, 2, 8, 64, 64, load="all dropped"),
     Case(1, 8, 128, 512, 256),
+    Case(1, 6, 64, 256, 192, load="some dropped", biased=True),
+    Case(16, 8, 128, 512, 256, load="skewed"),
     Case(300, 1, 8, 256, 128, load="skewed", biased=True),
     Case(0, 2, 8, 64, 64),
     Case(2500, 2, 4, 512, 640, biased=True),
@@ -93,7 +95,9 @@ def test_each_product_by_torchs(kernel: Kernel, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("load", LOADS)
 def test_sort_is_the_references(load: str) -> None:
-    for case in (Case(5000, 8, 128, 1, 1, load=load), Case(1, 8, 64, 1, 1, load=load), Case(0, 2, 8, 1, 1)):
+    """Of many choices, of few, which are counted otherwise, and of none."""
+    for T, A, E in ((5000, 8, 128), (256, 8, 128), (17, 3, 512), (1, 8, 64), (0, 2, 8)):
+        case = Case(T, A, E, 1, 1, load=load)
         ids_TA = case.ids().cuda()
         got = choose("sort_choices", "cuda", torch.bfloat16)(ids_TA, case.E, case.rows())
         for ours, exact in zip(got, permute.sort(ids_TA, case.E, case.rows()), strict=True):

@@ -38,18 +38,23 @@ def signature(kernel: str, tma: bool, tiles: Any, *, gather: bool = True) -> tup
 
     across, along, laid = (1, tiles.BN, tiles.BK), (1, tiles.BK, tiles.BN), (tiles.BM, tiles.BK)
     gathered = {"active": "i32", "stride": "i32"}
+    alone = tiles.BM == 16 and tma  # a decode step of one token, in one of the two ways
     if kernel in ("up", "gated_up"):
         gated = kernel == "gated_up"
         types = common | of("h_ptr", "a_ptr", "u_ptr") | gathered
         types |= fetched("up_w", *(["gate_w"] if gated else []), block=across)
         types |= fetched("x", block=laid, by_engine=tma and not gather)
-        return "up", types, {"GATHER": gather, "GATED": gated, "BIASED": False, "KEEP": True, "ACT": "silu", **rows}
+        return (
+            "up",
+            types,
+            {"GATHER": gather, "GATED": gated, "BIASED": False, "KEEP": True, "ACT": "silu", "ALONE": alone, **rows},
+        )
     if kernel in ("down", "rows_back"):
         two = kernel == "rows_back"
         types = common | of("y_ptr") | {"routing_ptr": "*fp32"}
         types |= fetched("one", *(["two"] if two else []), block=laid)
         types |= fetched("one_w", *(["two_w"] if two else []), block=along)
-        return "down", types, {"TWO": two, "BIASED": False, "WEIGHTED": not two, "TAIL": False, **rows}
+        return "down", types, {"TWO": two, "BIASED": False, "WEIGHTED": not two, "TAIL": False, "ALONE": alone, **rows}
     if kernel == "hidden_back":
         types = common | of("a_ptr", "u_ptr", "h_ptr", "da_ptr", "du_ptr") | gathered
         types |= fetched("down_w", block=across) | {"routing_ptr": "*fp32", "part_ptr": "*fp32"}

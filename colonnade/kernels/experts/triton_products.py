@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from colonnade.kernels.experts import grouped, triton_between, triton_rows, triton_weights
 from colonnade.kernels.experts.tiles import Kernel, Shape, Tiles, pick
 from colonnade.kernels.experts.triton_schedule import padded, programs
-from colonnade.kernels.permute.triton_moves import inverse, laid, summed
+from colonnade.kernels.permute.triton_moves import laid, summed
 
 
 class Route:
@@ -32,6 +32,7 @@ class Route:
         self.weights_TA = None if routing_TA is None else routing_TA.contiguous()
         self.active = 1 if routing_TA is None else routing_TA.shape[1]
         self.gather = order_R is not None
+        self.single = self.gather and rows == self.active
         self._laid: dict[int, tuple[Tensor, Tensor]] = {}
 
     @cached_property
@@ -65,16 +66,18 @@ class Route:
         """Rows summed over the choices of each token; rows as they are."""
         if self.order_R is None or self.weights_TA is None:
             return y_RD
-        inverse_TA = inverse(self.order_R, *self.weights_TA.shape)
-        return summed(y_RD, inverse_TA, self.weights_TA if weighted else None, self.ends_E)
+        weights_TA = self.weights_TA if weighted else None
+        return summed(y_RD, self.order_R, *self.weights_TA.shape, weights_TA, self.ends_E)
 
 
 class _Cut:
     """How a product of ours is cut up, and what its launch takes: ``inner`` is summed over, ``outer`` the columns."""
 
-    def __init__(self, tiles: Tiles, route: Route, outer: int, inner: int, *operands: Tensor | None, tail=False):
+    def __init__(self, tiles: Tiles, route: Route, outer: int, inner: int, *operands: Tensor | None,
+        tail: bool = False, single: bool = False,
+    ):  # fmt: skip
         self.tiles = tiles
-        self.grid = (programs(route.R, route.ends_E, outer, tiles, tail),)
+        self.grid = (programs(route.R, route.ends_E, outer, tiles, tail=tail, single=single),)
         self.tma = tiles.descriptors and describable(*operands)
         self.how = {
             **tiles.launch, "GROUP": tiles.GROUP, "E_PAD": padded(route.ends_E),
@@ -126,11 +129,11 @@ def hidden(
     gather = route.gather and not tiles.laid
     h, u = x.new_empty(route.R, F), x.new_empty(route.R, F) if keep else None
     a = x.new_empty(route.R, F) if keep and gate is not None else None
-    cut = _Cut(tiles, route, F, D, up, gate, None if gather else x)
+    cut = _Cut(tiles, route, F, D, up, gate, None if gather else x, single=route.single)
     triton_rows.up[cut.grid](
         x if gather else cut.rows(x), route.order_R, route.ends_E, cut.weight(up, inner_last=True),
         cut.weight(gate, inner_last=True), up_b, gate_b, h, a, u, route.R, D, F, E, x.stride(0), route.active,
-        gather, gate is not None, up_b is not None, keep, activation, **cut.how,
+        gather, gate is not None, up_b is not None, keep, activation, route.single, **cut.how,
     )  # fmt: skip
     return h, a, u
 
@@ -143,10 +146,11 @@ def out(route: Route, h: Tensor, down: Tensor, down_b: Tensor | None) -> Tensor:
         return route.back(route.within(grouped.product(h, down, route.ends)), weighted=True)
     y = h.new_empty(route.R, D)
     weighted = route.weights_TA is not None
-    cut = _Cut(tiles, route, D, F, h, down, tail=not route.gather)
+    cut = _Cut(tiles, route, D, F, h, down, tail=not route.gather, single=route.single)
     triton_rows.down[cut.grid](
         cut.rows(h), None, route.order_R, route.ends_E, cut.weight(down, inner_last=False), None, down_b,
-        route.weights_TA, y, route.R, F, D, E, False, down_b is not None, weighted, not route.gather, **cut.how,
+        route.weights_TA, y, route.R, F, D, E, False, down_b is not None, weighted, not route.gather, route.single,
+        **cut.how,
     )  # fmt: skip
     return route.back(y, weighted=False)
 
@@ -190,7 +194,7 @@ def rows_back(route: Route, du: Tensor, da: Tensor | None, up: Tensor, gate: Ten
     triton_rows.down[cut.grid](
         cut.rows(du), cut.rows(da), route.order_R, route.ends_E, cut.weight(up, inner_last=False),
         cut.weight(gate, inner_last=False), None, None, dx, route.R, F, D, E, gate is not None, False, False,
-        not route.gather, **cut.how,
+        not route.gather, False, **cut.how,
     )  # fmt: skip
     return route.back(dx, weighted=False)
 

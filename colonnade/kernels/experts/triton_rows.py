@@ -24,7 +24,7 @@ import triton
 from triton import language as tl
 
 from colonnade.kernels.experts.triton_activation import activate
-from colonnade.kernels.experts.triton_schedule import place, rows_of, spread
+from colonnade.kernels.experts.triton_schedule import find, tiles
 
 
 @triton.jit
@@ -119,15 +119,15 @@ def _tile(start, end, m, n, N, BM: tl.constexpr, BN: tl.constexpr):
 def up(
     x, order_ptr, ends_ptr, up_w, gate_w, up_b_ptr, gate_b_ptr, h_ptr, a_ptr, u_ptr, R, D, F, E, stride, active,
     GATHER: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, KEEP: tl.constexpr, ACT: tl.constexpr,
+    ALONE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_PAD: tl.constexpr,
     EVEN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """h, and with KEEP what the way back needs: a and u before the activation."""
     columns = tl.cdiv(F, BN)
-    first_e, tiles_e = spread(ends_ptr, R, E, columns, BM, E_PAD, False)
-    for tile in range(tl.program_id(0), tl.sum(tiles_e, 0) * columns, tl.num_programs(0)):
-        expert, m, n = place(tile, first_e, tiles_e, columns, E_PAD, GROUP)
-        start, end = rows_of(ends_ptr, expert, E, R)
+    count, first_e, tiles_e = tiles(ends_ptr, R, E, columns, BM, E_PAD, False, ALONE)
+    for tile in range(tl.program_id(0), count, tl.num_programs(0)):
+        expert, m, n, start, end = find(tile, first_e, tiles_e, ends_ptr, R, E, columns, E_PAD, GROUP, ALONE)
         r = start + m * BM + tl.arange(0, BM)
         at = _sources(order_ptr, r, r < end, active, GATHER) * stride
         row = start + m * BM
@@ -151,16 +151,15 @@ def up(
 @triton.jit
 def down(
     one, two, order_ptr, ends_ptr, one_w, two_w, bias_ptr, routing_ptr, y_ptr, R, F, D, E,
-    TWO: tl.constexpr, BIASED: tl.constexpr, WEIGHTED: tl.constexpr, TAIL: tl.constexpr,
+    TWO: tl.constexpr, BIASED: tl.constexpr, WEIGHTED: tl.constexpr, TAIL: tl.constexpr, ALONE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_PAD: tl.constexpr,
     EVEN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """y of h (or dx of du and da); with TAIL 0 for the rows past the last end."""
     columns = tl.cdiv(D, BN)
-    first_e, tiles_e = spread(ends_ptr, R, E, columns, BM, E_PAD, TAIL)
-    for tile in range(tl.program_id(0), tl.sum(tiles_e, 0) * columns, tl.num_programs(0)):
-        expert, m, n = place(tile, first_e, tiles_e, columns, E_PAD, GROUP)
-        start, end = rows_of(ends_ptr, expert, E, R)
+    count, first_e, tiles_e = tiles(ends_ptr, R, E, columns, BM, E_PAD, TAIL, ALONE)
+    for tile in range(tl.program_id(0), count, tl.num_programs(0)):
+        expert, m, n, start, end = find(tile, first_e, tiles_e, ends_ptr, R, E, columns, E_PAD, GROUP, ALONE)
         r = start + m * BM + tl.arange(0, BM)
         at = tl.where(r < end, r, start).to(tl.int64) * F
         width = tl.where(expert < E, F, 0) if TAIL else F
@@ -217,10 +216,9 @@ def hidden_back(
 ):  # fmt: skip
     """w h, da and du; with WEIGHTED also each tile's share of h · dh, (tiles of columns, R)."""
     columns = tl.cdiv(F, BN)
-    first_e, tiles_e = spread(ends_ptr, R, E, columns, BM, E_PAD, False)
-    for tile in range(tl.program_id(0), tl.sum(tiles_e, 0) * columns, tl.num_programs(0)):
-        expert, m, n = place(tile, first_e, tiles_e, columns, E_PAD, GROUP)
-        start, end = rows_of(ends_ptr, expert, E, R)
+    count, first_e, tiles_e = tiles(ends_ptr, R, E, columns, BM, E_PAD, False, False)
+    for tile in range(tl.program_id(0), count, tl.num_programs(0)):
+        expert, m, n, start, end = find(tile, first_e, tiles_e, ends_ptr, R, E, columns, E_PAD, GROUP, False)
         r = start + m * BM + tl.arange(0, BM)
         at = _sources(order_ptr, r, r < end, active, GATHER) * stride
         dh, _ = _across(

@@ -6,6 +6,8 @@ always suffice, since Σ ceil(n_e / BM) ≤ (R − E′) // BM + E′ over the E
 tiles p, p + programs, p + 2·programs, … of the tiles that there are, whichever experts they fall to, so a skewed load
 costs a partly filled tile for an expert and nothing else.
 
+The rows of one token have an expert each: with ALONE, each row is a tile, and only its own place is looked for.
+
 The order of an expert's tiles keeps what is read together in the level-2 cache: GROUP tiles of rows run through all
 columns before the next GROUP start, so that the weights are read from memory m_e / GROUP times, not m_e times.
 """
@@ -56,10 +58,39 @@ def rows_of(ends_ptr, expert, E, R):
     return start, tl.load(ends_ptr + expert, expert < E, R).to(tl.int32)
 
 
-def programs(rows: int, ends_E: Tensor, columns: int, tiles: Tiles, tail: bool = False) -> int:
-    """How many programs to start for ``rows`` rows and ``columns`` columns."""
+@triton.jit
+def tiles(ends_ptr, R, E, columns, BM: tl.constexpr, E_PAD: tl.constexpr, TAIL: tl.constexpr, ALONE: tl.constexpr):
+    """(how many tiles there are, what :func:`find` needs to know of them)."""
+    if ALONE:
+        e = tl.arange(0, E_PAD)
+        first_e = tl.load(ends_ptr + e, e < E, R).to(tl.int32)
+        tiles_e = first_e
+        count = tl.load(ends_ptr + E - 1).to(tl.int32)
+    else:
+        first_e, tiles_e = spread(ends_ptr, R, E, columns, BM, E_PAD, TAIL)
+        count = tl.sum(tiles_e, 0)
+    return count * columns, first_e, tiles_e
+
+
+@triton.jit
+def find(
+    tile, first_e, tiles_e, ends_ptr, R, E, columns, E_PAD: tl.constexpr, GROUP: tl.constexpr, ALONE: tl.constexpr
+):
+    """(expert, tile of its rows, tile of columns, first of its rows, their end) of a tile."""
+    if ALONE:
+        start = tile // columns
+        expert, m, n = tl.sum((first_e <= start).to(tl.int32), 0), 0, tile % columns
+        end = start + 1
+    else:
+        expert, m, n = place(tile, first_e, tiles_e, columns, E_PAD, GROUP)
+        start, end = rows_of(ends_ptr, expert, E, R)
+    return expert, m, n, start, end
+
+
+def programs(rows: int, ends_E: Tensor, columns: int, tiles: Tiles, *, tail: bool = False, single: bool = False) -> int:
+    """How many programs to start for ``rows`` rows and ``columns`` columns; ``single``: each row is a tile."""
     groups = len(ends_E) + tail
-    most = (rows // tiles.BM + min(groups, rows)) * triton.cdiv(columns, tiles.BN)
+    most = (rows if single else rows // tiles.BM + min(groups, rows)) * triton.cdiv(columns, tiles.BN)
     return min(most, tiles.a_processor * processors(ends_E.device)) if tiles.a_processor else most
 
 

@@ -7,8 +7,9 @@ The way back of each is the other, by the inverse permutation r(t, j), so that n
 the same each time. dw_tj = y_r · dy_t is found in the pass that writes dy_r = w_tj dy_t.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# A kernel is launched with more than its signature says, and its constants are plain numbers.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# A kernel is launched with more than its signature says; its constants are plain numbers, and say what is bound.
 
 import torch
 import triton
@@ -17,17 +18,28 @@ from triton import language as tl
 
 
 @triton.jit
+def _invert(order_ptr, inverse_ptr, R, BLOCK: tl.constexpr):
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(inverse_ptr + tl.load(order_ptr + r, r < R, 0), r, r < R)
+
+
+@triton.jit
 def _sum(
-    x_ptr, inverse_ptr, ends_ptr, weights_ptr, y_ptr, last, D, stride,
-    A: tl.constexpr, WEIGHTED: tl.constexpr, ENDS: tl.constexpr, BD: tl.constexpr,
+    x_ptr, order_ptr, inverse_ptr, ends_ptr, weights_ptr, y_ptr, R, last_expert, D, stride,
+    A: tl.constexpr, WEIGHTED: tl.constexpr, ENDS: tl.constexpr, SEARCH: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
+    """With SEARCH, a power of two of at least R, a choice's row is looked for among all; else it is known."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
+    last = R
     if ENDS:  # rows past the last end hold nothing
-        last = tl.load(ends_ptr + last).to(tl.int32)
+        last = tl.load(ends_ptr + last_expert).to(tl.int32)
+    if SEARCH:
+        i = tl.arange(0, SEARCH)
+        order = tl.load(order_ptr + i, i < R, -1)
     total = tl.zeros((BD,), tl.float32)
     for j in tl.static_range(A):
-        r = tl.load(inverse_ptr + t * A + j)
+        r = tl.sum(tl.where(order == t * A + j, i + 1, 0), 0) - 1 if SEARCH else tl.load(inverse_ptr + t * A + j)
         width = tl.where((r >= 0) & (r < last), D, 0)
         x = tl.load(x_ptr + r.to(tl.int64) * stride + d, d < width, 0.0).to(tl.float32)
         if WEIGHTED:
@@ -65,22 +77,33 @@ def rows_in(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+SEARCHED = 512
+"""Up to so many rows, looking for a choice's costs less than the launch that would know it."""
+
+
 def inverse(order_R: Tensor, T: int, active: int) -> Tensor:
     """(T, A): the row of each choice; −1 of one that has none."""
-    row = torch.arange(len(order_R), device=order_R.device, dtype=torch.int32)
-    return row.new_full((T * active,), -1).scatter_(0, order_R, row).view(T, active)
+    R, all_there = len(order_R), len(order_R) == T * active
+    inverse_TA = torch.empty(T, active, dtype=torch.int32, device=order_R.device)
+    if not all_there:
+        inverse_TA.fill_(-1)
+    if R:
+        _invert[(triton.cdiv(R, 1024),)](order_R, inverse_TA, R, 1024)
+    return inverse_TA
 
 
-def summed(x_RD: Tensor, inverse_TA: Tensor, weights_TA: Tensor | None = None, ends_E: Tensor | None = None) -> Tensor:
+def summed(
+    x_RD: Tensor, order_R: Tensor, T: int, A: int, weights_TA: Tensor | None = None, ends_E: Tensor | None = None
+) -> Tensor:
     """y_TD = Σ_j w_tj x_r(t, j), over the rows before the last end where ends are given."""
-    x_RD, (T, A), D = rows_in(x_RD), inverse_TA.shape, x_RD.shape[1]
+    x_RD, R, D = rows_in(x_RD), len(x_RD), x_RD.shape[1]
     y_TD = x_RD.new_empty(T, D)
     if y_TD.numel():
-        block = min(1024, triton.next_power_of_2(D))
-        last = len(x_RD) if ends_E is None else len(ends_E) - 1
+        block, few = min(1024, triton.next_power_of_2(D)), R <= SEARCHED
         _sum[(T, triton.cdiv(D, block))](
-            x_RD, inverse_TA, ends_E, weights_TA, y_TD, last, D, x_RD.stride(0),
-            A, weights_TA is not None, ends_E is not None, block,
+            x_RD, order_R, None if few else inverse(order_R, T, A), ends_E, weights_TA, y_TD, R,
+            0 if ends_E is None else len(ends_E) - 1, D, x_RD.stride(0), A, weights_TA is not None, ends_E is not None,
+            triton.next_power_of_2(max(R, 1)) if few else 0, block,
         )  # fmt: skip
     return y_TD
 
@@ -108,7 +131,7 @@ def _(x_TD, order_R, active):
 @torch.library.custom_op("colonnade::combine_rows", mutates_args=())
 def _combine(y_RD: Tensor, order_R: Tensor, weights_TA: Tensor | None, T: int, active: int) -> Tensor:
     weights_TA = None if weights_TA is None else weights_TA.contiguous()
-    return summed(y_RD, inverse(order_R, T, active), weights_TA)
+    return summed(y_RD, order_R, T, active, weights_TA)
 
 
 @_combine.register_fake

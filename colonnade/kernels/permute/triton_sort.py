@@ -7,6 +7,9 @@
 A block's ranks are a running sum of its (BLOCK, E) table of ones and zeros. N choices cost N·E additions in registers
 and 3N numbers of memory traffic; a radix sort of 64-bit keys and values moves some 30N. A choice of expert E or more
 is none: these come last, in their order, as if they were expert E's.
+
+A decode step has few choices, and three launches cost more than N² comparisons: there each place is the number of
+choices that come before, found in one launch by programs that know nothing of each other.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -19,6 +22,10 @@ from triton import language as tl
 
 from colonnade.kernels.permute import reference
 
+FEW = 2048
+"""Up to so many choices, those that come before each are counted in one launch."""
+TABLE = 4096
+"""Comparisons that a program holds at once."""
 MOST_EXPERTS = 512
 """With more, a block's table would not fit the registers, and torch's sort does it."""
 
@@ -60,13 +67,44 @@ def _place(ids_ptr, running_ptr, order_ptr, ends_ptr, N, E, blocks, BLOCK: tl.co
         tl.store(ends_ptr + e, last, e < E)
 
 
+@triton.jit
+def _rank(ids_ptr, order_ptr, ends_ptr, N, E, BI: tl.constexpr, BE: tl.constexpr, BJ: tl.constexpr):
+    """Where BI choices stand, and where BE experts' end."""
+    n = tl.program_id(0) * BI + tl.arange(0, BI)
+    e = tl.program_id(0) * BE + tl.arange(0, BE)
+    mine = tl.minimum(tl.load(ids_ptr + n, n < N, E), E).to(tl.int32)
+    before = tl.zeros((BI, BJ), tl.int32)
+    within = tl.zeros((BE, BJ), tl.int32)
+    for j0 in range(0, N, BJ):
+        j = j0 + tl.arange(0, BJ)
+        # Those past the last are after all that there are.
+        other = tl.where(j < N, tl.minimum(tl.load(ids_ptr + j, j < N, E), E), E + 1).to(tl.int32)
+        same = (other[None, :] == mine[:, None]) & (j[None, :] < n[:, None])
+        before += ((other[None, :] < mine[:, None]) | same).to(tl.int32)
+        within += (other[None, :] <= e[:, None]).to(tl.int32)
+    tl.store(order_ptr + tl.sum(before, 1), n.to(tl.int64), n < N)
+    tl.store(ends_ptr + e, tl.sum(within, 1).to(tl.int64), e < E)
+
+
+def _rank_few(ids_N: Tensor, order_N: Tensor, ends_E: Tensor) -> None:
+    N, E = len(ids_N), len(ends_E)
+    wide = max(16, min(1024, triton.next_power_of_2(N)))
+    high = min(16, TABLE // wide)
+    blocks = max(triton.cdiv(N, high), triton.cdiv(E, TABLE // wide))
+    _rank[(blocks,)](ids_N, order_N, ends_E, N, E, high, triton.next_power_of_2(triton.cdiv(E, blocks)), wide)
+
+
 @torch.library.custom_op("colonnade::sort_choices", mutates_args=())
 def _sort(ids_TA: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     ids_N = ids_TA.flatten()
     N, padded = len(ids_N), max(2, triton.next_power_of_2(experts))
     order_N = torch.empty(N, dtype=torch.int64, device=ids_TA.device)
-    ends_E = torch.zeros(experts, dtype=torch.int64, device=ids_TA.device)
-    if N:
+    if not N:
+        return order_N, torch.zeros(experts, dtype=torch.int64, device=ids_TA.device)
+    ends_E = torch.empty(experts, dtype=torch.int64, device=ids_TA.device)
+    if N <= FEW:
+        _rank_few(ids_N, order_N, ends_E)
+    else:
         block = max(16, min(256, 8192 // padded))
         blocks = triton.cdiv(N, block)
         counts = torch.empty(experts + 1, blocks, dtype=torch.int32, device=ids_TA.device)
