@@ -1,132 +1,84 @@
-"""Measures the tiles of the experts' Triton kernels on this GPU, and writes the table that ``tiles.py`` reads.
+"""Measures on this GPU who should do each of the experts' products, and how: the table that ``tiles.py`` reads.
 
-    python benchmarks/tune_experts.py --out "$OUT/tiles.json"     # gated layers, training and decoding: 4 minutes
-    python benchmarks/tune_experts.py --kernels up down --rows 16 64 0
-    python benchmarks/tune_experts.py --quick                     # two kernels, a few candidates: 80 s
+    python benchmarks/tune_experts.py --shape mixtral --out "$OUT/mixtral.json"     # under 4 minutes of one H200
+    CUDA_VISIBLE_DEVICES=1 python benchmarks/tune_experts.py --shape qwen3 --out "$OUT/qwen3.json" &    # and beside it
+    python benchmarks/tune_experts.py --merge mixtral.json qwen3.json               # into tiles.json, on any machine
 
-For each kernel and each number of rows an expert (16: decoding; 64; 0: training), every candidate is timed in a whole
-layer at the widths of Qwen3-30B-A3B and Mixtral, everything else left as the table has it; the candidate with the least
-geometric mean over the two wins, if it beats what stands there by 1%. All are compiled first, many at once, in other
-processes and on narrow layers of the same kind, for which Triton makes the same kernels. Those that do not fit the
-chip, take too long to compile, end their process, or compute something else are passed over, and said so. The table is
-written after each kernel; after ``--minutes`` no further one is begun. Nothing is tuned while a model runs.
+Each product (forward: the hidden units, what comes out; back: through down, through gate and up, the weights of each)
+is timed by itself on a layer of that shape: at 16,384 tokens, at 1, 16, 64 and 256 (a decode step: forward only), and
+the best of the first again at 4096. Its candidates are tiles of ours in all ways to fetch, and torch's grouped product;
+what lays tokens out first, or does beside a product what ours does in its epilogue, is in the time of who needs it.
+The least median wins, if it beats what the table has by 1%. What differs from torch's product, or else from what the
+table has, by 2% of the norm is no candidate; nor is what does not compile, does not fit, or ends its process.
 
-Time: 60 s until all processes stand and the table's own kernels are compiled; some 200 candidates for two layers at 3 s
-each, compiled 12 at once, 100 s; timed at 0.2 s each, 40 s. Memory: 12 processes of 1 GiB, and 12 GiB for the layers
-that are timed.
+All candidates are compiled many at once by other processes on narrow layers, for which Triton makes the same kernels,
+the most important first, while this process times those that are there. After ``--minutes`` no further one is begun,
+and what has not been measured stays as the table had it; the file is written after each product.
+
+Time: 25 s until the processes stand; 400 candidates at 3 s, 12 at once: 100 s; timed meanwhile at 0.1 s each. Memory:
+12 processes of 1 GiB, and 12 GiB at Mixtral's widths.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import multiprocessing
 import os
 import time
-from multiprocessing.pool import Pool
+from collections.abc import Callable
+from multiprocessing.pool import AsyncResult
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from _clock import Clock
-from colonnade.kernels.choose import choose
+from _expert_products import BACKWARD, DECODE, FORWARD, Layer, Sizes, candidates
+from _expert_table import merged, written
 from colonnade.kernels.experts import tiles
-from colonnade.kernels.experts.tiles import Tiles
-from moe_layer import FAILURES, Shape, choices, ours, reason, stacks
+from colonnade.kernels.experts.tiles import Kernel, Tiles
+from moe_layer import FAILURES, SHAPES, reason
 
 TABLE = Path(tiles.__file__).with_name("tiles.json")
-LAYERS = (Shape(128, 8, 2048, 768), Shape(8, 2, 4096, 14336))
-DEPTHS = {16: 4, 64: 48, None: 1024}
-"""Rows an expert at which each row of the table is measured, by its bound."""
-NARROW, ROWS = 512, 16
-"""The widths and the rows an expert for which candidates are compiled: multiples of every tile's, as the layers' are,
-so that Triton, which looks at whether a size divides by 16, makes the kernels that the layers will ask for."""
-KERNELS: tuple[tiles.Kernel, ...] = (
-    "up", "gated_up", "down", "hidden_back", "rows_back", "weights_back", "gated_weights_back"
+TOKENS = (1, 16, 64, 256, 4096, 16384)
+FIRST: tuple[Kernel, ...] = (
+    "gated_weights_back", "hidden_back", "weights_back", "gated_up", "rows_back", "down"
 )  # fmt: skip
-PATIENCE_S = 90.0
-"""For the candidates of one kernel after another; a compilation that takes longer is given up."""
+"""The order at many tokens: what weighs most, and who lays out tokens before who uses them too."""
 STAYING = 1.03
 """A program that stays for many tiles must win by this: where an exchange of tokens holds some processors, those that
 found none begin when the others are through."""
 WRONG = 2e-2
 """The relative norm by which a candidate's results may differ."""
-BACKWARD = ("hidden_back", "rows_back", "weights_back", "gated_weights_back")
+AGAIN = 6
+"""The best so many are timed again with other groups, and at fewer tokens."""
+Submit = Callable[[Kernel, Tiles, Sizes], Any]
 
 
-def candidates(kernel: str, most: int | None) -> list[Tiles]:
-    """What may be best, from what is known of the chip: see the docstring of ``tiles.py``."""
-    if kernel in ("weights_back", "gated_weights_back"):
-        shapes = [(128, 128, 64, 8), (128, 128, 32, 8), (128, 64, 64, 4), (64, 128, 64, 4)]
-        if kernel == "weights_back":
-            shapes += [(128, 256, 64, 8), (128, 256, 32, 8), (256, 128, 64, 8)]
-        return [Tiles(*shape, stages) for shape in shapes for stages in (3, 4)]
-    if most == 16:
-        shapes = [(16, n, k, 4) for n in (32, 64, 128) for k in (128, 256)]
-        ways = [(stages, 8, 0, tma) for stages in (3, 5) for tma in (False, True)]
-    elif most == 64:
-        shapes = [(m, n, 64, 4) for m in (32, 64) for n in (64, 128)]
-        ways = [(stages, 8, 0, tma) for stages in (3, 4) for tma in (False, True)]
-    else:
-        shapes = [(128, 128, 64, 8), (128, 256, 64, 8), (256, 128, 64, 8), (64, 256, 64, 4)]
-        ways = [(stages, 8, stay, tma) for stages in (3, 4) for stay in (0, 1) for tma in (False, True)]
-    if kernel == "gated_up":  # two sums: half the columns
-        shapes = sorted({(m, max(n // 2, 16), k, warps) for m, n, k, warps in shapes})
-    return [Tiles(*shape, stages, *way) for shape in shapes for stages, *way in ways]
+class Found(NamedTuple):
+    """What is known of one product at one number of tokens."""
 
+    kernel: Kernel
+    sizes: Sizes
+    seconds: dict[Tiles, float]
 
-class Layer:
-    """A layer at so many rows an expert, of which one kernel is cut up anew."""
-
-    def __init__(self, shape: Shape, depth: int, clock: Clock) -> None:
-        T = max(1, depth * shape.E // shape.A)
-        weights, _ = stacks(shape, "cuda", torch.bfloat16)
-        self.clock, self.leaves = clock, [w for w in weights if w is not None]
-        self.x_TD = torch.randn(T, shape.D, device="cuda").bfloat16().requires_grad_()
-        self.ids_TA, self.w_TA = choices(T, shape, "uniform", "cuda"), torch.rand(T, shape.A, device="cuda")
-        self.run = ours(shape, weights)
-
-    def once(self, *, backward: bool) -> list[Tensor]:
-        if backward:
-            y_TD = self.run(self.x_TD, self.ids_TA, self.w_TA)
-            return list(torch.autograd.grad(y_TD, [self.x_TD, *self.leaves], self.x_TD.detach()))
-        with torch.no_grad():
-            return [self.run(self.x_TD, self.ids_TA, self.w_TA)]
-
-    def seconds(self, *, backward: bool, budget_s: float) -> float:
-        def run() -> None:
-            self.once(backward=backward)
-
-        return self.clock.median(run if backward else self.clock.graphed(run), budget_s)
+    def best(self, count: int) -> list[Tiles]:
+        return sorted(self.seconds, key=lambda how: self.seconds[how] * (STAYING if how.a_processor else 1))[:count]
 
 
 @functools.cache
-def _small(shape: Shape) -> Layer:
-    return Layer(shape._replace(D=NARROW, F=NARROW), ROWS, Clock("cuda"))
+def _small(sizes: Sizes) -> Layer:
+    return Layer(sizes.small())
 
 
-def as_at(most: int | None) -> None:
-    """All kernels of this process's layers as the table has them for the depth at which a row of it is measured."""
-    tiles.CHOSEN.clear()
-    for kernel in KERNELS:
-        tiles.CHOSEN[kernel] = tiles.pick(kernel, DEPTHS[most], 1, 2)
-
-
-def warmed(shape: Shape, backward: bool, most: int | None) -> None:
-    """Leave all kernels of a layer in Triton's cache on disk."""
-    as_at(most)
-    _small(shape).once(backward=backward)
-    torch.cuda.synchronize()
-
-
-def compiled(kernel: str, how: Tiles, most: int | None) -> str | None:
+def compiled(kernel: Kernel, how: Tiles, sizes: Sizes) -> str | None:
     """Leave a candidate in Triton's cache on disk; why it is none, or None."""
-    as_at(most)
     tiles.CHOSEN[kernel] = how
     try:
-        for shape in LAYERS:
-            _small(shape).once(backward=kernel in BACKWARD)
+        _small(sizes).run(kernel)
         torch.cuda.synchronize()
     except FAILURES as why:
         if "CUDA error" in str(why):  # this process can use the device no more; the pool starts another one
@@ -135,9 +87,8 @@ def compiled(kernel: str, how: Tiles, most: int | None) -> str | None:
     return None
 
 
-def differs(layer: Layer, exact: list[Tensor], *, backward: bool) -> float:
-    """The largest relative norm by which what a layer computes differs from ``exact``; NaN is inf."""
-    found = layer.once(backward=backward)
+def differs(found: list[Tensor], exact: list[Tensor]) -> float:
+    """The largest relative norm of a difference; NaN is inf."""
     worst = max(
         float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-6))
         for a, b in zip(found, exact, strict=True)
@@ -145,100 +96,177 @@ def differs(layer: Layer, exact: list[Tensor], *, backward: bool) -> float:
     return math.inf if math.isnan(worst) else worst
 
 
-def tune(kernel: str, row: dict, layers: list[Layer], pool: Pool, every: int) -> None:
-    """Replace ``row``'s tiles by the best found of every so many candidates."""
-    now, backward, began = Tiles(**row["tiles"]), kernel in BACKWARD, time.perf_counter()
-    found: dict[Tiles, float] = {}
-    hows = list(dict.fromkeys((now, *candidates(kernel, row["rows_an_expert"])[::every])))
-    waiting = [pool.apply_async(compiled, (kernel, how, row["rows_an_expert"])) for how in hows]
-    exact = [layer.once(backward=backward) for layer in layers]
-    for how, answer in zip(hows, waiting, strict=True):
-        try:
-            why = answer.get(max(5.0, PATIENCE_S - (time.perf_counter() - began)))
-        except multiprocessing.TimeoutError:
-            why = f"no answer within {PATIENCE_S:.0f} s: compiling for too long, or its process ended"
-        if why:
-            print(f"  {tuple(how)}: {why}", flush=True)
-            continue
-        tiles.CHOSEN[kernel] = how
-        try:
-            error = max(differs(layer, it, backward=backward) for layer, it in zip(layers, exact, strict=True))
-            if error > WRONG:
-                print(f"  {tuple(how)}: computes something else ({error:.1e})", flush=True)
-                continue
-            took = [layer.seconds(backward=backward, budget_s=0.02) for layer in layers]
-        except FAILURES as failure:
-            print(f"  {tuple(how)}: {reason(failure)}", flush=True)
-            continue
-        found[how] = math.prod(took) ** (1 / len(took)) * (STAYING if how.a_processor else 1)
-    tiles.CHOSEN.pop(kernel, None)
-    best = min(found, key=lambda how: found[how], default=now)
-    if found.get(best, math.inf) < 0.99 * found.get(now, math.inf):
-        row["tiles"] = best._asdict()
-    was_s, is_s = (found.get(it, math.inf) for it in (now, best))
-    print(
-        f"{kernel} {row['rows_an_expert']}: {was_s:.3e} s -> {is_s:.3e} s {best}, "
-        f"{len(found)} of {len(hows)} candidates in {time.perf_counter() - began:.0f} s", flush=True,
-    )  # fmt: skip
+class Tuner:
+    """One shape's products, in the order of what they matter."""
 
+    def __init__(
+        self, shape: tiles.Shape, active: int, clock: Clock, submit: Submit, until: float, layer=Layer
+    ) -> None:
+        self.shape, self.active, self.clock, self.submit, self.until = shape, active, clock, submit, until
+        self.layer: Callable[[Sizes], Layer] = functools.lru_cache(maxsize=1)(layer)
+        self.waiting: list[AsyncResult] = []
+        self.chosen: dict[tuple[str, int], Tiles] = {}
 
-def written(record: dict) -> str:
-    """The table as text, a row's tiles on one line."""
-    kernels = [
-        f'    "{kernel}": [\n'
-        + ",\n".join(
-            f'      {{ "rows_an_expert": {json.dumps(row["rows_an_expert"])}, "tiles": {json.dumps(row["tiles"])} }}'
-            for row in rows
-        )
-        + "\n    ]"
-        for kernel, rows in record["kernels"].items()
-    ]
-    measured = json.dumps(record["measured_on"])
-    return f'{{\n  "measured_on": {measured},\n  "kernels": {{\n' + ",\n".join(kernels) + "\n  }\n}\n"
+    def at(self, tokens: int) -> Sizes:
+        return Sizes(self.shape.E, self.active, self.shape.D, self.shape.F, tokens)
+
+    def now(self, kernel: Kernel, tokens: int) -> Tiles:
+        """What the table has, or what was found."""
+        known = self.chosen.get((kernel, tokens))
+        return known or tiles.pick(kernel, tokens * self.active, self.shape, 2)
+
+    def over(self) -> bool:
+        return time.perf_counter() > self.until
+
+    def begin(self, kernel: Kernel, tokens: int, hows: list[Tiles]) -> list[tuple[Tiles, AsyncResult | None]]:
+        """Have candidates compiled."""
+        jobs = [(how, None if how.library else self.submit(kernel, how, self.at(tokens))) for how in hows]
+        self.waiting += [job for _, job in jobs if job is not None]
+        return jobs
+
+    def answer(self, job: AsyncResult | None) -> str | None:
+        """Why a candidate is none. One whose process ended never answers: it is lost when those long after it have."""
+        if job is None:
+            return None
+        later = self.waiting[self.waiting.index(job) + 80 :]
+        while not job.ready():
+            if self.over() or any(it.ready() for it in later):
+                return "no answer: compiling for too long, or its process ended"
+            time.sleep(0.02)
+        return job.get()
+
+    def measure(self, kernel: Kernel, tokens: int, jobs: list[tuple[Tiles, AsyncResult | None]]) -> Found:
+        """The candidates' medians; the best stands from then on."""
+        began, sizes, now = time.perf_counter(), self.at(tokens), self.now(kernel, tokens)
+        found = Found(kernel, sizes, {})
+        if self.over():
+            print(f"{kernel} {tokens}: left as it is, the time is over", flush=True)
+            return found
+        layer, exact = self.layer(sizes), None
+        if kernel == "weights_back":
+            before = self.now("hidden_back", tokens)
+            layer.laid_by_another = before.laid or before.library
+        for how, job in jobs:
+            why = self.answer(job)
+            tiles.CHOSEN[kernel] = how
+            try:
+                if why is None:
+                    result = layer.run(kernel)
+                    exact = result if exact is None else exact
+                    error = differs(result, exact)
+                    why = None if error <= WRONG else f"computes something else ({error:.1e})"
+                    del result
+                if why is None:
+                    run = functools.partial(layer.run, kernel)
+                    found.seconds[how] = self.clock.median(run if layer.back else self.clock.graphed(run), 0.02)
+            except FAILURES as failure:
+                why = reason(failure)
+            if why is not None:
+                print(f"  {tuple(how)}: {why}", flush=True)
+            if self.over():
+                break
+        tiles.CHOSEN.pop(kernel, None)
+        self.decide(found, now, began, len(jobs))
+        return found
+
+    def decide(self, found: Found, now: Tiles, began: float, count: int) -> None:
+        def of(how: Tiles) -> float:
+            return found.seconds.get(how, math.inf) * (STAYING if how.a_processor else 1)
+
+        best = next(iter(found.best(1)), now)
+        if of(best) < 0.99 * of(now):
+            ours = next((how for how in found.best(len(found.seconds)) if not how.library), now)
+            # Where torch's cannot do it (biases, widths of odd bytes), the best of ours does.
+            self.chosen[found.kernel, found.sizes.T] = ours._replace(library=True) if best.library else best
+        kinds = {False: "ours", True: "torch's"}
+        least = {
+            kind: min((t for it, t in found.seconds.items() if it.library is kind), default=math.inf) for kind in kinds
+        }
+        both = ", ".join(f"{who} {least[kind]:.3e}" for kind, who in kinds.items())
+        print(
+            f"{found.kernel} {found.sizes.T}: {of(now):.3e} s -> {of(best):.3e} s {tuple(best)}; {both}; "
+            f"{len(found.seconds)} of {count} in {time.perf_counter() - began:.0f} s", flush=True,
+        )  # fmt: skip
+
+    def hows(self, kernel: Kernel, tokens: int, more: list[Tiles]) -> list[Tiles]:
+        """Torch's product, which says what is right, then what the table has, then the others."""
+        now = self.now(kernel, tokens)._replace(library=False)
+        return list(dict.fromkeys([now._replace(library=True), now, *more]))
+
+    def run(self, write: Callable[[], None]) -> None:
+        most, decode = TOKENS[-1], [T for T in reversed(TOKENS) if T <= DECODE]
+        order: list[tuple[Kernel, int]] = [(kernel, most) for kernel in FIRST]
+        order.extend((kernel, T) for T in decode for kernel in FORWARD)
+        jobs = {
+            (kernel, tokens): self.begin(kernel, tokens, self.hows(kernel, tokens, candidates(kernel, self.at(tokens))))
+            for kernel, tokens in order
+        }
+        found: dict[str, Found] = {}
+        others: dict[Kernel, list] = {}
+        for kernel, tokens in order:
+            this = self.measure(kernel, tokens, jobs[kernel, tokens])
+            if tokens == most:
+                found[kernel] = this
+                best = [how for how in this.best(2) if not how.library]
+                groups = [how._replace(GROUP=group) for how in best for group in (4, 16)]
+                others[kernel] = self.begin(kernel, most, self.hows(kernel, most, best + groups))
+            write()
+        for kernel, again in others.items():
+            grouped = self.measure(kernel, most, again)
+            found[kernel].seconds.update(grouped.seconds)
+            write()
+        fewer = TOKENS[-2]
+        for kernel in FIRST:
+            best = [how for how in found[kernel].best(AGAIN) if not how.library]
+            self.measure(kernel, fewer, self.begin(kernel, fewer, self.hows(kernel, fewer, best)))
+            write()
+
+    def record(self) -> dict[str, Any]:
+        """What a file holds of this shape: between two numbers of tokens, the nearer one's in logarithms."""
+        kernels: dict[str, list] = {}
+        for kernel in FORWARD + BACKWARD:
+            of = [T for T in TOKENS if kernel in FORWARD or T > DECODE]
+            ends = [round(math.sqrt(self.at(a).mean * self.at(b).mean), 4) for a, b in itertools.pairwise(of)]
+            kernels[kernel] = [
+                {"rows_an_expert": end, "tiles": self.now(kernel, T)._asdict()}
+                for T, end in zip(of, [*ends, None], strict=True)
+            ]
+        return {**self.shape._asdict(), "kernels": kernels}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    record = json.loads(TABLE.read_text(encoding="utf-8"))
-    parser.add_argument(
-        "--kernels",
-        nargs="+",
-        choices=list(record["kernels"]),
-        default=[kernel for kernel in record["kernels"] if kernel != "up"],
-    )
-    parser.add_argument("--rows", nargs="+", type=int, default=[0, 16], help="rows of the table; 0 the last")
+    parser.add_argument("--shape", choices=list(SHAPES), default="mixtral", help="whose widths")
     parser.add_argument("--processes", type=int, default=12, help="that compile")
-    parser.add_argument("--out", type=Path, default=TABLE, help="where to write the table")
-    parser.add_argument("--minutes", type=float, default=8.0, help="after which no further kernel is begun")
-    parser.add_argument("--quick", action="store_true", help="gated_up and down, for training, every fifth candidate")
+    parser.add_argument("--minutes", type=float, default=3.8, help="after which the best so far is written")
+    parser.add_argument("--out", type=Path, default=TABLE, help="where to write what was found, or the merged table")
+    parser.add_argument("--merge", nargs="+", type=Path, help="only put the shapes of these files into the table")
     args = parser.parse_args()
-    if args.quick:
-        args.kernels, args.rows = ["gated_up", "down"], [0]
+    began, record = time.perf_counter(), json.loads(TABLE.read_text(encoding="utf-8"))
+    if args.merge:
+        parts = [json.loads(path.read_text(encoding="utf-8")) for path in args.merge]
+        args.out.write_text(written(merged(record, parts)), encoding="utf-8")
+        return
     if not torch.cuda.is_available():
         print("skipped: needs a GPU, and this machine has none")
         return
-    if choose("routed_experts", "cuda", torch.bfloat16).__module__.rpartition(".")[2] != "triton_experts":
-        parser.error("no Triton here")
-    clock, began = Clock("cuda"), time.perf_counter()
-    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        for most in (most or None for most in args.rows):
-            # Else each process would compile the kernels that are not tuned, and so would this one, one by one.
-            backs = [False] if most == 16 else [False, True]
-            for answer in [pool.apply_async(warmed, (shape, back, most)) for shape in LAYERS for back in backs]:
-                answer.get(240)
-            print(f"the table's own kernels are compiled after {time.perf_counter() - began:.0f} s", flush=True)
-            layers = [Layer(shape, DEPTHS[most], clock) for shape in LAYERS]
-            for kernel in args.kernels:
-                if most == 16 and kernel in BACKWARD:
-                    continue  # decoding has no way back
-                if time.perf_counter() - began > 60 * args.minutes:
-                    print(f"{kernel} {most}: left as it is, {args.minutes:g} minutes are over", flush=True)
-                    continue
-                for row in record["kernels"][kernel]:
-                    if row["rows_an_expert"] == most:
-                        tune(kernel, row, layers, pool, 5 if args.quick else 1)
-                record["measured_on"] = torch.cuda.get_device_name()
-                args.out.write_text(written(record), encoding="utf-8")
+    E, A, D, F = SHAPES[args.shape]
+    pool = multiprocessing.get_context("spawn").Pool(args.processes)
+
+    def submit(kernel: Kernel, how: Tiles, sizes: Sizes) -> AsyncResult:
+        return pool.apply_async(compiled, (kernel, how, sizes))
+
+    tuner = Tuner(tiles.Shape(E, F, D), A, Clock("cuda"), submit, began + 60 * args.minutes)
+
+    def write() -> None:
+        found = {"measured_on": torch.cuda.get_device_name(), "shapes": [tuner.record()]}
+        args.out.write_text(written(merged(record, [found])), encoding="utf-8")
+
+    try:
+        tuner.run(write)
+    finally:
+        pool.terminate()
+    print(f"{args.shape}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import _expert_table
 import expert_parallel
 import moe_layer
 import moe_study
 import tune_experts
+from colonnade.kernels.experts import tiles
 from tests.corpora import small
 from tests.worlds import run
 
@@ -110,3 +112,86 @@ def test_a_peer_that_fails_has_a_row_that_says_why(monkeypatch: pytest.MonkeyPat
     args.until = 0.0
     moe_layer.measure(clock, "qwen3", moe_layer.TINY["qwen3"], args, 1e9, 1e9, rows)
     assert len(rows) == len((tmp_path / "it.partial.jsonl").read_text().splitlines()) == 5
+
+
+class Answered:
+    """A candidate that was compiled, or why not."""
+
+    def __init__(self, why: str | None) -> None:
+        self.why = why
+
+    def ready(self) -> bool:
+        return True
+
+    def get(self) -> str | None:
+        return self.why
+
+
+class Pretended:
+    """A layer and a clock in one: of ours, tiles of 256 columns are fastest; torch's product beats them back only; tiles
+    of 256 rows compute something else.
+    """
+
+    back, laid_by_another = True, False
+
+    def run(self, kernel: str) -> list[torch.Tensor]:
+        self.kernel, self.how = kernel, tiles.CHOSEN[kernel]
+        return [torch.full((4,), 2.0 if self.how.BM == 256 else 1.0)]
+
+    def median(self, run, budget_s: float) -> float:
+        run()
+        if self.how.library:
+            return 1.0 if "back" in self.kernel else 9.0
+        return {256: 2.0, 128: 3.0}.get(self.how.BN, 4.0)
+
+
+def test_each_product_goes_to_who_is_fastest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shape, active = tiles.Shape(8, 512, 256), 2
+    monkeypatch.setattr(tiles, "CHOSEN", {})
+    pretended = Pretended()
+    jobs = []
+
+    def submit(kernel: str, how: tiles.Tiles, _: object) -> Answered:
+        jobs.append((kernel, how))
+        return Answered("does not fit" if how.BN == 256 and kernel == "down" else None)
+
+    tuner = tune_experts.Tuner(shape, active, pretended, submit, math.inf, layer=lambda _: pretended)  # type: ignore[arg-type]
+    tuner.run(lambda: None)
+    record = json.loads(tune_experts.TABLE.read_text())
+    found = {"measured_on": "a chip", "shapes": [tuner.record()]}
+    text = _expert_table.written(_expert_table.merged(record, [found]))
+    table = json.loads(text)
+    assert table["kernels"].keys() == record["kernels"].keys() and table["measured_on"].endswith("a chip")
+    again = {**tuner.record(), "kernels": {}}
+    twice = _expert_table.merged(table, [{"measured_on": "none", "shapes": [again]}])
+    assert [s for s in twice["shapes"] if s["E"] == 8 and s["D"] == 256] == [again], (
+        "a shape's new rows replace its old"
+    )
+    (mine,) = [s for s in table["shapes"] if (s["E"], s["F"], s["D"]) == shape]
+    rows = tiles.rows_of(mine["kernels"])
+    assert {kernel: [how.library for _, how in found] for kernel, found in rows.items()} == {
+        kernel: [False] * 6 if kernel in ("gated_up", "down") else [True] * 2 for kernel in rows
+    }
+    assert [how.BM == 256 for found in rows.values() for _, how in found].count(True) == 0, "they were wrong"
+    assert rows["down"][-1][1].BN == 128 and rows["hidden_back"][-1][1].BN == 256, "what did not compile was left"
+    means = [T * active / shape.E for T in tune_experts.TOKENS]
+    for mean, here in zip(means, rows["down"], strict=True):
+        assert next(it for it in rows["down"] if it[0] is None or mean <= it[0]) is here, (
+            "each number of tokens its own"
+        )
+    late = tune_experts.Tuner(shape, active, pretended, submit, -math.inf, layer=lambda _: pretended)  # type: ignore[arg-type]
+    late.run(lambda: None)
+    assert late.record()["kernels"]["down"][-1]["tiles"] == tiles.pick("down", 2**20, shape, 2)._asdict()
+
+
+def test_the_nearest_layer_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, other = (tiles.Tiles(16, 16, 16, 4, stages) for stages in (1, 2, 3))
+    measured = {
+        tiles.Shape(8, 14336, 4096): {"down": [(None, one)]},
+        tiles.Shape(128, 768, 2048): {"down": [(None, two)]},
+    }
+    monkeypatch.setattr(tiles, "table", lambda: ({"down": [], "up": [(4, one), (None, other)]}, measured))
+    asked = tiles.rows.__wrapped__
+    assert asked("down", tiles.Shape(64, 8192, 4096)) == [(None, one)]
+    assert asked("down", tiles.Shape(8, 1408, 2048)) == [(None, two)]
+    assert asked("up", tiles.Shape(8, 1408, 2048))[-1] == (None, other), "what is measured nowhere is reckoned"

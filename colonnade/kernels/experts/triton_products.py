@@ -55,8 +55,12 @@ class Route:
         if self.order_R is None:
             return x
         if id(x) not in self._laid:
-            self._laid[id(x)] = x, laid(x, self.order_R, self.active)
+            self.adopt(x, laid(x, self.order_R, self.active))
         return self._laid[id(x)][1]
+
+    def adopt(self, x: Tensor, x_RD: Tensor) -> None:
+        """Take ``x_RD`` for the tokens ``x`` laid out."""
+        self._laid[id(x)] = x, x_RD  # x too, so that no other gets its identity
 
     def within(self, y_RD: Tensor) -> Tensor:
         """0 for rows of no expert where anybody sees them."""

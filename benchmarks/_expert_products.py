@@ -1,0 +1,127 @@
+"""One layer of experts whose products run one by one, for the tool that measures who should do each, and how."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from colonnade.kernels.choose import choose
+from colonnade.kernels.experts import triton_products as products
+from colonnade.kernels.experts.tiles import Kernel, Tiles
+
+FORWARD: tuple[Kernel, ...] = ("gated_up", "down")
+BACKWARD: tuple[Kernel, ...] = ("hidden_back", "rows_back", "gated_weights_back", "weights_back")
+
+DECODE = 256
+"""Up to so many tokens a step has no way back."""
+
+
+class Sizes(NamedTuple):
+    """A gated layer and its tokens."""
+
+    E: int
+    A: int
+    D: int
+    F: int
+    T: int
+
+    def small(self) -> "Sizes":
+        """Sizes for which Triton makes the same kernels, as it looks only at what divides them."""
+        D, F = (512 + width % 256 for width in (self.D, self.F))
+        return Sizes(self.E, self.A, D, F, min(self.T, 2 * DECODE))
+
+    @property
+    def mean(self) -> float:
+        """Rows of an expert."""
+        return self.T * self.A / self.E
+
+
+class Layer:
+    """The products of one layer, forward and back, each on inputs of its own."""
+
+    def __init__(self, sizes: Sizes, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> None:
+        E, A, D, F, T = sizes
+        draw = torch.Generator(device).manual_seed(0)
+
+        def random(*shape: int, scale: float = 1.0) -> Tensor:
+            return torch.empty(shape, device=device, dtype=dtype).normal_(0, scale, generator=draw)
+
+        # The widths of what is drawn leave every product's numbers near 1.
+        self.up, self.gate = (random(E, F, D, scale=D**-0.5) for _ in range(2))
+        self.down = random(E, F, D, scale=F**-0.5)
+        self.x, self.dy = random(T, D), random(T, D)
+        self.back = T > DECODE
+        R = T * A
+        self.h = random(R, F)
+        self.a, self.u, self.du, self.da = (random(R, F) for _ in range(4)) if self.back else (self.h,) * 4
+        scores_TE = torch.rand(T, E, device=device, generator=draw)
+        ids_TA = scores_TE.topk(A).indices
+        self.routing = torch.rand(T, A, device=device, generator=draw)
+        self.order, self.ends = choose("sort_choices", device, dtype)(ids_TA, E)
+
+    def run(self, kernel: Kernel) -> list[Tensor]:
+        """One product, as the table has it now."""
+        route = products.Route(self.order, self.ends, self.routing, len(self.order))
+        if kernel == "gated_up":
+            found = products.hidden(route, self.x, self.up, self.gate, None, None, "silu", keep=self.back)
+        elif kernel == "down":
+            found = (products.out(route, self.h, self.down, None),)
+        elif kernel == "hidden_back":
+            found = products.hidden_back(route, self.dy, self.down, self.a, self.u, "silu")
+        elif kernel == "rows_back":
+            found = (products.rows_back(route, self.du, self.da, self.up, self.gate),)
+        elif kernel == "gated_weights_back":
+            found = products.sums(route, self.du, self.da, self.x)
+        else:
+            if self.laid_by_another:
+                route.adopt(self.dy, self.dy_laid())
+            found = products.sums(route, self.h, None, self.dy)
+        return [it for it in found if it is not None]
+
+    laid_by_another = False
+    """Whether the product before has laid out dy already."""
+    _dy_RD: Tensor | None = None
+
+    def dy_laid(self) -> Tensor:
+        if self._dy_RD is None:
+            self._dy_RD = products.Route(self.order, self.ends, self.routing, len(self.order)).laid(self.dy)
+        return self._dy_RD
+
+
+def candidates(kernel: Kernel, sizes: Sizes) -> list[Tiles]:
+    """What may be best, from what is known of the chip: see ``tiles.py`` and ``triton_weights.py``."""
+    found: list[Tiles] = []
+    if kernel in ("weights_back", "gated_weights_back"):
+        if kernel == "weights_back":
+            shapes = [(128, 256, 64, 8), (256, 128, 64, 8), (128, 128, 64, 4), (128, 256, 128, 8)]
+        else:
+            shapes = [(128, 128, 64, 8), (64, 256, 64, 8), (128, 64, 64, 4), (64, 128, 64, 4), (128, 128, 128, 8)]
+        for *shape, warps in shapes:
+            deep = shape[2] == 128
+            for stages in (2,) if deep else (3, 4):
+                found += [Tiles(*shape, warps, stages, descriptors=tma, laid=True) for tma in (True, False)]
+            if not deep:  # a step's tokens first, then their rows: twice the stages for as many rows on their way
+                found += [Tiles(*shape, warps, stages, descriptors=tma) for stages in (5, 7) for tma in (True, False)]
+        return found
+    if sizes.T > DECODE:
+        shapes = [(128, 256, 64, 8), (256, 128, 64, 8), (128, 128, 64, 4), (128, 128, 64, 8)]
+        # Rows that are not tokens' lie as they should without being laid out.
+        laid = (False, True) if kernel in ("gated_up", "hidden_back") else (False,)
+        ways = [(0, False, False), (1, False, False)]
+        ways += [(stay, True, lay) for stay in (0, 1) for lay in laid]
+        shapes = [(*shape, stages) for shape in shapes for stages in (3, 4)]
+    else:
+        least = max(16, 1 << (math.ceil(sizes.mean) - 1).bit_length())
+        low = (least,) if sizes.mean <= 4 else (least, 2 * least)  # some experts have more than the mean
+        shapes = [
+            (m, n, k, 4, stages)
+            for m in low
+            for n in (32, 64, 128)
+            for k, stages in ((64, 5), (128, 3), (128, 5), (256, 3))
+            if (m + n * (1 + (kernel == "gated_up")) // 2) * k * stages * 2 <= 200 * 1024
+        ]
+        ways = [(0, tma, False) for tma in (False, True)]
+    if kernel == "gated_up":  # two sums: half the columns
+        shapes = sorted({(m, max(n // 2, 16), *rest) for m, n, *rest in shapes}, reverse=True)
+    return [Tiles(*shape, 8, *way) for shape in shapes for way in ways]
