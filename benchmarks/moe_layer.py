@@ -3,6 +3,7 @@
     python benchmarks/moe_layer.py --out "$OUT"                        # the main rows: 5 minutes of one H200
     python benchmarks/moe_layer.py --shapes qwen3 --tokens 16384 --loads zipf --passes forward
     python benchmarks/moe_layer.py --quick --no-report                 # two shapes, 64 and 16,384 tokens: 80 s
+    python benchmarks/moe_layer.py --profile --shapes mixtral --tokens 1 256 32768     # each kernel of ours: 30 s
     python benchmarks/moe_layer.py --tiny                              # toy sizes, on a CPU too: that it runs
 
 Shapes are Mixtral-8x7B's, DeepSeek-V2-Lite's (with 8 choices) and Qwen3-30B-A3B's. Everybody gets the same tokens,
@@ -21,6 +22,7 @@ Memory: 30 GiB at the most (Mixtral's widths, 32,768 tokens, with the way back).
 """
 
 import argparse
+import functools
 import importlib.util
 import time
 from collections.abc import Callable
@@ -32,6 +34,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from _clock import Clock
+from _layer_profile import lines, timeline
 from _report import RESULTS, Headline, report
 from _rows import Row, Rows
 from colonnade.kernels.choose import choose
@@ -222,6 +225,30 @@ def measure(
                 )  # fmt: skip
 
 
+def one_pass(run: Run, inputs: tuple[Tensor, Tensor, Tensor], leaves: list[Tensor], *, back: bool) -> None:
+    with torch.set_grad_enabled(back):
+        y_TD = run(*inputs)
+    if back:
+        torch.autograd.grad(y_TD, [inputs[0], inputs[2], *leaves], inputs[0].detach())
+
+
+def show(name: str, shape: Shape, args: argparse.Namespace, dense_flops: float) -> None:
+    """Print what each kernel of one pass of ours takes; with the way back where there are tokens to train on."""
+    weights, _ = stacks(shape, args.device, torch.bfloat16)
+    run, leaves = ours(shape, weights), [w for w in weights if w is not None]
+    for T, load in ((T, load) for T in args.tokens for load in args.loads):
+        draw = torch.Generator().manual_seed(T)
+        x_TD = torch.randn(T, shape.D, generator=draw).bfloat16().to(args.device).requires_grad_()
+        ids_TA = choices(T, shape, load, args.device)
+        weights_TA = torch.rand(T, shape.A, generator=draw).softmax(1).to(args.device).requires_grad_()
+        back = T >= 1024 or args.tiny
+        print(f"{name}, {T} tokens, {load}, forward{'+backward' if back else ''}:", flush=True)
+        once = functools.partial(one_pass, run, (x_TD, ids_TA, weights_TA), leaves, back=back)
+        kernels = timeline(once, gpu=args.device == "cuda")
+        for line in lines(kernels, 2 * T * shape.A * shape.D * shape.F, dense_flops):
+            print(line, flush=True)
+
+
 def reason(why: Exception) -> str:
     """In one line why somebody has no number. An error of the device itself ends the run: nothing works after it."""
     if "CUDA error" in str(why) and "captur" not in str(why):
@@ -280,6 +307,7 @@ def main() -> None:
     parser.add_argument("--who", nargs="+", help="only these, such as colonnade")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to see that it runs")
     parser.add_argument("--quick", action="store_true", help="Mixtral's and Qwen3's, 64 and 16,384 tokens, even loads")
+    parser.add_argument("--profile", action="store_true", help="print each kernel of a pass of ours, and time no other")
     parser.add_argument("--minutes", type=float, default=8.0, help="after which no further row is begun")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--no-report", action="store_true", help="leave no record, but the rows of a run that fails")
@@ -296,6 +324,10 @@ def main() -> None:
     clock = Clock(args.device)
     dense, copied = ceilings(clock, args.device, 256 if args.tiny else 8192)
     print(f"dense {dense / 1e12:.1f} TFLOP/s, copy {copied / 1e12:.2f} TB/s", flush=True)
+    if args.profile:
+        for name in args.shapes:
+            show(name, (TINY if args.tiny else SHAPES)[name], args, dense)
+        return
     rows = Rows("moe_layer_tiny" if args.tiny else "moe_layer_h200", args.out)
     for name in args.shapes:
         measure(clock, name, (TINY if args.tiny else SHAPES)[name], args, dense, copied, rows)

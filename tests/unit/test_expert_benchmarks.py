@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import _expert_table
+import _layer_profile
 import expert_parallel
 import moe_layer
 import moe_study
@@ -128,8 +129,8 @@ class Answered:
 
 
 class Pretended:
-    """A layer and a clock in one: of ours, tiles of 256 columns are fastest; torch's product beats them back only; tiles
-    of 256 rows compute something else.
+    """A layer and a clock in one: of ours, tiles of 256 columns are fastest; torch's product beats them back only;
+    tiles of 256 rows compute something else.
     """
 
     back, laid_by_another = True, False
@@ -195,3 +196,19 @@ def test_the_nearest_layer_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked("down", tiles.Shape(64, 8192, 4096)) == [(None, one)]
     assert asked("down", tiles.Shape(8, 1408, 2048)) == [(None, two)]
     assert asked("up", tiles.Shape(8, 1408, 2048))[-1] == (None, other), "what is measured nowhere is reckoned"
+
+
+def test_a_profile_says_what_each_kernel_took(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["up", "down", "hidden_back", "down", "weights_back", "weights_back", "void cutlass_GEMM<x>", "copy"]
+    kernels = [(name, 10.0 * i, 8.0) for i, name in enumerate(names)]
+    found = _layer_profile.lines(kernels, 4e9, 1e15)
+    rates = [float(line.split()[-5]) if "TFLOP/s" in line else None for line in found[:-1]]
+    assert rates == [1000.0, 500.0, 500.0, 1000.0, 1000.0, 500.0, 500.0, None], "of one product or two"
+    assert found[-1].split() == ["78.0", "us", "in", "all,", "8", "kernels,", "14.0", "us", "between", "them"]
+    monkeypatch.setattr("sys.argv", ["it", "--tiny", "--profile", "--shapes", "qwen3", "--loads", "zipf"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    moe_layer.main()
+    printed = capsys.readouterr().out
+    assert "qwen3, 1 tokens, zipf, forward+backward:" in printed and printed.count(" us in all") == 2
