@@ -109,10 +109,10 @@ def describable(*operands: Tensor | None) -> bool:
     return True
 
 
-def by_library(tiles: Tiles, like: Tensor, *biases: Tensor | None, widths: tuple[int, ...]) -> bool:
+def by_library(tiles: Tiles, *operands: Tensor | None, widths: tuple[int, ...], biased: bool = False) -> bool:
     """Whether torch's product is to do it, and can."""
-    whole = all(n * like.element_size() % 16 == 0 for n in widths)
-    return tiles.library and grouped.available and whole and all(bias is None for bias in biases)
+    whole = all(n * x.element_size() % 16 == 0 for n in widths for x in operands if x is not None)
+    return tiles.library and grouped.available and whole and not biased and describable(*operands)
 
 
 def hidden(
@@ -122,7 +122,7 @@ def hidden(
     """(h, and with ``keep`` a and u before the activation)."""
     E, F, D = up.shape
     tiles = pick("up" if gate is None else "gated_up", route.R, Shape(E, F, D), up.element_size())
-    if by_library(tiles, x, up_b, gate_b, widths=(F, D)):
+    if by_library(tiles, up, gate, None if route.gather else x, widths=(F, D), biased=up_b is not None):
         x = route.laid(x)
         u = grouped.product(x, up.transpose(1, 2), route.ends)
         a = None if gate is None else grouped.product(x, gate.transpose(1, 2), route.ends)
@@ -146,7 +146,7 @@ def out(route: Route, h: Tensor, down: Tensor, down_b: Tensor | None) -> Tensor:
     """y of the tokens, of the rows where these are not tokens'."""
     E, F, D = down.shape
     tiles = pick("down", route.R, Shape(E, F, D), down.element_size())
-    if by_library(tiles, h, down_b, widths=(F, D)):
+    if by_library(tiles, h, down, widths=(F, D), biased=down_b is not None):
         return route.back(route.within(grouped.product(h, down, route.ends)), weighted=True)
     y = h.new_empty(route.R, D)
     weighted = route.weights_TA is not None
@@ -165,7 +165,7 @@ def hidden_back(
     """(w ⊙ h, du, da, and of tokens h · dh of each row in float32, 0 for rows of no expert)."""
     (E, F, D), R = down.shape, route.R
     tiles = pick("hidden_back", R, Shape(E, F, D), down.element_size())
-    if by_library(tiles, u, widths=(F, D)):
+    if by_library(tiles, down, dy, widths=(F, D)):
         dh = grouped.product(route.laid(dy), down.transpose(1, 2), route.ends)
         return triton_between.hidden_back(dh, a, u, route.order_R, route.weights_TA, route.ends_E, activation)
     if tiles.laid:
@@ -188,7 +188,7 @@ def rows_back(route: Route, du: Tensor, da: Tensor | None, up: Tensor, gate: Ten
     """dx of the tokens, of the rows where these are not tokens'."""
     E, F, D = up.shape
     tiles = pick("rows_back", route.R, Shape(E, F, D), up.element_size())
-    if by_library(tiles, du, widths=(F, D)):
+    if by_library(tiles, du, up, gate, widths=(F, D)):
         dx = grouped.product(du, up, route.ends)
         if da is not None and gate is not None:
             dx += grouped.product(da, gate, route.ends)
@@ -208,7 +208,7 @@ def sums(route: Route, p: Tensor, s: Tensor | None, q: Tensor) -> tuple[Tensor, 
     E, F, D = len(route.ends_E), p.shape[1], q.shape[1]
     kernel: Kernel = "weights_back" if s is None else "gated_weights_back"
     tiles = pick(kernel, route.R, Shape(E, F, D), q.element_size())
-    if by_library(tiles, p, widths=(F, D)):
+    if by_library(tiles, p, s, None if route.gather else q, widths=(F, D)):
         q = route.laid(q)
         return grouped.sums(p, q, route.ends), None if s is None else grouped.sums(s, q, route.ends)
     if tiles.laid:
