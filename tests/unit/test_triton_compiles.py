@@ -61,7 +61,11 @@ def signature(kernel: str, tma: bool, tiles: Any, *, gather: bool = True) -> tup
         types |= fetched("dy", block=laid, by_engine=tma and not gather)
         return "hidden_back", types, {"GATHER": gather, "GATED": True, "WEIGHTED": True, "ACT": "silu", **rows}
     two = kernel == "gated_weights_back"
-    types = common | of("dp_ptr", *(["ds_ptr"] if two else [])) | {"q_stride": "i32", "token_ptr": "*i32"}
+    types = (
+        common
+        | of("dp_ptr", *(["ds_ptr"] if two else []))
+        | {"q_stride": "i32", "token_ptr": "*i32", "turn_ptr": "*i64"}
+    )
     types |= fetched("p", *(["s"] if two else []), block=(tiles.BK, tiles.BM))
     types |= fetched("q", block=(tiles.BK, tiles.BN), by_engine=tma and not gather)
     return "weights_back", types, {"TWO": two, "GATHER": gather, **sizes, "EVEN": True, "TMA": tma}

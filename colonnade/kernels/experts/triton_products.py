@@ -50,6 +50,11 @@ class Route:
         """E for rows of no expert."""
         return torch.searchsorted(self.ends_E, torch.arange(self.R, device=self.ends_E.device), right=True)
 
+    @cached_property
+    def turns(self) -> Tensor:
+        """The experts, the busiest first."""
+        return self.ends_E.diff(prepend=self.ends_E.new_zeros(1)).argsort(descending=True)
+
     def laid(self, x: Tensor) -> Tensor:
         """Tokens in the order of the rows, once for all who ask; rows as they are."""
         if self.order_R is None:
@@ -223,7 +228,7 @@ def sums(route: Route, p: Tensor, s: Tensor | None, q: Tensor) -> tuple[Tensor, 
 
     triton_weights.weights_back[E * triton.cdiv(F, tiles.BM) * triton.cdiv(D, tiles.BN),](
         of(p, tiles.BM), of(s, tiles.BM), q if gather else of(q, tiles.BN), route.row_tokens if gather else None,
-        route.ends_E, dp, ds, route.R, F, D, E, q.stride(0), s is not None, gather, GROUP=tiles.GROUP,
+        route.turns, route.ends_E, dp, ds, route.R, F, D, E, q.stride(0), s is not None, gather, GROUP=tiles.GROUP,
         EVEN=F % tiles.BM == 0 and D % tiles.BN == 0, TMA=tma, **tiles.launch,
     )  # fmt: skip
     return dp, ds

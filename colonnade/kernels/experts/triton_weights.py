@@ -5,8 +5,8 @@
 An output tile belongs to one program, which walks over all rows of the expert: no addition is atomic, so the result is
 the same bits each time, and an expert without rows gets its zeros in the same pass. Operations: 2RDF a product; bytes:
 the rows of p and q once for each tile of columns and of rows (from the cache), 2EDF written. All tiles of an expert
-take the same time, n_e · BM · BN; with a load so skewed that one expert has nearly all rows, what is lost is the last
-wave of its ceil(F/BM) · ceil(D/BN) tiles.
+take the same time, n_e · BM · BN, so experts take turns by their loads: were the busiest of 128 narrow ones the last,
+its 48 tiles would leave most of the chip idle.
 
 What is summed over is ragged, so the last step of an expert has fewer than BK rows. Only that step asks which rows
 there are: all others take BK rows unasked, by the tensor copy engine where the tiles say so, and what they reckon
@@ -73,16 +73,17 @@ def _step(
 
 @triton.jit
 def weights_back(
-    p, s, q, token_ptr, ends_ptr, dp_ptr, ds_ptr, R, F, D, E, q_stride,
+    p, s, q, token_ptr, turn_ptr, ends_ptr, dp_ptr, ds_ptr, R, F, D, E, q_stride,
     TWO: tl.constexpr, GATHER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """pᵀ q, and with TWO sᵀ q too, (E, F, D), of p and s (R, F) and q (R, D), gathered with GATHER.
 
-    EVEN: F is a multiple of BM and D one of BN. With TMA, p and s are descriptors, and q is one where not gathered.
+    EVEN: F is a multiple of BM and D one of BN; ``turn`` are the experts, the busiest first. With TMA, p and s are
+    descriptors, and q is one where not gathered.
     """
     rows, columns = tl.cdiv(F, BM), tl.cdiv(D, BN)
-    expert = tl.program_id(0) // (rows * columns)
+    expert = tl.load(turn_ptr + tl.program_id(0) // (rows * columns)).to(tl.int32)
     local = tl.program_id(0) % (rows * columns)
     first = local // (GROUP * columns) * GROUP
     size = tl.minimum(rows - first, GROUP)
