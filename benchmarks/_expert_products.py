@@ -122,6 +122,17 @@ def candidates(kernel: Kernel, sizes: Sizes) -> list[Tiles]:
             if (m + n * (1 + (kernel == "gated_up")) // 2) * k * stages * 2 <= 200 * 1024
         ]
         ways = [(0, tma, False) for tma in (False, True)]
+    if kernel == "rows_back" and sizes.T > DECODE:
+        both = [
+            (128, 256, 64, 8, 2),
+            (128, 256, 32, 8, 3),
+            (128, 256, 32, 8, 4),
+            (256, 128, 32, 8, 4),
+            (128, 128, 32, 4, 3),
+        ]
+        found += [
+            Tiles(*shape, 8, stay, tma, together=True) for shape in both for stay in (0, 1) for tma in (False, True)
+        ]
     if kernel == "gated_up":  # two sums: half the columns
         shapes = sorted({(m, max(n // 2, 16), *rest) for m, n, *rest in shapes}, reverse=True)
-    return [Tiles(*shape, 8, *way) for shape in shapes for way in ways]
+    return [Tiles(*shape, 8, *way) for shape in shapes for way in ways] + found

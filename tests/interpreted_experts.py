@@ -21,8 +21,8 @@ HOW = [
     Tiles(16, 16, 16, 4, 2, GROUP=2),
     Tiles(16, 32, 16, 4, 2, GROUP=1, a_processor=1),
     Tiles(32, 16, 32, 4, 2, descriptors=True),
-    Tiles(32, 32, 16, 4, 2, descriptors=True, laid=True),
-    Tiles(16, 16, 32, 4, 2, laid=True),
+    Tiles(32, 32, 16, 4, 2, descriptors=True, laid=True, together=True),
+    Tiles(16, 16, 32, 4, 2, laid=True, together=True),
 ]
 LIBRARY = Tiles(16, 16, 16, 4, 2, library=True)
 SHAPES = [(23, 2, 5, 24, 20), (9, 3, 8, 32, 48), (5, 2, 4, 17, 33), (1, 2, 4, 16, 16)]

@@ -73,7 +73,7 @@ def test_every_activation(activation: str) -> None:
 
 WAYS = [
     {"a_processor": 1}, {"a_processor": 2, "GROUP": 1}, {"descriptors": True}, {"laid": True}, {"library": True},
-    {"descriptors": True, "laid": True},
+    {"descriptors": True, "laid": True}, {"together": True},
 ]  # fmt: skip
 
 

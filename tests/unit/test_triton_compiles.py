@@ -54,7 +54,19 @@ def signature(kernel: str, tma: bool, tiles: Any, *, gather: bool = True) -> tup
         types = common | of("y_ptr") | {"routing_ptr": "*fp32"}
         types |= fetched("one", *(["two"] if two else []), block=laid)
         types |= fetched("one_w", *(["two_w"] if two else []), block=along)
-        return "down", types, {"TWO": two, "BIASED": False, "WEIGHTED": not two, "TAIL": False, "ALONE": alone, **rows}
+        return (
+            "down",
+            types,
+            {
+                "TWO": two,
+                "BIASED": False,
+                "WEIGHTED": not two,
+                "TAIL": False,
+                "ALONE": alone,
+                "TOGETHER": two and tiles.together,
+                **rows,
+            },
+        )
     if kernel == "hidden_back":
         types = common | of("a_ptr", "u_ptr", "h_ptr", "da_ptr", "du_ptr") | gathered
         types |= fetched("down_w", block=across) | {"routing_ptr": "*fp32", "part_ptr": "*fp32"}

@@ -41,6 +41,8 @@ class Tiles(NamedTuple):
     """Whether weights, and rows that lie one after another, are fetched by the tensor copy engine (TMA)."""
     laid: bool = False
     """Whether tokens are laid out in the order of the experts before, in a pass of its own, not gathered meanwhile."""
+    together: bool = False
+    """Of two products that add to one sum, whether a step does one of each: one loop, with twice the operands."""
     library: bool = False
     """Whether torch's grouped product does it, and a pass of its own what our kernel does beside the product."""
 

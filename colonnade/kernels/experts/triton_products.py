@@ -159,7 +159,7 @@ def out(route: Route, h: Tensor, down: Tensor, down_b: Tensor | None) -> Tensor:
     triton_rows.down[cut.grid](
         cut.rows(h), None, route.order_R, route.ends_E, cut.weight(down, inner_last=False), None, down_b,
         route.weights_TA, y, route.R, F, D, E, False, down_b is not None, weighted, not route.gather, route.single,
-        **cut.how,
+        False, **cut.how,
     )  # fmt: skip
     return route.back(y, weighted=False)
 
@@ -203,7 +203,7 @@ def rows_back(route: Route, du: Tensor, da: Tensor | None, up: Tensor, gate: Ten
     triton_rows.down[cut.grid](
         cut.rows(du), cut.rows(da), route.order_R, route.ends_E, cut.weight(up, inner_last=False),
         cut.weight(gate, inner_last=False), None, None, dx, route.R, F, D, E, gate is not None, False, False,
-        not route.gather, False, **cut.how,
+        not route.gather, False, gate is not None and tiles.together, **cut.how,
     )  # fmt: skip
     return route.back(dx, weighted=False)
 

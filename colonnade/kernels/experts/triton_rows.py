@@ -97,6 +97,30 @@ def _along(
 
 
 @triton.jit
+def _step_along(
+    acc, x, at, row, w, expert, k0, n, N, K, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
+):
+    """acc + x w over BK of K from k0 on, as in :func:`_along`."""
+    k = k0 + tl.arange(0, BK)
+    c = n * BN + tl.arange(0, BN)
+    if TMA:
+        x_tile = x.load([row, k0])
+        wt = w.load([expert, k0, n * BN]).reshape(BK, BN)
+    else:
+        x_ptrs = x + at[:, None] + k[None, :]
+        w_ptrs = (
+            w + expert.to(tl.int64) * K * N + tl.cast(k0, tl.int64) * N + tl.arange(0, BK)[:, None] * N + c[None, :]
+        )
+        if EVEN:
+            x_tile = tl.load(x_ptrs)
+            wt = tl.load(w_ptrs, (c < N)[None, :], 0.0)
+        else:
+            x_tile = tl.load(x_ptrs, (k < K)[None, :], 0.0)
+            wt = tl.load(w_ptrs, (k < K)[:, None] & (c < N)[None, :], 0.0)
+    return tl.dot(x_tile, wt, acc, input_precision="ieee")
+
+
+@triton.jit
 def _sources(order_ptr, r, here, active, GATHER: tl.constexpr):
     """Rows of the input: the choices' tokens, or the rows themselves; row 0, which exists, where there is none."""
     if GATHER:
@@ -152,10 +176,14 @@ def up(
 def down(
     one, two, order_ptr, ends_ptr, one_w, two_w, bias_ptr, routing_ptr, y_ptr, R, F, D, E,
     TWO: tl.constexpr, BIASED: tl.constexpr, WEIGHTED: tl.constexpr, TAIL: tl.constexpr, ALONE: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, E_PAD: tl.constexpr,
     EVEN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """y of h (or dx of du and da); with TAIL 0 for the rows past the last end."""
+    """y of h (or dx of du and da); with TAIL 0 for the rows past the last end.
+
+    TOGETHER: one loop takes a step of each of both, where two would wait twice for their first operands.
+    """
     columns = tl.cdiv(D, BN)
     count, first_e, tiles_e = tiles(ends_ptr, R, E, columns, BM, E_PAD, TAIL, ALONE)
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
@@ -165,9 +193,14 @@ def down(
         width = tl.where(expert < E, F, 0) if TAIL else F
         y = tl.zeros((BM, BN), tl.float32)
         row = start + m * BM
-        y = _along(y, one, at, row, one_w, expert, n, D, F, width, BN, BK, EVEN, TMA)
-        if TWO:
-            y = _along(y, two, at, row, two_w, expert, n, D, F, width, BN, BK, EVEN, TMA)
+        if TOGETHER:
+            for k0 in range(0, width, BK):
+                y = _step_along(y, one, at, row, one_w, expert, k0, n, D, F, BN, BK, EVEN, TMA)
+                y = _step_along(y, two, at, row, two_w, expert, k0, n, D, F, BN, BK, EVEN, TMA)
+        else:
+            y = _along(y, one, at, row, one_w, expert, n, D, F, width, BN, BK, EVEN, TMA)
+            if TWO:
+                y = _along(y, two, at, row, two_w, expert, n, D, F, width, BN, BK, EVEN, TMA)
         d = n * BN + tl.arange(0, BN)
         if BIASED:
             y += tl.load(bias_ptr + expert * D + d, d < tl.where(expert < E, D, 0), 0.0).to(tl.float32)[None, :]
