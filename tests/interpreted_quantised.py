@@ -6,6 +6,7 @@ Tiles are small, so that inputs and outputs end within one, and inputs are cut i
 
 import itertools
 import warnings
+from unittest import mock
 
 import torch
 
@@ -148,7 +149,10 @@ def check_fixed_attention() -> int:
     whole = run(q, [70], [70], 0)
     assert torch.equal(run(q[60:], [10], [70], 0), whole[60:])
     assert torch.equal(run(torch.cat((q[:1], q[:3])), [1, 3], [1, 200], 0)[:1], whole[:1])
-    return 3
+    with mock.patch.object(fixed, "CHUNK", 32):  # cut, and so merged
+        whole = run(q, [70], [70], 0)
+        assert torch.equal(run(q[60:], [10], [70], 0), whole[60:])
+    return 4
 
 
 def check_norms() -> int:

@@ -40,7 +40,7 @@ class Pools:
                 return k_TkH, v_TkH
             k_TkH, v_TkH = (kept.as_kept(x, self.k_PpKH.dtype).to(x.dtype) for x in (k_TkH, v_TkH))
             return k_TkH, v_TkH
-        assert self.values is not None, "8 bits are for latents"
+        assert self.values is not None, "scales are for latents"
         values_TH, scales_T2 = latents.keep(k_TkH[:, 0], self.values, latents.kind_of(self.k_PpKH))
         k_T1H = latents.written_out(values_TH[:, None], scales_T2, self.values, k_TkH.dtype)
         return k_T1H, k_T1H
@@ -50,7 +50,7 @@ class Pools:
         if self.scales_Pp2 is None:
             k_SkH, v_SkH = (kept.read(pool, slots_S, dtype) for pool in (self.k_PpKH, self.v_PpKH))
             return k_SkH, v_SkH[..., : self.values]
-        assert self.values is not None, "8 bits are for latents"
+        assert self.values is not None, "scales are for latents"
         pools = self.k_PpKH.flatten(0, 1), self.scales_Pp2.flatten(0, 1)
         k_SkH = latents.gathered(*pools, slots_S, self.values, dtype)
         return k_SkH, k_SkH[..., : self.values]
@@ -81,6 +81,7 @@ class KVCache:
         device: torch.device | str = "cpu",
         kind: Cache = "stored",
     ):
+        assert kind != "int8" or config.latent, "int8 needs the scales that latents have"
         self.pages, self.page_tokens = pages, page_tokens
         shape = (pages, page_tokens, *_head_shape(config, axes))
         # Zeros, not empty: a masked-out key times a weight of zero must not be NaN.

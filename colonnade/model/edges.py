@@ -4,7 +4,7 @@
     left       the ranks' partial products, summed, to y_tD      W, then a sum or a scattered sum
 
 With ``Axes.mover`` (plan.tp_overlap) the communication goes on beside the products (:mod:`.parallel.ringed`), where all
-ranks have as many rows; a decoding step of one token does not care.
+ranks have as many rows.
 """
 
 from torch import Tensor

@@ -58,7 +58,8 @@ class CopyEngines:
         self._rooms: list[Room] = []
         """Never given back: a recorded graph may use any of them."""
         self._now: Room | None = None
-        self._shape: tuple[int, ...] = ()
+        self._sent: list[Tensor] = []
+        """Parts on their way: memory of theirs must not be given out again before they have left."""
 
     def begin(self) -> None:
         """Nobody is in any room."""
@@ -92,8 +93,6 @@ class CopyEngines:
             for r in order(self.axis)[:-1]:
                 parts[r].copy_(room.at(r, x_tD.shape, x_tD.dtype))
                 came.append((r, self._stream.record_event()))
-        for x in (x_tD, x_TD):
-            x.record_stream(self._stream)
         parts[self.axis.rank].copy_(x_tD)
         yield self.axis.rank
         for r, event in came:
@@ -105,25 +104,25 @@ class CopyEngines:
         ranks = order(self.axis)
         room = self._enter(part_tD) if r == ranks[0] else self._now
         assert room is not None, f"parts are pushed in the order {ranks}"
-        self._shape = (self.axis.size, *part_tD.shape)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            room.at(r, self._shape, part_tD.dtype)[self.axis.rank].copy_(part_tD)
-        part_tD.record_stream(self._stream)
-        self._dtype = part_tD.dtype
+            room.at(r, (self.axis.size, *part_tD.shape), part_tD.dtype)[self.axis.rank].copy_(part_tD)
+        self._sent.append(part_tD)
 
     def pushed(self) -> Tensor:
         """The barrier and the sum, beside what the caller does next."""
         assert self._now is not None, "nothing was pushed"
+        part_tD = self._sent[-1]
+        y_tD = torch.empty_like(part_tD)
         with torch.cuda.stream(self._stream):
             self._now.barrier()
-            return self._now.at(self.axis.rank, self._shape, self._dtype).sum(0)
+            theirs = self._now.at(self.axis.rank, (self.axis.size, *part_tD.shape), part_tD.dtype)
+            return torch.sum(theirs, 0, out=y_tD)
 
     def join(self, x: Tensor) -> Tensor:
         """Made on the side, used here."""
-        now = torch.cuda.current_stream()
-        now.wait_stream(self._stream)
-        x.record_stream(now)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._sent.clear()
         return x
 
 

@@ -115,7 +115,8 @@ class Asked:
 
     def _activations(self, context: int) -> int:
         config, serve, each = self.model, self.serve, self.dtype.itemsize
-        gathered = 2 * context * max(1, config.kv_heads // self.tp) * config.head_width * each
+        once = each if serve.cache == "stored" else each + 1  # gathered as it is kept, then widened
+        gathered = 2 * context * max(1, config.kv_heads // self.tp) * config.head_width * once
         if config.latent:
             # Latents of 8 bits are gathered so, and written out in float32 first.
             once = each if serve.cache == "stored" else each + 5

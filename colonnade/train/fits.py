@@ -35,7 +35,7 @@ def expected(run: RunConfig, ground: Ground) -> Account:
 
     def held(p: Tensor, at: Placement) -> int:
         start, stop = (0, len(p)) if whole(at) else ground.shard.part(len(p))
-        return (stop - start) * p[0].numel()
+        return (stop - start) * p.numel() // max(1, len(p))
 
     numbers = {name: held(p, layout[name]) for name, p in model.named_parameters()}
     moved = kept * sum(numbers[name] for name, p in model.named_parameters() if p.requires_grad)

@@ -65,7 +65,8 @@ class Layout:
         elif shares:
             shared = Layout.of_many(q_TNH, k_PpKH)
             shared = replace(shared, shape=shared.shape._replace(causal=False))
-        most = min(rows, N // K * max(1, longest_query))
+        # Under fixed cuts the layout is of any number of queries, whatever is the longest of this step.
+        most = 0 if chunk is not None else min(rows, N // K * max(1, longest_query))
         return Layout(
             Shape(K, N // K, rows, tiles.tile, window), tiles, H, size, workers, chunk, most=most, shared=shared
         )

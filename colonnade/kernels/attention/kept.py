@@ -20,17 +20,25 @@ def as_kept(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-MOST, MOST).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 
+def rows(x: Tensor, where: Tensor) -> Tensor:
+    """x[where]; by bytes where a number has 8 bits, which not every torch moves otherwise."""
+    if x.element_size() > 1:
+        return x.index_select(0, where)
+    return x.view(torch.uint8).index_select(0, where).view(x.dtype)
+
+
+def put(x: Tensor, where: Tensor, new: Tensor) -> None:
+    """x[where] = new, of one type; likewise."""
+    if x.element_size() == 1:
+        x, new = x.view(torch.uint8), new.contiguous().view(torch.uint8)
+    x.index_copy_(0, where, new)
+
+
 def write(pool_PpKH: Tensor, slots_T: Tensor, x_TKH: Tensor) -> None:
     """Keep tokens in these slots (page · page_tokens + offset) of a cache."""
-    pool, x = pool_PpKH.flatten(0, 1), as_kept(x_TKH, pool_PpKH.dtype)
-    if pool.element_size() == 1:  # not every torch moves numbers of 8 bits that are no integers
-        pool, x = pool.view(torch.uint8), x.contiguous().view(torch.uint8)
-    pool.index_copy_(0, slots_T, x)
+    put(pool_PpKH.flatten(0, 1), slots_T, as_kept(x_TKH, pool_PpKH.dtype))
 
 
 def read(pool_PpKH: Tensor, slots_S: Tensor, dtype: torch.dtype) -> Tensor:
     """x_SKH of what is in these slots, in ``dtype``."""
-    pool = pool_PpKH.flatten(0, 1)
-    if pool.element_size() == 1:
-        return pool.view(torch.uint8).index_select(0, slots_S).view(pool.dtype).to(dtype)
-    return pool.index_select(0, slots_S).to(dtype)
+    return rows(pool_PpKH.flatten(0, 1), slots_S).to(dtype)

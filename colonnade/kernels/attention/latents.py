@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from colonnade.kernels.attention.kept import put, rows
 from colonnade.kernels.linear.quantise import quantise
 
 Kind = Literal["int8", "float8"]
@@ -32,8 +33,7 @@ def keep(k_TH: Tensor, rank: int, kind: Kind) -> tuple[Tensor, Tensor]:
 def store(k_TH: Tensor, slots_T: Tensor, rank: int, k_Pp1H: Tensor, scales_Pp2: Tensor) -> None:
     """Keep tokens in these slots (page · page_tokens + offset) of a cache."""
     values_TH, scales_T2 = keep(k_TH, rank, kind_of(k_Pp1H))
-    # Bytes, because not every torch moves numbers of 8 bits that are no integers.
-    k_Pp1H.view(torch.uint8).flatten(0, 1).index_copy_(0, slots_T, values_TH.view(torch.uint8)[:, None])
+    put(k_Pp1H.flatten(0, 1), slots_T, values_TH[:, None])
     scales_Pp2.flatten(0, 1).index_copy_(0, slots_T, scales_T2)
 
 
@@ -52,5 +52,4 @@ def written_out(values: Tensor, scales: Tensor, rank: int, dtype: torch.dtype) -
 
 def gathered(values: Tensor, scales: Tensor, where: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
     """The same of some rows: positions of a cache, or its pages."""
-    moved = values.view(torch.uint8).index_select(0, where).view(values.dtype)
-    return written_out(moved, scales.index_select(0, where), rank, dtype)
+    return written_out(rows(values, where), scales.index_select(0, where), rank, dtype)

@@ -19,6 +19,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from colonnade.kernels.attention.kept import rows
 from colonnade.kernels.attention.latents import gathered
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.dropout.reference import Pairs
@@ -152,9 +153,10 @@ def keys_and_values(
 ) -> tuple[Tensor, Tensor]:
     """k_SKH and v_SKH of the first ``length`` tokens of the pages ``used``, in ``dtype`` if they were of 8 bits."""
     if scales_Pp2 is None:
-        k_SKH, v_SKH = (cache[used].flatten(0, 1)[:length] for cache in (k_PpKH, v_PpKH[..., :values]))
-        return (k_SKH, v_SKH) if k_PpKH.element_size() > 1 else (k_SKH.to(dtype), v_SKH.to(dtype))
-    assert values is not None, "8 bits are for latents"
+        k_SKH, v_SKH = (rows(cache, used).flatten(0, 1)[:length] for cache in (k_PpKH, v_PpKH))
+        k_SKH, v_SKH = (k_SKH, v_SKH) if k_PpKH.element_size() > 1 else (k_SKH.to(dtype), v_SKH.to(dtype))
+        return k_SKH, v_SKH[..., :values]
+    assert values is not None, "scales are for latents"
     k_SKH = gathered(k_PpKH, scales_Pp2, used, values, dtype).flatten(0, 1)[:length]
     return k_SKH, k_SKH[..., :values]
 

@@ -88,7 +88,7 @@ def paged(
     def keys_and_values(group: Group) -> tuple[Tensor, Tensor]:
         k_BSKH = group.gather(k_PpKH)
         if scales_Pp2 is not None:
-            assert values is not None, "8 bits are for latents"
+            assert values is not None, "scales are for latents"
             k_BSKH = written_out(k_BSKH, group.gather(scales_Pp2), values, q_TNH.dtype)
         k_BSKH = k_BSKH.to(q_TNH.dtype)
         return k_BSKH, k_BSKH if v_PpKH is k_PpKH else group.gather(v_PpKH).to(q_TNH.dtype)

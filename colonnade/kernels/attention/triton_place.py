@@ -13,7 +13,6 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from colonnade.kernels.attention import place as reference
 from colonnade.kernels.attention.place import Turn
 from colonnade.kernels.early import early
 from colonnade.kernels.linear.fused import Scale
@@ -75,9 +74,7 @@ def place(
     turn: Turn | None = None,
     norms: tuple[Scale, Scale] | None = None,
 ) -> Tensor:
-    """q_TnH (see :func:`place.place`), where pools are of floating point numbers."""
-    if not k_PpKH.is_floating_point():
-        return reference.place(qkv_Tz, k_PpKH, v_PpKH, slots_T, turn=turn, norms=norms)
+    """q_TnH (see :func:`place.place`)."""
     (T, z), (P, page_tokens, K, H) = qkv_Tz.shape, k_PpKH.shape
     group = z // (K * H) - 2
     q_TnH = qkv_Tz.new_empty(T, K * group, H)

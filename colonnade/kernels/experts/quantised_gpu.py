@@ -15,7 +15,7 @@ from colonnade.kernels.experts.quantised import Stacks
 from colonnade.kernels.experts.tiles import Tiles
 from colonnade.kernels.experts.triton_schedule import padded, programs
 from colonnade.kernels.linear.quantise import NIBBLES, Quantised
-from colonnade.kernels.permute.triton_moves import inverse, rows_in, summed
+from colonnade.kernels.permute.triton_moves import rows_in, summed
 
 CHOSEN: tuple[tuple[int | None, Tiles], ...] = (
     (16, Tiles(16, 64, 64, 4, 4)),
@@ -52,7 +52,7 @@ def routed(
             h, order_R, ends_E, down.values, cut.scales(down), down_b, weights_TA, y, R, F, D, E, *cut.stored,
             down_b is not None, **cut.how,
         )  # fmt: skip
-    return summed(y, inverse(order_R, *weights_TA.shape), ends_E=ends_E)
+    return summed(y, order_R, *weights_TA.shape, ends_E=ends_E)
 
 
 def pick(rows: int, experts: int, dtype: torch.dtype) -> Tiles:

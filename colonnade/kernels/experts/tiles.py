@@ -2,7 +2,7 @@
 while a model runs.
 
 The load of each expert is known to the device only, so a row of the table is chosen by what the host knows: the
-product, the size of an element, the layer's (E, F, D), and the mean rows an expert has when all are used alike, R / E.
+product, the size of an element, the layer's (F, D), and the mean rows an expert has when all are used alike, R / E.
 A decode step has few: its tiles are as low as the matrix units allow (16), since each weight is read once whatever the
 tile. Training has many: tiles as large as the registers hold (128 × 256 float32 sums, 128 registers a thread of 256).
 

@@ -1,4 +1,4 @@
-"""The likeliest token of each row of logits, the first of several; of a row that is not finite, what marks it."""
+"""The likeliest token of each row of logits; of a row that is not finite, what marks it."""
 
 import torch
 from torch import Tensor
