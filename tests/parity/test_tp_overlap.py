@@ -66,7 +66,7 @@ class Mapped(CopyEngines):
 
     def __init__(self, axis: Axis, folder: Path):
         self.axis, self._stream, self._folder = axis, mock.MagicMock(), folder
-        self._rooms, self._now = [], None
+        self._rooms, self._now, self._sent = [], None, []
 
     def _room(self, slot_bytes: int) -> Room:
         return MappedRoom(self.axis, slot_bytes, self._folder)
