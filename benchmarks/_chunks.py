@@ -7,7 +7,6 @@ something came before. TFLOP/s count the scores that are seen, causal halves onl
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -80,7 +79,7 @@ def ours(q: Any, k: Any, v: Any, table: PageTable) -> Callable[[], Any]:
 def seconds(run: Callable[[], Any]) -> float:
     """Of one call, replayed as a graph of several."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return _decode.seconds(lambda _: run(), SimpleNamespace(copies=1, device=device), rounds=7)
+    return _decode.replayed(lambda _: run(), 1, device, rounds=7)
 
 
 def rows(cells: Sequence[Chunks], device: str) -> list[dict[str, Any]]:

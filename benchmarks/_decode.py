@@ -158,9 +158,15 @@ def error(run: Run, right: Tensor) -> float:
 
 
 def seconds(run: Run, tensors: Tensors, *, rounds: int = 15) -> float:
-    """Of one call, the median of ``rounds`` replays of a graph of calls; on a CPU of calls."""
-    copies = tensors.copies
-    if tensors.device == "cpu":
+    """Of one call on the cell's copies."""
+    return replayed(run, tensors.copies, tensors.device, rounds=rounds)
+
+
+def replayed(run: Run, copies: int, device: str, *, rounds: int = 15) -> float:
+    """Seconds of one call, the median of ``rounds`` replays of a graph of calls, on so many copies in turn; on a CPU of
+    calls.
+    """
+    if device == "cpu":
 
         def once() -> float:
             began = time.perf_counter()

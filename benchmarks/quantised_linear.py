@@ -10,40 +10,18 @@ cache; divided by their number.
 
 import argparse
 import itertools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from _decode import read_bandwidth
+from _decode import read_bandwidth, replayed
 from _report import RESULTS, Cell, Headline, report
 from colonnade.kernels.linear import quantised
 from colonnade.kernels.linear.quantise import Quantised, quantise
 
 SHAPES = {"qkv": (12288, 4096), "out": (4096, 4096), "up": (11008, 4096), "down": (4096, 11008)}
 COLD_BYTES = 2**28
-
-
-def timed(run: Callable[[int], Any], copies: int) -> float:
-    """Seconds a call, by replaying a graph of one call on each copy."""
-    for copy in range(copies):
-        run(copy)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for copy in range(copies):
-            run(copy)
-    taken = []
-    for _ in range(12):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        taken.append(begin.elapsed_time(end) * 1e-3 / copies)
-    return sorted(taken)[6]
 
 
 def copies_of(weight: Quantised) -> list[Quantised]:
@@ -61,11 +39,11 @@ def measure(rows: list[int], tune: bool) -> list[dict[str, Cell]]:
         plain = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
         x = torch.randn(T, inputs, device="cuda", dtype=torch.bfloat16)
         stored = plain.expand(max(2, COLD_BYTES // plain.nbytes), -1, -1).contiguous()
-        base_s = timed(lambda i: F.linear(x, stored[i]), len(stored))  # noqa: B023 - called at once
+        base_s = replayed(lambda i: F.linear(x, stored[i]), len(stored), "cuda")  # noqa: B023 - called at once
         found.append(_row(name, T, "bfloat16", base_s, plain.nbytes, bandwidth, base_s))
         for kind in ("int8", "int4", "float8"):
             each = copies_of(quantise(plain, kind, 64))
-            s = timed(lambda i: quantised_gpu.linear(x, each[i]), len(each))  # noqa: B023
+            s = replayed(lambda i: quantised_gpu.linear(x, each[i]), len(each), "cuda")  # noqa: B023
             found.append(_row(name, T, kind, s, each[0].nbytes, bandwidth, base_s))
             print(found[-1], flush=True)
             if not tune:
@@ -76,7 +54,7 @@ def measure(rows: list[int], tune: bool) -> list[dict[str, Cell]]:
             for out, column, warps, stages, splits in itertools.product(outs, columns, (2, 4, 8), (2, 4), (1, 2, 4, 8)):
                 how = Tiles(out, column, warps, stages)
                 try:
-                    s = timed(lambda i: quantised_gpu.few_rows(x, each[i], how, splits), len(each))  # noqa: B023
+                    s = replayed(lambda i: quantised_gpu.few_rows(x, each[i], how, splits), len(each), "cuda")  # noqa: B023
                 except Exception as why:  # noqa: BLE001 - too large a tile for the chip is one of many
                     print(how, splits, str(why).splitlines()[0][:80])
                     continue

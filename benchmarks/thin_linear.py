@@ -18,16 +18,15 @@ import itertools
 import json
 import multiprocessing
 import os
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from _decode import read_bandwidth
+from _decode import read_bandwidth, replayed
 from _report import RESULTS, Cell, Headline, report
 from colonnade.kernels.linear import fused, thin_tiles
 from colonnade.kernels.linear.fused import Gate, Matrix, Scale
@@ -101,25 +100,6 @@ def tensors(cell: Product, device: str, copies: int = 0) -> tuple[Tensor, list[t
     return x, found, size
 
 
-def timed(run: Callable[[int], Any], copies: int) -> float:
-    """Seconds a call, by replaying a graph of one call on each copy; the median of a few."""
-    run(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for copy in range(copies):
-            run(copy)
-    taken = []
-    for _ in range(7):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        taken.append(begin.elapsed_time(end) * 1e-3 / copies)
-    return statistics.median(taken[1:])
-
-
 def compile_all(cell: Product, tiles: Sequence[Tiles]) -> int:
     """Have the kernels of some tiles in the cache on disk; how many the chip takes."""
     from colonnade.kernels.linear import thin_gpu
@@ -149,11 +129,11 @@ def tuned(cell: Product, hows: Sequence[Tiles]) -> dict[str, Any]:
             return thin_gpu.launch(x, weight, tiles=how, **parts)
 
         try:
-            return timed(run, len(copies))
+            return replayed(run, len(copies), "cuda", rounds=7)
         except OutOfResources:
             return float("inf")
 
-    library_s = timed(lambda copy: thin_gpu.composed(x, copies[copy][0], **copies[copy][1]), len(copies))
+    library_s = replayed(lambda copy: thin_gpu.composed(x, copies[copy][0], **copies[copy][1]), len(copies), "cuda")
     took = {how: seconds(how) for how in hows}
     for how in sorted(took, key=lambda how: took[how])[:2]:
         for programs in (1, 2, 3, 4):
@@ -200,7 +180,7 @@ def measure() -> list[dict[str, Cell]]:
     for cell in CELLS:
         x, copies, size = tensors(cell, "cuda")
         ours, theirs = (
-            timed(lambda i, run=run: run(x, copies[i][0], **copies[i][1]), len(copies))  # noqa: B023 - called at once
+            replayed(lambda i, run=run: run(x, copies[i][0], **copies[i][1]), len(copies), "cuda")  # noqa: B023 - called at once
             for run in (thin_gpu.product, thin_gpu.composed)
         )
         tiles = thin_tiles.pick(cell.kind, cell.rows, *SHAPES[cell.name][:2], gated=cell.gated)

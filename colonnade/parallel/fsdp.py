@@ -145,7 +145,7 @@ class Whole:
     @torch.no_grad()
     def place(self, name: str, held: Tensor, value: Tensor) -> None:
         """Into the master, whole."""
-        (self.local.get(name, self.frozen.get(name, held))).copy_(value)
+        self.local.get(name, self.frozen.get(name, held)).copy_(value)
 
 
 def _move_gradient(parameter: Tensor, master: Tensor) -> None:

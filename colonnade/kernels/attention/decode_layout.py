@@ -15,6 +15,7 @@ from colonnade.kernels.attention import cascade, splits
 from colonnade.kernels.attention.cascade import Cascade, Reader, Room
 from colonnade.kernels.attention.decode_tiles import Tiles, costs, pick
 from colonnade.kernels.attention.split_plan import Capacity, Plan, Shape
+from colonnade.kernels.device import processors
 from colonnade.kernels.early import early
 
 FEW = 64
@@ -222,8 +223,3 @@ def _sent(numbers: list[int], device: torch.device | str) -> Tensor:
     # Pinned, since another copy would wait until the device has done all that it was given before.
     gpu = torch.device(device).type == "cuda"
     return torch.tensor(numbers, dtype=torch.int32, pin_memory=gpu).to(device, non_blocking=gpu)
-
-
-def processors(device: torch.device) -> int:
-    """Multiprocessors; Triton's interpreter, on a CPU, has none, and a few show all that can go wrong."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

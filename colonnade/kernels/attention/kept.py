@@ -10,7 +10,7 @@ request can be told. Latents have scales (:mod:`latents`), since one vector of t
 import torch
 from torch import Tensor
 
-MOST = 448.0
+MOST = torch.finfo(torch.float8_e4m3fn).max
 """The largest number of e4m3."""
 
 

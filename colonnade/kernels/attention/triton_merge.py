@@ -20,10 +20,11 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from colonnade.kernels.attention.decode_layout import Prepared, processors
+from colonnade.kernels.attention.decode_layout import Prepared
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import places
 from colonnade.kernels.attention.triton_splits import FIELDS, LN_2, LOG2_E
+from colonnade.kernels.device import processors
 from colonnade.kernels.early import early
 from colonnade.kernels.softmax_state import State
 

@@ -15,13 +15,11 @@ columns before the next GROUP start, so that the weights are read from memory m_
 # pyright: reportCallIssue=false, reportArgumentType=false
 # A kernel is launched with more than its signature says, and its constants are plain numbers.
 
-import functools
-
-import torch
 import triton
 from torch import Tensor
 from triton import language as tl
 
+from colonnade.kernels.device import processors
 from colonnade.kernels.experts.tiles import Tiles
 
 
@@ -92,12 +90,6 @@ def programs(rows: int, ends_E: Tensor, columns: int, tiles: Tiles, *, tail: boo
     groups = len(ends_E) + tail
     most = (rows if single else rows // tiles.BM + min(groups, rows)) * triton.cdiv(columns, tiles.BN)
     return min(most, tiles.a_processor * processors(ends_E.device)) if tiles.a_processor else most
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 4 where kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def padded(ends_E: Tensor) -> int:

@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
+from colonnade.kernels.device import processors
 from colonnade.kernels.linear import scaled_mm, triton_quantised
 from colonnade.kernels.linear.quantise import NIBBLES, Quantised, upscale
 
@@ -68,7 +69,7 @@ def few_rows(x_TD: Tensor, weight: Quantised, how: Tiles | None = None, splits: 
     columns = weight.values.shape[1]
     blocks = triton.cdiv(outputs, how.outputs)
     most = triton.cdiv(columns, 2 * how.columns)
-    splits = splits or max(1, min(most, PROGRAMS * _processors(x_TD.device) // blocks))
+    splits = splits or max(1, min(most, PROGRAMS * processors(x_TD.device) // blocks))
     step = triton.cdiv(triton.cdiv(columns, splits), how.columns) * how.columns
     splits = triton.cdiv(columns, step)
     out = parts = x_TD.new_empty(T, outputs)
@@ -117,8 +118,3 @@ def _in_float8(x_TD: Tensor, weight: Quantised) -> Tensor:
     up_T1 = upscale(x_TD.abs().amax(1, keepdim=True), weight.values.dtype)
     x8_TD = (x_TD * up_T1.to(x_TD.dtype)).to(weight.values.dtype)
     return scaled_mm.product(x8_TD, weight.values, up_T1.reciprocal(), weight.scales, x_TD.dtype)
-
-
-def _processors(device: torch.device) -> int:
-    # Triton's interpreter, on a CPU, has none; a few show all that can go wrong.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from colonnade.kernels.device import processors
 from colonnade.kernels.early import early
 from colonnade.kernels.linear import fused, quantised_gpu, reference, thin_tiles, triton_thin
 from colonnade.kernels.linear.fused import Gate, Matrix, Scale
@@ -42,7 +43,7 @@ def product(
 ) -> Tensor:
     """y_TF (see :func:`fused.linear`)."""
     parts: dict[str, Any] = {"norm": norm, "gate": gate, "more_TF": more_TF}
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (x_TD, weight) if isinstance(x, Tensor)):
+    if _differentiated(x_TD, weight):
         return fused.linear(x_TD, weight, bias_F, **parts)
     tiles = _tiles(x_TD, weight, gated=gate is not None)
     if tiles is not None:
@@ -133,19 +134,18 @@ def launch(
     return y_TF
 
 
-def processors(device: torch.device) -> int:
-    """Multiprocessors; Triton's interpreter, on a CPU, has none, and a few show all that can go wrong."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def _tiles(x_TD: Tensor, weight: Matrix, *, gated: bool) -> Tiles | None:
     T = len(x_TD)
-    wants = torch.is_grad_enabled() and any(x.requires_grad for x in (x_TD, weight) if isinstance(x, Tensor))
-    if not 0 < T <= thin_tiles.MOST or wants or not x_TD.numel():
+    if not 0 < T <= thin_tiles.MOST or not x_TD.numel() or _differentiated(x_TD, weight):
         return None
     if isinstance(weight, Tensor) and (weight.dtype != x_TD.dtype or weight.stride(1) != 1):
         return None
     return thin_tiles.pick(_kind(weight), T, _outputs(weight), x_TD.shape[1], gated=gated)
+
+
+def _differentiated(x_TD: Tensor, weight: Matrix) -> bool:
+    """Whether a gradient of a product is wanted."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in (x_TD, weight) if isinstance(x, Tensor))
 
 
 def _library(x_TD: Tensor, weight: Matrix, bias_F: Tensor | None) -> Tensor:
