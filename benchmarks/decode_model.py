@@ -36,7 +36,7 @@ from colonnade.config import ModelConfig, Plan, WeightGroup, Weights
 from colonnade.config.presets import preset
 from colonnade.config.quantised import check
 from colonnade.kernels.early import Switch
-from colonnade.model import KVCache, Transformer, fused
+from colonnade.model import KVCache, Transformer
 from colonnade.model.linear import Linear
 from colonnade.model.quantised import build
 from colonnade.parallel.axis import Axes
@@ -48,8 +48,6 @@ from colonnade.serve.fixed import FixedSteps
 from colonnade.serve.invariant import prepare
 from colonnade.serve.sampling import Draw, SamplingParams
 from colonnade.serve.scheduler import Slice, Work
-
-fused.Switch.on = True  # what would be switched on is what is measured
 
 TINY = ModelConfig(vocab_size=97, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=128, family="llama")
 GREEDY = Draw.of(SamplingParams(temperature=0), 0, 0)

@@ -31,11 +31,8 @@ from _report import RESULTS, Cell, Headline, report
 from _turns import turns
 from colonnade.config import ServeConfig
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.model import fused
 from colonnade.serve import Engine, SamplingParams
 from colonnade.train.breakdown import breakdown
-
-fused.Switch.on = True  # what would be switched on is what is measured
 
 
 class Load(NamedTuple):

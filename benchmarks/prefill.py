@@ -21,12 +21,10 @@ from _clock import Clock
 from _report import RESULTS, Cell, Headline, report
 from colonnade.config import ModelConfig
 from colonnade.config.presets import preset
-from colonnade.model import KVCache, Transformer, fused
+from colonnade.model import KVCache, Transformer
 from colonnade.serve.batch import Runner
 from colonnade.serve.sampling import Draw, SamplingParams
 from colonnade.serve.scheduler import Slice, Work
-
-fused.Switch.on = True  # what would be switched on is what is measured
 
 TINY = ModelConfig(vocab_size=97, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=128, family="llama")
 PAGE = 64

@@ -31,14 +31,12 @@ from _report import RESULTS, Cell, Headline, report
 from colonnade.config import ModelConfig, WeightGroup, Weights
 from colonnade.config.presets import preset
 from colonnade.kernels.early import Switch
-from colonnade.model import KVCache, Transformer, fused
+from colonnade.model import KVCache, Transformer
 from colonnade.model.ffn import FeedForward
 from colonnade.model.linear import Linear
 from colonnade.model.transformer import Block
 from colonnade.parallel.axis import SOLO_AXES
 from decode_model import TINY, made, stepper, steps_of
-
-fused.Switch.on = True  # what would be switched on is what is measured
 
 PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|dot_kernel|^thin|^tiles|^_linear|^aten::mm|^aten::addmm", re.I)
 """Kernels that read a weight; what adds up the parts of one that was split is none."""

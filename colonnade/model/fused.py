@@ -6,8 +6,8 @@
 A step of one row launches a kernel for each of these, and two or so for attention, where the modules by themselves
 launch some twenty: at two microseconds each they take as long as a third of the weights. With many rows, such as a
 prompt's, norm and products are the library's, and what is saved is reading and writing x in between. What is computed
-is the same, rounded less often. Serving asks for it (:func:`prepare`) where :class:`Switch` is on; whatever a block has
-that is not in these lines goes through the modules.
+is the same, rounded less often. Serving asks for it (:func:`prepare`); whatever a block has that is not in these lines
+goes through the modules.
 """
 
 from typing import TYPE_CHECKING
@@ -26,13 +26,6 @@ from colonnade.model.rotary import Rotation
 
 if TYPE_CHECKING:
     from colonnade.model.transformer import Block, Transformer
-
-
-class Switch:
-    """Whether serving asks for it."""
-
-    on = False
-    """Not run on a GPU yet, only by Triton's interpreter and compiler: the benchmarks of decoding switch it on."""
 
 
 def prepare(model: "Transformer") -> None:

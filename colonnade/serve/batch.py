@@ -36,7 +36,7 @@ class Runner:
         attention of :func:`invariant.prepare`.
         """
         self.model, self.cache, self.fixed, self.share, self.invariant = model, cache, fixed, share, invariant
-        if fused.Switch.on and invariant is None:  # whose kernels are others
+        if invariant is None:  # whose kernels are others
             fused.prepare(model)
         self._held = Holding.of(model, cache)
         self._one_by_one = invariant is not None and not cache.k[0].is_cuda

@@ -7,7 +7,7 @@ import torch
 from colonnade.config import ServeConfig
 from colonnade.config.experts import check_generates
 from colonnade.errors import CapacityError, ConfigError, PlanError, RequestError
-from colonnade.model import KVCache, Transformer, fused
+from colonnade.model import KVCache, Transformer
 from colonnade.model.quantised import kind_of, tensors_of
 from colonnade.model.split import WIDEST
 from colonnade.serve.memory import Asked, check_room, free_bytes, page_bytes_of, pages_of, told
@@ -29,14 +29,12 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
             f'read; load it with weights="{config.weights}"'
         )
     weight = next(model.parameters())
-    ours = config.fixed_steps or model.config.latent is not None or model.axes.cp.size > 1 or fused.Switch.on
-    if config.cache == "float8" and ours and weight.is_cuda:
+    if config.cache == "float8" and weight.is_cuda:
         has = torch.cuda.get_device_capability(weight.device)
         if has < FLOAT8:
             raise ConfigError(
-                f"recorded steps, latent attention and context ranks have a cache in float8 from compute capability "
-                f"{FLOAT8[0]}.{FLOAT8[1]} on, and this {torch.cuda.get_device_name(weight.device)} has "
-                f"{has[0]}.{has[1]}; leave --serve.cache out"
+                f"a cache in float8 needs compute capability {FLOAT8[0]}.{FLOAT8[1]}, and this "
+                f"{torch.cuda.get_device_name(weight.device)} has {has[0]}.{has[1]}; leave --serve.cache out"
             )
     if config.batch_invariant and config.fixed_steps and weight.device.type == "cpu":
         raise ConfigError(

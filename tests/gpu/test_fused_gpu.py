@@ -68,8 +68,9 @@ def test_products(how: tuple[str, int], size: tuple[int, int], dtype: torch.dtyp
             )
             got = thin_gpu.product(x, made[0], b, **way)
             error = float((got.double() - wanted).norm() / wanted.norm())
-            # With more rows every step rounds, and quantised weights are widened to the type of x.
-            room = 1 if rows <= thin_tiles.MOST else 3
+            # The library's kernels round at every step, and widen quantised weights to the type of x.
+            ours = thin_tiles.pick(kind, rows, F, D, gated="gate" in way) if rows <= thin_tiles.MOST else None
+            room = 1 if ours else 3
             assert got.dtype == dtype and error < room * TOLERANCE[dtype], (rows, list(way), error)
             assert torch.equal(got, thin_gpu.product(x, made[0], b, **way))
 
@@ -118,7 +119,7 @@ def test_heads_on_their_way(pool: torch.dtype, group: int, K: int, H: int, norme
     assert (q.double() - wanted.double()).norm() < 6e-3 * wanted.double().norm()
     for a, b in zip(ours, theirs, strict=True):
         assert (a.double() - b.double()).norm() < (6e-3 if pool == dtype else 4e-2) * b.double().norm()
-        assert torch.equal(a == 0, b == 0) or pool != dtype
+        assert torch.equal((a == 0).all(-1), (b == 0).all(-1))  # the same slots, and nothing beside them
 
 
 @pytest.mark.parametrize("name", ["llama", "one head a group", "norms of heads", "biases", "a window", "experts"])

@@ -70,7 +70,8 @@ def quantise(weight_FD: Tensor, kind: Kind, group: int = 64, over: Callable[[Ten
         return _in_groups(w_FD, group)
     highest_F1 = over(w_FD.abs().amax(1, keepdim=True))
     if kind == "int8":
-        scale_F1 = highest_F1.clamp(min=SMALLEST) / 127
+        # Divided by a tensor: by a number a GPU multiplies with its reciprocal, and the last bit is another.
+        scale_F1 = highest_F1.clamp(min=SMALLEST) / highest_F1.new_tensor(127.0)
         values_FD = (w_FD / scale_F1).round().clamp(-127, 127).to(torch.int8)
         return Quantised(kind, values_FD, scale_F1, w_FD.shape[1], w_FD.shape[1])
     up_F1 = upscale(highest_F1, FLOAT8)
@@ -96,7 +97,7 @@ def _in_groups(w_FD: Tensor, group: int) -> Quantised:
     inputs, words = w_FD.shape[1], group // NIBBLES
     w = F.pad(w_FD, (0, -inputs % group)).unflatten(1, (-1, group))
     low, high = w.amin(2, keepdim=True).clamp(max=0), w.amax(2, keepdim=True).clamp(min=0)
-    scale = ((high - low).clamp(min=SMALLEST) / 15).bfloat16()
+    scale = ((high - low).clamp(min=SMALLEST) / w_FD.new_tensor(15.0)).bfloat16()
     low = low.bfloat16()
     q = ((w - low.float()) / scale.float()).round().clamp(0, 15).nan_to_num().to(torch.int32)
     packed = q.new_zeros(*q.shape[:2], words)
