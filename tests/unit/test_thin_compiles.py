@@ -50,7 +50,7 @@ def test_products_fit_the_chip(kind: str, rows: int, gated: bool, inputs: int, t
         "rows": rows, "SCALED": kind in ("int8", "float8"), "NORM": gated, "ACT": "silu" if gated else "",
         "BIASED": False, "ADDED": not gated, "EVEN": columns % tiles.BK == 0, "STEPS": -(-columns // tiles.BK),
         "M": rows, "BN": tiles.BN, "BK": tiles.BK, "V": 8 if kind == "plain" else 16, "STAGES": tiles.stages,
-        "WORDS": 8, "LINES": 16 * gated,
+        "WORDS": 8, "LINES": 16 * gated, "FIRST": 264,
     }  # fmt: skip
     types, constants = ({k: v for k, v in x.items() if k in kernel.arg_names} for x in (types, constants))
     built = compiled(kernel, types, constants, [s for s in SIZES if s in types], warps=tiles.warps)

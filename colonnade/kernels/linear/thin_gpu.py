@@ -21,6 +21,9 @@ from colonnade.kernels.linear.quantise import NIBBLES, Quantised
 from colonnade.kernels.linear.thin_tiles import Tiles
 from colonnade.kernels.norm import reference as norm_reference
 
+AHEAD = 2
+"""Programs a multiprocessor that have weights brought while the kernel before them ends."""
+
 
 def linear(x_TD: Tensor, weight: Matrix, bias_F: Tensor | None = None) -> Tensor:
     """y_TF (see :func:`reference.linear`), of any number of rows."""
@@ -107,7 +110,8 @@ def launch(
     constants: dict[str, Any] = {
         "NORM": norm is not None, "ACT": "" if gate is None else gate.activation, "BIASED": bias is not None,
         "ADDED": more_TF is not None, "STEPS": triton.cdiv(columns, BK), "M": triton.next_power_of_2(T),
-        "BN": tiles.BN, "BK": BK, "STAGES": tiles.stages, "LINES": 0, "num_warps": tiles.warps,
+        "BN": tiles.BN, "BK": BK, "STAGES": tiles.stages, "LINES": 0, "FIRST": AHEAD * processors(x_TD.device),
+        "num_warps": tiles.warps,
     }  # fmt: skip
     if early(x_TD.device):
         # What is read first of each row, in lines of the cache.

@@ -35,16 +35,22 @@ FETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 @triton.jit
-def _begin(w_ptr, u_ptr, row, outputs, w_f, TWO: tl.constexpr, BN: tl.constexpr, LINES: tl.constexpr):
-    """Have the first weights brought to the level-2 cache while the kernel before ends, and wait for that end."""
+def _begin(
+    w_ptr, u_ptr, first, outputs, w_f, TWO: tl.constexpr, BN: tl.constexpr, LINES: tl.constexpr, FIRST: tl.constexpr
+):
+    """Have the first weights brought to the level-2 cache while the kernel before ends, and wait for that end.
+
+    Only FIRST programs do: those that come later begin when that has ended, and would ask twice for every weight.
+    """
     tl.extra.cuda.gdc_launch_dependents()
-    i = tl.arange(0, BN * LINES)
-    width: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
-    n = tl.minimum(row + i // LINES, outputs - 1).to(tl.int64)
-    at = (n * w_f) * width + tl.minimum(i % LINES * 128, w_f * width - 1)
-    tl.inline_asm_elementwise(FETCH, "=r,l", [w_ptr.to(tl.int64) + at], tl.int32, is_pure=False, pack=1)
-    if TWO:
-        tl.inline_asm_elementwise(FETCH, "=r,l", [u_ptr.to(tl.int64) + at], tl.int32, is_pure=False, pack=1)
+    if first < FIRST:
+        i = tl.arange(0, BN * LINES)
+        width: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+        n = tl.minimum(first * BN + i // LINES, outputs - 1).to(tl.int64)
+        at = (n * w_f) * width + tl.minimum(i % LINES * 128, w_f * width - 1)
+        tl.inline_asm_elementwise(FETCH, "=r,l", [w_ptr.to(tl.int64) + at], tl.int32, is_pure=False, pack=1)
+        if TWO:
+            tl.inline_asm_elementwise(FETCH, "=r,l", [u_ptr.to(tl.int64) + at], tl.int32, is_pure=False, pack=1)
     tl.extra.cuda.gdc_wait()
 
 
@@ -101,14 +107,14 @@ def thin(
     rows, outputs, inputs, x_t, w_f, eps,
     SCALED: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
     EVEN: tl.constexpr, STEPS: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, V: tl.constexpr,
-    STAGES: tl.constexpr, LINES: tl.constexpr,
+    STAGES: tl.constexpr, LINES: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Each program takes blocks of BN outputs in turn; a thread has V neighbouring inputs, which are STEPS · BK."""
     C: tl.constexpr = BK // V
     k = tl.arange(0, BK)[None, :]
     first, programs = tl.program_id(0), tl.num_programs(0)
     if LINES:
-        _begin(w_ptr, u_ptr, first * BN, outputs, w_f, ACT != "", BN, LINES)
+        _begin(w_ptr, u_ptr, first, outputs, w_f, ACT != "", BN, LINES, FIRST)
     mine = ((outputs + BN - 1) // BN - first + programs - 1) // programs
     x_row = x_ptr + tl.minimum(tl.arange(0, M), rows - 1)[:, None].to(tl.int64) * x_t
     acc, acc_u = tl.zeros([M, BN, C], tl.float32), tl.zeros([M, BN, C], tl.float32)
@@ -194,7 +200,7 @@ def thin4(
     rows, outputs, inputs, x_t, w_f, groups, eps, even, even_lift, odd, odd_lift,
     WORDS: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
     EVEN: tl.constexpr, STEPS: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    LINES: tl.constexpr,
+    LINES: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """As :func:`thin`; BK are words, WORDS those of a group, of which a thread has four neighbours, and w_f those of a
     row. Scales are pairs of s and m, in one int32.
@@ -203,7 +209,7 @@ def thin4(
     bits = (even, even_lift, odd, odd_lift)
     first, programs = tl.program_id(0), tl.num_programs(0)
     if LINES:
-        _begin(w_ptr, u_ptr, first * BN, outputs, w_f, ACT != "", BN, LINES)
+        _begin(w_ptr, u_ptr, first, outputs, w_f, ACT != "", BN, LINES, FIRST)
     mine = ((outputs + BN - 1) // BN - first + programs - 1) // programs
     x_row = x_ptr + tl.minimum(tl.arange(0, M), rows - 1)[:, None].to(tl.int64) * x_t
     acc, acc_u = tl.zeros([M, BN, C], tl.float32), tl.zeros([M, BN, C], tl.float32)
