@@ -35,7 +35,6 @@ from _report import RESULTS, Cell, Headline, report
 from colonnade.config import ModelConfig, Plan, WeightGroup, Weights
 from colonnade.config.presets import preset
 from colonnade.config.quantised import check
-from colonnade.kernels.early import Switch
 from colonnade.model import KVCache, Transformer
 from colonnade.model.linear import Linear
 from colonnade.model.quantised import build
@@ -141,10 +140,8 @@ def ours(
     batch_invariant: bool,
     page: int,
     small: bool,
-    early: bool,
 ) -> list[dict[str, Any]]:
     """On every rank; a row for each context."""
-    Switch.on = early
     with Ground.build(plan, device) as ground:
         config = (TINY if name == "tiny" else preset(name)).but(context=max(contexts) + 8 * steps)
         plan.check(config)
@@ -166,7 +163,6 @@ def ours(
                     "model": name,
                     "weights": weights,
                     "batch_invariant": batch_invariant,
-                    "early": early,
                     "ranks": plan.world,
                     "plan": str(plan),
                     "batch": batch,
@@ -226,9 +222,8 @@ def measure(
     batch_invariant: bool = False,
     page: int = PAGE,
     small: bool = True,
-    early: bool = False,
 ) -> tuple[list[dict[str, Cell]], list[Headline]]:
-    how = (weights, group, batch_invariant, page, small, early)
+    how = (weights, group, batch_invariant, page, small)
     rows = launch(ours, (name, plan, batch, contexts, steps, device, *how), plan)
     beside = None
     if peer:
@@ -261,9 +256,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--weights", choices=get_args(Weights), default="stored")
     parser.add_argument("--group", type=int, choices=get_args(WeightGroup), default=64, help="inputs a scale of int4")
     parser.add_argument("--batch-invariant", action="store_true", help="as serve.batch_invariant computes")
-    parser.add_argument(
-        "--early", action="store_true", help="kernels begin while others end (colonnade/kernels/early.py)"
-    )
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
@@ -276,10 +268,10 @@ def main(argv: list[str] | None = None) -> None:
     peer = not args.no_peer and plan.world == 1 and args.model.startswith("llama")
     rows, heads = measure(args.model, plan, args.batch, args.contexts, args.steps, "cuda", peer=peer,
                           weights=args.weights, group=args.group, batch_invariant=args.batch_invariant,
-                          page=args.page, small=not args.nccl, early=args.early)  # fmt: skip
+                          page=args.page, small=not args.nccl)  # fmt: skip
     bits = ("" if args.weights == "stored" else f"_{args.weights}") + ("_invariant" if args.batch_invariant else "")
     layout = f"tp{plan.tp}" + "".join(f"{n}{size}" for n in ("cp", "ep", "sh") if (size := getattr(plan, n)) > 1)
-    layout += "_nccl" * args.nccl + "_early" * args.early
+    layout += "_nccl" * args.nccl
     name = f"decode_{args.model}{bits}_{layout}_b{args.batch}_h200"
     report(name, rows, notes=__doc__ or "", headlines=heads, folder=args.out)
 

@@ -30,7 +30,6 @@ from _decode import read_bandwidth
 from _report import RESULTS, Cell, Headline, report
 from colonnade.config import ModelConfig, WeightGroup, Weights
 from colonnade.config.presets import preset
-from colonnade.kernels.early import Switch
 from colonnade.model import KVCache, Transformer
 from colonnade.model.ffn import FeedForward
 from colonnade.model.linear import Linear
@@ -235,9 +234,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512])
     parser.add_argument("--steps", type=int, default=10, help="profiled")
-    parser.add_argument(
-        "--early", action="store_true", help="kernels begin while others end (colonnade/kernels/early.py)"
-    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
     args = parser.parse_args(argv)
@@ -248,10 +244,9 @@ def main(argv: list[str] | None = None) -> None:
         print("step_profile.py needs a GPU, and this machine has none; --tiny shows that it runs")
         return
     config = preset(args.model).but(context=max(args.contexts) + 8 * max(4, args.steps))
-    Switch.on = args.early
     how = (args.batch, args.contexts, args.steps, "cuda", args.group)
     rows, heads = measure(args.model, config, args.weights, *how)
-    name = f"step_profile_{args.model}_b{args.batch}{'_early' * args.early}_h200"
+    name = f"step_profile_{args.model}_b{args.batch}_h200"
     report(name, rows, notes=__doc__ or "", headlines=heads, folder=args.out)
 
 

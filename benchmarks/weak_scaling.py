@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     device, folder, name = place(args)
     rows = series(jobs(args.tiny, worlds, args.who, fused=args.fused, pieces=args.pieces), device, args.keep)
-    report(f"weak_scaling_{name}", rows, __doc__ or "", headlines=heads_of(rows), folder=folder)
+    report(f"weak_scaling_{max(worlds)}_{name}", rows, __doc__ or "", headlines=heads_of(rows), folder=folder)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 
 from colonnade.config import ServeConfig
 from colonnade.kernels.attention import place, triton_place
-from colonnade.kernels.early import Switch
 from colonnade.kernels.linear import fused, thin_gpu, thin_tiles
 from colonnade.kernels.linear.fused import Gate, Scale
 from colonnade.kernels.linear.quantise import quantise
@@ -140,23 +139,6 @@ def test_the_engine_says_what_it_says_on_a_cpu(name: str, recorded: bool, weight
         assert all(block.fused for block in model.blocks) == (device == "cuda")
         said.append(engine.generate([[1, 2, 3], [50, 7], [9, *range(20, 60)]], params))
     assert said[0] == said[1]
-
-
-@pytest.mark.parametrize("name", ["llama", "norms of heads", "experts"])
-def test_kernels_that_begin_while_others_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits, replayed many times: who reads too early reads what the step before left."""
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("needs compute capability 9.0, for programmatic dependent launch")
-    greedy, said = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), []
-    model = tiny.model(dtype=torch.bfloat16, width=256, ffn_width=512, head_width=64, layers=6, **SHAPES[name]).cuda()
-    for on in (False, True, True):
-        monkeypatch.setattr(Switch, "on", on)
-        limits = ServeConfig(pages=60, page_tokens=16, max_requests=3, fixed_steps=True, prefix_cache=False)
-        engine = Engine(model, tiny.tokenizer(), limits)
-        said.append([engine.generate([[1, 2, 3], [50, 7], [9, *range(20, 60)]], greedy), *engine.cache.k])
-    for again in said[1:]:
-        assert again[0] == said[0][0]
-        assert all(torch.equal(a, b) for a, b in zip(again[1:], said[0][1:], strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -16,7 +16,6 @@ from colonnade.kernels.attention.cascade import Cascade, Reader, Room
 from colonnade.kernels.attention.decode_tiles import Tiles, costs, pick
 from colonnade.kernels.attention.split_plan import Capacity, Plan, Shape
 from colonnade.kernels.device import processors
-from colonnade.kernels.early import early
 
 FEW = 64
 """Rows, queries times heads of a group, up to which a request is read and not multiplied."""
@@ -202,8 +201,7 @@ class Prepared:
     @property
     def overlaps(self) -> bool:
         """Whether the merge is started while the reading goes on."""
-        asked = self.layout.tiles.overlap or early(self.flat.device)
-        return asked and self.merges and not self.layout.many and self.arrived is None
+        return self.layout.tiles.overlap and self.merges and not self.layout.many and self.arrived is None
 
     def take(self, plan: Plan | Cascade) -> None:
         """Another step's plan in the place of this one."""

@@ -25,7 +25,6 @@ from colonnade.kernels.attention.decode_layout import FEW, Layout, Prepared
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import places
 from colonnade.kernels.attention.triton_merge import launch, slots_of
-from colonnade.kernels.early import early
 from colonnade.kernels.softmax_state import State
 
 WIDEST = 256
@@ -110,12 +109,11 @@ def _read(
         )  # fmt: skip
     else:
         _, _, merges_at, firsts_at, _ = places(ready.capacity)
-        arrived, begun = none if ready.arrived is None else ready.arrived, early(q_TNH.device)
-        options: dict[str, Any] = {"launch_pdl": True} if begun else {}
+        arrived = none if ready.arrived is None else ready.arrived
         triton_splits.attend[ready.capacity.workers,](
             *tensors, arrived, *strides, P, items_at, merges_at, firsts_at, *numbers,
-            LAUNCH_NEXT=ready.overlaps or begun, FUSED=ready.arrived is not None, EARLY=begun,
-            SINGLE=table.longest_query == 1 and len(q_TNH) == len(table.lengths_R), **constants, **options,
+            LAUNCH_NEXT=ready.overlaps, FUSED=ready.arrived is not None,
+            SINGLE=table.longest_query == 1 and len(q_TNH) == len(table.lengths_R), **constants,
         )  # fmt: skip
 
 

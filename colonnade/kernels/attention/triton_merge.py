@@ -25,7 +25,6 @@ from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import places
 from colonnade.kernels.attention.triton_splits import FIELDS, LN_2, LOG2_E
 from colonnade.kernels.device import processors
-from colonnade.kernels.early import early
 from colonnade.kernels.softmax_state import State
 
 MERGERS = 8
@@ -37,7 +36,7 @@ def merge(
     o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, cu_ptr, sinks_ptr,
     shared_o_ptr, shared_lse_ptr, shared_ptr, members_ptr, merges_at, shared_at,
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, SINKS: tl.constexpr, WAIT: tl.constexpr,
-    LAUNCH_NEXT: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr, SHARED_ROWS: tl.constexpr, PIECES: tl.constexpr,
+    ROWS: tl.constexpr, USED: tl.constexpr, SHARED_ROWS: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Each program takes (line, row, part of the width) in turn: the number of lines is the plan's, the grid fixed.
@@ -46,8 +45,6 @@ def merge(
     SHARED_ROWS a request may be in a group (:mod:`cascade`), whose states, of blocks of so many rows, come first.
     """
     parts: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    if LAUNCH_NEXT:
-        tl.extra.cuda.gdc_launch_dependents()
     tasks = tl.load(plan_ptr) * USED * parts
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         at = plan_ptr + merges_at + task // (USED * parts) * FIELDS
@@ -140,7 +137,7 @@ def launch(
         *state, *slots, ready.flat, table.cu_queries, slots.lse if sinks_N is None else sinks_N,
         *their_slots, theirs.flat, members, places(ready.capacity)[2], places(theirs.capacity)[2],
         N=N, GROUP=shape.group, H=H, SINKS=sinks_N is not None, WAIT=ready.overlaps,
-        LAUNCH_NEXT=early(state.o.device), ROWS=shape.rows, USED=used,
+        ROWS=shape.rows, USED=used,
         SHARED_ROWS=theirs.layout.shape.rows if shared else 0, PIECES=tiles.pieces, BLOCK_H=part, num_warps=4,
         **options,
     )  # fmt: skip

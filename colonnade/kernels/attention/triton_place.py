@@ -7,14 +7,11 @@ What is half a head further is read a second time, from a cache that has it. A s
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # A kernel is launched with more than its signature says, and its constants are plain numbers.
 
-from typing import Any
-
 import triton
 from torch import Tensor
 from triton import language as tl
 
 from colonnade.kernels.attention.place import Turn
-from colonnade.kernels.early import early
 from colonnade.kernels.linear.fused import Scale
 
 
@@ -23,11 +20,8 @@ def _place(
     qkv_ptr, own_ptr, other_ptr, q_gain_ptr, k_gain_ptr, slots_ptr, q_ptr, k_ptr, v_ptr,
     qkv_t, q_eps, k_eps, page_tokens, places, k_page, k_p, k_k, v_page, v_p, v_k,
     K: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr,
-    EARLY: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, h = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_H)[None, :]
     there = (g < GROUP + 2) & (h < H)
@@ -85,11 +79,10 @@ def place(
     own, other = (none, none) if turn is None else (x.contiguous() for x in turn)
     (q_gain, q_eps), (k_gain, k_eps) = norms or ((none, 0.0), (none, 0.0))
     blocks = {"BLOCK_G": triton.next_power_of_2(group + 2), "BLOCK_H": triton.next_power_of_2(H)}
-    options: dict[str, Any] = {"EARLY": True, "launch_pdl": True} if early(qkv_Tz.device) else {"EARLY": False}
     _place[T, K](
         qkv_Tz, own, other, q_gain, k_gain, slots_T, q_TnH, k_PpKH, v_PpKH,
         qkv_Tz.stride(0), q_eps, k_eps, page_tokens, P * page_tokens, *k_PpKH.stride()[:3], *v_PpKH.stride()[:3],
-        K=K, GROUP=group, H=H, TURN=turn is not None, NORM=norms is not None, **blocks, **options,
+        K=K, GROUP=group, H=H, TURN=turn is not None, NORM=norms is not None, **blocks,
         num_warps=max(1, min(8, blocks["BLOCK_G"] * blocks["BLOCK_H"] // 256)),
     )  # fmt: skip
     return q_TnH

@@ -205,7 +205,7 @@ def attend(
     q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k, pages_r, columns, pages, items_at, merges_at, firsts_at, scale, cap,
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, LAUNCH_NEXT: tl.constexpr,
-    FUSED: tl.constexpr, EARLY: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    FUSED: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -221,8 +221,6 @@ def attend(
     if LAUNCH_NEXT:
         # The merge may take its place now; it waits for the end of this before it reads.
         tl.extra.cuda.gdc_launch_dependents()
-    if EARLY:
-        tl.extra.cuda.gdc_wait()  # for queries and the last keys; a plan is there before a step begins
     if FUSED:
         _identities(o_ptr, lse_ptr, plan_ptr, cu_ptr, sinks_ptr, merges_at, N, GROUP, H, SINKS, ROWS, BLOCK_H)
     for i in range(count):

@@ -14,15 +14,11 @@ import triton
 from torch import Tensor
 
 from colonnade.kernels.device import processors
-from colonnade.kernels.early import early
 from colonnade.kernels.linear import fused, quantised_gpu, reference, thin_tiles, triton_thin
 from colonnade.kernels.linear.fused import Gate, Matrix, Scale
 from colonnade.kernels.linear.quantise import NIBBLES, Quantised
 from colonnade.kernels.linear.thin_tiles import Tiles
 from colonnade.kernels.norm import reference as norm_reference
-
-AHEAD = 2
-"""Programs a multiprocessor that have weights brought while the kernel before them ends."""
 
 
 def linear(x_TD: Tensor, weight: Matrix, bias_F: Tensor | None = None) -> Tensor:
@@ -110,13 +106,8 @@ def launch(
     constants: dict[str, Any] = {
         "NORM": norm is not None, "ACT": "" if gate is None else gate.activation, "BIASED": bias is not None,
         "ADDED": more_TF is not None, "STEPS": triton.cdiv(columns, BK), "M": triton.next_power_of_2(T),
-        "BN": tiles.BN, "BK": BK, "STAGES": tiles.stages, "LINES": 0, "FIRST": AHEAD * processors(x_TD.device),
-        "num_warps": tiles.warps,
+        "BN": tiles.BN, "BK": BK, "STAGES": tiles.stages, "num_warps": tiles.warps,
     }  # fmt: skip
-    if early(x_TD.device):
-        # What is read first of each row, in lines of the cache.
-        ahead = min(constants["STEPS"], tiles.stages) * BK * w.element_size()
-        constants |= {"LINES": max(1, triton.next_power_of_2(ahead) // 128), "launch_pdl": True}
     none = y_TF  # in place of a tensor that is not read
     tensors = (
         x_TD, none if norm is None else norm.weight_D, w, w_scale, none if bias is None else bias, u, u_scale,

@@ -8,9 +8,7 @@ one block of outputs to the next without a pause, since both loops are one. Noth
 taken in one order: two runs give the same bits, and a row's do not depend on the other rows.
 
 The norm costs no launch and no pass of its own: its factor is one number a row, which comes last, so squares are summed
-beside the products. Where STEPS is 1 the whole of x stays in registers. With
-LINES (of 128 bytes, of each row) the kernel is started before the one that it follows has ended (programmatic dependent
-launch): weights do not wait for x.
+beside the products. Where STEPS is 1 the whole of x stays in registers.
 
 ``thin`` is for weights that are numbers, ``thin4`` for words of eight numbers of four bits (:mod:`quantise`): a nibble
 put into bits 16 … 19 of the bits of 128.0 *is* 128 + q, and in bits 12 … 15 of those of 2048.0 it is 2048 + q. So there
@@ -30,28 +28,6 @@ BITS = (0xF000, 0x45000000, 0xF0000, 0x43000000)
 """What of a shifted word is a nibble, and the bits of 2048.0 and of 128.0. Arguments of :func:`thin4`: as constants in
 its code the assembler makes two instructions of an ``and`` and an ``or``, which are one where they lie in registers.
 """
-
-FETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
-
-
-@triton.jit
-def _begin(
-    w_ptr, u_ptr, first, outputs, w_f, TWO: tl.constexpr, BN: tl.constexpr, LINES: tl.constexpr, FIRST: tl.constexpr
-):
-    """Have the first weights brought to the level-2 cache while the kernel before ends, and wait for that end.
-
-    Only FIRST programs do: those that come later begin when that has ended, and would ask twice for every weight.
-    """
-    tl.extra.cuda.gdc_launch_dependents()
-    if first < FIRST:
-        i = tl.arange(0, BN * LINES)
-        width: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
-        n = tl.minimum(first * BN + i // LINES, outputs - 1).to(tl.int64)
-        at = (n * w_f) * width + tl.minimum(i % LINES * 128, w_f * width - 1)
-        tl.inline_asm_elementwise(FETCH, "=r,l", [w_ptr.to(tl.int64) + at], tl.int32, is_pure=False, pack=1)
-        if TWO:
-            tl.inline_asm_elementwise(FETCH, "=r,l", [u_ptr.to(tl.int64) + at], tl.int32, is_pure=False, pack=1)
-    tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -107,14 +83,12 @@ def thin(
     rows, outputs, inputs, x_t, w_f, eps,
     SCALED: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
     EVEN: tl.constexpr, STEPS: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, V: tl.constexpr,
-    STAGES: tl.constexpr, LINES: tl.constexpr, FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes blocks of BN outputs in turn; a thread has V neighbouring inputs, which are STEPS · BK."""
     C: tl.constexpr = BK // V
     k = tl.arange(0, BK)[None, :]
     first, programs = tl.program_id(0), tl.num_programs(0)
-    if LINES:
-        _begin(w_ptr, u_ptr, first, outputs, w_f, ACT != "", BN, LINES, FIRST)
     mine = ((outputs + BN - 1) // BN - first + programs - 1) // programs
     x_row = x_ptr + tl.minimum(tl.arange(0, M), rows - 1)[:, None].to(tl.int64) * x_t
     acc, acc_u = tl.zeros([M, BN, C], tl.float32), tl.zeros([M, BN, C], tl.float32)
@@ -200,7 +174,6 @@ def thin4(
     rows, outputs, inputs, x_t, w_f, groups, eps, even, even_lift, odd, odd_lift,
     WORDS: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
     EVEN: tl.constexpr, STEPS: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    LINES: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """As :func:`thin`; BK are words, WORDS those of a group, of which a thread has four neighbours, and w_f those of a
     row. Scales are pairs of s and m, in one int32.
@@ -208,8 +181,6 @@ def thin4(
     C: tl.constexpr = BK // 4
     bits = (even, even_lift, odd, odd_lift)
     first, programs = tl.program_id(0), tl.num_programs(0)
-    if LINES:
-        _begin(w_ptr, u_ptr, first, outputs, w_f, ACT != "", BN, LINES, FIRST)
     mine = ((outputs + BN - 1) // BN - first + programs - 1) // programs
     x_row = x_ptr + tl.minimum(tl.arange(0, M), rows - 1)[:, None].to(tl.int64) * x_t
     acc, acc_u = tl.zeros([M, BN, C], tl.float32), tl.zeros([M, BN, C], tl.float32)
