@@ -15,8 +15,11 @@ from colonnade.kernels.linear import fused, thin_gpu, thin_tiles
 from colonnade.kernels.linear.fused import Gate, Matrix, Scale
 from colonnade.kernels.linear.quantise import quantise
 from colonnade.kernels.linear.thin_tiles import Tiles
+from colonnade.kernels.rotary import reference as rotary_reference
+from colonnade.kernels.rotary import triton_rotary
+from colonnade.kernels.rotary.reference import Rotation
 from colonnade.kernels.sample import reference as sample_reference
-from colonnade.kernels.sample import triton_greedy
+from colonnade.kernels.sample import triton_greedy, triton_tell
 
 DRAW = torch.Generator().manual_seed(0)
 
@@ -117,7 +120,7 @@ def check_heads() -> int:
     ):
         T, page = 3, 4
         qkv = draw(T, K * (group + 2) * H + 2)[:, :-2]
-        turn = (draw(T, 1, H), draw(T, 1, H)) if turned else None
+        turn = Rotation(draw(T, 1, H), draw(T, 1, H)) if turned else None
         norms = (Scale(draw(H), 1e-5), Scale(draw(H), 1e-3)) if normed else None
         slots = torch.tensor([13, 0, 6])
         pools = [torch.zeros(5, page, 2 * K, H, dtype=pool)[:, :, ::2] for _ in range(4)]
@@ -151,7 +154,31 @@ def check_greedy() -> int:
     return count + 1
 
 
+def check_tell() -> int:
+    for T, R in ((1, 1), (300, 7), (5, 300), (0, 3)):
+        last = torch.randint(0, 50_000, (R,))
+        last[R // 2] = -7  # none, whose request ends
+        ids = torch.where(torch.rand(T) < 0.6, -1 - torch.randint(0, R, (T,)), torch.randint(0, 50_000, (T,)))
+        ours, theirs = ids.clone(), ids.clone()
+        triton_tell.tell_(ours, last)
+        sample_reference.tell_(theirs, last)
+        assert torch.equal(ours, theirs) and (ours >= 0).all()
+    return 4
+
+
+def check_rotation() -> int:
+    cases = [(1, 64), (7, 40), (3, 3), (0, 8)]
+    for T, half in cases:
+        positions, theta = torch.randint(0, 4096, (T,)), 1.0 / 10_000 ** (torch.arange(half) / half)
+        ours = triton_rotary.rotation(positions, theta, 1.3, torch.float32)
+        theirs = rotary_reference.rotation(positions, theta, 1.3, torch.float32)
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
+        assert ours.own.shape == (T, 1, 2 * half)
+    return len(cases)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    for check in (check_products, check_bits, check_rows_of_the_table, check_heads, check_greedy):
+    checks = check_products, check_bits, check_rows_of_the_table, check_heads, check_greedy, check_tell, check_rotation
+    for check in checks:
         print(f"{check.__name__}: {check()} cases", flush=True)

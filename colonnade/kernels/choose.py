@@ -23,6 +23,7 @@ from colonnade.kernels.linear import fused, quantised, scaled, scaled_mm, thin
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.norm import reference as norm_reference
 from colonnade.kernels.permute import reference as permute_reference
+from colonnade.kernels.rotary import reference as rotary_reference
 from colonnade.kernels.sample import reference as sample_reference
 
 Operation = Literal[
@@ -51,6 +52,8 @@ Operation = Literal[
     "gather_rows",
     "combine_rows",
     "greedy_tokens",
+    "told_tokens",
+    "rotation",
     "adamw",
 ]
 FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -83,7 +86,7 @@ def _written_in_triton() -> tuple[Row, ...]:
     from colonnade.kernels.experts import triton_experts
     from colonnade.kernels.linear import quantised_gpu, thin_gpu
     from colonnade.kernels.permute import triton_moves, triton_sort
-    from colonnade.kernels.sample import triton_greedy
+    from colonnade.kernels.sample import triton_greedy, triton_tell
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     return (
@@ -99,6 +102,7 @@ def _written_in_triton() -> tuple[Row, ...]:
         Row("gather_rows", "triton", triton_moves.gather, **on),
         Row("combine_rows", "triton", triton_moves.combine, **on),
         Row("greedy_tokens", "triton", triton_greedy.greedy, **on),
+        Row("told_tokens", "triton", triton_tell.tell_, devices=("cuda",), dtypes=(torch.int64,)),
         Row("adamw", "triton", triton_adamw.adamw, devices=("cuda",), dtypes=(torch.float32,)),
     )
 
@@ -119,13 +123,18 @@ def _decoding() -> tuple[Row, ...]:
 
 
 def _thin() -> tuple[Row, ...]:
-    """Products that are ours up to a few rows: for serving, which asks for them by name."""
+    """Products that are ours up to a few rows, and angles in one launch: for serving, which asks for them by name."""
     if not TRITON:
         return ()
     from colonnade.kernels.linear import thin_gpu
+    from colonnade.kernels.rotary import triton_rotary
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
-    return tuple(Row(operation, "thin", thin_gpu.linear, **on) for operation in ("linear", "quantised_linear"))
+    return (
+        Row("linear", "thin", thin_gpu.linear, **on),
+        Row("quantised_linear", "thin", thin_gpu.linear, **on),
+        Row("rotation", "thin", triton_rotary.rotation, **on),
+    )
 
 
 def _fixed() -> tuple[Row, ...]:
@@ -141,6 +150,7 @@ def _fixed() -> tuple[Row, ...]:
         Row("paged_attention", "fixed", fixed.paged, **on),
         Row("linear", "fixed", triton_fixed.linear, **on),
         Row("norm", "fixed", triton_rows.norm, **on),
+        Row("rotation", "fixed", rotary_reference.rotation, devices=("cuda",)),
     )
 
 
@@ -211,6 +221,8 @@ TABLE: tuple[Row, ...] = (
     Row("gather_rows", "reference", permute_reference.gather),
     Row("combine_rows", "reference", permute_reference.combine),
     Row("greedy_tokens", "reference", sample_reference.greedy),
+    Row("told_tokens", "reference", sample_reference.tell_, dtypes=(torch.int64,)),
+    Row("rotation", "reference", rotary_reference.rotation),
     Row("adamw", "reference", adamw_reference.adamw, dtypes=(torch.float64, torch.float32)),
     *_thin(),
     *_fixed(),

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.attention.pages import PageTable
-from colonnade.kernels.attention.place import Turn
 from colonnade.kernels.choose import choose
 from colonnade.kernels.dropout.reference import Pairs
 from colonnade.kernels.linear.fused import Scale
+from colonnade.kernels.rotary.reference import Rotation
 from colonnade.model.cache import KVCache, Pools
 from colonnade.model.noise import Noise
 
@@ -143,7 +143,7 @@ class PagedView:
     window: int | None
     kernels: str
 
-    def of_product(self, qkv_Tz: Tensor, turn: Turn | None, norms: tuple[Scale, Scale] | None) -> Tensor:
+    def of_product(self, qkv_Tz: Tensor, turn: Rotation | None, norms: tuple[Scale, Scale] | None) -> Tensor:
         """o_TnH of heads as the first projection gives them, which are normalised and turned on their way."""
         place = choose("place_heads", qkv_Tz.device.type, qkv_Tz.dtype)
         q_TnH = place(qkv_Tz, self.pools.k_PpKH, self.pools.v_PpKH, self.slots_T, turn=turn, norms=norms)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import ModelConfig
+from colonnade.kernels.rotary.reference import Rotation, rotate
 from colonnade.model.attend import Attend
 from colonnade.model.edges import entered, left
 from colonnade.model.linear import Linear
 from colonnade.model.norm import HeadsNorm, Norm
 from colonnade.model.recompute import again
-from colonnade.model.rotary import Rotation, rotate
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import PARTIAL, Placement, on_rows
 

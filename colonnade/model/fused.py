@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from colonnade.kernels.choose import TRITON, choose
 from colonnade.kernels.linear.fused import Gate, Scale
+from colonnade.kernels.rotary.reference import Rotation
 from colonnade.model.attend import Attend, PagedView
 from colonnade.model.attention import Attention
 from colonnade.model.ffn import FeedForward
 from colonnade.model.linear import Linear
 from colonnade.model.norm import Norm
-from colonnade.model.rotary import Rotation
 
 if TYPE_CHECKING:
     from colonnade.model.transformer import Block, Transformer

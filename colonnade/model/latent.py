@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade.config import ModelConfig
+from colonnade.kernels.rotary.reference import Rotation, rotate
 from colonnade.model.attend import Attend
 from colonnade.model.edges import entered, left
 from colonnade.model.linear import Linear
 from colonnade.model.norm import Norm
 from colonnade.model.recompute import again
-from colonnade.model.rotary import Rotation, rotate, score_factor
+from colonnade.model.rotary import score_factor
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import PARTIAL, Placement, on_rows
 

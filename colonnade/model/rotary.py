@@ -13,21 +13,11 @@ change θ only, once, when the model is built:
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from colonnade.config import ModelConfig, RopeScaling
-
-
-class Rotation(NamedTuple):
-    """What each number of a head is multiplied by, and what its partner, (T, 1, H) each."""
-
-    own: Tensor
-    """(cos, cos)"""
-    other: Tensor
-    """(−sin, sin)"""
 
 
 def frequencies(config: ModelConfig) -> tuple[Tensor, float]:
@@ -93,15 +83,3 @@ def score_factor(scaling: RopeScaling | None) -> float:
     if scaling is None or not scaling.mscale_all_dim:
         return 1.0
     return _term(scaling, scaling.mscale_all_dim) ** 2
-
-
-def rotation(positions_T: Tensor, theta: Tensor, factor: float, dtype: torch.dtype) -> Rotation:
-    """The rotation of each token, computed once a forward pass and shared by all layers."""
-    angle = positions_T.to(theta.dtype)[:, None, None] * theta
-    cos, sin = (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
-    return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
-
-
-def rotate(x_TNH: Tensor, by: Rotation) -> Tensor:
-    """Turn each head of ``x_TNH``: half a head further lies each number's partner."""
-    return torch.addcmul(x_TNH * by.own, x_TNH.roll(x_TNH.shape[-1] // 2, -1), by.other)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import ModelConfig, MoeConfig
+from colonnade.kernels.choose import choose
+from colonnade.kernels.rotary.reference import Rotation
 from colonnade.model import fused
 from colonnade.model.attend import Attend, Attending
 from colonnade.model.attention import Attention
@@ -30,7 +32,7 @@ from colonnade.model.moe import MixtureOfExperts, Report, Routed
 from colonnade.model.noise import ATTENTION, EMBEDDING, FFN, PlaceNoise, drop
 from colonnade.model.norm import Norm
 from colonnade.model.recompute import again
-from colonnade.model.rotary import Rotation, frequencies, rotation
+from colonnade.model.rotary import frequencies
 from colonnade.model.stream import Stream
 from colonnade.model.top import Top
 from colonnade.parallel.axis import SOLO_AXES, Axes
@@ -122,7 +124,9 @@ class Transformer(nn.Module):
     """The model of ``config``, this rank's share of it by ``axes``; parameters are uninitialised."""
 
     kernels = "auto"
-    """Which implementation multiplies with the output projection (:mod:`~colonnade.kernels.choose`)."""
+    """Which implementation turns positions into angles, and multiplies with the output projection
+    (:mod:`~colonnade.kernels.choose`).
+    """
 
     def __init__(
         self,
@@ -209,7 +213,8 @@ class Transformer(nn.Module):
             return None
         if self._theta.device != positions_T.device:
             self._theta = self._theta.to(positions_T.device)
-        return rotation(positions_T, self._theta, self._turn_factor, dtype)
+        run = choose("rotation", positions_T.device.type, dtype, self.kernels)
+        return run(positions_T, self._theta, self._turn_factor, dtype)
 
     def whole_shapes(self) -> dict[str, torch.Size]:
         """The shape of each parameter and buffer over all ranks, by name."""

@@ -10,12 +10,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from colonnade.kernels.choose import choose
 from colonnade.model import KVCache, Paged, Stream, Transformer, fused
 from colonnade.model.split import Split
 from colonnade.serve.fixed import FixedSteps
 from colonnade.serve.held import Holding
 from colonnade.serve.invariant import one_by_one
-from colonnade.serve.sampler import NextTokens, sample, sample_each, told
+from colonnade.serve.sampler import NextTokens, sample, sample_each
 from colonnade.serve.scheduler import Work
 from colonnade.serve.upload import upload
 
@@ -65,7 +66,7 @@ class Runner:
             assert isinstance(attend, Paged), "invariance is for one rank"
             attend, head = replace(attend, kernels=self.invariant, share=False), replace(head, each=True)
         if any(piece.tokens[-1] < 0 for piece in work.slices):
-            stream = stream._replace(tokens_T=told(stream.tokens_T, self._last_R))
+            choose("told_tokens", stream.tokens_T.device.type, torch.int64)(stream.tokens_T, self._last_R)
         return self.model(stream, attend, head)
 
 

@@ -22,14 +22,14 @@ from torch import Tensor
 from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import Plan
+from colonnade.kernels.choose import choose
 from colonnade.model import KVCache, Paged, Stream, Transformer
 from colonnade.model.head import Shares
 from colonnade.model.split import Split
 from colonnade.parallel.graphs import capture
 from colonnade.serve.held import Holding
-from colonnade.serve.sampler import told
 from colonnade.serve.scheduler import Work
-from colonnade.serve.upload import upload
+from colonnade.serve.upload import upload_into
 
 AHEAD = 16
 """Steps of decoding for which a plan of splits is good."""
@@ -138,9 +138,11 @@ class _Size:
         self.numbers = torch.zeros(3, size, dtype=torch.int64, device=self.device)
         self.lengths = torch.ones(size, dtype=torch.int32, device=self.device)
         self.pages = torch.full((size, widest), self.scratch, dtype=torch.int32, device=self.device)
-        self.head = Shares(torch.arange(size, device=self.device))
+        self.head = Shares()
         self.cu_queries = torch.arange(size + 1, dtype=torch.int32, device=self.device)
         self.context = context
+        self._tables: list[list[int]] | None = None
+        """What is in :attr:`pages`."""
         self._recorded: dict[bool, _Recording] = {}
         """Without and with prefixes that are read once."""
         self._planned: Planned | None = None
@@ -171,15 +173,16 @@ class _Size:
             [slot for p in pieces for slot in self.held.slots(p)] + [self.scratch * page] * missing,
         ]
         lengths = [self.held.keys(p) for p in pieces] + [1] * missing
-        self.numbers.copy_(upload(numbers, torch.int64, self.device))
-        self.lengths.copy_(upload(lengths, torch.int32, self.device))
-        tables = [self.held.pages(p) for p in pieces]
-        widest = max(1, *map(len, tables))
-        tables = [[*table, *[self.scratch] * (widest - len(table))] for table in tables]
-        tables += [[self.scratch] * widest] * missing
-        self.pages[:, :widest].copy_(upload(tables, torch.int32, self.device))
+        upload_into(self.numbers, numbers)
+        upload_into(self.lengths, lengths)
+        tables = [list(self.held.pages(p)) for p in pieces]
+        if tables != self._tables:  # most steps begin no page
+            widest = max(1, *map(len, tables))
+            rows = [[*table, *[self.scratch] * (widest - len(table))] for table in tables]
+            upload_into(self.pages[:, :widest], rows + [[self.scratch] * widest] * missing)
+            self._tables = tables
         if any(p.tokens[0] < 0 for p in pieces):
-            self.numbers[0] = told(self.numbers[0], last_R)
+            choose("told_tokens", self.device.type, torch.int64)(self.numbers[0], last_R)
         return lengths
 
     def _attend(self, longest: int, work: Work) -> Paged | Split:

@@ -88,13 +88,6 @@ def sample_each(logits_Rv: Tensor, draws: Sequence[Draw], tp: Axis = SOLO, vocab
     return torch.cat([sample(logits_Rv[r : r + 1], [draw], tp, vocab_size) for r, draw in enumerate(draws)])
 
 
-def told(ids: Tensor, last_R: Tensor) -> Tensor:
-    """``ids`` with the tokens that the work before drew, ``last_R``, in the place of negative ones (-1 - r for draw r);
-    token 0 for what was none and ended its request.
-    """
-    return torch.where(ids < 0, last_R[(-1 - ids).clamp(min=0)].clamp(min=0), ids)
-
-
 def _rows(draws: Sequence[Draw], *, filtered: bool) -> list[int]:
     return [r for r, draw in enumerate(draws) if not draw.greedy and draw.filtered == filtered]
 

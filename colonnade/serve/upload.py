@@ -15,3 +15,8 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
     """
     gpu = device.type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=gpu).to(device, non_blocking=gpu)
+
+
+def upload_into(x: Tensor, values: Sequence[Any]) -> None:
+    """Write ``values`` over ``x``, which stays where it is."""
+    x.copy_(torch.tensor(values, dtype=x.dtype, pin_memory=x.is_cuda), non_blocking=True)

@@ -16,7 +16,10 @@ from colonnade.kernels.linear import fused, thin_gpu, thin_tiles
 from colonnade.kernels.linear.fused import Gate, Scale
 from colonnade.kernels.linear.quantise import quantise
 from colonnade.kernels.linear.thin_tiles import Tiles
-from colonnade.kernels.sample import triton_greedy
+from colonnade.kernels.rotary import reference as rotary_reference
+from colonnade.kernels.rotary import triton_rotary
+from colonnade.kernels.sample import reference as sample_reference
+from colonnade.kernels.sample import triton_greedy, triton_tell
 from colonnade.model import fused as steps
 from colonnade.model.quantised import quantisable
 from colonnade.serve import Engine, SamplingParams
@@ -109,7 +112,7 @@ def test_any_tiles(tiles: Tiles, kind: str) -> None:
 def test_heads_on_their_way(pool: torch.dtype, group: int, K: int, H: int, normed: bool) -> None:
     T, dtype = 13, torch.bfloat16
     qkv = drawn(T, K * (group + 2) * H, dtype=dtype)
-    turn = drawn(T, 1, H, dtype=dtype, seed=1), drawn(T, 1, H, dtype=dtype, seed=2)
+    turn = rotary_reference.Rotation(drawn(T, 1, H, dtype=dtype, seed=1), drawn(T, 1, H, dtype=dtype, seed=2))
     norms = (Scale(drawn(H, dtype=dtype), 1e-5), Scale(drawn(H, dtype=dtype, seed=3), 1e-6)) if normed else None
     slots = torch.randperm(20 * 16, device="cuda")[:T]
     ours, theirs = ([torch.zeros(20, 16, K, H, device="cuda", dtype=pool) for _ in range(2)] for _ in range(2))
@@ -152,6 +155,25 @@ def test_the_likeliest_tokens(dtype: torch.dtype, R: int, V: int) -> None:
         assert int((row == top).nonzero()[0]) == token  # the first of several
     logits[0, V // 2] = torch.nan
     assert triton_greedy.greedy(logits, -1)[0] == -1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_angles_of_far_positions(dtype: torch.dtype) -> None:
+    """A million radians are reduced as exactly as by torch."""
+    positions, theta = torch.tensor([0, 1, 77, 131_071, 1_048_575], device="cuda"), torch.logspace(0, -6, 64).cuda()
+    ours, theirs = (run.rotation(positions, theta, 1.1, dtype) for run in (triton_rotary, rotary_reference))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.double() - b.double()).abs().max() < 2e-6 + torch.finfo(dtype).eps * 1.2
+
+
+def test_tokens_are_told() -> None:
+    last = torch.tensor([5, -1, 7], device="cuda")
+    for T in (1, 1000):
+        ids = torch.arange(T, device="cuda") % 7 - 3
+        theirs = ids.clone()
+        triton_tell.tell_(ids, last)
+        sample_reference.tell_(theirs, last)
+        assert torch.equal(ids, theirs)
 
 
 def test_training_after_serving_has_gradients() -> None:

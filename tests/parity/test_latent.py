@@ -8,10 +8,11 @@ import torch
 
 from colonnade.config import LatentConfig, ModelConfig, Plan
 from colonnade.errors import ConfigError
+from colonnade.kernels.rotary.reference import rotation
 from colonnade.model import KVCache, Packed, Rows, Stream
 from colonnade.model.latent import LatentAttention
 from colonnade.model.ring import Ring
-from colonnade.model.rotary import frequencies, rotation
+from colonnade.model.rotary import frequencies
 from colonnade.parallel.layout import layout_of
 from colonnade.parallel.mesh import Ground
 from tests.latent_steps import step

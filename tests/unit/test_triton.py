@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
         ("interpreted_decode", 9),
         ("interpreted_cascade", 5),
         ("interpreted_latent", 5),
-        ("interpreted_fused", 5),
+        ("interpreted_fused", 7),
         ("interpreted_quantised", 8),
         ("interpreted_ranks", 3),
     ],

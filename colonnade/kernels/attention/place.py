@@ -3,8 +3,7 @@
     q, k, v = split(qkv)        q, k ← norm(q), norm(k)        q, k ← rot(q), rot(k)        cache[slots] ← k, v
 
 The specification, in plain torch, and what a CPU uses. Rows of ``qkv_Tz`` are grouped by key/value head: its G query
-heads, its key, its value. ``turn`` is what each number of a head is multiplied by and what its partner, half a head
-further (:mod:`colonnade.model.rotary`), (T, 1, H) each.
+heads, its key, its value.
 """
 
 from torch import Tensor
@@ -12,8 +11,7 @@ from torch import Tensor
 from colonnade.kernels.attention import kept
 from colonnade.kernels.linear.fused import Scale
 from colonnade.kernels.norm import reference as norm_reference
-
-Turn = tuple[Tensor, Tensor]
+from colonnade.kernels.rotary.reference import Rotation, rotate
 
 
 def place(
@@ -22,7 +20,7 @@ def place(
     v_PpKH: Tensor,
     slots_T: Tensor,
     *,
-    turn: Turn | None = None,
+    turn: Rotation | None = None,
     norms: tuple[Scale, Scale] | None = None,
 ) -> Tensor:
     """q_TnH; writes a key and a value for each row into the slots (page · page_tokens + offset)."""
@@ -35,8 +33,7 @@ def place(
             norm_reference.norm(x, norm.weight_D, None, norm.eps) for x, norm in zip((q_TnH, k_TkH), norms, strict=True)
         )
     if turn is not None:
-        own, other = turn
-        q_TnH, k_TkH = (x * own + x.roll(H // 2, -1) * other for x in (q_TnH, k_TkH))
+        q_TnH, k_TkH = (rotate(x, turn) for x in (q_TnH, k_TkH))
     for pool, new in ((k_PpKH, k_TkH), (v_PpKH, v_TkH)):
         kept.write(pool, slots_T, new)
     return q_TnH

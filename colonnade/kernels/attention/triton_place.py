@@ -11,8 +11,8 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from colonnade.kernels.attention.place import Turn
 from colonnade.kernels.linear.fused import Scale
+from colonnade.kernels.rotary.reference import Rotation
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def place(
     v_PpKH: Tensor,
     slots_T: Tensor,
     *,
-    turn: Turn | None = None,
+    turn: Rotation | None = None,
     norms: tuple[Scale, Scale] | None = None,
 ) -> Tensor:
     """q_TnH (see :func:`place.place`)."""

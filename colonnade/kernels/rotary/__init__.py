@@ -1,0 +1,1 @@
+"""Angles of positions, and heads turned by them."""
