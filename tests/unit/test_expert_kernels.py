@@ -12,7 +12,7 @@ from torch import Tensor
 
 from colonnade.kernels.choose import TABLE, Row, choose
 from colonnade.kernels.dropout.reference import CHOICES, HIDDEN, column_hash, mix, row_hash
-from colonnade.kernels.experts import loop, reference
+from colonnade.kernels.experts import loop, reference, small
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.permute import reference as permute
 from tests.experts import LOADS, Case, experts_of_rows, experts_with_dropout, gradients, routed_experts
@@ -66,6 +66,26 @@ def test_every_activation(row: Row, dtype: torch.dtype, activation: str) -> None
     exact = gradients(routed_experts(reference.routed), case, torch.float64)
     for name, got in gradients(of(row), case, dtype).items():
         assert error(got, exact[name]) <= (1e-10 if dtype == torch.float64 else 1e-5), name
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("shape", [*SHAPES, (300, 2, 5, 24, 20)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_small_experts_go_together(shape: tuple, load: str, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In values alone, since with a gradient the loop computes; together where most have rows, and not many each."""
+    case, calls = Case(*shape, load=load, biased=biased), []
+    together = small.batched.experts
+    monkeypatch.setattr(small.batched, "experts", lambda *args: (calls.append(1), together(*args))[1])
+    with torch.no_grad():
+        got, exact = (
+            routed_experts(run)(case, *case.leaves(torch.float64, "cpu")) for run in (small.routed, reference.routed)
+        )
+    assert error(got, exact) <= 1e-10
+    _, ends_E = permute.sort(case.ids(), case.E, case.rows())
+    sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    most, rows = max(sizes), int(ends_E[-1])
+    wanted = 0 < most <= 128 and 2 * sum(n > 0 for n in sizes) > len(sizes) and most * len(sizes) <= 4 * rows
+    assert bool(calls) == wanted
 
 
 DROPOUT = [
