@@ -96,10 +96,12 @@ def _read(
     strides = (*q_TNH.stride()[:2], *k_PpKH.stride()[:3], *v_PpKH.stride()[:3], pages_RP.stride(0), pages_RP.shape[1])
     numbers = H**-0.5, 1.0 if cap is None else cap
     items_at = places(ready.capacity)[1]
+    # One sum of addresses for both spares instructions where each key has one of its own.
+    alike = page_tokens % tiles.tile != 0 and k_PpKH.stride() == v_PpKH.stride()
     constants: dict[str, Any] = {
         "N": N, "GROUP": shape.group, "H": H, "PAGE": page_tokens, "WINDOW": window or 0, "CAPPED": cap is not None,
         "SLOPES": slopes_N is not None, "SINKS": sinks_N is not None, "SCALED": scales_K is not None,
-        "ROWS": shape.rows, "TILE": tiles.tile, "STAGES": tiles.stages,
+        "ALIKE": alike, "ROWS": shape.rows, "TILE": tiles.tile, "STAGES": tiles.stages,
         "BLOCK_H": max(16, triton.next_power_of_2(H)), "num_warps": tiles.warps,
     }  # fmt: skip
     if layout.many:

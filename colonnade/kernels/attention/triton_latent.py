@@ -27,7 +27,7 @@ from colonnade.kernels.attention.decode_layout import Layout, Prepared
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import places
 from colonnade.kernels.attention.triton_merge import launch, slots_of
-from colonnade.kernels.attention.triton_splits import FIELDS, finish, known_at, page_of, row_of, score, tile_at, weigh
+from colonnade.kernels.attention.triton_splits import FIELDS, finish, known_at, page_of, places_of, row_of, score, weigh
 from colonnade.kernels.softmax_state import State
 
 
@@ -65,7 +65,7 @@ def read(
             j = at + tl.arange(0, TILE)
             number = page.to(tl.int64)
             known = known_at(page, j, high, pages)
-            k_at = tile_at(k_ptr, page, at, j, k_page, k_p, PAGE, TILE)
+            k_at = k_ptr + places_of(page, at, j, k_page, k_p, PAGE, TILE)
             page = page_of(table_ptr, at + TILE, columns, PAGE, TILE)
             if BLOCK_C == RANK:
                 c = tl.load(k_at + i[None, :], known[:, None], 0.0)

@@ -42,7 +42,7 @@ def attend(
     q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k, pages_r, columns, pages, items_at, groups_at, scale, cap,
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, LISTED: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+    ALIKE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """All pieces of one worker."""
     h = tl.arange(0, BLOCK_H)
@@ -78,18 +78,18 @@ def attend(
             o, top, total = fold(
                 q, o, top, total, low, a, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
                 k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
-                H, PAGE, WINDOW, CAPPED, SLOPES, True, TILE, BLOCK_H, STAGES,
+                H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, True, TILE, BLOCK_H, STAGES,
             )  # fmt: skip
         b = tl.maximum(a, b)
         o, top, total = fold(
             q, o, top, total, a, b, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
             k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
-            H, PAGE, WINDOW, CAPPED, SLOPES, False, TILE, BLOCK_H, STAGES,
+            H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, False, TILE, BLOCK_H, STAGES,
         )  # fmt: skip
         o, top, total = fold(
             q, o, top, total, b, high, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
             k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
-            H, PAGE, WINDOW, CAPPED, SLOPES, True, TILE, BLOCK_H, STAGES,
+            H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, True, TILE, BLOCK_H, STAGES,
         )  # fmt: skip
         if SCALED:
             o = o * tl.load(v_scale_ptr + head)

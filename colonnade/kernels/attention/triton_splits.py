@@ -99,14 +99,10 @@ def known_at(page, j, high, pages):
 
 
 @triton.jit
-def tile_at(ptr, page, at, j, x_page, x_p, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Where each key of the tile at ``at`` begins, (TILE, 1)."""
+def places_of(page, at, j, x_page, x_p, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Where in a cache each key of the tile at ``at`` begins, (TILE, 1)."""
     first = page.to(tl.int64) * x_page
-    if PAGE % TILE == 0:
-        keys = ptr + first + (at % PAGE + j - at)[:, None] * x_p
-    else:
-        keys = ptr + (first + (j % PAGE) * x_p)[:, None]
-    return keys
+    return first + (at % PAGE + j - at)[:, None] * x_p if PAGE % TILE == 0 else (first + j % PAGE * x_p)[:, None]
 
 
 @triton.jit
@@ -120,15 +116,42 @@ def weigh(s, top, total):
 
 
 @triton.jit
+def weigh_products(
+    s, top, total, factor, position, j, known, lift, PAGE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """:func:`weigh` of products as they come, of which scores in powers of 2 are ``factor`` > 0 times as much.
+
+    That product is taken with the difference from the row's largest, in one instruction a key: with many rows what
+    stands around the products of matrices takes as long as these. ``lift``, where a tile is of one page, is 0 if that
+    page is there and −∞ if not.
+    """
+    if MASKED:
+        sees = (j[None, :] <= position[:, None]) & known[None, :]
+        if WINDOW:
+            sees = sees & (j[None, :] > position[:, None] - WINDOW)
+        s = tl.where(sees, s, float("-inf"))
+        lift = 0.0
+    elif PAGE % TILE != 0:
+        s = s + tl.where(known, 0.0, float("-inf"))[None, :]
+        lift = 0.0
+    higher = tl.maximum(top, tl.max(s, 1) * factor + lift)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(s * factor + (lift - base)[:, None])
+    shrink = tl.exp2(top - base)
+    return weight, shrink, higher, total * shrink + tl.sum(weight, 1)
+
+
+@triton.jit
 def fold(
     q, o, top, total, start, stop, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
     k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
     H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
-    MASKED: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+    ALIKE: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """(o, top, total) with the keys of the tiles from ``start`` to ``stop``; of these there are those below ``high``.
 
-    Not MASKED, every row sees all of them.
+    Not MASKED, every row sees all of them. ALIKE, keys and values lie alike in their caches.
     """
     h = tl.arange(0, BLOCK_H)
     # Page numbers are fetched a tile ahead, by hand: loads that wait for loads within a step are what the compiler
@@ -137,8 +160,12 @@ def fold(
     for at in tl.range(start, stop, TILE, num_stages=STAGES):
         j = at + tl.arange(0, TILE)
         known = known_at(page, j, high, pages)
-        k_at = tile_at(k_ptr + head * k_k, page, at, j, k_page, k_p, PAGE, TILE) + h[None, :]
-        v_at = tile_at(v_ptr + head * v_k, page, at, j, v_page, v_p, PAGE, TILE) + h[None, :]
+        lift = tl.where((page >= 0) & (page < pages), 0.0, float("-inf"))
+        k_i = places_of(page, at, j, k_page, k_p, PAGE, TILE) + h[None, :]
+        v_i = k_i
+        if not ALIKE:
+            v_i = places_of(page, at, j, v_page, v_p, PAGE, TILE) + h[None, :]
+        k_at, v_at = k_ptr + head * k_k + k_i, v_ptr + head * v_k + v_i
         page = page_of(table_ptr, at + TILE, columns, PAGE, TILE)
         if BLOCK_H == H:
             k = tl.load(k_at, known[:, None], 0.0)
@@ -146,9 +173,14 @@ def fold(
         else:
             k = tl.load(k_at, known[:, None] & (h < H)[None, :], 0.0)
             v = tl.load(v_at, known[:, None] & (h < H)[None, :], 0.0)
-        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * factor
-        s = score(s, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES, MASKED)
-        p, shrink, top, total = weigh(s, top, total)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if CAPPED or SLOPES:
+            s = score(s * factor, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES, MASKED)
+            p, shrink, top, total = weigh(s, top, total)
+        else:
+            p, shrink, top, total = weigh_products(
+                s, top, total, factor * LOG2_E, position, j, known, lift, PAGE, TILE, WINDOW, MASKED
+            )
         o = tl.dot(p.to(q.dtype), v.to(q.dtype), o * shrink[:, None], input_precision="ieee")
     return o, top, total
 
@@ -205,7 +237,7 @@ def attend(
     q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k, pages_r, columns, pages, items_at, merges_at, firsts_at, scale, cap,
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, LAUNCH_NEXT: tl.constexpr,
-    FUSED: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    FUSED: tl.constexpr, SINGLE: tl.constexpr, ALIKE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +275,7 @@ def attend(
         o, top, total = fold(
             q, o, top, total, low, high, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
             k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
-            H, PAGE, WINDOW, CAPPED, SLOPES, True, TILE, BLOCK_H, STAGES,
+            H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, True, TILE, BLOCK_H, STAGES,
         )  # fmt: skip
         if SCALED:
             o = o * tl.load(v_scale_ptr + head)
