@@ -60,7 +60,8 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
     tiles = pick(rows, width, 2)
     constants = {
         "N": 32, "GROUP": 8, "H": width, "LAUNCH_NEXT": True, "FUSED": False, "SINGLE": not more["SINKS"],
-        "ALIKE": not more["SINKS"], "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_H": 1 << (width - 1).bit_length(), **more,
+        "ALIKE": not more["SINKS"], "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
+        "BLOCK_H": 1 << (width - 1).bit_length(), **more,
     }  # fmt: skip
     types = {**POINTERS, "k_ptr": cache, "v_ptr": cache, **NUMBERS, "scale": "fp32", "cap": "fp32"}
     built = compiled(triton_splits.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
