@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
-from torch.nn import functional as F
 
-from colonnade.parallel import collectives
+from colonnade.parallel import collectives, conjugates
+from colonnade.parallel.conjugates import Journey
 
 if TYPE_CHECKING:
     from colonnade.parallel.ringed import Mover
@@ -79,44 +78,44 @@ class Axis:
 
     def fan_out(self, x: Tensor) -> Tensor:
         """Hand a replicated ``x`` to each rank's own share of the work; the gradients of all shares are summed."""
-        return x if self.size == 1 else _FanOut.apply(x, self.group)
+        return x if self.size == 1 else conjugates.fan_out(x, self.group)
 
     def fan_in(self, x: Tensor) -> Tensor:
         """Sum the ranks' partial results; the result is replicated."""
         if self.small is not None and self.small.sums(x):
             return self.small.sum(x)
-        return x if self.size == 1 else _FanIn.apply(x, self.group)
+        return x if self.size == 1 else conjugates.fan_in(x, self.group)
 
     def gather(self, x: Tensor, dim: int, n: int) -> Tensor:
         """Lay the shares of a dimension of whole size ``n`` together, for ranks that use it differently."""
-        return x if self.size == 1 else _Gather.apply(x, self, dim, n)
+        return x if self.size == 1 else conjugates.gather(x, self, dim, n)
 
     def scatter_sum(self, x: Tensor, dim: int) -> Tensor:
         """Sum the ranks' partial results and keep this rank's share of dimension ``dim``."""
-        return x if self.size == 1 else _ScatterSum.apply(x, self, dim)
+        return x if self.size == 1 else conjugates.scatter_sum(x, self, dim)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """This rank's share of a replicated ``x``."""
-        return x if self.size == 1 else _Split.apply(x, self, dim)
+        return x if self.size == 1 else conjugates.split(x, self, dim)
 
     def join(self, x: Tensor, dim: int, n: int) -> Tensor:
         """Lay the shares of a dimension of whole size ``n`` together, for ranks that all use it alike."""
-        return x if self.size == 1 else _Join.apply(x, self, dim, n)
+        return x if self.size == 1 else conjugates.join(x, self, dim, n)
 
     def exchange(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Send ``send[r]`` rows to each rank r and lay the ``receive[r]`` rows from each together."""
-        return x if self.size == 1 else _Exchange.apply(x, send, receive, self.group)
+        return x if self.size == 1 else conjugates.exchange(x, send, receive, self.group)
 
-    def begin_exchange(self, x: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, "Journey | None"]:
+    def begin_exchange(self, x: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, Journey | None]:
         """:meth:`exchange` of which the result may be used only after :meth:`finish_exchange`; so backward too."""
         if self.size == 1:
             return x, None
         journey = Journey(send, receive, self.group)
-        return _Begin.apply(x, journey), journey
+        return conjugates.begin(x, journey), journey
 
-    def finish_exchange(self, x: Tensor, journey: "Journey | None") -> Tensor:
+    def finish_exchange(self, x: Tensor, journey: Journey | None) -> Tensor:
         """What :meth:`begin_exchange` returned, when it is there."""
-        return x if journey is None else _Finish.apply(x, journey)
+        return x if journey is None else conjugates.finish(x, journey)
 
     # -- the ring: a tensor travels from each rank to the next, for Functions that write their own backward -----------
 
@@ -154,14 +153,14 @@ class Axis:
         if self.size == 1:
             return x.detach()
         most = max(counts)
-        rows = collectives.all_gather(_pad(x.detach(), 0, most), self.size, self.group)
+        rows = collectives.all_gather(conjugates.padded(x.detach(), 0, most), self.size, self.group)
         return torch.cat([part[:n] for part, n in zip(rows.split(most), counts, strict=True)]) if most else rows
 
     def everyones_(self, x: Tensor) -> Tensor:
         """(ranks, …): the ``x`` of every rank, of one shape, without a gradient."""
         if self.size == 1:
             return x.detach()[None]
-        return _all_gather(x.detach()[None], self)
+        return conjugates.all_gather(x.detach()[None], self)
 
     def firsts_(self, x: Tensor) -> Tensor:
         """The ``x`` of rank 0, on every rank, without a gradient: what ranks must agree on to the bit."""
@@ -277,153 +276,6 @@ class Axes:
 
 SOLO_AXES = Axes()
 """One process."""
-
-
-# -- values: uneven shares are padded to the largest one, moved, and trimmed ---------------------------------------
-
-
-def _slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    start, stop = axis.part(x.shape[dim])
-    return x.narrow(dim, start, stop - start)
-
-
-def _pad(x: Tensor, dim: int, n: int) -> Tensor:
-    missing = n - x.shape[dim]
-    return x if missing == 0 else F.pad(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, missing])
-
-
-def _all_gather(rows: Tensor, axis: Axis) -> Tensor:
-    if axis.small is not None and axis.small.gathers(rows):
-        return axis.small.gather(rows)
-    return collectives.all_gather(rows, axis.size, axis.group)
-
-
-def _whole(x: Tensor, axis: Axis, dim: int, n: int) -> Tensor:
-    share = -(-n // axis.size)
-    rows = _pad(x, dim, share).movedim(dim, 0)
-    return _all_gather(rows, axis)[:n].movedim(0, dim)
-
-
-def _sum_share(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    n = x.shape[dim]
-    rows = _pad(x, dim, -(-n // axis.size) * axis.size).movedim(dim, 0)
-    start, stop = axis.part(n)
-    return collectives.reduce_scatter(rows, axis.size, axis.group)[: stop - start].movedim(0, dim)
-
-
-# -- the pairs -----------------------------------------------------------------------------------------------------
-
-
-class _FanOut(Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return collectives.all_reduce(grad, "sum", ctx.group), None
-
-
-class _FanIn(Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: str) -> Tensor:
-        return collectives.all_reduce(x, "sum", group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad, None
-
-
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, axis: Axis, dim: int, n: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _whole(x, axis, dim, n)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _sum_share(grad, ctx.axis, ctx.dim), None, None, None
-
-
-class _ScatterSum(Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim, ctx.n = axis, dim, x.shape[dim]
-        return _sum_share(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _whole(grad, ctx.axis, ctx.dim, ctx.n), None, None
-
-
-class _Split(Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim, ctx.n = axis, dim, x.shape[dim]
-        return _slice(x, axis, dim).contiguous()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _whole(grad, ctx.axis, ctx.dim, ctx.n), None, None
-
-
-class _Join(Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, axis: Axis, dim: int, n: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _whole(x, axis, dim, n)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _slice(grad, ctx.axis, ctx.dim), None, None, None
-
-
-class _Exchange(Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return collectives.all_to_all(x, receive, send, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return collectives.all_to_all(grad, ctx.send, ctx.receive, ctx.group), None, None, None
-
-
-class Journey:
-    """One exchange under way, forward and later backward: what :meth:`Axis.begin_exchange` and ``finish`` share."""
-
-    def __init__(self, send: list[int], receive: list[int], group: str):
-        self.send, self.receive, self.group = send, receive, group
-        self.gradient: Tensor | None = None
-        """Of what was sent, on its way back."""
-
-
-class _Begin(Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, journey: Journey) -> Tensor:
-        ctx.journey = journey
-        return collectives.begin_all_to_all(x, journey.receive, journey.send, journey.group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        # What autograd hands over stands for the gradient that is under way.
-        gradient, ctx.journey.gradient = ctx.journey.gradient, None
-        return collectives.wait(gradient), None
-
-
-class _Finish(Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, journey: Journey) -> Tensor:
-        ctx.journey = journey
-        y = collectives.wait(x)
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        journey = ctx.journey
-        journey.gradient = collectives.begin_all_to_all(grad, journey.send, journey.receive, journey.group)
-        return grad.new_zeros(()).expand_as(grad), None
 
 
 def group_name(group: dist.ProcessGroup) -> str:
