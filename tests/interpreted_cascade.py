@@ -3,6 +3,7 @@
 ``TRITON_INTERPRET=1 python -m tests.interpreted_cascade``.
 """
 
+import itertools
 import warnings
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from colonnade.errors import CapacityError, ConfigError
-from colonnade.kernels.attention import cascade_reference, decode_tiles, reference, triton_decode
+from colonnade.kernels.attention import cascade_reference, decode_tiles, mixed, reference, triton_decode
 from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.decode_layout import Layout
 from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
@@ -109,6 +110,23 @@ def check_mixed_batches() -> int:
     return 2
 
 
+def check_decodes_apart_from_prompts() -> int:
+    """Prompts by SDPA, decodes by ours, whatever their order; with a window, and with requests of no new token."""
+    CHOSEN[:] = [Tiles(32, 4, 2, 1, 4, 16)]
+    batches = (
+        ([200, 90, 70, 40], [1, 1, 70, 40]), ([90, 200, 64, 77, 30], [80, 1, 0, 2, 30]), ([50, 9], [1, 2]),
+        ([90, 70], [60, 70]), ([30, 90, 31], [1, 60, 1]),
+    )  # fmt: skip
+    for (lengths, new), window in itertools.product(batches, (None, 25)):
+        made = Case(lengths, new, K=2, group=4, H=16, page=16, window=window or 0).made(prepared=False)
+        got = mixed.paged(made.q, made.k, made.v, made.table, window=window)
+        exact = reference.paged(*(x.double() for x in (made.q, made.k, made.v)), made.table, window=window)
+        assert got.shape == exact.shape and (got.double() - exact).norm() < 1e-5 * exact.norm(), (lengths, new, window)
+        apart = any(count > 16 for count in new) and any(0 < count <= 16 for count in new)
+        assert (("parts", 4) in made.table.prepared) == apart
+    return 2 * len(batches)
+
+
 def check_bad_pages() -> int:
     """Of a prompt and of a shared prefix: keys that are not there, for all who share them."""
     CHOSEN[:] = [HOW[0]]
@@ -137,5 +155,6 @@ def check_bad_pages() -> int:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    for check in (check_many_rows, check_shared_prefixes, check_graph_arrays, check_mixed_batches, check_bad_pages):
+    checks = check_many_rows, check_shared_prefixes, check_graph_arrays, check_mixed_batches, check_bad_pages
+    for check in (*checks, check_decodes_apart_from_prompts):
         print(f"{check.__name__}: {check()} cases", flush=True)

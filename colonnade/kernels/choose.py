@@ -108,14 +108,15 @@ def _written_in_triton() -> tuple[Row, ...]:
 
 
 def _decoding() -> tuple[Row, ...]:
-    """Flash-Decoding. It stands behind SDPA, to be asked for by name, until a GPU has shown where it is faster."""
+    """Flash-Decoding, to be asked for by name; ``mixed`` takes SDPA for prompts."""
     if not TRITON:
         return ()
-    from colonnade.kernels.attention import triton_decode, triton_held, triton_keep
+    from colonnade.kernels.attention import mixed, triton_decode, triton_held, triton_keep
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     return (
         Row("paged_attention", "triton", triton_decode.paged, **on),
+        Row("paged_attention", "mixed", mixed.paged, **on),
         Row("held_attention", "triton", triton_decode.held_state, **on),
         Row("merge_states", "triton", triton_held.merged, devices=("cuda",), dtypes=(torch.float32,)),
         Row("store_latents", "triton", triton_keep.store, **on),

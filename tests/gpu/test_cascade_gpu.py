@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from colonnade.config import Cache, ServeConfig
-from colonnade.kernels.attention import decode_tiles, latents, sdpa, triton_keep
+from colonnade.kernels.attention import decode_tiles, latents, mixed, reference, sdpa, triton_keep
 from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.decode_tiles import Tiles
 from colonnade.kernels.attention.triton_decode import attend, paged
@@ -274,3 +274,21 @@ def test_fused_merges(width: int, queries: int, monkeypatch: pytest.MonkeyPatch)
     for _ in range(50):
         assert all(torch.equal(a, b) for a, b in zip(made.run(), first, strict=True))
     assert not made.ready.arrived.any()
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_decodes_apart_from_prompts(dtype: torch.dtype, window: int | None) -> None:
+    """A step of both, its prompts by SDPA; decodes before, between and behind them."""
+    for lengths, new in (
+        ([5000, 900, 700], [1, 1, 700]),
+        ([900, 3000, 640, 33], [800, 1, 0, 2]),
+        ([30, 900], [1, 600]),
+    ):
+        made = Case(lengths, new, K=2, group=4, H=128, page=16, window=window or 0, dtype=dtype).made(
+            "cuda", prepared=False
+        )
+        got = mixed.paged(made.q, made.k, made.v, made.table, window=window)
+        exact = reference.paged(*(x.double() for x in (made.q, made.k, made.v)), made.table, window=window)
+        assert (got.double() - exact).norm() < TOLERANCE[dtype] * exact.norm()
+        assert torch.equal(got, mixed.paged(made.q, made.k, made.v, made.table, window=window))

@@ -15,10 +15,15 @@ from colonnade.kernels.attention import cascade, splits
 from colonnade.kernels.attention.cascade import Cascade, Reader, Room
 from colonnade.kernels.attention.decode_tiles import Tiles, costs, pick
 from colonnade.kernels.attention.split_plan import Capacity, Plan, Shape
-from colonnade.kernels.device import processors
+from colonnade.kernels.device import processors, sent
 
 FEW = 64
 """Rows, queries times heads of a group, up to which a request is read and not multiplied."""
+
+
+def few(queries: int, group: int) -> bool:
+    """Whether a request of so many new tokens is read and not multiplied; one is a decode, whatever the group."""
+    return queries * group <= FEW or queries == 1
 
 
 @dataclass(frozen=True)
@@ -154,12 +159,12 @@ class Layout:
             arrived = None
             if self.fuses and room.merges:
                 arrived = torch.zeros(room.merges, dtype=torch.int32, device=device)
-            return Prepared(_sent(plan.flat(room), device), room, self, arrived=arrived)
+            return Prepared(sent(plan.flat(room), device), room, self, arrived=arrived)
         assert self.shared is not None
         found = _as_cascade(plan, self.shared)
         own = replace(self, shared=None, tiles=self.tiles._replace(fused=False)).prepare(found.own, device, capacity)
         theirs, members = shared_capacity or (found.shared.capacity, found.room)
-        shared = Shared(self.shared.prepare(found.shared, device, theirs), _sent(found.flat(members), device), members)
+        shared = Shared(self.shared.prepare(found.shared, device, theirs), sent(found.flat(members), device), members)
         return replace(own, layout=self, shared=shared)
 
 
@@ -213,11 +218,5 @@ class Prepared:
             found = _as_cascade(plan, self.layout.shared)
             own = found.own
             self.shared.ready.take(found.shared)
-            self.shared.members.copy_(_sent(found.flat(self.shared.room), self.flat.device), non_blocking=True)
-        self.flat.copy_(_sent(own.flat(self.capacity), self.flat.device), non_blocking=True)
-
-
-def _sent(numbers: list[int], device: torch.device | str) -> Tensor:
-    # Pinned, since another copy would wait until the device has done all that it was given before.
-    gpu = torch.device(device).type == "cuda"
-    return torch.tensor(numbers, dtype=torch.int32, pin_memory=gpu).to(device, non_blocking=gpu)
+            self.shared.members.copy_(sent(found.flat(self.shared.room), self.flat.device), non_blocking=True)
+        self.flat.copy_(sent(own.flat(self.capacity), self.flat.device), non_blocking=True)

@@ -21,7 +21,7 @@ import triton
 from torch import Tensor
 
 from colonnade.kernels.attention import held, sdpa, triton_latent, triton_rows, triton_splits
-from colonnade.kernels.attention.decode_layout import FEW, Layout, Prepared
+from colonnade.kernels.attention.decode_layout import Layout, Prepared, few
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import places
 from colonnade.kernels.attention.triton_merge import launch, slots_of
@@ -180,13 +180,12 @@ def prepared(q_TNH: Tensor, k_PpKH: Tensor, table: PageTable, window: int | None
     new, lengths = table.host
     group, device = q_TNH.shape[1] // k_PpKH.shape[2], q_TNH.device
     room = table.room
-    # One new token is a decode, whatever the group.
-    few = [count if count * group <= FEW or count == 1 else 0 for count in new]
-    many = [count - small for count, small in zip(new, few, strict=True)]
+    some = [count if few(count, group) else 0 for count in new]
+    many = [count - small for count, small in zip(new, some, strict=True)]
     made: list[Prepared] = []
-    if any(few) or not any(many):
-        layout = Layout.of(q_TNH, k_PpKH, max(few, default=1), window=window, shares=table.share)
-        made.append(_planned(layout, table, lengths, few, room, device))
+    if any(some) or not any(many):
+        layout = Layout.of(q_TNH, k_PpKH, max(some, default=1), window=window, shares=table.share)
+        made.append(_planned(layout, table, lengths, some, room, device))
     if any(many):
         layout = Layout.of_many(q_TNH, k_PpKH, window=window)
         made.append(_planned(layout, table, lengths, many, room, device))
