@@ -87,6 +87,9 @@ def build(config: ModelConfig, axes: Axes = SOLO_AXES, *, seed: int = 0, dtype: 
                 p.add_(share(torch.linspace(-0.5, 0.5, shapes[name][0], dtype=dtype), layout[name], axes))
             elif name.endswith(("down.bias", "out.bias")):
                 p.add_(torch.linspace(-0.1, 0.1, len(p), dtype=dtype))
+            elif name.endswith(("up_bias", "gate_bias", "down_bias")):
+                far = torch.linspace(-0.1, 0.1, shapes[name].numel(), dtype=dtype).view(shapes[name])
+                p.add_(share(far, layout[name], axes))
     return model
 
 

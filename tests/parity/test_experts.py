@@ -1,11 +1,13 @@
 """A model with experts on any grid of ranks, at any degree and overlap, equals the model in one process."""
 
 import itertools
+import re
 
 import pytest
 import torch
 
 from colonnade.config import ModelConfig, MoeConfig, Plan
+from colonnade.errors import PlanError
 from colonnade.model import Loss, Noise, Packed, Rates, Rows, Stream, Transformer
 from colonnade.model.moe import Routing, Spread
 from colonnade.parallel.layout import PARTIAL, layout_of, share
@@ -97,6 +99,33 @@ def test_equals_one_process(name: str, plan: Plan) -> None:
 @pytest.mark.parametrize("plan", [Plan(tp=4, ep=2, sh=2), Plan(tp=4, ep=2, sh=2, near=2, sequence_parallel=True)])
 def test_with_expert_dropout_too(plan: Plan) -> None:
     run(plan.world, _check, MOES["biased_shared"], plan, Rates(expert=0.4))
+
+
+def _refusal(plan: Plan, step: Spread) -> str:
+    config = MOES["gated"]
+    with Ground.build(plan) as ground:
+        model, (stream, attend, targets) = build(config, ground.axes), ragged(config)
+        with pytest.raises(PlanError) as refused:
+            _forward(model, stream, attend, targets, step)
+        return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "step", "said"),
+    [
+        (Plan(tp=4, sh=4), Spread(3), r"degree 3 does not divide the sh=4 .* use 0 or one of \[1, 2, 4\]"),
+        (Plan(tp=2, ep=2), Spread(2), r"degree 2 does not divide the sh=1 .* use 0 or one of \[1\]"),
+        (Plan(tp=2, sh=2), Spread(-1), "degree -1 does not divide"),
+        (Plan(tp=2, ep=2), Spread(1, 0), "cannot travel in 0 parts"),
+        (Plan(tp=2, ep=2), Spread(1, 1, 7), "7 of 6 experts cannot be shadowed"),
+    ],
+    ids=str,
+)
+def test_what_a_step_cannot_be_is_refused_on_all_ranks_before_anything_is_sent(
+    plan: Plan, step: Spread, said: str
+) -> None:
+    (message,) = set(run(plan.world, _refusal, plan, step))
+    assert re.search(said, message)
 
 
 def test_moes_differ() -> None:

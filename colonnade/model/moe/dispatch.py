@@ -51,8 +51,10 @@ def through_experts(
     """y_tD: each of this rank's tokens through the experts that it chose (E for none), by its weights; and the bytes
     that this rank handed to others for it.
 
-    ``rows`` bounds how many choices are not none; ``dropout`` is of the experts' hidden units.
+    ``rows`` bounds how many choices are not none; ``dropout`` is of the experts' hidden units. Raises
+    :class:`PlanError` for a ``step`` that the grid cannot take.
     """
+    step.check(grid.sh.size, experts.count)
     if grid.all.size == 1:
         return _here(x_tD, ids_tA, weights_tA, experts, None, grid, rows, dropout), 0
     if step.degree == 0:

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from colonnade.config import MoeConfig
+from colonnade.config.model import divisors
+from colonnade.errors import PlanError
 from colonnade.parallel.axis import Axis
 
 
@@ -52,6 +54,20 @@ class Spread:
     """p: parts in which tokens travel, each while the experts compute the one before."""
     shadows: int = 0
     """The experts of the highest load, of which every rank gathers the weights for its own tokens (r ≥ 1)."""
+
+    def check(self, sh: int, experts: int) -> None:
+        """Raise :class:`PlanError` for what a layer of so many experts, each on ``sh`` ranks, cannot do; on all ranks
+        alike, before any of them sends anything.
+        """
+        if self.degree < 0 or (self.degree and sh % self.degree):
+            raise PlanError(
+                f"a step's degree {self.degree} does not divide the sh={sh} ranks of an expert; use 0 or one of "
+                f"{divisors(sh)}"
+            )
+        if self.overlap < 1:
+            raise PlanError(f"tokens cannot travel in {self.overlap} parts; a step's overlap is 1 or more")
+        if not 0 <= self.shadows <= experts:
+            raise PlanError(f"{self.shadows} of {experts} experts cannot be shadowed; use 0 to {experts}")
 
 
 class Units(NamedTuple):
