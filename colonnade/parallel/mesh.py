@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from colonnade.config import Plan, count
 from colonnade.config.model import divisors
 from colonnade.errors import PlanError
+from colonnade.parallel.agree import agree
 from colonnade.parallel.axis import SOLO, Axes, Axis, Grid, group_name, world_axis
 from colonnade.parallel.collectives import abandon_groups, forget_meshes, urgent
 from colonnade.parallel.copies import mover_of
@@ -108,7 +109,8 @@ class Ground:
         """Join the process group that the launcher prepared (or make one of size 1), and leave it at the end.
 
         Over a group that stands already, what is laid over it is taken up again. ``timeout`` is after how long a
-        collective gives up. Raises :class:`PlanError` when the number of processes is not the plan's.
+        collective gives up. Raises :class:`PlanError` when the number of processes is not the plan's, or other ranks
+        have another plan.
         """
         launched = dist.is_torchelastic_launched()
         kind = choose_device(plan, device)
@@ -119,6 +121,7 @@ class Ground:
             dist.init_process_group(BACKENDS[kind], store=store, rank=rank, world_size=world, timeout=timeout)
         with _standing(kind) if ours else nullcontext():
             plan.check_world(dist.get_world_size())
+            agree(plan.model_dump(), world_axis())
             ground, laid = _stand(plan, kind, timeout)
             yield ground
             if not ours:  # after a failure they stay until the default group ends: a peer may be waiting in one

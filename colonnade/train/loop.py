@@ -15,6 +15,8 @@ import torch
 from colonnade.checkpoint import native
 from colonnade.config import RunConfig
 from colonnade.model.moe.router import rule
+from colonnade.parallel.agree import agree
+from colonnade.parallel.axis import world_axis
 from colonnade.parallel.launch import Interrupted, launch
 from colonnade.parallel.mesh import Ground, choose_device
 from colonnade.parallel.pipeline import check_schedule
@@ -25,7 +27,7 @@ from colonnade.train.log import Log, Summary
 from colonnade.train.session import Session
 from colonnade.train.start import check_start
 from colonnade.train.stop import Stop
-from colonnade.train.trackers import OpenTracker, named
+from colonnade.train.trackers import OpenTracker, flat, named
 
 
 def check_settings(run: RunConfig) -> None:
@@ -83,10 +85,13 @@ class Trainer:
 
 
 def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:
-    """The work of one rank; raises :class:`Interrupted` after a signal, when all is saved."""
+    """The work of one rank; raises :class:`Interrupted` after a signal, when all is saved, and :class:`PlanError` where
+    ranks were started with different settings.
+    """
     t = run.train
     timeout = timedelta(seconds=t.timeout_s * BACKSTOP)
     with _deterministic(t.deterministic), Ground.build(run.plan, run.device, timeout) as ground:
+        agree(_shared(run), world_axis())
         with (
             Watchdog(t.timeout_s) as watch,
             Session(run, ground, watch) as session,
@@ -110,6 +115,12 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:
         if stopped is not None:
             raise stopped
         return summary
+
+
+def _shared(run: RunConfig) -> dict[str, str]:
+    """What must be the same on all ranks; where files are is each machine's own affair."""
+    own = ("runs", "device", "data.path")
+    return {name: value for name, value in flat(run.model_dump(mode="json")).items() if name not in own}
 
 
 @contextmanager

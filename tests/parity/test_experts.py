@@ -63,7 +63,11 @@ def _check(config: ModelConfig, plan: Plan, rates: Rates) -> None:
                 assert reference is not None
                 assert_same(grad, share(reference, layout[name], axes), what=f"gradient of {name}, {step}")
         with torch.no_grad():
-            assert_same(mine(stream, attend, Rows()), whole(stream, attend, Rows()), what="logits")
+            logits = whole(stream, attend, Rows())
+            assert_same(mine(stream, attend, Rows()), logits, what="logits")
+            if axes.serving().alike:
+                served = build(config, axes.serving())(stream, attend, Rows())
+                assert_same(served, logits, what="logits of a model that serves")
 
 
 PLANS = [

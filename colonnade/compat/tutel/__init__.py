@@ -11,7 +11,8 @@ both ways, and draws the same initial values from the same seeds. Nothing is com
   counts in the wrong order and drops tokens for every factor of 0 or less.
 - ``llama_ffn`` (SwiGLU) experts give the same result at every degree; Tutel's multiply it by r for r > 1.
 - Ranks may hold unequal numbers of tokens, with or without ``inequivalent_tokens``: they agree on the capacity in every
-  call, the largest rank's, at the cost of one small message. Without the argument Tutel hangs or fails.
+  call, the largest rank's, at the cost of one small message. Without the argument Tutel hangs or fails. The same
+  message finds ranks that differ in what must be equal (widths, degrees, capacity factors): an error on each of them.
 - ``capacity_factor=0`` as an argument of the call means 0; Tutel takes the gate's own factor instead.
 - ``parallel_type='auto'`` takes the degree that moves the fewest elements at the current capacity (built-in experts;
   degree 1 with others). In Tutel the rule is there, but nothing turns it on: it is degree 1.

@@ -17,7 +17,7 @@ from colonnade.compat.tutel.experts import EXPERTS
 from colonnade.compat.tutel.gates import GATES
 from colonnade.compat.tutel.losses import gshard_loss, load_importance_loss
 from colonnade.compat.tutel.make import make_experts, make_gate
-from colonnade.compat.tutel.routing import Critical, extract_critical, fast_decode, fast_encode
+from colonnade.compat.tutel.routing import Critical, critical, fast_decode, fast_encode
 from colonnade.config.base import nearest
 from colonnade.config.model import divisors
 from colonnade.errors import CheckpointError, ConfigError, PlanError
@@ -222,17 +222,21 @@ class MOELayer(nn.Module):
             if top_k is None:
                 raise ConfigError("the gate has no top_k; set it, or give top_k with the call")
             rows = max(self.megablocks_size, 1)
-            crit, l_aux = extract_critical(
-                noisy_TE.softmax(1),
-                top_k,
-                loss,
-                float(gate.capacity_factor if factor is None else factor),  # pyright: ignore[reportArgumentType]
-                self.batch_prioritized_routing,
-                self.normalize_gate,
-                _multiple(-(-self.sharded_count * self.a2a_ffn_overlap_degree // rows) * rows, self.sharded_count),
-                self.group,
-                inequivalent_tokens=self.world_size > 1,
+            factor = float(gate.capacity_factor if factor is None else factor)  # pyright: ignore[reportArgumentType]
+            laid_together = self.sharded_count > 1 or not self.adaptive_degree
+            same = {
+                "model_dim": x_TD.shape[1], "num_experts_per_device": self._count / self.world_size,
+                "top_k": min(top_k, self._count), "capacity_factor": factor, "adaptive_r": self.adaptive_degree,
+                "a2a_ffn_overlap_degree": self.a2a_ffn_overlap_degree, "bytes of an element": x_TD.itemsize,
+                "parameters of experts": sum(p.numel() for p in self.experts.parameters()) if laid_together else 0,
+            }  # fmt: skip
+            multiple = _multiple(
+                -(-self.sharded_count * self.a2a_ffn_overlap_degree // rows) * rows, self.sharded_count
             )
+            crit, l_aux = critical(
+                noisy_TE.softmax(1), top_k, loss, factor, self.batch_prioritized_routing, self.normalize_gate, multiple,
+                self.group, inequivalent_tokens=self.world_size > 1, same=same,
+            )  # fmt: skip
         return logits_TE.dtype, crit, l_aux
 
     def _cheapest(self, elements: int) -> int:

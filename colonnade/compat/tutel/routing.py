@@ -7,14 +7,15 @@
 places in them, one of T weights; the capacity; how many chose each expert. Places from C on are dropped.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from colonnade.compat.tutel.losses import gshard_loss
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, PlanError
 from colonnade.model.moe.capacity import capacity
 from colonnade.model.moe.everyone import places
 from colonnade.parallel.groups import Group, axis_of
@@ -38,6 +39,28 @@ def extract_critical(
     C is a multiple of ``alignment``; for a ``capacity_factor`` of 0 or less, or with ``inequivalent_tokens``, the ranks
     of ``group`` agree on it. Raises :class:`ConfigError` for a positive factor that leaves no place at all.
     """
+    return critical(
+        scores, top_k, loss_fn, capacity_factor, batch_prioritized_routing, normalize_gate, alignment, group,
+        inequivalent_tokens=inequivalent_tokens,
+    )  # fmt: skip
+
+
+def critical(
+    scores: Tensor,
+    top_k: int,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] | None,
+    capacity_factor: float,
+    batch_prioritized_routing: bool,
+    normalize_gate: bool,
+    alignment: int,
+    group: Group,
+    *,
+    inequivalent_tokens: bool,
+    same: Mapping[str, float] = MappingProxyType({}),
+) -> tuple[Critical, Tensor | None]:
+    """:func:`extract_critical` where ranks also tell each other, in the same message, what must be the ``same`` on all
+    of them: raises :class:`PlanError` on each, before anything of unequal shape is sent.
+    """
     T, E = scores.shape
     if top_k < 1:
         raise ConfigError(f"top_k={top_k}: a token goes to 1 expert at least")
@@ -54,8 +77,10 @@ def extract_critical(
     load_E = load_E.index_add(0, ids_TA.flatten(), torch.ones_like(ids_TA.flatten()))
     axis, largest = axis_of(group), 0
     if capacity_factor <= 0 or inequivalent_tokens:
-        agreed = axis.max_(torch.stack([load_E.new_tensor(T), load_E.max()])).tolist()
-        T, largest = (agreed[0] if inequivalent_tokens else T), agreed[1]
+        told = load_E.new_tensor([T, *same.values(), *(-value for value in same.values())], dtype=torch.float64)
+        most, *extremes, heaviest = axis.max_(torch.cat([told, load_E.max().double()[None]])).tolist()
+        _check_same(same, extremes)
+        T, largest = (int(most) if inequivalent_tokens else T), int(heaviest)
     C = capacity(capacity_factor, ids_TA.shape[1], T, E, largest, alignment)
     if T and not C:
         raise ConfigError(
@@ -66,6 +91,17 @@ def extract_critical(
         for x_TA, kind in ((ids_TA, torch.int32), (place_TA, torch.int32), (weights_TA, scores.dtype))
     ]
     return (E, by_choice[0], by_choice[1], by_choice[2], C, load_E), l_aux
+
+
+def _check_same(same: Mapping[str, float], extremes: Sequence[float]) -> None:
+    """``extremes`` are the largest of each of the values on any rank, then the smallest, times −1."""
+    for (name, mine), high, negated in zip(same.items(), extremes[: len(same)], extremes[len(same) :], strict=True):
+        low = 0 - negated
+        if high != low:
+            raise PlanError(
+                f"ranks that share experts differ in {name}: {low:g} to {high:g}, {mine:g} on this one; give all of "
+                "them the same"
+            )
 
 
 def get_dispatch_count(critial_data: Critical) -> Tensor:
