@@ -14,7 +14,7 @@ from torch import Tensor
 
 from colonnade.config import ModelConfig
 from colonnade.model import Transformer
-from colonnade.model.moe import MixtureOfExperts, Report
+from colonnade.model.moe import MixtureOfExperts, Report, Spread
 from colonnade.model.moe.routing import blame
 from colonnade.parallel.axis import Axis
 
@@ -36,10 +36,19 @@ class Routed(NamedTuple):
     """int64: what the ranks handed to one another in the forward passes."""
     finite_L: Tensor
     """bool: whether all scores of this rank's own tokens were finite."""
+    spread_L: list[Spread]
+    """How each spread its work."""
 
 
-def routed(model: Transformer, reports: Sequence[Mapping[int, Report]], tokens: Sequence[int]) -> Routed | None:
-    """What the ``reports`` of a step's micro-batches of so many ``tokens`` say together; None without experts."""
+def routed(
+    model: Transformer,
+    reports: Sequence[Mapping[int, Report]],
+    tokens: Sequence[int],
+    spread: Sequence[Spread] = (Spread(),),
+) -> Routed | None:
+    """What the ``reports`` of a step's micro-batches of so many ``tokens`` say together, which were told to ``spread``
+    their work so (one for all layers, or one each by block number); None without experts.
+    """
     layers = sorted({layer for report in reports for layer in report})
     if not layers:
         return None
@@ -54,6 +63,7 @@ def routed(model: Transformer, reports: Sequence[Mapping[int, Report]], tokens: 
         torch.stack([torch.stack([r.z for r in row]) @ share_M for row in by_layer]),
         counts_LC[:, -1],
         torch.stack([torch.stack([r.finite for r in row]).all() for row in by_layer]),
+        [spread[layer if len(spread) > 1 else 0] for layer in layers],
     )
 
 
@@ -82,10 +92,11 @@ def tabled(found: Routed | None, model: ModelConfig, pp: Axis, device: torch.dev
     if model.moe is None:
         return {}
     E, layers = model.moe.experts, [i for i in range(model.layers) if model.experts_of(i)]
-    all_LC = torch.zeros(len(layers), E + 4, dtype=torch.float64, device=device)
+    all_LC = torch.zeros(len(layers), E + 6, dtype=torch.float64, device=device)
     if found is not None:
         rows = torch.tensor([layers.index(layer) for layer in found.layers], device=device)
-        columns = (found.dropped_L, found.balance_L, found.z_L, found.sent_bytes_L)
+        how_L2 = torch.tensor([(it.degree, it.overlap) for it in found.spread_L], device=device)
+        columns = (found.dropped_L, found.balance_L, found.z_L, found.sent_bytes_L, *how_L2.unbind(1))
         all_LC[rows] = torch.cat((found.load_LE, *(column[:, None] for column in columns)), 1).double()
     return {
         layer: {
@@ -94,6 +105,8 @@ def tabled(found: Routed | None, model: ModelConfig, pp: Axis, device: torch.dev
             "balance": row[E + 1],
             "z": row[E + 2],
             "sent_bytes": int(row[E + 3]),
+            "degree": int(row[E + 4]),
+            "overlap": int(row[E + 5]),
         }
         for layer, row in zip(layers, pp.sum_(all_LC).tolist(), strict=True)
     }
@@ -126,6 +139,8 @@ def row_of(found: Table) -> dict[str, float]:
             f"moe/{layer}/idle": float(it["load"].count(0)),
             f"moe/{layer}/entropy": -sum(p * math.log(p) for p in shares if p) / even,
             f"moe/{layer}/sent_bytes": float(it["sent_bytes"]),
+            f"moe/{layer}/degree": float(it["degree"]),
+            f"moe/{layer}/overlap": float(it["overlap"]),
         }
     return {f"moe/{key}": float(of([row[f"moe/{i}/{key}"] for i in found])) for key, of in OVERALL.items()} | row
 

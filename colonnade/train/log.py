@@ -113,7 +113,7 @@ class Log:
                 self.screen.line(decision)
             self.session.decided.clear()
             if rows and self._routing is not None:
-                self._routing.record(rows[-1][0], {str(layer): it for layer, it in self.meter.routing.items()})
+                self._loads(rows[-1][0], self._routing)
             self.speed = self.meter.speed() or self.speed
             for taken, row in rows:
                 newest = taken == self.session.taken and self.speed is not None
@@ -121,6 +121,14 @@ class Log:
                 self.row = row if "loss" in row else self.row
             if self.row:
                 self.screen.metrics(self.session.taken, self.row, self.speed)
+
+    def _loads(self, taken: int, routing: JsonLines) -> None:
+        """The load of each expert, where it is more than a number."""
+        found = self.meter.routing
+        routing.record(taken, {str(layer): it for layer, it in found.items()})
+        for tracker in self._trackers:
+            if isinstance(tracker, TensorBoard):
+                tracker.loads(taken, {layer: it["load"] for layer, it in found.items()})
 
     def _bad(self, taken: int, diagnosis: str) -> None:
         """A step that moved nothing: counted as skipped, or :class:`Diverged` when the run may skip no more."""

@@ -102,7 +102,7 @@ class Step:
         else:
             loss_sum = self.piped.step(micro_batches, divisor, terms)
         gradient_norm, lr, skip = self.move(number, loss_sum)
-        found = routed(self.model, terms.reports, sizes)
+        found = routed(self.model, terms.reports, sizes, self.spread)
         if found is not None:
             rebalance(self.model, found, skip)
         if self.scaler is None:

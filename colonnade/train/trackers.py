@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,6 +76,22 @@ class TensorBoard:
         """Add one scalar a name."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+
+    def loads(self, step: int, by_layer: Mapping[int, Sequence[int]]) -> None:
+        """Add a histogram a layer of experts: the choices that fell on each, by its number."""
+        for layer, load in by_layer.items():
+            number = range(len(load))
+            self._writer.add_histogram_raw(
+                f"moe/{layer}/load",
+                min=0,
+                max=len(load),
+                num=sum(load),
+                sum=sum(e * n for e, n in zip(number, load, strict=True)),
+                sum_squares=sum(e * e * n for e, n in zip(number, load, strict=True)),
+                bucket_limits=[e + 1 for e in number],
+                bucket_counts=list(load),
+                global_step=step,
+            )
 
     def close(self) -> None:
         """Flush to the disk."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import colonnade
 from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RouterConfig, RunConfig, TrainConfig
@@ -16,6 +17,7 @@ from colonnade.model import Transformer, initialise
 from colonnade.model.moe import Spread
 from colonnade.train import Trainer, adapt, session
 from colonnade.train.loop import train
+from colonnade.train.screen import Screen
 from colonnade.train.trackers import ROUTING, read_rows
 from tests.corpora import TEXT, small
 from tests.worlds import assert_same
@@ -99,7 +101,12 @@ def test_the_run_says_what_its_experts_did(corpus: Path, tmp_path: Path) -> None
             share = max(row[layer]["load"]) / (8 * 16 * 2)
             assert rows[row["step"]][f"moe/{layer}/busiest"] == pytest.approx(4 * share)
         assert row.keys() == {"step", "1", "2"} and row["1"]["dropped"] == 0
+        assert (row["1"]["degree"], row["1"]["overlap"]) == (1, 1)
         assert rows[row["step"]]["moe/balance"] == pytest.approx((row["1"]["balance"] + row["2"]["balance"]) / 2)
+    events = EventAccumulator(str(run.folder / "tensorboard"), {"scalars": 0, "histograms": 0}).Reload()
+    shown = {event.step: event.histogram_value.bucket for event in events.Histograms("moe/1/load")}
+    assert shown == {row["step"]: row["1"]["load"] for row in routing}, "the tokens of each expert"
+    assert [event.value for event in events.Scalars("moe/2/degree")] == [1.0] * 4
 
 
 def test_an_adaptive_run_is_the_same_run(corpus: Path, tmp_path: Path) -> None:
@@ -107,22 +114,30 @@ def test_an_adaptive_run_is_the_same_run(corpus: Path, tmp_path: Path) -> None:
     alone = config(corpus, tmp_path / "alone")
     Trainer(alone).fit()
     plan = Plan(dp=2, sh=2, degree="auto")
-    several = alone.but(runs=tmp_path / "several", plan=plan, train=alone.train.but(micro_batch=2))
-    in_world(2, _adapting, several)
+    several = alone.but(runs=tmp_path / "several", plan=plan, train=alone.train.but(micro_batch=2, log_every=1))
+    said, _ = in_world(2, _adapting, several)
     assert history(several) == pytest.approx(history(alone), rel=1e-9)
+    # What each step did, and the two layers take turns; what was decided after it is said.
+    ways = [(2, 4), (0, 1), (1, 2)]
+    turns = [ways[i % 3] for i in range(2 * 8)]
+    expected = [((1, 1), (1, 1)), *zip(turns[::2], turns[1::2], strict=True)][:8]
+    rows = [row for row in read_rows(several.folder) if "moe/1/degree" in row]
+    assert [tuple((row[f"moe/{i}/degree"], row[f"moe/{i}/overlap"]) for i in (1, 2)) for row in rows] == expected
+    assert said[0].startswith("layer 1: degree 1 -> 2, overlap 1 -> 4 (")
+    assert said[1].startswith("layer 2: degree 1 -> 0, overlap 1 -> 1 (") and len(said) == 16
 
 
-def _adapting(run: RunConfig) -> None:
-    """Every look tries some ways and finds another one better."""
+def _adapting(run: RunConfig) -> list[str]:
+    """Every look tries some ways and finds another one better; what the screen said of it."""
     ways = [Spread(2, 4), Spread(0), Spread(1, 2)]
-    turns = itertools.cycle(ways)
-    before = adapt.hopeful, adapt.better
-    adapt.hopeful, adapt.better = lambda now, *_: [now, *ways], lambda *_: next(turns)
-    session.EVERY, every = 1, session.EVERY
-    try:
+    turns, said = itertools.cycle(ways), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapt, "hopeful", lambda now, *_: [now, *ways])
+        patch.setattr(adapt, "better", lambda *_: next(turns))
+        patch.setattr(session, "EVERY", 1)
+        patch.setattr(Screen, "line", lambda self, text: said.append(text))  # noqa: ARG005
         train(run)
-    finally:
-        (adapt.hopeful, adapt.better), session.EVERY = before, every
+    return [line for line in said if line.startswith("layer")]
 
 
 @pytest.mark.parametrize(
