@@ -135,7 +135,7 @@ def _adapting(run: RunConfig) -> list[str]:
         patch.setattr(adapt, "hopeful", lambda now, *_: [now, *ways])
         patch.setattr(adapt, "better", lambda *_: next(turns))
         patch.setattr(session, "EVERY", 1)
-        patch.setattr(Screen, "line", lambda self, text: said.append(text))  # noqa: ARG005
+        patch.setattr(Screen, "line", lambda self, text: said.append(text))
         train(run)
     return [line for line in said if line.startswith("layer")]
 

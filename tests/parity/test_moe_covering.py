@@ -1,0 +1,222 @@
+"""Every router, way of dropping, way of computing experts, degree, overlap, shadowing and grid: each two of them meet
+in a case that equals one process, in values, gradients, losses and the global norm.
+
+One layer, so that a hundred and fifty cases take seconds. Whole models under all plans are the affair of
+tests/parity/test_verify_moe.py, kernels for GPUs that of tests/unit/test_expert_kernels.py and tests/gpu.
+"""
+
+import functools
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from colonnade.config import Plan
+from colonnade.config.model import divisors
+from colonnade.kernels import choose as kernels
+from colonnade.model import Noise, Rates, Transformer, initialise
+from colonnade.model.moe import MixtureOfExperts, Routed, Routing, Spread, Units, experts
+from colonnade.model.moe.router import draws
+from colonnade.parallel.axis import SOLO_AXES, Axes, world_axis
+from colonnade.parallel.layout import PARTIAL, Experts, layout_of, share
+from colonnade.parallel.mesh import Ground
+from colonnade.train.norm import gradient_norm, sum_experts
+from tests.routers import KINDS, TOKENS, WIDTH, config_of, moe_of, tokens
+from tests.worlds import assert_same, run
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+DROPS: dict[str, dict[str, Any]] = {
+    "dropless": {},
+    "tight": {"capacity": 1.0},
+    "tight by probability": {"capacity": 1.0, "priority": True},
+    "dropped to the residual": {"capacity": 0.5, "dropped": "residual"},
+    "as large as any": {"capacity": 0.0, "priority": True},
+    "bounded": {"capacity": -1.5},
+}
+COMPUTES = {"loop": torch.float64, "batched": torch.float64, "grouped": torch.float32}
+"""By which kernel, and in which type: torch's grouped product knows no float64."""
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+PLANS = [
+    Plan(dp=2, ep=2),
+    Plan(tp=2, ep=2, sequence_parallel=True),
+    Plan(dp=3, ep=3),
+    Plan(dp=4, ep=2, sh=2),
+    Plan(dp=2, tp=2, ep=2, sh=2, sequence_parallel=True, near=2),
+    Plan(dp=2, tp=2, sh=2),
+    Plan(tp=4, sh=4),
+]
+"""Experts over data and tensor ranks, copies of them, and neighbourhoods; of three and four data ranks one is empty."""
+SIZES = {1: [29], 2: [8, 21], 3: [17, 0, 12], 4: [3, 15, 0, 11]}
+"""Tokens of each data rank."""
+
+
+class Case(NamedTuple):
+    router: str
+    drop: str
+    compute: str
+    plan: Plan
+    degree: int
+    overlap: int
+    shadows: int
+
+
+def every() -> list[Case]:
+    found: list[Case] = []
+    for router, drop, compute, plan in itertools.product(KINDS, DROPS, COMPUTES, PLANS):
+        for degree in (0, *divisors(plan.sh)):
+            ways = [(1, 0)] if degree == 0 else list(itertools.product((1, 3), (0, 1)))
+            found += [Case(router, drop, compute, plan, degree, *way) for way in ways]
+    return found
+
+
+def pairs(case: Case) -> set[tuple[Any, ...]]:
+    return set(itertools.combinations(zip(Case._fields, map(str, case), strict=True), 2))
+
+
+@functools.cache
+def covering() -> list[Case]:
+    """Cases in which each two choices meet that do in any."""
+    cases, draw = every(), random.Random(0)
+    wanted, chosen = set().union(*map(pairs, cases)), []
+    while wanted:
+        some = draw.sample(cases, 30)
+        best = max(some, key=lambda case: len(pairs(case) & wanted))
+        if not pairs(best) & wanted:  # few are left: look for one of them
+            best = next(case for case in cases if min(wanted) in pairs(case))
+        chosen.append(best)
+        wanted -= pairs(best)
+    return chosen
+
+
+class Found(NamedTuple):
+    y: Tensor
+    x: Tensor
+    """The gradient of the layer's input."""
+    losses: Tensor
+    """Balance and z."""
+    load: Tensor
+    dropped: Tensor
+    gradients: dict[str, Tensor]
+
+
+def layer_of(router: str, drop: str, axes: Axes, dtype: torch.dtype) -> MixtureOfExperts:
+    moe = moe_of(router, **DROPS[drop], shared_width=5)
+    config = config_of(moe).but(init_std=0.5, ffn_bias=True, heads=4, kv_heads=4)
+    model = initialise(Transformer(config, axes, dtype=dtype), seed=2)
+    layer = model.get_submodule("blocks.0.ffn")
+    assert isinstance(layer, MixtureOfExperts)
+    shapes, layout = model.whole_shapes(), layout_of(layer)
+    with torch.no_grad():
+        for name, p in (*layer.named_parameters(), *layer.named_buffers()):
+            if name.endswith(("bias", "bias_E")):
+                shape = shapes[f"blocks.0.ffn.{name}"]
+                whole = torch.linspace(-0.2, 0.3, shape.numel(), dtype=p.dtype).view(shape)
+                p.copy_(share(whole, layout.get(name, PARTIAL), axes))
+    return layer
+
+
+def through(layer: MixtureOfExperts, mine: Tensor, step: Spread) -> Found:
+    """Forward and backward of the tokens ``mine``, which are those of this data rank."""
+    axes, dtype = layer.axes, layer.experts.up.dtype
+    x_TD, tokens_T, index_T, units = tokens()
+    T, here = len(mine), axes.rows(len(mine))
+    x_tD = x_TD[mine][here].to(dtype).requires_grad_()
+    noise = Noise.of(11, 4, 1, index_T[mine][here], Rates()).at(0) if draws(layer.moe) else None
+    routing = Routing(index_T[mine], weight=0.7, units=Units(units.of_T[mine], units.count))
+    y_tD, report = layer(x_tD, T, Routed(tokens_T[mine], routing, step), noise)
+    counts_TD = (torch.outer(index_T[mine] % 7 - 2, torch.arange(1, WIDTH + 1)) % 5 - 1)[here]
+    (y_tD * counts_TD.to(dtype)).sum().backward()
+    assert x_tD.grad is not None
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in layer.named_parameters()}
+    found = torch.stack([report.balance, report.z]).detach()
+    return Found(y_tD.detach(), x_tD.grad, found, report.load_E, report.dropped, gradients)
+
+
+def by(compute: str) -> Callable[..., Any]:
+    """The table's answer, where experts are asked for."""
+
+    def choose(operation: Any, device: str, dtype: torch.dtype) -> Callable[..., Any]:
+        if operation != "routed_experts":
+            return kernels.choose(operation, device, dtype)
+        if compute in ("loop", "reference"):
+            return kernels.choose(operation, device, dtype, compute)
+        of_rows = kernels.choose("experts", device, dtype, compute)
+        gather, combine = (kernels.choose(move, device, dtype) for move in ("gather_rows", "combine_rows"))
+
+        def routed(x: Tensor, order: Tensor, ends: Tensor, weights: Tensor, stacks: Any, activation: str) -> Tensor:
+            return combine(of_rows(gather(x, order, weights.shape[1]), ends, stacks, activation), order, weights)
+
+        return routed
+
+    return choose
+
+
+def alone(router: str, drop: str, dtype: torch.dtype, patch: pytest.MonkeyPatch) -> Found:
+    """One process, by the plainest kernels."""
+    patch.setattr(experts, "choose", by("reference"))
+    return through(layer_of(router, drop, SOLO_AXES, dtype), torch.arange(TOKENS), Spread())
+
+
+def _norm(layer: MixtureOfExperts, ground: Ground, gradients: dict[str, Tensor]) -> Tensor:
+    """As a run has it, where FSDP cuts what is no expert."""
+    layout, weights = layout_of(layer), {}
+    for name, gradient in gradients.items():
+        rows = slice(None) if isinstance(layout[name], Experts) else slice(*ground.shard.part(len(gradient)))
+        weights[name] = torch.empty_like(gradient[rows])
+        weights[name].grad = gradient[rows]
+    return gradient_norm(weights, layout, layer.axes, world_axis())
+
+
+def check(plan: Plan, cases: Sequence[Case]) -> None:
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(plan.dp))
+    wholes: dict[tuple[Any, ...], Found] = {}
+    with Ground.build(plan) as ground, pytest.MonkeyPatch.context() as patch:
+        axes = ground.axes
+        mine = order.split(SIZES[plan.dp])[axes.dp.rank]
+        for case in cases:
+            dtype, said = COMPUTES[case.compute], str(case)
+            key = case.router, case.drop, dtype
+            whole = wholes.get(key) or alone(*key, patch)
+            wholes[key] = whole
+            patch.setattr(experts, "choose", by(case.compute))
+            layer = layer_of(case.router, case.drop, axes, dtype)
+            found = through(layer, mine, Spread(case.degree, case.overlap, case.shadows))
+            same = functools.partial(assert_same, tolerance=TOLERANCES[dtype])
+            here = mine[axes.rows(len(mine))]
+            same(found.y, whole.y[here], what=f"{said}: y")
+            same(found.x, whole.x[here], what=f"{said}: gradient of x")
+            same(found.losses, whole.losses, what=f"{said}: losses")
+            assert torch.equal(axes.grid.tokens.sum_(found.load), whole.load), f"{said}: load"
+            assert torch.equal(axes.grid.tokens.sum_(found.dropped), whole.dropped), f"{said}: dropped"
+            layout = layout_of(layer)
+            sum_experts(dict(layer.named_parameters()), layout, axes.grid)
+            gradients: dict[str, Tensor] = {}
+            for name, p in layer.named_parameters():
+                gradient = found.gradients[name] if p.grad is None else p.grad
+                if not isinstance(layout[name], Experts):
+                    gradient = axes.batch.sum_(axes.tp.sum_(gradient) if layout[name] is PARTIAL else gradient)
+                reference = share(whole.gradients[name], layout[name], axes)
+                same(gradient, reference, what=f"{said}: gradient of {name}")
+                gradients[name] = gradient
+            norm = torch.stack([g.double().square().sum() for g in whole.gradients.values()]).sum().sqrt()
+            same(_norm(layer, ground, gradients).double(), norm, what=f"{said}: norm")
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_each_two_choices_meet_and_equal_one_process(plan: Plan) -> None:
+    run(plan.world, check, plan, [case for case in covering() if case.plan == plan])
+
+
+def test_the_cases_cover() -> None:
+    """And drop something where they should."""
+    met = set().union(*map(pairs, covering()))
+    assert met == set().union(*map(pairs, every())) and len(covering()) < 200
+    assert (("router", "gshard"), ("drop", "tight")) in met and (("degree", "2"), ("overlap", "3")) in met
+    with pytest.MonkeyPatch.context() as patch:
+        lost = {drop: alone("softmax", drop, torch.float64, patch).dropped for drop in DROPS}
+    assert {drop for drop, count in lost.items() if not count} == {"dropless", "as large as any"}
