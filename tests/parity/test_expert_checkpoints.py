@@ -1,0 +1,90 @@
+"""What is saved under one grid of experts is read under every other, moments included, to the bit."""
+
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from colonnade.config import ModelConfig, MoeConfig, Plan, RouterConfig
+from colonnade.parallel.mesh import Ground
+from colonnade.train.optimizer import MOMENTS
+from colonnade.verify.trial import Trial
+from tests.worlds import run
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+MODEL = ModelConfig(
+    vocab_size=29, layers=2, width=8, heads=2, head_width=4, ffn_width=12, context=16, ffn_bias=True,
+    moe=MoeConfig(
+        experts=4, active=2, ffn_width=12, shared_width=5, bias_rate=0.01, router=RouterConfig(kind="sigmoid")
+    ),
+)  # fmt: skip
+PLANS = [
+    Plan(),
+    *(Plan(dp=2, ep=ep, sh=sh) for ep, sh in ((1, 1), (2, 1), (1, 2))),
+    *(Plan(dp=4, ep=ep, sh=sh) for ep, sh in ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4))),
+    Plan(tp=2, dp=2, ep=2, sh=2),
+    Plan(pp=2, replicate=2, sh=2),
+]
+"""Every (W, E, Sh) of one, two and four processes, and two grids over other axes."""
+STEPS = 3
+
+
+def _of(key: str, shape: torch.Size) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(key.encode())), dtype=torch.float64)
+
+
+def _held(trial: Trial) -> dict[str, tuple[str, Tensor]]:
+    """What a rank saves, by key: the parameter that it is shaped like, and the tensor."""
+    held = {f"weight/{name}": (name, w) for name, w in trial.masters.local.items()}
+    return held | {
+        f"{m}/{name}": (name, trial.optimizer.state[f"{m}/{name}"]) for m in MOMENTS for name in trial.masters.local
+    }
+
+
+def _write(plans: list[Plan], folder: Path) -> None:
+    for plan in plans:
+        with Ground.build(plan) as ground, torch.no_grad():
+            trial = Trial.start(MODEL, ground, 4)
+            shapes = trial.model.whole_shapes()
+            for key, (name, tensor) in _held(trial).items():
+                tensor.copy_(trial.mine(name, _of(key, shapes[name])))
+            for name, buffer in trial.model.named_buffers():
+                buffer.copy_(_of(name, buffer.shape))
+            trial.optimizer.steps = STEPS
+            trial.save(folder / str(plan))
+
+
+def _read(plans: list[Plan], folder: Path, others: int) -> int:
+    """How many tensors were compared, with what so many of the others wrote."""
+    compared = 0
+    for plan in plans:
+        with Ground.build(plan) as ground, torch.no_grad():
+            trial = Trial.start(MODEL, ground, 4)
+            shapes, buffers = trial.model.whole_shapes(), dict(trial.model.named_buffers())
+            held = _held(trial)
+            after = PLANS.index(plan) + 1
+            for wrote in (PLANS[after:] + PLANS[:after])[:others]:
+                for tensor in (*(tensor for _, tensor in held.values()), *buffers.values()):
+                    tensor.zero_()
+                trial.optimizer.steps = 0
+                trial.load(folder / str(wrote))
+                for key, (name, tensor) in held.items():
+                    assert torch.equal(tensor, trial.mine(name, _of(key, shapes[name]))), f"{wrote} -> {plan}: {key}"
+                for name, buffer in buffers.items():
+                    assert torch.equal(buffer, _of(name, buffer.shape)), f"{wrote} -> {plan}: {name}"
+                assert trial.optimizer.steps == STEPS
+                compared += len(held) + len(buffers)
+    return compared
+
+
+@pytest.mark.parametrize("others", [1, pytest.param(len(PLANS), marks=pytest.mark.long)])
+def test_any_grid_reads_what_any_other_wrote(others: int, tmp_path: Path) -> None:
+    """Each what the next one wrote, and in `long` what all did."""
+    by_world = {world: [plan for plan in PLANS if plan.world == world] for world in (1, 2, 4)}
+    for world, plans in by_world.items():
+        run(world, _write, plans, tmp_path)
+    for world, plans in by_world.items():
+        assert min(run(world, _read, plans, tmp_path, others)) > 20
