@@ -11,7 +11,7 @@ from colonnade.config.model import ModelConfig
 from colonnade.config.moe import RouterConfig
 from colonnade.errors import ConfigError
 
-Capacity = float | Literal["off"] | None
+Capacity = Annotated[float, Field(allow_inf_nan=False)] | Literal["off"] | None
 """A capacity factor, "off" for none (dropless), or None: as trained."""
 TOLD = 12
 """Names of tasks that an error lists."""

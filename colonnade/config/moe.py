@@ -76,7 +76,7 @@ class MoeConfig(Config):
     """Layers among those that are dense all the same (Qwen's mlp_only_layers)."""
     router: RouterConfig = RouterConfig()
     """Who goes to which expert."""
-    capacity: float | None = None
+    capacity: float | None = Field(default=None, allow_inf_nan=False)
     """None: dropless, every token reaches its experts. f > 0: at most C = A·int(f·⌈T/E⌉) tokens an expert; 0: as many
     as any expert has, so that none is dropped; f < 0: the smaller of the two, with −f (Tutel)."""
     capacity_over: Literal["batch", "rank"] = "batch"

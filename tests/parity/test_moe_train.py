@@ -192,6 +192,8 @@ def test_a_trained_one_is_loaded_and_generates(corpus: Path, tmp_path: Path) -> 
     ("wrong", "said"),
     [
         (lambda: MOE.but(active=5), "cannot go to 5 of 4 experts"),
+        (lambda: MOE.but(capacity=float("inf")), "capacity is inf: input should be a finite number"),
+        (lambda: TRAIN.but(eval_capacity=float("nan")), "eval_capacity.* is nan"),
         (lambda: MOE.but(router=RouterConfig(groups=3)), "4 experts do not divide into 3 groups"),
         (lambda: Plan(dp=2, ep=3), "does not divide the 2 of a pipeline stage .* set --plan.dp 3"),
         (lambda: Plan(dp=4, sh=4, degree=3), "degree=3 does not divide the sh=4 ranks"),

@@ -8,10 +8,13 @@ from torch import Tensor
 
 from colonnade import api
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.config import ModelConfig, MoeConfig, Plan, RouterConfig
+from colonnade.config import ModelConfig, MoeConfig, Plan, RouterConfig, ServeConfig
+from colonnade.config.model import divisors
 from colonnade.errors import ConfigError, DataError, PlanError
 from colonnade.model import Packed, Rows, Stream, Transformer
+from colonnade.model.moe import Routing, Spread
 from colonnade.parallel.mesh import Ground
+from colonnade.serve import Engine, SamplingParams
 from colonnade.tune import measure, prune, upcycle
 from tests.gguf_files import speech
 from tests.hf import load
@@ -90,6 +93,63 @@ def test_smollm2_with_four_experts_is_smollm2(smollm2: api.Model, tmp_path: Path
             assert (logits - expected).abs().max() < 1e-3, str(plan)
     with api.load(tmp_path / "hf", dtype="float32", device="cpu") as again:
         assert again.generate(prompt, **words) == said
+
+
+GRIDS = [
+    Plan(),
+    Plan(dp=2, ep=2),
+    Plan(dp=2, sh=2),
+    Plan(dp=4, ep=2),
+    Plan(dp=4, sh=2),
+    Plan(dp=4, ep=4),
+    Plan(dp=4, ep=2, sh=2),
+    Plan(dp=4, ep=2, sh=2, near=2),
+    Plan(dp=4, sh=4),
+]
+"""Every (W, Sh) of one, two and four processes."""
+
+
+def _far(folder: Path, plan: Plan, tokens: Tensor, expected: Tensor) -> dict[int, float]:
+    """How far the logits are from those of the dense model, by degree."""
+    degrees = (0, *divisors(plan.sh))
+    with Ground.build(plan, "cpu") as ground, torch.no_grad():
+        model, T = load(folder, ground.axes, torch.float32), len(tokens)
+        found: dict[int, float] = {}
+        for degree in degrees:
+            routing = Routing(torch.arange(T), steps=(Spread(degree, overlap=2 if degree else 1),))
+            logits = model(Stream(tokens, torch.arange(T), routing=routing), Packed.of([T]), Rows())
+            found[degree] = (logits - expected).abs().max().item()
+        return found
+
+
+def _said(folder: Path, plan: Plan, prompt: list[int]) -> tuple[int, ...] | None:
+    """What an engine over several ranks writes; None on those that follow."""
+    with Ground.build(plan, "cpu") as ground:
+        api_model = api.load(folder, dtype="float32", device="cpu")  # for its tokenizer
+        engine = Engine(load(folder, ground.axes.serving(), torch.float32), api_model.tokenizer, ServeConfig(pages=16))
+        if ground.rank:
+            return engine.follow()
+        engine.beat()
+        (done,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        engine.stop()
+        return done.token_ids
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_smollm2_with_four_experts_under_every_grid_and_degree(smollm2: api.Model, tmp_path: Path) -> None:
+    tokens = torch.tensor(smollm2.tokenizer.encode(speech())[:60])
+    sparse = api.Model(upcycle(smollm2.transformer, 4), smollm2.tokenizer, smollm2.ground, "upcycled")
+    api.save(sparse, tmp_path / "hf", format="hf")
+    expected = smollm2.logits(tokens)
+    for plan in GRIDS:
+        for far in run(plan.world, _far, tmp_path / "hf", plan, tokens, expected):
+            assert far.keys() == {0, *divisors(plan.sh)} and max(far.values()) < 1e-3, f"{plan}: {far}"
+    prompt = smollm2.tokenizer.encode("The capital of France is")
+    dense = Engine(smollm2.transformer, smollm2.tokenizer, ServeConfig(pages=16))
+    (said,) = dense.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    for plan in (Plan(cp=2, ep=2), Plan(cp=2, sh=2), Plan(cp=4, ep=2, sh=2), Plan(tp=3, sh=3)):
+        assert run(plan.world, _said, tmp_path / "hf", plan, prompt)[0] == said.token_ids, str(plan)
 
 
 # -- fewer experts ---------------------------------------------------------------------------------------------------
