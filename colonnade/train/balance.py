@@ -54,7 +54,8 @@ def routed(
         return None
     by_layer = [[report[layer] for report in reports] for layer in layers]
     counts_LC = model.axes.grid.tokens.sum_(torch.stack([_counts(row) for row in by_layer]))
-    share_M = torch.tensor(tokens, dtype=by_layer[0][0].balance.dtype, device=counts_LC.device) / max(1, sum(tokens))
+    some, whole = by_layer[0][0].balance, max(1, sum(tokens))
+    share_M = torch.stack([some.new_full((), n / whole) for n in tokens])  # filled there: a copy would wait
     return Routed(
         layers,
         counts_LC[:, :-2],

@@ -95,7 +95,8 @@ class Step:
         )
         sizes = [len(batch.tokens_T) for batch in micro_batches]
         if self.model.config.moe is not None:
-            tokens = self.axes.dp.sum_(torch.tensor(sum(sizes), device=count.device)).clamp(min=1)
+            here = torch.full((), sum(sizes), device=count.device)  # no copy from the host, which would wait
+            tokens = self.axes.dp.sum_(here).clamp(min=1)
             terms = replace(terms, router_weight=count / (tokens * divisor), steps=self.spread)
         if self.piped is None:
             loss_sum = self._accumulate(micro_batches, divisor, terms)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from colonnade.config import DataConfig, ModelConfig, MoeConfig, RouterConfig, RunConfig, TrainConfig
 from colonnade.data import build
 from colonnade.parallel.mesh import Ground
 from colonnade.train import Trainer
@@ -21,6 +21,14 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 WORDS = ["column", "row", "share", "whole", "bears", "stands", "weight", "of", "the", "and"]
+MOE = MoeConfig(experts=8, active=2, ffn_width=64, shared_width=32, z_weight=0.01, bias_rate=0.01)
+MOES: dict[str, MoeConfig | None] = {
+    "none": None,
+    "dropless": MOE,
+    "capacity": MOE.but(capacity=1.0, router=RouterConfig(noise=1.0, jitter=0.1)),
+    "hash": MOE.but(bias_rate=0.0, router=RouterConfig(kind="hash")),
+    "topology": MOE.but(bias_rate=0.0, router=RouterConfig(kind="topology", nodes=2)),
+}
 MODEL = ModelConfig(vocab_size=300, layers=2, width=128, heads=4, kv_heads=2, ffn_width=256, context=64, tied=True)
 
 
@@ -34,8 +42,14 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 # In float32 ragged sequences run one after another, and their lengths must be known; float32 is not for speed.
-@pytest.mark.parametrize(("dtype", "separate_documents"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
-def test_steps_do_not_wait_for_the_device(config: RunConfig, dtype: str, separate_documents: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "separate_documents", "experts"),
+    [("float32", False, "none"), ("bfloat16", True, "none"), *(("bfloat16", False, name) for name in MOES)],
+)
+def test_steps_do_not_wait_for_the_device(
+    config: RunConfig, dtype: str, separate_documents: bool, experts: str
+) -> None:
+    config = config.but(model=MODEL.but(moe=MOES[experts]))
     data, t = config.data.but(separate_documents=separate_documents), config.train.but(dtype=dtype)
     config = config.but(data=data, train=t)
     with Ground.build(config.plan, config.device) as ground:
@@ -53,8 +67,9 @@ def test_steps_do_not_wait_for_the_device(config: RunConfig, dtype: str, separat
             assert log.row["loss"] < 7
 
 
-def test_a_deterministic_run_resumes_bit_for_bit(config: RunConfig) -> None:
-    config = config.but(train=config.train.but(deterministic=True))
+@pytest.mark.parametrize("experts", ["none", "dropless", "capacity"])
+def test_a_deterministic_run_resumes_bit_for_bit(config: RunConfig, experts: str) -> None:
+    config = config.but(model=MODEL.but(moe=MOES[experts]), train=config.train.but(deterministic=True))
     Trainer(config).fit()
     again = config.but(name="again")
     shutil.copytree(config.folder / "step-4", again.folder / "step-4")

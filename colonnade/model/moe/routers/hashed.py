@@ -17,7 +17,7 @@ _KEY, _SITE = 0x5EED, 0
 def hashed(seen: Seen) -> Choice:
     """A experts by the token's id alone, in equal parts; the balance losses see them, but nothing to move."""
     E, A = seen.moe.experts, seen.moe.active
-    key = torch.tensor(_KEY, device=seen.tokens_T.device)
+    key = torch.full((), _KEY, device=seen.tokens_T.device)  # no copy from the host, which would wait
     hash_TE = uniform(key, seen.tokens_T, E, _SITE)
     ids_TA = hash_TE.sort(dim=1, descending=True, stable=True).indices[:, :A]
     share = 1 / A if seen.moe.router.normalise else 1.0

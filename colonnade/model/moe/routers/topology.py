@@ -9,8 +9,6 @@ highest probability. The others' first choice is the best expert at home; their 
 cut them, and any other plan makes the same choices. Inference chooses freely.
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -38,14 +36,14 @@ def _held(seen: Seen, probs_TE: Tensor) -> Tensor:
     T = len(all_top_T)
     home_T = torch.arange(T, device=probs_TE.device) * nodes // max(T, 1)
     leaves_T = node_E[all_first_T] != home_T
-    first = [-(-n * T // nodes) for n in range(nodes + 1)]  # each home's first token
-    allowed = [int(moe.router.away * (stop - start)) for start, stop in pairwise(first)]
+    first_n = (torch.arange(nodes + 1, device=home_T.device) * T + nodes - 1) // nodes  # each home's first token
+    allowed_n = (moe.router.away * first_n.diff().double()).long()
     # Of each node's leavers the most probable go first; the rest counts as a node of its own.
     from_T = torch.where(leaves_T, home_T, nodes)
     order_T = all_top_T.argsort(descending=True, stable=True)
     place_T = torch.empty_like(order_T)
     place_T[order_T] = places(from_T[order_T, None], nodes)[:, 0]
-    held_T = (leaves_T & (place_T >= torch.tensor(allowed, device=home_T.device)[home_T]))[where_T]
+    held_T = (leaves_T & (place_T >= allowed_n[home_T]))[where_T]
     at_home_TE = node_E == home_T[where_T, None]
     best_T1 = probs_TE.masked_fill(~at_home_TE, -1).argmax(1, keepdim=True)
     return torch.zeros_like(at_home_TE).scatter(1, best_T1, True) & held_T[:, None]

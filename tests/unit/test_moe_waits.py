@@ -1,0 +1,41 @@
+"""Nothing in a training step of a mixture of experts makes a tensor of the host's numbers on the device: from memory
+that is not pinned such a copy waits for all that a GPU has to do before it, and cannot be recorded in a graph.
+
+What else waits only a GPU can show: tests/gpu/test_train_gpu.py.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from colonnade.config import ModelConfig, MoeConfig, Plan
+from colonnade.parallel.mesh import Ground
+from colonnade.train.step import Step
+from colonnade.verify.trial import RAGGED, TRAIN, Trial, batch
+from tests.routers import KINDS, kind_of, moe_of
+
+
+def model_of(moe: MoeConfig) -> ModelConfig:
+    return ModelConfig(vocab_size=53, layers=2, width=16, heads=4, ffn_width=16, context=64, moe=moe)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_step_copies_no_numbers_of_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    moe = moe_of(name, capacity=1.0)
+    if kind_of(name) == "task":
+        moe = moe.but(router=moe.router.but(task=0))
+    config = model_of(moe)
+    with Ground.build(Plan()) as ground:
+        trial = Trial.start(config, ground, 1)
+        step = Step(trial.model, trial.masters, trial.optimizer, TRAIN, trial.world)
+        batches = [batch(RAGGED, i, i, config) for i in range(2)]
+        right: Any = torch.tensor
+
+        def guarded(data: Any, **options: Any) -> torch.Tensor:
+            assert "device" not in options, "a copy that waits: torch.full fills on the device"
+            return right(data, **options)
+
+        monkeypatch.setattr(torch, "tensor", guarded)
+        outcome = step(0, batches)
+        assert outcome.routed is not None and outcome.norm.isfinite()
