@@ -10,6 +10,7 @@ from colonnade.config import ModelConfig, MoeConfig, Plan
 from colonnade.errors import PlanError
 from colonnade.model import Loss, Noise, Packed, Rates, Rows, Stream, Transformer
 from colonnade.model.moe import Routing, Spread
+from colonnade.parallel.hierarchy import Sizes, Web
 from colonnade.parallel.layout import PARTIAL, layout_of, share
 from colonnade.parallel.mesh import Ground
 from colonnade.train.norm import sum_experts
@@ -130,6 +131,37 @@ def test_what_a_step_cannot_be_is_refused_on_all_ranks_before_anything_is_sent(
 ) -> None:
     (message,) = set(run(plan.world, _refusal, plan, step))
     assert re.search(said, message)
+
+
+def _there_and_back(plan: Plan) -> int:
+    """By one step and by two; the rows that came."""
+    with Ground.build(plan) as ground:
+        grid = ground.axes.grid
+        assert grid.near is not None
+        table = torch.randint(0, 4, (plan.ep, plan.ep), generator=torch.Generator().manual_seed(0))
+        table[1], table[:, 2] = 0, 0  # who has nothing, who gets nothing
+        send = table[grid.all.rank]
+        x_RD = torch.randn(int(send.sum()), 3, generator=torch.Generator().manual_seed(grid.all.rank))
+        found: list[list[torch.Tensor]] = []
+        for web in (Web(grid.all), Web(grid.all, grid.near, grid.far)):
+            theirs, between = web.counts(send)
+            crossing = [] if between is None else web.between(between.flatten().tolist())
+            sizes = Sizes(send.tolist(), theirs.tolist(), *crossing)
+            leaf = x_RD.clone().requires_grad_()
+            came = web.finish(web.begin(leaf, sizes), sizes)
+            back = web.finish_back(web.begin_back(came * 2, sizes), sizes)
+            back.backward(x_RD.sin())
+            assert leaf.grad is not None and torch.equal(back.detach(), x_RD * 2)
+            found.append([theirs, came.detach(), leaf.grad])
+        assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+        assert torch.equal(found[0][0], table[:, grid.all.rank])
+        return len(found[0][1])
+
+
+@pytest.mark.parametrize("plan", [Plan(dp=6, ep=6, near=3), Plan(dp=6, ep=6, near=2)], ids=str)
+def test_two_steps_bring_the_bits_that_one_does(plan: Plan) -> None:
+    came = run(plan.world, _there_and_back, plan)
+    assert came[2] == 0 and min(came[:2] + came[3:]) > 0
 
 
 def test_moes_differ() -> None:
