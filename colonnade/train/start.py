@@ -14,6 +14,7 @@ from colonnade.data import Corpus
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError
 from colonnade.model import Transformer, initialise
+from colonnade.model.moe import Router
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import Experts, layout_of
 from colonnade.parallel.mesh import Ground
@@ -44,6 +45,9 @@ def freeze(model: Transformer, what: str) -> None:
     layout = layout_of(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(isinstance(layout[name], Experts) == (what == "rest"))
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.frozen = what == "rest"
 
 
 def check_start(run: RunConfig) -> None:

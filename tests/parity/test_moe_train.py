@@ -167,6 +167,8 @@ def test_what_is_frozen_stays(freeze: str, plan: Plan, dtype: str, corpus: Path,
     for name, was in before.named_parameters():
         still = torch.equal(found.get_parameter(name), was)
         assert still == ((".experts." in name) == (freeze == "experts")), name
+    for name, bias_E in found.named_buffers():
+        assert bool(bias_E.any()) == (freeze == "experts"), f"{name} belongs to the rest"
 
 
 def test_capacity_drops_and_says_so(corpus: Path, tmp_path: Path) -> None:

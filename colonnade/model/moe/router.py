@@ -195,6 +195,8 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig, moe: MoeConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
         self.moe, self.axes, self._rule = moe, axes, rule(moe)
+        self.frozen = False
+        """Whether the load leaves the balancing bias where it is."""
         self.gates = nn.ModuleList(
             Gate(config, moe, self._rule, device=device, dtype=dtype) for _ in range(moe.router.gates)
         )
@@ -206,9 +208,9 @@ class Router(nn.Module):
     @torch.no_grad()
     def rebalance(self, load_E: Tensor, skip: Tensor | int = 0) -> None:
         """Move the bias by ``bias_rate``·sign(mean load − load_e), of the choices of a whole step on all ranks, by
-        expert (DeepSeek-V3, section 2.1.2); by nothing where ``skip`` is 1.
+        expert (DeepSeek-V3, section 2.1.2); by nothing where ``skip`` is 1, or in a router that is frozen.
         """
-        if self.bias_E is not None:
+        if self.bias_E is not None and not self.frozen:
             # The sum against E times the load, in integers: an expert at exactly the mean stays where it is.
             self.bias_E += self.moe.bias_rate * (1 - skip) * (load_E.sum() - len(load_E) * load_E).sign()
 
