@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,3 +66,31 @@ def test_the_covering_set_of_four_processes(tmp_path: Path) -> None:
     plans = covering(all_plans(4, MODEL.but(layers=8)))
     assert len(plans) > 40
     in_parts(4, MODEL, plans, tmp_path, 3)
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "capacity": {"capacity": 0.75, "priority": True, "dropped": "residual"},
+    "gshard": {"router": RouterConfig(kind="gshard", jitter=0.1), "capacity": 1.0, "balance": "gshard"},
+    "noisy": {"router": RouterConfig(kind="noisy"), "bias_rate": 0.0, "balance": "importance"},
+    "cosine": {"router": RouterConfig(kind="cosine", projection=8, noise=1.0)},
+    "sigmoid": {"router": RouterConfig(kind="sigmoid", groups=2, groups_kept=2), "balance": "sequence"},
+    "expert_choice": {"router": RouterConfig(kind="expert_choice"), "bias_rate": 0.0},
+    "hash": {"router": RouterConfig(kind="hash"), "bias_rate": 0.0},
+    "sequence": {"router": RouterConfig(kind="sequence"), "balance": "sequence"},
+    "topology": {"router": RouterConfig(kind="topology", nodes=2), "bias_rate": 0.0},
+}
+LAID = [
+    Plan(cp=2, ep=2),
+    Plan(pp=2),
+    Plan(dp=2, sh=2, degree=0),
+    Plan(tp=2, ep=2, sequence_parallel=True, overlap=2),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ROUTERS)
+def test_whole_models_with_each_router(name: str, tmp_path: Path) -> None:
+    """Over context, data, tensor and pipeline ranks; one layer of each in more ways: test_moe_covering.py."""
+    model = MODEL.but(moe=MODEL.moe.but(**ROUTERS[name]))  # type: ignore[union-attr]
+    for results in run(2, compared, model, LAID, tmp_path, None):
+        assert {str(result.plan): result.errors for result in results if not result.ok} == {}
