@@ -98,7 +98,7 @@ class PageTable:
         """Refuse what kernels without bounds of their own would read wrongly; for those who ask the device anyway.
 
         Raises CapacityError where a request is longer than its row of pages, and ConfigError where it has a negative
-        length, or a page that it uses is none of ``cache_pages``.
+        length, or a page that it uses is none of ``cache_pages`` (on a GPU, where no :attr:`known_pages` say so).
         """
         if cache_pages in self._checked:
             return
@@ -106,11 +106,16 @@ class PageTable:
         if min(lengths, default=0) < 0:
             raise ConfigError(f"a number below 0 among lengths {lengths}; give counts")
         check_lengths(lengths, self.room)
-        for r, length in enumerate(lengths):
-            used = self.host_pages[r][: self._pages(length)]
-            if used and not 0 <= min(used) <= max(used) < cache_pages:
-                wrong = next(page for page in used if not 0 <= page < cache_pages)
-                raise ConfigError(f"request {r} has page {wrong} of a cache of {cache_pages}; give it pages below that")
+        # Whoever knows them without asking the device made them, and to ask it here would be to wait for it.
+        if self.pages_RP.is_cuda and self.known_pages is not None:
+            return
+        if self.pages_RP.numel() and not 0 <= int(self.pages_RP.min()) <= int(self.pages_RP.max()) < cache_pages:
+            for r, length in enumerate(lengths):
+                for page in self.host_pages[r][: self._pages(length)]:
+                    if not 0 <= page < cache_pages:
+                        raise ConfigError(
+                            f"request {r} has page {page} of a cache of {cache_pages}; give it pages below that"
+                        )
         self._checked.add(cache_pages)
 
     @cached_property
