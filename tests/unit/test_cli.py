@@ -339,6 +339,17 @@ def test_pool_too_small_for_one_request(capsys: pytest.CaptureFixture[str], mode
     assert "--serve." in said
 
 
+def test_a_cache_that_holds_nothing_is_refused_before_weights_are_read(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, place := tmp_path / "m")
+    for file in place.glob("weights-*"):
+        file.write_bytes(bytes(file.stat().st_size))
+    for verb in (["generate", place, "hi"], ["serve", place, "--serve.port", "0"]):
+        said = refused(capsys, *verb, "--device", "cpu", "--serve.cache_bytes", "10")
+        assert "CapacityError: --serve.cache_bytes 10 holds no page of 16 tokens" in said
+
+
 def test_generate_eval_and_convert(capsys: pytest.CaptureFixture[str], model: Path, hf: Path, tmp_path: Path) -> None:
     """The same text from our format, from a Hugging Face folder, and from that converted back."""
     back = tmp_path / "back"
