@@ -16,6 +16,7 @@ import decode_model
 import engine
 import flash_decoding
 import fsdp
+import prefill
 import weak_scaling
 from colonnade.config import Plan
 from colonnade.kernels.attention import decode_tiles
@@ -171,3 +172,16 @@ def test_decode_model(tmp_path: Path) -> None:
     assert rows[0]["bound_tokens_per_s"] > rows[1]["bound_tokens_per_s"] and heads[0].peer == "the bound"
     _contexts.draw([*rows, {"who": "transformers, static cache", "failed": "it did"}], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+@pytest.mark.filterwarnings("ignore")  # the peer's
+def test_prefill() -> None:
+    """Operations are the products of every token, of the head those of one, and the scores that are seen."""
+    T, it = 96, prefill.TINY
+    D, H, heads = it.width, it.head_width, it.heads + 2 * it.kv_heads
+    weights = it.layers * (D * heads * H + it.heads * H * D + 3 * D * it.ffn_width)
+    seen = it.layers * it.heads * H * 4 * T * T / 2
+    assert prefill.flops(it, T) == pytest.approx(2 * T * weights + 2 * D * it.vocab_size + seen, rel=1e-3)
+    rows, found = prefill.measure("tiny", T, "cpu")
+    assert [row["who"] for row in rows] == ["colonnade", "transformers"]
+    assert found[0].value == rows[0]["tokens_per_s"] and found[0].peer_value == rows[1]["tokens_per_s"]
