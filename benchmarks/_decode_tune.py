@@ -31,13 +31,18 @@ CANDIDATES = [
 TUNED_AT = ((256, 256), (32, 2048), (4, 16384), (1, 65536), (1, 4096), (7, 900))
 
 
-def mean_s(cells: Sequence[Tensors]) -> float:
-    """The geometric mean of our times; infinite where the chip cannot."""
+def too_much() -> tuple[type[Exception], ...]:
+    """What Triton raises for tiles that are larger than the chip's memory for them."""
     from triton.runtime.errors import OutOfResources
 
+    return (OutOfResources,)
+
+
+def mean_s(cells: Sequence[Tensors]) -> float:
+    """The geometric mean of our times; infinite where the chip cannot."""
     try:
         return math.exp(sum(math.log(seconds(ours(tensors), tensors, rounds=7)) for tensors in cells) / len(cells))
-    except OutOfResources:
+    except too_much():
         return math.inf
 
 

@@ -17,8 +17,9 @@ graph replayed, drawn, and told again without waiting. A step can be no faster t
 
     (weights that it reads + keys and values of the context) / read bandwidth        measured in the same run
 
-where of a table of embeddings one row is read and of experts those that are chosen. ``transformers``' ``generate`` with
-a static cache, which it compiles by itself, stands beside the first context, where the model is a Llama.
+where of a table of embeddings one row is read and of experts those that are chosen; TB/s count these bytes, and
+``of_bound`` is their share of the read bandwidth. ``transformers``' ``generate`` with a static cache, which it compiles
+by itself, stands beside the first context, where the model is a Llama. The plot is the article's, tokens/s by context.
 """
 
 import argparse
@@ -30,8 +31,9 @@ from typing import Any, get_args
 
 import torch
 
+from _contexts import draw
 from _decode import read_bandwidth
-from _report import RESULTS, Cell, Headline, report
+from _report import RESULTS, ROOT, Cell, Headline, report
 from colonnade.config import ModelConfig, Plan, WeightGroup, Weights
 from colonnade.config.presets import preset
 from colonnade.config.quantised import check
@@ -156,7 +158,8 @@ def ours(
         rows = []
         for context in contexts:
             step_s = steps_of(model, batch, context, steps, invariant, page)
-            bound_s = (read + batch * context * token_bytes / plan.cp) / bandwidth
+            step_bytes = read + batch * context * token_bytes / plan.cp
+            bound_s = step_bytes / bandwidth
             rows.append(
                 {
                     "who": "colonnade" if small else "colonnade, NCCL's small messages",
@@ -170,6 +173,7 @@ def ours(
                     "step_ms": round(1e3 * step_s, 3),
                     "tokens_per_s": round(batch / step_s, 1),
                     "bound_tokens_per_s": round(batch / bound_s, 1),
+                    "tb_per_s": round(step_bytes / step_s / 1e12, 3),
                     "of_bound": round(bound_s / step_s, 4),
                     "bandwidth_tb_per_s": round(bandwidth / 1e12, 3),
                 }
@@ -258,6 +262,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch-invariant", action="store_true", help="as serve.batch_invariant computes")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
+    parser.add_argument("--picture", type=Path, help="docs/assets/ and the result's name, if not said")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
     args = parser.parse_args(argv)
     plan = Plan(tp=args.tp, cp=args.cp, ep=args.ep, sh=args.sh)
@@ -274,6 +279,7 @@ def main(argv: list[str] | None = None) -> None:
     layout += "_nccl" * args.nccl
     name = f"decode_{args.model}{bits}_{layout}_b{args.batch}_h200"
     report(name, rows, notes=__doc__ or "", headlines=heads, folder=args.out)
+    draw(rows, args.picture or ROOT / "docs" / "assets" / f"{name}.png")
 
 
 if __name__ == "__main__":

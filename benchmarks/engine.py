@@ -5,7 +5,8 @@
 
 Prompts and answers of 100 to 1024 tokens each, drawn by one seed, greedy, end tokens ignored, all requests there at the
 start: the load by which small engines publish their speed. Tokens counted are those of the answers. Both get their
-requests one by one with their own numbers of tokens; both are warmed up by a few requests of the same sizes first.
+requests one by one with their own numbers of tokens; both are warmed up by a few requests of the same sizes first, and
+both have recorded their graphs before the clock starts: ours one for each size of batch (``serve.fixed_steps``).
 
 ``idle`` is the share of time in which the GPU ran nothing of ours, from a trace of some steps amid the load.
 ``agree`` is the share of answers that are the same to the last token; in bfloat16 a near-tie sends a text another way.
@@ -63,6 +64,11 @@ def drawn(requests: int, least: int, most: int, vocab_size: int, seed: int = 0) 
     draw = random.Random(seed)
     prompts = [[draw.randrange(vocab_size) for _ in range(draw.randint(least, most))] for _ in range(requests)]
     return Load(prompts, [draw.randint(least, most) for _ in range(requests)])
+
+
+def every_size(requests: int) -> Load:
+    """Requests of which one ends at each step, so that every size of batch is met."""
+    return Load([[1]] * requests, list(range(1, requests + 1)))
 
 
 def peer(tiny: bool) -> Qwen3ForCausalLM:
@@ -141,8 +147,9 @@ def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell
         model.save_pretrained(folder)
         mine = colonnade.load(folder, dtype="float32" if tiny else "bfloat16", device="cpu" if tiny else "cuda")
     limits = ServeConfig(
-        max_requests=requests, token_budget=64 if tiny else 8192, cache_bytes=1 << (22 if tiny else 36)
-    )
+        max_requests=requests, token_budget=64 if tiny else 8192, cache_bytes=1 << (22 if tiny else 36),
+        fixed_steps=True,
+    )  # fmt: skip
     # Prompts are random: nothing is shared but with the same load's last run, which must not count.
     engine = Engine(mine.transformer, words(vocab_size), limits.but(prefix_cache=False))
     runs: dict[str, Callable[[int], Took]] = {
@@ -152,6 +159,7 @@ def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell
     print(f"{requests} requests, {sum(map(len, load.prompts))} tokens in, {load.tokens} out", flush=True)
     few = load.first(max(2, requests // 16))
     ours(engine, few)
+    ours(engine, every_size(requests))
     theirs(model, few, ContinuousBatchingConfig())
     took = turns(runs, rounds, warm_up=0)
     waits = idle(engine, load, skip=4 if tiny else 100, steps=4 if tiny else 40)

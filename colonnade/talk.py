@@ -4,7 +4,7 @@ import asyncio
 import functools
 import sys
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -16,14 +16,16 @@ from colonnade.config.experts import check_task
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ColonnadeError
 from colonnade.model import Transformer
-from colonnade.parallel.launch import launch
+from colonnade.parallel.launch import launch, place
 from colonnade.parallel.mesh import Ground
 from colonnade.serve.client import EngineClient
+from colonnade.serve.engine import Engine
+from colonnade.serve.invariant import check_ranks
 from colonnade.serve.line import Ask
 from colonnade.serve.memory import Asked, check_room
 from colonnade.serve.process import engine_process
 from colonnade.serve.sampling import SamplingParams
-from colonnade.serve.worker import Load
+from colonnade.serve.worker import Load, standing
 
 CONTINUATION_TOKENS = 256
 """Of a text that need not come to an end by itself."""
@@ -52,6 +54,8 @@ class Where:
         found = api.find(self.model, self.plan, self.experts, self.serve.weights, self.serve.weight_group)
         check_task(found.config, found.tasks)
         self.serve.check(found.config)
+        if self.serve.batch_invariant:
+            check_ranks(tp=self.plan.tp, cp=self.plan.cp)
         return found
 
     def open(self) -> api.Model:
@@ -83,13 +87,16 @@ def generate(where: Where, prompt: str, params: SamplingParams) -> None:
 
 
 def _generate(where: Where, prompt: str, params: SamplingParams) -> None:
-    with where.open() as model:
-        engine = api.Engine(model, where.serve)
-        if model.ground.rank:
+    rank, _ = place()
+    status = Console(stderr=True, highlight=False).status("loading the model")
+    with standing(where.plan, where.device) as ground:
+        with nullcontext() if rank else status:
+            engine = Engine(*_load(where, ground), where.serve)
+        if ground.rank:
             engine.follow()
             return
         if params.max_tokens is None:
-            room = model.config.context - len(model.tokenizer.encode(prompt))
+            room = engine.model.config.context - len(engine.tokenizer.encode(prompt))
             params = replace(params, max_tokens=max(1, min(CONTINUATION_TOKENS, room)))
         try:
             for output in engine.stream(prompt, params):

@@ -46,7 +46,10 @@ def check_shapes() -> int:
         same(Case([66, 3, 40, 4], queries, K=1, group=(1, 3, 5)[i], H=16, page=16, window=(None, 9, 40)[i]))
         count += 1
     CHOSEN[:] = [HOW[0]]
-    same(Case([50], [1], K=1, group=4, H=192, page=32))
+    for width, page in ((96, 128), (112, 256), (192, 32), (256, 16)):
+        same(Case([50, 3], [1, 2], K=1, group=4, H=width, page=page))
+        count += 1
+    same(Case([70], [64], K=1, group=1, H=16, page=16))
     return count + 1
 
 

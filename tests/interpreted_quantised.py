@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from colonnade.kernels.attention import fixed
+from colonnade.kernels.attention import decode_tiles, fixed
 from colonnade.kernels.attention import reference as attention_reference
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.experts import quantised_gpu as experts_gpu
@@ -137,12 +137,14 @@ def check_fixed_attention() -> int:
     k, v = (torch.randn(40, 16, 2, 16, generator=draw) for _ in range(2))
     q, pages = torch.randn(70, 6, 16, generator=draw), torch.arange(40, dtype=torch.int32).view(2, 20)
 
-    def run(queries: torch.Tensor, new: list[int], lengths: list[int], first: int) -> torch.Tensor:
+    def run(
+        queries: torch.Tensor, new: list[int], lengths: list[int], first: int, window: int | None = None
+    ) -> torch.Tensor:
         cu = torch.tensor([0, *new]).cumsum(0).int()
         mine = pages[first : first + len(new)]
         table = PageTable(mine, cu, torch.tensor(lengths).int(), 16, max(new), max(lengths))
-        exact = attention_reference.paged(queries.double(), k.double(), v.double(), table)
-        got = fixed.paged(queries, k, v, table)
+        exact = attention_reference.paged(queries.double(), k.double(), v.double(), table, window=window)
+        got = fixed.paged(queries, k, v, table, window=window)
         assert (got - exact).norm() < 1e-6 * exact.norm()
         return got
 
@@ -152,7 +154,15 @@ def check_fixed_attention() -> int:
     with mock.patch.object(fixed, "CHUNK", 32):  # cut, and so merged
         whole = run(q, [70], [70], 0)
         assert torch.equal(run(q[60:], [10], [70], 0), whole[60:])
-    return 4
+    # A block of several queries, of which each sees its first key in another chunk than the one before.
+    with (
+        mock.patch.object(fixed, "CHUNK", 16),
+        mock.patch.object(decode_tiles, "CHOSEN", [decode_tiles.Tiles(16, 4, 2, 2, 16, 16)]),
+    ):
+        whole = run(q[:20], [20], [250], 0, window=200)
+        for t in (1, 9, 18):
+            assert torch.equal(run(q[t : t + 1], [1], [231 + t], 0, window=200), whole[t : t + 1]), t
+    return 5
 
 
 def check_norms() -> int:

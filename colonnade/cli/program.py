@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -40,6 +41,13 @@ VERBS: dict[str, Callable[..., None]] = {
 }
 
 
+SECTIONS = {
+    "ServeConfig": "serve", "TrainConfig": "train", "DataConfig": "data", "Plan": "plan", "ModelConfig": "model",
+    "MoeConfig": "model.moe", "LatentConfig": "model.latent", "ExpertsConfig": "experts",
+}  # fmt: skip
+"""The flags by which each configuration is set."""
+
+
 def parse(argv: list[str]) -> Callable[[], None]:
     """The call that ``argv`` asks for, not made yet; raises SystemExit for words that no verb takes."""
     name, words = (argv or ["--help"])[0], argv[1:]
@@ -69,6 +77,20 @@ def _later(verb: Callable[..., None]) -> Callable[..., Callable[[], None]]:
     return bound
 
 
+def _as_typed(message: str, argv: list[str]) -> str:
+    """``message`` with fields by the flags that set them: ``--train.steps is 0`` in the place of ``TrainConfig.steps``.
+
+    What no flag set came from a file, and is left as the file has it.
+    """
+    flags = {word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+
+    def named(field: re.Match[str]) -> str:
+        flag = f"--{SECTIONS[field[1]]}.{field[2]}"
+        return flag if flag.replace("-", "_") in flags else field[0]
+
+    return re.sub(rf"\b({'|'.join(SECTIONS)})\.(\w+)(?= is )", named, message)
+
+
 def main(argv: list[str] | None = None) -> None:
     """The program; returns normally or raises SystemExit with the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -82,10 +104,10 @@ def main(argv: list[str] | None = None) -> None:
     except ColonnadeError as error:
         if debug:
             raise
-        kind = f"{type(error).__name__}: "
+        kind, said = f"{type(error).__name__}: ", _as_typed(str(error), argv)
         if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun ends its own account with
-            Path(report).write_text(json.dumps({"message": f"{kind}{error}", "timestamp": time.time()}))
-        console.print(Text.assemble((kind, "bold red"), str(error)), soft_wrap=True)
+            Path(report).write_text(json.dumps({"message": f"{kind}{said}", "timestamp": time.time()}))
+        console.print(Text.assemble((kind, "bold red"), said), soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -24,15 +24,20 @@ WIDEST = 256
 """Heads that the attention of fixed cuts takes."""
 
 
+def check_ranks(*, tp: int, cp: int) -> None:
+    """Raise :class:`ConfigError` for a model that lies on more than one rank."""
+    for name, size in (("tp", tp), ("cp", cp)):
+        if size > 1:
+            raise ConfigError(
+                f"serve.batch_invariant is for one rank, and this model lies on {name}={size}: a sum over "
+                f"ranks would have to be of one order too; use --plan.{name} 1, or leave it out"
+            )
+
+
 def prepare(model: Transformer) -> str:
     """Have ``model`` compute so, for good, and name the attention that does; :class:`ConfigError` where it cannot."""
     config = model.config
-    for axis in (model.axes.tp, model.axes.cp):
-        if axis.size > 1:
-            raise ConfigError(
-                f"serve.batch_invariant is for one rank, and this model lies on {axis.name}={axis.size}: a sum over "
-                f"ranks would have to be of one order too; use --plan.{axis.name} 1, or leave it out"
-            )
+    check_ranks(tp=model.axes.tp.size, cp=model.axes.cp.size)
     if next(model.parameters()).device.type == "cpu":
         return "reference"
     missing = {

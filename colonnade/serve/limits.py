@@ -10,12 +10,9 @@ from colonnade.errors import CapacityError, ConfigError, PlanError, RequestError
 from colonnade.model import KVCache, Transformer
 from colonnade.model.quantised import kind_of, tensors_of
 from colonnade.model.split import WIDEST
-from colonnade.serve.memory import Asked, check_room, free_bytes, page_bytes_of, pages_of, told
+from colonnade.serve.memory import FLOAT8, Asked, check_room, free_bytes, pages_of, told, widens_float8
 from colonnade.serve.pages import PagePool
 from colonnade.serve.sampling import SamplingParams
-
-FLOAT8 = (8, 9)
-"""The least compute capability that widens float8 in a kernel."""
 
 
 def check_model(model: Transformer, config: ServeConfig) -> None:
@@ -29,13 +26,12 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
             f'read; load it with weights="{config.weights}"'
         )
     weight = next(model.parameters())
-    if config.cache == "float8" and weight.is_cuda:
+    if config.cache == "float8" and not widens_float8(weight.device):
         has = torch.cuda.get_device_capability(weight.device)
-        if has < FLOAT8:
-            raise ConfigError(
-                f"a cache in float8 needs compute capability {FLOAT8[0]}.{FLOAT8[1]}, and this "
-                f"{torch.cuda.get_device_name(weight.device)} has {has[0]}.{has[1]}; leave --serve.cache out"
-            )
+        raise ConfigError(
+            f"a cache in float8 needs compute capability {FLOAT8[0]}.{FLOAT8[1]}, and this "
+            f"{torch.cuda.get_device_name(weight.device)} has {has[0]}.{has[1]}; leave --serve.cache out"
+        )
     if config.batch_invariant and config.fixed_steps and weight.device.type == "cpu":
         raise ConfigError(
             "serve.batch_invariant runs one token at a time on a CPU, which serve.fixed_steps cannot pad; leave one out"
@@ -48,15 +44,8 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
 
     Raises :class:`CapacityError` when not one page fits, and with a table when the memory is not there.
     """
-    size, context = config.page_tokens, model.config.context
     weight = next(model.parameters())
-    page_bytes = page_bytes_of(model.config, model.axes, config, weight.dtype)
     pages = pages_of(model.config, model.axes, config, weight.dtype)
-    if not pages:
-        raise CapacityError(
-            f"--serve.cache_bytes {config.cache_bytes} holds no page of {size} tokens, which takes {page_bytes} bytes; "
-            f"give {page_bytes * -(-context // size)} for one whole context of {context} tokens"
-        )
     held = sum(x.nbytes for x in tensors_of(model) if x.device == weight.device)
     asked = Asked(
         model.config, config.but(weights=kind_of(model) or "stored"), weight.dtype, weight.device,
@@ -66,8 +55,8 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
     check_room(asked, held)
     try:
         return KVCache(
-            model.config, model.axes, pages=pages, page_tokens=size, dtype=weight.dtype, device=weight.device,
-            kind=config.cache,
+            model.config, model.axes, pages=pages, page_tokens=config.page_tokens, dtype=weight.dtype,
+            device=weight.device, kind=config.cache,
         )  # fmt: skip
     except RuntimeError:  # torch's only type for a failed allocation on a CPU; on a GPU its pieces may not fit
         raise CapacityError(told(asked, asked.needs(), free_bytes(weight.device) + held)) from None

@@ -31,6 +31,8 @@ from colonnade.model.quantised import kept_bytes, matrices
 from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.serve.fixed import padded
 
+FLOAT8 = (8, 9)
+"""The least compute capability that widens float8 in a kernel."""
 SHARE = 0.95
 """Of the memory that is free, what may be promised."""
 
@@ -167,9 +169,16 @@ def spare_pages(axes: Axes, serve: ServeConfig) -> int:
 
 
 def check_room(asked: Asked, held: int = 0) -> None:
-    """Raise :class:`CapacityError` with a table when ``asked`` does not fit into what is free on its device (or into
-    ``serve.memory_bytes``), of which ``held`` bytes are the model's already.
+    """Raise :class:`CapacityError` when the cache holds not one page, and with a table when ``asked`` does not fit into
+    what is free on its device (or into ``serve.memory_bytes``), of which ``held`` bytes are the model's already.
     """
+    serve, context = asked.serve, asked.model.context
+    if not pages_of(asked.model, asked.axes, serve, asked.dtype):
+        page_bytes, page = page_bytes_of(asked.model, asked.axes, serve, asked.dtype), serve.page_tokens
+        raise CapacityError(
+            f"--serve.cache_bytes {serve.cache_bytes} holds no page of {page} tokens, which takes {page_bytes} bytes; "
+            f"give {page_bytes * -(-context // page)} for one whole context of {context} tokens"
+        )
     there = asked.serve.memory_bytes or int(SHARE * free_bytes(asked.device)) + held
     needs = asked.needs()
     if needs.total > there:
@@ -188,7 +197,7 @@ def told(asked: Asked, needs: Needs, there: int) -> str:
     return "\n".join(lines)
 
 
-def remedies(asked: Asked, needs: Needs, there: int, number: int = 4) -> list[tuple[str, int, str]]:
+def remedies(asked: Asked, needs: Needs, there: int, number: int = 5) -> list[tuple[str, int, str]]:
     """(flags, bytes that they save, what else is to be said): first what is enough, then what saves most."""
     serve, found = asked.serve, list[tuple[str, int, str]]()
     base = asked.but().needs() if asked.weights is not None else needs
@@ -219,8 +228,9 @@ def remedies(asked: Asked, needs: Needs, there: int, number: int = 4) -> list[tu
     if serve.max_requests > 1:
         less = max(1, serve.max_requests // 4)
         offer(f"--serve.max_requests {less}", "more wait", serve=serve.but(max_requests=less))
-    if serve.cache == "stored" and asked.model.latent is not None:
-        offer("--serve.cache int8", "rounded", serve=serve.but(cache="int8"))
+    kind = "float8" if asked.model.latent is None else "int8"
+    if serve.cache == "stored" and (kind == "int8" or widens_float8(asked.device)):
+        offer(f"--serve.cache {kind}", "rounded", serve=serve.but(cache=kind))
     for kind in ("int8", "int4"):
         if serve.weights not in (kind, "int4"):
             offer(f"--serve.weights {kind}", "rounded", serve=serve.but(weights=kind))
@@ -231,6 +241,11 @@ def remedies(asked: Asked, needs: Needs, there: int, number: int = 4) -> list[tu
     if asked.dtype in (torch.float32, torch.float64):
         offer("--dtype bfloat16", "other rounding", dtype=torch.bfloat16)
     return sorted(found, key=lambda f: (needs.total - f[1] > there, -f[1]))[:number]
+
+
+def widens_float8(device: torch.device) -> bool:
+    """Whether kernels for ``device`` can, as far as this machine tells."""
+    return device.type == "cpu" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= FLOAT8
 
 
 def free_bytes(device: torch.device) -> int:

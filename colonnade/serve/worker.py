@@ -33,7 +33,7 @@ BEAT_S = 20.0
 
 def work(load: Load, plan: Plan, config: ServeConfig, device: str, address: str) -> None:
     """One rank of a server's engine, until the HTTP process stops it or goes away."""
-    with _ground(plan, device) as ground:
+    with standing(plan, device) as ground:
         engine = Engine(*load(ground), config)
         if ground.rank:
             engine.follow()
@@ -48,7 +48,8 @@ def work(load: Load, plan: Plan, config: ServeConfig, device: str, address: str)
 
 
 @contextmanager
-def _ground(plan: Plan, device: str) -> Iterator[Ground]:
+def standing(plan: Plan, device: str) -> Iterator[Ground]:
+    """The ground of a process that serves."""
     if plan.world == 1:
         yield Ground.solo(choose_device(plan, device))
     else:

@@ -4,6 +4,7 @@ pytest -q tests/gpu/test_decode_gpu.py        # about four minutes, most of it c
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +96,22 @@ def test_fixed_cuts_give_the_same_bits_in_any_company() -> None:
             row = sum(queries[:at])
             assert torch.equal(among.o[row], alone.o[0])
             assert torch.equal(among.lse[row], alone.lse[0])
+
+
+@pytest.mark.parametrize("window", [None, 3000])
+def test_fixed_cuts_give_the_same_bits_to_a_query_alone_and_within_a_chunk(window: int | None) -> None:
+    """Under a window queries of one block see their first key in different chunks."""
+    case = Case([9000], [40], K=2, group=4, H=128, page=16, dtype=torch.bfloat16, chunk=128, window=window)
+    made = case.made("cuda")
+    whole = made.run().o
+    for t in range(40):
+        length = 9000 - 39 + t
+        table = replace(
+            made.table, cu_queries=torch.tensor([0, 1], dtype=torch.int32, device="cuda"), longest_query=1,
+            lengths_R=torch.tensor([length], dtype=torch.int32, device="cuda"), longest_context=length,
+        )  # fmt: skip
+        ready = made.layout.prepare(made.layout.plan([length], [1]), "cuda")
+        assert torch.equal(attend(made.q[t : t + 1], made.k, made.v, table, ready).o[0], whole[t]), t
 
 
 def test_a_graph_takes_the_next_steps_plan() -> None:

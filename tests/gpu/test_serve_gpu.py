@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import colonnade
 from colonnade.config import LatentConfig, ServeConfig
+from colonnade.errors import CheckpointError
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.sampler import sample
 from colonnade.serve.sampling import Draw
@@ -118,3 +120,39 @@ def test_a_cache_in_float8_says_what_it_says_on_a_cpu(fixed: bool):
     model = tiny.model(dtype=torch.float32).to("cuda")
     found = Engine(model, tiny.tokenizer(), limits.but(fixed_steps=fixed)).generate(PROMPTS, greedy)
     assert [done.token_ids for done in found] == [done.token_ids for done in expected]
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize(
+    "how", [{"temperature": 0}, {"seed": 1}, {"seed": 1, "top_p": 0.9, "min_p": 0.01}, {"seed": 1, "top_k": 9}], ids=str
+)
+def test_a_step_of_decoding_waits_for_nothing(how: dict):
+    """But for the tokens of the step before, when its own work is handed over; plans are made anew on the way."""
+    limits = ServeConfig(pages=200, page_tokens=4, max_requests=4, token_budget=64, fixed_steps=True, run_ahead=True)
+    engine = Engine(tiny.model(dtype=torch.float32).to("cuda"), tiny.tokenizer(), limits)
+    params = SamplingParams(**({"temperature": 1.0} | how), max_tokens=70, ignore_eos=True)
+    for prompt in PROMPTS:
+        engine.add(prompt, params)
+    for _ in range(6):  # prompts, then what is recorded
+        engine.step()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        counts = [len(engine.step()) for _ in range(40)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert counts == [len(PROMPTS)] * 40
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_smollm2_writes_the_same_on_a_gpu_and_on_a_cpu(fixed: bool):
+    greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    prompts = ["The capital of France is", "Once upon a time", "def fibonacci(n):\n"]
+    said = []
+    for device in ("cpu", "cuda"):
+        try:
+            model = colonnade.load("smollm2", device=device, dtype="float32")
+        except CheckpointError as why:
+            pytest.skip(f"SmolLM2 is not installed (make install): {why}")
+        limits = ServeConfig(max_requests=4, fixed_steps=fixed and device == "cuda")
+        said.append([done.token_ids for done in colonnade.Engine(model, limits).generate(prompts, greedy)])
+    assert said[0] == said[1]

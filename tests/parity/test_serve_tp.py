@@ -10,7 +10,7 @@ from colonnade.errors import PlanError
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.mesh import Ground
 from colonnade.serve import Engine, SamplingParams, wire, worker
-from tests.serve import tiny
+from tests.serve import ranks, tiny
 from tests.worlds import run
 
 PROMPTS = ["The quick brown", "My fellow citizens: we", "ö", "the dog sleeps on"]
@@ -45,6 +45,29 @@ LATENT = {"kv_heads": 6, "head_width": 6, "latent": LatentConfig(kv_rank=5, q_ra
 @pytest.mark.xdist_group("worlds")
 def test_two_ranks_say_what_one_says(changes: dict) -> None:
     assert run(2, _serve, 2, changes)[0] == run(1, _serve, 1, changes)[0]
+
+
+FOUR_HEADS = {"heads": 4, "kv_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [
+        ("gpt2", 2),
+        ("llama", 4),
+        ("gpt2", 4),
+        ("latent", 4),
+    ],
+)
+@pytest.mark.xdist_group("worlds")
+def test_greedy_is_the_reference_forward(name: str, tp: int) -> None:
+    """Preempted, with a shared prefix, in odd pages; running ahead in steps of fixed shape over four."""
+    changes = ranks.MODELS[name] | (FOUR_HEADS if tp == 4 else {})
+    limits = ranks.LIMITS.but(run_ahead=tp == 4, fixed_steps=tp == 4)
+    texts, preemptions, found, _ = run(tp, ranks.serve, {"tp": tp}, limits, changes)[0]
+    assert texts == ranks.expected(changes)
+    assert preemptions > 0
+    assert found > 0
 
 
 @pytest.mark.parametrize("grid", [{"ep": 2}, {"sh": 2}, {}], ids=["ep", "sh", "copies"])

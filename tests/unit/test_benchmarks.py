@@ -5,16 +5,20 @@ from pathlib import Path
 
 import pytest
 
+import _contexts
 import _decode_tune
 import _jobs
 import attention
 import bubble
 import context
 import cost_growth
+import decode_model
 import engine
 import flash_decoding
 import fsdp
+import prefill
 import weak_scaling
+from colonnade.config import Plan
 from colonnade.kernels.attention import decode_tiles
 from tests.worlds import run
 
@@ -135,8 +139,19 @@ def test_flash_decoding(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "flash_decoding_tiny.json").read_text())["rows"]
     assert [row["who"] for row in rows] == ["colonnade", "colonnade, fixed cuts"] * 2
     assert (tmp_path / "flash_decoding.png").stat().st_size > 10_000
-    flash_decoding.main(["--tiny", "--sweep", "0", "6", "--out", str(tmp_path)])
-    assert len(json.loads((tmp_path / "flash_decoding_sweep_tiny.json").read_text())["rows"]) == 6
+    (tmp_path / "flash_decoding.png").unlink()
+    flash_decoding.main(["--tiny", "--draw", "--out", str(tmp_path)])
+    assert (tmp_path / "flash_decoding.png").stat().st_size > 10_000, "from the record alone"
+    flash_decoding.main(["--tiny", "--sweep", "0", "6", "--pinned", "1", "--out", str(tmp_path)])
+    cells = json.loads((tmp_path / "flash_decoding_sweep_tiny.json").read_text())["rows"]
+    pinned = [row for row in cells if row["pinned_us"]]
+    assert len(cells) == 6 and len(pinned) == 1
+    assert pinned[0]["of_pinned"] == pytest.approx(pinned[0]["pinned_us"] / pinned[0]["us"], abs=1e-3)
+    assert not decode_tiles.CHOSEN, "what is pinned is not left behind"
+    flash_decoding.main(["--tiny", "--eight-bits", "--out", str(tmp_path)])
+    caches = json.loads((tmp_path / "flash_decoding_eight_tiny.json").read_text())["rows"]
+    assert [row["cache"] for row in caches] == ["bfloat16", "float8", "float8, scales", "int8, scales"]
+    assert caches[0]["error"] < 1e-3 < caches[3]["error"] < caches[1]["error"] < 0.06
     flash_decoding.main(["--tiny", "--chunks", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "flash_decoding_chunks_tiny.json").read_text())["rows"]
     assert [row["who"] for row in rows] == ["colonnade", "sdpa, gathered"] * 2
@@ -146,3 +161,27 @@ def test_flash_decoding(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "flash_decoding_shared_tiny.json").read_text())["rows"]) == 3
     file = Path(decode_tiles.__file__).with_name("decode_tiles.json")
     assert _decode_tune.written(decode_tiles.table()) == file.read_text()
+
+
+def test_decode_model(tmp_path: Path) -> None:
+    """Speeds beside the bound, which falls with the context; and the article's plot, whoever failed."""
+    rows, heads = decode_model.measure("tiny", Plan(), 2, [16, 64], 2, "cpu", peer=False, page=8)
+    for row in rows:
+        assert row["of_bound"] == pytest.approx(row["tokens_per_s"] / row["bound_tokens_per_s"], abs=2e-4)
+        assert row["tb_per_s"] == pytest.approx(row["of_bound"] * row["bandwidth_tb_per_s"], abs=2e-3)
+    assert rows[0]["bound_tokens_per_s"] > rows[1]["bound_tokens_per_s"] and heads[0].peer == "the bound"
+    _contexts.draw([*rows, {"who": "transformers, static cache", "failed": "it did"}], tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+@pytest.mark.filterwarnings("ignore")  # the peer's
+def test_prefill() -> None:
+    """Operations are the products of every token, of the head those of one, and the scores that are seen."""
+    T, it = 96, prefill.TINY
+    D, H, heads = it.width, it.head_width, it.heads + 2 * it.kv_heads
+    weights = it.layers * (D * heads * H + it.heads * H * D + 3 * D * it.ffn_width)
+    seen = it.layers * it.heads * H * 4 * T * T / 2
+    assert prefill.flops(it, T) == pytest.approx(2 * T * weights + 2 * D * it.vocab_size + seen, rel=1e-3)
+    rows, found = prefill.measure("tiny", T, "cpu")
+    assert [row["who"] for row in rows] == ["colonnade", "transformers"]
+    assert found[0].value == rows[0]["tokens_per_s"] and found[0].peer_value == rows[1]["tokens_per_s"]

@@ -9,10 +9,13 @@ import socket
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import colonnade
 from colonnade.checkpoint import native
@@ -139,6 +142,15 @@ def test_a_plan_is_checked_before_any_process_starts(
     for place in (model, hf):
         said = refused(capsys, verb[0], place, *verb[1:], "--plan.tp", "4")
         assert said == "PlanError: 2 key/value heads do not divide over tp=4; use tp of 1 or 2"
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_batch_invariance_over_ranks_is_refused_before_any_process_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path, axis: str
+) -> None:
+    monkeypatch.setattr("colonnade.serve.process._start", lambda *_: pytest.fail("a process was started"))
+    said = refused(capsys, "serve", model, "--serve.port", "0", "--serve.batch_invariant", f"--plan.{axis}", "2")
+    assert f"serve.batch_invariant is for one rank, and this model lies on {axis}=2" in said
 
 
 @pytest.mark.parametrize("verb", [["generate", "hi"], ["eval"], ["chat"], ["serve"]], ids=lambda v: v[0])
@@ -271,6 +283,48 @@ def test_port_in_use(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     assert f"cannot listen on 127.0.0.1:{port}: address already in use; choose another --serve.port" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "--train.steps", "0"], "--train.steps is 0: input should be greater than 0"),
+        (["train", "--plan.tp=0"], "--plan.tp is 0: input should be greater than or equal to 1"),
+        (["train", "--model.ffn-width", "-1"], "--model.ffn_width is -1: input should be greater than 0"),
+        (["serve", "m", "--serve.page_tokens", "0"], "--serve.page_tokens is 0: input should be greater than 0"),
+        (["generate", "m", "hi", "--serve.cache_bytes", "0"], "--serve.cache_bytes is 0: input should be greater"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x[1],
+)
+def test_a_number_out_of_range_is_named_by_its_flag(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert refused(capsys, *words).startswith(f"ConfigError: {said}")
+
+
+def test_a_number_out_of_range_in_a_file_is_named_as_the_file_does(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 0\n")
+    said = refused(capsys, "train", "--config", tmp_path / "run.toml", "--train.lr", "1e-3")
+    assert "run.toml:2: TrainConfig.steps is 0" in said
+
+
+def test_generate_says_that_it_loads_and_then_only_the_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    told = []
+
+    @contextmanager
+    def status(self: Console, what: str) -> Iterator[None]:
+        told.append(what)
+        yield
+        told.append(capsys.readouterr().out)
+
+    monkeypatch.setattr(Console, "status", status)
+    main(["generate", str(model), "the quick", "--max_tokens", "3"])
+    assert told == ["loading the model", ""]
+    assert capsys.readouterr().out.endswith("\n")
+
+
 def test_prompt_over_the_context(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     said = refused(capsys, "generate", model, "fox " * 100)
     assert "RequestError: " in said
@@ -283,6 +337,17 @@ def test_pool_too_small_for_one_request(capsys: pytest.CaptureFixture[str], mode
     )
     assert "CapacityError: " in said
     assert "--serve." in said
+
+
+def test_a_cache_that_holds_nothing_is_refused_before_weights_are_read(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, place := tmp_path / "m")
+    for file in place.glob("weights-*"):
+        file.write_bytes(bytes(file.stat().st_size))
+    for verb in (["generate", place, "hi"], ["serve", place, "--serve.port", "0"]):
+        said = refused(capsys, *verb, "--device", "cpu", "--serve.cache_bytes", "10")
+        assert "CapacityError: --serve.cache_bytes 10 holds no page of 16 tokens" in said
 
 
 def test_generate_eval_and_convert(capsys: pytest.CaptureFixture[str], model: Path, hf: Path, tmp_path: Path) -> None:

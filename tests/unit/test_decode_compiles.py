@@ -163,16 +163,19 @@ def test_a_latent_is_stored_by_one_program(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "part", "wait", "shared"), [(128, 32, True, 0), (80, 32, False, 128), (256, 256, True, 0)]
+    ("width", "part", "wait", "shared", "pieces"),
+    [(128, 32, True, 0, None), (80, 32, False, 128, None), (256, 256, True, 0, None), (128, 32, False, 0, 1)],
 )
-def test_the_merge_fits_the_chip(width: int, part: int, wait: bool, shared: int, tmp_path: Path) -> None:
+def test_the_merge_fits_the_chip(
+    width: int, part: int, wait: bool, shared: int, pieces: int | None, tmp_path: Path
+) -> None:
     from colonnade.kernels.attention import triton_merge
     from colonnade.kernels.attention.decode_tiles import pick
 
-    tiles = pick(16, width, 2)
+    pieces = pieces or pick(16, width, 2).pieces
     constants = {
         "N": 32, "GROUP": 8, "H": width, "SINKS": True, "WAIT": wait, "ROWS": 16, "USED": 8, "SHARED_ROWS": shared,
-        "PIECES": tiles.pieces, "BLOCK_H": part,
+        "PIECES": pieces, "BLOCK_H": part,
     }  # fmt: skip
     built = compiled(triton_merge.merge, {**POINTERS, **NUMBERS}, constants, (), warps=4, stages=3)
     assert spilled(built, tmp_path) == 0

@@ -1,9 +1,12 @@
 """The contract: every row of the table computes what its reference computes, values and gradients."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from colonnade.kernels.attention import reference
+from colonnade.errors import CapacityError, ConfigError
+from colonnade.kernels.attention import held, reference
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.choose import TABLE, Row, choose
 from colonnade.kernels.dropout.reference import Pairs
@@ -89,6 +92,49 @@ def test_a_request_never_sees_what_another_left_in_a_page(row: Row) -> None:
     got = row.run(q, k, v, table)
     assert got[0].isnan().all()  # page 0 is its own
     assert_same(got[1], wanted[1])
+
+
+@pytest.mark.parametrize("row", on_cpu(PAGED), ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    ("new", "known"), [([1], [-1]), ([1, 1], [-1, 5]), ([3, 1], [-2, 4]), ([1, 2], [-1, -2])], ids=str
+)
+def test_queries_without_keys_are_the_identity(row: Row, new: list[int], known: list[int]) -> None:
+    """Requests of no keys at all, and of more queries than keys."""
+    table = requests(new, known, page := 4, scattered=True)
+    k, v = (heads(40 * page, 2, seed).unflatten(0, (40, page)) for seed in (1, 2))
+    q = heads(sum(new), 4, 0)
+    o = row.run(q, k, v, table)
+    assert not o[: -known[0]].any()
+    assert_same(o, reference.paged(q, k, v, table))
+
+
+@pytest.mark.parametrize("run", [*(row.run for row in on_cpu(PAGED)), reference.paged, held.attend])
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("requests_", [[1], [1, 1]], ids=str)
+def test_a_bad_page_table_is_refused_and_not_read(run, scattered: bool, requests_: list[int]) -> None:
+    """Where kernels have no bounds of their own; in the last pages, where views and slices would be silently short."""
+    table = requests(requests_, [9, 5], page := 4, scattered=scattered)
+    k, v = (heads(40 * page, 2, seed).unflatten(0, (40, page)) for seed in (1, 2))
+    q = heads(len(requests_), 4, 0)
+
+    def asked(first: int | None = None, **changes) -> PageTable:
+        pages = table.pages_RP.clone()
+        if first is not None:
+            pages[-1] = first + torch.arange(pages.shape[1])
+        return replace(table, **{"pages_RP": pages} | changes)
+
+    run(q, k, v, asked(37))
+    last, longest = len(requests_) - 1, table.pages_RP.shape[1] * page
+    for bad, kind, words in (
+        (asked(-1), ConfigError, f"request {last} has page -1 of a cache of 40"),
+        (asked(40), ConfigError, f"request {last} has page 40 of a cache of 40; give it pages below that"),
+        (asked(39 if last else 38), ConfigError, f"request {last} has page 40 of a cache of 40"),
+        (asked(lengths_R=table.lengths_R + longest), CapacityError, f"its table of pages room for {longest}"),
+        (asked(lengths_R=table.lengths_R - longest - 1), ConfigError, "below 0 among lengths"),
+        (asked(pages_RP=table.pages_RP[:0]), ConfigError, f"0 rows of pages for {len(requests_)} requests"),
+    ):
+        with pytest.raises(kind, match=words):
+            run(q, k, v, bad)
 
 
 @pytest.mark.parametrize("row", on_cpu(LINEAR), ids=lambda row: row.name)

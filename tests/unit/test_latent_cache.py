@@ -125,7 +125,12 @@ def test_twice_the_tokens_in_the_same_memory_and_half_of_it_for_the_same() -> No
     saves = {flags: saves for flags, saves, _ in remedies(asked, asked.needs(), 1000, number=9)}
     assert 0 < saves["--serve.cache int8"] < 100 * 4 * 2 * (60 * 4 - 68)
     other = Asked(tiny.config(), limits.but(pages=100), torch.float32, CPU)
-    assert not any("serve.cache " in flags for flags, _, _ in remedies(other, other.needs(), 1000, number=9))
+    saves = {flags: saves for flags, saves, _ in remedies(other, other.needs(), 1000, number=9)}
+    assert "--serve.cache int8" not in saves, "which is for latents"
+    assert 0 < saves["--serve.cache float8"] < other.needs().cache
+    assert not any(
+        "serve.cache " in f for f, _, _ in remedies(other.but(serve=limits.but(cache="float8")), other.needs(), 1, 9)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -105,7 +105,7 @@ def test_too_little_is_refused_with_a_table_and_each_remedy_does() -> None:
         assert f"{flags} " in said
         name, value = flags.removeprefix("--").split()
         if name.startswith("serve.") and name != "serve.weights":
-            but = serve.but(**{name.removeprefix("serve."): int(value)})
+            but = serve.but(**{name.removeprefix("serve."): int(value) if value.isdecimal() else value})
             assert Engine(model, tiny.tokenizer(), but).generate([[1, 2]], SamplingParams(max_tokens=2))
 
 
@@ -142,6 +142,9 @@ def test_a_server_is_refused_before_its_weights_are_read(tmp_path: Path) -> None
     for file in (tmp_path / "m").glob("weights-*"):
         file.write_bytes(bytes(file.stat().st_size))  # nobody looks at them
     with pytest.raises(CapacityError, match=r"does not fit into a rank's memory on cpu(.|\n)*there is +97.66 KiB"):
+        load(Ground.solo(CPU))
+    load = replace(where, serve=ServeConfig(cache_bytes=100)).load
+    with pytest.raises(CapacityError, match=r"cache_bytes 100 holds no page of 16 tokens, .* 3072 bytes; give 24576"):
         load(Ground.solo(CPU))
 
 

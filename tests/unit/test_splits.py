@@ -231,6 +231,18 @@ def test_fixed_cuts_do_not_know_the_others(drawn, length: int, shape: Shape, chu
     assert all(piece[3] <= (piece[2] // chunk + 1) * chunk for piece, _ in alone[0])
 
 
+@pytest.mark.parametrize("window", [None, 100, 1000, 2999])
+@pytest.mark.parametrize("queries", [1, 2, 7])
+def test_fixed_cuts_stand_at_multiples_whatever_the_window_begins_with(window: int | None, queries: int) -> None:
+    """So a key has the same neighbours in every step and chunk of a prompt that sees it."""
+    found = planned([5000], SEED._replace(window=window), queries, chunk=512)
+    for pieces in (
+        [i for i in found.items if (i.head, i.block) == line] for line in {(i.head, i.block) for i in found.items}
+    ):
+        first, end = min(i.first for i in pieces), max(i.end for i in pieces)
+        assert {i.first for i in pieces} == {first, *range(-(-first // 512) * 512, end, 512)}
+
+
 def test_nothing_gives_nothing() -> None:
     for lengths, queries in (([], []), ([0, 0], [0, 0]), ([500], [0])):
         found = plan(lengths, queries, SEED, WORKERS, COSTS)

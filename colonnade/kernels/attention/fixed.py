@@ -1,7 +1,8 @@
 """Attention over pages whose numbers do not depend on who else is in the batch, nor on how a prompt was cut.
 
-Flash-Decoding with cuts at fixed positions (:mod:`triton_decode`), for prompts too: each query has tiles of its own, so
-that a prompt's keys are read once a query. That is what it costs.
+Flash-Decoding with cuts at fixed positions (:mod:`triton_decode`), for prompts too, in blocks of as many rows as one
+query has, 16 at least: so a prompt's keys are read once for each few of its queries. That is what it costs. Which
+queries share a block changes nothing: to a row, keys that it does not see are states of weight 0, which change no sum.
 """
 
 from torch import Tensor

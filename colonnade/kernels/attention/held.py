@@ -30,6 +30,7 @@ def attend(
     lists; ``values`` and ``scales_Pp2`` as :func:`reference.paged`.
     """
     kind = torch.promote_types(q_TNH.dtype, torch.float32)
+    table.check(len(k_PpKH))
     new_R, lengths = table.host
     states, t = [], 0
     for r, length in enumerate(lengths):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import ConfigError
+from colonnade.kernels.attention.split_plan import check_lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,14 +94,43 @@ class PageTable:
         """What a kernel made of this table, for the layers that come after, by what it was made for."""
         return {}
 
+    def check(self, cache_pages: int) -> None:
+        """Refuse what kernels without bounds of their own would read wrongly; for those who ask the device anyway.
+
+        Raises CapacityError where a request is longer than its row of pages, and ConfigError where it has a negative
+        length, or a page that it uses is none of ``cache_pages`` (on a GPU, where no :attr:`known_pages` say so).
+        """
+        if cache_pages in self._checked:
+            return
+        _, lengths = self.host
+        if min(lengths, default=0) < 0:
+            raise ConfigError(f"a number below 0 among lengths {lengths}; give counts")
+        check_lengths(lengths, self.room)
+        # Whoever knows them without asking the device made them, and to ask it here would be to wait for it.
+        if self.pages_RP.is_cuda and self.known_pages is not None:
+            return
+        if self.pages_RP.numel() and not 0 <= int(self.pages_RP.min()) <= int(self.pages_RP.max()) < cache_pages:
+            for r, length in enumerate(lengths):
+                for page in self.host_pages[r][: self._pages(length)]:
+                    if not 0 <= page < cache_pages:
+                        raise ConfigError(
+                            f"request {r} has page {page} of a cache of {cache_pages}; give it pages below that"
+                        )
+        self._checked.add(cache_pages)
+
+    @cached_property
+    def _checked(self) -> set[int]:
+        """For caches of how many pages this was found right: once for all layers."""
+        return set()
+
     @cached_property
     def groups(self) -> list[Group]:
-        """All requests that have new tokens; waits for the device, to see which pages are neighbours."""
+        """All requests that have new tokens and keys; waits for the device, to see which pages are neighbours."""
         new_R, lengths = self.host
         ends = [0, *itertools.accumulate(new_R)]
         alike: dict[tuple[str, int], list[int]] = {}
         for r, length in enumerate(lengths):
-            new = new_R[r]
+            new = new_R[r] if length else 0  # who has no keys is nobody's row
             if new == 1:
                 alike.setdefault(("decodes", self._pages(length).bit_length()), []).append(r)
             elif new:

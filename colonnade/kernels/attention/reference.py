@@ -131,7 +131,8 @@ def paged(
     With ``values`` only the first so many numbers of each value are, and so of each head's output. With ``scales_Pp2``
     keys are latents of 8 bits, and values the first numbers of these (:mod:`latents`).
     """
-    ends, lengths = table.cu_queries.tolist(), table.lengths_R.tolist()
+    table.check(len(k_PpKH))
+    ends, (_, lengths) = table.cu_queries.tolist(), table.host
     out_TNH = torch.zeros_like(q_TNH[..., :values])
     for r, length in enumerate(lengths):
         a, b = ends[r], ends[r + 1]

@@ -93,10 +93,12 @@ def paged(
         k_BSKH = k_BSKH.to(q_TNH.dtype)
         return k_BSKH, k_BSKH if v_PpKH is k_PpKH else group.gather(v_PpKH).to(q_TNH.dtype)
 
-    if len(table.groups) == 1:
+    table.check(len(k_PpKH))
+    empty = 0 in table.host[1]
+    if len(table.groups) == 1 and not empty:
         group = table.groups[0]
         return _group(q_TNH, *keys_and_values(group), group, window)[..., :values]
-    out_TNH = torch.empty_like(q_TNH)
+    out_TNH = torch.zeros_like(q_TNH) if empty else torch.empty_like(q_TNH)
     for group in table.groups:
         out_TNH[group.rows] = _group(q_TNH[group.rows], *keys_and_values(group), group, window)
     return out_TNH[..., :values]

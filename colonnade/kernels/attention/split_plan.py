@@ -1,6 +1,7 @@
 """A plan of Flash-Decoding as data: who reads which keys, what is merged; :mod:`splits` makes it, kernels read it."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,6 +9,15 @@ from colonnade.errors import CapacityError
 
 FIELDS = 8
 """Numbers of an item, and of a merge, in the flat form; a multiple of 4, so that rows are aligned."""
+
+
+def check_lengths(lengths: Sequence[int], room: int) -> None:
+    """Raise CapacityError where a request has more keys than its table of pages has ``room`` for."""
+    if (longest := max(lengths, default=0)) > room:
+        where = list(lengths).index(longest)
+        raise CapacityError(
+            f"request {where} has {longest} keys and its table of pages room for {room}; give it more pages"
+        )
 
 
 class Costs(NamedTuple):

@@ -35,8 +35,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from colonnade.errors import CapacityError, ConfigError
-from colonnade.kernels.attention.split_plan import Costs, Item, Merge, Plan, Shape
+from colonnade.errors import ConfigError
+from colonnade.kernels.attention.split_plan import Costs, Item, Merge, Plan, Shape, check_lengths
 
 MANY = 4096
 """Lines, from which on a thirty-second of the workers may stay idle for a plan that is made in good time."""
@@ -261,9 +261,5 @@ def _check(
         raise ConfigError(f"cuts at every {chunk} keys cut tiles of {shape.tile}; give a multiple of the tile")
     if min((*lengths, *queries, 0)) < 0:
         raise ConfigError(f"a number below 0 among lengths {list(lengths)} and queries {list(queries)}; give counts")
-    longest = max(lengths, default=0)
-    if room is not None and longest > room:
-        where = list(lengths).index(longest)
-        raise CapacityError(
-            f"request {where} has {longest} keys and its table of pages room for {room}; give it more pages"
-        )
+    if room is not None:
+        check_lengths(lengths, room)

@@ -132,12 +132,15 @@ def launch(
     used, room = ready.layout.used, MERGERS * processors(state.o.device)
     part = _part(ready, H, room)
     programs = min(ready.capacity.merges * used * triton.cdiv(H, part), room)
+    # Of a block with a window, rows begin in different chunks: a row's states stand further back in company than alone,
+    # and only one by one is that the same sum. They are few, those of a window.
+    pieces = 1 if ready.layout.chunk is not None and shape.window is not None else tiles.pieces
     options: dict[str, Any] = {"launch_pdl": True} if ready.overlaps else {}
     merge[programs,](
         *state, *slots, ready.flat, table.cu_queries, slots.lse if sinks_N is None else sinks_N,
         *their_slots, theirs.flat, members, places(ready.capacity)[2], places(theirs.capacity)[2],
         N=N, GROUP=shape.group, H=H, SINKS=sinks_N is not None, WAIT=ready.overlaps,
         ROWS=shape.rows, USED=used,
-        SHARED_ROWS=theirs.layout.shape.rows if shared else 0, PIECES=tiles.pieces, BLOCK_H=part, num_warps=4,
+        SHARED_ROWS=theirs.layout.shape.rows if shared else 0, PIECES=pieces, BLOCK_H=part, num_warps=4,
         **options,
     )  # fmt: skip

@@ -1,0 +1,72 @@
+"""Kernels of attention over pages, each in small, for compute-sanitizer to watch (tests/gpu/test_sanitizer_gpu.py):
+
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.sanitized
+
+Without torch's cache each tensor is an allocation of its own, so that what lies beyond its end is nobody's. With
+``cpu`` behind it, and ``TRITON_INTERPRET=1`` before, it shows that it runs.
+"""
+
+import sys
+from dataclasses import replace
+
+import torch
+
+from colonnade.kernels.attention import latents, triton_keep, triton_place
+from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
+from tests.decoding import Case, Made
+from tests.latent_decoding import LatentCase, LatentMade
+
+HALF = {"dtype": torch.float16}
+EVERYTHING = {"cap": 1.5, "slopes": True, "sinks": True}
+SMALL = Tiles(16, 4, 2, 1, 4, 32)
+FUSED = SMALL._replace(fused=True)
+CASES: list[tuple[str, Case | LatentCase, Tiles]] = [
+    ("decodes", Case([70, 3, 0, 100], [1, 1, 0, 1], K=2, group=5, H=80, page=16, **HALF, **EVERYTHING), SMALL),
+    ("several queries", Case([66, 3, 40], [5, 4, 1], K=1, group=3, H=64, page=32, window=20, **HALF), SMALL),
+    ("fixed cuts", Case([200, 17], [1, 2], K=2, group=2, H=64, page=16, chunk=32, **HALF), SMALL),
+    ("fused", Case([90, 0, 40], [1, 1, 2], K=2, group=3, H=64, page=16, sinks=True, **HALF), FUSED),
+    ("8 bits", Case([90, 40], [1, 2], K=2, group=4, H=128, page=16, cache=torch.float8_e4m3fn, **HALF), SMALL),
+    ("chunks", Case([90, 3, 67], [60, 2, 67], K=1, group=2, H=64, page=16, many=True, window=50, **HALF), SMALL),
+    (
+        "shared prefixes",
+        Case([130, 40, 130, 75], [1, 2, 1, 1], K=2, group=3, H=64, page=16, prefixes=(((0, 2), 80),), **HALF),
+        SMALL,
+    ),
+    ("latents", LatentCase([70, 0, 33], [1, 0, 2], N=8, rank=64, rope=16, page=16, **HALF), SMALL),
+    ("latents of 8 bits", LatentCase([70, 33], [1, 1], N=8, rank=64, rope=16, page=16, cache="int8", **HALF), SMALL),
+]  # fmt: skip
+
+
+def same(made: Made | LatentMade, what: str) -> None:
+    """As float64, by norm."""
+    got, exact = made.run().o.double(), made.exact().o
+    assert float((got - exact).norm() / exact.norm()) < 1e-3, what
+
+
+def main(device: str) -> None:
+    """All of them; also pages that are nowhere, and what is written."""
+    for what, case, tiles in CASES:
+        CHOSEN[:] = [tiles]
+        same(case.made(device), what)
+        print(what, flush=True)
+    for case in (CASES[0][1], replace(CASES[0][1], many=True), CASES[6][1]):
+        made = case.made(device)
+        for wrong in (-1, 10**8, 2**31 - 1, -(2**31)):
+            made.table.pages_RP[0, ::2] = wrong
+            assert not made.run().o.isnan().any()
+    print("bad pages", flush=True)
+    on = {"device": device, "dtype": torch.float16}
+    pools = [torch.zeros(4, 16, 2, 64, **on) for _ in range(2)]
+    slots = torch.tensor([63, 0, -1, 64, 2**40], device=device)
+    assert triton_place.place(torch.randn(5, 2 * 5 * 64, **on), *pools, slots).shape == (5, 6, 64)
+    pool, scales = torch.zeros(4, 16, 1, 80, device=device, dtype=torch.int8), torch.zeros(4, 16, 2, device=device)
+    triton_keep.store(torch.randn(2, 80, **on), slots[:2], 64, pool, scales)
+    assert latents.kind_of(pool) == "int8" and pool[3, 15].any() and pool[0, 0].any()
+    print("writes", flush=True)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print("all", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "cuda")
