@@ -119,7 +119,7 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:
 
 def _shared(run: RunConfig) -> dict[str, str]:
     """What must be the same on all ranks; where files are is each machine's own affair."""
-    own = ("runs", "device", "data.path")
+    own = ("runs", "device", "data.path", "train.start")
     return {name: value for name, value in flat(run.model_dump(mode="json")).items() if name not in own}
 
 
