@@ -1,7 +1,7 @@
 """Every router, way of dropping, way of computing experts, degree, overlap, shadowing and grid: each two of them meet
 in a case that equals one process, in values, gradients, losses and the global norm.
 
-One layer, so that a hundred and fifty cases take seconds. Whole models under all plans are the affair of
+One layer, so that a hundred cases take seconds. Whole models under all plans are the affair of
 tests/parity/test_verify_moe.py, kernels for GPUs that of tests/unit/test_expert_kernels.py and tests/gpu.
 """
 
@@ -42,8 +42,6 @@ COMPUTES = {"loop": torch.float64, "batched": torch.float64, "grouped": torch.fl
 """By which kernel, and in which type: torch's grouped product knows no float64."""
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 PLANS = [
-    Plan(dp=2, ep=2),
-    Plan(tp=2, ep=2, sequence_parallel=True),
     Plan(dp=3, ep=3),
     Plan(dp=4, ep=2, sh=2),
     Plan(dp=2, tp=2, ep=2, sh=2, sequence_parallel=True, near=2),
@@ -215,7 +213,7 @@ def test_each_two_choices_meet_and_equal_one_process(plan: Plan) -> None:
 def test_the_cases_cover() -> None:
     """And drop something where they should."""
     met = set().union(*map(pairs, covering()))
-    assert met == set().union(*map(pairs, every())) and len(covering()) < 200
+    assert met == set().union(*map(pairs, every())) and len(covering()) < 150
     assert (("router", "gshard"), ("drop", "tight")) in met and (("degree", "2"), ("overlap", "3")) in met
     with pytest.MonkeyPatch.context() as patch:
         lost = {drop: alone("softmax", drop, torch.float64, patch).dropped for drop in DROPS}

@@ -87,6 +87,10 @@ def test_any_plan_is_the_same_run(plan: Plan, then: Plan, corpus: Path, tmp_path
     for name, x in theirs.items():
         assert_same(mine[name], x, 1e-9, name)
     assert mine["blocks.1.ffn.router.bias_E"].abs().max() > 0, "the load moved the bias"
+    told = {
+        row["step"]: [(row[i]["degree"], row[i]["overlap"]) for i in "12"] for row in read_rows(several.folder, ROUTING)
+    }
+    assert told == {4: [(plan.degree, plan.overlap)] * 2, 8: [(then.degree, then.overlap)] * 2}
 
 
 def test_the_run_says_what_its_experts_did(corpus: Path, tmp_path: Path) -> None:
