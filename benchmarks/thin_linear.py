@@ -1,7 +1,8 @@
 """Products of a few rows on a GPU with norm, gate or residual beside them: TB/s of the weights, ours and a library's.
 
-    python benchmarks/thin_linear.py                # Llama-2-7B's matrices, 1 to 4 rows, stored as bfloat16, int8, int4
-    python benchmarks/thin_linear.py --tune         # measures candidates of tiles; thin_tiles.json. Under four minutes
+    python benchmarks/thin_linear.py                # Llama-2-7B's matrices, 1 to 16 rows, in bfloat16, int8, int4
+    python benchmarks/thin_linear.py --tune         # measures candidates of tiles; thin_tiles.json. Some four minutes
+    python benchmarks/thin_linear.py --tune --units # only those for the matrix units, beside the table's. Two minutes
     python benchmarks/thin_linear.py --tiny         # a CPU, to see that it runs
 
 A timing is of a graph of calls, each on another copy of the weights, so that none finds them in the level-2 cache;
@@ -56,22 +57,52 @@ class Product(NamedTuple):
 
 CELLS = [
     Product(name, kind, rows)
-    for rows, kind, name in itertools.product((1, 2, 4), KINDS, SHAPES)
-    # An output projection of four bits has eight.
-    if name != "unembed" or (rows == 1 and kind != "int4")
+    for rows, kind, name in itertools.product((1, 2, 4, 8, 16), KINDS, SHAPES)
+    # An output projection of four bits has eight; of bfloat16 the library multiplies more rows well.
+    if (name != "unembed" or (rows == 1 and kind != "int4")) and (kind != "plain" or rows <= thin_tiles.IN_REGISTERS)
 ]
 
 
 def candidates(cell: Product) -> list[Tiles]:
-    """Ways to cut it up: threads that together read a row, and few or many rows of weights at once."""
+    """Ways to cut it up, in registers for few rows, and on the matrix units for quantised weights."""
+    return (in_registers(cell) if cell.rows <= thin_tiles.IN_REGISTERS else []) + on_units(cell)
+
+
+def in_registers(cell: Product) -> list[Tiles]:
+    """Threads that together read a row, and few or many rows of weights at once."""
     columns, each = SHAPES[cell.name][1], {"plain": 8, "int8": 16, "int4": 4}[cell.kind]
     columns = columns // 8 if cell.kind == "int4" else columns
     found = []
     for warps, times, rows in itertools.product((2, 4, 8), (1, 2), (2, 4, 8, 16)):
         BK = 32 * warps * each * times
         tile_bytes = rows * BK * {"plain": 2, "int8": 1, "int4": 4}[cell.kind] * (1 + cell.gated)
-        if 4096 <= tile_bytes <= 32768 and columns > BK // 2 and (times == 1 or warps < 8 or columns == BK):
-            found += [Tiles(rows, BK, warps, stages) for stages in ((3, 5) if cell.rows == 1 else (4,))]
+        twice = columns == BK or (warps < 8 and (cell.kind == "plain" or cell.rows == 1))
+        if 4096 <= tile_bytes <= 32768 and columns > BK // 2 and (times == 1 or twice):
+            # Five were never best for quantised weights, which wait for arithmetic.
+            deep = (4,) if cell.rows > 1 else (3, 5) if cell.kind == "plain" else (3,)
+            found += [Tiles(rows, BK, warps, stages) for stages in deep]
+    return found
+
+
+def on_units(cell: Product) -> list[Tiles]:
+    """All inputs at once in the registers of eight or sixteen warps, or in steps; one program a multiprocessor, or two.
+
+    As many stages as shared memory holds, up to four.
+    """
+    if cell.kind == "plain":
+        return []
+    inputs, found = SHAPES[cell.name][1], []
+    for step, (warps, stays), rows in itertools.product((4096, 2048, 1024), ((8, 1), (8, 2), (16, 1)), (16, 32)):
+        held = rows * step // (2 if cell.kind == "int4" else 1)
+        if step < inputs:  # a gate's other matrix, x, and a norm's gain
+            held += held * cell.gated + 2 * step * (cell.rows + (SHAPES[cell.name][2] in ("norm", "gate")))
+        stages = 1 + min(3, 200_000 // (held * stays))
+        # Inputs in steps are made ready anew in each: that should be for many weights.
+        many = step >= inputs or (rows == 32 and (step > 1024 or cell.rows > 8))
+        # Sixteen rows of x take the registers of a multiprocessor.
+        many = many and (stays == 1 or cell.rows <= 8)
+        if many and (stages > 2 or (stays == 2 and stages > 1)):
+            found.append(Tiles(rows, step // 8 if cell.kind == "int4" else step, warps, stages, stays, units=True))
     return found
 
 
@@ -136,7 +167,7 @@ def tuned(cell: Product, hows: Sequence[Tiles]) -> dict[str, Any]:
     library_s = replayed(lambda copy: thin_gpu.composed(x, copies[copy][0], **copies[copy][1]), len(copies), "cuda")
     took = {how: seconds(how) for how in hows}
     for how in sorted(took, key=lambda how: took[how])[:2]:
-        for programs in (1, 2, 3, 4):
+        for programs in () if how.units else (1, 2, 3, 4):
             stays = how._replace(a_processor=programs)
             took[stays] = seconds(stays)
     first, *others = sorted(took, key=lambda how: took[how])[:4]
@@ -153,18 +184,37 @@ def tuned(cell: Product, hows: Sequence[Tiles]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tune(path: Path, cells: Sequence[Product]) -> None:
-    """Measure all cells and write the table; float8 has int8's sizes, which it shares but for its conversion."""
-    began, ways = time.perf_counter(), {cell: candidates(cell) for cell in cells}
+def to_measure(cells: Sequence[Product], *, units: bool) -> tuple[list[dict[str, Any]], dict[Product, list[Tiles]]]:
+    """(rows of the table that stay, candidates of each cell that is measured)."""
+    if not units:
+        return [], {cell: candidates(cell) for cell in cells}
+    ways = {cell: on_units(cell) + present(cell) for cell in cells if cell.kind != "plain"}
+    measured = {"float8", *(cell.kind for cell in ways)}
+    return [row for row in thin_tiles.table() if row["kind"] not in measured], ways
+
+
+def tune(path: Path, cells: Sequence[Product], *, units: bool) -> None:
+    """Measure all cells and write the table; float8 has int8's sizes, which it shares but for its conversion.
+
+    With ``units`` a cell's candidates are those for the matrix units and what the table has; other cells' rows stay.
+    """
+    began, (kept, ways) = time.perf_counter(), to_measure(cells, units=units)
     spread = [(cell, hows[i::3]) for cell, hows in ways.items() for i in range(3)]
     workers = max(1, min(14, (os.cpu_count() or 2) - 2))
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         compiled = sum(pool.map(compile_all, *zip(*spread, strict=True)))
     print(f"{compiled} kernels in {time.perf_counter() - began:.0f} s", flush=True)
-    rows = [tuned(cell, hows) for cell, hows in ways.items()]
+    rows = kept + [tuned(cell, hows) for cell, hows in ways.items()]
     rows += [row | {"kind": "float8"} for row in rows if row["kind"] == "int8"]
     path.write_text(written(torch.cuda.get_device_name(), rows), encoding="utf-8")
     print(f"{path} in {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def present(cell: Product) -> list[Tiles]:
+    """The table's own tiles for a cell, if they are not the library's."""
+    F, D, _ = SHAPES[cell.name]
+    tiles = thin_tiles.pick(cell.kind, cell.rows, F, D, gated=cell.gated)
+    return [tiles] if tiles and tiles not in on_units(cell) else []
 
 
 def written(measured_on: str, rows: Sequence[dict[str, Any]]) -> str:
@@ -199,6 +249,7 @@ def measure() -> list[dict[str, Cell]]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="measure tiles, not the table")
+    parser.add_argument("--units", action="store_true", help="to tune, the matrix units' tiles only")
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS), help="to tune, for a look; else all")
     parser.add_argument("--tiles", type=Path, default=Path(thin_tiles.__file__).with_name("thin_tiles.json"))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
@@ -213,7 +264,7 @@ def main(argv: list[str] | None = None) -> None:
         print("thin_linear.py needs a GPU, and this machine has none; --tiny shows that it runs")
         return
     if args.tune:
-        tune(args.tiles, [cell for cell in CELLS if cell.kind in args.kinds])
+        tune(args.tiles, [cell for cell in CELLS if cell.kind in args.kinds], units=args.units)
         return
     rows = measure()
     first = next(row for row in rows if row["matrix"] == "gate and up")

@@ -1,5 +1,6 @@
 """A Triton kernel compiled for Hopper, which takes no GPU."""
 
+import re
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,6 +37,31 @@ def spilled(built: Any, folder: Path) -> int:
 def registers(built: Any, folder: Path) -> int:
     """Of a thread."""
     return _used(built, "REG", folder)
+
+
+def disassembled(built: Any, folder: Path) -> list[str]:
+    """Instructions, and labels of places."""
+    from triton.backends import nvidia
+
+    image = folder / "kernel.cubin"
+    image.write_bytes(built.asm["cubin"])
+    tool = Path(nvidia.__file__).parent / "bin" / "nvdisasm"
+    text = subprocess.run([tool, "-c", image], check=True, capture_output=True, text=True).stdout
+    return [line.strip() for line in text.splitlines() if re.match(r"\s*/\*[0-9a-f]{4,}\*/|\.L_", line)]
+
+
+def loop(lines: list[str], what: str) -> list[str]:
+    """The instructions of the longest loop in which ``what`` is found."""
+    places = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith(".L_")}
+    found: list[str] = []
+    for i, line in enumerate(lines):
+        to = re.search(r"BRA.*`\((\.L_\w+)\)", line)
+        if to and places.get(to[1], i) < i:
+            body = [line for line in lines[places[to[1]] : i + 1] if not line.startswith(".L_")]
+            if len(body) > len(found) and any(what in line for line in body):
+                found = body
+    assert found, f"no loop with {what}"
+    return found
 
 
 def _used(built: Any, what: str, folder: Path) -> int:

@@ -1,8 +1,9 @@
 """Products of a few rows with what stands around them, heads on their way into the cache, and models made of them.
 
-pytest -q tests/gpu/test_fused_gpu.py        # about four minutes, most of it compiling
+pytest -q tests/gpu/test_fused_gpu.py        # about six minutes, most of it compiling
 """
 
+import itertools
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from colonnade.model.quantised import quantisable
 from colonnade.serve import Engine, SamplingParams
 from tests.serve import tiny
 from tests.unit.test_fused import SHAPES
+from tests.units import codes, tolerance
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -104,6 +106,69 @@ def test_any_tiles(tiles: Tiles, kind: str) -> None:
         assert (got.double() - wanted).norm() < 4e-3 * wanted.norm()
         poisoned = [thin_gpu.launch(x, weight, tiles=tiles, norm=norm, more_TF=more) for _ in range(3)]
         assert all(torch.equal(got, again) for again in poisoned)
+
+
+UNITS = [
+    Tiles(16, 512, 8, 4, 1, True), Tiles(16, 512, 8, 4, 2, True), Tiles(32, 512, 16, 3, 1, True),
+    Tiles(32, 128, 8, 3, 1, True), Tiles(16, 64, 2, 3, 0, True),
+]  # fmt: skip
+"""In words of int4."""
+ODD_EVEN = 333, 1000
+
+
+UNIT_CASES = [(tiles, (1000, 4096), torch.bfloat16) for tiles in UNITS]
+UNIT_CASES += [(tiles, ODD_EVEN, torch.float16) for tiles in (UNITS[0], UNITS[3])]
+
+
+@pytest.mark.parametrize(("tiles", "size", "dtype"), UNIT_CASES, ids=str)
+@pytest.mark.parametrize("how", [("int8", 64), ("float8", 64), ("int4", 64)], ids=str)
+def test_matrix_units(tiles: Tiles, how: tuple[str, int], size: tuple[int, int], dtype: torch.dtype) -> None:
+    """All inputs at once and in steps, a program or two a multiprocessor, whatever the other rows."""
+    (kind, group), (F, D) = how, size
+    turn = UNITS.index(tiles)
+    if kind != "int4":
+        tiles = tiles._replace(BN=16, BK=tiles.BK * 8, stages=2 if tiles.BK == 512 else tiles.stages)
+    made = [quantise(drawn(*size, dtype=torch.float32, seed=i) / D**0.5, kind, group) for i in range(2)]
+    gain = Scale(drawn(D, dtype=dtype), 1e-5)
+    exact = {"norm": Scale(gain.weight_D.double(), 1e-5), "gate": Gate(made[1], None, "silu")}
+    for i, rows in enumerate((1, 3, 16)):
+        if rows == 16 and tiles.a_processor == 2:
+            continue  # sixteen rows of x take the registers of a multiprocessor
+        x, more = drawn(rows, D, dtype=dtype), drawn(rows, F, dtype=dtype, seed=1)
+        ways: list[dict[str, Any]] = [{}, {"more_TF": more, "norm": gain}, {"norm": gain, "gate": exact["gate"]}]
+        way = ways[(i + turn) % 3]
+        b = None if way else drawn(F, dtype=dtype)
+        wanted = fused.linear(
+            x.double(), made[0], None if b is None else b.double(),
+            **{k: exact.get(k, more.double()) for k in way},
+        )  # fmt: skip
+        got = thin_gpu.launch(x, made[0], b, tiles=tiles, **way)
+        error = float((got.double() - wanted).norm() / wanted.norm())
+        assert got.dtype == dtype and error < 1.5 * tolerance(dtype), (rows, list(way), error)
+        others = torch.cat((x[: rows // 2], 50 * x[rows // 2 :]))
+        assert torch.equal(thin_gpu.launch(others, made[0], b, tiles=tiles, **way)[: rows // 2], got[: rows // 2])
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_matrix_units_with_other_groups(group: int) -> None:
+    weight = quantise(drawn(334, 1000, dtype=torch.float32) / 32, "int4", group)
+    for rows, tiles in itertools.product((1, 3, 8, 16), (UNITS[0], UNITS[3])):
+        x = drawn(rows, 1000, dtype=torch.bfloat16)
+        got, wanted = thin_gpu.launch(x, weight, tiles=tiles), fused.linear(x.double(), weight)
+        assert (got.double() - wanted).norm() < tolerance(x.dtype) * wanted.norm(), (rows, tiles)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_matrix_units_know_every_number_of_a_format(dtype: torch.dtype) -> None:
+    """One at a time: the smallest of float8 as bfloat16 are below its normal numbers, which a unit must not drop."""
+    for weight in codes("cuda"):
+        x = torch.eye(weight.inputs, dtype=dtype, device="cuda")
+        exact = fused.linear(x.double(), weight).T
+        tiles = Tiles(16, weight.values.shape[1], 2, 2, units=True)
+        got = torch.cat([thin_gpu.launch(some, weight, tiles=tiles) for some in x.split(16)]).T
+        near = 4e-3 if dtype == torch.bfloat16 else 6e-4
+        assert torch.allclose(got.double(), exact, rtol=near, atol=1e-7), weight.kind
+        assert weight.kind == "int4" or torch.equal(got.double(), exact), weight.kind
 
 
 @pytest.mark.parametrize("pool", [torch.bfloat16, torch.float8_e4m3fn], ids=str)

@@ -121,6 +121,24 @@ def test_candidates_of_tiles_fit_a_kernel_and_a_table() -> None:
     assert thin_tiles.Tiles(**record["rows"][0]["tiles"]) == tiles
 
 
+def test_tuning_the_matrix_units_leaves_other_rows_of_the_table() -> None:
+    table = thin_tiles.table()
+    kept, ways = thin_linear.to_measure(thin_linear.CELLS, units=True)
+    assert kept == [row for row in table if row["kind"] == "plain"]
+    for cell, hows in ways.items():
+        F, D, _ = thin_linear.SHAPES[cell.name]
+        now = thin_tiles.pick(cell.kind, cell.rows, F, D, gated=cell.gated)
+        assert cell.kind != "plain" and any(how.units for how in hows) and len(set(hows)) == len(hows)
+        assert now is None or now in hows
+    # Each shape that the table had is measured, and more rows.
+    had = {(row["kind"], row["gated"], row["rows"]) for row in table} - {
+        ("float8", g, r) for g in (0, 1) for r in (1, 2, 4)
+    }
+    assert had - {(row["kind"], row["gated"], row["rows"]) for row in kept} <= {(c.kind, c.gated, c.rows) for c in ways}
+    assert {c.rows for c in ways} == {1, 2, 4, 8, 16}
+    assert not any(how.units for how in thin_linear.in_registers(thin_linear.CELLS[-1]))
+
+
 def test_the_table_of_tiles_is_asked_by_the_nearest_shape() -> None:
     for kind, gated in (("plain", False), ("plain", True), ("int8", False), ("float8", True), ("int4", False)):
         for rows in (1, 2, 3, 4):

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
         ("interpreted_cascade", 6),
         ("interpreted_latent", 5),
         ("interpreted_fused", 7),
+        ("interpreted_units", 4),
         ("interpreted_quantised", 8),
         ("interpreted_ranks", 3),
     ],

@@ -1,4 +1,5 @@
-"""Products of a few rows on a GPU, with norm, gate and residual in the same launch (:mod:`triton_thin`), or without.
+"""Products of a few rows on a GPU, with norm, gate and residual in the same launch (:mod:`triton_thin`,
+:mod:`triton_units`), or without.
 
 With more rows than the table has (:mod:`thin_tiles`) the library multiplies, and a gate is one kernel. Nothing here has
 a gradient: where one is wanted, plain torch computes (:mod:`fused`).
@@ -14,7 +15,7 @@ import triton
 from torch import Tensor
 
 from colonnade.kernels.device import processors
-from colonnade.kernels.linear import fused, quantised_gpu, reference, thin_tiles, triton_thin
+from colonnade.kernels.linear import fused, quantised_gpu, reference, thin_tiles, triton_thin, units_gpu
 from colonnade.kernels.linear.fused import Gate, Matrix, Scale
 from colonnade.kernels.linear.quantise import NIBBLES, Quantised
 from colonnade.kernels.linear.thin_tiles import Tiles
@@ -99,32 +100,38 @@ def launch(
         first, bias, second_bias = gate.weight, gate.bias_F, bias_F
         assert (bias is None) == (second_bias is None), "both products have a bias, or neither"
     (w, w_scale), (u, u_scale) = _stored(first, y_TF), _stored(second, y_TF)
-    columns = w.shape[1]
-    BK = max(16, min(tiles.BK, triton.next_power_of_2(columns)))
     blocks = triton.cdiv(outputs, tiles.BN)
     programs = min(blocks, tiles.a_processor * processors(x_TD.device) or blocks)
     constants: dict[str, Any] = {
         "NORM": norm is not None, "ACT": "" if gate is None else gate.activation, "BIASED": bias is not None,
-        "ADDED": more_TF is not None, "STEPS": triton.cdiv(columns, BK), "M": triton.next_power_of_2(T),
-        "BN": tiles.BN, "BK": BK, "STAGES": tiles.stages, "num_warps": tiles.warps,
+        "ADDED": more_TF is not None, "BN": tiles.BN, "STAGES": tiles.stages, "num_warps": tiles.warps,
     }  # fmt: skip
     none = y_TF  # in place of a tensor that is not read
     tensors = (
         x_TD, none if norm is None else norm.weight_D, w, w_scale, none if bias is None else bias, u, u_scale,
         none if second_bias is None else second_bias, none if more_TF is None else more_TF.contiguous(), y_TF,
     )  # fmt: skip
-    sizes = T, outputs, inputs, x_TD.stride(0), w.stride(0)
+    sizes = T, outputs, inputs, x_TD.stride(0)
     eps = 0.0 if norm is None else norm.eps
+    groups = weight.scales.shape[1] if isinstance(weight, Quantised) and kind == "int4" else 0
+    if tiles.units:
+        assert isinstance(weight, Quantised), "the matrix units of this kernel multiply quantised weights"
+        constants |= units_gpu.cut(weight, T, tiles)
+        units_gpu.launch(programs, tensors, (*sizes, w.stride(0) * w.element_size() // 2, groups), eps, constants)
+        return y_TF
+    columns = w.shape[1]
+    BK = max(16, min(tiles.BK, triton.next_power_of_2(columns)))
+    constants |= {"STEPS": triton.cdiv(columns, BK), "M": triton.next_power_of_2(T), "BK": BK}
     if isinstance(weight, Quantised) and kind == "int4":
-        groups, words = weight.scales.shape[1], weight.group // NIBBLES
         even = columns % BK == 0 and inputs == columns * NIBBLES
         triton_thin.thin4[programs,](
-            *tensors, *sizes, groups, eps, *triton_thin.BITS, WORDS=words, EVEN=even, **constants
-        )
+            *tensors, *sizes, w.stride(0), groups, eps, *triton_thin.BITS, WORDS=weight.group // NIBBLES, EVEN=even,
+            **constants,
+        )  # fmt: skip
     else:
         neighbours = min(BK, 16 // w.element_size())
         triton_thin.thin[programs,](
-            *tensors, *sizes, eps, SCALED=kind != "plain", EVEN=inputs % BK == 0, V=neighbours, **constants
+            *tensors, *sizes, w.stride(0), eps, SCALED=kind != "plain", EVEN=inputs % BK == 0, V=neighbours, **constants
         )
     return y_TF
 
@@ -135,7 +142,10 @@ def _tiles(x_TD: Tensor, weight: Matrix, *, gated: bool) -> Tiles | None:
         return None
     if isinstance(weight, Tensor) and (weight.dtype != x_TD.dtype or weight.stride(1) != 1):
         return None
-    return thin_tiles.pick(_kind(weight), T, _outputs(weight), x_TD.shape[1], gated=gated)
+    tiles = thin_tiles.pick(_kind(weight), T, _outputs(weight), x_TD.shape[1], gated=gated)
+    if tiles is None or not tiles.units or units_gpu.fits(x_TD, weight):
+        return tiles
+    return thin_tiles.WIDE if T <= thin_tiles.IN_REGISTERS else None
 
 
 def _differentiated(x_TD: Tensor, weight: Matrix) -> bool:

@@ -25,6 +25,8 @@ class Tiles(NamedTuple):
     """Steps' weights that are on their way at once, the one in use among them."""
     a_processor: int = 0
     """Programs a multiprocessor that stay and take one block after another; 0: one program a block."""
+    units: bool = False
+    """Whether the matrix units multiply (:mod:`triton_units`); else the weights' rows do in registers, with float32."""
 
 
 @functools.cache
@@ -35,8 +37,12 @@ def table() -> list[dict[str, Any]]:
 
 CHOSEN: list[Tiles] = []
 """Where there is one, it stands above the table: for the tool that measures, and for tests."""
-MOST = 4
-"""Rows, at most, that are multiplied in registers."""
+MOST = 16
+"""Rows, at most, that a kernel of the table multiplies."""
+IN_REGISTERS = 4
+"""Those that one without the matrix units does."""
+WIDE = Tiles(8, 512, 4, 4, 2)
+"""Where the table has matrix units and x is not for them."""
 
 
 def pick(kind: str, rows: int, outputs: int, inputs: int, *, gated: bool) -> Tiles | None:

@@ -45,7 +45,7 @@ def _row(ptr, at, inputs, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _finish(
+def finish(
     acc, acc_u, squares, first, w_scale_ptr, u_scale_ptr, b_ptr, c_ptr, more_ptr, y_ptr, rows, outputs, inputs, eps,
     SCALED: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr,
@@ -116,7 +116,7 @@ def thin(
         if ACT != "":
             acc_u += tl.sum(tl.reshape(u, [1, BN, C, V]).to(tl.float32) * scaled, 3)
         if i % STEPS == STEPS - 1:
-            _finish(
+            finish(
                 acc, acc_u, squares, (first + i // STEPS * programs) * BN, w_scale_ptr, u_scale_ptr, b_ptr, c_ptr,
                 more_ptr, y_ptr, rows, outputs, inputs, eps, SCALED, NORM, ACT, BIASED, ADDED, M, BN,
             )  # fmt: skip
@@ -202,7 +202,7 @@ def thin4(
             u, pairs_u = _some(u_ptr + row, c, w_f, EVEN), _some(u_scale_ptr + pair_row, group, groups, EVEN)
             acc_u += _product4(u, pairs_u, xs, sums, lifted, bits, BN, C)
         if i % STEPS == STEPS - 1:
-            _finish(
+            finish(
                 acc, acc_u, squares, (first + i // STEPS * programs) * BN, w_scale_ptr, u_scale_ptr, b_ptr, c_ptr,
                 more_ptr, y_ptr, rows, outputs, inputs, eps, False, NORM, ACT, BIASED, ADDED, M, BN,
             )  # fmt: skip

@@ -1,0 +1,81 @@
+"""How a product of a few rows is cut up for the matrix units (:mod:`triton_units`)."""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+# A kernel is launched with more than its signature says, and its constants are plain numbers.
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from colonnade.kernels.linear import triton_units
+from colonnade.kernels.linear.fused import Matrix
+from colonnade.kernels.linear.quantise import NIBBLES, Quantised
+from colonnade.kernels.linear.thin_tiles import Tiles
+
+COLUMNS = 8
+"""The least that a matrix unit has of them."""
+DEPTH = 16
+"""The least that a product of matrices sums over."""
+
+REGISTERS = 1 << 16
+"""Of a multiprocessor."""
+
+
+def fits(x_TD: Tensor, weight: Matrix) -> bool:
+    """Whether the kernel takes these: numbers of 16 bits, and rows of whole halves of 16 bits."""
+    if not isinstance(weight, Quantised) or x_TD.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return weight.values.stride(1) == 1 and weight.values.stride(0) * weight.values.element_size() % 2 == 0
+
+
+def cut(weight: Quantised, rows: int, tiles: Tiles) -> dict[str, Any]:
+    """The kernel's constants that depend on sizes; BATCH · K halves of 16 bits are a step."""
+    M = triton.next_power_of_2(rows)
+    row_bytes = weight.values.shape[1] * weight.values.element_size()
+    stored = max(DEPTH, min(tiles.BK, triton.next_power_of_2(weight.values.shape[1])))
+    step, parts, words = stored * weight.values.element_size() // 2, max(1, COLUMNS // M), 1
+    if weight.kind == "int4":
+        words = weight.group // NIBBLES
+        parts = max(parts, DEPTH // (2 * words))
+        span, depth = 2 * words, 2 * words * parts
+        # A part of the inputs for every warp, if need be with a row twice and half as many groups beside it.
+        while step // depth < tiles.warps and parts > 1 and depth > DEPTH:
+            M, parts, depth = 2 * M, parts // 2, depth // 2
+        batch = max(1, step // depth)
+    else:
+        batch = max(1, min(tiles.warps, step // DEPTH))
+        span = depth = max(DEPTH, step // batch)
+    step = batch * depth
+    even = row_bytes % (2 * step) == 0
+    if weight.kind == "int4":
+        even = even and weight.inputs == weight.values.shape[1] * NIBBLES
+    found = {
+        "KIND": weight.kind, "WORDS": words, "EVEN": even, "STEPS": triton.cdiv(row_bytes, 2 * step), "M": M,
+        "BATCH": batch, "K": depth, "PARTS": parts, "SPAN": span,
+    }  # fmt: skip
+    # Left alone, the compiler takes registers that leave room for one program a multiprocessor.
+    most = REGISTERS // (32 * tiles.warps * max(1, tiles.a_processor)) // 8 * 8
+    return found | ({"maxnreg": most} if tiles.a_processor > 1 and most < 255 else {})
+
+
+def ahead(constants: dict[str, Any]) -> dict[str, int]:
+    """What is brought before x is read: as much as is on its way while the kernel multiplies."""
+    steps, stages = constants["STEPS"], constants["STAGES"]
+    lines = triton.cdiv(min(steps, stages) * constants["BATCH"] * constants["K"] * 2, 128)
+    turns = 2 if constants["ACT"] else 1
+    return {"LINES": triton.next_power_of_2(lines), "AHEAD": triton.cdiv(stages - 1, steps * turns)}
+
+
+def launch(
+    programs: int, tensors: Sequence[Tensor], sizes: Sequence[int], eps: float, constants: dict[str, Any]
+) -> None:
+    """Run the kernel: weights (third and sixth of ``tensors``) are read as halves of 16 bits."""
+    x, gain, w, w_scale, bias, u, *others = tensors
+    on_gpu = x.is_cuda  # the interpreter has no assembler
+    constants |= ahead(constants) if on_gpu else {"LINES": 0, "AHEAD": 0}
+    triton_units.units[programs,](
+        x, gain, w.view(torch.int16), w_scale, bias, u.view(torch.int16), *others, *sizes, eps, ASM=on_gpu, **constants
+    )

@@ -1,0 +1,157 @@
+"""Products on the matrix units: what the assembler's text makes of halves, and kernels compiled for Hopper."""
+
+import importlib.util
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from colonnade.kernels.linear.quantise import FLOAT8
+from colonnade.kernels.linear.thin_tiles import Tiles
+from tests.compiled import SHARED_BYTES, compiled, disassembled, loop, registers, spilled
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton"
+    ),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+SIZES = ("outputs", "inputs", "x_t", "w_f", "groups")
+"""Multiples of 16, as in any real layer."""
+AT_ONCE, TWO, STEPS = Tiles(16, 512, 8, 4, 1, True), Tiles(16, 512, 8, 4, 2, True), Tiles(32, 512, 8, 3, 1, True)
+
+
+def run(text: str, words: torch.Tensor) -> torch.Tensor:
+    """What a few instructions make of registers of 32 bits, as the assembler's manual says."""
+    found: dict[str, torch.Tensor] = {"$1": words & 0xFFFFFFFF}
+
+    def read(name: str) -> torch.Tensor:
+        return torch.full_like(words, int(name, 0)) if name[0].isdigit() else found[name]
+
+    for line in text.strip("{ }").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        names = [part.strip() for part in rest.split(",")]
+        if name in ("", ".reg"):
+            continue
+        out, sources = names[0], [read(part) for part in names[1:]]
+        if name == "shr.b32":
+            found[out] = sources[0] >> sources[1]
+        elif name == "shl.b32":
+            found[out] = (sources[0] << sources[1]) & 0xFFFFFFFF
+        elif name == "and.b32":
+            found[out] = sources[0] & sources[1]
+        else:
+            assert (name, names[4]) == ("lop3.b32", "0xEA"), line
+            found[out] = (sources[0] & sources[1]) | sources[2]
+    return found["$0"]
+
+
+@pytest.mark.parametrize(("dtype", "lift"), [(torch.bfloat16, 128), (torch.float16, 1024)])
+def test_what_the_assembler_is_told_makes_numbers_of_all_halves(dtype: torch.dtype, lift: int) -> None:
+    from colonnade.kernels.linear.triton_units import assembly
+
+    low = torch.arange(1 << 16)
+    high = low.flip(0)
+
+    def made(what: str, j: int) -> list[torch.Tensor]:
+        bits = run(assembly(what, j, dtype == torch.bfloat16), low | high << 16)
+        halves = (bits & 0xFFFF, bits >> 16)
+        return [half.to(torch.int32).to(torch.int16).view(dtype).double() for half in halves]
+
+    for j, (made_of, half) in itertools.product(range(4), enumerate((low, high))):
+        assert torch.equal(made("nibble", j)[made_of], lift + (half >> 4 * j & 15).double())
+        if j < 2:
+            byte = (half >> 8 * j & 255).to(torch.uint8).view(torch.int8)
+            assert torch.equal(made("seven", j)[made_of] - made("eighth", j)[made_of], byte.double())
+            wanted = byte.view(FLOAT8).double() * (2.0**-120 if dtype == torch.bfloat16 else 2.0**-8)
+            there = ~wanted.isnan()
+            assert torch.equal(made("float8", j)[made_of][there], wanted[there])
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "gated", "inputs", "tiles", "most"),
+    [
+        ("int4", 1, False, 4096, AT_ONCE, 1.75),
+        ("int8", 1, True, 4096, Tiles(16, 4096, 8, 4, 1, True), 2.6),
+        pytest.param("int4", 1, True, 4096, AT_ONCE, 2, marks=pytest.mark.long),
+        pytest.param("int8", 1, True, 8192, Tiles(16, 2048, 8, 3, 1, True), 3.9, marks=pytest.mark.long),
+        pytest.param("int4", 1, False, 4096, TWO, 1.85, marks=pytest.mark.long),
+        pytest.param("int4", 4, False, 4096, AT_ONCE, 2.2, marks=pytest.mark.long),
+        pytest.param("int4", 8, False, 4096, AT_ONCE, 2.5, marks=pytest.mark.long),
+        pytest.param("int4", 16, False, 4096, AT_ONCE, 3.3, marks=pytest.mark.long),
+        pytest.param("int4", 1, False, 11008, STEPS, 2.7, marks=pytest.mark.long),
+        pytest.param("int8", 1, False, 4096, Tiles(16, 4096, 8, 4, 1, True), 2.4, marks=pytest.mark.long),
+        pytest.param("int8", 8, False, 4096, Tiles(16, 4096, 8, 4, 1, True), 2.7, marks=pytest.mark.long),
+        pytest.param("float8", 1, False, 4096, Tiles(16, 4096, 8, 4, 1, True), 2.8, marks=pytest.mark.long),
+    ],
+)
+def test_a_weight_is_few_instructions(
+    kind: str, rows: int, gated: bool, inputs: int, tiles: Tiles, most: float, tmp_path: Path
+) -> None:
+    from colonnade.kernels.linear import triton_units, units_gpu
+    from colonnade.kernels.linear.quantise import Quantised
+
+    four = kind == "int4"
+    stored = torch.empty(64, inputs // 8 if four else inputs, dtype=torch.int32 if four else torch.int8, device="meta")
+    scales = torch.empty(64, inputs // 64 if four else 1, 2 if four else 1, device="meta")
+    weight = Quantised(kind, stored, scales, inputs, 64 if four else inputs)  # type: ignore[arg-type]
+    constants: dict[str, Any] = units_gpu.cut(weight, rows, tiles)
+    limits = {"maxnreg": constants.pop("maxnreg")} if "maxnreg" in constants else {}
+    assert ("maxnreg" in limits) == (tiles is TWO)
+    types = dict.fromkeys(("x_ptr", "gain_ptr", "b_ptr", "c_ptr", "more_ptr", "y_ptr"), "*bf16")
+    types |= dict.fromkeys(("w_ptr", "u_ptr"), "*i16") | {"eps": "fp32"}
+    types |= dict.fromkeys(("w_scale_ptr", "u_scale_ptr"), "*i32" if four else "*fp32")
+    types |= dict.fromkeys(SIZES, "i32") | ({"rows": "i32"} if rows > 1 else {})
+    constants |= {
+        "rows": rows, "NORM": inputs != 11008, "ACT": "silu" if gated else "", "BIASED": False, "ADDED": not gated,
+        "BN": tiles.BN, "STAGES": tiles.stages, "ASM": True,
+    }  # fmt: skip
+    constants |= units_gpu.ahead(constants)
+    whole = [size for size in SIZES if size != "groups" or inputs // 64 % 16 == 0]
+    built = compiled(triton_units.units, types, constants, whole, warps=tiles.warps, **limits)
+    body = loop(disassembled(built, tmp_path), "HMMA")
+    step = tiles.BN * constants["BATCH"] * constants["K"] * (4 if four else 2)
+    if constants["STEPS"] > 1:
+        step *= 1 + gated  # else a gate's matrices take turns
+    a_weight = len(body) * 32 * tiles.warps / step
+    assert a_weight < most
+    # Halves go straight into the matrix units' registers, for sixteen outputs and eight words at a time.
+    reads = sum("LDSM.16.M88.4" in line for line in body)
+    assert reads >= step // (8 if four else 4) / 128 / tiles.warps
+    assert spilled(built, tmp_path) <= (512 if rows == 16 else 256 if limits else 0)
+    room = max(1, tiles.a_processor)
+    assert built.metadata.shared * room <= SHARED_BYTES
+    assert registers(built, tmp_path) * 32 * tiles.warps * room <= 65536
+    # As many bytes on their way as keep a multiprocessor busy, 16 at a time, and asked for before x is read.
+    assert room * (tiles.stages - 1) * step // (2 if four else 1) > 60_000
+    ptx = built.asm["ptx"]
+    assert len(re.findall(r"cp\.async\.c\w[^;]*, 0x10", ptx)) >= tiles.stages - 1
+    lifts = {"int4": "0x43004300", "int8": "0x43004300", "float8": "0x07F007F0"}
+    assert lifts[kind] in ptx and "mma.sync.aligned.m16n8k16.row.col.f32.bf16" in ptx
+    assert ptx.index("prefetch.global.L2") < ptx.index("ld.global")
+
+
+def test_how_a_product_is_cut_for_matrix_units() -> None:
+    from colonnade.kernels.linear import units_gpu
+    from colonnade.kernels.linear.quantise import quantise
+
+    for kind, group, rows, warps in itertools.product(("int4", "int8", "float8"), (32, 64, 128), (1, 3, 8, 16), (1, 8)):
+        weight = quantise(torch.randn(3, 640), kind, group)  # type: ignore[arg-type]
+        cut = units_gpu.cut(weight, rows, Tiles(16, 512, warps, 3, 1, True))
+        step_bytes = 2 * cut["BATCH"] * cut["K"]
+        row_bytes = weight.values[0].nbytes
+        assert cut["K"] >= 16 and cut["M"] * cut["PARTS"] >= 8 and cut["M"] >= rows
+        assert cut["STEPS"] * step_bytes >= row_bytes > (cut["STEPS"] - 1) * step_bytes
+        assert cut["EVEN"] == (row_bytes % step_bytes == 0)
+        # A group's inputs are never in two products.
+        assert kind != "int4" or cut["K"] == cut["PARTS"] * 2 * group // 8
+    x, weight = torch.randn(1, 640), quantise(torch.randn(3, 640), "int8")
+    assert not units_gpu.fits(x, weight) and units_gpu.fits(x.half(), weight)
+    assert not units_gpu.fits(x.half(), torch.randn(3, 640).half())
+    odd = quantise(torch.randn(3, 61), "int8")
+    assert not units_gpu.fits(torch.randn(1, 61).half(), odd)

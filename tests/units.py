@@ -1,0 +1,28 @@
+"""Matrices that hold every number of a format, and what a product with them may be off by."""
+
+import torch
+
+from colonnade.kernels.linear.quantise import FLOAT8, Kind, Quantised
+
+OUTPUTS = 16
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """By norm, against float64."""
+    return 4e-3 if dtype == torch.bfloat16 else 6e-4
+
+
+def codes(device: str) -> list[Quantised]:
+    """A matrix of each kind, 16 outputs, with all that a weight can be in a column: 16 times 16 codes."""
+    every = torch.arange(256, dtype=torch.int16).sub(128).to(torch.int8).view(OUTPUTS, 16).repeat(1, 4)
+    byte = every.contiguous().to(device)
+    ones = torch.ones(OUTPUTS, 1, device=device)
+    not_numbers = byte.view(FLOAT8).float().isnan()
+    float8 = torch.where(not_numbers, torch.zeros_like(byte), byte).view(FLOAT8)
+    words = torch.randint(-(2**31), 2**31, (OUTPUTS, 8), generator=torch.Generator().manual_seed(0)).int().to(device)
+    pairs = torch.tensor([0.5, -3.0], device=device, dtype=torch.bfloat16).expand(OUTPUTS, 1, 2).contiguous()
+    inputs = byte.shape[1]
+    made: list[tuple[Kind, torch.Tensor, torch.Tensor]] = [
+        ("int8", byte, ones), ("float8", float8, ones), ("int4", words, pairs),
+    ]  # fmt: skip
+    return [Quantised(kind, values, scales, inputs, inputs) for kind, values, scales in made]
