@@ -23,8 +23,8 @@ SMALL = 1 << 19
 MOST, PADDED = 128, 4
 """Rows of the busiest of these, and all rows, padded, for one that is there."""
 ROOM = 1 << 22
-"""Numbers of all experts' rows together, D or F wide, up to which they are laid out one after another: of more, only each
-expert's own stay in a cache.
+"""Numbers of all experts' rows together, D or F wide, up to which they are laid out one after another: of more, only
+those of one expert stay in a cache.
 """
 ALIGNED = 8
 """Numbers in 16 bytes, of which the grouped product wants whole ones."""
