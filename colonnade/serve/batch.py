@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.choose import choose
+from colonnade.kernels.device import upload
 from colonnade.model import KVCache, Paged, Stream, Transformer, fused
 from colonnade.model.split import Split
 from colonnade.serve.fixed import FixedSteps
@@ -18,7 +19,6 @@ from colonnade.serve.held import Holding
 from colonnade.serve.invariant import one_by_one
 from colonnade.serve.sampler import NextTokens, sample, sample_each
 from colonnade.serve.scheduler import Work
-from colonnade.serve.upload import upload
 
 
 class Runner:

@@ -23,13 +23,13 @@ from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import Plan
 from colonnade.kernels.choose import choose
+from colonnade.kernels.device import upload_into
 from colonnade.model import KVCache, Paged, Stream, Transformer
 from colonnade.model.head import Shares
 from colonnade.model.split import Split
 from colonnade.parallel.graphs import capture
 from colonnade.serve.held import Holding
 from colonnade.serve.scheduler import Work
-from colonnade.serve.upload import upload_into
 
 AHEAD = 16
 """Steps of decoding for which a plan of splits is good."""
@@ -141,7 +141,7 @@ class _Size:
         self.head = Shares()
         self.cu_queries = torch.arange(size + 1, dtype=torch.int32, device=self.device)
         self.context = context
-        self._tables: list[list[int]] | None = None
+        self._tables: list[Sequence[int]] = []
         """What is in :attr:`pages`."""
         self._recorded: dict[bool, _Recording] = {}
         """Without and with prefixes that are read once."""
@@ -151,7 +151,7 @@ class _Size:
         lengths = self._tell(work, last_R)
         if self.device.type == "cpu":
             return self._run(self._attend(max(lengths), work))
-        tables = [self.held.pages(p) for p in work.slices] + [(self.scratch,)] * (self.size - len(work.slices))
+        tables = [*self._tables, *[(self.scratch,)] * (self.size - len(work.slices))]
         if not self._recorded:
             self._record(lengths, work, pool, shares=False)
         shares = self._plan(lengths, tables, work, pool)
@@ -175,7 +175,7 @@ class _Size:
         lengths = [self.held.keys(p) for p in pieces] + [1] * missing
         upload_into(self.numbers, numbers)
         upload_into(self.lengths, lengths)
-        tables = [list(self.held.pages(p)) for p in pieces]
+        tables = [self.held.pages(p) for p in pieces]
         if tables != self._tables:  # most steps begin no page
             widest = max(1, *map(len, tables))
             rows = [[*table, *[self.scratch] * (widest - len(table))] for table in tables]

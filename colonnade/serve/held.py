@@ -14,11 +14,11 @@ from torch import Tensor
 
 from colonnade.kernels.attention.chunk import Rows
 from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.device import upload
 from colonnade.model import KVCache, Transformer
 from colonnade.model.split import Past, Split
 from colonnade.parallel.axis import Axis
 from colonnade.serve.scheduler import Slice
-from colonnade.serve.upload import upload
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.kernels.choose import choose
+from colonnade.kernels.device import upload
 from colonnade.kernels.dropout.reference import column_hash, mix
 from colonnade.model.head import Projection, shares
 from colonnade.parallel.axis import SOLO, Axis
 from colonnade.serve.sampling import Draw
-from colonnade.serve.upload import upload
 
 SMALLEST_TEMPERATURE = 1e-5
 """Colder is the same as greedy in float32, but divides by zero."""

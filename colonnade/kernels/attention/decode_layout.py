@@ -15,7 +15,7 @@ from colonnade.kernels.attention import cascade, splits
 from colonnade.kernels.attention.cascade import Cascade, Reader, Room
 from colonnade.kernels.attention.decode_tiles import Tiles, costs, pick
 from colonnade.kernels.attention.split_plan import Capacity, Plan, Shape
-from colonnade.kernels.device import processors, sent
+from colonnade.kernels.device import processors, upload, upload_into
 
 FEW = 64
 """Rows, queries times heads of a group, up to which a request is read and not multiplied."""
@@ -159,12 +159,14 @@ class Layout:
             arrived = None
             if self.fuses and room.merges:
                 arrived = torch.zeros(room.merges, dtype=torch.int32, device=device)
-            return Prepared(sent(plan.flat(room), device), room, self, arrived=arrived)
+            return Prepared(upload(plan.flat(room), torch.int32, device), room, self, arrived=arrived)
         assert self.shared is not None
         found = _as_cascade(plan, self.shared)
         own = replace(self, shared=None, tiles=self.tiles._replace(fused=False)).prepare(found.own, device, capacity)
         theirs, members = shared_capacity or (found.shared.capacity, found.room)
-        shared = Shared(self.shared.prepare(found.shared, device, theirs), sent(found.flat(members), device), members)
+        shared = Shared(
+            self.shared.prepare(found.shared, device, theirs), upload(found.flat(members), torch.int32, device), members
+        )
         return replace(own, layout=self, shared=shared)
 
 
@@ -218,5 +220,5 @@ class Prepared:
             found = _as_cascade(plan, self.layout.shared)
             own = found.own
             self.shared.ready.take(found.shared)
-            self.shared.members.copy_(sent(found.flat(self.shared.room), self.flat.device), non_blocking=True)
-        self.flat.copy_(sent(own.flat(self.capacity), self.flat.device), non_blocking=True)
+            upload_into(self.shared.members, found.flat(self.shared.room))
+        upload_into(self.flat, own.flat(self.capacity))

@@ -16,7 +16,7 @@ from torch import Tensor
 from colonnade.kernels.attention import sdpa, triton_decode
 from colonnade.kernels.attention.decode_layout import few
 from colonnade.kernels.attention.pages import PageTable
-from colonnade.kernels.device import sent
+from colonnade.kernels.device import upload
 
 
 class Part(NamedTuple):
@@ -36,13 +36,14 @@ class Part(NamedTuple):
         rows = slice(ends[first], ends[last])
         which: Tensor | slice = slice(first, last)
         if not near:
-            rows = sent([t for r in requests for t in range(ends[r], ends[r + 1])], device, torch.int64)
-            which = sent(requests, device, torch.int64)
+            rows = upload([t for r in requests for t in range(ends[r], ends[r + 1])], torch.int64, device)
+            which = upload(requests, torch.int64, device)
         counts, positions = [new[r] for r in requests], [lengths[r] for r in requests]
         pages = None if table.known_pages is None else [table.known_pages[r] for r in requests]
         own = PageTable(
-            table.pages_RP[which], sent([0, *accumulate(counts)], device), table.lengths_R[which], table.page_tokens,
-            max(counts), max(positions), known=(counts, positions), known_pages=pages, share=table.share,
+            table.pages_RP[which], upload([0, *accumulate(counts)], torch.int32, device), table.lengths_R[which],
+            table.page_tokens, max(counts), max(positions), known=(counts, positions), known_pages=pages,
+            share=table.share,
         )  # fmt: skip
         return Part(rows, own)
 

@@ -84,7 +84,7 @@ def read(
             else:
                 s = tl.dot(p, tl.trans(r.to(q.dtype)), s, input_precision="ieee") * scale
             s = score(s, position, j, known, n, there, q_ptr, 1.0, WINDOW, False, False)
-            weight, shrink, top, total = weigh(s, top, total)
+            weight, shrink, top, total = weigh(s, top, total, 1.0, 0.0)
             if SCALED:
                 weight *= c_scale[None, :]
             o = tl.dot(weight.to(q.dtype), c.to(q.dtype), o * shrink[:, None], input_precision="ieee")

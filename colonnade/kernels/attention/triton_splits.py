@@ -70,6 +70,15 @@ def page_of(table_ptr, at, columns, PAGE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def sees(position, j, known, WINDOW: tl.constexpr):
+    """Which keys each row sees, (rows, TILE)."""
+    seen = (j[None, :] <= position[:, None]) & known[None, :]
+    if WINDOW:
+        seen = seen & (j[None, :] > position[:, None] - WINDOW)
+    return seen
+
+
+@triton.jit
 def score(
     s, position, j, known, n, there, slopes_ptr, cap,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr, MASKED: tl.constexpr = True,
@@ -86,10 +95,7 @@ def score(
         s = s - slope[:, None] * (position[:, None] - j[None, :])
     if not MASKED:
         return s * LOG2_E + tl.where(known, 0.0, float("-inf"))[None, :]
-    sees = (j[None, :] <= position[:, None]) & known[None, :]
-    if WINDOW:
-        sees = sees & (j[None, :] > position[:, None] - WINDOW)
-    return tl.where(sees, s * LOG2_E, float("-inf"))
+    return tl.where(sees(position, j, known, WINDOW), s * LOG2_E, float("-inf"))
 
 
 @triton.jit
@@ -106,11 +112,14 @@ def places_of(page, at, j, x_page, x_p, PAGE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def weigh(s, top, total):
-    """(each key's weight, by what older sums shrink, the new top, the new total) of a tile's scores."""
-    higher = tl.maximum(top, tl.max(s, 1))
+def weigh(s, top, total, factor, lift):
+    """(each key's weight, by what older sums shrink, the new top, the new total) of a tile's scores s · factor + lift.
+
+    Multiplied where the row's largest is taken off, in one instruction a key; ``factor`` is above 0.
+    """
+    higher = tl.maximum(top, tl.max(s, 1) * factor + lift)
     base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
-    weight = tl.exp2(s - base[:, None])
+    weight = tl.exp2(s * factor + (lift - base)[:, None])
     shrink = tl.exp2(top - base)
     return weight, shrink, higher, total * shrink + tl.sum(weight, 1)
 
@@ -120,26 +129,18 @@ def weigh_products(
     s, top, total, factor, position, j, known, lift, PAGE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """:func:`weigh` of products as they come, of which scores in powers of 2 are ``factor`` > 0 times as much.
+    """:func:`weigh` of products as they come, of which scores in powers of 2 are ``factor`` times as much.
 
-    That product is taken with the difference from the row's largest, in one instruction a key: with many rows what
-    stands around the products of matrices takes as long as these. ``lift``, where a tile is of one page, is 0 if that
-    page is there and −∞ if not.
+    With many rows what stands around the products of matrices takes as long as these. ``lift``, where a tile is of one
+    page, is 0 if that page is there and −∞ if not.
     """
     if MASKED:
-        sees = (j[None, :] <= position[:, None]) & known[None, :]
-        if WINDOW:
-            sees = sees & (j[None, :] > position[:, None] - WINDOW)
-        s = tl.where(sees, s, float("-inf"))
+        s = tl.where(sees(position, j, known, WINDOW), s, float("-inf"))
         lift = 0.0
     elif PAGE % TILE != 0:
         s = s + tl.where(known, 0.0, float("-inf"))[None, :]
         lift = 0.0
-    higher = tl.maximum(top, tl.max(s, 1) * factor + lift)
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    weight = tl.exp2(s * factor + (lift - base)[:, None])
-    shrink = tl.exp2(top - base)
-    return weight, shrink, higher, total * shrink + tl.sum(weight, 1)
+    return weigh(s, top, total, factor, lift)
 
 
 @triton.jit
@@ -176,7 +177,7 @@ def fold(
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if CAPPED or SLOPES:
             s = score(s * factor, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES, MASKED)
-            p, shrink, top, total = weigh(s, top, total)
+            p, shrink, top, total = weigh(s, top, total, 1.0, 0.0)
         else:
             p, shrink, top, total = weigh_products(
                 s, top, total, factor * LOG2_E, position, j, known, lift, PAGE, TILE, WINDOW, MASKED

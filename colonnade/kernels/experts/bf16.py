@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.experts import batched, grouped, loop
-from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
+from colonnade.kernels.experts.reference import Weights
+from colonnade.kernels.permute import reference as permute
 
 SMALL = 1 << 19
 """Numbers of a matrix, up to which experts go together in a batch."""
@@ -41,13 +42,11 @@ def routed(
     if weights.up_EFD[0].numel() <= SMALL and _most_have_rows(ends_E):
         run = batched.experts
     elif grouped.available and _plain(weights):
-        run = _grouped
+        run = grouped.experts
     else:
         return loop.routed(x_TD, order_R, ends_E, weights_TA, weights, activation)
-    token_R, w_R1 = order_R // weights_TA.shape[1], weights_TA.flatten()[order_R].unsqueeze(1)
-    y_RD = run(x_TD[token_R], ends_E, weights, activation)
-    y_TD = x_TD.new_zeros(x_TD.shape, dtype=torch.promote_types(x_TD.dtype, weights_TA.dtype))
-    return y_TD.index_add_(0, token_R, (y_RD * w_R1).to(y_TD.dtype)).to(x_TD.dtype)
+    x_RD = permute.gather(x_TD, order_R, weights_TA.shape[1])
+    return permute.combine(run(x_RD, ends_E, weights, activation), order_R, weights_TA)
 
 
 def _most_have_rows(ends_E: Tensor) -> bool:
@@ -57,16 +56,6 @@ def _most_have_rows(ends_E: Tensor) -> bool:
 
 
 def _plain(weights: Weights) -> bool:
-    """Whether a grouped product takes these as they are."""
+    """Whether a grouped product takes these as they are, with nothing to be filled up."""
     biased = any(bias is not None for bias in weights[3:])
     return not biased and all(n % ALIGNED == 0 for n in weights.up_EFD.shape[1:])
-
-
-def _grouped(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> Tensor:
-    """y_RD, as :func:`grouped.experts` without what that does for biases, odd sizes, gradients and waiting GPUs."""
-    act, ends = ACTIVATIONS[activation], ends_E.to(torch.int32)
-    h = grouped.product(x_RD, weights.up_EFD.transpose(1, 2), ends)
-    h = act(h) if weights.gate_EFD is None else act(grouped.product(x_RD, weights.gate_EFD.transpose(1, 2), ends)) * h
-    y_RD = grouped.product(h, weights.down_EFD, ends)
-    y_RD[int(ends_E[-1]) :] = 0  # rows of no expert are whatever lay in memory
-    return y_RD

@@ -43,7 +43,8 @@ def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dro
     if not R or not len(ends_E):
         return _of_none(x_RD, weights)
     act, row = ACTIVATIONS[activation], torch.arange(R, device=x_RD.device)
-    here_R1 = (row < ends_E[-1]).unsqueeze(1)
+    # A CPU says at once whether there are rows past the last end; a GPU would have to be waited for.
+    here_R1 = None if not x_RD.is_cuda and int(ends_E[-1]) == R else (row < ends_E[-1]).unsqueeze(1)
     ends = ends_E.to(torch.int32)
     biased = weights.up_bias_EF is not None or weights.down_bias_ED is not None
     expert_R = torch.searchsorted(ends_E, row, right=True).clamp(max=len(ends_E) - 1) if biased else None
@@ -53,11 +54,11 @@ def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str, dro
         if bias is not None and expert_R is not None:
             # In float32, because its gradient is a sum over all of an expert's rows.
             y = (y[:, : bias.shape[1]] + bias.float()[expert_R]).to(x.dtype)
-        return y.where(here_R1, 0)
+        return y if here_R1 is None else y.where(here_R1, 0)
 
     # Padded along both widths, so that the products of the way back, which swap them, fit as well.
     up, down = (_padded(_padded(w, 1), 2) for w in (weights.up_EFD, weights.down_EFD))
-    x = _padded(x_RD.where(here_R1, 0), 1)
+    x = _padded(x_RD if here_R1 is None else x_RD.where(here_R1, 0), 1)
     u = through(x, up.transpose(1, 2), weights.up_bias_EF)
     if weights.gate_EFD is None:
         h = act(u)
