@@ -144,7 +144,8 @@ def test_matrix_units(tiles: Tiles, how: tuple[str, int], size: tuple[int, int],
         )  # fmt: skip
         got = thin_gpu.launch(x, made[0], b, tiles=tiles, **way)
         error = float((got.double() - wanted).norm() / wanted.norm())
-        assert got.dtype == dtype and error < 1.5 * tolerance(dtype), (rows, list(way), error)
+        most = (2 if "gate" in way else 1.5) * tolerance(dtype)  # a gate multiplies two rounded products
+        assert got.dtype == dtype and error < most, (rows, list(way), error)
         others = torch.cat((x[: rows // 2], 50 * x[rows // 2 :]))
         assert torch.equal(thin_gpu.launch(others, made[0], b, tiles=tiles, **way)[: rows // 2], got[: rows // 2])
 
