@@ -63,10 +63,10 @@ class Cell:
 class Tensors:
     """A cell's queries and copies of its cache: contiguous for the peers; the same memory, as pages, for us."""
 
-    def __init__(self, cell: Cell, device: str) -> None:
+    def __init__(self, cell: Cell, device: str, copies: int | None = None) -> None:
         self.cell, self.device = cell, device
-        self.copies = 1
-        if device == "cuda":
+        self.copies = copies or 1
+        if device == "cuda" and copies is None:
             fit = int(0.7 * torch.cuda.mem_get_info()[0]) // cell.held_bytes
             self.copies = max(1, min(CALLS, -(-COLD_BYTES // cell.bytes), fit))
         B, pages = len(cell.lengths), -(-max(cell.lengths) // cell.page)

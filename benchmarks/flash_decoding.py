@@ -21,8 +21,12 @@ compute the same is checked. ``--fixed-cuts N`` adds the batch-invariant mode wi
 """
 
 import argparse
+import concurrent.futures
+import dataclasses
 import json
 import math
+import multiprocessing
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,7 @@ import _shared
 from _decode import Cell, Tensors, error, exact, ours, peers, read_bandwidth, seconds
 from _decode_tune import CANDIDATES, too_much, tune
 from _report import RESULTS, ROOT, Headline, report
+from _rows import Rows
 from colonnade.kernels.attention import decode_tiles
 
 SEED = (
@@ -46,6 +51,8 @@ TINY = ((4, 64), (1, 300))
 A100 = dict(zip(SEED, (63.4, 67.7, 77.7, 58.5, 57, 56.4, 58.2, 60.3, 64.4, 106.6), strict=False))
 """The article's own times [µs], on another GPU, for the plot."""
 TOLERANCE, PINNED = 6e-4, 12
+COMPILERS = 14
+"""Processes that compile a sweep's kernels before it, which would otherwise take most of its time."""
 
 
 def measured(cell: Cell, device: str, read: float, *, flex: bool, chunk: int | None = None) -> list[dict[str, Any]]:
@@ -124,29 +131,47 @@ def table(cells: Sequence[tuple[int, int]], device: str, read: float, args: argp
     return rows
 
 
-def sweep(seed: int, count: int, device: str, read: float, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Ours against the best peer on random cells, worst first."""
+def sweep(seed: int, count: int, device: str, read: float, args: argparse.Namespace, rows: Rows) -> Rows:
+    """Ours against the best peer on random cells, into ``rows``: those that fit into the time given."""
     draw = torch.Generator().manual_seed(seed)
-    found = []
-    for i in range(count):
-        cell = random_cell(draw, 2**16 if args.tiny else args.most_gb * 1e9)
-        rows = measured(cell, device, read, flex=False)
-        peer = best_peer(rows)
-        row = next(row for row in rows if row["who"] == "colonnade")
+    cells = [random_cell(draw, 2**16 if args.tiny else args.most_gb * 1e9) for _ in range(count)]
+    if device == "cuda":
+        with concurrent.futures.ProcessPoolExecutor(COMPILERS, multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(compiled, cells, [i < args.pinned for i in range(count)]))
+        print(f"compiled in {time.perf_counter() - rows.began:.0f} s", flush=True)
+    for i, cell in enumerate(cells):
+        if time.perf_counter() - rows.began > args.seconds:
+            break
+        here = measured(cell, device, read, flex=False)
+        peer, row = best_peer(here), next(row for row in here if row["who"] == "colonnade")
         best_us = pinned_us(cell, device) if i < args.pinned else None
-        found.append(
+        rows.add(
             {
                 **row,
                 "peer": peer["who"] if peer else None,
                 "peer_us": peer["us"] if peer else None,
-                "ahead": ahead(rows),
+                "ahead": ahead(here),
                 "pinned_us": best_us,
                 "of_pinned": round(best_us / row["us"], 3) if best_us else None,
             }
         )
-    found.sort(key=lambda row: row["ahead"] or math.inf)
-    print("worst ten:", *found[:10], sep="\n  ", flush=True)
-    return found
+    rows.sort(key=lambda row: row["ahead"] or math.inf)
+    print(f"{len(rows)} of {count} cells; worst ten:", *rows[:10], sep="\n  ", flush=True)
+    return rows
+
+
+def compiled(cell: Cell, pinned: bool) -> None:
+    """Have the kernels that a cell needs in the cache on disk: the same cell with few keys."""
+    few = tuple(min(length, 2 * cell.page) for length in cell.lengths)
+    tensors = Tensors(dataclasses.replace(cell, lengths=few), "cuda", copies=1)
+    for tiles in (None, *(CANDIDATES[:PINNED] if pinned else ())):
+        decode_tiles.CHOSEN[:] = [] if tiles is None else [tiles]
+        try:
+            ours(tensors)(0)
+        except (RuntimeError, torch.OutOfMemoryError, *too_much()) as why:
+            print(f"{cell.name} {tiles}: {str(why).splitlines()[0][:90]}", flush=True)
+        finally:
+            decode_tiles.CHOSEN.clear()
 
 
 def pinned_us(cell: Cell, device: str) -> float | None:
@@ -193,6 +218,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", nargs=2, type=int, metavar=("SEED", "COUNT"), help="random cells, not the table")
     parser.add_argument("--pinned", type=int, default=0, help="cells of a sweep that pinned configurations run, too")
+    parser.add_argument("--seconds", type=float, default=3600, help="after which a sweep begins no further cell")
     parser.add_argument("--most-gb", type=float, default=20, help="largest cache of a random cell")
     parser.add_argument("--shared", action="store_true", help="requests that share a prefix, not the table")
     parser.add_argument("--chunks", action="store_true", help="chunks of prompts, not the table")
@@ -228,7 +254,11 @@ def main(argv: list[str] | None = None) -> None:
         f"{__doc__} Read bandwidth in this run {read / 1e12:.2f} TB/s; tiles of {decode_tiles.table()['measured_on']}."
     )
     if args.sweep:
-        report(f"flash_decoding_sweep_{name}", sweep(*args.sweep, device, read, args), notes, folder=args.out)
+        kept = Rows(f"flash_decoding_sweep_{name}", args.out)
+        rows = sweep(*args.sweep, device, read, args, kept)
+        notes = f"{notes} {len(rows)} of {args.sweep[1]} cells fitted into {args.seconds:.0f} s."
+        report(f"flash_decoding_sweep_{name}", rows, notes, folder=args.out)
+        kept.done()
         return
     if args.chunks:
         rows = _chunks.rows(_chunks.TINY if args.tiny else _chunks.CELLS, device)

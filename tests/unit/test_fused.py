@@ -131,9 +131,7 @@ def test_tuning_the_matrix_units_leaves_other_rows_of_the_table() -> None:
         assert cell.kind != "plain" and any(how.units for how in hows) and len(set(hows)) == len(hows)
         assert now is None or now in hows
     # Each shape that the table had is measured, and more rows.
-    had = {(row["kind"], row["gated"], row["rows"]) for row in table} - {
-        ("float8", g, r) for g in (0, 1) for r in (1, 2, 4)
-    }
+    had = {(row["kind"], row["gated"], row["rows"]) for row in table if row["kind"] != "float8"}
     assert had - {(row["kind"], row["gated"], row["rows"]) for row in kept} <= {(c.kind, c.gated, c.rows) for c in ways}
     assert {c.rows for c in ways} == {1, 2, 4, 8, 16}
     assert not any(how.units for how in thin_linear.in_registers(thin_linear.CELLS[-1]))
