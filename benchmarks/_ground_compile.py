@@ -181,6 +181,7 @@ def _paged(table: Table) -> tuple[str, str]:
                     torch.tensor(contexts, dtype=torch.int32, device=ground.device),
                     longest_query=max(new),
                     longest_context=max(contexts),
+                    kernels="sdpa",
                 )
                 outs.append(it(stream, attend, Rows()))
             worst = max(worst, difference(outs[1], outs[0]))

@@ -6,7 +6,8 @@
 Prompts and answers of 100 to 1024 tokens each, drawn by one seed, greedy, end tokens ignored, all requests there at the
 start: the load by which small engines publish their speed. Tokens counted are those of the answers. Both get their
 requests one by one with their own numbers of tokens; both are warmed up by a few requests of the same sizes first, and
-both have recorded their graphs before the clock starts: ours one for each size of batch (``serve.fixed_steps``).
+both have recorded their graphs before the clock starts: ours one for each size of batch, as any engine of ours does on
+a GPU (``serve.fixed_steps``).
 
 ``idle`` is the share of time in which the GPU ran nothing of ours, from a trace of some steps amid the load.
 ``agree`` is the share of answers that are the same to the last token; in bfloat16 a near-tie sends a text another way.
@@ -147,8 +148,7 @@ def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell
         model.save_pretrained(folder)
         mine = colonnade.load(folder, dtype="float32" if tiny else "bfloat16", device="cpu" if tiny else "cuda")
     limits = ServeConfig(
-        max_requests=requests, token_budget=64 if tiny else 8192, cache_bytes=1 << (22 if tiny else 36),
-        fixed_steps=True,
+        max_requests=requests, token_budget=64 if tiny else 8192, cache_bytes=1 << (22 if tiny else 36)
     )  # fmt: skip
     # Prompts are random: nothing is shared but with the same load's last run, which must not count.
     engine = Engine(mine.transformer, words(vocab_size), limits.but(prefix_cache=False))

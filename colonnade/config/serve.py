@@ -43,8 +43,9 @@ class ServeConfig(Config):
     """Tokens in one forward pass: decodes first, then chunks of prompts."""
     run_ahead: bool | None = None
     """Hand the next forward pass to the device before the last one's tokens are known; None does so on a GPU."""
-    fixed_steps: bool = False
-    """Pad steps that only decode to a few sizes; on a GPU each is recorded once as a graph and then replayed."""
+    fixed_steps: bool | None = None
+    """Pad steps that only decode to a few sizes; on a GPU each is recorded once as a graph and then replayed.
+    None does so on a GPU, for models and layouts whose steps can be recorded."""
     batch_invariant: bool = False
     """Compute so that a request's tokens are the same, to the last bit of their logits, whoever else is served.
     Slower; on one rank; on a CPU one token at a time."""

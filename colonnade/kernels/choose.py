@@ -108,15 +108,15 @@ def _written_in_triton() -> tuple[Row, ...]:
 
 
 def _decoding() -> tuple[Row, ...]:
-    """Flash-Decoding, to be asked for by name; ``mixed`` takes SDPA for prompts."""
+    """Flash-Decoding; ``mixed`` takes SDPA for prompts, each of the two for what it is faster at by measurement."""
     if not TRITON:
         return ()
     from colonnade.kernels.attention import mixed, triton_decode, triton_held, triton_keep
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     return (
-        Row("paged_attention", "triton", triton_decode.paged, **on),
         Row("paged_attention", "mixed", mixed.paged, **on),
+        Row("paged_attention", "triton", triton_decode.paged, **on),
         Row("held_attention", "triton", triton_decode.held_state, **on),
         Row("merge_states", "triton", triton_held.merged, devices=("cuda",), dtypes=(torch.float32,)),
         Row("store_latents", "triton", triton_keep.store, **on),
@@ -179,8 +179,8 @@ TABLE: tuple[Row, ...] = (
     Row("packed_attention", "varlen", varlen.packed, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
     Row("packed_attention", "sdpa", sdpa.packed),
     Row("packed_attention", "reference", reference.packed),
-    Row("paged_attention", "sdpa", sdpa.paged),
     *_decoding(),
+    Row("paged_attention", "sdpa", sdpa.paged),
     Row("paged_attention", "reference", reference.paged),
     Row("held_attention", "reference", held.attend),
     Row("merge_states", "reference", held.merged),

@@ -33,6 +33,7 @@ from colonnade.serve.request import Request
 from colonnade.serve.sampler import NOT_FINITE
 from colonnade.serve.sampling import SamplingParams
 from colonnade.serve.scheduler import Scheduler, Work
+from colonnade.serve.settle import Site, check_steps, settled
 from colonnade.serve.stats import Stats
 from colonnade.serve.text import TextStream
 
@@ -52,13 +53,19 @@ class _Live:
 
 
 class Engine:
-    """Generates with ``model``; the cache takes what ``config`` allows, in the model's dtype and on its device."""
+    """Generates with ``model``; the cache takes what ``config`` allows, in the model's dtype and on its device.
+
+    Weights may change, but must stay where they lie in memory: recorded steps read them there.
+    """
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, config: ServeConfig | None = None):
-        self.model, self.tokenizer, self.config = model, tokenizer, config or ServeConfig()
+        self.model, self.tokenizer = model, tokenizer
         if not model.config.causal:
             raise ConfigError("an encoder does not generate: load it and ask for its hidden(tokens) instead")
-        check_plan(model, self.config)
+        check_plan(model)
+        site, config = Site.of(model), config or ServeConfig()
+        check_steps(config, site)
+        self.config = settled(config, site)
         check_model(model, self.config)
         self.cache = build_cache(model, self.config)
         invariant = prepare(model) if self.config.batch_invariant else None
@@ -76,8 +83,6 @@ class Engine:
             prefix_cache=self.config.prefix_cache,
         )
         self._runner = Runner(model, self.cache, fixed, share=self.config.shared_reading, invariant=invariant)
-        on_gpu = self.cache.k[0].is_cuda
-        self._ahead = on_gpu if self.config.run_ahead is None else self.config.run_ahead
         self._flying: tuple[Work, Drawn] | None = None
         self._stats = Stats(pages=pages)
         self._live: dict[str, _Live] = {}
@@ -114,7 +119,7 @@ class Engine:
             return []
         work = self.scheduler.schedule()
         ready = (work, self._run(work)) if work.slices else None
-        if self._ahead:
+        if self.config.run_ahead:
             ready, self._flying = self._flying, ready
         outputs = self._commit(*ready) if ready else []
         if not self.busy:

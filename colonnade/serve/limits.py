@@ -9,7 +9,6 @@ from colonnade.config.experts import check_generates
 from colonnade.errors import CapacityError, ConfigError, PlanError, RequestError
 from colonnade.model import KVCache, Transformer
 from colonnade.model.quantised import kind_of, tensors_of
-from colonnade.model.split import WIDEST
 from colonnade.serve.memory import FLOAT8, Asked, check_room, free_bytes, pages_of, told, widens_float8
 from colonnade.serve.pages import PagePool
 from colonnade.serve.sampling import SamplingParams
@@ -62,9 +61,9 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
         raise CapacityError(told(asked, asked.needs(), free_bytes(weight.device) + held)) from None
 
 
-def check_plan(model: Transformer, config: ServeConfig) -> None:
-    """Raise :class:`PlanError` or :class:`ConfigError` for a layout that does not serve ``model``."""
-    axes, shape = model.axes, model.config
+def check_plan(model: Transformer) -> None:
+    """Raise :class:`PlanError` for a layout that does not serve ``model``."""
+    axes = model.axes
     if axes.dp.size > 1:
         raise PlanError(
             f"an engine lays its model over tp and cp ranks only, not over dp={axes.dp.size}; "
@@ -78,16 +77,6 @@ def check_plan(model: Transformer, config: ServeConfig) -> None:
         )
     if not axes.alike:
         raise PlanError(f"a model over cp={axes.cp.size} that serves is built with ground.axes.serving()")
-    why = None
-    if any(shape.window_of(i) is not None for i in range(shape.layers)):
-        why = "of attention with a window"
-    elif shape.latent is None and shape.head_width > WIDEST:
-        why = f"of keys {shape.head_width} numbers wide (at most {WIDEST})"
-    if why and config.fixed_steps and next(model.parameters()).is_cuda:
-        raise ConfigError(
-            f"steps {why} over cp={axes.cp.size} are not recorded as graphs yet; leave --serve.fixed_steps off, or use "
-            "tp in the place of cp"
-        )
 
 
 def limit_tokens(ids: Sequence[int], params: SamplingParams, *, context: int, vocab_size: int, pool: PagePool) -> int:

@@ -16,7 +16,7 @@ Each remedy is the same sum with one setting changed.
 
 import os
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from colonnade.model.moe.resident import device_bytes, experts_of
 from colonnade.model.quantised import kept_bytes, matrices
 from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.serve.fixed import padded
+from colonnade.serve.settle import Site, settled
 
 FLOAT8 = (8, 9)
 """The least compute capability that widens float8 in a kernel."""
@@ -84,6 +85,12 @@ class Asked:
         grid = Grid(ep=Axis("ep", self.ep), sh=Axis("sh", self.sh))
         return Axes(tp=Axis("tp", self.tp), cp=Axis("cp", self.cp), grid=grid)
 
+    @cached_property
+    def settled(self) -> ServeConfig:
+        """``serve``, with what it leaves open decided."""
+        waiting = self.resident is not None and self.resident < self.model.expert_layers
+        return settled(self.serve, Site(self.model, self.dtype, self.device, self.cp, waiting=waiting))
+
     def needs(self) -> Needs:
         """Of the rank that has most."""
         shape = Transformer(self.model, self.axes, device="meta", dtype=self.dtype)
@@ -91,11 +98,11 @@ class Asked:
         if weights is None:
             kept = partial(kept_bytes, weights=self.serve.weights, group=self.serve.weight_group)
             weights = device_bytes(shape, self.resident, kept)
-        pages = pages_of(self.model, shape.axes, self.serve, self.dtype)
+        pages = pages_of(self.model, shape.axes, self.settled, self.dtype)
         page_bytes = page_bytes_of(self.model, shape.axes, self.serve, self.dtype)
         context = min(self.model.context, pages * self.serve.page_tokens * self.cp)
         graphs = 0
-        if self.serve.fixed_steps and self.device.type == "cuda":
+        if self.settled.fixed_steps and self.device.type == "cuda":
             most = self.serve.max_requests
             sizes = {padded(n, most) for n in range(1, most + 1)}
             logits = -(-self.model.vocab_size // self.tp) * self.dtype.itemsize
@@ -152,7 +159,7 @@ def page_bytes_of(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: tor
 
 def pages_of(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
     """Pages of a rank's cache: those asked for, but no more than ``max_requests`` whole contexts fill, divided by the
-    ranks that share it; 0 when none fits.
+    ranks that share it; 0 when none fits. ``serve`` is settled (:mod:`colonnade.serve.settle`).
     """
     page_bytes = page_bytes_of(model, axes, serve, dtype)
     pages = -(-(serve.pages or serve.max_requests * -(-model.context // serve.page_tokens)) // axes.cp.size)
@@ -165,6 +172,7 @@ def spare_pages(axes: Axes, serve: ServeConfig) -> int:
     """1 where the last page of a rank's cache is nobody's: written where a step is padded, or where the page that is
     meant is another rank's.
     """
+    assert serve.fixed_steps is not None, "settled"
     return int(serve.fixed_steps or axes.cp.size > 1)
 
 
@@ -172,7 +180,7 @@ def check_room(asked: Asked, held: int = 0) -> None:
     """Raise :class:`CapacityError` when the cache holds not one page, and with a table when ``asked`` does not fit into
     what is free on its device (or into ``serve.memory_bytes``), of which ``held`` bytes are the model's already.
     """
-    serve, context = asked.serve, asked.model.context
+    serve, context = asked.settled, asked.model.context
     if not pages_of(asked.model, asked.axes, serve, asked.dtype):
         page_bytes, page = page_bytes_of(asked.model, asked.axes, serve, asked.dtype), serve.page_tokens
         raise CapacityError(
@@ -214,7 +222,7 @@ def remedies(asked: Asked, needs: Needs, there: int, number: int = 5) -> list[tu
             found.append((flags, saves, note))
 
     page_bytes = page_bytes_of(asked.model, asked.axes, serve, asked.dtype)
-    room = (there - (needs.total - needs.cache)) // page_bytes - spare_pages(asked.axes, serve)
+    room = (there - (needs.total - needs.cache)) // page_bytes - spare_pages(asked.axes, asked.settled)
     if room > 0:
         page = serve.page_tokens * asked.cp
         tokens = f"{room * page} tokens instead of {needs.cache // page_bytes * page}"
@@ -228,6 +236,8 @@ def remedies(asked: Asked, needs: Needs, there: int, number: int = 5) -> list[tu
     if serve.max_requests > 1:
         less = max(1, serve.max_requests // 4)
         offer(f"--serve.max_requests {less}", "more wait", serve=serve.but(max_requests=less))
+    if needs.graphs:
+        offer("--serve.fixed_steps False", "slower steps", serve=serve.but(fixed_steps=False))
     kind = "float8" if asked.model.latent is None else "int8"
     if serve.cache == "stored" and (kind == "int8" or widens_float8(asked.device)):
         offer(f"--serve.cache {kind}", "rounded", serve=serve.but(cache=kind))

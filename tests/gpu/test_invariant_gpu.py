@@ -54,22 +54,22 @@ def test_norms(dtype: torch.dtype, width: int, biased: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("recorded", [False, True])
 def test_requests(name: str, dtype: torch.dtype, recorded: bool) -> None:
-    """As on a CPU; with graphs too, whose steps are padded to other sizes each time."""
+    """As on a CPU; with graphs too, whose steps are padded to other sizes each time, and beside steps as they come."""
     it = cpu.model(name, dtype).to("cuda")
     alone = cpu.bits(it, fixed_steps=recorded)
     assert cpu.same(cpu.bits(it, cpu.company(6), at=0, fixed_steps=recorded), alone)
     assert cpu.same(cpu.bits(it, cpu.company(6), at=6, token_budget=7, fixed_steps=recorded), alone)
-    assert cpu.same(cpu.bits(it, cpu.company(6, seed=1), at=5, after=3, prefix_cache=False), alone)
-    assert cpu.same(cpu.bits(it, cpu.company(6, seed=3), at=4, pages=14, max_requests=5), alone)
-    drawn = cpu.bits(it, params=cpu.DRAWN)
+    assert cpu.same(cpu.bits(it, cpu.company(6, seed=1), at=5, after=3, prefix_cache=False, fixed_steps=False), alone)
+    assert cpu.same(cpu.bits(it, cpu.company(6, seed=3), at=4, pages=14, max_requests=5), alone)  # recorded, unasked
+    drawn = cpu.bits(it, params=cpu.DRAWN, fixed_steps=False)
     assert cpu.same(cpu.bits(it, cpu.company(6), at=3, params=cpu.DRAWN, fixed_steps=recorded), drawn)
 
 
 def test_among_255_others() -> None:
     it = cpu.model("llama", torch.bfloat16).to("cuda")
-    alone = cpu.bits(it)
+    alone = cpu.bits(it, fixed_steps=False)
     for at in (0, 100, 255):
-        assert cpu.same(cpu.bits(it, cpu.company(255, seed=at), at=at), alone)
+        assert cpu.same(cpu.bits(it, cpu.company(255, seed=at), at=at, fixed_steps=False), alone)
 
 
 @pytest.mark.parametrize(("name", "what"), [("experts", "experts"), ("latent", "latent attention")])

@@ -17,6 +17,7 @@ from colonnade.parallel.launch import launch
 from colonnade.parallel.mesh import Ground
 from colonnade.parallel.small import MOST_BYTES, small_of, with_small
 from colonnade.serve import Engine, SamplingParams
+from colonnade.serve.settle import Site, settled
 from tests.serve import tiny
 from tests.split import errors
 
@@ -142,8 +143,9 @@ def test_two_gpus_say_what_a_cpu_says(plan: Plan, changes: dict) -> None:
 
 
 def test_what_is_not_recorded_says_so() -> None:
-    """A layer with a window, over a cache that is split."""
+    """A layer with a window, over a cache that is split; not asked for it is left out."""
     axes = Axes(cp=Axis("cp", 2), model=Axis("model", 2), alike=True)
     model = tiny.model(axes, dtype=torch.float32, window=7).to("cuda")
     with pytest.raises(ConfigError, match=r"steps of attention with a window over cp=2 are not recorded as graphs yet"):
         Engine(model, tiny.tokenizer(), LIMITS.but(fixed_steps=True))
+    assert settled(LIMITS, Site.of(model)).fixed_steps is False

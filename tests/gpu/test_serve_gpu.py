@@ -6,6 +6,7 @@ import torch
 import colonnade
 from colonnade.config import LatentConfig, ServeConfig
 from colonnade.errors import CheckpointError
+from colonnade.kernels.choose import CHOSEN, choose
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.sampler import sample
 from colonnade.serve.sampling import Draw
@@ -23,17 +24,55 @@ def test_greedy_text_is_the_cpus():
     assert on_gpu.generate(PROMPTS, greedy) == Engine(tiny.model(), tiny.tokenizer(), LIMITS).generate(PROMPTS, greedy)
     assert on_gpu.stats.preemptions > 0
     on_gpu.scheduler.audit()
+    assert not on_gpu.config.fixed_steps, "no kernel of ours takes float64"
 
 
+def test_nobody_need_ask_for_what_is_faster(monkeypatch: pytest.MonkeyPatch):
+    """Without any flag decodes are recorded, and prompts, with what comes beside them, are read by ``mixed``."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+    from colonnade.kernels.attention import mixed
+
+    seen = []
+
+    def watched(*tensors, **how):
+        seen.append(tensors[3].host[0])
+        return mixed.paged(*tensors, **how)
+
+    assert choose("paged_attention", "cuda", torch.float32) is mixed.paged
+    monkeypatch.setitem(CHOSEN, ("paged_attention", "cuda", torch.float32, "auto"), watched)
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    said = []
+    for device in ("cpu", "cuda"):
+        engine = Engine(tiny.model(dtype=torch.float32).to(device), tiny.tokenizer())
+        tokens: list[list[int]] = [[] for _ in PROMPTS]
+        for i, prompt in enumerate(PROMPTS):  # each comes while those before it decode
+            engine.add(prompt, greedy, request_id=str(i))
+            for output in [*engine.step(), *engine.step()]:
+                tokens[int(output.id)].append(output.token)
+        while engine.busy:
+            for output in engine.step():
+                tokens[int(output.id)].append(output.token)
+        said.append(tokens)
+        assert engine.config.fixed_steps is engine.config.run_ahead is (device == "cuda")
+        assert (engine._runner.fixed is not None) is (device == "cuda")
+    assert said[0] == said[1]
+    assert all(size._recorded for size in engine._runner.fixed._sizes.values())
+    assert sorted(engine._runner.fixed._sizes) == [1, 2, 3, 4]
+    assert any(1 in new for new in seen), "prompts came beside decodes"
+    assert all(max(new) > 1 for new in seen), "steps that only decode were recorded"
+
+
+@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_seed_repeats_in_any_batch(dtype):
+def test_a_seed_repeats_in_any_batch(dtype, fixed: bool):
+    limits = LIMITS.but(fixed_steps=fixed)
     wild = SamplingParams(temperature=1.2, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True)
     model = tiny.model(dtype=dtype).to("cuda")
-    alone = Engine(model, tiny.tokenizer(), LIMITS).generate(PROMPTS[:1], wild)
-    crowd = Engine(model, tiny.tokenizer(), LIMITS).generate([*PROMPTS[1:], PROMPTS[0]], wild)
+    alone = Engine(model, tiny.tokenizer(), limits).generate(PROMPTS[:1], wild)
+    crowd = Engine(model, tiny.tokenizer(), limits).generate([*PROMPTS[1:], PROMPTS[0]], wild)
     if dtype == torch.float32:  # in bf16 the logits themselves depend on the batch's shape
         assert crowd[-1] == alone[0]
-    assert Engine(model, tiny.tokenizer(), LIMITS).generate(PROMPTS[:1], wild) == alone
+    assert Engine(model, tiny.tokenizer(), limits).generate(PROMPTS[:1], wild) == alone
 
 
 def test_a_seed_draws_on_a_gpu_what_it_draws_on_a_cpu():
@@ -113,7 +152,7 @@ def test_nobody_waits_for_a_nucleus():
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_a_cache_in_float8_says_what_it_says_on_a_cpu(fixed: bool):
-    """Keys and values rounded alike, and read from pages by SDPA or by recorded Flash-Decoding."""
+    """Keys and values rounded alike, and read from pages as steps come, or by recorded ones."""
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     limits = ServeConfig(pages=24, page_tokens=4, token_budget=9, max_requests=4, cache="float8")
     expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), limits).generate(PROMPTS, greedy)

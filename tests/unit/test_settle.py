@@ -1,0 +1,147 @@
+"""What a config leaves open is decided in one place; where steps cannot be recorded, who asks for it is told so."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from colonnade.config import LatentConfig, MoeConfig, RouterConfig, ServeConfig
+from colonnade.config.presets import preset
+from colonnade.errors import ConfigError
+from colonnade.kernels.attention import sdpa
+from colonnade.kernels.choose import CHOSEN
+from colonnade.model.moe.router import RULES
+from colonnade.parallel.axis import Axes, Axis, Grid
+from colonnade.serve import Engine
+from colonnade.serve.memory import Asked, remedies, spare_pages
+from colonnade.serve.settle import EACH_ALONE, Site, check_steps, settled
+from tests.serve import tiny
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+MOE = MoeConfig(experts=4, active=2, ffn_width=6)
+TWO = Axis("two", 2)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of a machine that has a GPU and triton."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        monkeypatch.setitem(CHOSEN, ("paged_attention", "cuda", dtype, "triton"), sdpa.paged)
+
+
+def on_gpu(dtype: torch.dtype = torch.bfloat16, *, cp: int = 1, waiting: bool = False, **changes: object) -> Site:
+    return Site(tiny.config(**changes), dtype, GPU, cp, waiting=waiting)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_gpu_records_and_is_not_waited_for_unless_told_otherwise() -> None:
+    latent = LatentConfig(kv_rank=300, rope_width=20, v_width=3)
+    for site in (
+        on_gpu(), on_gpu(torch.float32), on_gpu(window=7), on_gpu(cp=2), on_gpu(moe=MOE),
+        on_gpu(kv_heads=6, head_width=320, latent=latent),
+    ):  # fmt: skip
+        assert (settled(ServeConfig(), site).fixed_steps, settled(ServeConfig(), site).run_ahead) == (True, True)
+        told = ServeConfig(fixed_steps=False, run_ahead=False, pages=3)
+        assert settled(told, site) == told
+        check_steps(ServeConfig(fixed_steps=True), site)
+    engine = Engine(tiny.model(), tiny.tokenizer())
+    assert (engine.config.fixed_steps, engine.config.run_ahead) == (False, False)
+    assert Engine(tiny.model(), tiny.tokenizer(), ServeConfig(batch_invariant=True)).config.fixed_steps is False
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("site", "what"),
+    [
+        (on_gpu(torch.float64), r"in float64 .* use another --dtype"),
+        (on_gpu(cp=2, window=7), r"of attention with a window over cp=2 .* use tp in the place of cp"),
+        (on_gpu(head_width=258), r"of heads 258 numbers wide \(at most 256\) .* use --device cpu"),
+        (on_gpu(moe=MOE, waiting=True), r"of experts that wait in host memory .* leave --experts.resident out"),
+        (Site(tiny.config(moe=MOE), torch.float16, GPU, exchanging=True), r"in which tokens travel to their experts"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_is_not_recorded_is_off_and_an_error_when_asked_for(site: Site, what: str) -> None:
+    left_open = settled(ServeConfig(), site)
+    assert (left_open.fixed_steps, left_open.run_ahead) == (False, True)
+    check_steps(ServeConfig(), site)
+    check_steps(left_open, site)
+    with pytest.raises(ConfigError, match=rf"steps {what}") as caught:
+        check_steps(ServeConfig(fixed_steps=True), site)
+    assert "not recorded as graphs yet; leave --serve.fixed_steps out, or " in str(caught.value)
+
+
+@pytest.mark.skipif(
+    ("paged_attention", "cuda", torch.float32, "triton") in CHOSEN, reason="has triton and a GPU's torch"
+)
+def test_without_triton_nothing_changes() -> None:
+    assert settled(ServeConfig(), on_gpu()).fixed_steps is False
+    with pytest.raises(ConfigError, match=r"steps without triton are not recorded .* pip install triton"):
+        check_steps(ServeConfig(fixed_steps=True), on_gpu())
+
+
+@pytest.mark.usefixtures("kernels")
+def test_padding_is_for_those_whose_answer_it_cannot_change() -> None:
+    """Where what pads a step would take a place from a token, only who asks for it gets it."""
+    chooses = MOE.but(router=RouterConfig(kind="expert_choice"))
+    for site in (
+        on_gpu(moe=MOE.but(capacity=1.0)), on_gpu(moe=chooses), Site(tiny.config(), torch.bfloat16, GPU, cut=True)
+    ):  # fmt: skip
+        assert settled(ServeConfig(), site).fixed_steps is False
+        check_steps(ServeConfig(fixed_steps=True), site)
+    assert set(RULES) >= EACH_ALONE
+
+
+def test_a_model_says_where_it_stands() -> None:
+    assert Site.of(tiny.model()) == Site(tiny.config(), torch.float64, CPU)
+    moe = tiny.config(moe=MOE)
+    spread = Axes(tp=TWO, model=TWO, grid=Grid(ep=TWO, all=TWO, tokens=TWO))
+    assert Site.of(tiny.model(spread, moe=MOE)) == Site(moe, torch.float64, CPU, exchanging=True)
+    assert Site.of(tiny.model(spread.serving(), moe=MOE)) == Site(moe, torch.float64, CPU)
+    assert Site.of(tiny.model(Axes(tp=TWO, sequence_parallel=True))).cut
+    waits = tiny.model(moe=MOE)
+    for layer in waits.modules():
+        if hasattr(layer, "fetch"):
+            layer.fetch = lambda ends_e, rows: None
+    assert Site.of(waits).waiting
+
+
+@pytest.mark.usefixtures("kernels")
+def test_what_a_gpu_records_is_reckoned_and_named_as_what_could_be_left_out() -> None:
+    llama = Asked(preset("llama-2-7b"), ServeConfig(), torch.bfloat16, GPU)
+    needs, told = llama.needs(), Asked(llama.model, ServeConfig(fixed_steps=True), torch.bfloat16, GPU).needs()
+    assert needs == told and needs.graphs > 32000 * 2 * 64
+    plain = Asked(llama.model, ServeConfig(fixed_steps=False), torch.bfloat16, GPU).needs()
+    assert plain.graphs == 0 and plain.cache < needs.cache
+    found = {flags: saves for flags, saves, _ in remedies(llama, needs, 12 << 30, number=9)}
+    assert found["--serve.fixed_steps False"] == needs.total - plain.total
+    assert not any("fixed" in f for f, *_ in remedies(Asked(llama.model, ServeConfig(), torch.bfloat16, CPU), plain, 1))
+    # Experts that wait in host memory are not recorded, and the page that is nobody's is not needed.
+    mixtral = Asked(preset("mixtral-8x7b"), ServeConfig(), torch.bfloat16, GPU)
+    assert mixtral.needs().graphs > 0 and mixtral.but(resident=2).needs().graphs == 0
+    assert mixtral.but(resident=32).needs().graphs > 0
+    assert spare_pages(mixtral.axes, mixtral.settled) == 1
+
+
+CHOSEN_WHERE = """
+import torch
+torch.version.cuda = "13.0"  # as if this torch were built for GPUs; nothing is launched
+from colonnade.kernels.attention import mixed, sdpa, triton_decode
+from colonnade.kernels.choose import choose
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    assert choose("paged_attention", "cuda", dtype) is mixed.paged
+    assert choose("paged_attention", "cuda", dtype, "sdpa") is sdpa.paged
+    assert choose("paged_attention", "cuda", dtype, "triton") is triton_decode.paged
+    assert choose("paged_attention", "cpu", dtype) is sdpa.paged
+    assert choose("paged_attention", "cuda", dtype, "reference").__module__.endswith("reference")
+assert choose("paged_attention", "cuda", torch.float64) is sdpa.paged
+print("chosen")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton")
+def test_a_gpu_takes_the_faster_attention_over_pages() -> None:
+    done = subprocess.run([sys.executable, "-c", CHOSEN_WHERE], capture_output=True, text=True, check=False)
+    assert done.stdout == "chosen\n", done.stderr
