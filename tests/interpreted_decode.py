@@ -146,22 +146,6 @@ def check_plans() -> int:
     return count + 1
 
 
-def check_fused_merges() -> int:
-    """The last to come merges: the same numbers, lines of no keys, larger arrays; and counters are 0 again."""
-    count = 0
-    for i, (more, capacity) in enumerate((({}, False), ({"sinks": True, "cap": 2.0, "H": 20}, True))):
-        CHOSEN[:] = [HOW[i]._replace(fused=True)]
-        case = Case([90, 0, 3, 40], [1, 1, 5, 2], **({"K": 2, "group": 3, "H": 16, "page": 16} | more))
-        same(case)
-        made = case.made(capacity=capacity)
-        first = made.run()
-        assert made.ready.arrived is not None and made.plan.slots
-        assert not made.ready.arrived.any()
-        assert all(torch.equal(a, b) for a, b in zip(made.run(), first, strict=True))
-        count += 1
-    return count
-
-
 def check_strides() -> int:
     """Queries that are a slice of all projections, caches whose heads lie apart."""
     CHOSEN[:] = [HOW[0]]
@@ -177,9 +161,12 @@ def check_strides() -> int:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    for check in (
+    checks = (
         check_shapes, check_features, check_types, check_fixed_cuts, check_graph_arrays, check_bad_pages, check_plans,
-        check_strides, check_fused_merges,
-    ):  # fmt: skip
-        print(f"{check.__name__}: {check()} cases", flush=True)
+        check_strides,
+    )  # fmt: skip
+    for flat in (False, True):
+        HOW[:] = [tiles._replace(flat=flat) for tiles in HOW]
+        for check in checks:
+            print(f"{check.__name__}{', flat' if flat else ''}: {check()} cases", flush=True)
     assert sum(CUT) > 0.7 * len(CUT), CUT

@@ -127,7 +127,7 @@ def test_a_graph_takes_the_next_steps_plan() -> None:
         o, lse = attend(made.q, made.k, made.v, made.table, made.ready)
     for step in ([500, 5000, 0], [64, 4999, 0], [1, 1, 0], [0, 4000, 0]):
         plan = made.layout.plan(step, [1, 1, 1])
-        flat.copy_(torch.tensor(plan.flat(made.ready.capacity), dtype=torch.int32))
+        flat.copy_(torch.tensor(plan.flat(made.layout.shape.tile, made.ready.capacity), dtype=torch.int32))
         lengths.copy_(torch.tensor(step, dtype=torch.int32))
         made.table.__dict__.pop("host", None)
         o.fill_(torch.nan)

@@ -22,7 +22,6 @@ POINTERS = {
     "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "o_ptr": "*bf16", "lse_ptr": "*fp32", "slot_o_ptr": "*fp32",
     "slot_lse_ptr": "*fp32", "plan_ptr": "*i32", "pages_ptr": "*i32", "cu_ptr": "*i32", "lengths_ptr": "*i32",
     "slopes_ptr": "*fp32", "sinks_ptr": "*fp32", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32",
-    "arrived_ptr": "*i32",
     "members_ptr": "*i32", "shared_o_ptr": "*fp32", "shared_lse_ptr": "*fp32", "shared_ptr": "*i32",
 }  # fmt: skip
 STRIDES = ("q_t", "q_n", "k_page", "k_p", "k_k", "v_page", "v_p", "v_k")
@@ -40,8 +39,6 @@ def cases() -> list[Any]:
         for width in widths:
             marks = [] if (width, rows) in ((128, 16), (256, 64)) else [pytest.mark.long]
             found.append(pytest.param(width, rows, "*bf16", plain, id=f"width-{width}-{rows}-rows", marks=marks))
-    fused = {**plain, "FUSED": True, "LAUNCH_NEXT": False}
-    found.append(pytest.param(128, 16, "*bf16", fused, id="fused", marks=pytest.mark.long))
     everything = {"PAGE": 16, "WINDOW": 4096, "CAPPED": True, "SLOPES": True, "SINKS": True, "SCALED": False}
     found.append(pytest.param(128, 16, "*bf16", everything, id="everything"))
     for kind in ("*fp8e4nv", "*i8"):
@@ -59,7 +56,7 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
 
     tiles = pick(rows, width, 2)
     constants = {
-        "N": 32, "GROUP": 8, "H": width, "LAUNCH_NEXT": True, "FUSED": False, "SINGLE": not more["SINKS"],
+        "N": 32, "GROUP": 8, "H": width, "LAUNCH_NEXT": True, "SINGLE": not more["SINKS"],
         "ALIKE": not more["SINKS"], "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
         "BLOCK_H": 1 << (width - 1).bit_length(), **more,
     }  # fmt: skip
@@ -73,7 +70,6 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
     assert max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", built.asm["ptx"]))) >= 2 * (tiles.stages - 2)
     assert ("griddepcontrol.launch_dependents" in built.asm["ptx"]) == constants["LAUNCH_NEXT"]
-    assert bool(re.search(r"atom\.\S*acq_rel", built.asm["ptx"])) == constants["FUSED"]
 
 
 @pytest.mark.parametrize(

@@ -196,12 +196,12 @@ def test_every_plan(
     room = Capacity.of(
         len(drawn), max(queries, default=0), shape, workers, chunk=chunk, context=max(lengths, default=0)
     )
-    flat = found.flat(room)
+    flat = found.flat(shape.tile, room)
     assert len(flat) == places(room)[-1]
-    assert_flat(flat, room, found)
+    assert_flat(flat, room, found, shape.tile)
 
 
-def assert_flat(flat: list[int], room: Capacity, found: Plan) -> None:
+def assert_flat(flat: list[int], room: Capacity, found: Plan, tile: int) -> None:
     starts, items, merges, firsts, _ = places(room)
     assert flat[0] == len(found.merges)
     assert tuple(flat[starts : starts + len(found.starts)]) == found.starts
@@ -211,8 +211,9 @@ def assert_flat(flat: list[int], room: Capacity, found: Plan) -> None:
     for w in range(room.workers):
         count = flat[starts + w + 1] - flat[starts + w]
         row = flat[firsts + w * FIELDS : firsts + (w + 1) * FIELDS]
-        at = items + flat[starts + w] * FIELDS
-        assert row == ([*flat[at : at + FIELDS - 1], count] if count else [0] * FIELDS)
+        mine = found.items[flat[starts + w] :][:count]
+        tiles = len([0 for i in mine for _ in range(i.first // tile, -(-i.end // tile))])
+        assert row == ([*mine[0], tiles, count] if count else [0] * FIELDS)
 
 
 @given(requests, st.integers(0, 5000), shapes, st.sampled_from([64, 512]), st.randoms(use_true_random=False))
@@ -282,11 +283,11 @@ def test_a_graphs_arrays_hold_every_step() -> None:
     sizes = set()
     for lengths in ([0, 0, 0, 0], [1, 1, 1, 1], [131_072, 1, 70, 0], [9000] * 4):
         found = planned(lengths)
-        sizes.add(len(found.flat(room)))
-        assert_flat(found.flat(room), room, found)
+        sizes.add(len(found.flat(SEED.tile, room)))
+        assert_flat(found.flat(SEED.tile, room), room, found, SEED.tile)
     assert len(sizes) == 1
     with pytest.raises(CapacityError, match="capture the graph for more"):
-        planned([9000] * 300).flat(room)
+        planned([9000] * 300).flat(SEED.tile, room)
 
 
 @pytest.mark.parametrize(

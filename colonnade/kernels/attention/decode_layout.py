@@ -105,15 +105,9 @@ class Layout:
         return self.most or self.shape.rows
 
     @property
-    def fuses(self) -> bool:
-        """Whether what is cut is merged by who reads it, where nobody shares."""
-        return self.tiles.fused and not self.many and self.copies == 2
-
-    @property
     def reader(self) -> Reader:
         """Shape, workers and costs."""
-        tiles = self.tiles._replace(fused=self.fuses)
-        prices = costs(tiles, self.shape.rows, self.width, self.element_bytes, self.workers, self.copies)
+        prices = costs(self.tiles, self.shape.rows, self.width, self.element_bytes, self.workers, self.copies)
         return Reader(self.shape, self.workers, prices)
 
     def capacity(self, requests: int, queries: int, context: int) -> Capacity:
@@ -156,13 +150,10 @@ class Layout:
         """``plan`` on the device, in arrays of its own size or of such capacities."""
         if isinstance(plan, Plan) and shared_capacity is None:
             room = capacity or plan.capacity
-            arrived = None
-            if self.fuses and room.merges:
-                arrived = torch.zeros(room.merges, dtype=torch.int32, device=device)
-            return Prepared(upload(plan.flat(room), torch.int32, device), room, self, arrived=arrived)
+            return Prepared(upload(plan.flat(self.shape.tile, room), torch.int32, device), room, self)
         assert self.shared is not None
         found = _as_cascade(plan, self.shared)
-        own = replace(self, shared=None, tiles=self.tiles._replace(fused=False)).prepare(found.own, device, capacity)
+        own = replace(self, shared=None).prepare(found.own, device, capacity)
         theirs, members = shared_capacity or (found.shared.capacity, found.room)
         shared = Shared(
             self.shared.prepare(found.shared, device, theirs), upload(found.flat(members), torch.int32, device), members
@@ -197,8 +188,6 @@ class Prepared:
     capacity: Capacity
     layout: Layout
     shared: Shared | None = None
-    arrived: Tensor | None = None
-    """int32 zeros, one a merge: how many of its pieces are there, where the last to come merges them."""
 
     @property
     def merges(self) -> bool:
@@ -208,7 +197,7 @@ class Prepared:
     @property
     def overlaps(self) -> bool:
         """Whether the merge is started while the reading goes on."""
-        return self.layout.tiles.overlap and self.merges and not self.layout.many and self.arrived is None
+        return self.layout.tiles.overlap and self.merges and not self.layout.many
 
     def take(self, plan: Plan | Cascade) -> None:
         """Another step's plan in the place of this one."""
@@ -221,4 +210,4 @@ class Prepared:
             own = found.own
             self.shared.ready.take(found.shared)
             upload_into(self.shared.members, found.flat(self.shared.room))
-        upload_into(self.flat, own.flat(self.capacity))
+        upload_into(self.flat, own.flat(self.layout.shape.tile, self.capacity))

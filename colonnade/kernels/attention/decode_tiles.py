@@ -30,8 +30,9 @@ class Tiles(NamedTuple):
     """Numbers of a row that one program merges."""
     overlap: bool = False
     """Whether the merge is started while the reading goes on, and waits (programmatic dependent launch)."""
-    fused: bool = False
-    """Whether the last worker of a line merges it, alone, and nothing else is launched."""
+    flat: bool = False
+    """Whether a worker's pieces are one loop over all their tiles, which reads ahead from one piece into the next
+    (:mod:`triton_flat`)."""
 
 
 @functools.cache
@@ -64,6 +65,4 @@ def costs(tiles: Tiles, rows: int, width: int, element_bytes: int, workers: int,
     known = table()["costs"]
     tile_bytes, flops = copies * tiles.tile * width * element_bytes, 4 * rows * tiles.tile * width
     tile_ns = max(1, round(max(tile_bytes / known["bytes_a_ns"], flops / known["flops_a_ns"]) * workers))
-    if tiles.fused:
-        return Costs(tile_ns, known["start_ns"], known["fused_merge_ns"], known["fused_part_ns"])
     return Costs(tile_ns, known["start_ns"], known["merge_ns"], known["part_ns"])

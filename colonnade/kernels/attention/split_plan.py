@@ -137,12 +137,11 @@ class Plan:
         """The least that holds this plan."""
         return Capacity(len(self.starts) - 1, len(self.items), len(self.merges), self.slots)
 
-    def flat(self, capacity: Capacity | None = None) -> list[int]:
+    def flat(self, tile: int, capacity: Capacity | None = None) -> list[int]:
         """The plan as one list for a kernel: merges' number, starts, items, merges, firsts, from :func:`places` on.
 
-        After an item stands the number of the merge that its state is for, −1 where there is none. The firsts are each
-        worker's first item once more, and behind it how many the worker has, so that it can begin without looking up
-        where its items stand.
+        The firsts are each worker's first item once more, and behind it how many tiles of ``tile`` keys and how many
+        items the worker has, so that it can begin without looking up where its items stand.
 
         With a larger ``capacity`` the list is as long as any plan's of that capacity; workers beyond these have
         nothing. Raises CapacityError where the plan is larger.
@@ -159,15 +158,10 @@ class Plan:
         for at, rows in ((first_item, self.items), (first_merge, self.merges)):
             for i, row in enumerate(rows):
                 flat[at + i * FIELDS : at + i * FIELDS + len(row)] = row
-        line_of = [0] * self.slots
-        for line, merge in enumerate(self.merges):
-            line_of[merge.first : merge.end] = [line] * (merge.end - merge.first)
-        for i, item in enumerate(self.items):
-            flat[first_item + i * FIELDS + len(item)] = line_of[item.slot] if item.slot >= 0 else -1
         for w, (i, end) in enumerate(itertools.pairwise(self.starts)):
             if end > i:
-                row = flat[first_item + i * FIELDS : first_item + (i + 1) * FIELDS]
-                flat[firsts + w * FIELDS : firsts + (w + 1) * FIELDS] = [*row[:-1], end - i]
+                tiles = sum(-(-item.end // tile) - item.first // tile for item in self.items[i:end])
+                flat[firsts + w * FIELDS : firsts + (w + 1) * FIELDS] = [*self.items[i], tiles, end - i]
         return flat
 
 

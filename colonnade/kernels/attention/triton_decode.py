@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from colonnade.kernels.attention import held, sdpa, triton_latent, triton_rows, triton_splits
+from colonnade.kernels.attention import held, sdpa, triton_flat, triton_latent, triton_rows, triton_splits
 from colonnade.kernels.attention.decode_layout import Layout, Prepared, few
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import places
@@ -65,8 +65,7 @@ def attend(
         groups_at = shared.room.places[0]
         _read(q_TNH, k_PpKH, v_PpKH, state, theirs[0], table, shared.ready, bends, shared.members, groups_at)
     _read(q_TNH, k_PpKH, v_PpKH, state, slots, table, ready, bends, ready.flat, None)
-    if ready.arrived is None:
-        launch(state, slots, table, ready, sinks_N, theirs)
+    launch(state, slots, table, ready, sinks_N, theirs)
     return state
 
 
@@ -110,11 +109,9 @@ def _read(
             **constants,
         )  # fmt: skip
     else:
-        _, _, merges_at, firsts_at, _ = places(ready.capacity)
-        arrived = none if ready.arrived is None else ready.arrived
-        triton_splits.attend[ready.capacity.workers,](
-            *tensors, arrived, *strides, P, items_at, merges_at, firsts_at, *numbers,
-            LAUNCH_NEXT=ready.overlaps, FUSED=ready.arrived is not None,
+        kernel = triton_flat if tiles.flat else triton_splits
+        kernel.attend[ready.capacity.workers,](
+            *tensors, *strides, P, items_at, places(ready.capacity)[3], *numbers, LAUNCH_NEXT=ready.overlaps,
             SINGLE=table.longest_query == 1 and len(q_TNH) == len(table.lengths_R), **constants,
         )  # fmt: skip
 

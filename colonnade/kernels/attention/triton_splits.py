@@ -8,8 +8,7 @@ same keys, which come from memory once. So the matrix units get a tile of rows w
 m % GROUP, and a block of them may begin in the middle of a group.
 
 A worker is a program that stays and takes one piece after another. A piece that is a whole line writes the output; of
-others the states go to slots in float32, which :mod:`triton_merge` folds, in the order of their keys; or, FUSED, the
-worker that is the last of a line's to be done does it, also in the order of keys: who it is varies, the bits do not.
+others the states go to slots in float32, which :mod:`triton_merge` folds, in the order of their keys.
 
 Nothing is believed: keys stop at the length that the device holds, whatever was planned; a page id outside the cache,
 or beyond the table, reads nothing, as if its keys were not there. Products of a page's number and its size are 64-bit.
@@ -187,59 +186,32 @@ def fold(
 
 
 @triton.jit
-def _identities(
-    o_ptr, lse_ptr, plan_ptr, cu_ptr, sinks_ptr, merges_at,
-    N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+def write(
+    o, lse, slot, t, n, there, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr,
+    N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Lines of no pieces, at which nobody arrives last."""
+    """What a piece found: to the output where it is a whole line, else to its slot."""
     h = tl.arange(0, BLOCK_H)
-    for line in range(tl.program_id(0), tl.load(plan_ptr), tl.num_programs(0)):
-        at = plan_ptr + merges_at + line * FIELDS
-        if tl.load(at + 3) == tl.load(at + 4):
-            t, n, _, there, _ = row_of(cu_ptr, tl.load(at), tl.load(at + 1), tl.load(at + 2), GROUP, ROWS)
-            lse = tl.full((ROWS,), float("-inf"), tl.float32)
-            if SINKS:
-                lse = tl.load(sinks_ptr + n, there, float("-inf")).to(tl.float32)
-            o_at = o_ptr + (t.to(tl.int64) * N + n)[:, None] * H + h[None, :]
-            nothing = tl.zeros((ROWS, BLOCK_H), o_ptr.dtype.element_ty)
-            tl.store(o_at, nothing, there[:, None] & (h < H)[None, :])
-            tl.store(lse_ptr + t.to(tl.int64) * N + n, lse, there)
-
-
-@triton.jit
-def _merged(slot_o_ptr, slot_lse_ptr, first, end, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr):
-    """(o, top, total) of a line's rows from all its pieces, in the order of their keys.
-
-    Others wrote them just now: they are read where all multiprocessors see the same, in the level-2 cache.
-    """
-    h = tl.arange(0, BLOCK_H)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    o = tl.zeros((ROWS, BLOCK_H), tl.float32)
-    for piece in range(first, end):
-        line = (piece * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        lse = tl.load(slot_lse_ptr + line, cache_modifier=".cg") * LOG2_E
-        part = tl.load(slot_o_ptr + line[:, None] * H + h[None, :], (h < H)[None, :], 0.0, cache_modifier=".cg")
-        higher = tl.maximum(top, lse)
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight, shrink = tl.exp2(lse - base), tl.exp2(top - base)
-        total = total * shrink + weight
-        o = o * shrink[:, None] + weight[:, None] * part
-        top = higher
-    return o, top, total
+    inside = there[:, None] & (h < H)[None, :]
+    if slot < 0:
+        line = t.to(tl.int64) * N + n
+        tl.store(o_ptr + line[:, None] * H + h[None, :], o.to(o_ptr.dtype.element_ty), inside)
+        tl.store(lse_ptr + line, lse, there)
+    else:
+        line = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        tl.store(slot_o_ptr + line[:, None] * H + h[None, :], o, inside)
+        tl.store(slot_lse_ptr + line, lse, there)
 
 
 # They change from step to step.
-@triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at", "merges_at", "firsts_at"])
+@triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at", "firsts_at"])
 def attend(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, pages_ptr, cu_ptr, lengths_ptr,
-    slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, arrived_ptr,
-    q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k, pages_r, columns, pages, items_at, merges_at, firsts_at, scale, cap,
+    slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k, pages_r, columns, pages, items_at, firsts_at, scale, cap,
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, LAUNCH_NEXT: tl.constexpr,
-    FUSED: tl.constexpr, SINGLE: tl.constexpr, ALIKE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    SINGLE: tl.constexpr, ALIKE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """All pieces of one worker. SINGLE: every request has one query, number r that of request r."""
@@ -248,14 +220,12 @@ def attend(
     # piece stands where it is found at once, and where nothing needs to be looked up nothing is.
     at_item = plan_ptr + firsts_at + tl.program_id(0) * FIELDS
     request, head, block = tl.load(at_item), tl.load(at_item + 1), tl.load(at_item + 2)
-    first, end, slot, number = tl.load(at_item + 3), tl.load(at_item + 4), tl.load(at_item + 5), tl.load(at_item + 6)
+    first, end, slot = tl.load(at_item + 3), tl.load(at_item + 4), tl.load(at_item + 5)
     count = tl.load(at_item + 7)
     start = tl.load(plan_ptr + 4 + tl.program_id(0))
     if LAUNCH_NEXT:
         # The merge may take its place now; it waits for the end of this before it reads.
         tl.extra.cuda.gdc_launch_dependents()
-    if FUSED:
-        _identities(o_ptr, lse_ptr, plan_ptr, cu_ptr, sinks_ptr, merges_at, N, GROUP, H, SINKS, ROWS, BLOCK_H)
     for i in range(count):
         length = tl.load(lengths_ptr + request)
         if SINGLE:
@@ -280,34 +250,11 @@ def attend(
         )  # fmt: skip
         if SCALED:
             o = o * tl.load(v_scale_ptr + head)
-        if slot < 0:
-            o, lse = finish(o, top, total, n, there, sinks_ptr, SINKS)
-            line = t.to(tl.int64) * N + n
-            o_at = o_ptr + line[:, None] * H + h[None, :]
-            tl.store(o_at, o.to(o_ptr.dtype.element_ty), there[:, None] & (h < H)[None, :])
-            tl.store(lse_ptr + line, lse, there)
-        else:
-            # Sinks are one key, not one a piece: the merge adds them.
-            o, lse = finish(o, top, total, n, there, sinks_ptr, False)
-            line = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-            tl.store(slot_o_ptr + line[:, None] * H + h[None, :], o, there[:, None] & (h < H)[None, :])
-            tl.store(slot_lse_ptr + line, lse, there)
-            if FUSED:
-                at_merge = plan_ptr + merges_at + number * FIELDS
-                first_slot, end_slot = tl.load(at_merge + 3), tl.load(at_merge + 4)
-                # What all threads have written is there before one of them says so.
-                tl.debug_barrier()
-                before = tl.atomic_add(arrived_ptr + number, 1, sem="acq_rel")
-                if before == end_slot - first_slot - 1:
-                    tl.store(arrived_ptr + number, 0)  # for the next call
-                    o, top, total = _merged(slot_o_ptr, slot_lse_ptr, first_slot, end_slot, H, ROWS, BLOCK_H)
-                    o, lse = finish(o, top, total, n, there, sinks_ptr, SINKS)
-                    line = t.to(tl.int64) * N + n
-                    o_at = o_ptr + line[:, None] * H + h[None, :]
-                    tl.store(o_at, o.to(o_ptr.dtype.element_ty), there[:, None] & (h < H)[None, :])
-                    tl.store(lse_ptr + line, lse, there)
+        # Sinks are one key, not one a piece: of what was cut the merge adds them.
+        o, lse = finish(o, top, total, n, tl.where(slot < 0, there, False), sinks_ptr, SINKS)
+        write(o, lse, slot, t, n, there, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, H, ROWS, BLOCK_H)
         at_item = plan_ptr + items_at + (start + i + 1) * FIELDS
         more = i + 1 < count
         request, head = tl.load(at_item, more, 0), tl.load(at_item + 1, more, 0)
         block, first = tl.load(at_item + 2, more, 0), tl.load(at_item + 3, more, 0)
-        end, slot, number = tl.load(at_item + 4, more, 0), tl.load(at_item + 5, more, 0), tl.load(at_item + 6, more, 0)
+        end, slot = tl.load(at_item + 4, more, 0), tl.load(at_item + 5, more, 0)
