@@ -24,7 +24,7 @@ CANDIDATES = [
     for tile, warps, stages, workers in (
         (64, 4, 3, 2), (64, 4, 2, 3), (64, 4, 4, 1), (64, 4, 4, 2), (64, 4, 6, 1), (64, 8, 6, 1), (64, 8, 3, 2),
         (64, 2, 3, 2), (32, 4, 4, 3), (32, 4, 6, 2), (32, 2, 4, 4), (32, 4, 3, 4), (128, 4, 2, 1), (128, 8, 3, 1),
-        (128, 4, 3, 1), (16, 2, 5, 4),
+        (128, 4, 3, 1), (16, 2, 5, 4), (64, 8, 3, 1), (128, 4, 3, 2),
     )
 ]  # fmt: skip
 """Ways to cut; of the best, the merge is then tried in other sizes and beside the reading."""
@@ -71,7 +71,7 @@ def tune(read: float, out: Path, widths: Sequence[int]) -> None:
         best = best_of((Tiles(**row["tiles"]), *CANDIDATES))
         best = best_of([best._replace(overlap=True), best._replace(pieces=16), best._replace(pieces=128)])
         best = best_of([best._replace(overlap=True), best._replace(part=16), best._replace(part=64)])
-        best = best_of([best._replace(overlap=False, fused=True)])
+        best = best_of([best._replace(flat=True)])
         row["tiles"] = best._asdict()
         print(f"{row['rows']} rows, width {row['width']}: {best}", flush=True)
         del cells

@@ -196,8 +196,8 @@ class Prepared:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the merge is started while the reading goes on."""
-        return self.layout.tiles.overlap and self.merges and not self.layout.many
+        """Whether the merge is started while the reading goes on, which no interpreter does."""
+        return self.flat.is_cuda and self.layout.tiles.overlap and self.merges and not self.layout.many
 
     def take(self, plan: Plan | Cascade) -> None:
         """Another step's plan in the place of this one."""

@@ -14,8 +14,19 @@ import triton
 from triton import language as tl
 
 from colonnade.kernels.attention.triton_splits import (
-    FIELDS, LOG2_E, finish, known_at, page_of, places_of, row_of, row_of_one, score, weigh, weigh_products, write
-)  # fmt: skip
+    FIELDS,
+    LOG2_E,
+    finish,
+    known_at,
+    page_of,
+    places_of,
+    row_of,
+    row_of_one,
+    score,
+    weigh,
+    weigh_products,
+    write,
+)
 
 
 @triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at", "firsts_at"])
