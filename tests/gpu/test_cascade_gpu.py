@@ -1,4 +1,4 @@
-"""Chunks of prompts, shared prefixes, latents and fused merges on a GPU: equal to float64, the same bits each time.
+"""Chunks of prompts, shared prefixes, latents on a GPU: equal to float64, the same bits each time.
 
 pytest -q tests/gpu/test_cascade_gpu.py        # about six minutes, most of it compiling
 """
@@ -12,9 +12,8 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from colonnade.config import Cache, ServeConfig
-from colonnade.kernels.attention import decode_tiles, latents, mixed, reference, sdpa, triton_keep
+from colonnade.kernels.attention import latents, mixed, reference, sdpa, triton_keep
 from colonnade.kernels.attention.cascade import Cascade
-from colonnade.kernels.attention.decode_tiles import Tiles
 from colonnade.kernels.attention.triton_decode import attend, paged
 from colonnade.model import Transformer
 from colonnade.serve import Engine, SamplingParams
@@ -254,26 +253,6 @@ def test_a_model_of_latents_says_what_it_says_on_a_cpu(cache: Cache, recorded: b
         engine = Engine(model, tiny.tokenizer(), limits.but(fixed_steps=fixed))
         said.append([c.token_ids for c in engine.generate([[1, 2, 3], list(range(20)), [9]], params)])
     assert said[0] == said[1]
-
-
-# -- fused merges ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("width", [64, 128, 256])
-@pytest.mark.parametrize("queries", [1, 5])
-def test_fused_merges(width: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever comes last, the same bits; sinks once; and every counter is 0 again."""
-    monkeypatch.setattr(decode_tiles, "CHOSEN", [Tiles(32, 4, 3, 2, 64, 32, fused=True)])
-    case = Case(
-        [20_000, 3, 700, 0], [queries, 1, queries, 1], K=2, group=8, H=width, page=16, dtype=torch.bfloat16, sinks=True
-    )
-    made = case.made("cuda")
-    assert made.plan.slots > 100
-    same(made, 4e-3)
-    first = made.run()
-    for _ in range(50):
-        assert all(torch.equal(a, b) for a, b in zip(made.run(), first, strict=True))
-    assert not made.ready.arrived.any()
 
 
 @pytest.mark.parametrize("window", [None, 300])

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
-from colonnade.kernels.attention import sdpa
+from colonnade.kernels.attention import decode_layout, decode_tiles, sdpa
 from colonnade.kernels.attention.decode_layout import Layout
 from colonnade.kernels.attention.triton_decode import attend
 from colonnade.kernels.choose import choose
@@ -22,6 +22,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """Rounding the output alone costs 1.7e-3 in bfloat16. The log-sum-exp is float32 of products of rounded numbers."""
 LENGTHS = [1, 4000, 300, 17, 1025, 0]
+
+
+@pytest.fixture(params=[False, True], ids=["piece by piece", "one loop"], autouse=True)
+def flat(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Everything by both kernels (:mod:`triton_splits`, :mod:`triton_flat`)."""
+    pick = decode_tiles.pick
+    monkeypatch.setattr(decode_layout, "pick", lambda *sizes: pick(*sizes)._replace(flat=request.param))
+    return request.param
 
 
 def same(made: Made, tolerance: float) -> None:
@@ -48,6 +56,20 @@ def test_every_page(page: int) -> None:
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64, 71])
 def test_every_group(group: int) -> None:
     same(Case(LENGTHS, [1] * 6, K=3, group=group, H=128, page=16, dtype=torch.bfloat16).made("cuda"), 4e-3)
+
+
+@pytest.mark.parametrize(("K", "group", "width"), [(8, 1, 128), (3, 5, 64), (1, 16, 256)])
+def test_many_short_requests(K: int, group: int, width: int) -> None:
+    """A worker has dozens of pieces, some of them of no keys; what is not finite in one is no other's."""
+    lengths = [(37 * i) % 150 for i in range(300)]
+    made = Case(lengths, [1] * 300, K=K, group=group, H=width, page=16, dtype=torch.bfloat16, sinks=True).made("cuda")
+    same(made, 4e-3)
+    first = made.run()
+    assert all(torch.equal(a, b) for a, b in zip(made.run(), first, strict=True))
+    made.q[151] = torch.nan
+    state = made.run()
+    others = torch.arange(300, device="cuda") != 151
+    assert state.o[151].isnan().all() and torch.equal(state.o[others], first.o[others])
 
 
 @pytest.mark.parametrize("queries", [2, 3, 8, 16, 64])
