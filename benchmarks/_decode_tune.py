@@ -71,7 +71,6 @@ def tune(read: float, out: Path, widths: Sequence[int]) -> None:
         best = best_of((Tiles(**row["tiles"]), *CANDIDATES))
         best = best_of([best._replace(overlap=True), best._replace(pieces=16), best._replace(pieces=128)])
         best = best_of([best._replace(overlap=True), best._replace(part=16), best._replace(part=64)])
-        best = best_of([best._replace(flat=True)])
         row["tiles"] = best._asdict()
         print(f"{row['rows']} rows, width {row['width']}: {best}", flush=True)
         del cells

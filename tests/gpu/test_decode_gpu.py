@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
-from colonnade.kernels.attention import decode_layout, decode_tiles, sdpa
+from colonnade.kernels.attention import sdpa
 from colonnade.kernels.attention.decode_layout import Layout
 from colonnade.kernels.attention.triton_decode import attend
 from colonnade.kernels.choose import choose
@@ -22,14 +22,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """Rounding the output alone costs 1.7e-3 in bfloat16. The log-sum-exp is float32 of products of rounded numbers."""
 LENGTHS = [1, 4000, 300, 17, 1025, 0]
-
-
-@pytest.fixture(params=[False, True], ids=["piece by piece", "one loop"], autouse=True)
-def flat(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Everything by both kernels (:mod:`triton_splits`, :mod:`triton_flat`)."""
-    pick = decode_tiles.pick
-    monkeypatch.setattr(decode_layout, "pick", lambda *sizes: pick(*sizes)._replace(flat=request.param))
-    return request.param
 
 
 def same(made: Made, tolerance: float) -> None:
@@ -149,7 +141,7 @@ def test_a_graph_takes_the_next_steps_plan() -> None:
         o, lse = attend(made.q, made.k, made.v, made.table, made.ready)
     for step in ([500, 5000, 0], [64, 4999, 0], [1, 1, 0], [0, 4000, 0]):
         plan = made.layout.plan(step, [1, 1, 1])
-        flat.copy_(torch.tensor(plan.flat(made.layout.shape.tile, made.ready.capacity), dtype=torch.int32))
+        flat.copy_(torch.tensor(plan.flat(made.ready.capacity), dtype=torch.int32))
         lengths.copy_(torch.tensor(step, dtype=torch.int32))
         made.table.__dict__.pop("host", None)
         o.fill_(torch.nan)

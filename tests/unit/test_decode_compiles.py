@@ -41,7 +41,6 @@ def cases() -> list[Any]:
             found.append(pytest.param(width, rows, "*bf16", plain, id=f"width-{width}-{rows}-rows", marks=marks))
     everything = {"PAGE": 16, "WINDOW": 4096, "CAPPED": True, "SLOPES": True, "SINKS": True, "SCALED": False}
     found.append(pytest.param(128, 16, "*bf16", everything, id="everything"))
-    found.append(pytest.param(128, 16, "*bf16", {**plain, "FLAT": True}, id="flat"))
     for kind in ("*fp8e4nv", "*i8"):
         marks = [pytest.mark.long] if kind == "*i8" else []
         found.append(
@@ -52,19 +51,17 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("width", "rows", "cache", "more"), cases())
 def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict, tmp_path: Path) -> None:
-    from colonnade.kernels.attention import triton_flat, triton_splits
+    from colonnade.kernels.attention import triton_splits
     from colonnade.kernels.attention.decode_tiles import pick
 
     tiles = pick(rows, width, 2)
-    more = dict(more)
-    kernel = triton_flat.attend if more.pop("FLAT", False) else triton_splits.attend
     constants = {
         "N": 32, "GROUP": 8, "H": width, "LAUNCH_NEXT": True, "SINGLE": not more["SINKS"],
         "ALIKE": not more["SINKS"], "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
         "BLOCK_H": 1 << (width - 1).bit_length(), **more,
     }  # fmt: skip
     types = {**POINTERS, "k_ptr": cache, "v_ptr": cache, **NUMBERS, "scale": "fp32", "cap": "fp32"}
-    built = compiled(kernel, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    built = compiled(triton_splits.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
     # As many workers as the table says stand on one multiprocessor at the same time.
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     assert spilled(built, tmp_path) <= SPILLED_BYTES
@@ -162,24 +159,21 @@ def test_a_latent_is_stored_by_one_program(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "part", "wait", "shared", "pieces", "together"),
+    ("width", "part", "wait", "shared", "pieces"),
     [
-        (128, 32, True, 0, 64, 1),
-        (80, 32, False, 128, 64, 1),
-        (256, 256, True, 0, 16, 1),
-        (128, 32, False, 0, 1, 1),
-        (128, 128, True, 0, 16, 4),
-        (128, 128, True, 0, 8, 8),
+        (128, 32, True, 0, 64),
+        (80, 32, False, 128, 64),
+        (256, 256, True, 0, 16),
+        (128, 32, False, 0, 1),
+        (128, 128, True, 0, 16),
     ],
 )
-def test_the_merge_fits_the_chip(
-    width: int, part: int, wait: bool, shared: int, pieces: int, together: int, tmp_path: Path
-) -> None:
+def test_the_merge_fits_the_chip(width: int, part: int, wait: bool, shared: int, pieces: int, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_merge
 
     constants = {
         "N": 32, "GROUP": 8, "H": width, "SINKS": True, "WAIT": wait, "ROWS": 16, "USED": 8, "SHARED_ROWS": shared,
-        "PIECES": pieces, "TOGETHER": together, "BLOCK_H": part,
+        "PIECES": pieces, "BLOCK_H": part,
     }  # fmt: skip
     built = compiled(triton_merge.merge, {**POINTERS, **NUMBERS}, constants, (), warps=4, stages=3)
     assert spilled(built, tmp_path) == 0

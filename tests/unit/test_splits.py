@@ -196,12 +196,12 @@ def test_every_plan(
     room = Capacity.of(
         len(drawn), max(queries, default=0), shape, workers, chunk=chunk, context=max(lengths, default=0)
     )
-    flat = found.flat(shape.tile, room)
+    flat = found.flat(room)
     assert len(flat) == places(room)[-1]
-    assert_flat(flat, room, found, shape.tile)
+    assert_flat(flat, room, found)
 
 
-def assert_flat(flat: list[int], room: Capacity, found: Plan, tile: int) -> None:
+def assert_flat(flat: list[int], room: Capacity, found: Plan) -> None:
     starts, items, merges, firsts, _ = places(room)
     assert flat[0] == len(found.merges)
     assert tuple(flat[starts : starts + len(found.starts)]) == found.starts
@@ -211,9 +211,7 @@ def assert_flat(flat: list[int], room: Capacity, found: Plan, tile: int) -> None
     for w in range(room.workers):
         count = flat[starts + w + 1] - flat[starts + w]
         row = flat[firsts + w * FIELDS : firsts + (w + 1) * FIELDS]
-        mine = found.items[flat[starts + w] :][:count]
-        tiles = len([0 for i in mine for _ in range(i.first // tile, -(-i.end // tile))])
-        assert row == ([*mine[0], tiles, count] if count else [0] * FIELDS)
+        assert row == ([*found.items[flat[starts + w]], count, 0] if count else [0] * FIELDS)
 
 
 @given(requests, st.integers(0, 5000), shapes, st.sampled_from([64, 512]), st.randoms(use_true_random=False))
@@ -283,11 +281,11 @@ def test_a_graphs_arrays_hold_every_step() -> None:
     sizes = set()
     for lengths in ([0, 0, 0, 0], [1, 1, 1, 1], [131_072, 1, 70, 0], [9000] * 4):
         found = planned(lengths)
-        sizes.add(len(found.flat(SEED.tile, room)))
-        assert_flat(found.flat(SEED.tile, room), room, found, SEED.tile)
+        sizes.add(len(found.flat(room)))
+        assert_flat(found.flat(room), room, found)
     assert len(sizes) == 1
     with pytest.raises(CapacityError, match="capture the graph for more"):
-        planned([9000] * 300).flat(SEED.tile, room)
+        planned([9000] * 300).flat(room)
 
 
 @pytest.mark.parametrize(

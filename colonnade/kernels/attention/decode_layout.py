@@ -150,7 +150,7 @@ class Layout:
         """``plan`` on the device, in arrays of its own size or of such capacities."""
         if isinstance(plan, Plan) and shared_capacity is None:
             room = capacity or plan.capacity
-            return Prepared(upload(plan.flat(self.shape.tile, room), torch.int32, device), room, self)
+            return Prepared(upload(plan.flat(room), torch.int32, device), room, self)
         assert self.shared is not None
         found = _as_cascade(plan, self.shared)
         own = replace(self, shared=None).prepare(found.own, device, capacity)
@@ -210,4 +210,4 @@ class Prepared:
             own = found.own
             self.shared.ready.take(found.shared)
             upload_into(self.shared.members, found.flat(self.shared.room))
-        upload_into(self.flat, own.flat(self.layout.shape.tile, self.capacity))
+        upload_into(self.flat, own.flat(self.capacity))

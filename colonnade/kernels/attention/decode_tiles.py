@@ -30,9 +30,6 @@ class Tiles(NamedTuple):
     """Numbers of a row that one program merges."""
     overlap: bool = False
     """Whether the merge is started while the reading goes on, and waits (programmatic dependent launch)."""
-    flat: bool = False
-    """Whether a worker's pieces are one loop over all their tiles, which reads ahead from one piece into the next
-    (:mod:`triton_flat`)."""
 
 
 @functools.cache

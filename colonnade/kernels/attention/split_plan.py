@@ -137,11 +137,11 @@ class Plan:
         """The least that holds this plan."""
         return Capacity(len(self.starts) - 1, len(self.items), len(self.merges), self.slots)
 
-    def flat(self, tile: int, capacity: Capacity | None = None) -> list[int]:
+    def flat(self, capacity: Capacity | None = None) -> list[int]:
         """The plan as one list for a kernel: merges' number, starts, items, merges, firsts, from :func:`places` on.
 
-        The firsts are each worker's first item once more, and behind it how many tiles of ``tile`` keys and how many
-        items the worker has, so that it can begin without looking up where its items stand.
+        The firsts are each worker's first item once more, and behind it how many the worker has, so that it can begin
+        without looking up where its items stand.
 
         With a larger ``capacity`` the list is as long as any plan's of that capacity; workers beyond these have
         nothing. Raises CapacityError where the plan is larger.
@@ -160,8 +160,7 @@ class Plan:
                 flat[at + i * FIELDS : at + i * FIELDS + len(row)] = row
         for w, (i, end) in enumerate(itertools.pairwise(self.starts)):
             if end > i:
-                tiles = sum(-(-item.end // tile) - item.first // tile for item in self.items[i:end])
-                flat[firsts + w * FIELDS : firsts + (w + 1) * FIELDS] = [*self.items[i], tiles, end - i]
+                flat[firsts + w * FIELDS : firsts + w * FIELDS + 7] = [*self.items[i], end - i]
         return flat
 
 

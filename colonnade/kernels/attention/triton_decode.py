@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from colonnade.kernels.attention import held, sdpa, triton_flat, triton_latent, triton_rows, triton_splits
+from colonnade.kernels.attention import held, sdpa, triton_latent, triton_rows, triton_splits
 from colonnade.kernels.attention.decode_layout import Layout, Prepared, few
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import places
@@ -109,8 +109,7 @@ def _read(
             **constants,
         )  # fmt: skip
     else:
-        kernel = triton_flat if tiles.flat else triton_splits
-        kernel.attend[ready.capacity.workers,](
+        triton_splits.attend[ready.capacity.workers,](
             *tensors, *strides, P, items_at, places(ready.capacity)[3], *numbers, LAUNCH_NEXT=ready.overlaps,
             SINGLE=table.longest_query == 1 and len(q_TNH) == len(table.lengths_R), **constants,
         )  # fmt: skip

@@ -221,7 +221,7 @@ def attend(
     at_item = plan_ptr + firsts_at + tl.program_id(0) * FIELDS
     request, head, block = tl.load(at_item), tl.load(at_item + 1), tl.load(at_item + 2)
     first, end, slot = tl.load(at_item + 3), tl.load(at_item + 4), tl.load(at_item + 5)
-    count = tl.load(at_item + 7)
+    count = tl.load(at_item + 6)
     start = tl.load(plan_ptr + 4 + tl.program_id(0))
     if LAUNCH_NEXT:
         # The merge may take its place now; it waits for the end of this before it reads.
