@@ -8,6 +8,7 @@
 
 import atexit
 import datetime
+import faulthandler
 import gc
 import multiprocessing as mp
 import os
@@ -15,6 +16,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +29,9 @@ class WorkerFailure(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
-def _live(pipe: Connection, rank: int) -> None:
+def _live(pipe: Connection, rank: int, last_words: str) -> None:
     torch.set_num_threads(1)
+    faulthandler.enable(Path(last_words).open("w"))  # noqa: SIM115 - as long as the process
     os.environ["COLUMNS"] = "120"
     gc.freeze()  # what is imported stays, so that to collect the rest costs nothing
     while True:
@@ -59,6 +62,7 @@ class _Pool:
 
     def __init__(self) -> None:
         self.workers: list[tuple[Any, Connection]] = []
+        self.folder = tempfile.TemporaryDirectory()
         context = mp.get_context("forkserver")
         # The fork server imports torch once; its children start in milliseconds.
         context.set_forkserver_preload(["torch.distributed.pipelining", "colonnade.train.loop", "colonnade.verify.run"])
@@ -68,10 +72,21 @@ class _Pool:
     def grow(self, world: int) -> None:
         while len(self.workers) < world:
             ours, theirs = self.context.Pipe()
-            process = self.context.Process(target=_live, args=(theirs, len(self.workers)), daemon=True)
+            rank = len(self.workers)
+            process = self.context.Process(target=_live, args=(theirs, rank, self._words(rank)), daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, ours))
+
+    def _words(self, rank: int) -> str:
+        return f"{self.folder.name}/{rank}"
+
+    def _death(self, rank: int) -> str:
+        """How a process ended, and where, if it could say so."""
+        process, _ = self.workers[rank]
+        process.join(5)
+        where = Path(self._words(rank)).read_text(encoding="utf-8", errors="replace")
+        return f"the process died with exit code {process.exitcode}\n{where}"
 
     def close(self) -> None:
         for process, pipe in self.workers:
@@ -97,7 +112,7 @@ class _Pool:
                     try:
                         result, failure = pipe.recv()
                     except EOFError:
-                        result, failure = None, "the process died"
+                        result, failure = None, self._death(crew.index(pipe))
                     if failure:
                         rank = crew.index(pipe)
                         self.close()  # its peers may be waiting for it
