@@ -50,15 +50,16 @@ def disassembled(built: Any, folder: Path) -> list[str]:
     return [line.strip() for line in text.splitlines() if re.match(r"\s*/\*[0-9a-f]{4,}\*/|\.L_", line)]
 
 
-def loop(lines: list[str], what: str) -> list[str]:
-    """The instructions of the longest loop in which ``what`` is found."""
+def loop(lines: list[str], what: str, *, inner: bool = False) -> list[str]:
+    """The instructions of the longest loop in which ``what`` is found, or of the shortest."""
     places = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith(".L_")}
     found: list[str] = []
     for i, line in enumerate(lines):
         to = re.search(r"BRA.*`\((\.L_\w+)\)", line)
         if to and places.get(to[1], i) < i:
             body = [line for line in lines[places[to[1]] : i + 1] if not line.startswith(".L_")]
-            if len(body) > len(found) and any(what in line for line in body):
+            better = not found or (len(body) < len(found) if inner else len(body) > len(found))
+            if better and any(what in line for line in body):
                 found = body
     assert found, f"no loop with {what}"
     return found

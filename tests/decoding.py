@@ -50,6 +50,22 @@ class Made:
         return reference_state(self.q.double(), k, v, self.table, self.layout.shape.window, **self.options)
 
 
+def every_code(cache: torch.dtype, dtype: torch.dtype, device: str = "cpu") -> Made:
+    """Each finite number of a format as a key and as a value: four requests of one key, a head for each of its numbers.
+
+    A row of values is the output, to the bit where queries are 0; here they are 64 at a head's number, which is an
+    eighth of its log-sum-exp.
+    """
+    made = Case([1] * 4, [1] * 4, K=1, group=64, H=64, page=16, dtype=dtype, cache=cache).made(device)
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(cache)
+    codes = torch.where(codes.float().isfinite(), codes.float(), 0.0).to(cache).view(4, 1, 64)
+    for x in (made.k, made.v):
+        x[made.table.pages_RP[:, 0].long(), 0] = codes
+    made.q[:] = 64 * torch.eye(64, dtype=dtype, device=device)
+    made.scales = (torch.ones(1, device=device), torch.ones(1, device=device))
+    return made
+
+
 def reference_state(q, k, v, table: PageTable, window, *, cap=None, slopes_N=None, sinks_N=None) -> State:
     """:func:`reference.paged` with its log-sum-exp."""
     ends, (_, lengths) = table.cu_queries.tolist(), table.host

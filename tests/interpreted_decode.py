@@ -3,14 +3,16 @@
 Tiles and splits are small, so that there are many of them, and their number of pieces is not a multiple of anything.
 """
 
+import math
 import warnings
+from dataclasses import replace
 
 import torch
 
-from colonnade.kernels.attention import reference, split_reference, triton_decode
+from colonnade.kernels.attention import reference, split_reference, triton_decode, triton_eight
 from colonnade.kernels.attention.decode_layout import Layout
 from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
-from tests.decoding import Case, scaled
+from tests.decoding import Case, Made, every_code, scaled
 
 HOW = [Tiles(16, 4, 2, 2, 2, 32), Tiles(32, 4, 2, 4, 4, 16), Tiles(16, 4, 2, 8, 16, 64)]
 
@@ -68,11 +70,87 @@ def check_features() -> int:
 
 
 def check_types() -> int:
-    """float16, and caches of 8 bits with scales."""
+    """float16, and caches of 8 bits with scales for queries of float32, which widen them number by number."""
     CHOSEN[:] = [HOW[0]]
     same(Case([90, 40], [1, 2], K=2, group=4, H=32, page=16, dtype=torch.float16), 6e-4)
     for cache in (torch.float8_e4m3fn, torch.int8):
         same(Case([90, 40], [1, 2], K=2, group=4, H=32, page=16, cache=cache, sinks=True))
+    return 3
+
+
+def kind(made: Made) -> str | None:
+    return triton_eight.kind_of(made.q, made.k, made.v)
+
+
+def check_eight_bits() -> int:
+    """Caches of 8 bits read as halves: groups, queries, widths, pages, windows, all features; and which cannot be."""
+    count = 0
+    cases = (
+        Case([90, 0, 40], [1, 0, 2], K=2, group=5, H=64, page=16),
+        Case([70, 33], [3, 1], K=1, group=7, H=128, page=16, window=20),
+        Case([50, 66], [1, 5], K=2, group=3, H=80, page=64, sinks=True),
+        Case([66, 3], [2, 1], K=1, group=1, H=64, page=4, window=9, cap=1.5, slopes=True, sinks=True),
+    )
+    for i, case in enumerate(cases):
+        for j, (dtype, near) in enumerate(((torch.float16, 6e-4), (torch.bfloat16, 4e-3))):
+            CHOSEN[:] = [HOW[i % 3]]
+            cache, name = list(triton_eight.KINDS.items())[(i // 2 + j) % 2]
+            made = replace(case, dtype=dtype, cache=cache)
+            assert kind(made.made()) == name
+            same(made, near)
+            count += 1
+    case = Case([70, 33], [3, 1], K=2, group=2, H=64, page=16, dtype=torch.float16, cache=torch.float8_e4m3fn)
+    for narrow in (replace(case, H=32), replace(case, H=65), replace(case, dtype=torch.float32)):
+        assert kind(narrow.made()) is None
+    same(replace(case, H=65), 6e-4)
+    made = case.made()
+    before, exact = made.run(), made.exact()
+    odd = made.k.new_empty(*made.k.shape[:-1], 67)[..., 1:65]
+    made.k = odd.copy_(made.k)
+    assert kind(made) is None
+    for got, same_way, right in zip(made.run(), before, exact, strict=True):
+        assert (got.double() - right).norm() < 6e-4 * right.norm() > (same_way.double() - right).norm()
+    return count + 5
+
+
+def check_every_code() -> int:
+    """Values come out to the bit, keys to float32's: subnormal numbers and the largest ones too."""
+    CHOSEN[:] = [HOW[0]]
+    for dtype in (torch.float16, torch.bfloat16):
+        for cache, name in triton_eight.KINDS.items():
+            made = every_code(cache, dtype)
+            assert kind(made) == name
+            assert torch.allclose(made.run().lse.double(), made.exact().lse, rtol=1e-6, atol=3e-6), cache
+            made.q.zero_()
+            assert torch.equal(made.run().o.double(), made.exact().o), cache
+    return 4
+
+
+def check_queries_far_apart() -> int:
+    """Of one block: beyond float16 on both sides, and nothing at all; small weights that count together."""
+    CHOSEN[:] = [HOW[0]]
+    case = Case([60, 40], [1, 2], K=1, group=4, H=64, page=16, dtype=torch.bfloat16, cache=torch.float8_e4m3fn)
+    made = case.made()
+    for n, times in enumerate((1.0, 0.0, 2.0**-100, 2.0**18)):
+        made.q[:, n] *= times
+    state, exact = made.run(), made.exact()
+    for n in range(4):
+        for got, right in zip(state, exact, strict=True):
+            assert (got[:, n].double() - right[:, n]).norm() < 4e-3 * right[:, n].norm(), n
+    made.q.zero_()
+    made.scales = (torch.tensor([2.0**-40]), made.scales[1])
+    o, exact = made.run().o, made.exact().o
+    assert (o.double() - exact).norm() < 4e-3 * exact.norm()
+    # One key of score 30 ln 2 and many of 0: a weight of 2^-30 of the first is nothing in float16.
+    made = replace(case, lengths=[2000], queries=[1], cache=torch.int8, page=256).made()
+    pages = made.table.pages_RP[0].long()
+    made.scales = (torch.ones(1), torch.ones(1))
+    made.q.fill_(0.0)[..., 0] = 8 * 30 / 100 * math.log(2)
+    made.k.zero_()[pages[0], 0, 0, 0] = 100
+    made.v.zero_()[pages, :, 0, 0] = 127
+    made.v[pages[0], 0, 0, 0] = 0
+    o, exact = made.run().o, made.exact().o
+    assert (o.double() - exact).norm() < 4e-3 * exact.norm() > 0
     return 3
 
 
@@ -163,7 +241,7 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     checks = (
         check_shapes, check_features, check_types, check_fixed_cuts, check_graph_arrays, check_bad_pages, check_plans,
-        check_strides,
+        check_strides, check_eight_bits, check_every_code, check_queries_far_apart,
     )  # fmt: skip
     for check in checks:
         print(f"{check.__name__}: {check()} cases", flush=True)

@@ -15,7 +15,7 @@ from colonnade.kernels.attention import sdpa
 from colonnade.kernels.attention.decode_layout import Layout
 from colonnade.kernels.attention.triton_decode import attend
 from colonnade.kernels.choose import choose
-from tests.decoding import Case, Made
+from tests.decoding import Case, Made, every_code
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -87,6 +87,41 @@ def test_caches_of_8_bits(cache: torch.dtype, dtype: torch.dtype, page: int) -> 
     """Against the numbers that the cache holds: what a cache of 8 bits loses is not the kernel's."""
     case = Case(LENGTHS, [1] * 6, K=2, group=8, H=128, page=page, dtype=dtype, cache=cache)
     same(case.made("cuda"), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize(("group", "K", "width", "queries"), [(1, 3, 64, 1), (5, 2, 80, 3), (32, 1, 256, 2)])
+def test_shapes_of_caches_of_8_bits(cache: torch.dtype, group: int, K: int, width: int, queries: int) -> None:
+    case = Case([4000, 64, 300, 90], [queries, 1, 0, queries], K=K, group=group, H=width, page=16, window=1500)
+    case = replace(case, dtype=torch.bfloat16, cache=cache, sinks=True)
+    same(case.made("cuda"), 4e-3)
+    same(replace(case, page=64, cap=5.0, slopes=True).made("cuda"), 4e-3)
+
+
+@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_number_of_8_bits(cache: torch.dtype, dtype: torch.dtype) -> None:
+    made = every_code(cache, dtype, "cuda")
+    assert torch.allclose(made.run().lse.double(), made.exact().lse, rtol=1e-6, atol=1e-5)
+    made.q.zero_()
+    assert torch.equal(made.run().o.double(), made.exact().o)
+
+
+def test_queries_far_apart_over_a_cache_of_8_bits() -> None:
+    """Heads of one group beyond float16 on both sides; one that is not finite is so by itself."""
+    case = Case([4000, 300], [1, 2], K=1, group=4, H=128, page=16, dtype=torch.bfloat16, cache=torch.float8_e4m3fn)
+    made = case.made("cuda")
+    for n, times in enumerate((1.0, 0.0, 2.0**-100, 2.0**18)):
+        made.q[:, n] *= times
+    state, exact = made.run(), made.exact()
+    for n in range(4):
+        for got, right in zip(state, exact, strict=True):
+            assert (got[:, n].double() - right[:, n]).norm() < 4e-3 * right[:, n].norm(), n
+    for wrong in (torch.inf, torch.nan):
+        made.q[:, 3, 0] = wrong
+        got = made.run().o
+        assert got[:, 3].isnan().all()
+        assert (got[:, :3].double() - exact.o[:, :3]).norm() < 4e-3 * exact.o[:, :3].norm()
 
 
 def test_the_same_bits_each_time() -> None:

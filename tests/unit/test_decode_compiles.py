@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.compiled import SHARED_BYTES, SPILLED_BYTES, compiled, spilled
+from tests.compiled import SHARED_BYTES, SPILLED_BYTES, compiled, disassembled, loop, spilled
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,10 +42,8 @@ def cases() -> list[Any]:
     everything = {"PAGE": 16, "WINDOW": 4096, "CAPPED": True, "SLOPES": True, "SINKS": True, "SCALED": False}
     found.append(pytest.param(128, 16, "*bf16", everything, id="everything"))
     for kind in ("*fp8e4nv", "*i8"):
-        marks = [pytest.mark.long] if kind == "*i8" else []
-        found.append(
-            pytest.param(128, 16, kind, {**plain, "PAGE": 16, "SCALED": True}, id=f"cache-of-{kind[1:]}", marks=marks)
-        )
+        small = {**plain, "PAGE": 16, "SCALED": True}
+        found.append(pytest.param(128, 16, kind, small, id=f"cache-of-{kind[1:]}", marks=pytest.mark.long))
     return found
 
 
@@ -70,6 +68,47 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
     assert max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", built.asm["ptx"]))) >= 2 * (tiles.stages - 2)
     assert ("griddepcontrol.launch_dependents" in built.asm["ptx"]) == constants["LAUNCH_NEXT"]
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "kind", "queries", "page", "most"),
+    [
+        pytest.param(128, 16, "float8", "*bf16", 16, 530, id="small-pages"),
+        pytest.param(128, 16, "float8", "*bf16", 256, 450, id="pages", marks=pytest.mark.long),
+        pytest.param(128, 16, "float8", "*fp16", 256, 450, id="float16", marks=pytest.mark.long),
+        pytest.param(128, 16, "int8", "*bf16", 16, 650, id="int8", marks=pytest.mark.long),
+        pytest.param(80, 16, "float8", "*bf16", 16, 530, id="width-80", marks=pytest.mark.long),
+        pytest.param(256, 64, "int8", "*bf16", 64, 1000, id="many-rows", marks=pytest.mark.long),
+    ],
+)
+def test_numbers_of_eight_bits_are_made_in_registers(
+    width: int, rows: int, kind: str, queries: str, page: int, most: int, tmp_path: Path
+) -> None:
+    from colonnade.kernels.attention import triton_splits
+    from colonnade.kernels.attention.decode_tiles import pick
+
+    tiles = pick(rows, width, 2)
+    constants = {
+        "N": 32, "GROUP": 8, "H": width, "PAGE": page, "WINDOW": 0, "CAPPED": False, "SLOPES": False, "SINKS": False,
+        "SCALED": True, "LAUNCH_NEXT": True, "SINGLE": True, "ALIKE": page == 16, "ROWS": rows, "TILE": tiles.tile,
+        "STAGES": tiles.stages, "BLOCK_H": 1 << (width - 1).bit_length(), "EIGHT": kind, "ASM": True,
+    }  # fmt: skip
+    types = {**POINTERS, **NUMBERS, "scale": "fp32", "cap": "fp32"}
+    types |= {"q_ptr": queries, "o_ptr": queries, "k_ptr": "*i16", "v_ptr": "*i16"}
+    built = compiled(triton_splits.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    assert built.metadata.shared * tiles.workers <= SHARED_BYTES
+    assert spilled(built, tmp_path) <= SPILLED_BYTES
+    ptx = built.asm["ptx"]
+    assert re.search(r"cp\.async\.cg[^;]*, 0x10", ptx)
+    assert max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx))) >= 2 * (tiles.stages - 2)
+    # Tiles come from shared memory as those of float16, and each number is made once.
+    body = loop(disassembled(built, tmp_path), "MMA", inner=True)
+    assert any("LDSM.16" in line for line in body)
+    made = sum(("E4M3.UNPACK" if kind == "float8" else "HADD2 ") in line for line in body)
+    assert made == tiles.tile * constants["BLOCK_H"] // (32 * tiles.warps)
+    # Two by an instruction; those that make one take several times as long.
+    assert not any(re.search(r"\b(F2F|I2F)\.", line) for line in body)
+    assert len(body) <= most, len(body)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
     [
         ("interpreted", 5),
         ("interpreted_experts", 7),
-        ("interpreted_decode", 9),
+        ("interpreted_decode", 11),
         ("interpreted_cascade", 6),
         ("interpreted_latent", 5),
         ("interpreted_fused", 7),

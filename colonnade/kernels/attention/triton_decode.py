@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from colonnade.kernels.attention import held, sdpa, triton_latent, triton_rows, triton_splits
+from colonnade.kernels.attention import held, sdpa, triton_eight, triton_latent, triton_rows, triton_splits
 from colonnade.kernels.attention.decode_layout import Layout, Prepared, few
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import places
@@ -87,6 +87,9 @@ def _read(
     layout = ready.layout
     shape, tiles = layout.shape, layout.tiles
     cap, slopes_N, sinks_N, scales_K, window = bends
+    eight = None if layout.many else triton_eight.kind_of(q_TNH, k_PpKH, v_PpKH)
+    if eight:
+        k_PpKH, v_PpKH = k_PpKH.view(torch.int16), v_PpKH.view(torch.int16)
     none = slots.lse  # in place of a tensor that is not read
     tensors = (
         q_TNH, k_PpKH, v_PpKH, *state, *slots, ready.flat, pages_RP, table.cu_queries, table.lengths_R,
@@ -109,6 +112,8 @@ def _read(
             **constants,
         )  # fmt: skip
     else:
+        if eight:
+            constants |= {"EIGHT": eight, "ASM": q_TNH.is_cuda}  # the interpreter has no assembler
         triton_splits.attend[ready.capacity.workers,](
             *tensors, *strides, P, items_at, places(ready.capacity)[3], *numbers, LAUNCH_NEXT=ready.overlaps,
             SINGLE=table.longest_query == 1 and len(q_TNH) == len(table.lengths_R), **constants,

@@ -15,6 +15,7 @@ or beyond the table, reads nothing, as if its keys were not there. Products of a
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 # A kernel is launched with more than its signature says, and its constants are plain numbers.
 
 import math
@@ -22,6 +23,7 @@ import math
 import triton
 from triton import language as tl
 
+from colonnade.kernels.attention import triton_eight
 from colonnade.kernels.attention.split_plan import FIELDS as _FIELDS
 
 FIELDS = tl.constexpr(_FIELDS)
@@ -111,12 +113,13 @@ def places_of(page, at, j, x_page, x_p, PAGE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def weigh(s, top, total, factor, lift):
+def weigh(s, top, total, factor, lift, below=0.0):
     """(each key's weight, by what older sums shrink, the new top, the new total) of a tile's scores s · factor + lift.
 
-    Multiplied where the row's largest is taken off, in one instruction a key; ``factor`` is above 0.
+    Multiplied where the row's largest is taken off, in one instruction a key; ``factor`` is above 0. The top is kept so
+    much ``below`` the row's largest: weights are 2^below at most.
     """
-    higher = tl.maximum(top, tl.max(s, 1) * factor + lift)
+    higher = tl.maximum(top, tl.max(s, 1) * factor + (lift - below))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
     weight = tl.exp2(s * factor + (lift - base)[:, None])
     shrink = tl.exp2(top - base)
@@ -126,7 +129,7 @@ def weigh(s, top, total, factor, lift):
 @triton.jit
 def weigh_products(
     s, top, total, factor, position, j, known, lift, PAGE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, below=0.0,
 ):  # fmt: skip
     """:func:`weigh` of products as they come, of which scores in powers of 2 are ``factor`` times as much.
 
@@ -139,7 +142,7 @@ def weigh_products(
     elif PAGE % TILE != 0:
         s = s + tl.where(known, 0.0, float("-inf"))[None, :]
         lift = 0.0
-    return weigh(s, top, total, factor, lift)
+    return weigh(s, top, total, factor, lift, below)
 
 
 @triton.jit
@@ -148,12 +151,21 @@ def fold(
     k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
     H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
     ALIKE: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+    EIGHT: tl.constexpr = None, ASM: tl.constexpr = True,
 ):  # fmt: skip
     """(o, top, total) with the keys of the tiles from ``start`` to ``stop``; of these there are those below ``high``.
 
-    Not MASKED, every row sees all of them. ALIKE, keys and values lie alike in their caches.
+    Not MASKED, every row sees all of them. ALIKE, keys and values lie alike in their caches. EIGHT, these are halves
+    of two numbers of 8 bits (see :mod:`triton_eight`), and ``o`` is 0.
     """
-    h = tl.arange(0, BLOCK_H)
+    EACH: tl.constexpr = 2 if EIGHT is not None else 1
+    BELOW: tl.constexpr = 15.0 if EIGHT is not None else 0.0
+    h = tl.arange(0, BLOCK_H // EACH)
+    if EIGHT is not None:
+        q, q_odd, back = triton_eight.queries(q)
+        factor = factor * back
+        o = tl.zeros(q.shape, tl.float32)
+        o_odd = o
     # Page numbers are fetched a tile ahead, by hand: loads that wait for loads within a step are what the compiler
     # does not bring under way together.
     page = page_of(table_ptr, start, columns, PAGE, TILE)
@@ -171,17 +183,25 @@ def fold(
             k = tl.load(k_at, known[:, None], 0.0)
             v = tl.load(v_at, known[:, None], 0.0)
         else:
-            k = tl.load(k_at, known[:, None] & (h < H)[None, :], 0.0)
-            v = tl.load(v_at, known[:, None] & (h < H)[None, :], 0.0)
-        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+            k = tl.load(k_at, known[:, None] & (h < H // EACH)[None, :], 0.0)
+            v = tl.load(v_at, known[:, None] & (h < H // EACH)[None, :], 0.0)
+        if EIGHT is not None:
+            s = triton_eight.products(q, q_odd, k, EIGHT, ASM)
+        else:
+            s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if CAPPED or SLOPES:
             s = score(s * factor, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES, MASKED)
-            p, shrink, top, total = weigh(s, top, total, 1.0, 0.0)
+            p, shrink, top, total = weigh(s, top, total, 1.0, 0.0, BELOW)
         else:
             p, shrink, top, total = weigh_products(
-                s, top, total, factor * LOG2_E, position, j, known, lift, PAGE, TILE, WINDOW, MASKED
+                s, top, total, factor * LOG2_E, position, j, known, lift, PAGE, TILE, WINDOW, MASKED, BELOW
             )
-        o = tl.dot(p.to(q.dtype), v.to(q.dtype), o * shrink[:, None], input_precision="ieee")
+        if EIGHT is not None:
+            o, o_odd = triton_eight.sums(p, v, o * shrink[:, None], o_odd * shrink[:, None], EIGHT, ASM)
+        else:
+            o = tl.dot(p.to(q.dtype), v.to(q.dtype), o * shrink[:, None], input_precision="ieee")
+    if EIGHT is not None:
+        o = triton_eight.joined(o, o_odd)
     return o, top, total
 
 
@@ -212,7 +232,7 @@ def attend(
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, LAUNCH_NEXT: tl.constexpr,
     SINGLE: tl.constexpr, ALIKE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, EIGHT: tl.constexpr = None, ASM: tl.constexpr = True,
 ):  # fmt: skip
     """All pieces of one worker. SINGLE: every request has one query, number r that of request r."""
     h = tl.arange(0, BLOCK_H)
@@ -246,7 +266,7 @@ def attend(
         o, top, total = fold(
             q, o, top, total, low, high, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
             k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
-            H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, True, TILE, BLOCK_H, STAGES,
+            H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, True, TILE, BLOCK_H, STAGES, EIGHT, ASM,
         )  # fmt: skip
         if SCALED:
             o = o * tl.load(v_scale_ptr + head)
