@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 import _chunks
-from _decode import Cell, Tensors, ours, seconds
+import _eight
+from _decode import Cell, Tensors, ours, replayed, seconds
 from colonnade.kernels.attention import decode_tiles
 from colonnade.kernels.attention.decode_layout import FEW
 from colonnade.kernels.attention.decode_tiles import Tiles
@@ -28,6 +29,11 @@ CANDIDATES = [
     )
 ]  # fmt: skip
 """Ways to cut; of the best, the merge is then tried in other sizes and beside the reading."""
+EIGHTS = (
+    (64, 3, 2), (64, 3, 3), (64, 3, 4), (64, 4, 2), (64, 4, 3), (64, 6, 2), (128, 2, 3), (128, 3, 2), (128, 3, 3),
+)  # fmt: skip
+"""Keys, stages and workers a multiprocessor, of caches of 8 bits."""
+EIGHT_AT = ((256, 256), (32, 2048), (1, 65_536), (16, 65_536))
 TUNED_AT = ((256, 256), (32, 2048), (4, 16384), (1, 65536), (1, 4096), (7, 900))
 
 
@@ -87,6 +93,34 @@ def tune(read: float, out: Path, widths: Sequence[int]) -> None:
     out.write_text(written(record), encoding="utf-8")
 
 
+def tune_eight(out: Path, widths: Sequence[int]) -> None:
+    """Measure the tiles of caches of 8 bits, which are half as large, for each row of the table of few rows."""
+    record = json.loads(json.dumps(decode_tiles.table()))
+    for row in (row for row in record["rows"] if row["width"] in widths and row["rows"] <= FEW):
+        group = 8 if row["rows"] == 16 else 64
+        tensors = [
+            Tensors(Cell((S,) * B, group=group, H=row["width"], dtype=torch.bfloat16), "cuda") for B, S in EIGHT_AT
+        ]
+        caches = [[_eight.rounded(x, torch.float8_e4m3fn, scaled=False)[0] for x in (t.k, t.v)] for t in tensors]
+        base, took = Tiles(**row["tiles"]), dict[Tiles, float]()
+        for tile, stages, workers in EIGHTS:
+            how = base._replace(tile=tile, stages=stages, workers=workers)
+            decode_tiles.CHOSEN[:] = [how]
+            try:
+                times = [
+                    replayed(_eight.call(t, k, v, None), t.copies, "cuda", rounds=7)
+                    for t, (k, v) in zip(tensors, caches, strict=True)
+                ]
+            except too_much():
+                continue
+            took[how] = math.exp(sum(map(math.log, times)) / len(times))
+            print(f"  {tuple(how)}: {' '.join(f'{1e6 * s:.2f}' for s in times)} µs", flush=True)
+        decode_tiles.CHOSEN.clear()
+        row["eight"] = min(took, key=lambda how: took[how])._asdict()
+        print(f"8 bits, {row['rows']} rows, width {row['width']}: {row['eight']}", flush=True)
+    out.write_text(written(record), encoding="utf-8")
+
+
 def tune_many(row: dict[str, Any], prices: dict[str, Any]) -> None:
     """The tiles of blocks of many rows, on chunks of prompts; from the longest one, what the matrix units can do."""
     cells = [replace(cell, H=row["width"]) for cell in _chunks.CELLS]
@@ -109,7 +143,9 @@ def tune_many(row: dict[str, Any], prices: dict[str, Any]) -> None:
 def written(record: dict[str, Any]) -> str:
     """The table of tiles as text, a row on one line."""
     rows = ",\n".join(
-        f'    {{ "rows": {row["rows"]}, "width": {row["width"]}, "tiles": {json.dumps(row["tiles"])} }}'
+        f'    {{ "rows": {row["rows"]}, "width": {row["width"]}, '
+        + ", ".join(f'"{name}": {json.dumps(row[name])}' for name in ("tiles", "eight") if name in row)
+        + " }"
         for row in record["rows"]
     )
     costs = ", ".join(f'"{name}": {value}' for name, value in record["costs"].items())

@@ -38,7 +38,7 @@ import _eight
 import _latents
 import _shared
 from _decode import Cell, Tensors, error, exact, ours, peers, read_bandwidth, seconds
-from _decode_tune import CANDIDATES, too_much, tune
+from _decode_tune import CANDIDATES, too_much, tune, tune_eight
 from _report import RESULTS, ROOT, Headline, report
 from _rows import Rows
 from colonnade.kernels.attention import decode_tiles
@@ -226,6 +226,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--eight-bits", action="store_true", help="caches of 8 bits, not the table")
     parser.add_argument("--draw", action="store_true", help="the picture again from what was recorded")
     parser.add_argument("--tune", action="store_true", help="measure tiles and costs, not the table")
+    parser.add_argument("--tune-eight", action="store_true", help="measure tiles of caches of 8 bits")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256], help="heads to tune for")
     parser.add_argument("--tiles", type=Path, default=Path(decode_tiles.__file__).with_name("decode_tiles.json"))
     parser.add_argument("--flex", action="store_true", help="flex_attention too")
@@ -242,11 +243,14 @@ def main(argv: list[str] | None = None) -> None:
         draw_table(json.loads((args.out / f"flash_decoding_{name}.json").read_text())["rows"], picture)
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and (not args.tiny or args.tune):
+    if device == "cpu" and (not args.tiny or args.tune or args.tune_eight):
         print("flash_decoding.py needs a GPU, and this machine has none; --tiny shows that it runs")
         return
     read = read_bandwidth(device)
     print(f"read bandwidth {read / 1e12:.2f} TB/s", flush=True)
+    if args.tune_eight:
+        tune_eight(args.tiles, args.widths)
+        return
     if args.tune:
         tune(read, args.tiles, args.widths)
         return

@@ -52,7 +52,7 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
     from colonnade.kernels.attention import triton_splits
     from colonnade.kernels.attention.decode_tiles import pick
 
-    tiles = pick(rows, width, 2)
+    tiles = pick(rows, width, 2, 2)
     constants = {
         "N": 32, "GROUP": 8, "H": width, "LAUNCH_NEXT": True, "SINGLE": not more["SINKS"],
         "ALIKE": not more["SINKS"], "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
@@ -87,7 +87,7 @@ def test_numbers_of_eight_bits_are_made_in_registers(
     from colonnade.kernels.attention import triton_splits
     from colonnade.kernels.attention.decode_tiles import pick
 
-    tiles = pick(rows, width, 2)
+    tiles = pick(rows, width, 2, 2)
     constants = {
         "N": 32, "GROUP": 8, "H": width, "PAGE": page, "WINDOW": 0, "CAPPED": False, "SLOPES": False, "SINKS": False,
         "SCALED": True, "LAUNCH_NEXT": True, "SINGLE": True, "ALIKE": page == 16, "ROWS": rows, "TILE": tiles.tile,
@@ -125,7 +125,7 @@ def test_many_rows_fit_the_chip(width: int, rows: int, listed: bool, more: dict,
     from colonnade.kernels.attention import triton_rows
     from colonnade.kernels.attention.decode_tiles import pick
 
-    tiles = pick(rows, width, 2)
+    tiles = pick(rows, width, 2, 2)
     constants = {
         "N": 32, "GROUP": 8, "H": width, "PAGE": 256, "WINDOW": 0, "CAPPED": False, "SLOPES": False, "SINKS": False,
         "SCALED": False, "LISTED": listed, "ALIKE": True, "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
@@ -145,7 +145,7 @@ def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_latent
     from colonnade.kernels.attention.decode_tiles import pick
 
-    tiles = pick(rows, 576, 2)
+    tiles = pick(rows, 576, 2, 2)
     constants = {
         "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "SCALED": False, "LAUNCH_NEXT": False, "ROWS": rows,
         "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
@@ -171,7 +171,7 @@ def test_latents_of_eight_bits_fit_the_chip(cache: str, rows: int, tmp_path: Pat
     from colonnade.kernels.attention import triton_latent
     from colonnade.kernels.attention.decode_tiles import pick
 
-    tiles = pick(rows, 576, 2)
+    tiles = pick(rows, 576, 2, 2)
     constants = {
         "N": 128, "RANK": 512, "ROPE": 64, "PAGE": 64, "WINDOW": 0, "SCALED": True, "LAUNCH_NEXT": False, "ROWS": rows,
         "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,

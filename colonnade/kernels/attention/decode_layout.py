@@ -62,7 +62,7 @@ class Layout:
         """
         (_, N, H), K, size = q_TNH.shape, k_PpKH.shape[2], k_PpKH.element_size()
         rows = min(FEW, max(16, triton.next_power_of_2(N // K * (1 if chunk else max(1, longest_query)))))
-        tiles = pick(rows, H, max(size, q_TNH.element_size()))
+        tiles = pick(rows, H, q_TNH.element_size(), size)
         workers = tiles.workers * processors(q_TNH.device)
         shared = None
         if chunk is not None:
@@ -82,7 +82,7 @@ class Layout:
         (_, N, H), K, size = q_TNH.shape, k_PpKH.shape[2], k_PpKH.element_size()
         # 128 rows of 256 numbers, or of float32, are more than there are registers for.
         rows = 128 if max(size, q_TNH.element_size()) <= 2 and H <= 128 else 64
-        tiles = pick(rows, H, max(size, q_TNH.element_size()))
+        tiles = pick(rows, H, q_TNH.element_size(), size)
         workers = tiles.workers * processors(q_TNH.device)
         return Layout(Shape(K, N // K, rows, tiles.tile, window), tiles, H, size, workers, many=True)
 
@@ -93,7 +93,7 @@ class Layout:
         """For latent attention (:mod:`triton_latent`); with ``chunk`` as :meth:`of`."""
         (_, N, H), size = q_TNH.shape, k_Pp1H.element_size()
         rows = min(64, max(16, triton.next_power_of_2(N * (1 if chunk else max(1, longest_query)))))
-        tiles = pick(rows, H, max(size, q_TNH.element_size()))
+        tiles = pick(rows, H, q_TNH.element_size(), size)
         workers = tiles.workers * processors(q_TNH.device)
         if chunk is not None:
             chunk = -(-chunk // tiles.tile) * tiles.tile

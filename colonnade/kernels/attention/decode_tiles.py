@@ -42,16 +42,18 @@ CHOSEN: list[Tiles] = []
 """Where there is one, it stands above the table: for the tool that measures, and for tests."""
 
 
-def pick(rows: int, width: int, element_bytes: int) -> Tiles:
-    """For blocks of ``rows`` rows, heads of ``width`` numbers and a cache whose elements have so many bytes."""
+def pick(rows: int, width: int, query_bytes: int, cache_bytes: int) -> Tiles:
+    """For blocks of ``rows`` rows, heads of ``width`` numbers, elements of queries and of a cache of so many bytes."""
     if CHOSEN:
         return CHOSEN[0]
     found = [row for row in table()["rows"] if rows <= row["rows"] and width <= row["width"]]
     if not found:
         raise LookupError(f"no tiles for blocks of {rows} rows and heads of {width}; see decode_tiles.json")
     tiles = Tiles(**found[0]["tiles"])
-    # float32 takes twice the room, and no tensor unit multiplies it without rounding it first.
-    return tiles._replace(tile=max(16, tiles.tile // 4), stages=2) if element_bytes > 2 else tiles
+    if max(query_bytes, cache_bytes) > 2:
+        # float32 takes twice the room, and no tensor unit multiplies it without rounding it first.
+        return tiles._replace(tile=max(16, tiles.tile // 4), stages=2)
+    return Tiles(**found[0].get("eight", found[0]["tiles"])) if cache_bytes == 1 else tiles
 
 
 def costs(tiles: Tiles, rows: int, width: int, element_bytes: int, workers: int, copies: int = 2) -> Costs:
