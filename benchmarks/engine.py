@@ -52,6 +52,10 @@ class Load(NamedTuple):
         """Of some requests."""
         return Load(self.prompts[:n], self.counts[:n])
 
+    def short(self, most: int) -> "Load":
+        """With answers of at most so many tokens."""
+        return Load(self.prompts, [min(most, count) for count in self.counts])
+
 
 class Took(NamedTuple):
     """One run of one side."""
@@ -94,11 +98,17 @@ def words(vocab_size: int) -> Tokenizer:
     return Tokenizer.from_parts(tokenizers.Tokenizer(model), bos_id=None, eos_ids=(), chat_template=None)
 
 
+def said(who: str, took: Took) -> Took:
+    """Print how long it took, since the other may take minutes more."""
+    print(f"{who}: {sum(map(len, took.answers))} tokens in {took.seconds:.1f} s", flush=True)
+    return took
+
+
 def ours(engine: Engine, load: Load) -> Took:
     began = time.perf_counter()
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in load.counts]
     answers = [list(completion.token_ids) for completion in engine.generate(load.prompts, params)]
-    return Took(time.perf_counter() - began, answers)
+    return said("colonnade", Took(time.perf_counter() - began, answers))
 
 
 def theirs(model: Qwen3ForCausalLM, load: Load, settings: ContinuousBatchingConfig) -> Took:
@@ -118,7 +128,7 @@ def theirs(model: Qwen3ForCausalLM, load: Load, settings: ContinuousBatchingConf
                     raise RuntimeError("transformers' generation thread ended before its work was done")
             elif result.is_finished():
                 found[result.request_id] = list(result.generated_tokens)
-        return Took(time.perf_counter() - began, [found[i] for i in ids])
+        return said("transformers", Took(time.perf_counter() - began, [found[i] for i in ids]))
 
 
 def idle(engine: Engine, load: Load, skip: int, steps: int) -> float:
@@ -158,9 +168,13 @@ def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell
     }
     print(f"{requests} requests, {sum(map(len, load.prompts))} tokens in, {load.tokens} out", flush=True)
     few = load.first(max(2, requests // 16))
-    ours(engine, few)
-    ours(engine, every_size(requests))
-    theirs(model, few, ContinuousBatchingConfig())
+    for what, warm_up in (
+        ("colonnade, some requests", lambda: ours(engine, few)),
+        ("colonnade, every size of batch", lambda: ours(engine, every_size(requests))),
+        ("transformers, some requests", lambda: theirs(model, few.short(32), ContinuousBatchingConfig())),
+    ):
+        print(f"warming up: {what}", flush=True)
+        warm_up()
     took = turns(runs, rounds, warm_up=0)
     waits = idle(engine, load, skip=4 if tiny else 100, steps=4 if tiny else 40)
     agree = statistics.mean(
