@@ -31,9 +31,12 @@ from colonnade.config import (
     ServeConfig,
     WeightGroup,
     Weights,
+    check_choice,
     count,
+    shown,
 )  # fmt: skip
 from colonnade.config.quantised import check as check_weights
+from colonnade.config.quantised import check_kind
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CapacityError, CheckpointError, ConfigError, PlanError, RequestError
 from colonnade.model import Hidden, Packed, Pooled, Rows, Stream, Transformer
@@ -47,10 +50,12 @@ from colonnade.parallel.launch import launched
 from colonnade.parallel.mesh import Ground, choose_device
 from colonnade.parallel.small import with_small
 from colonnade.serve.engine import Engine as _Engine
+from colonnade.serve.prompts import token_ids
 from colonnade.serve.sampling import SamplingParams
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Format = Literal["hf", "colonnade"]
+IDS = "a list of token ids, such as model.tokenizer.encode(text)"
 
 
 class Model:
@@ -72,9 +77,10 @@ class Model:
         self._engine: Engine | None = None
 
     def __repr__(self) -> str:
-        """``Model('runs/a', llama, 134,515,008 parameters, float32, tp=2 on cpu)``."""
+        """``Model('runs/a', llama, 134,515,008 parameters, float32 with weights in int8, tp=2 on cpu)``."""
         dtype = str(next(self.transformer.parameters()).dtype).removeprefix("torch.")
-        what = f"{self.config.family}, {count(self.config.parameters, 'parameter')}, {dtype}"
+        kept = f" with weights in {kind}" if (kind := kind_of(self.transformer)) else ""
+        what = f"{self.config.family}, {count(self.config.parameters, 'parameter')}, {dtype}{kept}"
         return f"Model({self.source!r}, {what}, {self.ground.plan} on {self.ground.device.type})"
 
     @property
@@ -93,7 +99,8 @@ class Model:
     def logits(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """logits_TV of one sequence of T token ids; of a masked-token model, with ``[MASK]`` where it shall fill in.
 
-        Raises :class:`RequestError` for an encoder without a top that predicts tokens.
+        Raises :class:`RequestError` for an encoder without a top that predicts tokens, and, as all that takes tokens
+        does, for none, for more than the context, and for what is no token of the vocabulary.
         """
         if not (self.config.causal or self.config.predicts_masked):
             raise RequestError(f"{self.source} is an encoder that predicts no tokens; ask for hidden(tokens)")
@@ -113,11 +120,13 @@ class Model:
 
     def _forward(self, tokens: Sequence[int] | Tensor, segments: Sequence[int] | Tensor | None, head: Head) -> Tensor:
         config, device = self.config, self.ground.device
-        tokens_T = torch.as_tensor(tokens, dtype=torch.int64, device=device)
-        T = len(tokens_T)
+        ids = token_ids(tokens, config.vocab_size, "tokens", IDS)
+        tokens_T, T = torch.tensor(ids, device=device), len(ids)
         if config.positions == "learned" and config.context < T:
             raise RequestError(f"{T} tokens are more than the context of {config.context}; give fewer")
         segments_T = None if segments is None else torch.as_tensor(segments, dtype=torch.int64, device=device)
+        if segments_T is not None and segments_T.shape != tokens_T.shape:
+            raise RequestError(f"{count(segments_T.numel(), 'segment')} for {count(T, 'token')}; give one for each")
         stream = Stream(tokens_T, torch.arange(T, device=device), segments_T)
         return self.transformer(stream, Packed.of([T], device, causal=config.causal), head)
 
@@ -131,15 +140,17 @@ class Model:
         ``params`` are those of :class:`~colonnade.serve.sampling.SamplingParams`: max_tokens, temperature, top_p,
         seed, stop and others. Raises :class:`~colonnade.errors.RequestError` for a prompt that does not fit.
         """
+        asked = SamplingParams.named(params)
         if self._engine is None:
             self._engine = Engine(self, ServeConfig())
-        (result,) = self._engine.generate([prompt], SamplingParams(**params))
+        (result,) = self._engine.generate([prompt], asked)
         return result.text if isinstance(prompt, str) else list(result.token_ids)
 
     def score(self, text: str | list[int], **windows: Any) -> Score:
         """The log-likelihood and perplexity of a text; ``windows`` are :func:`colonnade.model.score.score`'s."""
         tokens = self.tokenizer.encode(text) if isinstance(text, str) else text
-        return score(self.transformer, tokens, **windows)
+        ids = token_ids(tokens, self.config.vocab_size, "the text", "a text, or a list of token ids")
+        return score(self.transformer, list(ids), **windows)
 
     def close(self) -> None:
         """Leave the process group, if loading joined one."""
@@ -156,6 +167,11 @@ class Engine(_Engine):
     """The serving engine of a loaded model: ``Engine(model).stream(prompt, SamplingParams(max_tokens=32))``."""
 
     def __init__(self, model: Model, config: ServeConfig | None = None):
+        if not isinstance(model, Model):
+            given = shown(model) if isinstance(model, str | Path) else f"a {type(model).__name__}"
+            raise ConfigError(f"an Engine serves a loaded model, not {given}; give it colonnade.load(…)")
+        if not isinstance(config, ServeConfig | None):
+            raise ConfigError(f"an Engine's config is no {type(config).__name__}; give it ServeConfig(…)")
         super().__init__(model.transformer, model.tokenizer, config or ServeConfig())
 
 
@@ -181,8 +197,12 @@ def load(
     not saved.
 
     Raises :class:`CheckpointError` for anything missing, damaged or unknown, :class:`PlanError` for a layout that the
-    model or the world does not allow, :class:`ConfigError` for what its experts cannot do.
+    model or the world does not allow, :class:`ConfigError` for what its experts cannot do, and, before anything is
+    read, for a ``dtype``, a ``device`` or ``weights`` that there are not.
     """
+    check_choice("dtype", dtype, DType)
+    check_choice("device", device, Device)
+    check_kind(weights, weight_group)
     plan = ground.plan if ground else plan or Plan()
     found = find(path, plan, experts, weights, weight_group)
     exits = ExitStack()
@@ -279,6 +299,8 @@ def save(
     any plan of ours loads. ``overwrite`` replaces a model that is there, once the new one is written. Raises
     :class:`CheckpointError` when the folder exists otherwise, or cannot be written.
     """
+    check_choice("format", format, Format)
+    check_choice("dtype", dtype, DType)
     place = Path(path)
     if kind := kind_of(model.transformer):
         raise ConfigError(

@@ -12,9 +12,9 @@ from rich.console import Console
 from colonnade import api
 from colonnade.checkpoint.found import Opened
 from colonnade.config import AS_TRAINED, Device, ExpertsConfig, Plan, ServeConfig
-from colonnade.config.experts import check_task
+from colonnade.config.experts import check_generates, check_task
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.errors import CheckpointError, ColonnadeError
+from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
 from colonnade.model import Transformer
 from colonnade.parallel.launch import launch, place
 from colonnade.parallel.mesh import Ground
@@ -22,8 +22,9 @@ from colonnade.serve.client import EngineClient
 from colonnade.serve.engine import Engine
 from colonnade.serve.invariant import check_ranks
 from colonnade.serve.line import Ask
-from colonnade.serve.memory import Asked, check_room
+from colonnade.serve.memory import Asked
 from colonnade.serve.process import engine_process
+from colonnade.serve.room import check_room
 from colonnade.serve.sampling import SamplingParams
 from colonnade.serve.worker import Load, standing
 
@@ -47,7 +48,18 @@ class Where:
     @property
     def load(self) -> Load:
         """What an engine process calls for its share of the model; raises before any starts what :meth:`find` does."""
-        return functools.partial(_load, replace(self, model=str(self.find().place)))
+        return functools.partial(_load, replace(self, model=str(self.writer().place)))
+
+    def writer(self) -> Opened:
+        """What :meth:`find` opens, which must be a model that writes; raises :class:`ConfigError` for another."""
+        found = self.find()
+        if not found.config.causal:
+            raise ConfigError(
+                f"{self.model} is an encoder, which reads and does not write; in Python there are its "
+                f"colonnade.load({self.model!r}).hidden(tokens)"
+            )
+        check_generates(found.config)
+        return found
 
     def find(self) -> Opened:
         """The model, opened; that it can be laid out and served so, and what its experts are told, checked."""
@@ -82,7 +94,7 @@ def _load(where: Where, ground: Ground) -> tuple[Transformer, Tokenizer]:
 
 def generate(where: Where, prompt: str, params: SamplingParams) -> None:
     """Print the continuation of ``prompt``."""
-    where.find()
+    where.writer()
     launch(_generate, (where, prompt, params), where.plan)
 
 
@@ -112,7 +124,7 @@ def chat(where: Where, system: str | None, params: SamplingParams) -> None:
     The model runs where a server's would, in engine processes of its own, so that any plan can be talked to. Raises
     :class:`CheckpointError` for a model without a chat template.
     """
-    tokenizer = Tokenizer.beside(where.find().words)
+    tokenizer = Tokenizer.beside(where.writer().words)
     if tokenizer is None or tokenizer.chat_template is None:
         raise CheckpointError(
             f"{where.model} has no chat template, so that it cannot chat; continue a text: "

@@ -1,6 +1,6 @@
 """Typed, frozen configurations; presets; TOML in and out; dotted overrides."""
 
-from colonnade.config.base import Config, count, differences, nearest, size
+from colonnade.config.base import Config, check_choice, count, differences, nearest, shown, size
 from colonnade.config.experts import AS_TRAINED, ExpertsConfig
 from colonnade.config.latent import LatentConfig
 from colonnade.config.model import ModelConfig, RopeScaling
@@ -28,8 +28,10 @@ __all__ = [
     "TrainConfig",
     "WeightGroup",
     "Weights",
+    "check_choice",
     "count",
     "differences",
     "nearest",
+    "shown",
     "size",
 ]

@@ -6,7 +6,7 @@ mistake is a misspelt key and the commonest cure is to read the right one.
 
 import difflib
 from collections.abc import Collection
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -17,6 +17,19 @@ def nearest(name: str, known: list[str]) -> str:
     """``"; did you mean 'layers'?"`` for the closest of ``known``, or the list itself when none is close."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}"
+
+
+def shown(value: object) -> str:
+    """What somebody gave, in one line of 80 characters at most."""
+    return " ".join(repr(value).split())[:80]
+
+
+def check_choice(name: str, value: object, kind: object) -> None:
+    """Raise :class:`ConfigError` for a ``value`` that is none of those of the Literal ``kind``."""
+    known = get_args(kind)
+    if not any(isinstance(value, type(one)) and value == one for one in known):
+        *others, last = (repr(one) for one in known)
+        raise ConfigError(f"{name} is {shown(value)}; it must be {', '.join(others)} or {last}")
 
 
 def count(number: int, what: str) -> str:

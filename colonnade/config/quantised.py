@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from colonnade.config.base import check_choice
 from colonnade.config.model import ModelConfig
 from colonnade.errors import ConfigError, PlanError
 
@@ -9,6 +10,12 @@ Weights = Literal["stored", "int8", "int4", "float8"]
 """How a model that is not trained keeps its matrices."""
 WeightGroup = Literal[32, 64, 128]
 """Neighbouring inputs that share an int4 scale."""
+
+
+def check_kind(weights: object, group: object) -> None:
+    """Raise :class:`ConfigError` for ``weights``, or a ``group`` of them, that there are not."""
+    check_choice("weights", weights, Weights)
+    check_choice("weight_group", group, WeightGroup)
 
 
 def check(model: ModelConfig, weights: Weights, group: int, tp: int, sh: int = 1) -> None:

@@ -32,7 +32,8 @@ class ServeConfig(Config):
     cache_bytes: int = Field(default=1 << 28, gt=0)
     """Memory for the key/value cache of one rank [bytes], when pages is not given."""
     memory_bytes: int | None = Field(default=None, gt=0)
-    """What one rank may take in all [bytes]; None: what is free on its device when it starts."""
+    """What weights, cache, graphs and activations of one rank may take together [bytes], beside what Python and torch
+    take by themselves (some 400 MB; on a GPU its context); None: what is free on its device when it starts."""
     prefix_cache: bool = True
     """Keep the pages of what was answered until the room is needed: who begins alike starts from there."""
     shared_reading: bool = True

@@ -16,6 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from colonnade.config import ServeConfig
 from colonnade.data.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ from colonnade.serve.limits import build_cache, check_model, check_plan, limit_t
 from colonnade.serve.memory import spare_pages
 from colonnade.serve.output import Completion, FinishReason, Output, Timing, not_finite
 from colonnade.serve.pages import PagePool
+from colonnade.serve.prompts import Prompt, checked, checked_each, several, token_ids
 from colonnade.serve.request import Request
 from colonnade.serve.sampler import NOT_FINITE
 from colonnade.serve.sampling import SamplingParams
@@ -36,9 +38,6 @@ from colonnade.serve.scheduler import Scheduler, Work
 from colonnade.serve.settle import Site, check_steps, settled
 from colonnade.serve.stats import Stats
 from colonnade.serve.text import TextStream
-
-Prompt = str | Sequence[int]
-"""Text, or token ids as they are."""
 
 
 @dataclass(slots=True)
@@ -76,7 +75,7 @@ class Engine:
             share = self.config.shared_reading and not invariant
             fixed = FixedSteps(model, self.cache, self.config.max_requests, context, share=share, kernels=invariant)
         self.scheduler = Scheduler(
-            PagePool(pages, self.cache.page_tokens, ranks),
+            PagePool(pages, self.cache.page_tokens, ranks, counted=self.config.pages is not None),
             max_requests=self.config.max_requests,
             token_budget=self.config.token_budget,
             max_waiting=self.config.max_waiting,
@@ -87,18 +86,22 @@ class Engine:
         self._stats = Stats(pages=pages)
         self._live: dict[str, _Live] = {}
         self._mail: dict[str, deque[Output]] = {}
+        """Outputs that a stream, or generate, waits for."""
+        self._left: list[Output] = []
+        """Those of other requests, that the next step gives."""
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None) -> str:
-        """Queue a request and return its id; the steps that follow give its outputs.
+        """Queue a request and return its id; the steps that follow give its outputs, also those that it gained while
+        a stream was read, or :meth:`generate` ran.
 
         Raises :class:`RequestError` (empty, over the context, queue full) and :class:`CapacityError` (would not fit
         into the cache even alone).
         """
-        params = params or SamplingParams()
-        ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-        context, vocab_size = self.model.config.context, self.model.config.vocab_size
+        params, context, vocab_size = checked(params), self.model.config.context, self.model.config.vocab_size
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = token_ids(ids, vocab_size, "the prompt", "one text, or list of token ids (generate takes several)")
         request = Request(
             id=request_id or uuid.uuid4().hex,
             prompt=ids,
@@ -114,20 +117,27 @@ class Engine:
         return request.id
 
     def step(self) -> list[Output]:
-        """One forward pass over as many requests as fit; what they gained by it, or by the one before."""
-        if not self.busy:
+        """One forward pass over as many requests as fit; what those of :meth:`add` gained by it, or earlier."""
+        self._pump()
+        left, self._left = self._left, []
+        return left
+
+    def _step(self) -> list[Output]:
+        """What each request gained by a forward pass, or by the one before."""
+        if not self.scheduler.busy:
             return []
         work = self.scheduler.schedule()
         ready = (work, self._run(work)) if work.slices else None
         if self.config.run_ahead:
             ready, self._flying = self._flying, ready
         outputs = self._commit(*ready) if ready else []
-        if not self.busy:
+        if not self.scheduler.busy:
             self._flying = None  # of requests that have ended
         return outputs
 
     def cancel(self, request_id: str) -> bool:
-        """Drop a request and give its pages back; False when it is not alive (any more)."""
+        """Drop a request, give its pages back, and give nothing more of it; False when it is not alive (any more)."""
+        self._left = [output for output in self._left if output.id != request_id]
         if alive := request_id in self._live:
             self._end(self._live[request_id], "cancelled")
         return alive
@@ -135,7 +145,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """True while :meth:`step` has something to do."""
-        return self.scheduler.busy
+        return self.scheduler.busy or bool(self._left)
 
     @property
     def stats(self) -> Stats:
@@ -197,15 +207,16 @@ class Engine:
         """The output of one request, piece by piece; leaving the loop early cancels it. Streams may be interleaved."""
         key = self.add(prompt, params)  # here and not in the generator, so that a bad request fails at once
         self._mail[key] = deque()
-        return self._deliver(key)
+        reader = self._deliver(key)
+        next(reader)  # so that one which is never read lets go of its request, too
+        return reader
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """All ``prompts`` batched together, in their order; ``params`` for all of them, or one for each."""
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts but {len(each)} sampling params; give one for each, or one")
+        """All of the list ``prompts`` batched together, in their order; ``params`` for all of them, or one for each."""
+        prompts = several(prompts)
+        each = checked_each(params, len(prompts))
         todo, mine = deque(zip(prompts, each, strict=True)), list[str]()
         try:
             while todo or any(key in self._live for key in mine):
@@ -218,11 +229,15 @@ class Engine:
             for key in mine:
                 self._forget(key)
 
-    def _deliver(self, key: str) -> Generator[Output]:
+    def _deliver(self, key: str) -> Generator[Any]:
+        """The outputs of one request, after a None."""
         mail = self._mail[key]
         try:
+            yield None
             while True:
                 while not mail:
+                    if key not in self._live:
+                        return  # cancelled by its reader
                     self._pump()
                 output = mail.popleft()
                 if output.finish_reason == "error":
@@ -234,10 +249,9 @@ class Engine:
             self._forget(key)
 
     def _pump(self) -> None:
-        """One step, its outputs into the mail of those who wait for them."""
-        for output in self.step():
-            if (mail := self._mail.get(output.id)) is not None:
-                mail.append(output)
+        """One step, its outputs into the mail of those who wait for them, or left for the next :meth:`step`."""
+        for output in self._step():
+            self._mail.get(output.id, self._left).append(output)
 
     def _forget(self, key: str) -> None:
         self._mail.pop(key, None)

@@ -9,8 +9,10 @@ from colonnade.config.experts import check_generates
 from colonnade.errors import CapacityError, ConfigError, PlanError, RequestError
 from colonnade.model import KVCache, Transformer
 from colonnade.model.quantised import kind_of, tensors_of
-from colonnade.serve.memory import FLOAT8, Asked, check_room, free_bytes, pages_of, told, widens_float8
+from colonnade.serve.memory import FLOAT8, Asked, free_bytes, pages_of, widens_float8
 from colonnade.serve.pages import PagePool
+from colonnade.serve.prompts import check_vocabulary
+from colonnade.serve.room import check_room, told
 from colonnade.serve.sampling import SamplingParams
 
 
@@ -80,16 +82,13 @@ def check_plan(model: Transformer) -> None:
 
 
 def limit_tokens(ids: Sequence[int], params: SamplingParams, *, context: int, vocab_size: int, pool: PagePool) -> int:
-    """Tokens that a request with this prompt may generate; :class:`RequestError` when it cannot even start.
+    """Tokens that a request with this prompt may generate; :class:`RequestError` when it cannot even start, or could
+    never end as it is told to.
 
     Without ``max_tokens`` that is what the context and the cache hold, and at least 1: whether that fits into the
     cache is checked, with the numbers, where pages are given out.
     """
-    if not ids:
-        raise RequestError("the prompt is empty; give at least one token", param="prompt")
-    strange = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if strange is not None:
-        raise RequestError(f"token {strange} is not in the vocabulary of {vocab_size}", param="prompt")
+    check_vocabulary(params.stop_token_ids, vocab_size, "stop_token_ids")
     room, asked = context - len(ids), params.max_tokens
     if room < (asked or 1):
         total = f" and max_tokens {asked} make {len(ids) + asked}" if asked else ""

@@ -1,4 +1,4 @@
-"""What an engine takes of a rank's memory, reckoned before any of it is asked for, and what would take less.
+"""What an engine takes of a rank's memory, reckoned before any of it is asked for.
 
     weights       this rank's share, as it is kept
     cache         pages · bytes of a page
@@ -10,8 +10,6 @@ A pass of t tokens (``token_budget``) holds at its highest the stream, its norm 
 the projections z and rotated heads; keys and values of one context (s) gathered from their pages; and for each of r
 requests (``max_requests``) v logits, once more in float32 and the sampler's noise in float64. What the allocator wastes
 and libraries take is not in it: for that a part of what is free is not promised (:data:`SHARE`).
-
-Each remedy is the same sum with one setting changed.
 """
 
 import os
@@ -21,12 +19,10 @@ from pathlib import Path
 
 import torch
 
-from colonnade.config import ModelConfig, Plan, ServeConfig, size
-from colonnade.config.quantised import check as check_weights
-from colonnade.errors import CapacityError, ColonnadeError
+from colonnade.config import ModelConfig, ServeConfig, size
 from colonnade.kernels.linear.quantised import BAND
 from colonnade.model import KVCache, Transformer
-from colonnade.model.moe.resident import device_bytes, experts_of
+from colonnade.model.moe.resident import device_bytes
 from colonnade.model.quantised import kept_bytes, matrices
 from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.serve.fixed import padded
@@ -58,8 +54,13 @@ class Needs:
             "weights": self.weights, "key/value cache": self.cache, "graphs": self.graphs,
             "activations": self.activations, "asked for": self.total,
         }  # fmt: skip
-        lines = [f"  {what:<18}{size(n):>12}  {n / max(there, 1):>7.1%}" for what, n in rows.items()]
+        lines = [f"  {what:<18}{size(n):>12}  {_share(n / max(there, 1)):>7}" for what, n in rows.items()]
         return "\n".join([*lines, f"  {'there is':<18}{size(there):>12}"])
+
+
+def _share(part: float) -> str:
+    """``"41.3%"``; from tenfold on ``"538,060×"``."""
+    return f"{part:.1%}" if part < 10 else f"{part:,.0f}×"
 
 
 @dataclass(frozen=True)
@@ -174,83 +175,6 @@ def spare_pages(axes: Axes, serve: ServeConfig) -> int:
     """
     assert serve.fixed_steps is not None, "settled"
     return int(serve.fixed_steps or axes.cp.size > 1)
-
-
-def check_room(asked: Asked, held: int = 0) -> None:
-    """Raise :class:`CapacityError` when the cache holds not one page, and with a table when ``asked`` does not fit into
-    what is free on its device (or into ``serve.memory_bytes``), of which ``held`` bytes are the model's already.
-    """
-    serve, context = asked.settled, asked.model.context
-    if not pages_of(asked.model, asked.axes, serve, asked.dtype):
-        page_bytes, page = page_bytes_of(asked.model, asked.axes, serve, asked.dtype), serve.page_tokens
-        raise CapacityError(
-            f"--serve.cache_bytes {serve.cache_bytes} holds no page of {page} tokens, which takes {page_bytes} bytes; "
-            f"give {page_bytes * -(-context // page)} for one whole context of {context} tokens"
-        )
-    there = asked.serve.memory_bytes or int(SHARE * free_bytes(asked.device)) + held
-    needs = asked.needs()
-    if needs.total > there:
-        raise CapacityError(told(asked, needs, there))
-
-
-def told(asked: Asked, needs: Needs, there: int) -> str:
-    """The table, and what would help."""
-    lines = [f"this engine does not fit into a rank's memory on {asked.device}. It asks for", needs.table(there)]
-    found = remedies(asked, needs, there)
-    if found:
-        lines.append("what would help, and what it would save:")
-    for flags, saves, note in found:
-        enough = "enough" if needs.total - saves <= there else f"{size(needs.total - saves - there)} still too much"
-        lines.append(f"  {flags:<28}{size(saves):>12}  ({', '.join(filter(None, (note, enough)))})")
-    return "\n".join(lines)
-
-
-def remedies(asked: Asked, needs: Needs, there: int, number: int = 5) -> list[tuple[str, int, str]]:
-    """(flags, bytes that they save, what else is to be said): first what is enough, then what saves most."""
-    serve, found = asked.serve, list[tuple[str, int, str]]()
-    base = asked.but().needs() if asked.weights is not None else needs
-
-    def offer(flags: str, note: str = "", **changes: object) -> None:
-        try:
-            other = asked.but(**changes)
-            Plan(tp=other.tp, cp=other.cp, ep=other.ep, sh=other.sh).check(other.model)
-            check_weights(other.model, other.serve.weights, other.serve.weight_group, other.tp, other.sh)
-            saves = base.total - other.needs().total
-        except ColonnadeError:
-            return
-        if saves > 0:
-            found.append((flags, saves, note))
-
-    page_bytes = page_bytes_of(asked.model, asked.axes, serve, asked.dtype)
-    room = (there - (needs.total - needs.cache)) // page_bytes - spare_pages(asked.axes, asked.settled)
-    if room > 0:
-        page = serve.page_tokens * asked.cp
-        tokens = f"{room * page} tokens instead of {needs.cache // page_bytes * page}"
-        if serve.pages:
-            offer(f"--serve.pages {room * asked.cp}", tokens, serve=serve.but(pages=room * asked.cp))
-        else:
-            offer(f"--serve.cache_bytes {room * page_bytes}", tokens, serve=serve.but(cache_bytes=room * page_bytes))
-    if serve.token_budget > 64:
-        less = max(64, serve.token_budget // 4)
-        offer(f"--serve.token_budget {less}", "prompts in more steps", serve=serve.but(token_budget=less))
-    if serve.max_requests > 1:
-        less = max(1, serve.max_requests // 4)
-        offer(f"--serve.max_requests {less}", "more wait", serve=serve.but(max_requests=less))
-    if needs.graphs:
-        offer("--serve.fixed_steps False", "slower steps", serve=serve.but(fixed_steps=False))
-    kind = "float8" if asked.model.latent is None else "int8"
-    if serve.cache == "stored" and (kind == "int8" or widens_float8(asked.device)):
-        offer(f"--serve.cache {kind}", "rounded", serve=serve.but(cache=kind))
-    for kind in ("int8", "int4"):
-        if serve.weights not in (kind, "int4"):
-            offer(f"--serve.weights {kind}", "rounded", serve=serve.but(weights=kind))
-    if asked.model.moe is None:
-        offer(f"--plan.tp {2 * asked.tp}", f"{2 * asked.tp} processes", tp=2 * asked.tp)
-    elif (layers := len(experts_of(Transformer(asked.model, device="meta")))) > 2 and asked.resident is None:
-        offer("--experts.resident 2", f"of {layers} layers' experts", resident=2)
-    if asked.dtype in (torch.float32, torch.float64):
-        offer("--dtype bfloat16", "other rounding", dtype=torch.bfloat16)
-    return sorted(found, key=lambda f: (needs.total - f[1] > there, -f[1]))[:number]
 
 
 def widens_float8(device: torch.device) -> bool:

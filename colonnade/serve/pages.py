@@ -36,10 +36,13 @@ def extend_names(names: list[bytes], ids: Sequence[int], page_tokens: int) -> No
 
 
 class PagePool:
-    """``pages`` pages of ``page_tokens`` tokens each, numbered from 0, with reference counts, on ``ranks`` ranks."""
+    """``pages`` pages of ``page_tokens`` tokens each, numbered from 0, with reference counts, on ``ranks`` ranks.
 
-    def __init__(self, pages: int, page_tokens: int, ranks: int = 1):
-        self.pages, self.page_tokens, self.ranks = pages, page_tokens, ranks
+    ``counted`` says that somebody asked for so many pages, and not for so many bytes.
+    """
+
+    def __init__(self, pages: int, page_tokens: int, ranks: int = 1, *, counted: bool = False):
+        self.pages, self.page_tokens, self.ranks, self.counted = pages, page_tokens, ranks, counted
         self._references = [0] * pages
         # Of each rank a stack: the page freed last is the warmest, so it goes out first.
         self._free = [[*reversed(range(rank, pages, ranks))] for rank in range(ranks)]
@@ -70,11 +73,14 @@ class PagePool:
     def check_fits(self, tokens: int) -> None:
         """Raise :class:`CapacityError` when one request of ``tokens`` tokens would not fit into an empty pool."""
         if self.pages_for(tokens) > self.pages:
+            needs = self.pages_for(tokens)
+            if self.counted:
+                remedy = f"raise --serve.pages to {needs} or more"
+            else:
+                remedy = f"raise --serve.cache_bytes at least {-(-needs * 100 // self.pages) / 100:g}-fold"
             raise CapacityError(
-                f"one request of {tokens} tokens needs {self.pages_for(tokens)} cache pages of {self.page_tokens} "
-                f"tokens, but the pool has {self.pages}; raise --serve.cache_bytes at least "
-                f"{-(-self.pages_for(tokens) * 100 // self.pages) / 100:g}-fold (or --serve.pages, where that is "
-                "set), or ask for fewer tokens"
+                f"one request of {tokens} tokens needs {needs} cache pages of {self.page_tokens} tokens, but the pool "
+                f"has {self.pages}; {remedy}, or ask for fewer tokens"
             )
 
     def allocate(self, count: int, after: Sequence[int] = ()) -> list[int]:

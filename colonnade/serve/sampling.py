@@ -6,10 +6,12 @@ can pass it on in the shape of OpenAI's errors.
 
 import math
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any, NamedTuple, Self
 
+from colonnade.config import nearest
 from colonnade.errors import RequestError
 
 MAX_STOPS = 64
@@ -40,18 +42,35 @@ class SamplingParams:
     """Go on past the tokenizer's end tokens (for benchmarks)."""
 
     def __post_init__(self):
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        for name in ("temperature", "top_p", "min_p"):
+            _check(name, getattr(self, name), _is_a(Real, getattr(self, name)), "a number")
+        for name in ("top_k", "seed", "max_tokens"):
+            value = getattr(self, name)
+            _check(name, value, _is_a(Integral, value) or (value is None and name != "top_k"), "a whole number")
+        _check("ignore_eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "True or False")
+        stop = (self.stop,) if isinstance(self.stop, str) else _each("stop", self.stop, "a string, or a list of some")
+        tokens = _each("stop_token_ids", self.stop_token_ids, "a list of token ids")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _check("temperature", self.temperature, math.isfinite(self.temperature) and self.temperature >= 0, "0 or more")
-        _check("top_k", self.top_k, self.top_k >= 0, "0 (all) or more")
+        object.__setattr__(self, "stop_token_ids", tokens)
+        _check("temperature", self.temperature, self.temperature >= 0 and _finite(self.temperature), "0 or more")
+        _check("top_k", self.top_k, 0 <= self.top_k < 2**63, "0 (all) or more")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
         _check("seed", self.seed, self.seed is None or -(2**63) <= self.seed < 2**63, "a signed 64-bit integer")
         _check("stop", list(stop), len(stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings")
         _check("stop", list(stop), all(isinstance(text, str) and text for text in stop), "strings that are not empty")
-        _check("stop_token_ids", None, len(self.stop_token_ids) <= MAX_STOPS, f"at most {MAX_STOPS} tokens")
+        _check("stop_token_ids", list(tokens), all(_is_a(Integral, token) for token in tokens), "a list of token ids")
+        _check("stop_token_ids", None, len(tokens) <= MAX_STOPS, f"at most {MAX_STOPS} tokens")
         _check("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "1 or more")
+
+    @classmethod
+    def named(cls, given: Mapping[str, Any]) -> Self:
+        """Those of ``given``, by their names; a name that there is not is refused with the nearest that there is."""
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise RequestError(f"unknown parameter '{name}'{nearest(name, known)}", param=name)
+        return cls(**given)
 
     @property
     def greedy(self) -> bool:
@@ -97,6 +116,23 @@ class Draw(NamedTuple):
         return Draw(temperature, top_k, top_p, min_p, seed, index)
 
 
+def _is_a(kind: type, value: object) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # a whole number that no float can be
+        return False
+
+
+def _each(param: str, values: object, allowed: str) -> tuple:
+    _check(param, values, isinstance(values, Iterable) and not isinstance(values, str | bytes), allowed)
+    return tuple(values)  # type: ignore[arg-type]
+
+
 def _check(param: str, value: object, good: bool, allowed: str) -> None:
     if not good:
-        raise RequestError(f"{param} is {str(value)[:80]}; it must be {allowed}", param=param)
+        said = repr(value) if isinstance(value, str) else str(value)
+        raise RequestError(f"{param} is {said[:80]}; it must be {allowed}", param=param)

@@ -232,9 +232,82 @@ def test_refusals_say_why(model, prompt, params, message):
     audit(it)
 
 
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda it: it.generate("The quick"), r"^prompts is 'The quick'; give a list of prompts"),
+        (lambda it: it.generate([1, 2, 3]), r"^prompts is \[1, 2, 3\]; give a list of prompts"),
+        (lambda it: it.generate(torch.tensor([1, 2])), r"^prompts is tensor.*; give a list of prompts"),
+        (lambda it: it.generate(None), "^prompts is None; give a list"),
+        (lambda it: it.generate(["a"], {"temperature": 0}), r"^params is {.*}; give SamplingParams\(\*\*params\)"),
+        (lambda it: it.generate(["a", "b"], [GREEDY, 3]), r"^params is 3; give SamplingParams"),
+        (lambda it: it.generate(["a", "b"], [GREEDY]), "^2 prompts but 1 sampling params"),
+        (lambda it: it.add(None), "^the prompt is None; give one text, or list of token ids"),
+        (lambda it: it.add("a", {"temperature": 0}), "^params is "),
+        (lambda it: it.add([1.5]), r"^the prompt is \[1.5\]; give one text"),
+        (lambda it: it.add(torch.zeros(2, 3, dtype=torch.int64)), r"^the prompt is tensor.*\]\]\); give one text"),
+        (lambda it: it.stream(["a", "b"]), r"^the prompt is \['a', 'b'\]; give one text.* \(generate takes several\)"),
+        (lambda it: it.add("a", SamplingParams(stop_token_ids=[7, 301])), "^token 301 of stop_token_ids is not in the"),
+        (lambda it: it.add("a", SamplingParams(stop_token_ids=[-1])), "^token -1 of stop_token_ids is not in the"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_and_not_taken_to_pieces(model, ask, message):
+    it = engine(model)
+    with pytest.raises(RequestError, match=message) as refusal:
+        ask(it)
+    assert "\n" not in str(refusal.value)
+    audit(it)
+
+
+def test_ids_may_come_as_tensors(model):
+    it = engine(model)
+    ids = torch.tensor([5, 6, 7])
+    assert it.generate([ids, tuple(ids)], GREEDY) == 2 * it.generate([[5, 6, 7]], GREEDY)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_nobodys_outputs_are_lost_however_the_engine_is_driven(model, run_ahead: bool):
+    """Requests of add, a stream and generate side by side; each way of running the engine runs all of them."""
+    it = engine(model, run_ahead=run_ahead)
+    (whole,) = engine(model).generate(["The quick"], GREEDY)
+    first, dropped = it.add("The quick", GREEDY), it.add("The quick", GREEDY)
+    stream, unread = it.stream("The quick", GREEDY), it.stream("The quick", GREEDY)
+    outputs = [next(stream), next(stream)]
+    assert it.generate(["My fellow", "The quick"], GREEDY)[1] == whole
+    it.cancel(dropped)
+    assert it.busy, "what it gained has not been given yet"
+    late = it.add("The quick", GREEDY)
+    gained = {first: [], late: []}
+    while it.busy:
+        for output in it.step():
+            gained[output.id].append(output)
+    outputs += stream  # which the steps above brought to its end
+    for pieces in (outputs, *gained.values()):
+        assert tuple(piece.token for piece in pieces) == whole.token_ids
+        assert "".join(piece.text for piece in pieces) == whole.text and pieces[-1].finish_reason == "length"
+    assert it.step() == []
+    unread.close()
+    audit(it)
+
+
+def test_a_stream_that_its_reader_cancels_ends(model):
+    it = engine(model)
+    tokens = []
+    for output in it.stream("The quick", GREEDY):
+        tokens.append(output.token)
+        if len(tokens) == 3:
+            assert it.cancel(output.id)
+    assert len(tokens) == 3
+    audit(it)
+
+
 def test_capacity_errors_give_the_numbers_and_the_remedy(model):
     with pytest.raises(CapacityError, match=r"40 tokens needs 10 cache pages of 4 tokens, but the pool has 5; raise"):
         engine(model, pages=5).add([1] * 31, SamplingParams(max_tokens=10))
+    with pytest.raises(CapacityError, match=r"the pool has 5; raise --serve.pages to 10 or more, or ask"):
+        engine(model, pages=5).add([1] * 31, SamplingParams(max_tokens=10))
+    with pytest.raises(CapacityError, match=r"the pool has 5; raise --serve.cache_bytes at least 2-fold, or ask"):
+        engine(model, pages=None, cache_bytes=1536 * 5).add([1] * 31, SamplingParams(max_tokens=10))
     with pytest.raises(CapacityError, match=r"cache_bytes 100 holds no page of 4 tokens, .* 1536 bytes; give 49152"):
         Engine(model, tiny.tokenizer(), ServeConfig(cache_bytes=100, page_tokens=4))
     with pytest.raises(CapacityError, match=r"key/value cache +\d+.*(.|\n)*--serve.(cache_bytes|pages) \d+"):

@@ -218,6 +218,7 @@ def test_a_prompt_over_the_context_is_refused_with_the_numbers(client: openai.Op
         ({"prompt": []}, "prompt", "prompt must be a string, a list of token ids"),
         ({"prompt": [1, "x"]}, "prompt", "prompt must be a string, a list of token ids"),
         ({"prompt": [301]}, "prompt", "token 301 is not in the vocabulary of 301"),
+        ({"prompt": "x", "stop_token_ids": [301]}, "stop_token_ids", "token 301 of stop_token_ids is not in the"),
         ({"prompt": ["fine", ""]}, "prompt", "the prompt is empty"),
         ({"prompt": "\ud800"}, "prompt", "lone surrogate"),
         ([1, 2], None, "the body must be a JSON object"),

@@ -17,7 +17,8 @@ from colonnade.model.cache import Pools
 from colonnade.parallel.axis import SOLO_AXES
 from colonnade.parallel.mesh import Ground
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.memory import Asked, remedies
+from colonnade.serve.memory import Asked
+from colonnade.serve.room import remedies
 from tests.latent_steps import step
 from tests.models import CONFIGS, build
 from tests.serve import tiny

@@ -17,6 +17,7 @@ from colonnade.kernels.linear import quantised
 from colonnade.kernels.linear.quantise import dequantise, quantise
 from colonnade.model.linear import Linear
 from colonnade.model.quantised import kind_of, weight_bytes
+from colonnade.parallel.mesh import Ground
 from colonnade.serve import Engine
 from tests.models import BERTS, CONFIGS, build
 from tests.serve import tiny
@@ -151,6 +152,36 @@ def test_what_cannot_be_is_refused() -> None:
         Engine(tiny.model(), tiny.tokenizer(), ServeConfig(weights="int4"))
     with pytest.raises(ConfigError):
         ServeConfig(weights="int5")
+    for kind in ("int3", "INT8", 8, "stored"):
+        with pytest.raises(ConfigError, match=rf"there are no weights in {kind!r}; use int8, int4 or float8"):
+            quantise(draw(3, 32), kind)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"weights": "int3"}, "weights is 'int3'; it must be 'stored', 'int8', 'int4' or 'float8'"),
+        ({"weights": "INT8"}, "weights is 'INT8'; it must be 'stored'"),
+        ({"weights": 8}, "weights is 8; it must be 'stored'"),
+        ({"weights": "int4", "weight_group": 48}, "weight_group is 48; it must be 32, 64 or 128"),
+        ({"dtype": "float31"}, "dtype is 'float31'; it must be 'auto', 'float32'"),
+        ({"dtype": torch.float16}, "dtype is torch.float16; it must be 'auto'"),
+        ({"device": "tpu"}, "device is 'tpu'; it must be 'auto', 'cpu' or 'cuda'"),
+    ],
+)
+def test_a_word_that_load_does_not_know_is_refused_before_anything_is_read(given: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        api.load("/nowhere", **given)
+
+
+def test_a_model_says_what_its_weights_are(tmp_path: Path) -> None:
+    whole = api.Model(tiny.model(dtype=torch.float32), None, Ground.solo(torch.device("cpu")), "tiny")
+    with pytest.raises(ConfigError, match="format is 'gguf'; it must be 'hf' or 'colonnade'"):
+        api.save(whole, tmp_path / "m", format="gguf")
+    api.save(whole, tmp_path / "m")
+    for weights, said in (("stored", "float32, one process"), ("int4", "float32 with weights in int4, one process")):
+        with api.load(tmp_path / "m", device="cpu", weights=weights) as model:
+            assert said in repr(model)
 
 
 @pytest.mark.slow

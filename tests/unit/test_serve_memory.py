@@ -18,7 +18,8 @@ from colonnade.model.quantised import weight_bytes
 from colonnade.parallel.axis import SOLO_AXES, Axes, Axis
 from colonnade.parallel.mesh import Ground
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.memory import Asked, _container_bytes, _machine_bytes, check_room, free_bytes, remedies
+from colonnade.serve.memory import Asked, _container_bytes, _machine_bytes, free_bytes
+from colonnade.serve.room import check_room, remedies, together
 from tests.serve import tiny
 
 CPU = torch.device("cpu")
@@ -107,6 +108,47 @@ def test_too_little_is_refused_with_a_table_and_each_remedy_does() -> None:
         if name.startswith("serve.") and name != "serve.weights":
             but = serve.but(**{name.removeprefix("serve."): int(value) if value.isdecimal() else value})
             assert Engine(model, tiny.tokenizer(), but).generate([[1, 2]], SamplingParams(max_tokens=2))
+
+
+@pytest.mark.parametrize("there", [200_000, 150_000, 80_000])
+@pytest.mark.parametrize("sized", [{"cache_bytes": 1 << 20}, {"pages": 200}], ids=str)
+def test_where_no_remedy_is_enough_alone_they_are_told_together(there: int, sized: dict[str, int]) -> None:
+    """No more than are needed; and these flags, typed, do fit."""
+    model = tiny.model(dtype=torch.float32, context=512)
+    serve = ServeConfig(memory_bytes=there, max_requests=8, token_budget=128, **sized)
+    needs = asked(model, serve).needs()
+    single = remedies(asked(model, serve), needs, there, number=99)
+    assert all(needs.total - saves > there for _, saves, _ in single)
+    (size,) = sized
+    assert any(flags.startswith(f"--serve.{size} ") for flags, _, _ in single), "less of a cache helps, too"
+
+    def total(flags: list[str]) -> int:
+        changes, rest = {}, {}
+        for name, value in (flag.removeprefix("--").split() for flag in flags):
+            if name.startswith("serve."):
+                changes[name.removeprefix("serve.")] = int(value) if value.isdecimal() else value
+            else:
+                rest |= {"dtype": {"dtype": torch.bfloat16}, "plan.tp": {"tp": 2}}[name]
+        return replace(asked(model, serve.but(**changes)), **rest).needs().total
+
+    several = together(asked(model, serve), needs, there)
+    assert several is not None
+    flags, saves, tokens = several
+    assert total(flags) == needs.total - saves <= there < total(flags[:-1])
+    with pytest.raises(CapacityError) as caught:
+        Engine(model, tiny.tokenizer(), serve)
+    row = str(caught.value).splitlines()[-1]
+    assert row.startswith(f"  {' '.join(flags)} ") and row.endswith(f"(a cache of {tokens} tokens, enough)")
+
+
+def test_far_too_little_is_told_in_factors() -> None:
+    model = tiny.model(dtype=torch.float32)
+    with pytest.raises(CapacityError, match=r"asked for +[\d.]+ \w+ +[\d,]{3,}×\n") as caught:
+        Engine(model, tiny.tokenizer(), ServeConfig(memory_bytes=1000))
+    assert "%" not in str(caught.value).split("what would help")[0].replace(" 0.0%", "")
+    assert re.search(r"together:\n  --.*\(a cache of 16 tokens, \S+ \w+ still too much\)$", str(caught.value)), (
+        "not even all of it"
+    )
 
 
 def test_what_is_offered_depends_on_the_model() -> None:

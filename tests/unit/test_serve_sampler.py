@@ -1,8 +1,11 @@
 """The sampler draws from the distribution that its docstring says, by the seed alone."""
 
 import math
+import pickle
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -210,12 +213,36 @@ def test_no_rows():
         ("stop", ["x"] * 65),
         ("stop_token_ids", range(65)),
         ("max_tokens", 0),
+        ("max_tokens", "5"),
+        ("max_tokens", 5.0),
+        ("max_tokens", True),
+        ("temperature", "hot"),
+        ("temperature", None),
+        ("temperature", 10**400),
+        ("top_k", None),
+        ("top_k", 2**63),
+        ("seed", 1.5),
+        ("stop", 5),
+        ("stop", None),
+        ("stop", [b"x"]),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", "12"),
+        ("stop_token_ids", [1.0]),
+        ("ignore_eos", "no"),
     ],
 )
 def test_bad_values_are_named(param, value):
     with pytest.raises(RequestError, match=param) as refusal:
         SamplingParams(**{param: value})
     assert refusal.value.param == param and refusal.value.status == 400
+
+
+def test_parameters_may_come_from_numpy_and_travel() -> None:
+    given = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), stop_token_ids=np.array([1, 2]))
+    assert (given.temperature, given.top_k, list(given.stop_token_ids)) == (0.5, 3, [1, 2])
+    assert pickle.loads(pickle.dumps(given)) == given == replace(given, seed=None)
+    with pytest.raises(RequestError, match="unknown parameter 'max_new_tokens'; did you mean 'max_tokens'"):
+        SamplingParams.named({"temperature": 0, "max_new_tokens": 5})
 
 
 def test_one_stop_string_may_stand_alone():

@@ -15,7 +15,8 @@ from colonnade.kernels.choose import CHOSEN
 from colonnade.model.moe.router import RULES
 from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.serve import Engine
-from colonnade.serve.memory import Asked, remedies, spare_pages
+from colonnade.serve.memory import Asked, spare_pages
+from colonnade.serve.room import remedies
 from colonnade.serve.settle import EACH_ALONE, Site, check_steps, settled
 from tests.serve import tiny
 

@@ -15,13 +15,16 @@ among them: then a weight's bits do not depend on the layout. (Groups belong to 
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from colonnade.errors import ConfigError
+
 Kind = Literal["int8", "int4", "float8"]
+KINDS = get_args(Kind)
 FLOAT8 = torch.float8_e4m3fn
 NIBBLES = 8
 """Weights in a word."""
@@ -64,7 +67,12 @@ def _itself(x: Tensor) -> Tensor:
 
 
 def quantise(weight_FD: Tensor, kind: Kind, group: int = 64, over: Callable[[Tensor], Tensor] = _itself) -> Quantised:
-    """``weight_FD`` in ``kind``; numbers that are not finite give scales that are not."""
+    """``weight_FD`` in ``kind``; numbers that are not finite give scales that are not.
+
+    Raises :class:`ConfigError` for a ``kind`` that there is not.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"there are no weights in {kind!r}; use {', '.join(KINDS[:-1])} or {KINDS[-1]}")
     w_FD = weight_FD.float()
     if kind == "int4":
         return _in_groups(w_FD, group)

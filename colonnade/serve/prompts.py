@@ -1,0 +1,76 @@
+"""What may be handed to an engine: a prompt is text, or token ids as they are; several are a list of prompts.
+
+To Python a text is also a list of texts of one character, and a list of ids looks like a list of prompts; whatever can
+be told apart is refused here by name, where it would else be answered as something that nobody asked.
+"""
+
+import operator
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+
+from colonnade.config import shown
+from colonnade.errors import RequestError
+from colonnade.serve.sampling import SamplingParams
+
+Prompt = str | Sequence[int]
+"""Text, or token ids as they are."""
+
+
+def token_ids(tokens: object, vocab_size: int, what: str, allowed: str = "token ids") -> tuple[int, ...]:
+    """The ids in a list or a 1-D tensor; ``what`` names it, and ``allowed`` says what it may be.
+
+    Raises :class:`RequestError` for anything else, for no ids, and for ids that are not in the vocabulary.
+    """
+    each = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # type: ignore[union-attr]
+    if isinstance(each, str | bytes) or not isinstance(each, Iterable):
+        raise RequestError(f"{what} is {shown(tokens)}; give {allowed}", param="prompt")
+    each = tuple(each)
+    try:
+        ids = tuple(map(operator.index, each))
+    except TypeError:
+        raise RequestError(f"{what} is {shown(tokens)}; give {allowed}", param="prompt") from None
+    if not ids:
+        raise RequestError(f"{what} is empty; give at least one token", param="prompt")
+    check_vocabulary(ids, vocab_size, "prompt")
+    return ids
+
+
+def check_vocabulary(ids: Iterable[int], vocab_size: int, param: str) -> None:
+    """Raise :class:`RequestError` for ids that are no tokens of a model's."""
+    strange = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if strange is not None:
+        where = "" if param == "prompt" else f" of {param}"
+        raise RequestError(
+            f"token {strange}{where} is not in the vocabulary of {vocab_size}; give ids from 0 to {vocab_size - 1}",
+            param=param,
+        )
+
+
+def several(prompts: object) -> list[Prompt]:
+    """A list of prompts; raises :class:`RequestError` for a single one, which would be taken to pieces."""
+    if isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes) and not hasattr(prompts, "tolist"):
+        each = list(prompts)
+        if not any(isinstance(one, Integral) for one in each):
+            return each
+    raise RequestError(
+        f"prompts is {shown(prompts)}; give a list of prompts, each a text or a list of token ids: generate([…])",
+        param="prompt",
+    )
+
+
+def checked(params: object) -> SamplingParams:
+    """``params``, or the default of None; raises :class:`RequestError` for what is none."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        like = "SamplingParams(**params)" if isinstance(params, dict) else "SamplingParams(…)"
+        raise RequestError(f"params is {shown(params)}; give {like}", param="params")
+    return params
+
+
+def checked_each(params: object, count: int) -> list[SamplingParams]:
+    """One for each of ``count`` prompts: those given, or the one given for all of them."""
+    each = [checked(one) for one in params] if isinstance(params, list | tuple) else [checked(params)] * count
+    if len(each) != count:
+        raise RequestError(f"{count} prompts but {len(each)} sampling params; give one for each, or one")
+    return each
