@@ -26,6 +26,8 @@ from colonnade.parallel.mesh import Ground
 
 PACKAGED = {"smollm2": find_smollm2, "minilm": find_minilm}
 """Real weights that travel as Python packages, by the names that they are known by."""
+SAID = ["smollm2", "minilm (an encoder)"]
+"""The same in messages."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def locate(path: str | Path) -> Path:
         except CheckpointError as error:
             if not place.parent.is_dir():
                 raise CheckpointError(f"{error}{near}") from None
-    known = f"; give a folder, a GGUF file, a hub id (owner/name), or {' or '.join(PACKAGED)}"
+    known = f"; give a folder, a GGUF file, a hub id (owner/name), or {' or '.join(SAID)}"
     raise CheckpointError(f"{place} does not exist{near or known}")
 
 
@@ -108,10 +110,9 @@ def _models_near(place: Path) -> str:
     """``"; here are runs/a, runs/b"``: some models in the folder of a path that is not there, or in ``runs``."""
     there = {path for folder in (place.parent, Path("runs")) for path in folder.glob("*") if path.is_dir()}
     models = sorted(str(path) for path in there if native.newest(path) or _is_model(path))
-    likely = difflib.get_close_matches(str(place), PACKAGED) + difflib.get_close_matches(
-        str(place), models, 5, cutoff=0
-    )
-    return f"; here are {', '.join(likely)}" if likely else ""
+    packaged = SAID if difflib.get_close_matches(str(place), PACKAGED) else []
+    likely = packaged + difflib.get_close_matches(str(place), models, 5, cutoff=0)
+    return f"; here {'is' if len(likely) == 1 else 'are'} {', '.join(likely)}" if likely else ""
 
 
 def _is_model(folder: Path) -> bool:

@@ -1,14 +1,19 @@
-"""Verbs that let a model write: ``generate``, ``chat`` and ``serve``."""
+"""Verbs that let a model write: ``generate``, ``chat`` and ``serve``.
 
+What is wrong with the words themselves is said before anything that takes seconds is imported.
+"""
+
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from colonnade.cli.shared import Model, ServingPlacing, console, start_alone
+from colonnade.cli.shared import ServingPlacing, Writer, console, speaks, start_alone
+from colonnade.config import Cache as CacheKind
 from colonnade.config import ServeConfig, WeightGroup, Weights
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from colonnade.serve.sampling import SamplingParams
@@ -48,12 +53,21 @@ class Cache:
     """As the dtype says, or quantised while they are read (int8, int4, float8)."""
     weight_group: WeightGroup = 64
     """Inputs that share a scale of int4."""
+    cache: CacheKind = "stored"
+    """Keys and values as the dtype says, or in 8 bits: float8, or of latents (DeepSeek's attention) int8 too."""
+    page_tokens: int = 16
+    """Tokens in one page of the cache."""
     pages: int | None = None
-    """Pages of 16 tokens in the pool; None takes cache_bytes."""
+    """Pages in the pool; None takes cache_bytes."""
     cache_bytes: int = 1 << 28
     """Memory for the key/value cache of one rank, at most [bytes], when pages is not given."""
+    memory_bytes: int | None = None
+    """What weights, cache, graphs and activations of one rank may take together [bytes], beside what Python and torch
+    take by themselves (some 400 MB; on a GPU its context); None: what is free on its device when it starts."""
     token_budget: int = 512
     """Tokens of the text in one forward pass."""
+    fixed_steps: bool | None = None
+    """Record the step that adds a token as a graph and replay it; None does so on a GPU, where that can be."""
 
     @property
     def limits(self) -> ServeConfig:
@@ -62,7 +76,7 @@ class Cache:
 
 
 def generate(
-    model: Positional[Model],
+    model: Positional[Writer],
     prompt: Annotated[Positional[str], arg(metavar="PROMPT")],
     sampling: Annotated[Sampling, arg(name="")] = Sampling(),
     placing: Annotated[ServingPlacing, arg(name="")] = ServingPlacing(),
@@ -72,18 +86,26 @@ def generate(
 
     Args:
         model: What to ask.
-        prompt: The beginning of the text.
+        prompt: The beginning of the text; - reads it from the standard input, without its last newline.
         sampling: How tokens are chosen.
         placing: Where the model runs.
         serve: Room for the text's keys and values.
     """
+    params, where = sampling.params(), placing.where(model, serve.limits)
     from colonnade import talk
 
-    talk.generate(placing.where(model, serve.limits), prompt, sampling.params())
+    talk.generate(where, _read() if prompt == "-" and speaks() else prompt, params)
+
+
+def _read() -> str:
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the standard input is not UTF-8 text (byte {error.start}); convert it first") from None
 
 
 def chat(
-    model: Positional[Model],
+    model: Positional[Writer],
     system: str | None = None,
     sampling: Annotated[Sampling, arg(name="")] = Sampling(),
     placing: Annotated[ServingPlacing, arg(name="")] = ServingPlacing(),
@@ -99,13 +121,14 @@ def chat(
         serve: Room for the text's keys and values.
     """
     start_alone("chat")
+    params, where = sampling.params(), placing.where(model, serve.limits)
     from colonnade import talk
 
-    talk.chat(placing.where(model, serve.limits), system, sampling.params())
+    talk.chat(where, system, params)
 
 
 def serve(
-    model: Positional[Model],
+    model: Positional[Writer],
     serve: ServeConfig = ServeConfig(),
     placing: Annotated[ServingPlacing, arg(name="")] = ServingPlacing(),
 ) -> None:
@@ -117,16 +140,17 @@ def serve(
         placing: Where the model runs.
     """
     start_alone("serve")
+    where = placing.where(model, serve)
+    load = where.load
     try:
         from colonnade.serve.server import serve as run
     except ImportError as error:
         raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
 
-    where = placing.where(model, serve)
     with console.status("loading the model") as status:
 
         def announce(line: str) -> None:
             status.stop()
             console.print(line, soft_wrap=True)
 
-        run(where.load, where.plan, serve, name=Path(model).name, device=placing.device, announce=announce)
+        run(load, where.plan, serve, name=Path(model).name, device=placing.device, announce=announce)

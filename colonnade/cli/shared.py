@@ -21,6 +21,13 @@ Model = Annotated[
         help="A checkpoint or run of ours, a Hugging Face folder, a GGUF file, a hub id, smollm2, or minilm.",
     ),
 ]
+Writer = Annotated[
+    str,
+    arg(
+        metavar="MODEL",
+        help="A checkpoint or run of ours, a Hugging Face folder, a GGUF file, a hub id, or smollm2.",
+    ),
+]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 console = Console(stderr=True, highlight=False)
 
@@ -68,9 +75,10 @@ class Placing:
 
     def where(self, model: str, serve: ServeConfig) -> "Where":
         """The same for :mod:`colonnade.talk`."""
+        plan = Plan(**vars(self.plan))  # refused before torch is imported
         from colonnade.talk import Where
 
-        return Where(model, Plan(**vars(self.plan)), serve, self.device, self.dtype, self.experts)
+        return Where(model, plan, serve, self.device, self.dtype, self.experts)
 
 
 @dataclass(frozen=True)

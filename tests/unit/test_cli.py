@@ -1,5 +1,6 @@
 """The command line: what it does, and above all what it says when it cannot."""
 
+import io
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -635,10 +636,74 @@ def test_a_run_that_is_not_there_is_no_hub_id(
     Path("words").mkdir()
     Path("words/manifest.json").write_text("{}")  # as a corpus has one
     assert refused(capsys, "eval", "words").endswith("safetensors; here are runs/speeches, runs/book")
-    assert "; here are smollm2, runs/" in refused(capsys, "eval", "smollm")
+    assert "; here are smollm2, minilm (an encoder), runs/" in refused(capsys, "eval", "smollm")
     assert "and there are the presets tour" in refused(capsys, "verify", "tuor")
     said = refused(capsys, "eval", "run/speeches")
     assert "Hub" in said and "; here are runs/speeches, runs/book" in said
+
+
+def test_one_model_that_may_have_been_meant_is_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "runs/book/step-3")
+    assert refused(capsys, "eval", "runs/bok").endswith("does not exist; here is runs/book")
+
+
+def test_what_is_wrong_with_the_words_is_said_before_torch_is_imported() -> None:
+    """Else a typo costs three seconds."""
+    code = """
+import sys
+from colonnade.cli import main
+for verb in (["generate", "smollm2", "hi"], ["chat", "smollm2"]):
+    for flags in ("--temperature -1", "--top_p 2", "--stop=", "--plan.cp 0", "--serve.cache_bytes 0"):
+        try:
+            main([*verb, *flags.split()])
+        except SystemExit as end:
+            assert end.code == 1 and "torch" not in sys.modules, flags
+        else:
+            raise AssertionError(flags)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    for said in ("temperature is -1", "top_p is 2", "strings that are not empty", "--plan.cp is 0", "cache_bytes is 0"):
+        assert done.stderr.count(said) == 2, done.stderr
+
+
+def test_an_encoder_is_not_offered_to_write_and_refused_before_any_process_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("colonnade.serve.process._start", lambda *_: pytest.fail("a process was started"))
+    config = ModelConfig(
+        family="bert", causal=False, vocab_size=300, layers=1, width=8, heads=2, ffn_width=8, context=16,
+        norm="layernorm", positions="learned", segments=2, gated=False, activation="gelu", top="encoder", tied=True,
+    )  # fmt: skip
+    native.save(tmp_path / "it", initialise(Transformer(config), 0), native.Meta(model=config), Ground.solo())
+    for verb in (["generate", "hi"], ["chat"], ["serve", "--serve.port", "0"]):
+        said = refused(capsys, verb[0], tmp_path / "it", *verb[1:])
+        assert said.startswith(
+            f"ConfigError: {tmp_path / 'it'} is an encoder, which reads and does not write; in Python"
+        )
+        with pytest.raises(SystemExit):
+            main([verb[0], "--help"])
+        assert "minilm" not in capsys.readouterr().out
+
+
+def test_a_prompt_from_the_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    words = [str(model), "--temperature", "0", "--max_tokens", "5", "--serve.cache", "float8", "--serve.page_tokens=3"]
+    main(["generate", *words, "the quick"])
+    expected = capsys.readouterr().out
+
+    def typed(text: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+
+    typed(b"the quick\n")
+    main(["generate", *words, "-"])
+    assert capsys.readouterr().out == expected
+    typed(b"the \xff")
+    assert "RequestError: the standard input is not UTF-8 text (byte 4)" in refused(capsys, "generate", *words, "-")
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -666,3 +731,30 @@ def test_python_surface(hf: Path, tmp_path: Path) -> None:
         assert isinstance(loaded.generate("the quick", max_tokens=3), str)
         colonnade.save(loaded, tmp_path / "again", format="hf")
     assert torch.equal(colonnade.load(tmp_path / "again", dtype="float64").logits(ids), logits)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda m: m.logits([]), "tokens is empty; give at least one token"),
+        (lambda m: m.logits([1, 10**6]), "token 1000000 is not in the vocabulary of 300; give ids from 0 to 299"),
+        (lambda m: m.logits([-1]), "token -1 is not in the vocabulary"),
+        (lambda m: m.logits("text"), r"tokens is 'text'; give a list of token ids, such as model.tokenizer.encode"),
+        (lambda m: m.logits([1.5]), r"tokens is \[1.5\]; give a list of token ids"),
+        (lambda m: m.logits(torch.tensor([[1, 2]])), r"tokens is tensor\(\[\[1, 2\]\]\); give a list"),
+        (lambda m: m.hidden([1, 2], [0]), "1 segment for 2 tokens; give one for each"),
+        (lambda m: m.score(["a", "b"]), r"the text is \['a', 'b'\]; give a text, or a list of token ids"),
+        (lambda m: m.generate(["a", "b"]), r"the prompt is \['a', 'b'\]; give one text"),
+        (lambda m: m.generate("a", temprature=0), "unknown parameter 'temprature'; did you mean 'temperature'?"),
+        (
+            lambda m: colonnade.Engine("smollm2"),
+            "an Engine serves a loaded model, not 'smollm2'; give it colonnade.load",
+        ),
+        (lambda m: colonnade.Engine(m.transformer), "not a Transformer; give it colonnade.load"),
+        (lambda m: colonnade.Engine(m, {"pages": 3}), "an Engine's config is no dict; give it ServeConfig"),
+    ],
+)
+def test_plain_mistakes_are_one_line_with_the_remedy(hf: Path, ask: Callable, message: str) -> None:
+    with colonnade.load(hf) as loaded, pytest.raises(ColonnadeError, match=message) as refusal:
+        ask(loaded)
+    assert "\n" not in str(refusal.value)
