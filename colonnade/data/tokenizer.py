@@ -19,6 +19,7 @@ import tokenizers
 from colonnade.data.bpe import END, byte_level_bpe, train_bpe
 from colonnade.data.chat import ChatTemplate, Message
 from colonnade.data.detokenize import Detokenizer
+from colonnade.data.forged import Unforged
 from colonnade.errors import DataError, RequestError
 
 _OURS = "colonnade"  # key of tokenizer_config.json under which we keep ids, which transformers leaves alone
@@ -189,7 +190,8 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt of a conversation: encode it with ``special=False``, for it holds its own control tokens.
+        """The prompt of a conversation: encode it with ``special=False``, for it holds its own control tokens, and
+        whatever people spell like one becomes one; :meth:`encode_chat` is for people who are not to be trusted.
 
         ``variables`` are whatever else the template reads (``enable_thinking``). Raises :class:`RequestError` when
         the model has no template, or when its template refuses the messages.
@@ -200,6 +202,20 @@ class Tokenizer:
         tokens = {name: self._core.id_to_token(i) for name, i in named.items() if i is not None}
         given = {"tools": tools, "add_generation_prompt": add_generation_prompt}
         return self._chat.render(messages, **given | tokens | variables)
+
+    def encode_chat(self, messages: list[Message]) -> list[int]:
+        """The ids of :meth:`chat`, in which what people said is text, also where it spells a control token.
+
+        Raises what :meth:`chat` raises, and :class:`RequestError` for a lone surrogate.
+        """
+        try:
+            return self._unforged.encode(messages, self.chat)
+        except TypeError:
+            raise _not_text(self.chat(messages)) from None
+
+    @functools.cached_property
+    def _unforged(self) -> Unforged:
+        return Unforged(self._core, self._literal, self.special_ids)
 
     @functools.cached_property
     def _chat(self) -> ChatTemplate | None:
