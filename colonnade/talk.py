@@ -181,6 +181,6 @@ def _turn(
 
 
 async def _answer(engine: EngineClient, ask: Ask, pieces: list[str]) -> None:
-    async for _, output in engine.run([ask]):
+    async for _, output in engine.run(ask):
         pieces.append(output.text)
         print(output.text, end="", flush=True)

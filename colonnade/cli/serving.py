@@ -5,6 +5,7 @@ What is wrong with the words themselves is said before anything that takes secon
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -147,10 +148,5 @@ def serve(
     except ImportError as error:
         raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
 
-    with console.status("loading the model") as status:
-
-        def announce(line: str) -> None:
-            status.stop()
-            console.print(line, soft_wrap=True)
-
-        run(load, where.plan, serve, name=Path(model).name, device=placing.device, announce=announce)
+    announce = partial(console.print, soft_wrap=True, markup=False)
+    run(load, where.plan, serve, name=Path(model).name, device=placing.device, announce=announce)

@@ -62,6 +62,8 @@ class ServeConfig(Config):
     """The largest request body; a larger one is refused (413) [bytes]."""
     drain_s: float = Field(default=5.0, ge=0)
     """Time that running requests have to finish once the server is asked to stop [s]."""
+    log: bool = True
+    """A line on stderr for each request: when, who, which path, which status; never what was said."""
 
     def check(self, model: ModelConfig) -> None:
         """Raise :class:`ConfigError` where ``model`` cannot be served so."""

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 
 from colonnade.errors import ColonnadeError, RequestError
 from colonnade.serve.line import Ask, Message, error_from, from_line, output_from, submit_message, to_line
@@ -15,7 +15,8 @@ class EngineClient:
     """Talks with one engine process, which :func:`colonnade.serve.process.engine_process` starts and ends."""
 
     def __init__(self):
-        self.context = self.vocab_size = 0
+        self.context = self.cache_tokens = 0
+        """Tokens of one request: what the model was made for, and what the cache holds."""
         self.stats = Stats()
         self.draining = False
         """Set when the server is asked to stop: no new requests."""
@@ -30,21 +31,30 @@ class EngineClient:
         self._mail: dict[str, asyncio.Queue[Output | RequestError]] = {}
         self._writer: asyncio.StreamWriter | None = None
 
-    async def run(self, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Output]]:
-        """The outputs of all ``asks`` as they come, each with its ask's number; closing the generator cancels them.
+    @property
+    def longest(self) -> int:
+        """Tokens that a request may have, prompt and answer."""
+        return min(self.context, self.cache_tokens)
+
+    @property
+    def under_way(self) -> int:
+        """Clients that wait for outputs."""
+        return len(set(self._mail.values()))
+
+    async def run(self, ask: Ask) -> AsyncGenerator[tuple[int, Output]]:
+        """The outputs of ``ask`` as they come, each with its answer's number; closing the generator cancels them.
 
         Raises :class:`RequestError`: a refusal, or with status 503 that the engine died or the server stops.
         """
         if self.failure or self.draining:
             raise self._unavailable()
         mail: asyncio.Queue[Output | RequestError] = asyncio.Queue()
-        numbers = {uuid.uuid4().hex: number for number in range(len(asks))}
+        numbers = {uuid.uuid4().hex: number for number in range(ask.answers)}
         live = set(numbers)
         self.idle.clear()
         try:
-            for key, ask in zip(numbers, asks, strict=True):
-                self._mail[key] = mail
-                self._send(submit_message(key, ask))
+            self._mail.update(dict.fromkeys(numbers, mail))
+            self._send(submit_message(list(numbers), ask))
             while live:
                 output = await mail.get()
                 if isinstance(output, RequestError):
@@ -57,8 +67,8 @@ class EngineClient:
         finally:
             for key in numbers:
                 self._mail.pop(key, None)
-            for key in live:
-                self._send({"do": "cancel", "id": key})
+            if live:
+                self._send({"do": "cancel", "ids": list(live)})
             if not self._mail:
                 self.idle.set()
 
@@ -94,11 +104,11 @@ class EngineClient:
 
     def _receive(self, message: Message) -> None:
         if message["event"] == "refused":
-            self._deliver(message["id"], error_from(message["error"]))
+            self._deliver(message["ids"][0], error_from(message["error"]))
             return
         self.stats = Stats(**message["stats"])
         if message["event"] == "ready":
-            self.context, self.vocab_size = message["context"], message["vocab_size"]
+            self.context, self.cache_tokens = message["context"], message["cache_tokens"]
             self.ready.set()
         for plain in message.get("outputs", ()):
             self._deliver(plain["id"], output_from(plain))

@@ -1,8 +1,10 @@
 """What the HTTP process and the engine's process say to each other: one JSON object a line, over a Unix socket.
 
-    HTTP -> engine    {"do": "submit", "id", "prompt" | "messages", "params"}   {"do": "cancel", "id"}   {"do": "stop"}
-    engine -> HTTP    {"event": "ready", "context", "vocab_size", "pages", …}
-                      {"event": "outputs", "outputs": […], "stats": {…}}        {"event": "refused", "id", "error"}
+    HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params"}  {"do": "cancel", "ids"}  {"do": "stop"}
+    engine -> HTTP    {"event": "ready", "context", "cache_tokens", "stats": {…}}
+                      {"event": "outputs", "outputs": […], "stats": {…}}        {"event": "refused", "ids", "error"}
+
+What a client asks for at once is submitted at once, and all of it is queued or none.
 
 The socket lies in a directory that only its user may enter. Plain data both ways: nothing is unpickled. That the engine
 has died is not a message but the end of the line.
@@ -23,11 +25,16 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Ask:
-    """One generation as the HTTP side asks for it: either a prompt or the messages of a chat."""
+    """What one client asks for at once: continuations of prompts, or the answer to the messages of a chat."""
 
-    prompt: str | Sequence[int] | None = None
+    prompts: Sequence[str | Sequence[int]] = ()
     messages: Sequence[Message] | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
+
+    @property
+    def answers(self) -> int:
+        """How many there will be."""
+        return len(self.prompts) if self.messages is None else 1
 
 
 def to_line(message: Message) -> bytes:
@@ -40,9 +47,9 @@ def from_line(line: bytes) -> Message:
     return json.loads(line)
 
 
-def submit_message(key: str, ask: Ask) -> Message:
-    """``ask`` under the name ``key``."""
-    return {"do": "submit", "id": key, **dataclasses.asdict(ask)}
+def submit_message(keys: Sequence[str], ask: Ask) -> Message:
+    """``ask``, its answers under the names ``keys``."""
+    return {"do": "submit", "ids": list(keys), **dataclasses.asdict(ask)}
 
 
 def output_from(plain: Message) -> Output:

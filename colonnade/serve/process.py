@@ -41,13 +41,19 @@ LONGEST_FOLDER = 80
 
 @asynccontextmanager
 async def engine_process(
-    load: Load, plan: Plan, config: ServeConfig, device: str, give_up: asyncio.Event
+    load: Load,
+    plan: Plan,
+    config: ServeConfig,
+    device: str,
+    give_up: asyncio.Event,
+    at_once: asyncio.Event | None = None,
 ) -> AsyncIterator[EngineClient]:
-    """Start an engine, wait until its model is loaded (or ``give_up`` is set), and end it at the end.
+    """Start an engine, wait until its model is loaded (or ``give_up`` is set), and end it at the end: when ``at_once``
+    is set it is not asked to go, but killed.
 
     Raises what the start raised: a :class:`CheckpointError`, a :class:`CapacityError`, …
     """
-    client = EngineClient()
+    client, at_once = EngineClient(), at_once or asyncio.Event()
     place = None if len(tempfile.gettempdir()) < LONGEST_FOLDER else "/tmp"
     with tempfile.TemporaryDirectory(prefix="colonnade-", dir=place) as folder:  # only this user may enter
         address = f"{folder}/engine"
@@ -63,18 +69,17 @@ async def engine_process(
                 client.stop()
                 if not client.ready.is_set():
                     process.terminate()  # still loading: it does not listen yet
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(client.ended.wait(), STOP_S)
+                await first(client.ended.wait(), at_once.wait(), timeout_s=STOP_S)
                 if not client.ended.is_set():
                     _kill(process)
                 await watcher
 
 
-async def first(*waits: Awaitable[object]) -> None:
-    """Return as soon as one of ``waits`` has."""
+async def first(*waits: Awaitable[object], timeout_s: float | None = None) -> None:
+    """Return as soon as one of ``waits`` has, or after so long."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in tasks:
             task.cancel()

@@ -1,14 +1,17 @@
 """A whole server: bind the port, start the engine, answer until a signal, leave nothing behind.
 
     bind -> engine starts and loads -> listen -> SIGINT or SIGTERM -> drain -> engine stops -> return
-                                              -> the engine dies -> everybody gets a 503 -> raise
+                                    |         |                            -> another: everything ends at once -> raise
+                                    |         -> the engine dies -> everybody gets a 503 -> raise
+                                    -> a signal -> raise
 
 The port is bound first, so that a taken one costs no loading, but listened on last, so that nobody connects to a
-server that cannot answer.
+server that cannot answer. During the drain it is still listened on: who comes then is told so.
 """
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 from collections.abc import Callable, Generator
@@ -16,8 +19,11 @@ from collections.abc import Callable, Generator
 import uvicorn
 
 from colonnade.config import Plan, ServeConfig
-from colonnade.errors import ConfigError, PlanError
+from colonnade.config.base import count
+from colonnade.errors import ConfigError, Interrupted, PlanError
 from colonnade.serve.api.app import build_app
+from colonnade.serve.api.log import ACCESS_LOG
+from colonnade.serve.client import EngineClient
 from colonnade.serve.process import engine_process, first
 from colonnade.serve.worker import Load
 
@@ -28,6 +34,9 @@ KEEP_ALIVE_S = 65
 
 GRACE_S = 2
 """After the drain: time to send the last bytes [s]."""
+
+LAST_WORDS_S = 0.5
+"""The same when everything is to end at once [s]."""
 
 
 def serve(
@@ -41,9 +50,10 @@ def serve(
 ) -> None:
     """Serve the model that ``load(ground)`` gives in each engine process, until SIGINT or SIGTERM.
 
-    ``name`` is what clients call it unless ``config.model_name`` says otherwise; ``announce`` is told when and where
-    it listens. Must run in the main thread. Raises :class:`ConfigError` when the port cannot be had, and whatever ends
-    the engine: what loading raises, or :class:`PlanError` when a process died.
+    ``name`` is what clients call it unless ``config.model_name`` says otherwise; ``announce`` is told, a line each,
+    that it loads, where it listens and that it stops. Must run in the main thread. Raises :class:`ConfigError` when
+    the port cannot be had; whatever ends the engine: what loading raises, or :class:`PlanError` when a process died;
+    and :class:`Interrupted` for a signal while it loads, or a second one.
     """
     plan, config = plan or Plan(), config or ServeConfig()
     if plan.world > plan.tp * plan.cp:
@@ -61,35 +71,57 @@ async def _serve(
     device: str,
     announce: Callable[[str], object],
 ) -> None:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in SIGNALS:
-        loop.add_signal_handler(number, stop.set)
-    async with engine_process(load, plan, config, device, stop) as engine:
-        if stop.is_set():
-            return
+    asked = _Asked()
+    announce(f"loading {name}")
+    async with engine_process(load, plan, config, device, asked.to_stop, asked.at_once) as engine:
+        if asked.to_stop.is_set():
+            announce(f"stopped before {name} was loaded")
+            raise Interrupted(asked.signal)
         server = _Server(
             uvicorn.Config(
-                build_app(engine, name, config.max_body_bytes),
+                build_app(engine, name, config),
                 lifespan="off",
                 ws="none",
-                log_config=None,
-                access_log=False,
+                log_config=ACCESS_LOG if config.log else None,
+                access_log=config.log,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(config.drain_s) + GRACE_S,
+                timeout_graceful_shutdown=GRACE_S,
             ),
-            lambda: announce(f"serving {name} at {_url(listener)} (OpenAI's API under /v1; Ctrl-C stops)"),
+            lambda: announce(_greeting(name, _url(listener), engine)),
         )
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        serving.add_done_callback(lambda _: stop.set())
-        await first(stop.wait(), engine.ended.wait())
-        engine.draining = server.should_exit = True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(engine.idle.wait(), config.drain_s)
+        serving, closed = asyncio.create_task(server.serve(sockets=[listener])), asyncio.Event()
+        serving.add_done_callback(lambda _: closed.set())
+        await first(asked.to_stop.wait(), engine.ended.wait(), closed.wait())
+        engine.draining = True
+        if asked.signal:
+            announce(_farewell(engine.under_way, config.drain_s))
+        await first(engine.idle.wait(), asked.at_once.wait(), timeout_s=config.drain_s)
         engine.abort()
+        server.should_exit = True
+        await first(closed.wait(), asked.at_once.wait())
+        if asked.at_once.is_set():
+            server.force_exit = True
+            await asyncio.wait((serving,), timeout=LAST_WORDS_S)
+            raise Interrupted(asked.signal)
         await serving
         if engine.failure:
             raise engine.failure
+
+
+class _Asked:
+    """What signals ask of this process: the first to stop, another to end at once."""
+
+    def __init__(self):
+        self.to_stop, self.at_once = asyncio.Event(), asyncio.Event()
+        self.signal = 0
+        """The number of the last one."""
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._note, number)
+
+    def _note(self, number: int) -> None:
+        (self.at_once if self.signal else self.to_stop).set()
+        self.signal = number
 
 
 class _Server(uvicorn.Server):
@@ -106,6 +138,24 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
+
+
+def _greeting(name: str, url: str, engine: EngineClient) -> str:
+    said = f"serving {name} at {url} (OpenAI's API under /v1; Ctrl-C stops)"
+    if engine.longest < engine.context:
+        said += (
+            f"; a request may have {engine.longest:,} tokens of the model's {engine.context:,}, which is what the "
+            "cache holds: raise --serve.cache_bytes for more"
+        )
+    return said
+
+
+def _farewell(under_way: int, drain_s: float) -> str:
+    if not under_way:
+        return "stopping"
+    return (
+        f"stopping: {count(under_way, 'request')} {'has' if under_way == 1 else 'have'} {drain_s:g} s; again to end now"
+    )
 
 
 def _url(listener: socket.socket) -> str:
@@ -129,7 +179,8 @@ def _bind(config: ServeConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = (error.strerror or str(error)).lower()
-        raise ConfigError(
-            f"cannot listen on {where}: {reason}; choose another --serve.port, or 0 for any free one"
-        ) from None
+        remedy = "choose another --serve.port, or 0 for any free one"
+        if error.errno == errno.EADDRNOTAVAIL:
+            remedy = "this machine has no such address; choose another --serve.host"
+        raise ConfigError(f"cannot listen on {where}: {reason}; {remedy}") from None
     return listener

@@ -61,9 +61,8 @@ def _lead(engine: Engine, line: socket.socket) -> None:
     """Serve the line until it ends or says stop."""
     inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(line, engine.tokenizer, inbox), daemon=True).start()
-    config = engine.model.config
-    ready = {"context": config.context, "vocab_size": config.vocab_size, "stats": dataclasses.asdict(engine.stats)}
-    line.sendall(to_line({"event": "ready", **ready}))
+    limits = {"context": engine.model.config.context, "cache_tokens": engine.scheduler.pool.tokens}
+    line.sendall(to_line({"event": "ready", **limits, "stats": dataclasses.asdict(engine.stats)}))
     while True:
         for message in arrivals(engine, inbox):
             if isinstance(message, BaseException):
@@ -90,17 +89,35 @@ def arrivals(engine: Engine, inbox: queue.SimpleQueue) -> list[Message | BaseExc
 
 
 def _handle(engine: Engine, message: Message) -> Message | None:
-    """Add or cancel a request; the message that refuses it, if it must be."""
+    """Add all the requests of a message, or cancel them; the message that refuses them, if they must be."""
+    if message["do"] == "cancel":
+        for key in message["ids"]:
+            engine.cancel(key)
+        return None
+    if "refusal" in message:
+        return message["refusal"]
     try:
-        if message["do"] == "cancel":
-            engine.cancel(message["id"])
-        elif "refusal" in message:
-            return message["refusal"]
-        else:
-            engine.add(message["ids"], SamplingParams(**message["params"]), request_id=message["id"])
+        _check_room(engine, len(message["ids"]))
+        params = SamplingParams(**message["params"])
+        for key, tokens in zip(message["ids"], message["tokens"], strict=True):
+            engine.add(tokens, params, request_id=key)
     except ColonnadeError as error:
+        for key in message["ids"]:  # nothing has run yet
+            engine.cancel(key)
         return _refusal(message, error)
     return None
+
+
+def _check_room(engine: Engine, count: int) -> None:
+    """Raise :class:`RequestError` (429) when ``count`` requests do not all have a place in the queue."""
+    waiting, most = len(engine.scheduler.waiting), engine.config.max_waiting
+    if waiting + count > most and count > 1:  # of one the scheduler says so itself
+        raise RequestError(
+            f"there are {count} prompts, and {waiting} requests wait already of {most} that --serve.max_waiting "
+            "allows; try again later, or with fewer",
+            status=429,
+            code="queue_full",
+        )
 
 
 def _refusal(message: Message, error: ColonnadeError) -> Message:
@@ -108,7 +125,7 @@ def _refusal(message: Message, error: ColonnadeError) -> Message:
     told = error_message(error)
     if message["messages"] is not None and told["param"] == "prompt":
         told["param"] = "messages"
-    return {"event": "refused", "id": message["id"], "error": told}
+    return {"event": "refused", "ids": message["ids"], "error": told}
 
 
 def _read(line: socket.socket, tokenizer: Tokenizer, inbox: queue.SimpleQueue) -> None:
@@ -125,22 +142,21 @@ def _read(line: socket.socket, tokenizer: Tokenizer, inbox: queue.SimpleQueue) -
 
 
 def _prepare(message: Message, tokenizer: Tokenizer) -> Message:
-    """A submission with its ``ids``, or with the ``refusal`` that answers it."""
+    """A submission with its prompts' ``tokens``, or with the ``refusal`` that answers it."""
     if message["do"] != "submit":
         return message
     try:
-        return {**message, "ids": _tokens(message, tokenizer)}
+        return {**message, "tokens": _tokens(message, tokenizer)}
     except ColonnadeError as error:
         return {**message, "refusal": _refusal(message, error)}
 
 
-def _tokens(message: Message, tokenizer: Tokenizer) -> list[int]:
+def _tokens(message: Message, tokenizer: Tokenizer) -> list[list[int]]:
     if message["messages"] is None:
-        prompt = message["prompt"]
-        return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in message["prompts"]]
     if tokenizer.chat_template is None:
         raise RequestError(
             "this model has no chat template; send a prompt to /v1/completions, or use colonnade generate",
             param="messages",
         )
-    return tokenizer.encode(tokenizer.chat(message["messages"]), special=False)
+    return [tokenizer.encode_chat(message["messages"])]

@@ -16,7 +16,7 @@ from typing import Any
 import openai
 
 from colonnade.config import Plan, ServeConfig
-from colonnade.errors import ColonnadeError
+from colonnade.errors import ColonnadeError, Interrupted
 from colonnade.serve.server import serve
 from tests.serve import tiny
 
@@ -28,6 +28,7 @@ class Running:
     process: subprocess.Popen
     url: str
     folder: Path
+    greeting: str = ""
 
     @property
     def client(self) -> openai.OpenAI:
@@ -55,7 +56,7 @@ class Running:
 @contextmanager
 def start(load: dict[str, Any] | None = None, plan: dict[str, Any] | None = None, **config: Any) -> Iterator[Running]:
     """A server that is starting, without its address; killed at the end if it still runs."""
-    asked = json.dumps({"load": load or {}, "plan": plan or {}, "config": {"port": 0, **config}})
+    asked = json.dumps({"load": load or {}, "plan": plan or {}, "config": {"port": 0, "log": False, **config}})
     command = [sys.executable, "-u", "-W", "error::RuntimeWarning", "-m", "tests.serve.serving", asked]
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:
         process = subprocess.Popen(
@@ -82,15 +83,16 @@ def server(load: dict[str, Any] | None = None, plan: dict[str, Any] | None = Non
     """A tiny model behind a real socket, listening."""
     with start(load, plan, **config) as running:
         assert running.process.stdout is not None
+        assert running.process.stdout.readline() == "loading tiny\n"
         line = running.process.stdout.readline()
         if not line.startswith("serving tiny at http://"):
             raise AssertionError(f"the server did not start: {line}{running.stop(0)}")
-        running.url = line.split()[3]
+        running.url, running.greeting = line.split()[3], line
         yield running
 
 
 def main() -> None:
-    """What ``colonnade serve`` will do, for a tiny model: errors are one line and a code."""
+    """What ``colonnade serve`` does, for a tiny model: errors are one line and a code."""
     asked = json.loads(sys.argv[1])
     try:
         serve(
@@ -102,6 +104,8 @@ def main() -> None:
         )
     except ColonnadeError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    except Interrupted as stop:
+        sys.exit(128 + stop.signal)
 
 
 if __name__ == "__main__":

@@ -85,9 +85,15 @@ def test_a_slow_model_a_full_queue_and_a_gentle_end():
 
         stream = long_stream(running, 12)
         running.process.send_signal(signal.SIGTERM)
+        with httpx.Client() as http:  # who comes during the drain is told, on a new connection too
+            while http.get(f"{running.url}/health").json() != {"status": "stopping"}:
+                time.sleep(0.01)
+            assert http.get(f"{running.url}/health").status_code == 503
+        late = _ask(running.url)
+        assert late.status_code == 503 and late.json()["error"]["code"] == "shutting_down"
         chunks = list(stream)  # the drain lets it finish
         assert chunks[-1].choices[0].finish_reason == "length"
-        assert running.stop(0) == (0, "", "")
+        assert running.stop(0) == (0, "stopping: 1 request has 20 s; again to end now\n", "")
         assert gone(pids) and not list(running.folder.iterdir())
 
 
@@ -106,8 +112,23 @@ def test_who_cannot_finish_in_time_is_told():
             list(stream)
         assert whole.result().status_code == 503
         assert whole.result().json()["error"]["type"] == "service_unavailable_error"
-        assert running.stop(0) == (0, "", "")
+        assert running.stop(0) == (0, "stopping: 2 requests have 0 s; again to end now\n", "")
         assert gone(pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_a_second_signal_ends_it_at_once(number: signal.Signals):
+    """The drain would last an hour, and each step a minute."""
+    with server({"slow_s": 60, "quick_steps": 3}, drain_s=3600) as running:
+        stream, pids = long_stream(running), running.engine_pids()
+        running.process.send_signal(number)
+        assert running.process.stdout is not None
+        assert running.process.stdout.readline() == "stopping: 1 request has 3600 s; again to end now\n"
+        running.process.send_signal(number)
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
+            list(stream)
+        assert running.stop(0) == (128 + number, "", "")
+        assert gone(pids) and not list(running.folder.iterdir())
 
 
 @pytest.mark.parametrize("plan", [{}, {"tp": 2}, pytest.param({"cp": 2}, marks=pytest.mark.long)], ids=str)
@@ -165,15 +186,50 @@ def test_an_engine_that_cannot_start_is_one_line():
     with start(cache_bytes=7) as starting:
         code, out, err = starting.stop(0)
         assert not list(starting.folder.iterdir())
-    assert code != 0 and out == "" and err.count("\n") == 1, err
+    assert code != 0 and out == "loading tiny\n" and err.count("\n") == 1, err
     assert err.startswith("CapacityError: --serve.cache_bytes 7 holds no page of 16 tokens")
 
 
-@pytest.mark.parametrize("delay_s", [0, 0.5])
-def test_a_signal_while_loading_stops_it(delay_s: float):
+@pytest.mark.parametrize(("number", "delay_s"), [(signal.SIGINT, 0), (signal.SIGTERM, 0.5)])
+def test_a_signal_while_loading_stops_it(number: signal.Signals, delay_s: float):
     with start() as starting:
         while starting.process.poll() is None and not list(starting.folder.iterdir()):
             time.sleep(0.001)  # the line to the engine appears when it starts one
         time.sleep(delay_s)
-        assert starting.stop(signal.SIGINT) == (0, "", "")
+        assert starting.stop(number) == (128 + number, "loading tiny\nstopped before tiny was loaded\n", "")
         assert not list(starting.folder.iterdir())
+
+
+def test_a_small_cache_is_advertised_and_the_log_tells_who_asked_what_and_not_what_was_said():
+    with server(log=True, pages=3) as running:
+        assert "; a request may have 48 tokens of the model's 128, which is what the cache holds" in running.greeting
+        model = httpx.get(f"{running.url}/v1/models").json()["data"][0]
+        assert model["max_model_len"] == 48
+        whole = _ask(running.url, prompt=[1] * 40, max_tokens=model["max_model_len"] - 40)
+        assert whole.json()["usage"]["total_tokens"] == 48
+        over = _ask(running.url, prompt=[1] * 40, max_tokens=10)
+        assert over.status_code == 400 and over.json()["error"]["code"] == "cache_too_small"
+        assert _ask(running.url, prompt="a secret").status_code == 200
+        assert _ask(running.url, prompt="a secret", top_p=7).status_code == 400
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        assert httpx.get(f"{running.url}/metrics").status_code == 200
+        code, out, err = running.stop(signal.SIGTERM)
+    assert (code, out) == (0, "stopping\n")
+    when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ 127\.0\.0\.1:\d+"
+    asked = [
+        *('"GET /v1/models HTTP/1.1" 200 OK', '"POST /v1/completions HTTP/1.1" 200 OK'),
+        *('"POST /v1/completions HTTP/1.1" 400 Bad Request', '"POST /v1/completions HTTP/1.1" 200 OK'),
+        '"POST /v1/completions HTTP/1.1" 400 Bad Request',
+    ]
+    assert re.fullmatch("".join(rf"{when} {line}\n" for line in asked), err), err
+
+
+def test_an_address_of_another_machine_is_one_line():
+    with start(host="192.0.2.1") as starting:  # of documentation (RFC 5737)
+        code, out, err = starting.stop(0)
+    assert code != 0 and out == ""
+    assert re.fullmatch(
+        r"ConfigError: cannot listen on 192\.0\.2\.1:0: .*; this machine has no such address; "
+        r"choose another --serve\.host\n",
+        err,
+    ), err

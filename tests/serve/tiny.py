@@ -2,6 +2,7 @@
 
 import time
 from functools import cache
+from itertools import count
 
 import tokenizers
 import torch
@@ -68,14 +69,15 @@ def logits(model: Transformer, ids: list[int]) -> torch.Tensor:
 
 
 def load(
-    ground: Ground, chat: bool = True, poison: int | None = None, slow_s: float = 0.0
+    ground: Ground, chat: bool = True, poison: int | None = None, slow_s: float = 0.0, quick_steps: int = 0
 ) -> tuple[Transformer, Tokenizer]:
     """What a server's engine processes call. ``poison`` is a token whose embedding is NaN; ``slow_s`` slows each
-    forward pass down."""
+    forward pass down, after the first ``quick_steps``."""
     it = model(ground.axes.serving(), dtype=torch.float32)
     if poison is not None:
         with torch.no_grad():
             it.get_parameter("embed.tokens.weight")[poison] = torch.nan
     if slow_s:
-        it.register_forward_pre_hook(lambda *_: time.sleep(slow_s))
+        steps = count()
+        it.register_forward_pre_hook(lambda *_: time.sleep(slow_s) if next(steps) >= quick_steps else None)
     return it, tokenizer(chat)

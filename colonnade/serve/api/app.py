@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
+from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
 from colonnade.serve.api import errors
 from colonnade.serve.api.bodies import Body, ChatBody, CompletionBody
@@ -31,10 +32,10 @@ CLIENT_GONE = 499
 """nginx's status for a client that left; nobody reads it but the logs."""
 
 
-def build_app(engine: EngineClient, model: str, max_body_bytes: int) -> FastAPI:
+def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
     """The application that serves ``engine`` under the name ``model``."""
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     errors.install(app)
     metrics, started = Metrics(engine, model), int(time.time())
     card = {
@@ -42,7 +43,7 @@ def build_app(engine: EngineClient, model: str, max_body_bytes: int) -> FastAPI:
         "object": "model",
         "created": started,
         "owned_by": "colonnade",
-        "max_model_len": engine.context,
+        "max_model_len": engine.longest,
     }
 
     @app.post("/v1/completions")
@@ -68,9 +69,9 @@ def build_app(engine: EngineClient, model: str, max_body_bytes: int) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        """Whether the engine is alive."""
-        alive = engine.failure is None
-        return JSONResponse({"status": "ok" if alive else "engine failed"}, status_code=200 if alive else 503)
+        """Whether it answers requests."""
+        status = "engine failed" if engine.failure else "stopping" if engine.draining else "ok"
+        return JSONResponse({"status": status}, status_code=200 if status == "ok" else 503)
 
     @app.get("/metrics")
     async def scrape() -> Response:
@@ -85,7 +86,15 @@ def build_app(engine: EngineClient, model: str, max_body_bytes: int) -> FastAPI:
 
     async def answer(body: Body, shape: Completions, request: Request) -> Response:
         check_model(body.model)
-        outputs = _timed(engine.run(body.asks()), metrics)
+        ask = body.ask()
+        if ask.answers > config.max_waiting:
+            raise RequestError(
+                f"{ask.answers} prompts; at most {config.max_waiting} in one request (--serve.max_waiting); send the "
+                "others in another",
+                param="prompt",
+                code="too_many_prompts",
+            )
+        outputs = _timed(engine.run(ask), metrics)
         if body.stream:
             # The first output decides between a stream and an error with its own status.
             first = await _unless_gone(request, anext(outputs))

@@ -103,8 +103,8 @@ class Body(BaseModel):
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return SamplingParams(**{"max_tokens": self.default_max_tokens, **given})
 
-    def asks(self) -> list[Ask]:
-        """What the engine is asked for; one answer (``choice``) each."""
+    def ask(self) -> Ask:
+        """What the engine is asked for."""
         raise NotImplementedError
 
 
@@ -124,11 +124,10 @@ class CompletionBody(Body):
             return prompt
         raise RequestError("prompt must be a string, a list of token ids, or a list of either", param="prompt")
 
-    def asks(self) -> list[Ask]:
-        """One for each prompt."""
+    def ask(self) -> Ask:
+        """An answer (``choice``) for each prompt."""
         several = isinstance(self.prompt, list) and not _are_ids(self.prompt)
-        params = self.params()
-        return [Ask(prompt=prompt, params=params) for prompt in (self.prompt if several else [self.prompt])]
+        return Ask(prompts=self.prompt if several else [self.prompt], params=self.params())
 
 
 class ChatMessage(BaseModel):
@@ -174,11 +173,11 @@ class ChatBody(Body):
             raise RequestError("max_tokens and max_completion_tokens mean the same; send one", param="max_tokens")
         return self
 
-    def asks(self) -> list[Ask]:
-        """One: the conversation."""
+    def ask(self) -> Ask:
+        """The answer to the conversation."""
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return [Ask(messages=messages, params=self.model_copy(update={"max_tokens": limit}).params())]
+        return Ask(messages=messages, params=self.model_copy(update={"max_tokens": limit}).params())
 
 
 def _are_ids(value: object) -> bool:
