@@ -13,6 +13,7 @@ import torch
 
 from colonnade.config import ServeConfig
 from colonnade.serve import Engine, SamplingParams
+from colonnade.serve.api import schemas
 from tests.serve import tiny
 from tests.serve.serving import Running, server
 
@@ -172,6 +173,22 @@ def test_no_page_that_loads_scripts_from_elsewhere(running: Running):
     """FastAPI's pages at /docs and /redoc take theirs from a CDN."""
     assert "/v1/completions" in httpx.get(f"{running.url}/openapi.json").json()["paths"]
     assert [httpx.get(f"{running.url}/{page}").status_code for page in ("docs", "redoc")] == [404, 404]
+
+
+def test_answers_have_the_shapes_that_the_description_says(running: Running):
+    prompt, talk = {"prompt": "The quick"}, {"messages": [{"role": "user", "content": "x"}]}
+    with httpx.Client(base_url=running.url) as http:
+        for path, asked, whole, chunk in (
+            ("completions", prompt, schemas.CompletionReply, schemas.CompletionChunk),
+            ("chat/completions", talk, schemas.ChatReply, schemas.ChatChunk),
+        ):
+            whole.model_validate_json(http.post(f"/v1/{path}", json={**asked, "max_tokens": 3}).content)
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            for more in ({"stream": True}, options):
+                events = http.post(f"/v1/{path}", json={**asked, "max_tokens": 3, **more}).text.split("\n\n")[:-2]
+                assert len([chunk.model_validate_json(event.removeprefix("data: ")) for event in events]) > 2
+        schemas.ModelList.model_validate_json(http.get("/v1/models").content)
+        schemas.ErrorReply.model_validate_json(http.get("/v1/models/huge").content)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
-from colonnade.serve.api import errors
+from colonnade.serve.api import errors, schemas
 from colonnade.serve.api.bodies import Body, ChatBody, CompletionBody
 from colonnade.serve.api.limit import BodyLimit
 from colonnade.serve.api.metrics import Metrics
@@ -37,43 +37,39 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     errors.install(app)
-    metrics, started = Metrics(engine, model), int(time.time())
-    card = {
-        "id": model,
-        "object": "model",
-        "created": started,
-        "owned_by": "colonnade",
-        "max_model_len": engine.longest,
-    }
+    schemas.describe_chunks(app)
+    metrics = Metrics(engine, model)
+    card = schemas.ModelCard(id=model, created=int(time.time()), max_model_len=engine.longest)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=schemas.answers(schemas.CompletionReply, schemas.CompletionChunk))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue a prompt, or several."""
         return await answer(body, Completions(model), request)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=schemas.answers(schemas.ChatReply, schemas.ChatChunk))
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answer a conversation, through the model's chat template."""
         return await answer(body, Chats(model), request)
 
     @app.get("/v1/models")
-    async def models() -> Reply:
+    async def models() -> schemas.ModelList:
         """The one model there is."""
-        return {"object": "list", "data": [card]}
+        return schemas.ModelList(data=[card])
 
-    @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> Reply:
+    @app.get("/v1/models/{name:path}", responses=schemas.refusals(404, "4XX"))
+    async def one_model(name: str) -> schemas.ModelCard:
         """Its card, if this is its name."""
         check_model(name)
         return card
 
-    @app.get("/health")
-    async def health() -> Response:
+    @app.get("/health", responses={503: {"model": schemas.Health, "description": "It is stopping, or its engine died"}})
+    async def health(response: Response) -> schemas.Health:
         """Whether it answers requests."""
         status = "engine failed" if engine.failure else "stopping" if engine.draining else "ok"
-        return JSONResponse({"status": status}, status_code=200 if status == "ok" else 503)
+        response.status_code = 200 if status == "ok" else 503
+        return schemas.Health(status=status)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def scrape() -> Response:
         """Prometheus metrics."""
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -2,17 +2,24 @@
 
 What this server cannot do yet is refused by name, unless its value asks for nothing (``n=1``): an answer that silently
 ignores ``logprobs`` or a penalty is a wrong answer. Names that change no text (``user``, ``metadata``) are accepted.
-Unknown names are refused with the nearest known one.
+Unknown names are refused, with a known one that is near.
 """
 
-from typing import Any, ClassVar, Literal, Self
+import difflib
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, WithJsonSchema, field_validator, model_validator
 
-from colonnade.config import nearest
 from colonnade.errors import RequestError
+from colonnade.serve.api.errors import shown
 from colonnade.serve.line import Ask
 from colonnade.serve.sampling import SamplingParams
+
+MAX_STOP_CHARACTERS = 512
+"""Of one stop string: all of them are looked for at each token."""
+
+NEAR = 0.75
+"""How alike an unknown name must be to one that we suggest in its place (difflib's ratio)."""
 
 NOT_YET: dict[str, tuple[object, ...]] = {
     "n": (1,),
@@ -33,11 +40,17 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
+    "audio": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "moderation": (),
 }
 """Parameters that are refused, except with the values that ask for nothing (null is always one)."""
 
 WITHOUT_EFFECT = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "prediction",
+    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
 }  # fmt: skip
 """Parameters that change no text."""
 
@@ -52,7 +65,7 @@ class StreamOptions(BaseModel):
 class Body(BaseModel):
     """What both endpoints share. None, also an explicit null, means the default."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     default_max_tokens: ClassVar[int | None] = None
 
     model: str | None = None
@@ -76,13 +89,32 @@ class Body(BaseModel):
         for name, neutral in NOT_YET.items():
             value = values.get(name)
             if value is not None and not any(value == none and type(value) is type(none) for none in neutral):
-                raise RequestError(f"{name}={str(value)[:40]} is not supported; leave it out", param=name)
+                what = name if isinstance(value, list | dict) else f"{name}={shown(value)}"
+                raise RequestError(f"{what} is not supported; leave it out", param=name)
         known = set(cls.model_fields) | set(NOT_YET) | WITHOUT_EFFECT
         for name in values:
             if name not in known:
-                hint = nearest(name, sorted(cls.model_fields))
-                raise RequestError(f"unknown parameter '{name[:80]}'{hint}", param=name[:80], code="unknown_parameter")
+                near = difflib.get_close_matches(name[:80], sorted(cls.model_fields), n=1, cutoff=NEAR)
+                remedy = f"did you mean '{near[0]}'?" if near else "leave it out"
+                what = f"unknown parameter '{name[:80]}'; {remedy}"
+                raise RequestError(what, param=name[:80], code="unknown_parameter")
         return {name: value for name, value in values.items() if name in cls.model_fields}
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _short_texts(cls, stop: object) -> object:
+        """A string, or a list of them: what of the two was not meant is no part of the complaint."""
+        several = isinstance(stop, list)
+        for i, text in enumerate(stop if several else [] if stop is None else [stop]):
+            where = f"stop.{i}" if several else "stop"
+            if not isinstance(text, str):
+                wanted = "a string" if several else "a string or a list of strings"
+                raise RequestError(f"{where} is {shown(text)}; it must be {wanted}", param="stop")
+            if len(text) > MAX_STOP_CHARACTERS:
+                raise RequestError(
+                    f"{where} has {len(text)} characters; a stop string may have {MAX_STOP_CHARACTERS}", param="stop"
+                )
+        return stop
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -108,11 +140,22 @@ class Body(BaseModel):
         raise NotImplementedError
 
 
+PROMPT: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    ]
+}
+"""Text or token ids, or several of either. Checked by hand: pydantic would complain of all four."""
+
+
 class CompletionBody(Body):
     """POST /v1/completions."""
 
     default_max_tokens: ClassVar[int | None] = 16  # OpenAI's
-    prompt: Any
+    prompt: Annotated[Any, WithJsonSchema(PROMPT)]
 
     @field_validator("prompt")
     @classmethod
@@ -130,13 +173,29 @@ class CompletionBody(Body):
         return Ask(prompts=self.prompt if several else [self.prompt], params=self.params())
 
 
+CONTENT: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+            },
+        },
+    ]
+}
+"""Text, or its parts, which :class:`ChatMessage` puts together."""
+
+
 class ChatMessage(BaseModel):
     """One turn of a conversation; whatever else a template might read is refused, not dropped."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str
+    content: Annotated[str, WithJsonSchema(CONTENT)]
     name: str | None = None
 
     @model_validator(mode="before")

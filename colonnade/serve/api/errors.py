@@ -1,5 +1,6 @@
 """Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``, for every way a request can fail."""
 
+import json
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,6 +18,9 @@ TYPES = {
     503: "service_unavailable_error",
 }
 """OpenAI's error type by status; the rest are the client's fault."""
+
+LONGEST_SHOWN = 80
+"""Characters of a value that a message tells."""
 
 RETRY_AFTER_S = 1
 """When to ask again after a 429 [s]."""
@@ -47,6 +51,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def elsewhere(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 400 and error.__cause__ is not None:
+            return error_reply(_unreadable(error.__cause__))
         allowed = (error.headers or {}).get("Allow")
         remedy = f"use {allowed}" if allowed else "/openapi.json lists what there is, under /v1 first of all"
         what = f"{request.method} {request.url.path}: {error.detail.lower()}; {remedy}"
@@ -55,6 +61,26 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def bug(_request: Request, error: Exception) -> JSONResponse:
         return error_reply(RequestError(f"internal error ({type(error).__name__})", status=500, code="server_error"))
+
+
+def shown(value: object) -> str:
+    """``value`` of a request as a message tells it: numbers and words as in JSON, text quoted, the long cut off."""
+    if isinstance(value, list | dict):
+        return f"a list of {len(value)}" if isinstance(value, list) else "an object"
+    told = repr(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else json.dumps(value)
+    return told if len(told) <= LONGEST_SHOWN else f"{told[:LONGEST_SHOWN]}…"
+
+
+def _unreadable(cause: BaseException) -> RequestError:
+    """What a body's parser choked on, other than JSON's grammar."""
+    if isinstance(cause, UnicodeDecodeError):
+        byte = f"0x{cause.object[cause.start]:02x}"
+        what = f"is not {cause.encoding.upper()}: {cause.reason} ({byte}) at byte {cause.start}; send JSON in UTF-8"
+    elif isinstance(cause, RecursionError):
+        what = "nests lists or objects deeper than can be read; nothing here takes more than a few levels"
+    else:
+        what = f"cannot be read: {str(cause).partition(';')[0].lower()}"
+    return RequestError(f"the body {what}", code="invalid_json")
 
 
 def _first_fault(report: RequestValidationError, content_type: str) -> RequestError:
@@ -74,4 +100,4 @@ def _first_fault(report: RequestValidationError, content_type: str) -> RequestEr
     where = ".".join(path)
     if fault["type"] == "missing":
         return RequestError(f"'{where}' is missing", param=path[0])
-    return RequestError(f"{where} is {str(fault['input'])[:80]!r}: {fault['msg'].lower()}", param=path[0])
+    return RequestError(f"{where} is {shown(fault['input'])}: {fault['msg'].lower()}", param=path[0])
