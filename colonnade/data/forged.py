@@ -23,9 +23,13 @@ _SYMBOLS = range(0x2800, 0x2900)
 
 
 class Unforged:
-    """Encodes conversations with ``core``; ``literal`` is a copy of it to which the tokens ``special`` are text."""
+    """Encodes conversations with ``core``; ``literal`` makes, when it is needed, a copy of it to which the tokens
+    ``special`` are text.
+    """
 
-    def __init__(self, core: tokenizers.Tokenizer, literal: tokenizers.Tokenizer, special: frozenset[int]):
+    def __init__(
+        self, core: tokenizers.Tokenizer, literal: Callable[[], tokenizers.Tokenizer], special: frozenset[int]
+    ):
         self._core, self._literal, self._special = core, literal, special
         tokens = [token for i, token in core.get_added_tokens_decoder().items() if i in special]
         self._spellings = [token.content for token in tokens]
@@ -51,7 +55,7 @@ class Unforged:
         """
         begin = 0
         for token, start, end in [*self._control(text), (None, len(text), len(text))]:
-            said = self._literal.encode(text[begin:start].replace(wedge, ""), add_special_tokens=False)
+            said = self._literal().encode(text[begin:start].replace(wedge, ""), add_special_tokens=False)
             if forged := self._special.intersection(said.ids):
                 spelt = self._core.id_to_token(min(forged))
                 raise RequestError(f"the messages spell the control token '{spelt}'; remove it", param="messages")

@@ -215,7 +215,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _unforged(self) -> Unforged:
-        return Unforged(self._core, self._literal, self.special_ids)
+        return Unforged(self._core, lambda: self._literal, self.special_ids)
 
     @functools.cached_property
     def _chat(self) -> ChatTemplate | None:

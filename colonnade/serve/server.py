@@ -88,7 +88,7 @@ async def _serve(
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=GRACE_S,
             ),
-            lambda: announce(_greeting(name, _url(listener), engine)),
+            lambda: announce(_greeting(name, _url(listener), engine, config)),
         )
         serving, closed = asyncio.create_task(server.serve(sockets=[listener])), asyncio.Event()
         serving.add_done_callback(lambda _: closed.set())
@@ -140,12 +140,12 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _greeting(name: str, url: str, engine: EngineClient) -> str:
+def _greeting(name: str, url: str, engine: EngineClient, config: ServeConfig) -> str:
     said = f"serving {name} at {url} (OpenAI's API under /v1; Ctrl-C stops)"
     if engine.longest < engine.context:
         said += (
             f"; a request may have {engine.longest:,} tokens of the model's {engine.context:,}, which is what the "
-            "cache holds: raise --serve.cache_bytes for more"
+            f"cache holds: raise --serve.{'cache_bytes' if config.pages is None else 'pages'} for more"
         )
     return said
 

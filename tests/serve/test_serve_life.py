@@ -83,7 +83,7 @@ def test_a_slow_model_a_full_queue_and_a_gentle_end():
         refused = next(reply for reply in replies if reply.status_code == 429)
         assert refused.headers["retry-after"] and refused.json()["error"]["code"] == "queue_full"
 
-        stream = long_stream(running, 12)
+        stream = long_stream(running, 30)
         running.process.send_signal(signal.SIGTERM)
         with httpx.Client() as http:  # who comes during the drain is told, on a new connection too
             while http.get(f"{running.url}/health").json() != {"status": "stopping"}:
@@ -202,7 +202,10 @@ def test_a_signal_while_loading_stops_it(number: signal.Signals, delay_s: float)
 
 def test_a_small_cache_is_advertised_and_the_log_tells_who_asked_what_and_not_what_was_said():
     with server(log=True, pages=3) as running:
-        assert "; a request may have 48 tokens of the model's 128, which is what the cache holds" in running.greeting
+        assert (
+            "; a request may have 48 tokens of the model's 128, which is what the cache holds: raise --serve.pages"
+            in running.greeting
+        )
         model = httpx.get(f"{running.url}/v1/models").json()["data"][0]
         assert model["max_model_len"] == 48
         whole = _ask(running.url, prompt=[1] * 40, max_tokens=model["max_model_len"] - 40)

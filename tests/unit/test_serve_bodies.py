@@ -65,7 +65,7 @@ def test_a_body_that_is_no_json_says_why(body: bytes, words: str):
         ({"stop": {"a": 1}}, "stop is an object; it must be a string or a list of strings"),
         ({"stop": ["ok", "x" * 513]}, "stop.1 has 513 characters; a stop string may have 512"),
         ({"stop": "x" * 100_000}, "stop has 100000 characters; a stop string may have 512"),
-        ({"stop": ["x" * 512] * 65}, "at most 64 strings"),
+        ({"stop": ["x" * 512] * 65}, "at most 64"),
         ({"model": "m" * 100}, "there is no model"),
         ({"seed": [1, 2]}, "seed is a list of 2: input should be a valid integer"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools is not supported; leave it out"),
