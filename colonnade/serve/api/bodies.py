@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, WithJsonSchema, field_validator, model_validator
 
 from colonnade.errors import RequestError
-from colonnade.serve.api.errors import shown
+from colonnade.serve.api.errors import quoted
 from colonnade.serve.line import Ask
 from colonnade.serve.sampling import SamplingParams
 
@@ -89,7 +89,7 @@ class Body(BaseModel):
         for name, neutral in NOT_YET.items():
             value = values.get(name)
             if value is not None and not any(value == none and type(value) is type(none) for none in neutral):
-                what = name if isinstance(value, list | dict) else f"{name}={shown(value)}"
+                what = name if isinstance(value, list | dict) else f"{name}={quoted(value)}"
                 raise RequestError(f"{what} is not supported; leave it out", param=name)
         known = set(cls.model_fields) | set(NOT_YET) | WITHOUT_EFFECT
         for name in values:
@@ -109,7 +109,7 @@ class Body(BaseModel):
             where = f"stop.{i}" if several else "stop"
             if not isinstance(text, str):
                 wanted = "a string" if several else "a string or a list of strings"
-                raise RequestError(f"{where} is {shown(text)}; it must be {wanted}", param="stop")
+                raise RequestError(f"{where} is {quoted(text)}; it must be {wanted}", param="stop")
             if len(text) > MAX_STOP_CHARACTERS:
                 raise RequestError(
                     f"{where} has {len(text)} characters; a stop string may have {MAX_STOP_CHARACTERS}", param="stop"

@@ -63,7 +63,7 @@ def install(app: FastAPI) -> None:
         return error_reply(RequestError(f"internal error ({type(error).__name__})", status=500, code="server_error"))
 
 
-def shown(value: object) -> str:
+def quoted(value: object) -> str:
     """``value`` of a request as a message tells it: numbers and words as in JSON, text quoted, the long cut off."""
     if isinstance(value, list | dict):
         return f"a list of {len(value)}" if isinstance(value, list) else "an object"
@@ -100,4 +100,4 @@ def _first_fault(report: RequestValidationError, content_type: str) -> RequestEr
     where = ".".join(path)
     if fault["type"] == "missing":
         return RequestError(f"'{where}' is missing", param=path[0])
-    return RequestError(f"{where} is {shown(fault['input'])}: {fault['msg'].lower()}", param=path[0])
+    return RequestError(f"{where} is {quoted(fault['input'])}: {fault['msg'].lower()}", param=path[0])
