@@ -19,7 +19,7 @@ from colonnade.kernels.dropout import reference as dropout_reference
 from colonnade.kernels.experts import batched, bf16, grouped, loop, scaled_grouped, scaled_grouped_mm
 from colonnade.kernels.experts import quantised as quantised_experts
 from colonnade.kernels.experts import reference as experts_reference
-from colonnade.kernels.linear import fused, quantised, scaled, scaled_mm, thin
+from colonnade.kernels.linear import few, fused, quantised, scaled, scaled_mm, thin
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.norm import reference as norm_reference
 from colonnade.kernels.permute import reference as permute_reference
@@ -197,6 +197,7 @@ TABLE: tuple[Row, ...] = (
     Row("linear", "thin", thin.linear, devices=("cpu",), dtypes=(torch.float64, torch.float32)),
     Row("linear", "reference", linear_reference.linear),
     Row("norm", "reference", norm_reference.norm),
+    Row("quantised_linear", "few", few.linear, devices=("cpu",)),
     Row("quantised_linear", "reference", quantised.linear),
     Row("fused_linear", "reference", fused.linear),
     Row("place_heads", "reference", place.place),

@@ -13,8 +13,8 @@ from colonnade.config.presets import preset
 from colonnade.config.quantised import check
 from colonnade.errors import CheckpointError, ConfigError, PlanError
 from colonnade.kernels.choose import TABLE
-from colonnade.kernels.linear import quantised
-from colonnade.kernels.linear.quantise import dequantise, quantise
+from colonnade.kernels.linear import few, quantised
+from colonnade.kernels.linear.quantise import dequantise, quantise, widened
 from colonnade.model.linear import Linear
 from colonnade.model.quantised import kind_of, weight_bytes
 from colonnade.parallel.mesh import Ground
@@ -72,11 +72,33 @@ def test_the_reference_multiplies_with_what_is_stored(row, kind: str, group: int
         pytest.skip("a GPU's: tests/interpreted_quantised.py and tests/gpu/test_quantised_gpu.py")
     monkeypatch.setattr(quantised, "BAND", 1000)
     w, bias = quantise(draw(37, 90), kind, group), draw(37).double()
-    for shape in ((0, 90), (1, 90), (5, 90), (2, 3, 90)):
+    for shape in ((0, 90), (1, 90), (5, 90), (2, 3, 90), (few.FEW, 90), (few.FEW + 1, 90)):
         x = draw(*shape).double()
         exact = x @ dequantise(w, torch.float64).T
         assert (row.run(x, w) - exact).abs().max().nan_to_num() < 1e-12 if x.numel() else row.run(x, w).shape == (0, 37)
         assert torch.equal(row.run(x, w, bias), row.run(x, w) + bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("kind", "group"), KINDS)
+def test_few_rows_are_reckoned_at_least_as_finely_as_many(kind: str, group: int, dtype: torch.dtype) -> None:
+    w, x = quantise(draw(37, 300), kind, group), draw(5, 300, seed=1).to(dtype)
+    exact = x.double() @ dequantise(w, torch.float64).T
+    got = few.linear(x, w)
+    assert (
+        got.dtype == dtype
+        and (got - exact).norm() / exact.norm() < {torch.bfloat16: 2.5e-3, torch.float32: 2e-6}[dtype]
+    )
+    assert got.is_contiguous()
+
+
+def test_every_number_of_float8_is_widened_to_itself() -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    every = every[every.float().isfinite()]
+    assert len(every) == 254
+    for dtype in (torch.float32, torch.float64):
+        got, expected = widened(every, dtype), every.to(dtype)
+        assert torch.equal(got, expected) and torch.equal(got.signbit(), expected.signbit())
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -4,7 +4,7 @@
 
 Each matrix of each expert is what a dense layer's would be (:mod:`colonnade.kernels.linear.quantise`): a scale for each
 output, or for each group of its inputs. So W_down, which others hold hidden units first, stands here outputs first.
-Experts without rows are not looked at, and a band of a matrix at a time is written out, as in dense products.
+Experts without rows are not looked at, and a band of a matrix at a time is widened, as in dense products.
 
 Kernels of this kind are for serving: there is no way back through them.
 """
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.experts.reference import ACTIVATIONS
+from colonnade.kernels.linear.few import linear
 from colonnade.kernels.linear.quantise import Quantised
-from colonnade.kernels.linear.quantised import linear
 from colonnade.kernels.permute import reference as permute
 
 
