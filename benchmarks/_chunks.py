@@ -1,4 +1,4 @@
-"""Chunks of prompts for benchmarks/flash_decoding.py: new tokens of a few requests against what their pages hold.
+"""Chunks of prompts: new tokens of a few requests against what their pages hold (benchmarks/flash_decoding.py).
 
 Ours reads the pages in place. SDPA is given them as serving does without it: gathered from the pages, with a mask where
 something came before. TFLOP/s count the scores that are seen, causal halves only once.
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import _decode
+from _rows import figures, line
 from colonnade.kernels.attention import sdpa, split_reference, triton_decode
 from colonnade.kernels.attention.decode_layout import Layout
 from colonnade.kernels.attention.decode_tiles import Tiles
@@ -100,10 +101,10 @@ def rows(cells: Sequence[Chunks], device: str) -> list[dict[str, Any]]:
             found.append(
                 {
                     "requests": cell.requests, "new": cell.new, "known": cell.known, "who": name,
-                    "us": round(took * 1e6, 1), "tflop_per_s": round(cell.flops / took / 1e12, 1),
+                    "us": round(took * 1e6, 1), "tflop_per_s": figures(cell.flops / took / 1e12),
                 }
             )  # fmt: skip
-            print(found[-1], flush=True)
+            print(line(found[-1]), flush=True)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Caches of 8 bits for benchmarks/flash_decoding.py, beside the same in bfloat16, read by the same kernel.
+"""Caches of 8 bits beside the same in bfloat16, read by the same kernel (benchmarks/flash_decoding.py).
 
 float8 without scales is what ``serve.cache float8`` keeps; with a scale a head, as int8, is what the kernel takes too.
 ``times_stored`` is how many times as many keys a second are read as from bfloat16. ``error`` is what rounding the cache
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from _decode import Cell, Run, Tensors, error, exact, replayed
+from _rows import figures, line
 from colonnade.kernels.attention import split_reference, triton_decode
 from colonnade.kernels.attention.decode_layout import Layout
 
@@ -79,9 +80,9 @@ def rows(cells: Sequence[tuple[int, int]], device: str, read: float) -> list[dic
             found.append(
                 {
                     "B": B, "S": S, "cache": name, "us": round(took * 1e6, 2),
-                    "times_stored": round(stored_s / took, 3), "tb_per_s": round(count / took / 1e12, 3),
-                    "of_read": round(count / took / read, 3), "error": round(error(run, right), 5),
+                    "times_stored": figures(stored_s / took), "tb_per_s": figures(count / took / 1e12),
+                    "of_read": figures(count / took / read), "error": round(error(run, right), 5),
                 }
             )  # fmt: skip
-            print(found[-1], flush=True)
+            print(line(found[-1]), flush=True)
     return found

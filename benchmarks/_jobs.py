@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from _report import RESULTS
+from _report import folder_of
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import Packed, Transformer
@@ -287,8 +287,8 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 def place(args: argparse.Namespace) -> tuple[str, Path, str]:
     """(device, folder, what ends the result's name) by the command line."""
     if args.tiny:
-        return "cpu", args.out or Path(tempfile.gettempdir()) / "colonnade-tiny", "tiny"
-    return "cuda", args.out or RESULTS, torch.cuda.get_device_name().split()[-1].lower()
+        return "cpu", folder_of(args.out, toy=True), "tiny"
+    return "cuda", folder_of(args.out, toy=False), torch.cuda.get_device_name().split()[-1].lower()
 
 
 def enough(args: argparse.Namespace, gpus: int) -> bool:

@@ -1,4 +1,4 @@
-"""Latent attention's decoding for benchmarks/flash_decoding.py: DeepSeek-V2's latents of 512 + 64 numbers.
+"""Latent attention's decoding, DeepSeek-V2's latents of 512 + 64 numbers (benchmarks/flash_decoding.py).
 
 128 heads are all of a layer's, 16 those of one of eight tensor-parallel ranks. TB/s count each latent read once. SDPA
 is given what serving gives it without our kernel: the pages gathered, as one key head whose values are as wide as its
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import _decode
+from _rows import figures, line
 from colonnade.kernels.attention import reference, sdpa, split_reference, triton_latent
 from colonnade.kernels.attention.decode_layout import Layout
 from colonnade.kernels.attention.pages import PageTable
@@ -59,9 +60,9 @@ def rows(cells: Sequence[tuple[int, int, int]], device: str, read: float, *, pag
             found.append(
                 {
                     "heads": N, "B": batch, "S": length, "who": name, "us": round(took * 1e6, 1),
-                    "tb_per_s": round(bytes_read / took / 1e12, 3), "of_read": round(bytes_read / took / read, 3),
-                    "tflop_per_s": round(2 * N * batch * length * (2 * RANK + ROPE) / took / 1e12, 1),
+                    "tb_per_s": figures(bytes_read / took / 1e12), "of_read": figures(bytes_read / took / read),
+                    "tflop_per_s": figures(2 * N * batch * length * (2 * RANK + ROPE) / took / 1e12),
                 }
             )  # fmt: skip
-            print(found[-1], flush=True)
+            print(line(found[-1]), flush=True)
     return found

@@ -15,6 +15,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ def report(
     headlines: Sequence[Headline] = (),
     folder: Path = RESULTS,
 ) -> Path:
-    """Write ``results/NAME.json`` and return its path; rows are flat records whose keys carry their units."""
+    """Write ``results/NAME.json``, print its path and return it; rows are flat records whose keys carry their units."""
     if not rows:
         raise ValueError(f"the benchmark '{name}' measured nothing; give at least one row")
     record = {
@@ -69,12 +70,32 @@ def report(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    print(path, flush=True)
     return path
 
 
+def folder_of(out: Path | None, *, toy: bool) -> Path:
+    """Where results go: to ``out`` where that was said, what toy sizes took into a new temporary folder, all else to
+    :data:`RESULTS`, which is published.
+    """
+    return out or (Path(tempfile.mkdtemp(prefix="colonnade-")) if toy else RESULTS)
+
+
+PLACES = ("--out", "--keep", "--picture")
+"""Options that say where things are put, which is nobody else's affair."""
+
+
 def command() -> str:
-    """The command line of this process, as typed at the root of the repository; paths outside it lose their folders."""
-    return shlex.join(["python", *(_local(word) for word in sys.argv)])
+    """The command line of this process, as typed at the root of the repository, without :data:`PLACES`; other paths
+    outside it lose their folders.
+    """
+    words, given = [], iter(sys.argv)
+    for word in given:
+        if word in PLACES:
+            next(given, None)
+        elif word.partition("=")[0] not in PLACES:
+            words.append(_local(word))
+    return shlex.join(["python", *words])
 
 
 def _local(word: str) -> str:

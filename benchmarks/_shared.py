@@ -1,4 +1,4 @@
-"""A prefix that all requests share, for benchmarks/flash_decoding.py: read once, read by each, and no sharing at all.
+"""A prefix that all requests share: read once, read by each, and nothing shared (benchmarks/flash_decoding.py).
 
 Each call reads another prefix, so that none is found in the level-2 cache. The requests' own keys are few, as after a
 long document.
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from _decode import Cell, Run, Tensors, error, peers, seconds
+from _rows import figures, line
 from colonnade.kernels.attention import cascade_reference, reference, split_reference, triton_decode
 from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.decode_layout import Layout
@@ -66,10 +67,10 @@ def rows(batch: int, prefix: int, device: str, read: float, *, page: int = 16) -
     made = [
         {
             "B": batch, "prefix": prefix, "own": OWN, "page": page, "who": name, "us": round(took * 1e6, 2),
-            "times_unshared": round(unshared / took, 2),
-            "of_read": round((once if name.endswith("once") else cell.bytes) / took / read, 3),
+            "times_unshared": figures(unshared / took),
+            "of_read": figures((once if name.endswith("once") else cell.bytes) / took / read),
         }
         for name, took in found
     ]  # fmt: skip
-    print(*made, sep="\n", flush=True)
+    print(*map(line, made), sep="\n", flush=True)
     return made

@@ -17,6 +17,7 @@ import torch
 
 from _jobs import durations
 from _report import Headline, report
+from _rows import line
 from colonnade.config import TrainConfig
 from colonnade.config.presets import preset
 from colonnade.kernels.adamw import triton_adamw
@@ -84,7 +85,7 @@ def main() -> None:
     args = parser.parse_args()
     numbers = preset(args.preset).parameters
     rows = [{"what": "a large copy", "ms": None, "GB_per_s": round(copying())}]
-    print(rows[-1], flush=True)
+    print(line(rows[-1]), flush=True)
     for what, fused, each in (("several", False, 52), ("one", True, 30)):
         ways = BLOCKS if args.blocks and fused else [(triton_adamw.BLOCK, triton_adamw.TURNS, triton_adamw.WARPS)]
         for way in ways:
@@ -92,7 +93,7 @@ def main() -> None:
             triton_adamw._cut.cache_clear()
             ms = timed(ending(args.preset, fused=fused))
             rows.append({"what": what, "ms": round(ms, 2), "GB_per_s": round(each * numbers / ms / 1e6)})
-            print(rows[-1], way if fused else "", flush=True)
+            print(line(rows[-1]), way if fused else "", flush=True)
             torch.cuda.empty_cache()
     if not args.blocks:
         several, one = (row["ms"] for row in rows[1:])

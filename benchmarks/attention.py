@@ -21,7 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from _clock import Clock
-from _report import RESULTS, Headline, report
+from _report import Headline, folder_of, report
+from _rows import line
 from colonnade.kernels.attention import sdpa
 
 SHAPES = {
@@ -81,7 +82,7 @@ def measured(name: str, shape: tuple[int, int, int, int, int], device: str) -> l
                 "backward_tflops": round(2.5 * flops / back_s / 1e12, 1),
             }
         )  # fmt: skip
-        print(rows[-1], flush=True)
+        print(line(rows[-1]), flush=True)
     return rows
 
 
@@ -89,7 +90,9 @@ def main(argv: list[str] | None = None) -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a toy size on a CPU")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the JSON file; benchmarks/results, with --tiny a temporary one"
+    )
     args = parser.parse_args(argv)
     device = "cpu" if args.tiny else "cuda"
     rows = [row for name, shape in (TINY if args.tiny else SHAPES).items() for row in measured(name, shape, device)]
@@ -101,7 +104,8 @@ def main(argv: list[str] | None = None) -> None:
             best = min(others, key=others.__getitem__)
             what = f"attention, forward and backward, {name} (lower is better)"
             heads.append(Headline(what, round(took["chosen"], 3), "ms", best, round(others[best], 3)))
-    report(f"attention_{'tiny' if args.tiny else 'h200'}", rows, __doc__ or "", headlines=heads, folder=args.out)
+    folder = folder_of(args.out, toy=args.tiny)
+    report(f"attention_{'tiny' if args.tiny else 'h200'}", rows, __doc__ or "", headlines=heads, folder=folder)
 
 
 if __name__ == "__main__":

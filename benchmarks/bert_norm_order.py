@@ -208,7 +208,7 @@ def main() -> None:
         f"{args.warmup} steps of warm-up, linear decay, clip 1; loss is masked tokens' plus the order's; each row is a "
         "mean over the steps since the row before."
     )
-    say.print(report(name, rows, notes, headlines=heads, folder=args.out))
+    report(name, rows, notes, headlines=heads, folder=args.out)
 
 
 if __name__ == "__main__":

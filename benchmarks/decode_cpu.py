@@ -23,6 +23,7 @@ from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaLis
 
 import colonnade
 from _report import Cell, Headline, report
+from _rows import line
 from _turns import Neighbours, turns
 from colonnade.api import Model
 from colonnade.config import ServeConfig
@@ -146,7 +147,7 @@ def measure(
                 "same_tokens_share": round(agreement(took["colonnade"][0].ids, runs[0].ids), 4),
             }
         )
-        print(rows[-1], flush=True)
+        print(line(rows[-1]), flush=True)
     return rows
 
 

@@ -34,6 +34,7 @@ import torch
 from _contexts import draw
 from _decode import read_bandwidth
 from _report import RESULTS, ROOT, Cell, Headline, report
+from _rows import line
 from colonnade.config import ModelConfig, Plan, WeightGroup, Weights
 from colonnade.config.presets import preset
 from colonnade.config.quantised import check
@@ -179,7 +180,7 @@ def ours(
                 }
             )
             if ground.rank == 0:
-                print(rows[-1], flush=True)
+                print(line(rows[-1]), flush=True)
         return rows
 
 
@@ -236,7 +237,7 @@ def measure(
             rows.append(beside)
         except (RuntimeError, ValueError, TypeError, AttributeError) as why:
             rows.append({"who": "transformers, static cache", "failed": str(why).splitlines()[0][:200]})
-        print(rows[-1], flush=True)
+        print(line(rows[-1]), flush=True)
     first = rows[0]
     bits = ("" if weights == "stored" else f" in {weights}") + (", batch-invariant" if batch_invariant else "")
     gpus = f"{plan.world} GPU{'s' * (plan.world > 1)}" + (f" ({plan})" if plan.cp > 1 else "")

@@ -30,6 +30,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3Config
 
 import colonnade
 from _report import RESULTS, Cell, Headline, report
+from _rows import line
 from _turns import turns
 from colonnade.config import ServeConfig
 from colonnade.data.tokenizer import Tokenizer
@@ -196,7 +197,7 @@ def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell
                 "agree": round(agree, 4) if who == "colonnade" else None,
             }
         )
-        print(rows[-1], flush=True)
+        print(line(rows[-1]), flush=True)
     speed = {row["who"]: float(row["tokens_per_s"] or 0) for row in rows}
     what = f"Engine, {requests} requests of {least} to {most} tokens in and out, Qwen3-0.6B, bfloat16"
     heads = [Headline(what, speed["colonnade"], "tokens/s", "transformers", speed["transformers"])]

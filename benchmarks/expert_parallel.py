@@ -417,10 +417,10 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{line.what}: {line.value} {line.unit}" + (f" ({line.peer}: {line.peer_value})" if line.peer else ""))
     picture = folder / f"{task.name}.png"
     draw(rows, picture)
-    path = report(task.name, rows, __doc__ or "", headlines=lines, folder=folder)
+    report(task.name, rows, __doc__ or "", headlines=lines, folder=folder)
     for world in worlds:
         (folder / f"{task.name}_{world}.partial.jsonl").unlink(missing_ok=True)
-    print(f"{path}, {picture}", flush=True)
+    print(picture, flush=True)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def main() -> None:
         print(f"({row.part}) world {row.world} | {row.check} | {row.figure} | {row.verdict}")
     if not args.no_report:
         notes = f"{__doc__}\nBackend {backend}, compiler {compiler}."
-        print(report(f"ground_check_{backend}", [row.flat() for row in rows], notes))
+        report(f"ground_check_{backend}", [row.flat() for row in rows], notes)
     sys.exit(any(row.verdict.startswith("died") for row in rows))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from _report import Cell, report
+from _rows import line
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import Packed, Transformer, initialise
@@ -73,7 +74,7 @@ def main() -> None:
                         "fsdp_over_whole": round(statistics.median(b / a for a, b in pairs), 3),
                     }
                 )
-                print(rows[-1], flush=True)
+                print(line(rows[-1]), flush=True)
     report("masters_cpu", rows, notes=f"{MODEL.parameters / 1e6:.2f} M parameters, one thread, median of {PAIRS} pairs")
 
 

@@ -20,7 +20,7 @@ from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.olmoe import modeling_olmoe
 from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
 
-from _report import Cell, Headline, report
+from _report import Cell, Headline, folder_of, report
 from _turns import Neighbours, timed, turns
 from colonnade.kernels.choose import choose
 from colonnade.kernels.experts.loop import across
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds; a third of them from 1024 tokens on")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
     parser.add_argument("--backward", action="store_true", help="forward and backward, of the weights too")
-    parser.add_argument("--tiny", action="store_true", help="toy widths, to see that it runs")
+    parser.add_argument("--tiny", action="store_true", help="toy widths, to see that it runs; the record is temporary")
     parser.add_argument("--no-report", action="store_true", help="print only; write no result")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -179,7 +179,8 @@ def main() -> None:
     )
     cells: list[dict[str, Cell]] = rows
     heads = [line for name in args.shapes for T in (1, 256) for line in headline(name, T)]
-    report("moe_cpu" + ("_backward" if args.backward else ""), cells, notes, headlines=heads)
+    name = "moe_cpu" + "_backward" * args.backward + "_tiny" * args.tiny
+    report(name, cells, notes, headlines=heads, folder=folder_of(None, toy=args.tiny))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from _clock import Clock
 from _layer_profile import lines, timeline
-from _report import RESULTS, Headline, report
+from _report import Headline, folder_of, report
 from _rows import Row, Rows
 from colonnade.kernels.choose import choose
 from colonnade.kernels.experts import grouped
@@ -309,9 +309,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="Mixtral's and Qwen3's, 64 and 16,384 tokens, even loads")
     parser.add_argument("--profile", action="store_true", help="print each kernel of a pass of ours, and time no other")
     parser.add_argument("--minutes", type=float, default=8.0, help="after which no further row is begun")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the JSON file; benchmarks/results, with --tiny a temporary one"
+    )
     parser.add_argument("--no-report", action="store_true", help="leave no record, but the rows of a run that fails")
     args = parser.parse_args()
+    folder = folder_of(args.out, toy=args.tiny)
     args.until = time.perf_counter() + 60 * args.minutes
     if args.quick:
         args.shapes, args.tokens, args.loads = ["mixtral", "qwen3"], [64, 16384], ["uniform"]
@@ -328,7 +331,7 @@ def main() -> None:
         for name in args.shapes:
             show(name, (TINY if args.tiny else SHAPES)[name], args, dense)
         return
-    rows = Rows("moe_layer_tiny" if args.tiny else "moe_layer_h200", args.out)
+    rows = Rows("moe_layer_tiny" if args.tiny else "moe_layer_h200", folder)
     for name in args.shapes:
         measure(clock, name, (TINY if args.tiny else SHAPES)[name], args, dense, copied, rows)
     if args.no_report or args.tiny:
@@ -354,7 +357,7 @@ def main() -> None:
         "the router in nobody's; of_bandwidth sets the chosen experts' weights, read once, against the copy."
     )
     heads = [line for step in args.passes for load in args.loads for line in headlines(step, load)]
-    report("moe_layer_h200", rows, notes, headlines=heads, folder=args.out)
+    report("moe_layer_h200", rows, notes, headlines=heads, folder=folder)
     rows.done()
 
 

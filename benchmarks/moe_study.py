@@ -29,7 +29,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from _report import RESULTS, Headline, report
+from _report import Headline, folder_of, report
 from _rows import Row, Rows
 from colonnade.config import DataConfig, ModelConfig, MoeConfig, RouterConfig, RunConfig, TrainConfig
 from colonnade.data import Corpus, build
@@ -190,7 +190,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="one seed, 100 steps, no other methods")
     parser.add_argument("--toy", action="store_true", help="toy sizes on a CPU")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file and the picture")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of the JSON file and the picture; benchmarks/results, with --toy a temporary one",
+    )
     args = parser.parse_args(argv)
     if args.build:
         build(sotu_documents(), args.build, vocab_size=VOCABULARY)
@@ -201,7 +205,10 @@ def main(argv: list[str] | None = None) -> None:
         return
     if args.quick:
         args.steps, args.seeds, args.methods = 100, args.seeds[:1], []
-    name = "moe_study_" + ("toy" if args.toy else "quick" if args.quick else "h200")
+    folder, name = (
+        folder_of(args.out, toy=args.toy),
+        "moe_study_" + ("toy" if args.toy else "quick" if args.quick else "h200"),
+    )
     with tempfile.TemporaryDirectory() as place:
         corpus = args.corpus or Path(place) / "corpus"
         if not corpus.exists():
@@ -219,7 +226,7 @@ def main(argv: list[str] | None = None) -> None:
         # One seed of each model first: a run that ends early has something to compare.
         order = [(method, seed) for seed in args.seeds for method in ("dense", MAIN)]
         order += [(method, args.seeds[0]) for method in args.methods if method != MAIN]
-        rows, runs = Rows(name, args.out), []
+        rows, runs = Rows(name, folder), []
         for method, seed in order:
             model = dense if method == "dense" else dense.but(moe=moe.but(**METHODS[method]))
             runs.append(trained(run.but(model=model), method, seed))
@@ -228,16 +235,16 @@ def main(argv: list[str] | None = None) -> None:
     title = f"{rows[1]['mflop_per_token']} MFLOP a token, {tokens / 1e6:.1f} M tokens"
     verdict = judge(rows)
     print(verdict, flush=True)
-    draw(runs, title, args.out / f"{name}.png")
+    draw(runs, title, folder / f"{name}.png")
     losses = {
         kind: statistics.fmean(float(row["validation_loss"] or 0) for row in rows if row["model"] == kind and of(row))
         for kind in ("experts", "dense")
     }
     what = f"held-out loss, 16 experts (2 a token) and dense, {title}, {len(args.seeds)} seeds"
     heads = [Headline(what, round(losses["experts"], 4), "nats", "dense", round(losses["dense"], 4))]
-    path = report(name, rows, f"{verdict}\n\n{__doc__}", headlines=heads, folder=args.out)
+    path = report(name, rows, f"{verdict}\n\n{__doc__}", headlines=heads, folder=folder)
     rows.done()
-    print(f"{path}, {path.with_suffix('.png')}", flush=True)
+    print(path.with_suffix(".png"), flush=True)
 
 
 if __name__ == "__main__":

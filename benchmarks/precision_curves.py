@@ -23,7 +23,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from _report import RESULTS, Cell, Headline, report
+from _report import Cell, Headline, folder_of, report
 from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from colonnade.config.presets import preset
 from colonnade.config.toml import dumps
@@ -105,7 +105,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=every, default=every, help="fewer than all are only kept")
     parser.add_argument("--keep", type=Path, help="folder of the runs; those that ended there are not run again")
     parser.add_argument("--toy", action="store_true", help="a tiny model on a CPU, in bfloat16 and float16")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file and the picture")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of the JSON file and the picture; benchmarks/results, with --toy a temporary one",
+    )
     args = parser.parse_args()
     device, vocab_size, sequence, log_every = ("cpu", 512, 64, 1) if args.toy else ("cuda", 16384, 1024, 10)
     model = preset("gpt2-medium").but(vocab_size=vocab_size)
@@ -131,7 +135,7 @@ def main() -> int:
     if names != possible:
         return 0
     recovery = curves.pop(RECOVERY)
-    return judge(model, run, curves, recovery, args.out, "toy" if args.toy else "355m_h200")
+    return judge(model, run, curves, recovery, folder_of(args.out, toy=args.toy), "toy" if args.toy else "355m_h200")
 
 
 def judge(model: ModelConfig, run: RunConfig, curves: dict[str, Curve], recovery: Curve, out: Path, name: str) -> int:
@@ -151,8 +155,8 @@ def judge(model: ModelConfig, run: RunConfig, curves: dict[str, Curve], recovery
     rows.append(summary(f"float16 from 2^40: {skipped} steps skipped", recovery))
     out.mkdir(parents=True, exist_ok=True)
     draw(curves, recovery, title, out / f"precision_curves_{name}.png")
-    path = report(f"precision_curves_{name}", rows, f"{title}.\n\n{__doc__}", headlines=heads, folder=out)
-    print(f"{path}: {[(h.what, h.value) for h in heads]}, recovered {recovered} after {skipped} skipped steps")
+    report(f"precision_curves_{name}", rows, f"{title}.\n\n{__doc__}", headlines=heads, folder=out)
+    print(f"{[(h.what, h.value) for h in heads]}, recovered {recovered} after {skipped} skipped steps")
     return 0 if kept and recovered else 1
 
 

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from _clock import Clock
 from _report import RESULTS, Cell, Headline, report
+from _rows import line
 from colonnade.config import ModelConfig
 from colonnade.config.presets import preset
 from colonnade.model import KVCache, Transformer
@@ -96,7 +97,7 @@ def measure(name: str, tokens: int, device: str) -> tuple[list[dict[str, Cell]],
                 "product_tflops": round(ceiling / 1e12, 1),
             }
         )
-        print(rows[-1], f"({time.perf_counter() - began:.0f} s)", flush=True)
+        print(line(rows[-1]), f"({time.perf_counter() - began:.0f} s)", flush=True)
     speed = [float(row["tokens_per_s"] or 0) for row in rows]
     return rows, [Headline(f"Prefill {name}, {tokens} tokens", speed[0], "tokens/s", "transformers", speed[1])]
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from _decode import read_bandwidth, replayed
 from _report import RESULTS, Cell, Headline, report
+from _rows import line
 from colonnade.kernels.linear import quantised
 from colonnade.kernels.linear.quantise import Quantised, quantise
 
@@ -45,7 +46,7 @@ def measure(rows: list[int], tune: bool) -> list[dict[str, Cell]]:
             each = copies_of(quantise(plain, kind, 64))
             s = replayed(lambda i: quantised_gpu.linear(x, each[i]), len(each), "cuda")  # noqa: B023
             found.append(_row(name, T, kind, s, each[0].nbytes, bandwidth, base_s))
-            print(found[-1], flush=True)
+            print(line(found[-1]), flush=True)
             if not tune:
                 continue
             tried = []

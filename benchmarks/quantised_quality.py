@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     head = Headline(
         what, float(last["perplexity"] or 0), "(lower is better)", "stored", float(first["perplexity"] or 0)
     )
-    print(report("quantised_quality_cpu", rows, __doc__ or "", headlines=[head], folder=args.out))
+    report("quantised_quality_cpu", rows, __doc__ or "", headlines=[head], folder=args.out)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ The README's table stands between two comments, ``<!-- results:begin -->`` and `
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ EMPTY = "No results are recorded yet: `make bench` measures this machine and fil
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """The records of all result files, by name."""
-    paths = sorted(folder.glob("*.json"))
+    """The records of all result files, by name; of a machine's, the one whose name says no more comes first."""
+    paths = sorted(folder.glob("*.json"), key=lambda path: path.stem.removesuffix("_h200"))
     return [json.loads(path.read_text(encoding="utf-8")) | {"file": path.name} for path in paths]
 
 
@@ -52,12 +53,15 @@ def page(records: list[dict[str, Any]]) -> str:
         "Every number here is rendered from a file of `benchmarks/results/` by `benchmarks/table.py`; none is typed. "
         "Each section names the command that repeats it.",
     ]
+    firsts, told = dict[str, str](), dict[str, set[str]]()
     for record in records:
         columns = list(dict.fromkeys(key for row in record["rows"] for key in row))
         cells = [[number(row.get(key)) for key in columns] for row in record["rows"]]
         versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
         parts += [f"## {record['file'].removesuffix('.json')}", f"`{record['command']}`"]
-        parts += [record["notes"]] if record["notes"] else []
+        first = firsts.setdefault(script(record), record["file"].removesuffix(".json"))
+        new = said(record["notes"], told.setdefault(first, set()))
+        parts += new or ([f"As in [{first}](#{first})."] if record["notes"] else [])
         heads = [measured(line) for line in record["headlines"]]
         parts += [table(["Measured", "Colonnade", "Beside it, same run"], heads)] if heads else []
         parts += [table(columns, cells)]
@@ -65,6 +69,22 @@ def page(records: list[dict[str, Any]]) -> str:
     if not records:
         parts.append(EMPTY)
     return "\n\n".join(parts) + "\n"
+
+
+def script(record: dict[str, Any]) -> str:
+    """Which program measured a record."""
+    return next((word for word in record["command"].split() if word.endswith(".py")), "")
+
+
+def said(notes: str, told: set[str]) -> list[str]:
+    """The paragraphs of a record's notes that are not among those ``told`` already, of a record of the same script;
+    ``told`` has them then. A list of command lines is not one of them: the section names its own.
+    """
+    # A line that begins with one space: notes of several parts, put one behind the other.
+    found = [part.strip("\n ") for part in re.split(r"\n\n|\n (?! )", notes) if not part.startswith("    ")]
+    new = [part for part in found if part and part not in told]
+    told.update(new)
+    return new
 
 
 def table(head: list[str], body: list[list[str]]) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from _report import Headline, report
+from _rows import line
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.model import Loss, Packed, Stream, Transformer, initialise
 from colonnade.parallel.axis import world_axis
@@ -116,7 +117,7 @@ def main() -> None:
                 "relative_gradient_error": relative(got, reference),
             }
         )
-        print(rows[-1], flush=True)
+        print(line(rows[-1]), flush=True)
     assert float(rows[0]["worst_error"]) < 1e-10, "tp=2 does not compute what tp=1 computes"
     rates = {}
     for tp in (1, 2):
@@ -124,7 +125,7 @@ def main() -> None:
         result = launch(speed, (plan, 8, 16), plan)
         rates[tp] = result["tokens_per_s"]
         rows.append({"what": f"GPT-2 1.2B, batch 8, tp={tp}", **result})
-        print(rows[-1], flush=True)
+        print(line(rows[-1]), flush=True)
     head = Headline("train GPT-2 1.2B, tp=2 on 2 H200, batch 8", rates[2], "tokens/s", "tp=1 on one", rates[1])
     report("tensor_parallel_h200", rows, __doc__ or "", headlines=[head])
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from _decode import read_bandwidth, replayed
 from _report import RESULTS, Cell, Headline, report
+from _rows import line
 from colonnade.kernels.linear import fused, thin_tiles
 from colonnade.kernels.linear.fused import Gate, Matrix, Scale
 from colonnade.kernels.linear.quantise import quantise
@@ -242,7 +243,7 @@ def measure() -> list[dict[str, Cell]]:
                 "tiles": str(tuple(tiles)) if tiles else "the library's",
             }
         )  # fmt: skip
-        print(found[-1], flush=True)
+        print(line(found[-1]), flush=True)
     return found
 
 

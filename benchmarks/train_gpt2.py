@@ -20,6 +20,7 @@ import torch
 
 from _jobs import filled, forget, random_batch
 from _report import Headline, report
+from _rows import line
 from colonnade.config import ModelConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import Transformer
@@ -141,7 +142,7 @@ def main() -> None:
                 "warm_up_s": round(warm_s, 1),
             }
         )
-        print(rows[-1], flush=True)
+        print(line(rows[-1]), flush=True)
         if args.profile and build is ours:
             profile(step, args.profile)
         del step

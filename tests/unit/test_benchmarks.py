@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,8 +17,13 @@ import decode_model
 import engine
 import flash_decoding
 import fsdp
+import moe_cpu
+import moe_layer
 import prefill
+import quantised_linear
+import thin_linear
 import weak_scaling
+from _report import RESULTS, ROOT
 from colonnade.config import Plan
 from colonnade.kernels.attention import decode_tiles
 from tests.worlds import run
@@ -161,6 +167,71 @@ def test_flash_decoding(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "flash_decoding_shared_tiny.json").read_text())["rows"]) == 3
     file = Path(decode_tiles.__file__).with_name("decode_tiles.json")
     assert _decode_tune.written(decode_tiles.table()) == file.read_text()
+
+
+TOYS = [
+    (attention, ["--tiny"]),
+    (context, ["--tiny", "--worlds", "1"]),
+    (flash_decoding, ["--tiny"]),
+    (flash_decoding, ["--tiny", "--chunks"]),
+    (flash_decoding, ["--tiny", "--latents"]),
+    (flash_decoding, ["--tiny", "--shared"]),
+    (flash_decoding, ["--tiny", "--eight-bits"]),
+    (flash_decoding, ["--tiny", "--sweep", "0", "2"]),
+    (moe_cpu, ["--tiny", "--shapes", "olmoe", "--dtypes", "float32", "--tokens", "1", "--rounds", "1"]),
+    (moe_layer, ["--tiny", "--shapes", "qwen3", "--passes", "forward", "--who", "colonnade"]),
+    (quantised_linear, ["--tiny"]),
+    (thin_linear, ["--tiny"]),
+]
+
+
+@pytest.mark.parametrize(("script", "words"), TOYS, ids=lambda value: getattr(value, "__name__", None))
+def test_toys_leave_the_results_alone(
+    script: ModuleType,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What a toy size writes is in a folder of its own, which it names, and nothing that is published changes."""
+    published = [RESULTS, ROOT / "docs" / "assets"]
+    before = [{path: path.stat().st_mtime_ns for path in folder.iterdir()} for folder in published]
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("sys.argv", [script.__name__, *words])
+    script.main()
+    assert [{path: path.stat().st_mtime_ns for path in folder.iterdir()} for folder in published] == before
+    said = capsys.readouterr().out
+    for path in (path for path in tmp_path.rglob("*") if path.suffix in (".json", ".png", ".jsonl")):
+        assert str(path) in said, "where it went"
+
+
+def test_flash_decoding_says_what_it_cannot_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    flash_decoding.main(["--tune", "--widths", "128"])
+    assert "--tune measures a GPU's kernels, and this machine has no GPU" in capsys.readouterr().out
+    for words, why in (
+        (["--tiny", "--tune", "--widths", "128"], "--tune measures a GPU's kernels for good, and has no toy size"),
+        (["--tiny", "--flex"], "--flex needs a GPU"),
+        (["--tiny", "--chunks", "--flex"], "which --chunks does not measure"),
+        (["--tiny", "--draw"], "say --out FOLDER"),
+        (["--chunks", "--shared"], "not allowed with"),
+    ):
+        with pytest.raises(SystemExit):
+            flash_decoding.main(words)
+        assert why in " ".join(capsys.readouterr().err.split())
+
+
+def test_small_figures_are_not_rounded_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for mode in ([], ["--eight-bits"], ["--latents"], ["--shared"]):
+        flash_decoding.main(["--tiny", *mode, "--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "who colonnade  us " in said and "{" not in said
+    for path in tmp_path.glob("*.json"):
+        found = json.loads(path.read_text())
+        assert all(row[key] for row in found["rows"] for key in ("tb_per_s", "of_read") if key in row), path.name
+        assert "python benchmarks/" not in found["notes"] and "On a CPU ours is plain torch" in found["notes"]
 
 
 def test_decode_model(tmp_path: Path) -> None:

@@ -53,6 +53,38 @@ def test_headlines_and_rows_are_rendered(tmp_path):
     assert "2026-01-02 03:04 UTC" in page
 
 
+def test_what_one_script_says_of_several_records_is_told_once(tmp_path):
+    of_all = "What all have in common.\n\n    python benchmarks/it.py --tiny    # how to run it\n\nHow."
+    one, two, three = (
+        record(tmp_path, notes=notes, command="python benchmarks/it.py", file=name)
+        for notes, name in (
+            (of_all, "it.json"),
+            (f"Of the part.\n {of_all}", "it_part.json"),
+            (of_all, "it_whole.json"),
+        )
+    )
+    page = table.page([one, two, three, record(tmp_path, notes=of_all, command="python benchmarks/other.py")])
+    assert "--tiny" not in page, "each section names its own command"
+    sections = page.split("## ")[1:]
+    assert ["What all have" in part for part in sections] == [True, False, False, True]
+    assert "\n\nOf the part.\n\n" in sections[1] and "As in [it](#it)." in sections[2]
+
+
+def test_a_command_does_not_say_where_things_were_put(monkeypatch):
+    words = ["benchmarks/it.py", "--out", "/home/me/x", "--sweep", "0", "3", "--picture=y.png", "--keep", "k", "--tiny"]
+    monkeypatch.setattr("sys.argv", words)
+    assert _report.command() == "python benchmarks/it.py --sweep 0 3 --tiny"
+    for found in table.load():
+        assert not {"--out", "--picture", "--keep"} & set(found["command"].split()), found["file"]
+
+
+def test_toys_are_not_kept_among_the_results(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert _report.folder_of(None, toy=True).parent == tmp_path
+    assert _report.folder_of(None, toy=False) == _report.RESULTS
+    assert _report.folder_of(tmp_path / "x", toy=True) == _report.folder_of(tmp_path / "x", toy=False) == tmp_path / "x"
+
+
 def test_the_tables_in_the_tree_are_what_the_results_say():
     records = table.load()
     assert table.README.read_text(encoding="utf-8") == table.with_headlines(

@@ -1,0 +1,54 @@
+"""One cell of benchmarks/flash_decoding.py: ours beside every peer that runs, checked against float32."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from _decode import Cell, Tensors, error, exact, ours, peers, seconds
+from _rows import figures, line
+
+TOLERANCE = 6e-4
+
+
+def measured(cell: Cell, device: str, read: float, *, flex: bool, chunk: int | None = None) -> list[dict[str, Any]]:
+    """Rows of one cell: ours and all peers that run."""
+    tensors = Tensors(cell, device)
+    right = exact(tensors)
+    # Scattered pages are other keys than the peers', so what is checked is the same call on pages in order.
+    mistake = error(ours(tensors, in_order=True), right)
+    # Plain torch on a CPU rounds on the way, too.
+    assert mistake < TOLERANCE * (1 if device == "cuda" else 3), f"{cell.name}: ours is {mistake:.1e} off"
+    who = [("colonnade", ours(tensors))]
+    if chunk:
+        who.append(("colonnade, fixed cuts", ours(tensors, chunk=chunk)))
+    rows = []
+    for name, run in [*who, *(peers(tensors, flex=flex) if device == "cuda" else [])]:
+        try:
+            if not name.startswith("colonnade") and error(run, right) > 10 * TOLERANCE:
+                print(f"{cell.name} {name}: computes something else", flush=True)
+                continue
+            took = seconds(run, tensors)
+        except (RuntimeError, torch.OutOfMemoryError) as why:
+            print(f"{cell.name} {name}: {str(why).splitlines()[0][:90]}", flush=True)
+            continue
+        rows.append(
+            {
+                "B": len(cell.lengths), "S": max(cell.lengths), "lengths": cell.kind, "kv_heads": cell.K,
+                "group": cell.group, "width": cell.H, "page": cell.page, "who": name, "us": round(took * 1e6, 2),
+                "tb_per_s": figures(cell.bytes / took / 1e12), "of_read": figures(cell.bytes / took / read),
+            }
+        )  # fmt: skip
+        print(line(rows[-1]), flush=True)
+    return rows
+
+
+def best_peer(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    return min((row for row in rows if not row["who"].startswith("colonnade")), key=lambda row: row["us"], default=None)
+
+
+def ahead(rows: Sequence[dict[str, Any]]) -> float | None:
+    """The best peer's time over ours; None where no peer ran."""
+    peer = best_peer(rows)
+    us = next(row["us"] for row in rows if row["who"] == "colonnade")
+    return round(peer["us"] / us, 3) if peer else None

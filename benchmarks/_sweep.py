@@ -1,0 +1,110 @@
+"""Random cells of decode attention, ours beside the best peer, the worst first (benchmarks/flash_decoding.py).
+
+1 to 256 requests of up to 131,072 tokens, each order of magnitude as likely as another, of even, ragged or Zipf's
+lengths; 1 to 128 query heads in groups of 1 to 16 for a key/value head, heads of 64, 128 or 256; pages of 16 to 256
+tokens. ``ahead`` is the best peer's time over ours. Peers read gathered keys, padded to the longest request, ours pages
+that lie scattered. ``pinned_us`` is the best of a dozen configurations of ours that were told instead of looked up.
+"""
+
+import concurrent.futures
+import dataclasses
+import math
+import multiprocessing
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from _against import ahead, best_peer, measured
+from _decode import Cell, Tensors, ours, seconds
+from _decode_tune import CANDIDATES, too_much
+from _rows import Rows, figures, line
+from colonnade.kernels.attention import decode_tiles
+
+PINNED = 12
+COMPILERS = 14
+"""Processes that compile a sweep's kernels before it, which would otherwise take most of its time."""
+
+
+def random_cell(draw: torch.Generator, most_bytes: float) -> Cell:
+    """One of the cells that the sweep is over."""
+
+    def one(of: Sequence[Any]) -> Any:
+        return of[int(torch.randint(len(of), (), generator=draw))]
+
+    def between(most: int) -> int:
+        """1 to ``most``, each order of magnitude as likely as another."""
+        return min(most, int(2 ** (float(torch.rand((), generator=draw)) * math.log2(most + 1))))
+
+    while True:
+        batch, context, group = between(256), between(131_072), one((1, 2, 4, 5, 7, 8, 16))
+        K, kind = max(1, between(128) // group), one(("uniform", "uniform", "ragged", "zipf"))
+        lengths = [context] * batch
+        if kind == "ragged":
+            lengths = torch.randint(1, context + 1, (batch,), generator=draw).tolist()
+        elif kind == "zipf":
+            ranks = torch.randperm(batch, generator=draw) + 1
+            lengths = (context / ranks).ceil().long().tolist()
+        cell = Cell(tuple(lengths), K, group, one((64, 128, 256)), one((16, 32, 64, 128, 256)), kind=kind)
+        if cell.held_bytes <= most_bytes:
+            return cell
+
+
+def sweep(
+    rows: Rows, seed: int, count: int, device: str, read: float, *, most_bytes: float, pinned: int, most_s: float
+) -> Rows:
+    """Ours against the best peer on random cells, into ``rows``: those that fit into the time given."""
+    draw = torch.Generator().manual_seed(seed)
+    cells = [random_cell(draw, most_bytes) for _ in range(count)]
+    if device == "cuda":
+        with concurrent.futures.ProcessPoolExecutor(COMPILERS, multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(compiled, cells, [i < pinned for i in range(count)]))
+        print(f"compiled in {time.perf_counter() - rows.began:.0f} s", flush=True)
+    for i, cell in enumerate(cells):
+        if time.perf_counter() - rows.began > most_s:
+            break
+        here = measured(cell, device, read, flex=False)
+        peer, row = best_peer(here), next(row for row in here if row["who"] == "colonnade")
+        best_us = pinned_us(cell, device) if i < pinned else None
+        rows.add(
+            {
+                **row,
+                "peer": peer["who"] if peer else None,
+                "peer_us": peer["us"] if peer else None,
+                "ahead": ahead(here),
+                "pinned_us": best_us,
+                "of_pinned": figures(best_us / row["us"]) if best_us else None,
+            }
+        )
+    rows.sort(key=lambda row: row["ahead"] or math.inf)
+    print(f"{len(rows)} of {count} cells; worst ten:", *map(line, rows[:10]), sep="\n  ", flush=True)
+    return rows
+
+
+def compiled(cell: Cell, pinned: bool) -> None:
+    """Have the kernels that a cell needs in the cache on disk: the same cell with few keys."""
+    few = tuple(min(length, 2 * cell.page) for length in cell.lengths)
+    tensors = Tensors(dataclasses.replace(cell, lengths=few), "cuda", copies=1)
+    for tiles in (None, *(CANDIDATES[:PINNED] if pinned else ())):
+        decode_tiles.CHOSEN[:] = [] if tiles is None else [tiles]
+        try:
+            ours(tensors)(0)
+        except (RuntimeError, torch.OutOfMemoryError, *too_much()) as why:
+            print(f"{cell.name} {tiles}: {str(why).splitlines()[0][:90]}", flush=True)
+        finally:
+            decode_tiles.CHOSEN.clear()
+
+
+def pinned_us(cell: Cell, device: str) -> float | None:
+    """The best of a dozen configurations that are told to the kernel instead of looked up [µs]; of those that fit."""
+    tensors, times = Tensors(cell, device), list[float]()
+    for tiles in CANDIDATES[:PINNED]:
+        decode_tiles.CHOSEN[:] = [tiles]
+        try:
+            times.append(round(seconds(ours(tensors), tensors) * 1e6, 2))
+        except (RuntimeError, torch.OutOfMemoryError, *too_much()) as why:
+            print(f"{cell.name} {tuple(tiles)}: {str(why).splitlines()[0][:90]}", flush=True)
+        finally:
+            decode_tiles.CHOSEN.clear()
+    return min(times, default=None)
