@@ -151,6 +151,19 @@ def test_flags_in_the_reference_exist(capsys):
         assert set(re.findall(r"--[\w.]+", section)) <= known, verb
 
 
+def test_tables_of_flags_are_what_help_says():
+    """Of every verb but train they are complete: what the table of another verb has is said once."""
+    made = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/hooks/flags.py")))
+    text = made.PAGE.read_text(encoding="utf-8")
+    assert made.page(text) == text, "run python docs/hooks/flags.py"
+    asked = {found["verb"] for found in made.TABLE.finditer(text)}
+    assert asked == {*cli.VERBS} - {"train"}
+    names = [flag.name for flag in made.flags("serve")]
+    assert len(names) == len(set(names)) and {"--plan.cp", "--serve.weights", "--serve.cache", "--dtype"} <= set(names)
+    assert all(flag.meaning for verb in asked for flag in made.flags(verb))
+    assert made.page(text.replace("| `--plan.cp INT` | `1` |", "| `--plan.cp INT` | `2` |")) == text
+
+
 def _rows(page: str, heading: str) -> set[str]:
     """Names in the first column of the tables under a heading."""
     text = (ROOT / page).read_text(encoding="utf-8")
