@@ -1,10 +1,11 @@
 """Renders benchmarks/results/*.json: the last headline of each (the hardest case) into README.md, all of it into
-docs/results.md.
+docs/results.md, and some columns of a record where a page asks for them.
 
-    python benchmarks/table.py            writes both
-    python benchmarks/table.py --check    fails when either is not what the JSON files say
+    python benchmarks/table.py            writes them
+    python benchmarks/table.py --check    fails when one is not what the JSON files say
 
-The README's table stands between two comments, ``<!-- results:begin -->`` and ``<!-- results:end -->``.
+The README's table stands between two comments, ``<!-- results:begin -->`` and ``<!-- results:end -->``; that of another
+page between ``<!-- record: NAME COLUMN … -->`` and ``<!-- record: end -->``.
 """
 
 import json
@@ -17,6 +18,7 @@ from _report import RESULTS, ROOT
 
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+PART = re.compile(r"(<!-- record: (\S+) ([\w ]+) -->\n).*?(<!-- record: end -->)", re.DOTALL)
 EMPTY = "No results are recorded yet: `make bench` measures this machine and fills this table."
 
 
@@ -120,10 +122,32 @@ def with_headlines(readme: str, records: list[dict[str, Any]]) -> str:
     return f"{before}{BEGIN}\n{headlines(records)}\n{END}{after}"
 
 
-def main() -> None:
-    """Write both files, or with --check say which of them is stale."""
+def with_parts(text: str, records: list[dict[str, Any]]) -> str:
+    """``text`` with the columns of records that it asks for."""
+    rows_of = {record["name"]: record["rows"] for record in records}
+
+    def made(found: re.Match[str]) -> str:
+        columns = found[3].split()
+        cells = [[number(row.get(key)) for key in columns] for row in rows_of[found[2]]]
+        return f"{found[1]}\n{table(columns, cells)}\n\n{found[4]}"
+
+    return PART.sub(made, text)
+
+
+def rendered() -> dict[Path, str]:
+    """What every page that shows results should be."""
     records = load()
     wanted = {README: with_headlines(README.read_text(encoding="utf-8"), records), PAGE: page(records)}
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        if path != PAGE and PART.search(text):
+            wanted[path] = with_parts(text, records)
+    return wanted
+
+
+def main() -> None:
+    """Write the files, or with --check say which of them is stale."""
+    wanted = rendered()
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv[1:]:
         if stale:

@@ -86,8 +86,15 @@ def test_toys_are_not_kept_among_the_results(tmp_path, monkeypatch):
 
 
 def test_the_tables_in_the_tree_are_what_the_results_say():
-    records = table.load()
-    assert table.README.read_text(encoding="utf-8") == table.with_headlines(
-        table.README.read_text(encoding="utf-8"), records
-    ), "run python benchmarks/table.py"
-    assert table.PAGE.read_text(encoding="utf-8") == table.page(records), "run python benchmarks/table.py"
+    wanted = table.rendered()
+    assert {table.README, table.PAGE, table.ROOT / "docs/howto/serve.md"} == set(wanted)
+    for path, text in wanted.items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python benchmarks/table.py"
+
+
+def test_a_page_shows_the_columns_of_a_record_that_it_asks_for(tmp_path):
+    text = "before\n<!-- record: decode tokens_per_s batch -->\nold\n<!-- record: end -->\nafter\n"
+    shown = table.with_parts(text, [record(tmp_path)])
+    head, row, last = "| tokens_per_s | batch |", "| 1,234 | 1 |", "|  | 8 |"
+    assert f"-->\n\n{head}\n| --- | --- |\n{row}\n{last}\n\n<!-- record: end -->\nafter" in shown and "old" not in shown
+    assert table.with_parts(shown, [record(tmp_path)]) == shown
