@@ -1,18 +1,21 @@
 """Flash-Decoding on a GPU: the article's table, random cells, and the sizes that the kernels are cut into.
 
-python benchmarks/flash_decoding.py                    # the table and its plot: two minutes of one H200
-python benchmarks/flash_decoding.py --flex             # flex_attention too, which compiles for each row
-python benchmarks/flash_decoding.py --fixed-cuts 1024  # the batch-invariant mode too, cut at every 1024 keys
-python benchmarks/flash_decoding.py --sweep 0 300 --pinned 40    # random cells against the best peer; the worst
-                                                       # ten; the first 40 also by a dozen configurations of ours
-python benchmarks/flash_decoding.py --tune --widths 128    # measures candidates and costs; decode_tiles.json
-python benchmarks/flash_decoding.py --shared           # 32 requests that share a prefix of 32,768 keys
-python benchmarks/flash_decoding.py --chunks           # chunks of prompts of 512 to 8192 tokens
-python benchmarks/flash_decoding.py --latents          # latent attention as in DeepSeek-V2
-python benchmarks/flash_decoding.py --eight-bits       # caches of 8 bits beside those of 16
-python benchmarks/flash_decoding.py --draw             # the plot again, from the record; no GPU
-python benchmarks/flash_decoding.py --tiny             # toy sizes, on a CPU too: that it runs; so of each above,
-                                                       # but --tune; what it writes goes into a temporary folder
+    python benchmarks/flash_decoding.py                    # the table and its plot: two minutes of one H200
+    python benchmarks/flash_decoding.py --flex             # flex_attention too, which compiles for each row
+    python benchmarks/flash_decoding.py --fixed-cuts 1024  # the batch-invariant mode too, cut at every 1024 keys
+    python benchmarks/flash_decoding.py --sweep 0 300 --pinned 40    # random cells against the best peer; the worst
+                                                           # ten; the first 40 also by a dozen configurations of ours
+    python benchmarks/flash_decoding.py --tune --widths 128    # measures candidates and costs; decode_tiles.json
+    python benchmarks/flash_decoding.py --tune-eight       # and those of caches of 8 bits
+    python benchmarks/flash_decoding.py --shared           # 32 requests that share a prefix of 32,768 keys
+    python benchmarks/flash_decoding.py --chunks           # chunks of prompts of 512 to 8192 tokens
+    python benchmarks/flash_decoding.py --latents          # latent attention as in DeepSeek-V2
+    python benchmarks/flash_decoding.py --eight-bits       # caches of 8 bits beside those of 16
+    python benchmarks/flash_decoding.py --draw             # the plot again, from the record; no GPU
+    python benchmarks/flash_decoding.py --tiny             # toy sizes, on a CPU too: that it runs; so of each above
+                                                           # but those that tune; records go into a temporary folder
+
+Each prints a row as soon as it is measured, checks that all compute the same, and writes a record with its own notes.
 """
 
 import argparse
@@ -30,7 +33,7 @@ import _shared
 import _sweep
 from _against import best_peer, measured
 from _decode import Cell, read_bandwidth
-from _decode_tune import tune
+from _decode_tune import tune, tune_eight
 from _report import ROOT, Headline, folder_of, report
 from _rows import Rows
 from colonnade.kernels.attention import decode_tiles
@@ -47,7 +50,7 @@ ARTICLE = (
 TINY = ((4, 64), (1, 300))
 A100 = dict(zip(ARTICLE, (63.4, 67.7, 77.7, 58.5, 57, 56.4, 58.2, 60.3, 64.4, 106.6), strict=False))
 """The article's own times [µs], on another GPU, for the plot."""
-MODES = ("sweep", "shared", "chunks", "latents", "eight-bits", "draw", "tune")
+MODES = ("sweep", "shared", "chunks", "latents", "eight-bits", "draw", "tune", "tune-eight")
 """What is measured or done in the place of the table."""
 
 
@@ -96,6 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     what.add_argument("--eight-bits", action="store_true", help="caches of 8 bits, not the table")
     what.add_argument("--draw", action="store_true", help="the picture again from what was recorded")
     what.add_argument("--tune", action="store_true", help="measure tiles and costs, not the table")
+    what.add_argument("--tune-eight", action="store_true", help="measure tiles of caches of 8 bits, not the table")
     parser.add_argument("--pinned", type=int, default=0, help="cells of a sweep that pinned configurations run, too")
     parser.add_argument("--seconds", type=float, default=3600, help="after which a sweep begins no further cell")
     parser.add_argument("--most-gb", type=float, default=20, help="largest cache of a random cell")
@@ -111,12 +115,13 @@ def main(argv: list[str] | None = None) -> None:
     other = next((f"--{mode}" for mode in MODES if getattr(args, mode.replace("-", "_"))), None)
     if other and (args.flex or args.fixed_cuts):
         parser.error(f"--flex and --fixed-cuts add rows to the table, which {other} does not measure")
-    if args.tiny and args.tune:
-        parser.error("--tune measures a GPU's kernels for good, and has no toy size; leave --tiny out")
+    tunes = other in ("--tune", "--tune-eight")
+    if args.tiny and tunes:
+        parser.error(f"{other} measures a GPU's kernels for good, and has no toy size; leave --tiny out")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not (args.tiny or args.draw):
         why = "flash_decoding.py needs a GPU, and this machine has none; --tiny shows that it runs"
-        print("skipped: --tune measures a GPU's kernels, and this machine has no GPU" if args.tune else why)
+        print(f"skipped: {other} measures a GPU's kernels, and this machine has no GPU" if tunes else why)
         return
     if args.flex and device == "cpu":
         parser.error("--flex needs a GPU: on a CPU ours runs alone, as plain torch, and no peer beside it")
@@ -130,6 +135,9 @@ def main(argv: list[str] | None = None) -> None:
         return
     read = read_bandwidth(device)
     print(f"read bandwidth {read / 1e12:.3g} TB/s", flush=True)
+    if args.tune_eight:
+        tune_eight(args.tiles, args.widths)
+        return
     if args.tune:
         tune(read, args.tiles, args.widths)
         return
