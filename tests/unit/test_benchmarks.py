@@ -1,10 +1,12 @@
 """The speed benchmarks of layouts, in small on a CPU: they run to the end, and conclude what they should."""
 
 import json
+import math
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import _contexts
 import _decode_tune
@@ -21,11 +23,14 @@ import moe_cpu
 import moe_layer
 import prefill
 import quantised_linear
+import quantised_quality
 import thin_linear
 import weak_scaling
 from _report import RESULTS, ROOT
+from colonnade import api
 from colonnade.config import Plan
 from colonnade.kernels.attention import decode_tiles
+from tests.models import build
 from tests.worlds import run
 
 pytestmark = pytest.mark.xdist_group("worlds")
@@ -243,6 +248,34 @@ def test_decode_model(tmp_path: Path) -> None:
     assert rows[0]["bound_tokens_per_s"] > rows[1]["bound_tokens_per_s"] and heads[0].peer == "the bound"
     _contexts.draw([*rows, {"who": "transformers, static cache", "failed": "it did"}], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_quantised_quality(tmp_path: Path) -> None:
+    """Shuffled, a model says the same and its groups are others; a model beside itself has no distance."""
+    config = decode_model.TINY.but(width=64, tied=True)
+
+    def model() -> api.Model:
+        return api.Model(build(config, dtype=torch.float64), None, api._ground(Plan(), "cpu", None), "tiny")
+
+    one, other = model(), quantised_quality.shuffled(model())
+    tokens = torch.arange(40) * 7 % 97
+    assert (one.logits(tokens) - other.logits(tokens)).abs().max() < 1e-12
+    differ = [
+        name for name, weight in one.transformer.named_parameters()
+        if not torch.equal(weight, other.transformer.get_parameter(name))
+    ]  # fmt: skip
+    assert {name.split(".")[-2] for name in differ} >= {"tokens", "qkv", "out", "gate", "up", "down"}
+    api.save(one, tmp_path / "one")
+    rough = api.load(tmp_path / "one", dtype="float64", device="cpu", weights="int4", weight_group=32)
+    said = {"weights": "int4", "group": 32, "order": "shuffled", "bits": 5.0}
+    windows = tokens.unfold(0, 11, 10)
+    stored, same, quantised = quantised_quality.compare(one, [(other, said), (rough, said)], windows)
+    assert stored["tokens"] == 30 and stored["perplexity"] == same["perplexity"]
+    assert same["kl_nats"] == 0 < quantised["kl_nats"] and same["same_first"] == 1 >= quantised["same_first"]
+    assert stored["perplexity"] == pytest.approx(
+        math.exp(sum(one.score(window.tolist()).nll for window in windows) / 30), abs=1e-3
+    )
+    assert quantised_quality.bits(one, "int8", 64) == pytest.approx(8 + 32 / 60, abs=0.3)
 
 
 @pytest.mark.filterwarnings("ignore")  # the peer's
