@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from colonnade.cli.shared import ServingPlacing, Writer, console, speaks, start_alone
+from colonnade.cli.shared import Log, ServingPlacing, Writer, speaks, start_alone
 from colonnade.config import Cache as CacheKind
 from colonnade.config import ServeConfig, WeightGroup, Weights
 from colonnade.errors import ConfigError, RequestError
@@ -148,5 +148,5 @@ def serve(
     except ImportError as error:
         raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
 
-    announce = partial(console.print, soft_wrap=True, markup=False)
+    announce = partial(Log(stderr=True, highlight=False).print, soft_wrap=True, markup=False)
     run(load, where.plan, serve, name=Path(model).name, device=placing.device, announce=announce)

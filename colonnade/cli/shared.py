@@ -32,6 +32,14 @@ DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 console = Console(stderr=True, highlight=False)
 
 
+class Log(Console):
+    """A console whose reader may go: what nobody reads any more is no reason to end."""
+
+    def on_broken_pipe(self) -> None:
+        """Fall silent, where rich would exit with code 1."""
+        self.quiet = True
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The parallel layout of a model that is not trained."""

@@ -204,7 +204,8 @@ def test_10_real_weights_answer_over_http() -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
-            url = next(word for word in server.stderr.readline().split() if word.startswith("http://"))
+            said = (word for line in server.stderr for word in line.split())
+            url = next(word for word in said if word.startswith("http://"))
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
             pieces = client.completions.create(
                 model="smollm2", prompt="The capital of France is", max_tokens=4, temperature=0, stream=True

@@ -44,14 +44,15 @@ def _in_rows(x_TD: Tensor, weight: Quantised) -> Tensor:
 def _in_groups(x_TD: Tensor, weight: Quantised) -> Tensor:
     """With two for each group of G inputs, of which i·G/8 + c is in bits 4i … 4i+3 of word c; i = 2b + h in byte b."""
     words, groups = weight.group // NIBBLES, weight.scales.shape[1]
-    x_TgbhC = F.pad(x_TD, (0, -weight.inputs % weight.group)).unflatten(1, (groups, NIBBLES // 2, 2, words))
-    x_Tg = x_TgbhC.sum((2, 3, 4))
-    x_hgTB = x_TgbhC.permute(3, 1, 0, 4, 2).flatten(3)
+    # (T, groups, bytes, halves of a byte, words), then (halves, groups, T, bytes in their order in memory)
+    spread = F.pad(x_TD, (0, -weight.inputs % weight.group)).unflatten(1, (groups, NIBBLES // 2, 2, words))
+    x_Tg = spread.sum((2, 3, 4))
+    halves = spread.permute(3, 1, 0, 4, 2).flatten(3)
     bytes_FgB = weight.values.view(torch.uint8).unflatten(1, (groups, -1))
     parts, step = [], quantised.band(weight)
     for b_FgB, scales_Fg2 in zip(bytes_FgB.split(step), weight.scales.to(x_TD.dtype).split(step), strict=True):
-        y_gTF = torch.bmm(x_hgTB[0], (b_FgB & 15).to(x_TD.dtype).permute(1, 2, 0))
-        y_gTF.baddbmm_(x_hgTB[1], (b_FgB >> 4).to(x_TD.dtype).permute(1, 2, 0))
+        y_gTF = torch.bmm(halves[0], (b_FgB & 15).to(x_TD.dtype).permute(1, 2, 0))
+        y_gTF.baddbmm_(halves[1], (b_FgB >> 4).to(x_TD.dtype).permute(1, 2, 0))
         scale_Fg, low_Fg = scales_Fg2.unbind(2)
         y_TF = (y_gTF * scale_Fg.T[:, None]).sum(0)
         parts.append(y_TF.addmm_(x_Tg, low_Fg.T))
