@@ -108,10 +108,10 @@ def on_units(cell: Product) -> list[Tiles]:
 
 
 def tensors(
-    cell: Product, device: str, copies: int = 0, size: tuple[int, int, str] | None = None
+    cell: Product, device: str, copies: int = 0, shape: tuple[int, int, str] | None = None
 ) -> tuple[Tensor, list[tuple[Matrix, dict[str, Any]]], int]:
     """(x, for each copy the weight and what stands beside the product, bytes of one copy's weights)."""
-    (F, D, beside), dtype = size or SHAPES[cell.name], torch.bfloat16 if device == "cuda" else torch.float32
+    (F, D, beside), dtype = shape or SHAPES[cell.name], torch.bfloat16 if device == "cuda" else torch.float32
     x, on = torch.randn(cell.rows, D, device=device, dtype=dtype), {"device": device, "dtype": dtype}
     plain = [torch.randn(F, D, **on) / D**0.5 for _ in range(1 + cell.gated)]
     made: list[Matrix] = [w if cell.kind == "plain" else quantise(w, cell.kind, 64) for w in plain]  # type: ignore[arg-type]
@@ -259,7 +259,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="the reference on a CPU; nothing is kept")
     args = parser.parse_args(argv)
     if args.tiny:
-        x, ((weight, parts), _), _ = tensors(Product("qkv", "int4", 2), "cpu", copies=2, size=(48, 64, "norm"))
+        x, ((weight, parts), _), _ = tensors(Product("qkv", "int4", 2), "cpu", copies=2, shape=(48, 64, "norm"))
         print(fused.linear(x, weight, **parts).shape, candidates(Product("down", "int4", 1))[0])
         return
     if not torch.cuda.is_available():
