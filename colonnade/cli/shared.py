@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from rich.console import Console
@@ -36,8 +37,10 @@ class Log(Console):
     """A console whose reader may go: what nobody reads any more is no reason to end."""
 
     def on_broken_pipe(self) -> None:
-        """Fall silent, where rich would exit with code 1."""
+        """Fall silent, where rich would exit with code 1; at the end Python would complain of what it still holds."""
         self.quiet = True
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), self.file.fileno())
 
 
 @dataclass(frozen=True)
