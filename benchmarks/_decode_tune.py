@@ -6,6 +6,7 @@ which plans are made.
 
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +48,7 @@ def too_much() -> tuple[type[Exception], ...]:
 def mean_s(cells: Sequence[Tensors]) -> float:
     """The geometric mean of our times; infinite where the chip cannot."""
     try:
-        return math.exp(sum(math.log(seconds(ours(tensors), tensors, rounds=7)) for tensors in cells) / len(cells))
+        return statistics.geometric_mean(seconds(ours(tensors), tensors, rounds=7) for tensors in cells)
     except too_much():
         return math.inf
 
@@ -113,7 +114,7 @@ def tune_eight(out: Path, widths: Sequence[int]) -> None:
                 ]
             except too_much():
                 continue
-            took[how] = math.exp(sum(map(math.log, times)) / len(times))
+            took[how] = statistics.geometric_mean(times)
             print(f"  {tuple(how)}: {' '.join(f'{1e6 * s:.2f}' for s in times)} µs", flush=True)
         decode_tiles.CHOSEN.clear()
         row["eight"] = min(took, key=lambda how: took[how])._asdict()
