@@ -66,6 +66,18 @@ def every_code(cache: torch.dtype, dtype: torch.dtype, device: str = "cpu") -> M
     return made
 
 
+def far_apart(case: "Case", device: str = "cpu") -> Made:
+    """``case`` of four heads in one group, whose queries are beyond float16 on both sides, or 0: each head is right."""
+    made = case.made(device)
+    for n, times in enumerate((1.0, 0.0, 2.0**-100, 2.0**18)):
+        made.q[:, n] *= times
+    state, exact = made.run(), made.exact()
+    for n in range(4):
+        for got, right in zip(state, exact, strict=True):
+            assert (got[:, n].double() - right[:, n]).norm() < 4e-3 * right[:, n].norm(), n
+    return made
+
+
 def reference_state(q, k, v, table: PageTable, window, *, cap=None, slopes_N=None, sinks_N=None) -> State:
     """:func:`reference.paged` with its log-sum-exp."""
     ends, (_, lengths) = table.cu_queries.tolist(), table.host
