@@ -15,20 +15,9 @@ from colonnade.errors import PlanError
 if TYPE_CHECKING:
     from colonnade.talk import Where
 
-Model = Annotated[
-    str,
-    arg(
-        metavar="MODEL",
-        help="A checkpoint or run of ours, a Hugging Face folder, a GGUF file, a hub id, smollm2, or minilm.",
-    ),
-]
-Writer = Annotated[
-    str,
-    arg(
-        metavar="MODEL",
-        help="A checkpoint or run of ours, a Hugging Face folder, a GGUF file, a hub id, or smollm2.",
-    ),
-]
+PLACES = "A checkpoint or run of ours, a Hugging Face folder, a GGUF file, a hub id"
+Model = Annotated[str, arg(metavar="MODEL", help=f"{PLACES}, smollm2, or minilm.")]
+Writer = Annotated[str, arg(metavar="MODEL", help=f"{PLACES}, or smollm2.")]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 console = Console(stderr=True, highlight=False)
 
