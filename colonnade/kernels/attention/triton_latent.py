@@ -27,7 +27,17 @@ from colonnade.kernels.attention.decode_layout import Layout, Prepared
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import places
 from colonnade.kernels.attention.triton_merge import launch, slots_of
-from colonnade.kernels.attention.triton_splits import FIELDS, finish, known_at, page_of, places_of, row_of, score, weigh
+from colonnade.kernels.attention.triton_splits import (
+    FIELDS,
+    finish,
+    known_at,
+    page_of,
+    places_of,
+    row_of,
+    score,
+    weigh,
+    write,
+)
 from colonnade.kernels.softmax_state import State
 
 
@@ -89,15 +99,7 @@ def read(
                 weight *= c_scale[None, :]
             o = tl.dot(weight.to(q.dtype), c.to(q.dtype), o * shrink[:, None], input_precision="ieee")
         o, lse = finish(o, top, total, n, there, q_ptr, False)
-        if slot < 0:
-            line = t.to(tl.int64) * N + n
-            o_at = o_ptr + line[:, None] * RANK + i[None, :]
-            tl.store(o_at, o.to(o_ptr.dtype.element_ty), there[:, None] & (i < RANK)[None, :])
-            tl.store(lse_ptr + line, lse, there)
-        else:
-            line = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-            tl.store(slot_o_ptr + line[:, None] * RANK + i[None, :], o, (i < RANK)[None, :])
-            tl.store(slot_lse_ptr + line, lse)
+        write(o, lse, slot, t, n, there, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, RANK, ROWS, BLOCK_C)
 
 
 def attend(

@@ -19,7 +19,7 @@ not there, as there.
 import triton
 from triton import language as tl
 
-from colonnade.kernels.attention.triton_splits import FIELDS, finish, fold, row_of
+from colonnade.kernels.attention.triton_splits import FIELDS, finish, fold, row_of, write
 
 
 @triton.jit
@@ -93,15 +93,6 @@ def attend(
         )  # fmt: skip
         if SCALED:
             o = o * tl.load(v_scale_ptr + head)
-        if slot < 0:
-            o, lse = finish(o, top, total, n, there, sinks_ptr, SINKS)
-            line = t.to(tl.int64) * N + n
-            tl.store(
-                o_ptr + line[:, None] * H + h[None, :], o.to(o_ptr.dtype.element_ty), there[:, None] & (h < H)[None, :]
-            )
-            tl.store(lse_ptr + line, lse, there)
-        else:
-            o, lse = finish(o, top, total, n, there, sinks_ptr, False)
-            line = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-            tl.store(slot_o_ptr + line[:, None] * H + h[None, :], o, (h < H)[None, :])
-            tl.store(slot_lse_ptr + line, lse)
+        # Sinks are one key, not one a piece: of what was cut the merge adds them.
+        o, lse = finish(o, top, total, n, tl.where(slot < 0, there, False), sinks_ptr, SINKS)
+        write(o, lse, slot, t, n, there, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, H, ROWS, BLOCK_H)
