@@ -9,7 +9,8 @@ requests one by one with their own numbers of tokens; both are warmed up by a fe
 both have recorded their graphs before the clock starts: ours one for each size of batch, as any engine of ours does on
 a GPU (``serve.fixed_steps``).
 
-``idle`` is the share of time in which the GPU ran nothing of ours, from a trace of some steps amid the load.
+``idle`` is the share of time in which the GPU ran nothing of ours, from a trace of some steps amid the load: its 100th
+to 300th, in which requests end.
 ``agree`` is the share of answers that are the same to the last token; in bfloat16 a near-tie sends a text another way.
 """
 
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 import tokenizers
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile
 from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 import colonnade
@@ -35,7 +36,7 @@ from _turns import turns
 from colonnade.config import ServeConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.serve import Engine, SamplingParams
-from colonnade.train.breakdown import breakdown
+from colonnade.train.breakdown import length, union
 
 
 class Load(NamedTuple):
@@ -133,21 +134,26 @@ def theirs(model: Qwen3ForCausalLM, load: Load, settings: ContinuousBatchingConf
 
 
 def idle(engine: Engine, load: Load, skip: int, steps: int) -> float:
-    """The share of ``steps`` engine steps, after ``skip``, in which the device did nothing."""
+    """The share of ``steps`` engine steps, after ``skip``, in which the device did nothing; of a GPU its kernels alone
+    are traced, because to trace the host would hold it up.
+    """
     for prompt, count in zip(load.prompts, load.counts, strict=True):
         engine.add(prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
-    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    for _ in range(skip):
+        engine.step()
+    gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        plan = schedule(wait=skip, warmup=2, active=steps, repeat=1)
-        with profile(activities=kinds, schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(path))) as p:
-            for _ in range(skip + 2 + steps):
+        with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as traced:
+            for _ in range(steps):
                 engine.step()
-                p.step()
-        found = breakdown(json.loads(path.read_text()))
+        traced.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset") if gpu else ("cpu_op",)
+    busy = union((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and e.get("cat") in kinds)
     for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
         engine.cancel(request.id)
-    return found.parts["idle"] / found.step_s
+    return 1 - length(busy) / (busy[-1][1] - busy[0][0])
 
 
 def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell]], list[Headline]]:
@@ -177,7 +183,7 @@ def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell
         print(f"warming up: {what}", flush=True)
         warm_up()
     took = turns(runs, rounds, warm_up=0)
-    waits = idle(engine, load, skip=4 if tiny else 100, steps=4 if tiny else 40)
+    waits = idle(engine, load, skip=4 if tiny else 100, steps=4 if tiny else 200)
     agree = statistics.mean(
         a == b for a, b in zip(took["colonnade"][0].answers, took["transformers"][0].answers, strict=True)
     )

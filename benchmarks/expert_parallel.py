@@ -15,6 +15,7 @@ that no token travels) at p = 1, 2, 3, 4 and 6 parts. Of each way, on the slowes
                    the exchange of counts and the wait for it, gathers of weights and all products are in it
     t_a2a(r)       the exchanges of rows alone, of the same sizes one after another: 2 forward, 4 with the way back
     hidden(r, p) = 1 − (t(r, p) − t_compute(r)) / t_a2a(r)
+    t_cut(r, p)    t_compute with the rows in p parts: what cutting costs by itself (``--cut``)
 
 p parts, of sizes 1, 2, 4, 4, 2, 1, can hide all but the first part's way there and the last one's back (50, 75, 83 and
 93% for p of 2, 3, 4 and 6), and no more than the products take. Then ``auto`` looks at this load, and its way is set
@@ -68,6 +69,8 @@ class Task(NamedTuple):
     split: bool
     """Also with experts that are cut in two."""
     tokens: int
+    cut: bool
+    """Also what parts cost when no row travels."""
     tiny: bool
     repeats: int
     folder: Path
@@ -110,10 +113,10 @@ class Bench:
 
         return timed(once, self.ground.device, self.task.repeats)
 
-    def compute_ms(self, degree: int, what: str) -> float:
+    def compute_ms(self, way: Spread, what: str) -> float:
         """As if every exchange of rows were done before it is asked for."""
         with self._staying():
-            return self.ms(lambda: self.run(Spread(degree)), what, self.leaves)
+            return self.ms(lambda: self.run(way), what, self.leaves)
 
     def exchange_ms(self, degree: int, what: str) -> float:
         """The exchanges alone."""
@@ -245,7 +248,7 @@ def measured(bench: Bench, name: str, shape: Shape, plan: Plan, load: str, model
         for r in degrees:
             parts: dict[str, float] = {}
             if r:
-                parts = {"compute_ms": bench.compute_ms(r, what), "exchange_ms": bench.exchange_ms(r, what)}
+                parts = {"compute_ms": bench.compute_ms(Spread(r), what), "exchange_ms": bench.exchange_ms(r, what)}
             for p in task.overlaps if r else (1,):
                 way = Spread(r, p)
                 ms = bench.ms(lambda way=way: bench.run(way), what, bench.leaves)
@@ -253,6 +256,8 @@ def measured(bench: Bench, name: str, shape: Shape, plan: Plan, load: str, model
                     both[way] = ms
                 hidden = 1 - (ms - parts["compute_ms"]) / parts["exchange_ms"] if r else None
                 row = head | {"pass": what, "who": "colonnade", "r": r, "p": p, "ms": ms} | parts
+                if task.cut and p > 1:
+                    row["cut_ms"] = bench.compute_ms(way, what)
                 yield rounded(row | {"hidden": hidden, "tflops_per_rank": flops / ms / 1e9})
         if plan.sh == 1 and grouped.available:
             yield rounded(head | {"pass": what} | beside(bench, what) | {"tflops_per_rank": None})
@@ -393,6 +398,8 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--loads", nargs="+", choices=("uniform", "zipf"), help="which loads; both")
     options.add_argument("--tokens", type=int, default=16384, help="of a rank")
     options.add_argument("--quick", action="store_true", help="Qwen3's experts, whole, evenly loaded, p of 1 and 4")
+    options.add_argument("--whole", action="store_true", help="no layout that cuts experts in two")
+    options.add_argument("--cut", action="store_true", help="also what parts cost when no row travels")
     options.add_argument("--minutes", type=float, default=8.5, help="for all worlds, after which no load is begun")
     args = options.parse_args(argv)
     few = args.tiny or args.quick
@@ -404,7 +411,8 @@ def main(argv: list[str] | None = None) -> None:
     task = Task(
         tuple(args.shapes or (("qwen3",) if few else SHAPES)),
         tuple(args.loads or (("uniform",) if few else ("uniform", "zipf"))), (1, 4) if few else OVERLAPS,
-        not args.quick, 24 if args.tiny else args.tokens, args.tiny, 2 if args.tiny else 8, folder,
+        not (args.quick or args.whole), 24 if args.tiny else args.tokens, args.cut, args.tiny, 2 if args.tiny else 16,
+        folder,
         f"expert_parallel_{name}", 60 * args.minutes,
     )  # fmt: skip
     rows: list[Row] = []

@@ -110,21 +110,21 @@ def check_mixed_batches() -> int:
     return 2
 
 
-def check_decodes_apart_from_prompts() -> int:
-    """Prompts by SDPA, decodes by ours, whatever their order; with a window, and with requests of no new token."""
+def check_long_prompts_apart() -> int:
+    """Whole prompts from so many tokens on by SDPA, all else by ours, whatever their order; not under a window."""
     CHOSEN[:] = [Tiles(32, 4, 2, 1, 4, 16)]
+    mixed.LONG, mixed.STEP = 40, 16
     batches = (
-        ([200, 90, 70, 40], [1, 1, 70, 40]), ([90, 200, 64, 77, 30], [80, 1, 0, 2, 30]), ([50, 9], [1, 2]),
-        ([90, 70], [60, 70]), ([30, 90, 31], [1, 60, 1]),
+        ([200, 90, 70, 40], [1, 1, 70, 40], 2), ([90, 200, 64, 77, 30], [80, 1, 0, 2, 30], 0), ([48], [48], 1),
+        ([90, 70, 3, 41], [60, 70, 3, 41], 2), ([30, 90, 31], [1, 60, 1], 0),
     )  # fmt: skip
-    for (lengths, new), window in itertools.product(batches, (None, 25)):
+    for (lengths, new, whole), window in itertools.product(batches, (None, 25, 500)):
         made = Case(lengths, new, K=2, group=4, H=16, page=16, window=window or 0).made(prepared=False)
         got = mixed.paged(made.q, made.k, made.v, made.table, window=window)
         exact = reference.paged(*(x.double() for x in (made.q, made.k, made.v)), made.table, window=window)
         assert got.shape == exact.shape and (got.double() - exact).norm() < 1e-5 * exact.norm(), (lengths, new, window)
-        apart = any(count > 16 for count in new) and any(0 < count <= 16 for count in new)
-        assert (("parts", 4) in made.table.prepared) == apart
-    return 2 * len(batches)
+        assert len(made.table.prepared.get("parts", ())) == (0 if window == 25 else whole)
+    return 3 * len(batches)
 
 
 def check_bad_pages() -> int:
@@ -156,5 +156,5 @@ def check_bad_pages() -> int:
 if __name__ == "__main__":
     warnings.simplefilter("error")
     checks = check_many_rows, check_shared_prefixes, check_graph_arrays, check_mixed_batches, check_bad_pages
-    for check in (*checks, check_decodes_apart_from_prompts):
+    for check in (*checks, check_long_prompts_apart):
         print(f"{check.__name__}: {check()} cases", flush=True)

@@ -178,7 +178,17 @@ def check_graph_arrays() -> int:
         state, exact = made.run(), made.exact()
         assert (state.o.double() - exact.o).norm() < 1e-5 * exact.o.norm().clamp(min=1)
         assert torch.equal(state.lse.isfinite(), exact.lse.isfinite())
-    return 3
+    # A plan for longer requests: pieces that nothing has reached, and lines of which only the first piece has keys.
+    for workers in (1, 2):
+        CHOSEN[:] = [HOW[1]._replace(workers=workers)]
+        case = Case([300, 90, 200], [1, 1, 1], K=2, group=3, H=16, page=16)
+        short = replace(case, lengths=[5, 17, 1])
+        made, ready = short.made(capacity=True), case.made(capacity=True).ready
+        made.ready = ready
+        state, exact = made.run(), made.exact()
+        assert (state.o.double() - exact.o).norm() < 1e-5 * exact.o.norm()
+        assert (state.lse.double() - exact.lse).abs().max() < 1e-5
+    return 5
 
 
 def check_bad_pages() -> int:

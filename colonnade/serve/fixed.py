@@ -8,8 +8,10 @@ differs from request to request, follows outside. On a CPU the same buffers are 
 see all of this but the recording.
 
 A plan of splits is made for lengths as they will be a few steps on (:data:`AHEAD`), and serves until then or until
-a place in the batch goes to a shorter request, or a much longer one. Where a plan reads a prefix once for all who share
-it (:mod:`~colonnade.kernels.attention.cascade`), which takes a kernel more, another recording of that size is replayed.
+a place in the batch goes to a longer request. It serves a shorter one, as of keys that are not there nothing is read;
+not under a window, where plans leave out what lies before it, and not with fixed cuts, whose bits would differ. Where a
+plan reads a prefix once for all who share it (:mod:`~colonnade.kernels.attention.cascade`), which takes a kernel more,
+another recording of that size is replayed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -96,10 +98,17 @@ class Planned:
     """Of each request that reads a prefix with others, the pages of it."""
     keys: tuple[int, int] = (0, 0)
     """:attr:`Cascade.keys` in those layers that save most: layers with a window share fewer."""
+    shorter: bool = False
+    """Whether they are good for shorter requests, too."""
 
     @staticmethod
     def of(
-        plans: Iterable[Plan | Cascade], lengths: list[int], tables: Sequence[Sequence[int]], page_tokens: int
+        plans: Iterable[Plan | Cascade],
+        lengths: list[int],
+        tables: Sequence[Sequence[int]],
+        page_tokens: int,
+        *,
+        shorter: bool = False,
     ) -> "Planned":
         """Of ``plans`` for requests of these lengths and pages."""
         ends: dict[int, int] = {}
@@ -108,7 +117,7 @@ class Planned:
             ends |= {r: max(group.end, ends.get(r, 0)) for r in group.requests}
         shared = {r: tables[r][: -(-end // page_tokens)] for r, end in ends.items()}
         keys = max((each.keys for each in cascades), key=lambda keys: keys[1], default=(0, 0))
-        return Planned(list(lengths), shared, keys)
+        return Planned(list(lengths), shared, keys, shorter)
 
     @property
     def shares(self) -> bool:
@@ -122,8 +131,8 @@ class Planned:
         request in the same place may be as long, and have other pages.
         """
         grown = [n - p for n, p in zip(lengths, self.lengths, strict=True)]
-        near = min(grown) >= 0 and max(grown) <= AHEAD
-        return near and all(tables[r][: len(x)] == x for r, x in self.shared.items())
+        near = max(grown) <= AHEAD and (self.shorter or min(grown) >= 0)
+        return near and all(grown[r] >= 0 and tables[r][: len(x)] == x for r, x in self.shared.items())
 
 
 class _Size:
@@ -225,7 +234,9 @@ class _Size:
             how = {"room": self._room, "ahead": AHEAD, "tables": tables, "page_tokens": page}
             prepared = self._recorded[False].table.prepared
             plans = {key: ready.layout.plan(lengths, new, **how) for key, (ready,) in prepared.items()}
-            planned = Planned.of(plans.values(), lengths, tables, page)
+            layouts = [ready.layout for (ready,) in prepared.values()]
+            shorter = all(each.shape.window is None and each.chunk is None for each in layouts)
+            planned = Planned.of(plans.values(), lengths, tables, page, shorter=shorter)
             if planned.shares not in self._recorded:
                 self._record(lengths, work, pool, shares=True)
             for key, (ready,) in self._recorded[planned.shares].table.prepared.items():

@@ -14,6 +14,9 @@ request starts after the pages of its prefix that are still there, whoever compu
 always in order of arrival, the oldest request always advances, and since any request alone fits into the pool, every
 request ends.
 
+In a step decodes stand by their *places*. Whoever ends leaves a gap, into which the request of the last place moves:
+were it closed by all who came later, what was planned for their places would hold for none of them (:mod:`.fixed`).
+
 Pure Python: no tensor, no clock, no model.
 """
 
@@ -73,6 +76,8 @@ class Scheduler:
         self.pool, self.prefix_cache = pool, prefix_cache
         self.max_requests, self.token_budget, self.max_waiting = max_requests, token_budget, max_waiting
         self.running: list[Request] = []
+        self._places: list[Request] = []
+        """The same, by place."""
         self.waiting: deque[Request] = deque()
         self.preemptions = 0
         self.looked_up = self.found = 0
@@ -110,6 +115,7 @@ class Scheduler:
             if request.status is Status.RUNNING and self._grow(request):
                 chosen.append(self._slice(request, 1))
                 budget -= 1
+        chosen.sort(key=lambda piece: piece[0].place)
         for request in self.running:
             if request.pending > 1 and budget:
                 chosen.append(self._slice(request, min(request.pending, budget)))
@@ -149,6 +155,8 @@ class Scheduler:
         """Check that no page leaked and that nobody overtook anybody; for tests, after any call."""
         self.pool.audit(request.pages for request in self.running)
         assert not any(request.pages for request in self.waiting), "a waiting request holds pages"
+        assert [r.place for r in self._places] == list(range(len(self.running))), "places have a gap"
+        assert set(map(id, self._places)) == set(map(id, self.running)), "a place is nobody's"
         assert len(self.running) <= self.max_requests
 
     def _slice(self, request: Request, count: int) -> tuple[Request, Slice]:
@@ -182,6 +190,8 @@ class Scheduler:
         if self.prefix_cache:
             self.looked_up, self.found = self.looked_up + len(request.ids), self.found + request.computed
         self.running.append(request)
+        request.place = len(self._places)
+        self._places.append(request)
         return request
 
     def _known(self, request: Request) -> list[int]:
@@ -223,4 +233,8 @@ class Scheduler:
         if request.pages:
             self._name(request)  # what became known since its last slice
         self.pool.release(request.pages)
+        if request.status is Status.RUNNING:
+            last = self._places.pop()
+            if last is not request:
+                self._places[request.place], last.place = last, request.place
         request.pages, request.computed, request.named, request.status = [], 0, 0, status

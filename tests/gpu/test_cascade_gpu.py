@@ -257,12 +257,13 @@ def test_a_model_of_latents_says_what_it_says_on_a_cpu(cache: Cache, recorded: b
 
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_decodes_apart_from_prompts(dtype: torch.dtype, window: int | None) -> None:
-    """A step of both, its prompts by SDPA; decodes before, between and behind them."""
+def test_long_prompts_apart(dtype: torch.dtype, window: int | None) -> None:
+    """A step with and without whole prompts that SDPA takes; decodes before, between and behind them."""
     for lengths, new in (
-        ([5000, 900, 700], [1, 1, 700]),
+        ([5000, 900, 4500], [1, 1, 4500]),
+        ([4097, 900, 4352, 700], [4097, 1, 4352, 700]),
         ([900, 3000, 640, 33], [800, 1, 0, 2]),
-        ([30, 900], [1, 600]),
+        ([30, 5000], [1, 4600]),
     ):
         made = Case(lengths, new, K=2, group=4, H=128, page=16, window=window or 0, dtype=dtype).made(
             "cuda", prepared=False

@@ -46,6 +46,10 @@ def test_a_plan_serves_until_lengths_or_shared_pages_are_others():
     assert planned.holds([666, 666, 700], longer), "padding does not grow"
     assert not planned.holds([n + AHEAD + 1 for n in lengths], longer)
     assert not planned.holds([n - 1 for n in lengths], tables)
+    shorter = Planned.of([plan], lengths, tables, 16, shorter=True)
+    assert shorter.holds([650, 650, 20], tables) and not planned.holds([650, 650, 20], tables)
+    assert not shorter.holds([649, 650, 700], tables), "its keys would be those that are shared"
+    assert not shorter.holds([650, 650, 717], longer)
     assert planned.holds([651, 653, 701], longer), "a rank that shares a cache may have a new key or not"
     other = (*range(200, 240), 2)
     assert not planned.holds(lengths, [tables[0], other, tables[2]])

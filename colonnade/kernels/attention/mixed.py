@@ -1,9 +1,14 @@
 """A server's step on a GPU, of decodes and of chunks of prompts: each request by what is faster for it.
 
-Decodes read their keys where they lie in the cache (:mod:`triton_decode`), once for all who share them. A prompt is
-arithmetic, at which torch's attention is faster than the kernel of ours that reads pages (8,192 new tokens on an H200:
-1.04 ms, its keys gathered first, against 1.85; with 32,768 keys before them both are alike), so that its keys are
-gathered. Latents are read where they lie, which is faster at every length.
+All but one kind read their keys where they lie in the cache, by one launch or two for all requests of the step, once
+for all who share them (:mod:`triton_decode`). A whole prompt of thousands of tokens is arithmetic, at which torch's
+attention is faster (8,192 tokens on an H200: 0.99 ms, its keys gathered first, against 1.61), so that its keys are
+gathered. Not those of a shorter one (1,024: a tenth faster, which its own launches take many times over), or of a chunk
+with keys before it (512 tokens with 4,096 before them: a fifth slower).
+
+cuDNN makes a plan for each length that it has not met, 45 ms, which was half of all time in a load of prompts of 256
+lengths. So that it meets few, a prompt is filled up with zeros to the next of :data:`STEP` tokens; being last, nobody
+sees them.
 """
 
 from collections.abc import Sequence
@@ -12,11 +17,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from colonnade.kernels.attention import sdpa, triton_decode
-from colonnade.kernels.attention.decode_layout import few
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.device import upload
+
+LONG = 4096
+"""Tokens of a prompt from which on torch's attention is worth its launches."""
+STEP = 256
 
 
 class Part(NamedTuple):
@@ -59,19 +68,32 @@ def paged(
     scales_Pp2: Tensor | None = None,
 ) -> Tensor:
     """o_TNH of requests whose keys lie in pages (see :func:`reference.paged`)."""
-    new, group = table.host[0], q_TNH.shape[1] // k_PpKH.shape[2]
-    decodes = [r for r, count in enumerate(new) if count and few(count, group)]
-    prompts = [r for r, count in enumerate(new) if not few(count, group)]
+    long = [r for r, (new, length) in enumerate(zip(*table.host, strict=True)) if new == length >= LONG]
     latents = values is not None and v_PpKH is k_PpKH
-    if latents or not prompts:
+    if latents or not long or (window is not None and window < table.longest_context):
         how = {"window": window, "values": values, "scales_Pp2": scales_Pp2}
         return triton_decode.paged(q_TNH, k_PpKH, v_PpKH, table, **how)
-    if not decodes:
-        return sdpa.paged(q_TNH, k_PpKH, v_PpKH, table, window=window, values=values)
-    key = "parts", group
-    if key not in table.prepared:
-        table.prepared[key] = [Part.of(table, each) for each in (decodes, prompts)]
+    if "parts" not in table.prepared:
+        rest = [r for r, new in enumerate(table.host[0]) if new and r not in long]
+        table.prepared["parts"] = [Part.of(table, each) for each in ([r] for r in long)]
+        table.prepared["rest"] = [Part.of(table, rest)] if rest else []
     o_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
-    for run, (rows, part) in zip((triton_decode.paged, sdpa.paged), table.prepared[key], strict=True):
-        o_TNH[rows] = run(q_TNH[rows], k_PpKH, v_PpKH, part, window=window)
+    for rows, part in table.prepared["parts"]:
+        o_TNH[rows] = _whole(q_TNH[rows], k_PpKH, v_PpKH, part)
+    for rows, part in table.prepared["rest"]:
+        o_TNH[rows] = triton_decode.paged(q_TNH[rows], k_PpKH, v_PpKH, part, window=window)
     return o_TNH[..., :values]
+
+
+def _whole(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable) -> Tensor:
+    """o_TNH of one request that has no keys but of its new tokens."""
+    T, page_P = len(q_TNH), table.pages_RP[0, : -(-len(q_TNH) // table.page_tokens)]
+
+    def gathered(x_PpKH: Tensor) -> Tensor:
+        held = x_PpKH.view(torch.uint8) if x_PpKH.dtype == torch.float8_e4m3fn else x_PpKH  # bytes, every torch moves
+        return held.index_select(0, page_P).view(x_PpKH.dtype).flatten(0, 1)[:T].to(q_TNH.dtype)
+
+    q_1SNH, k_1SKH, v_1SKH = (
+        F.pad(x, (0, 0, 0, 0, 0, -T % STEP))[None] for x in (q_TNH, gathered(k_PpKH), gathered(v_PpKH))
+    )
+    return sdpa.attend(q_1SNH, k_1SKH, v_1SKH, causal=True, window=None)[0, :T]

@@ -17,7 +17,8 @@ from colonnade.kernels.attention.pages import Group, PageTable
 from colonnade.kernels.attention.reference import visible
 
 
-def _attend(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool, window: int | None) -> Tensor:
+def attend(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool, window: int | None) -> Tensor:
+    """o_BTNH of sequences of equal length, the queries being those of the last T of S keys."""
     T, S = q_BTNH.shape[1], k_BSKH.shape[1]
     if window is not None and window >= S:
         window = None
@@ -62,10 +63,10 @@ def packed(
     """o_TNH of sequences laid end to end (see :func:`reference.packed`)."""
     if equal:
         batch = [x.unflatten(0, (-1, longest)) for x in (q_TNH, k_TKH, v_TKH)]
-        return _attend(*batch, causal=causal, window=window).flatten(0, 1)
+        return attend(*batch, causal=causal, window=window).flatten(0, 1)
     ends = cu_seqlens.tolist()
     parts = [
-        _attend(*(x[None, a:b] for x in (q_TNH, k_TKH, v_TKH)), causal=causal, window=window)[0]
+        attend(*(x[None, a:b] for x in (q_TNH, k_TKH, v_TKH)), causal=causal, window=window)[0]
         for a, b in itertools.pairwise(ends)
         if b > a
     ]
@@ -107,7 +108,7 @@ def paged(
 def _group(q_TNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, group: Group, window: int | None) -> Tensor:
     q_BTNH = q_TNH.unflatten(0, (len(group.lengths_B), -1))
     if group.unused is None:
-        return _attend(q_BTNH, k_BSKH, v_BSKH, causal=True, window=window).flatten(0, 1)
+        return attend(q_BTNH, k_BSKH, v_BSKH, causal=True, window=window).flatten(0, 1)
     key_S, lengths_B1 = torch.arange(group.longest, device=q_TNH.device), group.lengths_B[:, None]
     seen_BS = key_S < lengths_B1
     if window is not None:
