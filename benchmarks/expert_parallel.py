@@ -413,7 +413,7 @@ def main(argv: list[str] | None = None) -> None:
         tuple(args.loads or (("uniform",) if few else ("uniform", "zipf"))), (1, 4) if few else OVERLAPS,
         not (args.quick or args.whole), 24 if args.tiny else args.tokens, args.cut, args.tiny, 2 if args.tiny else 16,
         folder,
-        f"expert_parallel_{name}", 60 * args.minutes,
+        f"expert_parallel_{max(worlds)}_{name}", 60 * args.minutes,
     )  # fmt: skip
     rows: list[Row] = []
     for world in sorted(worlds):

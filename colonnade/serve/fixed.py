@@ -2,10 +2,10 @@
 
 A graph (CUDA's) is a recording of kernels with their arguments, so what changes from step to step must lie where the
 recording looks for it. A step that decodes one token for each of R requests is padded to the next of a few sizes B, and
-told through buffers that stay: tokens, positions, slots, lengths, tables of pages, the split plans of attention. Rows
-past R decode token 0 into a page that is nobody's. Graphs are recorded when a size is first asked for; sampling, which
-differs from request to request, follows outside. On a CPU the same buffers are read without a graph, which is how tests
-see all of this but the recording.
+told through buffers that stay: tokens, positions, slots, lengths, tables of pages, the split plans of attention. A row
+of no request (:mod:`.places`) decodes token 0 into a page that is nobody's. Graphs are recorded when a size is first
+asked for; sampling, which differs from request to request, follows outside. On a CPU the same buffers are read without
+a graph, which is how tests see all of this but the recording.
 
 A plan of splits is made for lengths as they will be a few steps on (:data:`AHEAD`), and serves until then or until
 a place in the batch goes to a longer request. It serves a shorter one, as of keys that are not there nothing is read;
@@ -25,22 +25,17 @@ from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import Plan
 from colonnade.kernels.choose import choose
-from colonnade.kernels.device import upload_into
+from colonnade.kernels.device import upload, upload_into
 from colonnade.model import KVCache, Paged, Stream, Transformer
 from colonnade.model.head import Shares
 from colonnade.model.split import Split
 from colonnade.parallel.graphs import capture
 from colonnade.serve.held import Holding
+from colonnade.serve.places import padded
 from colonnade.serve.scheduler import Work
 
 AHEAD = 16
 """Steps of decoding for which a plan of splits is good."""
-
-
-def padded(requests: int, most: int) -> int:
-    """The size of a step of so many requests: less than a quarter more, four sizes a doubling; at most ``most``."""
-    step = 1 << max(0, requests.bit_length() - 3)
-    return min(most, -(-requests // step) * step)
 
 
 class FixedSteps:
@@ -70,14 +65,22 @@ class FixedSteps:
 
     def __call__(self, work: Work, last_R: Tensor) -> Tensor:
         """logits_Rv, this rank's share of the vocabulary; overwritten by the next call."""
-        R = len(work.slices)
-        size = padded(R, self.most)
+        places = self._places(work)
+        size = padded(max(places) + 1, self.most)
         if size not in self._sizes:
             self._sizes[size] = _Size(self.model, self.cache, size, self.context, self.share, self.kernels)
-        logits_Bv = self._sizes[size](work, last_R, self._pool)
+        logits_Bv = self._sizes[size](work, places, last_R, self._pool)
         once, spared = self._sizes[size].keys
         self.shared_keys, self.spared_keys = self.shared_keys + once, self.spared_keys + spared
-        return logits_Bv[:R]
+        if places == range(len(places)):
+            return logits_Bv[: len(places)]
+        return logits_Bv.index_select(0, upload(places, torch.int64, logits_Bv.device))
+
+    def _places(self, work: Work) -> Sequence[int]:
+        """The row of each slice: its own, or where none were dealt out, or ranks share a cache, one after another."""
+        places, count = [piece.place for piece in work.slices], len(work.slices)
+        dealt = self.model.axes.cp.size == 1 and min(places) >= 0
+        return places if dealt and places != [*range(count)] else range(count)
 
 
 @dataclass(frozen=True)
@@ -156,11 +159,11 @@ class _Size:
         """Without and with prefixes that are read once."""
         self._planned: Planned | None = None
 
-    def __call__(self, work: Work, last_R: Tensor, pool: Any) -> Tensor:
-        lengths = self._tell(work, last_R)
+    def __call__(self, work: Work, places: Sequence[int], last_R: Tensor, pool: Any) -> Tensor:
+        lengths = self._tell(work, places, last_R)
         if self.device.type == "cpu":
             return self._run(self._attend(max(lengths), work))
-        tables = [*self._tables, *[(self.scratch,)] * (self.size - len(work.slices))]
+        tables = self._tables
         if not self._recorded:
             self._record(lengths, work, pool, shares=False)
         shares = self._plan(lengths, tables, work, pool)
@@ -173,24 +176,22 @@ class _Size:
         """:attr:`Cascade.keys` of the last step."""
         return self._planned.keys if self._planned else (0, 0)
 
-    def _tell(self, work: Work, last_R: Tensor) -> list[int]:
-        """Write ``work`` into the buffers; its lengths, padding included."""
-        pieces, missing, page = work.slices, self.size - len(work.slices), self.cache.page_tokens
-        numbers = [
-            [p.tokens[0] for p in pieces] + [0] * missing,
-            [p.start for p in pieces] + [0] * missing,
-            [slot for p in pieces for slot in self.held.slots(p)] + [self.scratch * page] * missing,
-        ]
-        lengths = [self.held.keys(p) for p in pieces] + [1] * missing
-        upload_into(self.numbers, numbers)
+    def _tell(self, work: Work, places: Sequence[int], last_R: Tensor) -> list[int]:
+        """Write ``work`` into the buffers; the lengths of all rows."""
+        scratch = self.scratch * self.cache.page_tokens
+        tokens, starts, slots, lengths = ([x] * self.size for x in (0, 0, scratch, 1))
+        tables: list[Sequence[int]] = [(self.scratch,)] * self.size
+        for place, piece in zip(places, work.slices, strict=True):
+            tokens[place], starts[place], lengths[place] = piece.tokens[0], piece.start, self.held.keys(piece)
+            (slots[place],), tables[place] = self.held.slots(piece), self.held.pages(piece)
+        upload_into(self.numbers, [tokens, starts, slots])
         upload_into(self.lengths, lengths)
-        tables = [self.held.pages(p) for p in pieces]
         if tables != self._tables:  # most steps begin no page
             widest = max(1, *map(len, tables))
             rows = [[*table, *[self.scratch] * (widest - len(table))] for table in tables]
-            upload_into(self.pages[:, :widest], rows + [[self.scratch] * widest] * missing)
+            upload_into(self.pages[:, :widest], rows)
             self._tables = tables
-        if any(p.tokens[0] < 0 for p in pieces):
+        if min(tokens) < 0:
             choose("told_tokens", self.device.type, torch.int64)(self.numbers[0], last_R)
         return lengths
 

@@ -25,7 +25,7 @@ from colonnade.model import KVCache, Transformer
 from colonnade.model.moe.resident import device_bytes
 from colonnade.model.quantised import kept_bytes, matrices
 from colonnade.parallel.axis import Axes, Axis, Grid
-from colonnade.serve.fixed import padded
+from colonnade.serve.places import padded
 from colonnade.serve.settle import Site, settled
 
 FLOAT8 = (8, 9)

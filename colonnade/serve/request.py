@@ -47,8 +47,8 @@ class Request:
     """Tokens drawn by work that was handed out, but not committed."""
     row: int = 0
     """Which of the last work's draws was this request's."""
-    place: int = 0
-    """Among those that run, as the scheduler deals places out."""
+    place: int = -1
+    """The row of a step of fixed shape that is its own (:mod:`.places`); negative for none."""
     status: Status = Status.WAITING
 
     def __post_init__(self):

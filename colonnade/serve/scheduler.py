@@ -14,9 +14,6 @@ request starts after the pages of its prefix that are still there, whoever compu
 always in order of arrival, the oldest request always advances, and since any request alone fits into the pool, every
 request ends.
 
-In a step decodes stand by their *places*. Whoever ends leaves a gap, into which the request of the last place moves:
-were it closed by all who came later, what was planned for their places would hold for none of them (:mod:`.fixed`).
-
 Pure Python: no tensor, no clock, no model.
 """
 
@@ -26,6 +23,7 @@ from dataclasses import dataclass
 
 from colonnade.errors import RequestError
 from colonnade.serve.pages import PagePool, extend_names
+from colonnade.serve.places import Places
 from colonnade.serve.request import Request, Status
 from colonnade.serve.sampling import Draw
 
@@ -42,6 +40,8 @@ class Slice:
     """The page table up to and including ``tokens``."""
     draw: Draw | None
     """How the next token is chosen from the last row's logits, when ``tokens`` reach the end of what is known."""
+    place: int = -1
+    """The row of a step of fixed shape, where places were dealt out (:mod:`.places`)."""
 
     def slots(self, page_tokens: int) -> list[int]:
         """Where in the cache each token's key and value go: page · page_tokens + place within the page."""
@@ -76,8 +76,7 @@ class Scheduler:
         self.pool, self.prefix_cache = pool, prefix_cache
         self.max_requests, self.token_budget, self.max_waiting = max_requests, token_budget, max_waiting
         self.running: list[Request] = []
-        self._places: list[Request] = []
-        """The same, by place."""
+        self.places = Places(max_requests)
         self.waiting: deque[Request] = deque()
         self.preemptions = 0
         self.looked_up = self.found = 0
@@ -115,7 +114,6 @@ class Scheduler:
             if request.status is Status.RUNNING and self._grow(request):
                 chosen.append(self._slice(request, 1))
                 budget -= 1
-        chosen.sort(key=lambda piece: piece[0].place)
         for request in self.running:
             if request.pending > 1 and budget:
                 chosen.append(self._slice(request, min(request.pending, budget)))
@@ -127,6 +125,8 @@ class Scheduler:
 
         for row, request in enumerate(request for request, piece in chosen if piece.draw is not None):
             request.row, request.ahead = row, request.ahead + 1
+            if request.complete:
+                self.places.leave(request)  # it runs no more, though its last token is not here yet
         return Work(tuple(piece for _, piece in chosen), tuple(request for request, _ in chosen))
 
     def commit(self, work: Work, tokens: Sequence[int]) -> list[tuple[Request, int]]:
@@ -155,8 +155,9 @@ class Scheduler:
         """Check that no page leaked and that nobody overtook anybody; for tests, after any call."""
         self.pool.audit(request.pages for request in self.running)
         assert not any(request.pages for request in self.waiting), "a waiting request holds pages"
-        assert [r.place for r in self._places] == list(range(len(self.running))), "places have a gap"
-        assert set(map(id, self._places)) == set(map(id, self.running)), "a place is nobody's"
+        rows = self.places.rows
+        assert all(r is None or r.place == i for i, r in enumerate(rows)), "a place is another's"
+        assert {id(r) for r in rows if r} == {id(r) for r in self.running if not r.complete}, "a place is nobody's"
         assert len(self.running) <= self.max_requests
 
     def _slice(self, request: Request, count: int) -> tuple[Request, Slice]:
@@ -170,6 +171,7 @@ class Scheduler:
             draw=Draw.of(request.params, request.seed, request.generated + request.ahead)
             if end == request.length
             else None,
+            place=request.place,
         )
         request.computed = end
         self._name(request)
@@ -190,8 +192,7 @@ class Scheduler:
         if self.prefix_cache:
             self.looked_up, self.found = self.looked_up + len(request.ids), self.found + request.computed
         self.running.append(request)
-        request.place = len(self._places)
-        self._places.append(request)
+        self.places.join(request)
         return request
 
     def _known(self, request: Request) -> list[int]:
@@ -233,8 +234,5 @@ class Scheduler:
         if request.pages:
             self._name(request)  # what became known since its last slice
         self.pool.release(request.pages)
-        if request.status is Status.RUNNING:
-            last = self._places.pop()
-            if last is not request:
-                self._places[request.place], last.place = last, request.place
+        self.places.leave(request)
         request.pages, request.computed, request.named, request.status = [], 0, 0, status

@@ -1,7 +1,7 @@
 """A :class:`Work` as whole numbers, for the ranks that follow rank 0.
 
     header  [kind, length of the payload]
-    payload [slices, then start, tokens, pages, draws of each; then all tokens, all page tables, all draws]
+    payload [slices, then start, place, tokens, pages, draws of each; then all tokens, all page tables, all draws]
 
 Fixed int64 tensors and no pickling: what a rank receives can be a wrong plan of work at worst, never code.
 """
@@ -21,7 +21,7 @@ RUN, IDLE, STOP = 1, 2, 3
 
 def pack(work: Work) -> list[int]:
     """The payload of ``work``; which request a slice belongs to is not said."""
-    heads = ((s.start, len(s.tokens), len(s.pages), int(s.draw is not None)) for s in work.slices)
+    heads = ((s.start, s.place, len(s.tokens), len(s.pages), int(s.draw is not None)) for s in work.slices)
     tokens = chain.from_iterable(s.tokens for s in work.slices)
     pages = chain.from_iterable(s.pages for s in work.slices)
     draws = chain.from_iterable(s.draw.pack() for s in work.slices if s.draw is not None)
@@ -31,12 +31,12 @@ def pack(work: Work) -> list[int]:
 def unpack(payload: Sequence[int]) -> Work:
     """The inverse of :func:`pack`."""
     count = payload[0]
-    heads = [tuple(payload[1 + 4 * i : 5 + 4 * i]) for i in range(count)]
-    rest = iter(payload[1 + 4 * count :])
-    tokens = [tuple(islice(rest, n)) for _, n, _, _ in heads]
-    pages = [tuple(islice(rest, n)) for _, _, n, _ in heads]
+    heads = [tuple(payload[1 + 5 * i : 6 + 5 * i]) for i in range(count)]
+    rest = iter(payload[1 + 5 * count :])
+    tokens = [tuple(islice(rest, n)) for *_, n, _, _ in heads]
+    pages = [tuple(islice(rest, n)) for *_, n, _ in heads]
     draws = [Draw.unpack(tuple(islice(rest, len(Draw._fields)))) if drawn else None for *_, drawn in heads]
-    return Work(tuple(Slice(h[0], t, p, d) for h, t, p, d in zip(heads, tokens, pages, draws, strict=True)))
+    return Work(tuple(Slice(h[0], t, p, d, h[1]) for h, t, p, d in zip(heads, tokens, pages, draws, strict=True)))
 
 
 def send(axis: Axis, kind: int, work: Work | None = None) -> None:

@@ -32,7 +32,7 @@ def test_a_machine_without_gpus_skips(capsys: pytest.CaptureFixture[str], monkey
 
 def test_expert_parallel(tmp_path: Path) -> None:
     """Every way of both layouts, the peer, auto and the turns; and what is hidden is what the formula says."""
-    task = expert_parallel.Task(("qwen3",), ("zipf",), (1, 4), True, 24, True, 1, tmp_path, "it", 600.0)
+    task = expert_parallel.Task(("qwen3",), ("zipf",), (1, 4), True, 24, True, True, 1, tmp_path, "it", 600.0)
     rows = run(2, expert_parallel.work, 2, task, "cpu")[0]
     ours = expert_parallel.of(rows, who="colonnade")
     ways = [(row["plan"], row["pass"], row["r"], row["p"]) for row in ours]
@@ -45,6 +45,7 @@ def test_expert_parallel(tmp_path: Path) -> None:
             assert row["hidden"] == pytest.approx(
                 1 - (row["ms"] - row["compute_ms"]) / row["exchange_ms"], rel=2e-2, abs=2e-2
             )
+        assert ("cut_ms" in row) == (row["p"] > 1), "what parts cost by themselves"
     assert len(expert_parallel.of(rows, who="all_to_all_single + grouped_mm")) == 2
     picked = expert_parallel.of(rows, who="auto")
     assert [row["over_best"] >= -1e-3 for row in picked] == [True, True]

@@ -1,11 +1,17 @@
 """Steps of fixed shape: their sizes, and that what pads them is nobody's."""
 
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from colonnade.config import ServeConfig
 from colonnade.kernels.attention import cascade
 from colonnade.kernels.attention.cascade import Cascade, Reader
 from colonnade.kernels.attention.split_plan import Costs, Shape
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.fixed import AHEAD, Planned, padded
+from colonnade.serve.fixed import AHEAD, Planned
+from colonnade.serve.places import Places, padded
 from tests.serve import tiny
 
 
@@ -71,3 +77,47 @@ def test_what_steps_share_is_counted(monkeypatch):
     monkeypatch.setattr("colonnade.serve.fixed._Size.keys", (40, 120))
     it.generate([[1, 2], [3, 4]], params)
     assert (it.stats.shared_keys, it.stats.spared_keys) == (3 * 40, 3 * 120), "three steps decode"
+
+
+class Sitting:
+    """Who has a place."""
+
+    place = -1
+
+
+@given(st.lists(st.integers(-8, 20), max_size=60), st.integers(1, 30))
+def test_a_place_is_kept_while_the_size_is(changes: list[int], most: int):
+    """No two have one place, the lowest is taken first, and nobody moves but where the step gets smaller by it."""
+    places, there = Places(most), list[Sitting]()
+    for change in changes:
+        before, size = {id(it): it.place for it in there}, padded(len(places.rows), most)
+        if change >= 0 and there:
+            places.leave(gone := there.pop(change % len(there)))
+            places.leave(gone)  # once is enough
+            assert gone.place == -1
+        elif len(there) < most:
+            there.append(Sitting())
+            places.join(there[-1])
+            taken = {it.place for it in there[:-1]}
+            assert there[-1].place == next(i for i in range(most) if i not in taken)
+        assert len({it.place for it in there}) == len(there)
+        assert [it.place for it in places.rows if it] == [i for i, it in enumerate(places.rows) if it]
+        assert padded(len(places.rows), most) == padded(len(there), most)
+        if padded(len(there), most) == size:
+            assert all(it.place == before.get(id(it), it.place) for it in there)
+
+
+def test_steps_with_gaps_say_what_steps_without_say():
+    """Requests of many lengths, which leave gaps in the middle and come into them."""
+    model = tiny.model()
+    limits = ServeConfig(pages=200, page_tokens=4, max_requests=18, token_budget=40)
+    params = [SamplingParams(temperature=0, max_tokens=1 + 5 * i % 13, ignore_eos=True) for i in range(40)]
+    prompts = [[i + 1, 2 * i, 3] for i in range(40)]
+    plain, fixed = (Engine(model, tiny.tokenizer(), limits.but(fixed_steps=f)) for f in (False, True))
+    seen = list[Sequence[int]]()
+    runner = fixed._runner.fixed
+    assert runner is not None
+    right = runner._places
+    runner._places = lambda work: seen.append(right(work)) or seen[-1]  # type: ignore[method-assign]
+    assert fixed.generate(prompts, params) == plain.generate(prompts, params)
+    assert any(max(rows) + 1 > len(rows) for rows in seen), "some step had a gap"
