@@ -65,8 +65,8 @@ class Cache:
     memory_bytes: int | None = None
     """What weights, cache, graphs and activations of one rank may take together [bytes], beside what Python and torch
     take by themselves (some 400 MB; on a GPU its context); None: what is free on its device when it starts."""
-    token_budget: int = 512
-    """Tokens of the text in one forward pass."""
+    token_budget: int | None = None
+    """Tokens of the text in one forward pass; None: 512, on a GPU 2048."""
     fixed_steps: bool | None = None
     """Record the step that adds a token as a graph and replay it; None does so on a GPU, where that can be."""
 

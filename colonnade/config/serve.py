@@ -40,8 +40,8 @@ class ServeConfig(Config):
     """Read keys that several requests share once for all of them, where our kernels run and it is faster."""
     max_requests: int = Field(default=64, gt=0)
     """Requests in one forward pass."""
-    token_budget: int = Field(default=512, gt=0)
-    """Tokens in one forward pass: decodes first, then chunks of prompts."""
+    token_budget: int | None = Field(default=None, gt=0)
+    """Tokens in one forward pass: decodes first, then chunks of prompts; None: 512, on a GPU 2048."""
     run_ahead: bool | None = None
     """Hand the next forward pass to the device before the last one's tokens are known; None does so on a GPU."""
     fixed_steps: bool | None = None

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -153,8 +154,10 @@ class _Size:
         self.head = Shares()
         self.cu_queries = torch.arange(size + 1, dtype=torch.int32, device=self.device)
         self.context = context
-        self._tables: list[Sequence[int]] = []
+        self._tables: list[Sequence[int]] = [(self.scratch,)] * size
         """What is in :attr:`pages`."""
+        self._rows = np.full((size, widest), self.scratch, np.int32)
+        """The same as one array, of which a step changes a few rows."""
         self._recorded: dict[bool, _Recording] = {}
         """Without and with prefixes that are read once."""
         self._planned: Planned | None = None
@@ -186,10 +189,13 @@ class _Size:
             (slots[place],), tables[place] = self.held.slots(piece), self.held.pages(piece)
         upload_into(self.numbers, [tokens, starts, slots])
         upload_into(self.lengths, lengths)
-        if tables != self._tables:  # most steps begin no page
-            widest = max(1, *map(len, tables))
-            rows = [[*table, *[self.scratch] * (widest - len(table))] for table in tables]
-            upload_into(self.pages[:, :widest], rows)
+        changed = [row for row, table in enumerate(tables) if table != self._tables[row]]
+        if changed:
+            for row in changed:
+                self._rows[row, : len(tables[row])] = tables[row]
+                self._rows[row, len(tables[row]) :] = self.scratch
+            widest = max(*map(len, tables), *(len(self._tables[row]) for row in changed))
+            upload_into(self.pages[:, :widest], self._rows[:, :widest])
             self._tables = tables
         if min(tokens) < 0:
             choose("told_tokens", self.device.type, torch.int64)(self.numbers[0], last_R)

@@ -52,6 +52,15 @@ def submit_message(keys: Sequence[str], ask: Ask) -> Message:
     return {"do": "submit", "ids": list(keys), **dataclasses.asdict(ask)}
 
 
+_FIELDS = tuple(each.name for each in dataclasses.fields(Output))
+
+
+def plain_output(output: Output) -> Message:
+    """The fields of an :class:`Output`; ``asdict``, which copies all that it finds, takes ten times as long."""
+    plain = {name: getattr(output, name) for name in _FIELDS}
+    return plain if output.timing is None else plain | {"timing": dataclasses.asdict(output.timing)}
+
+
 def output_from(plain: Message) -> Output:
     """An :class:`Output` from its fields."""
     timing = plain["timing"]

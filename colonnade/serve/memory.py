@@ -131,9 +131,11 @@ class Asked:
             # Latents of 8 bits are gathered so, and written out in float32 first.
             once = each if serve.cache == "stored" else each + 5
             gathered = context * (config.latent.kv_rank + config.latent.rope_width) * once
-        rows = min(serve.max_requests, serve.token_budget)
+        budget = self.settled.token_budget
+        assert budget is not None, "settled"
+        rows = min(serve.max_requests, budget)
         logits = rows * -(-config.vocab_size // self.tp) * (2 * each + 24)
-        return max(self._stream(serve.token_budget) + gathered, logits)
+        return max(self._stream(budget) + gathered, logits)
 
     def _written_out(self, shape: Transformer) -> int:
         """Of quantised matrices what is widened at a time: on a GPU the largest (no expert's: they are widened within

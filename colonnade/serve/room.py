@@ -190,8 +190,8 @@ def _cache(asked: Asked, pages: int) -> _Remedy:
 def _others(asked: Asked, needs: Needs) -> list[_Remedy]:
     """All but a smaller cache."""
     serve, found = asked.serve, list[_Remedy]()
-    if serve.token_budget > 64:
-        less = max(64, serve.token_budget // 4)
+    if (budget := asked.settled.token_budget or 0) > 64:
+        less = max(64, budget // 4)
         found.append(_Remedy(f"--serve.token_budget {less}", "prompts in more steps", {"token_budget": less}))
     if serve.max_requests > 1:
         less = max(1, serve.max_requests // 4)

@@ -9,6 +9,7 @@ thread. When the HTTP process goes away the line ends, and so does the engine.
 """
 
 import dataclasses
+import gc
 import queue
 import socket
 import threading
@@ -21,7 +22,7 @@ from colonnade.errors import ColonnadeError, RequestError
 from colonnade.model import Transformer
 from colonnade.parallel.mesh import Ground, choose_device
 from colonnade.serve.engine import Engine
-from colonnade.serve.line import Message, error_message, from_line, to_line
+from colonnade.serve.line import Message, error_message, from_line, plain_output, to_line
 from colonnade.serve.sampling import SamplingParams
 
 Load = Callable[[Ground], tuple[Transformer, Tokenizer]]
@@ -35,16 +36,30 @@ def work(load: Load, plan: Plan, config: ServeConfig, device: str, address: str)
     """One rank of a server's engine, until the HTTP process stops it or goes away."""
     with standing(plan, device) as ground:
         engine = Engine(*load(ground), config)
-        if ground.rank:
-            engine.follow()
-            return
-        with socket.socket(socket.AF_UNIX) as line:
-            try:
-                with suppress(ConnectionError, FileNotFoundError):  # the HTTP process is gone: nobody is left to tell
-                    line.connect(address)
-                    _lead(engine, line)
-            finally:
-                engine.stop()
+        with _settled():
+            if ground.rank:
+                engine.follow()
+                return
+            with socket.socket(socket.AF_UNIX) as line:
+                try:
+                    with suppress(ConnectionError, FileNotFoundError):  # the HTTP process is gone: nobody to tell
+                        line.connect(address)
+                        _lead(engine, line)
+                finally:
+                    engine.stop()
+
+
+@contextmanager
+def _settled() -> Iterator[None]:
+    """What is there by now stays until the end: were it looked at whenever Python collects its garbage, everybody's
+    tokens would wait.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
@@ -71,7 +86,7 @@ def _lead(engine: Engine, line: socket.socket) -> None:
                 return
             if refusal := _handle(engine, message):
                 line.sendall(to_line(refusal))
-        outputs = [dataclasses.asdict(output) for output in engine.step()]
+        outputs = [plain_output(output) for output in engine.step()]
         line.sendall(to_line({"event": "outputs", "outputs": outputs, "stats": dataclasses.asdict(engine.stats)}))
 
 

@@ -77,6 +77,7 @@ def test_activations_are_what_a_pass_holds(changes: dict, serve: ServeConfig) ->
     """Not less than what torch says that it has given out, and not twice as much."""
     model = tiny.model(dtype=torch.float32, **changes)
     engine = Engine(model, tiny.tokenizer(), serve)
+    assert serve.token_budget is not None
     prompts = [[1], [2], [3], [i % 300 for i in range(serve.token_budget - 3)], *[[4]] * (serve.max_requests - 4)]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         engine.generate(prompts, SamplingParams(temperature=1, max_tokens=6, ignore_eos=True))
