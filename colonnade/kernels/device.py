@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +22,22 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device | str
     engine would never run ahead. The pinned memory is given back when the copy is done: torch keeps an event for it.
     """
     gpu = torch.device(device).type == "cuda"
-    return torch.tensor(values, dtype=dtype, pin_memory=gpu).to(device, non_blocking=gpu)
+    return _numbers(values, dtype, gpu).to(device, non_blocking=gpu)
 
 
 def upload_into(x: Tensor, values: Sequence[Any]) -> None:
     """Write ``values`` over ``x``, which stays where it is, likewise."""
-    x.copy_(torch.tensor(values, dtype=x.dtype, pin_memory=x.is_cuda), non_blocking=True)
+    x.copy_(_numbers(values, x.dtype, x.is_cuda), non_blocking=True)
+
+
+def _numbers(values: Sequence[Any], dtype: torch.dtype, pinned: bool) -> Tensor:
+    """A copy of ``values``, lists of lists too, on the host: numpy reads a list in a third of torch's time.
+
+    An ``array`` of the same integers is one copy of its memory. Other numbers are read as Python has them, and rounded
+    by torch, which makes infinity of what is too large and does not warn.
+    """
+    x = torch.from_numpy(np.array(values, dtype=_INTEGERS.get(dtype, np.float64))).to(dtype)
+    return x.pin_memory() if pinned else x
+
+
+_INTEGERS = {torch.int32: np.int32, torch.int64: np.int64}

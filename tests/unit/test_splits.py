@@ -201,7 +201,7 @@ def test_every_plan(
     assert_flat(flat, room, found)
 
 
-def assert_flat(flat: list[int], room: Capacity, found: Plan) -> None:
+def assert_flat(flat: Sequence[int], room: Capacity, found: Plan) -> None:
     starts, items, merges, firsts, _ = places(room)
     assert flat[0] == len(found.merges)
     assert tuple(flat[starts : starts + len(found.starts)]) == found.starts
@@ -210,7 +210,7 @@ def assert_flat(flat: list[int], room: Capacity, found: Plan) -> None:
             assert tuple(flat[at + i * FIELDS : at + i * FIELDS + len(row)]) == row
     for w in range(room.workers):
         count = flat[starts + w + 1] - flat[starts + w]
-        row = flat[firsts + w * FIELDS : firsts + (w + 1) * FIELDS]
+        row = list(flat[firsts + w * FIELDS : firsts + (w + 1) * FIELDS])
         assert row == ([*found.items[flat[starts + w]], count, 0] if count else [0] * FIELDS)
 
 

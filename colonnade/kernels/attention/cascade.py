@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from colonnade.errors import CapacityError
 from colonnade.kernels.attention import splits
-from colonnade.kernels.attention.split_plan import Costs, Plan, Shape
+from colonnade.kernels.attention.split_plan import Costs, Plan, Shape, rows
 
 
 class Group(NamedTuple):
@@ -153,7 +153,7 @@ def plan(
     stacked = [sum(queries[r] for r in group.requests) for group in found]
     ends, firsts = [group.end for group in found], [group.first for group in found]
     shared = splits.plan(ends, stacked, shape, many.workers, many.costs, skip=firsts)
-    shared = replace(shared, merges=tuple(sorted(shared.merges)))
+    shared = replace(shared, merge_rows=rows(sorted(shared.merges)))
     blocks = tuple(map(shape.blocks, stacked))
     cascade = Cascade(tuple(found), own, shared, tuple(queries), blocks, shape.kv_heads)
     return cascade if cascade.finish < plain.finish else plain

@@ -14,7 +14,7 @@ from torch import Tensor
 from colonnade.kernels.attention import cascade, splits
 from colonnade.kernels.attention.cascade import Cascade, Reader, Room
 from colonnade.kernels.attention.decode_tiles import Tiles, costs, pick
-from colonnade.kernels.attention.split_plan import Capacity, Plan, Shape
+from colonnade.kernels.attention.split_plan import Capacity, Plan, Shape, rows
 from colonnade.kernels.device import processors, upload, upload_into
 
 FEW = 64
@@ -165,7 +165,7 @@ def _as_cascade(plan: Plan | Cascade, shared: Layout) -> Cascade:
     """A plan as a cascade of no groups."""
     if isinstance(plan, Cascade):
         return plan
-    nothing = Plan((0,) * (shared.workers + 1), (), (), 0, 0, 0)
+    nothing = Plan((0,) * (shared.workers + 1), rows([]), rows([]), 0, 0, 0)
     return Cascade((), plan, nothing, (), (), shared.shape.kv_heads)
 
 

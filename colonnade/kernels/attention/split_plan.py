@@ -1,8 +1,10 @@
 """A plan of Flash-Decoding as data: who reads which keys, what is merged; :mod:`splits` makes it, kernels read it."""
 
 import itertools
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from colonnade.errors import CapacityError
@@ -121,47 +123,75 @@ class Capacity(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Who reads what. Worker w takes items ``starts[w] .. starts[w + 1] − 1``, in turn."""
+    """Who reads what. Worker w takes items ``starts[w] .. starts[w + 1] − 1``, in turn.
+
+    Items and merges are kept as :func:`rows`, as kernels read them: an engine makes a plan every few steps, and no
+    object for any of them.
+    """
 
     starts: tuple[int, ...]
-    items: tuple[Item, ...]
-    merges: tuple[Merge, ...]
+    item_rows: "array[int]"
+    merge_rows: "array[int]"
     slots: int
     finish: int
     """When it should end, its merge included, in the unit of the costs."""
     ideal: int
     """Before which no plan can, rounded up."""
 
+    @cached_property
+    def items(self) -> tuple[Item, ...]:
+        """All workers' pieces of work."""
+        numbers = self.item_rows
+        return tuple(Item(*numbers[i : i + len(Item._fields)]) for i in range(0, len(numbers), FIELDS))
+
+    @cached_property
+    def merges(self) -> tuple[Merge, ...]:
+        """Lines that no item writes."""
+        numbers = self.merge_rows
+        return tuple(Merge(*numbers[i : i + len(Merge._fields)]) for i in range(0, len(numbers), FIELDS))
+
     @property
     def capacity(self) -> Capacity:
         """The least that holds this plan."""
-        return Capacity(len(self.starts) - 1, len(self.items), len(self.merges), self.slots)
+        return Capacity(len(self.starts) - 1, len(self.item_rows) // FIELDS, len(self.merge_rows) // FIELDS, self.slots)
 
-    def flat(self, capacity: Capacity | None = None) -> list[int]:
-        """The plan as one list for a kernel: merges' number, starts, items, merges, firsts, from :func:`places` on.
+    def flat(self, capacity: Capacity | None = None) -> "array[int]":
+        """The plan as one array for a kernel: merges' number, starts, items, merges, firsts, from :func:`places` on.
 
         The firsts are each worker's first item once more, and behind it how many the worker has, so that it can begin
         without looking up where its items stand.
 
-        With a larger ``capacity`` the list is as long as any plan's of that capacity; workers beyond these have
+        With a larger ``capacity`` the array is as long as any plan's of that capacity; workers beyond these have
         nothing. Raises CapacityError where the plan is larger.
         """
         own, room = self.capacity, capacity or self.capacity
         if any(have > most for have, most in zip(own, room, strict=True)):
             raise CapacityError(f"a plan of {own} does not fit {room}; capture the graph for more requests or queries")
         first_start, first_item, first_merge, firsts, total = places(room)
-        flat = [0] * total
-        flat[0] = len(self.merges)
-        flat[first_start : first_start + room.workers + 1] = [
-            *self.starts, *[self.starts[-1]] * (room.workers - own.workers)
-        ]  # fmt: skip
-        for at, rows in ((first_item, self.items), (first_merge, self.merges)):
-            for i, row in enumerate(rows):
-                flat[at + i * FIELDS : at + i * FIELDS + len(row)] = row
+        starts = array("i", self.starts)
+        starts.extend(starts[-1:] * (room.workers - own.workers))
+        flat = array("i", [0]) * total
+        flat[0] = own.merges
+        for at, numbers in ((first_start, starts), (first_item, self.item_rows), (first_merge, self.merge_rows)):
+            flat[at : at + len(numbers)] = numbers
         for w, (i, end) in enumerate(itertools.pairwise(self.starts)):
             if end > i:
-                flat[firsts + w * FIELDS : firsts + w * FIELDS + 7] = [*self.items[i], end - i]
+                at = firsts + w * FIELDS
+                flat[at : at + FIELDS] = self.item_rows[i * FIELDS : (i + 1) * FIELDS]
+                flat[at + len(Item._fields)] = end - i
         return flat
+
+
+def rows(of: Iterable[Sequence[int]]) -> "array[int]":
+    """Items or merges one after another, each in ``FIELDS`` numbers, the last ones 0."""
+    numbers: list[int] = []
+    for row in of:
+        numbers += row
+        numbers += _ZEROS[len(row) :]
+    return array("i", numbers)
+
+
+_ZEROS = (0,) * FIELDS
 
 
 def places(capacity: Capacity) -> tuple[int, int, int, int, int]:

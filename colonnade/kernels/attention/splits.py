@@ -31,12 +31,14 @@ whole numbers of any unit.
 """
 
 import heapq
-import itertools
+from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from colonnade.errors import ConfigError
-from colonnade.kernels.attention.split_plan import Costs, Item, Merge, Plan, Shape, check_lengths
+from colonnade.kernels.attention.split_plan import FIELDS, Costs, Plan, Shape, check_lengths, rows
 
 MANY = 4096
 """Lines, from which on a thirty-second of the workers may stay idle for a plan that is made in good time."""
@@ -70,184 +72,198 @@ def plan(
         alone = shape._replace(kv_heads=1)
         one = plan(lengths, queries, alone, workers // heads, costs, chunk=chunk, room=room, ahead=ahead, skip=skip)
         return _for_all_heads(one, heads, workers)
-    lines: list[_Line] = []
-    merges: list[Merge] = []
-    for r, (length, new) in enumerate(zip(lengths, queries, strict=True)):
-        later = length + ahead if room is None else min(length + ahead, room)
-        blocks = range(shape.blocks(new))
-        spans = [(shape.keys(length, new, block)[0], shape.keys(later, new, block)[1]) for block in blocks]
-        left = skip[r]
-        joined = left is not None
-        spans = [(max(first, left or 0), end) for first, end in spans]
-        for head in range(shape.kv_heads):
-            for block, (first, end) in enumerate(spans):
-                if end > first:
-                    n = -(-end // shape.tile) - first // shape.tile
-                    lines.append(_Line(r, head, block, first, end, n, joined))
-                else:
-                    merges.append(Merge(r, head, block, 0, 0))
-    total = sum(line.tiles for line in lines) * costs.tile + len(lines) * costs.start
+    lines, empty = _lines(lengths, queries, shape, room, ahead, skip)
+    total = sum(lines.tiles) * costs.tile + len(lines.tiles) * costs.start
     ideal = -(-total // workers)
     if chunk is not None:
         best = _given_out(lines, shape.tile, workers, costs, chunk)
     else:
         best = _given_out(lines, shape.tile, workers, costs, None)
         fewer = workers
-        while lines and fewer > 0 and (fewer == workers or fewer > len(lines)):
+        while lines.tiles and fewer > 0 and (fewer == workers or fewer > len(lines.tiles)):
             best = min(best, _cut(lines, shape.tile, fewer, costs, total), key=lambda found: found.finish)
             fewer //= 2
-    return _written(best, workers, merges, ideal)
+    return _written(lines, best, workers, empty, ideal)
 
 
-class _Line(NamedTuple):
-    request: int
-    head: int
-    block: int
-    first: int
-    end: int
-    tiles: int
-    joined: bool
+_Name = tuple[int, int, int]
+"""Of a line: request, head, block."""
+_Piece = tuple[int, int, int]
+"""Line, first key, end."""
+
+
+class _Lines(NamedTuple):
+    """What is to be read, a list of each of its numbers: a step has thousands of lines, and no object for any."""
+
+    names: list[_Name]
+    firsts: list[int]
+    ends: list[int]
+    tiles: list[int]
+    joined: list[bool]
     """Whether it is merged in any case."""
 
 
-class _Piece(NamedTuple):
-    line: int
-    first: int
-    end: int
-
-
 class _Found(NamedTuple):
-    """Each worker's pieces, and when all is done."""
+    """Each worker's pieces, of how many pieces each line is, and when all is done."""
 
-    lines: list[_Line]
     pieces: list[list[_Piece]]
+    parts: list[int]
     finish: int
 
 
-def _given_out(lines: list[_Line], tile: int, workers: int, costs: Costs, chunk: int | None) -> _Found:
+def _lines(
+    lengths: Sequence[int],
+    queries: Sequence[int],
+    shape: Shape,
+    room: int | None,
+    ahead: int,
+    skip: Sequence[int | None],
+) -> tuple[_Lines, list[_Name]]:
+    """All lines with keys, and the names of those without."""
+    lines, empty = _Lines([], [], [], [], []), list[_Name]()
+    names, firsts, ends, tiles, joined = lines
+    heads, tile = range(shape.kv_heads), shape.tile
+    for r, (length, new, left) in enumerate(zip(lengths, queries, skip, strict=True)):
+        later = length + ahead if room is None else min(length + ahead, room)
+        spans: list[tuple[int, int, int]] = []
+        for block in range(shape.blocks(new)):
+            # Without a window every block sees the first key.
+            first = 0 if shape.window is None else shape.keys(length, new, block)[0]
+            spans.append((block, max(first, left or 0), shape.keys(later, new, block)[1]))
+        for head in heads:
+            for block, first, end in spans:
+                if end > first:
+                    names.append((r, head, block))
+                    firsts.append(first)
+                    ends.append(end)
+                    tiles.append(-(-end // tile) - first // tile)
+                    joined.append(left is not None)
+                else:
+                    empty.append((r, head, block))
+    return lines, empty
+
+
+def _given_out(lines: _Lines, tile: int, workers: int, costs: Costs, chunk: int | None) -> _Found:
     """Lines, or their chunks, longest first to whoever ends first; equal ones in their order."""
-    cut: list[tuple[int, _Piece]] = []
-    most = 1
-    for i, line in enumerate(lines):
-        size = chunk or line.end
-        for k, at in enumerate(range(line.first // size * size, line.end, size)):
-            piece = _Piece(i, max(at, line.first), min(at + size, line.end))
-            cut.append((costs.start + (-(-piece.end // tile) - piece.first // tile) * costs.tile, piece))
-            most = max(most, k + 1)
-    cut.sort(key=lambda priced: -priced[0])
+    cut = [(i, first, end) for i, (first, end) in enumerate(zip(lines.firsts, lines.ends, strict=True))]
+    parts, tiles = [1] * len(cut), lines.tiles
+    if chunk is not None:
+        begins = [range(first // chunk * chunk, end, chunk) for _, first, end in cut]
+        cut = [(i, max(at, first), min(at + chunk, end)) for i, first, end in cut for at in begins[i]]
+        parts = list(map(len, begins))
+        tiles = [-(-end // tile) - first // tile for _, first, end in cut]
+    prices = [costs.start + n * costs.tile for n in tiles]
     pieces: list[list[_Piece]] = [[] for _ in range(workers)]
-    heap = [(0, w) for w in range(workers)]
-    for cost, piece in cut:
-        busy, w = heap[0]
-        pieces[w].append(piece)
-        heapq.heapreplace(heap, (busy + cost, w))
-    return _Found(lines, pieces, max(heap)[0] + _merging(most, lines, costs))
+    # time · workers + worker: numbers are compared sooner than pairs, and in the same order.
+    heap = list(range(workers))
+    for i in sorted(range(len(cut)), key=prices.__getitem__, reverse=True):
+        pieces[heap[0] % workers].append(cut[i])
+        heapq.heapreplace(heap, heap[0] + prices[i] * workers)
+    return _Found(pieces, parts, max(heap) // workers + _merging(parts, lines, costs))
 
 
-def _cut(lines: list[_Line], tile: int, workers: int, costs: Costs, total: int) -> _Found:
+def _cut(lines: _Lines, tile: int, workers: int, costs: Costs, total: int) -> _Found:
     """Lines end to end, filled into workers up to the least limit that does."""
     low = max(-(-total // workers), costs.start + costs.tile)
     high = -(-total // workers) + 2 * costs.start + costs.tile
+    before = [0, *accumulate([costs.start + n * costs.tile for n in lines.tiles])]
     # An eighth of a tile is nearer than the costs are known.
     while high - low > max(1, costs.tile // 8):
         limit = (low + high) // 2
-        if _needed(lines, limit, costs) <= workers:
+        if len(_filled(lines.tiles, before, limit, costs)) <= workers:
             high = limit
         else:
             low = limit
-    pieces: list[list[_Piece]] = [[]]
-    left, most, longest = high, 1, 0
-    for i, line in enumerate(lines):
-        at, first, parts = line.first // tile, line.first, 0
-        last = at + line.tiles
-        while at < last:
-            room = (left - costs.start) // costs.tile
-            if room < 1:
-                pieces.append([])
-                left = high
-                continue
-            at = min(last, at + room)
-            end = min(line.end, at * tile)
-            pieces[-1].append(_Piece(i, first, end))
-            left -= costs.start + (at - first // tile) * costs.tile
-            longest = max(longest, high - left)
-            first = end
-            parts += 1
-        most = max(most, parts)
-    return _Found(lines, pieces, longest + _merging(most, lines, costs))
+    begins = [*_filled(lines.tiles, before, high, costs), (len(lines.tiles), 0)]
+    pieces: list[list[_Piece]] = []
+    parts, longest = [1] * len(lines.tiles), 0
+    # A worker reads from tile ``done`` of line i on, and of line j the tiles before ``more``, maybe none.
+    for (i, done), (j, more) in pairwise(begins):
+        firsts, ends = lines.firsts[i : j + 1], lines.ends[i:j]
+        if done:
+            firsts[0] = (firsts[0] // tile + done) * tile
+        if more:
+            ends.append((lines.firsts[j] // tile + more) * tile)
+            parts[j] += 1
+        pieces.append(list(zip(range(i, j + 1), firsts, ends, strict=False)))
+        cost = before[j] - before[i] + (more - done) * costs.tile + (costs.start if more else 0)
+        longest = max(longest, cost)
+    return _Found(pieces, parts, longest + _merging(parts, lines, costs))
 
 
-def _needed(lines: list[_Line], limit: int, costs: Costs) -> int:
-    """How many workers the lines fill up to a limit."""
-    needed, left = 1, limit
-    for line in lines:
-        n = line.tiles
-        while n:
-            room = (left - costs.start) // costs.tile
-            if room < 1:
-                needed, left = needed + 1, limit
-            else:
-                taken = min(n, room)
-                n -= taken
-                left -= costs.start + taken * costs.tile
-    return needed
+def _filled(tiles: list[int], before: list[int], limit: int, costs: Costs) -> list[tuple[int, int]]:
+    """Where each worker begins, as a line and tiles of it, when workers are filled up to a limit.
+
+    ``before`` says what all lines before a line cost. So a worker that begins at cost x ends in the line in which
+    x + limit lies, however many lines there are between; and the rest of a line that was cut costs one more start,
+    which a beginning at ``before[line] + done · tile`` counts.
+    """
+    line, done, each = 0, 0, (limit - costs.start) // costs.tile
+    begins = [(0, 0)]
+    while (reach := before[line] + done * costs.tile + limit) < before[-1]:
+        if reach < before[line + 1]:
+            begins += [(line, n) for n in range(done + each, tiles[line], each)]
+            done = begins[-1][1]
+        else:
+            line = bisect_right(before, reach, line) - 1
+            done = max(0, (reach - before[line] - costs.start) // costs.tile)
+            begins.append((line, done))
+    return begins
 
 
-def _merging(most: int, lines: list[_Line], costs: Costs) -> int:
-    most += any(line.joined for line in lines)
+def _merging(parts: list[int], lines: _Lines, costs: Costs) -> int:
+    most = max(parts, default=0) + any(lines.joined)
     return costs.merge + costs.part * most if most > 1 else 0
 
 
-def _written(found: _Found, workers: int, merges: list[Merge], ideal: int) -> Plan:
-    """Slots for the pieces of lines that were cut, a line's together and in the order of their keys.
-
-    ``merges`` has the lines of no keys.
-    """
-    parts = [0] * len(found.lines)
-    for taken in found.pieces:
-        for piece in taken:
-            parts[piece.line] += 1
-    slots, at = 0, [-1] * len(parts)
-    for i, count in enumerate(parts):
-        line = found.lines[i]
-        if count > 1 or line.joined:
-            merges.append(Merge(line.request, line.head, line.block, slots, slots + count))
+def _written(lines: _Lines, found: _Found, workers: int, empty: list[_Name], ideal: int) -> Plan:
+    """Slots for the pieces of lines that were cut, a line's together and in the order of their keys."""
+    merges = [(*name, 0, 0) for name in empty]
+    slots, at = 0, [-1] * len(found.parts)
+    for i, parts in enumerate(found.parts):
+        if parts > 1 or lines.joined[i]:
+            merges.append((*lines.names[i], slots, slots + parts))
             at[i] = slots
-            slots += count
+            slots += parts
     place: dict[_Piece, int] = {}
-    for piece in sorted(piece for taken in found.pieces for piece in taken if at[piece.line] >= 0):
-        place[piece] = at[piece.line]
-        at[piece.line] += 1
-    starts: list[int] = [0]
-    items: list[Item] = []
-    for taken in found.pieces:
-        for piece in taken:
-            line = found.lines[piece.line]
-            slot = place.get(piece, -1)
-            items.append(Item(line.request, line.head, line.block, piece.first, piece.end, slot))
-        starts.append(len(items))
+    for piece in sorted([piece for taken in found.pieces for piece in taken if at[piece[0]] >= 0]):
+        place[piece] = at[piece[0]]
+        at[piece[0]] += 1
+    items = [
+        (*lines.names[i], first, end, place.get((i, first, end), -1))
+        for taken in found.pieces
+        for i, first, end in taken
+    ]
+    starts = [0, *accumulate(map(len, found.pieces))]
     starts += [len(items)] * (workers + 1 - len(starts))
-    return Plan(tuple(starts), tuple(items), tuple(merges), slots, found.finish, ideal)
+    return Plan(tuple(starts), rows(items), rows(merges), slots, found.finish, ideal)
 
 
 def _for_all_heads(one: Plan, heads: int, workers: int) -> Plan:
     """A plan for one head as that of all; worker w of head h becomes w · heads + h, and the rest have nothing."""
-    starts: list[int] = [0]
-    items: list[Item] = []
-    for first, end in itertools.pairwise(one.starts):
-        taken = one.items[first:end]
-        for head in range(heads):
-            shift = head * one.slots
-            items += [Item(r, head, b, i, j, slot if slot < 0 else slot + shift) for r, _, b, i, j, slot in taken]
-            starts.append(len(items))
-    merges = [
-        Merge(r, head, b, i + head * one.slots, j + head * one.slots) if j > i else Merge(r, head, b, 0, 0)
-        for head in range(heads)
-        for r, _, b, i, j in one.merges
-    ]
+    each = [_of_head(one, head) for head in range(heads)]
+    starts, items, merges = [0], array("i"), array("i")
+    for first, end in pairwise(one.starts):
+        for mine, _ in each:
+            items += mine[first * FIELDS : end * FIELDS]
+            starts.append(starts[-1] + end - first)
+    for _, mine in each:
+        merges += mine
     ideal = -(-one.ideal * (len(starts) - 1) // workers)
-    starts += [len(items)] * (workers + 1 - len(starts))
-    return Plan(tuple(starts), tuple(items), tuple(merges), one.slots * heads, one.finish, ideal)
+    starts += [starts[-1]] * (workers + 1 - len(starts))
+    return Plan(tuple(starts), items, merges, one.slots * heads, one.finish, ideal)
+
+
+def _of_head(one: Plan, head: int) -> "tuple[array[int], array[int]]":
+    """(items, merges) of a plan for one head as another's, whose slots come after those of the heads before it."""
+    items, merges, shift = one.item_rows[:], one.merge_rows[:], head * one.slots
+    for numbers in items, merges:
+        numbers[1::FIELDS] = array("i", [head]) * (len(numbers) // FIELDS)
+    items[5::FIELDS] = array("i", [slot if slot < 0 else slot + shift for slot in items[5::FIELDS]])
+    spans = list(zip(merges[3::FIELDS], merges[4::FIELDS], strict=True))
+    merges[3::FIELDS] = array("i", [first + shift if end > first else 0 for first, end in spans])
+    merges[4::FIELDS] = array("i", [end + shift if end > first else 0 for first, end in spans])
+    return items, merges
 
 
 def _check(
