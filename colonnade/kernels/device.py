@@ -25,12 +25,12 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device | str
     return _numbers(values, dtype, gpu).to(device, non_blocking=gpu)
 
 
-def upload_into(x: Tensor, values: Sequence[Any]) -> None:
+def upload_into(x: Tensor, values: Sequence[Any] | np.ndarray) -> None:
     """Write ``values`` over ``x``, which stays where it is, likewise."""
     x.copy_(_numbers(values, x.dtype, x.is_cuda), non_blocking=True)
 
 
-def _numbers(values: Sequence[Any], dtype: torch.dtype, pinned: bool) -> Tensor:
+def _numbers(values: Sequence[Any] | np.ndarray, dtype: torch.dtype, pinned: bool) -> Tensor:
     """A copy of ``values``, lists of lists too, on the host: numpy reads a list in a third of torch's time.
 
     An ``array`` of the same integers is one copy of its memory. Other numbers are read as Python has them, and rounded
