@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -156,8 +155,8 @@ class _Size:
         self.context = context
         self._tables: list[Sequence[int]] = [(self.scratch,)] * size
         """What is in :attr:`pages`."""
-        self._rows = np.full((size, widest), self.scratch, np.int32)
-        """The same as one array, of which a step changes a few rows."""
+        self._rows = torch.full((size, widest), self.scratch, dtype=torch.int32)
+        """The same on the host, of which a step changes a few rows."""
         self._recorded: dict[bool, _Recording] = {}
         """Without and with prefixes that are read once."""
         self._planned: Planned | None = None
@@ -192,7 +191,7 @@ class _Size:
         changed = [row for row, table in enumerate(tables) if table != self._tables[row]]
         if changed:
             for row in changed:
-                self._rows[row, : len(tables[row])] = tables[row]
+                self._rows[row, : len(tables[row])] = torch.tensor(tables[row], dtype=torch.int32)
                 self._rows[row, len(tables[row]) :] = self.scratch
             widest = max(*map(len, tables), *(len(self._tables[row]) for row in changed))
             upload_into(self.pages[:, :widest], self._rows[:, :widest])

@@ -40,8 +40,15 @@ def test_an_array_is_copied() -> None:
 
 
 def test_lists_of_other_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="inhomogeneous"):
+    with pytest.raises(ValueError, match=r"rows of \[1, 2\] numbers; give each as many"):
         upload([[1], [2, 3]], torch.int32, "cpu")
+
+
+def test_a_tensor_of_the_host_is_copied() -> None:
+    rows, into = torch.arange(6, dtype=torch.int32).view(2, 3), torch.zeros(2, 2, dtype=torch.int64)
+    upload_into(into, rows[:, :2])
+    rows.zero_()
+    assert into.tolist() == [[0, 1], [3, 4]]
 
 
 def test_a_part_of_a_tensor_is_written_over() -> None:
