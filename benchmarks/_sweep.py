@@ -10,6 +10,7 @@ import concurrent.futures
 import dataclasses
 import math
 import multiprocessing
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from _rows import Rows, figures, line
 from colonnade.kernels.attention import decode_tiles
 
 PINNED = 12
-COMPILERS = 14
+COMPILERS = max(1, min(48, (os.cpu_count() or 1) - 2))
 """Processes that compile a sweep's kernels before it, which would otherwise take most of its time."""
 
 

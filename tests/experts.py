@@ -1,5 +1,6 @@
 """Cases for the kernels of experts, shared by the contract on a CPU, Triton's interpreter and a GPU."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.dropout.reference import Hidden, choices, hidden_units
+from colonnade.kernels.experts.later import Later
 from colonnade.kernels.experts.quantised import Stacks
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.linear.quantise import Kind, Quantised, dequantise, quantise
@@ -82,6 +84,21 @@ def routed_experts(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def of(case: Case, x: Tensor, routing: Tensor, *stacks: Any) -> Tensor:
         order_R, ends_E = permute.sort(case.ids().to(x.device), case.E, case.rows())
         return run(x, order_R, ends_E, routing, Weights(*stacks), case.activation)
+
+    return of
+
+
+def routed_in_parts(run: Callable[..., Tensor], parts: int = 3) -> Callable[..., Tensor]:
+    """One of "routed_later", called for a third of the tokens after another, some of which may be none."""
+
+    def of(case: Case, x: Tensor, routing: Tensor, *stacks: Any) -> Tensor:
+        later, out = Later(Weights(*stacks)), list[Tensor]()
+        cuts = [case.T * i // parts for i in range(parts + 1)]
+        for start, end in itertools.pairwise(cuts):
+            order_R, ends_E = permute.sort(case.ids()[start:end].to(x.device), case.E)
+            out.append(run(x[start:end], order_R, ends_E, routing[start:end], later, case.activation))
+        assert not later.owed
+        return torch.cat(out)
 
     return of
 

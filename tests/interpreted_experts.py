@@ -12,10 +12,11 @@ from typing import get_args
 import torch
 
 from colonnade.kernels.experts import reference, tiles, triton_experts
+from colonnade.kernels.experts.later import Later
 from colonnade.kernels.experts.tiles import Kernel, Tiles
 from colonnade.kernels.permute import reference as permute
 from colonnade.kernels.permute import triton_moves, triton_sort
-from tests.experts import LOADS, Case, experts_of_rows, gradients, routed_experts
+from tests.experts import LOADS, Case, experts_of_rows, gradients, routed_experts, routed_in_parts
 
 HOW = [
     Tiles(16, 16, 16, 4, 2, GROUP=2),
@@ -99,6 +100,33 @@ def check_mixtures() -> int:
     return len(mixtures) + len(LOADS) + 2
 
 
+def check_later() -> int:
+    """Sums for weights after everything else, over several calls: also of no rows at all, and where nobody asks."""
+    for i, load in enumerate(LOADS):
+        cut(HOW[i % 5])
+        same(
+            routed_in_parts(triton_experts.routed_later),
+            Case(*SHAPES[i % 4], load=load, gated=i % 3 != 1, biased=i % 2 == 1, activation=ACTIVATIONS[i % 4]),
+        )
+    case = Case(*SHAPES[0], biased=True)
+    x, routing, *stacks = case.leaves(torch.float32, "cpu")
+    frozen = [None if w is None else w.detach() for w in stacks]
+    order_R, ends_E = permute.sort(case.ids(), case.E)
+    exact, *_ = torch.autograd.grad(
+        triton_experts.routed(x, order_R, ends_E, routing, reference.Weights(*stacks), "silu").sum(), [x]
+    )
+    for weights, leaves in ((frozen, [x]), (stacks, [x])):
+        later = Later(reference.Weights(*weights))
+        y = triton_experts.routed_later(x, order_R, ends_E, routing, later, "silu")
+        (dx,) = torch.autograd.grad(y.sum(), leaves)
+        assert torch.equal(dx, exact)
+    with torch.no_grad():
+        later = Later(reference.Weights(*stacks))
+        again = triton_experts.routed_later(x, order_R, ends_E, routing, later, "silu")
+    assert torch.equal(again, y)
+    return len(LOADS) + 3
+
+
 def check_bits() -> int:
     """The same bits each time, and unlike tiles give like results."""
     case = Case(*SHAPES[0], load="skewed")
@@ -175,5 +203,6 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     # Of rows after an expert's, which nobody has written: a tile that is fetched whole multiplies them, and keeps none.
     warnings.filterwarnings("ignore", "(invalid value|overflow|divide by zero) encountered in matmul")
-    for check in (check_experts, check_rows, check_mixtures, check_bits, check_sort, check_moves, check_operators):
+    checks = check_experts, check_later, check_rows, check_mixtures, check_bits, check_sort, check_moves
+    for check in (*checks, check_operators):
         print(f"{check.__name__}: {check()} cases", flush=True)

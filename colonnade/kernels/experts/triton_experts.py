@@ -15,10 +15,16 @@ activation. Nothing waits for the device: the number of rows and of experts is a
 # pyright: reportCallIssue=false, reportArgumentType=false
 # A kernel is launched with more than its signature says, and its constants are plain numbers.
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from colonnade.kernels.experts import triton_products as products
+from colonnade.kernels.experts.later import Later
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.permute.triton_moves import rows_in
 
@@ -58,16 +64,31 @@ def _backward(
     activation: str, of_rows: bool, of_weights: bool,
 ) -> list[Tensor]:  # fmt: skip
     """dx, of the routing weights, of up, down, gate and their biases; empty where there is none or none is wanted."""
-    x, dy, up, down = rows_in(x), dy.contiguous(), up.contiguous(), down.contiguous()
-    gate = None if gate is None else gate.contiguous()
-    route, none = products.Route(order_R, ends_E, routing_TA, len(u)), x.new_empty
+    weights, none = Weights(up, down, gate, up_b, gate_b, down_b), x.new_empty
     if not (u.numel() and up.numel()):
         wanted = [x if of_rows else None, routing_TA if order_R is not None else None]
-        wanted += [up, down, gate, up_b, gate_b, down_b] if of_weights else [None] * 6
+        wanted += weights if of_weights else [None] * 6
         return [none(0) if w is None or not w.numel() else torch.zeros_like(w).contiguous() for w in wanted]
+    dx, d_routing, owed = _rows_back(dy, x, order_R, ends_E, routing_TA, weights, a, u, activation, of_rows)
+    grads = owed() if of_weights else [None] * 6
+    # A fresh tensor for each: an operator's results share no memory.
+    return [none(0) if g is None or not g.numel() else g for g in (dx, d_routing, *grads)]
+
+
+def _rows_back(
+    dy: Tensor, x: Tensor, order_R: Tensor | None, ends_E: Tensor, routing_TA: Tensor | None, weights: Weights,
+    a: Tensor, u: Tensor, activation: str, of_rows: bool,
+) -> tuple[Tensor | None, Tensor | None, Callable[[], list[Tensor | None]]]:  # fmt: skip
+    """(dx, of the routing weights, how to sum up those of the six weights)."""
+    x, dy = rows_in(x), dy.contiguous()
+    up, down, gate = (None if w is None else w.contiguous() for w in weights[:3])
+    assert up is not None
+    assert down is not None
+    up_b, gate_b, down_b = weights[3:]
+    route = products.Route(order_R, ends_E, routing_TA, len(u))
     h, du, da, dw_R = products.hidden_back(route, dy, down, None if gate is None else a, u, activation)
-    dx = products.rows_back(route, du, da, up, gate) if of_rows else none(0)
-    d_routing = none(0)
+    dx = products.rows_back(route, du, da, up, gate) if of_rows else None
+    d_routing = None
     if routing_TA is not None and order_R is not None and dw_R is not None:
         if down_b is not None:
             here_R = route.row_experts < len(ends_E)
@@ -75,16 +96,18 @@ def _backward(
             dw_R = dw_R + (dy[order_R // route.active].float() * b_RD).sum(1).where(here_R, 0)
         d_routing = torch.zeros_like(routing_TA).flatten().scatter_(0, order_R, dw_R.to(routing_TA.dtype))
         d_routing = d_routing.view_as(routing_TA)
-    grads = [none(0)] * 6
-    if of_weights:
+
+    def sums() -> list[Tensor | None]:
         d_up, d_gate = products.sums(route, du, da, x)
         d_down, _ = products.sums(route, h, None, dy)
-        grads[:3] = d_up, d_down, none(0) if d_gate is None else d_gate
-        grads[3] = none(0) if up_b is None else products.bias_sums(route, du, tokens=False)
-        grads[4] = none(0) if gate_b is None or da is None else products.bias_sums(route, da, tokens=False)
-        grads[5] = none(0) if down_b is None else products.bias_sums(route, dy, tokens=True)
-    # A fresh tensor for each: an operator's results share no memory.
-    return [dx, d_routing, *(none(0) if not g.numel() else g for g in grads)]
+        return [
+            d_up, d_down, d_gate,
+            None if up_b is None else products.bias_sums(route, du, tokens=False),
+            None if gate_b is None or da is None else products.bias_sums(route, da, tokens=False),
+            None if down_b is None else products.bias_sums(route, dy, tokens=True),
+        ]  # fmt: skip
+
+    return dx, d_routing, sums
 
 
 @_backward.register_fake
@@ -115,6 +138,42 @@ def _run(x: Tensor, order_R: Tensor | None, ends_E: Tensor, routing_TA: Tensor |
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, routing_TA, *w))
     ends_E = ends_E.contiguous()
     return _forward(x, order_R, ends_E, routing_TA, w[0], w[1], w[2], w[3], w[4], w[5], activation, keep)[0]
+
+
+class _Owing(Function):
+    """:func:`routed`, whose weights' gradients are left to a :class:`Later`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, order_R: Tensor, ends_E: Tensor, routing_TA: Tensor, later: Later, activation: str,
+        _: Tensor,
+    ) -> Tensor:  # fmt: skip
+        keep = any(ctx.needs_input_grad)
+        y, a, u = _forward(x, order_R, ends_E.contiguous(), routing_TA, *later.weights, activation, keep)
+        ctx.save_for_backward(x, order_R, ends_E, routing_TA, a, u)
+        ctx.later, ctx.activation = later, activation
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, order_R, ends_E, routing_TA, a, u), weights = ctx.saved_tensors, ctx.later.weights
+        of_rows, of_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[6]
+        token = dy.new_zeros(()) if of_weights else None
+        if not (u.numel() and weights.up_EFD.numel()):
+            return torch.zeros_like(x), None, None, torch.zeros_like(routing_TA), None, None, token
+        ends_E = ends_E.contiguous()
+        dx, d_routing, sums = _rows_back(dy, x, order_R, ends_E, routing_TA, weights, a, u, ctx.activation, of_rows)
+        if of_weights:
+            ctx.later.owed.append(lambda: [g for g in sums() if g is not None])
+        return dx, None, None, d_routing, None, None, token
+
+
+def routed_later(
+    x_TD: Tensor, order_R: Tensor, ends_E: Tensor, weights_TA: Tensor, later: Later, activation: str
+) -> Tensor:
+    """y_TD of the weights of ``later``, which gets their gradients when others have theirs."""
+    return _Owing.apply(x_TD, order_R, ends_E, weights_TA, later, activation, later.token)
 
 
 def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> Tensor:

@@ -17,7 +17,8 @@ FasterMoE, PPoPP 2022, section 4.1).
 
 Tokens go in p parts, part i + 1 under way while the experts work on part i; the backward pass does the same, because a
 begun exchange is a node of its own in the graph. Nothing hides the first part's way there and the last one's way back,
-so these are small: parts grow as 1, 2, 4, 8 from either end (:func:`shares`).
+so these are small: parts grow as 1, 2, 4, 8 from either end (:func:`shares`). The last way back of all, that of the
+rows' gradients, has the sums for the weights beside it (:mod:`colonnade.kernels.experts.later`).
 """
 
 import functools
@@ -167,13 +168,15 @@ def _exchanged(
         return rows, drop and web.begin(_copies(drop.tags(parcel.choice_R), parcel.sizes, step.degree), parcel.sizes)
 
     under_way, back = send(0), []
+    # Made here, so that on the way back the rows of each part, of the first one too, leave before weights are summed.
+    later = experts.later(grid, step.degree) if torch.is_grad_enabled() else None
     for i, parcel in enumerate(parcels):
         (arriving, tags), under_way = under_way, send(i + 1) if i + 1 < len(parcels) else under_way
         x_RD, hidden = web.finish(arriving, parcel.sizes), None
         if dropout is not None and tags is not None:
             tag_R = web.finish(tags, parcel.sizes)[parcel.by_expert_R]
             hidden = dropout.hidden(tag_R, experts.width, grid, step.degree)
-        y_RD = experts.slice_of(x_RD, parcel.by_expert_R, parcel.ends_e, grid, step.degree, hidden)
+        y_RD = experts.slice_of(x_RD, parcel.by_expert_R, parcel.ends_e, grid, step.degree, hidden, later)
         back.append(web.begin_back(y_RD, parcel.sizes))
     out: list[Tensor] = []
     for w_tA, parcel, returning in zip(weights_parts, parcels, back, strict=True):

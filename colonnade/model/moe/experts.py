@@ -9,6 +9,7 @@ from colonnade.config import ModelConfig, MoeConfig
 from colonnade.kernels.choose import choose
 from colonnade.kernels.dropout.reference import Hidden
 from colonnade.kernels.experts import float8
+from colonnade.kernels.experts.later import Later
 from colonnade.kernels.experts.loop import across
 from colonnade.kernels.experts.quantised import Stacks
 from colonnade.kernels.experts.reference import Weights
@@ -181,6 +182,16 @@ class Experts(InFloat8):
         output_bias = None if down_bias is None else chosen(down_bias)  # each rank has all of it
         return Weights(whole(up), whole(down), perhaps(gate), perhaps(up_bias), perhaps(gate_bias), output_bias)
 
+    def later(self, grid: Grid, degree: int) -> Later | None:
+        """This rank's weights for :meth:`slice_of`, whose gradients may come after what is made after this; None where
+        they are gathered, or not trained so.
+        """
+        if grid.every(degree).size > 1 or self.fetch is not None or self.quantised or self.float8:
+            return None
+        weights = self.stored
+        assert isinstance(weights, Weights)
+        return Later(weights if grid.sh.rank % degree == 0 else weights._replace(down_bias_ED=None))
+
     def slice_of(
         self,
         x_RD: Tensor,
@@ -189,11 +200,15 @@ class Experts(InFloat8):
         grid: Grid,
         degree: int,
         dropout: Hidden | None = None,
+        later: Later | None = None,
     ) -> Tensor:
         """What the hidden slice s mod ``degree`` adds to y_RD, in the order of x_RD; the output's bias is the first
-        slice's. ``dropout`` is of the rows by expert.
+        slice's. ``dropout`` is of the rows by expert; ``later`` is :meth:`later`'s, without dropout.
         """
         axis, first = grid.every(degree), grid.sh.rank % degree == 0
+        if later is not None and dropout is None:
+            run = choose("routed_later", x_RD.device.type, x_RD.dtype)
+            return run(x_RD, by_expert_R, ends_e, x_RD.new_ones(len(x_RD), 1), later, self.activation)
         if axis.size == 1:
             return self._slice(x_RD, by_expert_R, ends_e, axis, first, dropout)
         return again(self._slice, x_RD, by_expert_R, ends_e, axis, first, dropout)  # gathered weights are not kept

@@ -1,0 +1,61 @@
+"""Gradients of weights, summed when what others wait for has left.
+
+The way back through experts is two things: the gradient of the rows, which travel on to other ranks, and sums over the
+rows for the weights, half of all arithmetic, for which nobody waits. As one node of autograd's graph the rows leave
+after both. Here the sums are owed, and paid by a node of their own, which autograd reaches after whatever was called
+after its making: whoever makes a :class:`Later` before rows are received has the sums behind the sending of these rows'
+gradients. (Qi et al., Zero Bubble, arXiv 2401.10241, section 2, part the two to fill a pipeline.)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from colonnade.kernels.experts.reference import Weights
+
+Payment = Callable[[], list[Tensor]]
+"""What one call owes: gradients of the weights' tensors, in their order, fresh ones."""
+
+
+class Later:
+    """Weights for one or more calls, and what these owe them."""
+
+    def __init__(self, weights: Weights):
+        self.weights, self.owed = weights, list[Payment]()
+        self.token = _Pay.apply(self.owed, *weights.tensors)
+        """A 0 that a call takes for its weights, so that it comes before the payment on the way back."""
+
+
+class _Pay(Function):
+    @staticmethod
+    def forward(ctx: Any, owed: list[Payment], *tensors: Tensor) -> Tensor:
+        ctx.owed = owed
+        ctx.save_for_backward(*tensors)
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        total: list[Tensor] = []
+        while ctx.owed:
+            found = ctx.owed.pop()()
+            if total:
+                torch._foreach_add_(total, found)
+            else:
+                total = found
+        return None, *(total or map(torch.zeros_like, ctx.saved_tensors))
+
+
+def with_autograd(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``run``, an implementation of ``routed_experts``, with a :class:`Later` in the place of weights: autograd does
+    its sums, at once.
+    """
+
+    def routed(x: Tensor, order_R: Tensor, ends_E: Tensor, routing: Tensor, later: Later, activation: str) -> Tensor:
+        return run(x, order_R, ends_E, routing, later.weights, activation)
+
+    return routed
