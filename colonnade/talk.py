@@ -11,7 +11,7 @@ from rich.console import Console
 
 from colonnade import api
 from colonnade.checkpoint.found import Opened
-from colonnade.config import AS_TRAINED, Device, ExpertsConfig, Plan, ServeConfig
+from colonnade.config import AS_TRAINED, Device, ExpertsConfig, ModelConfig, Plan, ServeConfig
 from colonnade.config.experts import check_generates, check_task
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
@@ -59,6 +59,8 @@ class Where:
                 f"colonnade.load({self.model!r}).hidden(tokens)"
             )
         check_generates(found.config)
+        if said := company(found.config):
+            print(said, file=sys.stderr, flush=True)
         return found
 
     def find(self) -> Opened:
@@ -80,6 +82,19 @@ class Where:
             self.model, plan=self.plan, dtype=self.dtype, device=self.device, ground=ground, experts=self.experts,
             weights=self.serve.weights, weight_group=self.serve.weight_group,
         )  # fmt: skip
+
+
+def company(config: ModelConfig) -> str:
+    """What is to be said of experts who count tokens, as a server's step has those of several requests."""
+    moe = config.moe
+    if moe is not None and moe.router.kind == "expert_choice":
+        return "note: the router expert_choice chose among whole texts in training, and sees a token at a time here"
+    if moe is not None and moe.capacity:
+        return (
+            f"note: experts with a capacity (factor {moe.capacity:g}) have no place for all tokens of a step, whoever "
+            "asked for them; --experts.capacity off gives each one"
+        )
+    return ""
 
 
 def _load(where: Where, ground: Ground) -> tuple[Transformer, Tokenizer]:

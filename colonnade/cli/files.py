@@ -85,14 +85,20 @@ def convert(
         active: Experts that a token goes to, of these (2 unless given).
     """
     from colonnade import api, tune
+    from colonnade.checkpoint.folder import refuse_existing
+    from colonnade.tune.upcycle import check_numbers
 
+    refuse_existing(out, overwrite)  # sooner than the model is read
     if active is not None and not upcycle:
         raise ConfigError(
             f"--active {active} is about the experts that --upcycle makes, and none are made; add --upcycle with their "
             "number, or leave --active out (of a model that has experts: --experts.active of eval, generate and serve)"
         )
+    each = 2 if active is None else active
+    if upcycle:
+        check_numbers(upcycle, each)
     model = api.load(source, dtype="float32" if dtype == "auto" else dtype, device="cpu")
     if upcycle:
-        model.transformer = tune.upcycle(model.transformer, upcycle, 2 if active is None else active)
+        model.transformer = tune.upcycle(model.transformer, upcycle, each)
     api.save(model, out, format=format, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite)
     console.print(f"{out}: {model.config.parameters:,} parameters, format {format}")

@@ -20,16 +20,30 @@ from colonnade.model import Hidden, Packed, Stream, Transformer
 from colonnade.model.moe import Routing
 
 
+def check_transformer(model: object) -> None:
+    """Raise :class:`ConfigError` for what is no transformer, such as all of what ``colonnade.load`` returns."""
+    if isinstance(model, Transformer):
+        return
+    remedy = "give its .transformer" if hasattr(model, "transformer") else "give a colonnade.model.Transformer"
+    raise ConfigError(f"this takes a Transformer, not a {type(model).__name__}; {remedy}")
+
+
 @torch.no_grad()
 def measure(model: Transformer, texts: Iterable[Tensor]) -> Tensor:
     """load_LE int64: how many of the choices in ``texts``, int64 tokens (T,) each, fall on each expert of each layer;
     0 in layers without experts. Raises :class:`ConfigError` for a dense model, :class:`DataError` for no texts.
     """
+    check_transformer(model)
     config, device = model.config, next(model.parameters()).device
     if config.moe is None:
         raise ConfigError("this model has no experts whose load could be measured")
     load_LE = torch.zeros(config.layers, config.moe.experts, dtype=torch.int64, device=device)
     for text in texts:
+        if not isinstance(text, Tensor):
+            raise DataError(
+                f"a text is a tensor of token ids, not a {type(text).__name__}; encode it: "
+                "torch.tensor(model.tokenizer.encode(text))"
+            )
         T = len(text)
         routing = Routing(torch.arange(T, device=device))
         stream = Stream(text.to(device), torch.arange(T, device=device), routing=routing)
@@ -48,6 +62,7 @@ def prune(model: Transformer, load_LE: Tensor, keep: int) -> Transformer:
     ``model`` is whole, on one process. Raises :class:`PlanError` for a share of one, :class:`ConfigError` for a number
     that cannot be kept, loads of another model, and groups of experts, which would no longer be equal.
     """
+    check_transformer(model)
     if (ranks := model.axes.grid.tokens.size) > 1:
         raise PlanError(f"pruning takes a whole model on one process, and this is laid over {ranks}; load it alone")
     config = pruned(model.config, load_LE, keep)

@@ -13,6 +13,7 @@ from colonnade.config import ModelConfig, MoeConfig
 from colonnade.config.presets_common import WITH_EXPERTS
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model import Transformer, initialise
+from colonnade.tune.prune import check_transformer
 
 FEED_FORWARD = (
     ("gate.weight", "gate"), ("up.weight", "up"), ("down.weight", "down"),
@@ -21,13 +22,8 @@ FEED_FORWARD = (
 """Parameters of a dense part to those of a stack of experts."""
 
 
-def upcycled(config: ModelConfig, experts: int, active: int = 2, **moe: object) -> ModelConfig:
-    """The config of the upcycled model; ``moe`` are further fields of MoeConfig (every, first, balance, …).
-
-    Raises :class:`ConfigError` for a model that has experts already, and for weights that would not sum to 1.
-    """
-    if config.moe is not None:
-        raise ConfigError(f"this model has {config.moe.experts} experts already; upcycling begins with a dense one")
+def check_numbers(experts: int, active: int) -> None:
+    """Raise :class:`ConfigError` for numbers that no model can be upcycled to."""
     if active > experts:
         raise ConfigError(
             f"a token cannot go to {active} of {experts} experts; make {active} or more, or have it go to fewer "
@@ -37,6 +33,16 @@ def upcycled(config: ModelConfig, experts: int, active: int = 2, **moe: object) 
         raise ConfigError(
             "with one expert a token its weight is a probability, not 1, and the outputs change; use 2 or more"
         )
+
+
+def upcycled(config: ModelConfig, experts: int, active: int = 2, **moe: object) -> ModelConfig:
+    """The config of the upcycled model; ``moe`` are further fields of MoeConfig (every, first, balance, …).
+
+    Raises :class:`ConfigError` for a model that has experts already, and for weights that would not sum to 1.
+    """
+    if config.moe is not None:
+        raise ConfigError(f"this model has {config.moe.experts} experts already; upcycling begins with a dense one")
+    check_numbers(experts, active)
     made = MoeConfig(experts=experts, active=active, ffn_width=config.ffn_width, **moe)  # type: ignore[arg-type]
     if not made.router.normalise or made.router.scale != 1 or made.shared_width or made.capacity not in (None, 0):
         raise ConfigError(
@@ -53,6 +59,7 @@ def upcycle(model: Transformer, experts: int, active: int = 2, *, seed: int = 0,
     ``model`` is whole, on one process; the result, saved, loads under any layout. Raises :class:`PlanError` for a share
     of a model, :class:`ConfigError` as :func:`upcycled`.
     """
+    check_transformer(model)
     if (ranks := model.axes.grid.tokens.size) > 1:
         raise PlanError(f"upcycling takes a whole model on one process, and this is laid over {ranks}; load it alone")
     config = upcycled(model.config, experts, active, **moe)

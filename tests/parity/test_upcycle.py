@@ -1,6 +1,7 @@
 """A dense model upcycled computes what it did; experts that were never chosen can go without a trace."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,13 @@ def test_what_would_change_the_outputs_is_refused() -> None:
             upcycle(dense, 4, **fields)
     with pytest.raises(ConfigError, match="has 4 experts already"):
         upcycle(upcycle(dense, 4), 4)
+    whole: Any = api.Model(dense, None, Ground.solo("cpu"), "tour")
+    for work in (lambda: upcycle(whole, 4), lambda: measure(whole, []), lambda: prune(whole, torch.zeros(2, 4), 2)):
+        with pytest.raises(ConfigError, match=r"this takes a Transformer, not a Model; give its \.transformer"):
+            work()
+    texts: Any = ["words"]
+    with pytest.raises(DataError, match=r"a tensor of token ids, not a str; encode it"):
+        measure(upcycle(dense, 4), texts)
     run(2, _share)
 
 

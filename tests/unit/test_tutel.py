@@ -248,6 +248,7 @@ def test_auto_moves_the_fewer_elements() -> None:
         ({"experts": {**FFN, "num_experts_per_device": 1.5}}, PlanError, "1.5 experts a device"),
         ({"experts": {**FFN, "num_experts_per_device": -2}}, PlanError, "1 ranks do not divide by 2"),
         ({"experts": {**FFN, "activation_fn": F.relu, "activation_fn_with_self": len}}, ConfigError, "keep one"),
+        ({"experts": {**FFN, "activation_fn": "gelu"}}, ConfigError, "activation_fn is 'gelu'; give a function"),
         ({"gate": {"type": "topp"}}, ConfigError, "no gate of type 'topp'"),
         ({"gate": {"type": "top", "kk": 1}}, ConfigError, "no option 'kk'"),
         ({"gate": {"type": "custom"}}, ConfigError, "needs a class"),
@@ -266,7 +267,11 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], kind: type[Colonnade
 @pytest.mark.parametrize(
     ("shape", "options", "message"),
     [
-        ((4, 5), {}, "width 5 in a layer of model_dim 6"),
+        (
+            (4, 5),
+            {},
+            r"last 1 dimensions \(reserve_dims\) of .* are 5 numbers, the layer's model_dim is 6; reshape",
+        ),
         ((6,), {}, "an input of shape"),
         ((4, 6), {"adaptive_r": 2}, r"allow degrees \[0, 1\], not 2"),
         ((4, 6), {"top_k": 0}, "1 expert at least"),

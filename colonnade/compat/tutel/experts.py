@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from colonnade.compat.tutel.layer import MOELayer
 
 
+def _function(activation_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    if not callable(activation_fn):
+        raise ConfigError(
+            f"activation_fn is {activation_fn!r}; give a function of a tensor, such as torch.nn.functional.gelu"
+        )
+    return activation_fn
+
+
 class FusedExpertsNetwork(nn.Module):
     """Two products with biases, which are optional, around any function of the hidden units."""
 
@@ -58,7 +66,7 @@ class FusedExpertsNetwork(nn.Module):
                 return act(x, self)
 
             activation_fn = with_self
-        self.activation_fn: Callable[[Tensor], Tensor] = F.relu if activation_fn is None else activation_fn
+        self.activation_fn = _function(F.relu if activation_fn is None else activation_fn)
         n, f, o = num_experts_per_device, self.hidden_size, -(-self.output_dim // sharded_count)
         self.batched_fc1_w = nn.Parameter(torch.empty(n, f, model_dim))
         self.batched_fc2_w = nn.Parameter(torch.empty(n, f, self.output_dim))
@@ -136,7 +144,7 @@ class LlamaFFNNetwork(nn.Module):
         super().__init__()
         n, D, F_ = num_experts_per_device, model_dim, hidden_size_per_expert
         self.model_dim, self.hidden_size_per_expert = D, F_
-        self.sharded_count, self.activation_fn = sharded_count, activation_fn
+        self.sharded_count, self.activation_fn = sharded_count, _function(activation_fn)
         self.W_fc1_full_shape = self.W_fc2_full_shape = torch.Size((n, D, F_))
         self.W_fc3_full_shape = torch.Size((n, F_, D))
         share = -(-n * D * F_ // sharded_count)

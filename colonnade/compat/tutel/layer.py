@@ -173,14 +173,19 @@ class MOELayer(nn.Module):
         if input.dim() < max(2, reserve_dims + 1):
             raise ConfigError(f"an input of shape {tuple(input.shape)}; give (tokens …, {self.model_dim})")
         if not 0 <= gate_index < len(self.gates):
-            raise ConfigError(f"there is no gate {gate_index} among {len(self.gates)}")
+            raise ConfigError(
+                f"there is no gate {gate_index} among {len(self.gates)}; give gate_index 0 to {len(self.gates) - 1}"
+            )
         if a2a_ffn_overlap_degree is not None:
             self.a2a_ffn_overlap_degree = _overlap(a2a_ffn_overlap_degree)
         if adaptive_r is not None:
             self.adaptive_degree, self.auto_parallel = self._valid(adaptive_r), False
         tail = input.shape[-reserve_dims:]
         if self.gates[gate_index].__class__ in GATES.values() and tail.numel() != self.model_dim:
-            raise ConfigError(f"an input of width {tail.numel()} in a layer of model_dim {self.model_dim}")
+            raise ConfigError(
+                f"the last {reserve_dims} dimensions (reserve_dims) of an input of shape {tuple(input.shape)} are "
+                f"{tail.numel()} numbers, the layer's model_dim is {self.model_dim}; reshape the input"
+            )
         sparse = self.num_local_experts > 1 and self.world_size == 1 and not torch.is_grad_enabled()
         self.megablocks_size = megablocks_size if sparse else 0
 
