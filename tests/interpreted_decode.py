@@ -13,6 +13,7 @@ from colonnade.kernels.attention import reference, split_reference, triton_decod
 from colonnade.kernels.attention.decode_layout import Layout
 from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
 from tests.decoding import Case, Made, every_code, far_apart, scaled
+from tests.rounding import rows_alike
 
 HOW = [Tiles(16, 4, 2, 2, 2, 32), Tiles(32, 4, 2, 4, 4, 16), Tiles(16, 4, 2, 8, 16, 64)]
 
@@ -148,6 +149,7 @@ def check_queries_far_apart() -> int:
     return 3
 
 
+@rows_alike()
 def check_fixed_cuts() -> int:
     """The same bits alone and among others, whatever else, however many queries they have."""
     CHOSEN[:] = [HOW[0]]

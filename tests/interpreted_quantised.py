@@ -25,6 +25,7 @@ from colonnade.kernels.norm import reference as norm_reference
 from colonnade.kernels.norm import triton_rows
 from colonnade.kernels.permute import reference as permute
 from tests.experts import LOADS, Case, in_fewer_bits, written_out
+from tests.rounding import rows_alike
 
 SHAPES = [(40, 96), (16, 64), (7, 50), (33, 300)]
 HOW = {"int4": Tiles(16, 16, 4, 2), "int8": Tiles(16, 32, 4, 2), "float8": Tiles(16, 32, 4, 2)}
@@ -115,6 +116,7 @@ def experts_case(case: Case, kind: str, group: int, dtype: torch.dtype, how: Exp
     assert error < (2e-3 if dtype == torch.float16 else 1e-5), (case, kind, error)
 
 
+@rows_alike()
 def check_fixed_products() -> int:
     """Right, and a row's bits the same alone and among others."""
     weight, bias = torch.randn(40, 150), torch.randn(40)
@@ -131,6 +133,7 @@ def check_fixed_products() -> int:
     return 5
 
 
+@rows_alike()
 def check_fixed_attention() -> int:
     """A prompt's queries in one pass, or cut anywhere and beside others: the same bits."""
     draw = torch.Generator().manual_seed(0)
