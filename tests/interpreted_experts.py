@@ -102,13 +102,13 @@ def check_mixtures() -> int:
 
 def check_later() -> int:
     """Sums for weights after everything else, over several calls: also of no rows at all, and where nobody asks."""
-    for i, load in enumerate(LOADS):
-        cut(HOW[i % 5])
+    for i, load in enumerate(LOADS[1::2]):
+        cut(HOW[i + 1])
         same(
             routed_in_parts(triton_experts.routed_later),
-            Case(*SHAPES[i % 4], load=load, gated=i % 3 != 1, biased=i % 2 == 1, activation=ACTIVATIONS[i % 4]),
+            Case(*SHAPES[3 - i], load=load, gated=i != 1, biased=i == 2, activation=ACTIVATIONS[i]),
         )
-    case = Case(*SHAPES[0], biased=True)
+    case = Case(*SHAPES[2], biased=True)
     x, routing, *stacks = case.leaves(torch.float32, "cpu")
     frozen = [None if w is None else w.detach() for w in stacks]
     order_R, ends_E = permute.sort(case.ids(), case.E)
@@ -124,7 +124,7 @@ def check_later() -> int:
         later = Later(reference.Weights(*stacks))
         again = triton_experts.routed_later(x, order_R, ends_E, routing, later, "silu")
     assert torch.equal(again, y)
-    return len(LOADS) + 3
+    return 6
 
 
 def check_bits() -> int:
