@@ -120,6 +120,14 @@ def check_later() -> int:
         y = triton_experts.routed_later(x, order_R, ends_E, routing, later, "silu")
         (dx,) = torch.autograd.grad(y.sum(), leaves)
         assert torch.equal(dx, exact)
+    leaves = [w for w in stacks if w is not None]
+    whole = torch.autograd.grad(
+        triton_experts.routed(x, order_R, ends_E, routing, reference.Weights(*stacks), "silu").sum(), leaves
+    )
+    later = Later(reference.Weights(*stacks))
+    total = triton_experts.routed_later(x, order_R, ends_E, routing, later, "silu").sum()
+    torch.autograd.grad(total, [x], retain_graph=True)  # rows first, as a pipeline without bubbles asks
+    assert all(map(torch.equal, torch.autograd.grad(total, leaves), whole))
     with torch.no_grad():
         later = Later(reference.Weights(*stacks))
         again = triton_experts.routed_later(x, order_R, ends_E, routing, later, "silu")

@@ -19,7 +19,6 @@ from colonnade.kernels.dropout import reference as dropout_reference
 from colonnade.kernels.experts import batched, bf16, grouped, loop, scaled_grouped, scaled_grouped_mm
 from colonnade.kernels.experts import quantised as quantised_experts
 from colonnade.kernels.experts import reference as experts_reference
-from colonnade.kernels.experts.later import with_autograd
 from colonnade.kernels.linear import few, fused, quantised, scaled, scaled_mm, thin
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.norm import reference as norm_reference
@@ -214,8 +213,6 @@ TABLE: tuple[Row, ...] = (
     Row("routed_experts", "bf16", bf16.routed, devices=("cpu",), dtypes=(torch.bfloat16,)),
     Row("routed_experts", "loop", loop.routed),
     Row("routed_experts", "reference", experts_reference.routed),
-    Row("routed_later", "bf16", with_autograd(bf16.routed), devices=("cpu",), dtypes=(torch.bfloat16,)),
-    Row("routed_later", "loop", with_autograd(loop.routed)),
     Row("quantised_experts", "reference", quantised_experts.routed),
     Row("experts", "loop", loop.experts),
     # Rows that carry their masks' hashes between a gather and a sum: kernels that do all of it in one do not drop.

@@ -7,6 +7,7 @@ after its making: whoever makes a :class:`Later` before rows are received has th
 gradients. (Qi et al., Zero Bubble, arXiv 2401.10241, section 2, part the two to fill a pipeline.)
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,14 +26,21 @@ class Later:
     """Weights for one or more calls, and what these owe them."""
 
     def __init__(self, weights: Weights):
-        self.weights, self.owed = weights, list[Payment]()
+        self.weights, self._calls = weights, itertools.count()
+        self.owed: dict[int, Payment] = {}
+        """By call: a pipeline that asks for rows' gradients first and for weights' afterwards (zero bubble) goes back
+        through a call twice, and owes once."""
         self.token = _Pay.apply(self.owed, *weights.tensors)
         """A 0 that a call takes for its weights, so that it comes before the payment on the way back."""
+
+    def call(self) -> int:
+        """A number for one more call."""
+        return next(self._calls)
 
 
 class _Pay(Function):
     @staticmethod
-    def forward(ctx: Any, owed: list[Payment], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, owed: dict[int, Payment], *tensors: Tensor) -> Tensor:
         ctx.owed = owed
         ctx.save_for_backward(*tensors)
         return tensors[0].new_zeros(())
@@ -42,20 +50,9 @@ class _Pay(Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         total: list[Tensor] = []
         while ctx.owed:
-            found = ctx.owed.pop()()
+            found = ctx.owed.popitem()[1]()
             if total:
                 torch._foreach_add_(total, found)
             else:
                 total = found
         return None, *(total or map(torch.zeros_like, ctx.saved_tensors))
-
-
-def with_autograd(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``run``, an implementation of ``routed_experts``, with a :class:`Later` in the place of weights: autograd does
-    its sums, at once.
-    """
-
-    def routed(x: Tensor, order_R: Tensor, ends_E: Tensor, routing: Tensor, later: Later, activation: str) -> Tensor:
-        return run(x, order_R, ends_E, routing, later.weights, activation)
-
-    return routed

@@ -151,7 +151,7 @@ class _Owing(Function):
         keep = any(ctx.needs_input_grad)
         y, a, u = _forward(x, order_R, ends_E.contiguous(), routing_TA, *later.weights, activation, keep)
         ctx.save_for_backward(x, order_R, ends_E, routing_TA, a, u)
-        ctx.later, ctx.activation = later, activation
+        ctx.later, ctx.call, ctx.activation = later, later.call(), activation
         return y
 
     @staticmethod
@@ -165,7 +165,7 @@ class _Owing(Function):
         ends_E = ends_E.contiguous()
         dx, d_routing, sums = _rows_back(dy, x, order_R, ends_E, routing_TA, weights, a, u, ctx.activation, of_rows)
         if of_weights:
-            ctx.later.owed.append(lambda: [g for g in sums() if g is not None])
+            ctx.later.owed[ctx.call] = lambda: [g for g in sums() if g is not None]
         return dx, None, None, d_routing, None, None, token
 
 

@@ -169,7 +169,8 @@ def _exchanged(
 
     under_way, back = send(0), []
     # Made here, so that on the way back the rows of each part, of the first one too, leave before weights are summed.
-    later = experts.later(grid, step.degree) if torch.is_grad_enabled() else None
+    owing = torch.is_grad_enabled() and dropout is None
+    later = experts.later(grid, step.degree, kind, dtype) if owing else None
     for i, parcel in enumerate(parcels):
         (arriving, tags), under_way = under_way, send(i + 1) if i + 1 < len(parcels) else under_way
         x_RD, hidden = web.finish(arriving, parcel.sizes), None

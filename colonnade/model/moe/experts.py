@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import ModelConfig, MoeConfig
-from colonnade.kernels.choose import choose
+from colonnade.kernels.choose import CHOSEN, choose
 from colonnade.kernels.dropout.reference import Hidden
 from colonnade.kernels.experts import float8
 from colonnade.kernels.experts.later import Later
@@ -182,11 +182,12 @@ class Experts(InFloat8):
         output_bias = None if down_bias is None else chosen(down_bias)  # each rank has all of it
         return Weights(whole(up), whole(down), perhaps(gate), perhaps(up_bias), perhaps(gate_bias), output_bias)
 
-    def later(self, grid: Grid, degree: int) -> Later | None:
+    def later(self, grid: Grid, degree: int, kind: str, dtype: torch.dtype) -> Later | None:
         """This rank's weights for :meth:`slice_of`, whose gradients may come after what is made after this; None where
-        they are gathered, or not trained so.
+        they are gathered, not trained so, or no kernel owes them.
         """
-        if grid.every(degree).size > 1 or self.fetch is not None or self.quantised or self.float8:
+        able = ("routed_later", kind, dtype, "auto") in CHOSEN
+        if not able or grid.every(degree).size > 1 or self.fetch is not None or self.quantised or self.float8:
             return None
         weights = self.stored
         assert isinstance(weights, Weights)
@@ -206,7 +207,7 @@ class Experts(InFloat8):
         slice's. ``dropout`` is of the rows by expert; ``later`` is :meth:`later`'s, without dropout.
         """
         axis, first = grid.every(degree), grid.sh.rank % degree == 0
-        if later is not None and dropout is None:
+        if later is not None:
             run = choose("routed_later", x_RD.device.type, x_RD.dtype)
             return run(x_RD, by_expert_R, ends_e, x_RD.new_ones(len(x_RD), 1), later, self.activation)
         if axis.size == 1:
