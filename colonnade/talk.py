@@ -45,10 +45,9 @@ class Where:
     dtype: api.DType
     experts: ExpertsConfig = AS_TRAINED
 
-    @property
-    def load(self) -> Load:
-        """What an engine process calls for its share of the model; raises before any starts what :meth:`find` does."""
-        return functools.partial(_load, replace(self, model=str(self.writer().place)))
+    def loading(self, found: Opened) -> Load:
+        """What an engine process calls for its share of the model that :meth:`writer` opened."""
+        return functools.partial(_load, replace(self, model=str(found.place)))
 
     def writer(self) -> Opened:
         """What :meth:`find` opens, which must be a model that writes; raises :class:`ConfigError` for another."""
@@ -59,8 +58,6 @@ class Where:
                 f"colonnade.load({self.model!r}).hidden(tokens)"
             )
         check_generates(found.config)
-        if said := company(found.config):
-            print(said, file=sys.stderr, flush=True)
         return found
 
     def find(self) -> Opened:
@@ -97,6 +94,12 @@ def company(config: ModelConfig) -> str:
     return ""
 
 
+def _say(note: str) -> None:
+    """To the user, where there is anything, by the first of several processes."""
+    if note and place()[0] == 0:
+        print(note, file=sys.stderr, flush=True)
+
+
 def _load(where: Where, ground: Ground) -> tuple[Transformer, Tokenizer]:
     """Called in each engine process; too little memory shows before anything is read."""
     dtype = api.dtype_on(ground.device, where.dtype)
@@ -109,7 +112,7 @@ def _load(where: Where, ground: Ground) -> tuple[Transformer, Tokenizer]:
 
 def generate(where: Where, prompt: str, params: SamplingParams) -> None:
     """Print the continuation of ``prompt``."""
-    where.writer()
+    _say(company(where.writer().config))
     launch(_generate, (where, prompt, params), where.plan)
 
 
@@ -139,19 +142,21 @@ def chat(where: Where, system: str | None, params: SamplingParams) -> None:
     The model runs where a server's would, in engine processes of its own, so that any plan can be talked to. Raises
     :class:`CheckpointError` for a model without a chat template.
     """
-    tokenizer = Tokenizer.beside(where.writer().words)
+    found = where.writer()
+    tokenizer = Tokenizer.beside(found.words)
     if tokenizer is None or tokenizer.chat_template is None:
         raise CheckpointError(
             f"{where.model} has no chat template, so that it cannot chat; continue a text: "
             f"colonnade generate {where.model} PROMPT"
         )
+    _say(company(found.config))
     console = Console(stderr=True, highlight=False)
     opening: list[Mapping[str, str]] = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         with console.status("loading the model"):
-            process = engine_process(where.load, where.plan, where.serve, where.device, asyncio.Event())
+            process = engine_process(where.loading(found), where.plan, where.serve, where.device, asyncio.Event())
             engine = runner.run(stack.enter_async_context(process))
         try:
             console.print(f"[dim]{HELP}[/dim]")

@@ -142,11 +142,15 @@ def serve(
     """
     start_alone("serve")
     where = placing.where(model, serve)
-    load = where.load
+    from colonnade.talk import company
+
+    found = where.writer()
     try:
         from colonnade.serve.server import serve as run
     except ImportError as error:
         raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
 
     announce = partial(Log(stderr=True, highlight=False).print, soft_wrap=True, markup=False)
-    run(load, where.plan, serve, name=Path(model).name, device=placing.device, announce=announce)
+    if note := company(found.config):
+        announce(note)
+    run(where.loading(found), where.plan, serve, name=Path(model).name, device=placing.device, announce=announce)

@@ -72,15 +72,15 @@ class FixedSteps:
         logits_Bv = self._sizes[size](work, places, last_R, self._pool)
         once, spared = self._sizes[size].keys
         self.shared_keys, self.spared_keys = self.shared_keys + once, self.spared_keys + spared
-        if places == range(len(places)):
+        if places == list(range(len(places))):
             return logits_Bv[: len(places)]
         return logits_Bv.index_select(0, upload(places, torch.int64, logits_Bv.device))
 
-    def _places(self, work: Work) -> Sequence[int]:
+    def _places(self, work: Work) -> list[int]:
         """The row of each slice: its own, or where none were dealt out, or ranks share a cache, one after another."""
-        places, count = [piece.place for piece in work.slices], len(work.slices)
+        places = [piece.place for piece in work.slices]
         dealt = self.model.axes.cp.size == 1 and min(places) >= 0
-        return places if dealt and places != [*range(count)] else range(count)
+        return places if dealt else list(range(len(places)))
 
 
 @dataclass(frozen=True)

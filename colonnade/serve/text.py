@@ -32,8 +32,10 @@ class StopFilter:
 
     def push(self, text: str) -> str:
         """What may be shown after ``text`` arrived; after a stop (:attr:`stopped`) always nothing."""
-        if self.stopped or not self.stops:
-            return "" if self.stopped else text
+        if self.stopped:
+            return ""
+        if not self.stops:
+            return text
         text = self._held + text
         found = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
         if found:

@@ -181,12 +181,13 @@ def test_a_server_is_refused_before_its_weights_are_read(tmp_path: Path) -> None
     whole = api.Model(tiny.model(dtype=torch.float32), tiny.tokenizer(), Ground.solo(CPU), "tiny")
     api.save(whole, tmp_path / "m")
     where = talk.Where(str(tmp_path / "m"), Plan(), ServeConfig(memory_bytes=100_000), "cpu", "float32")
-    load = where.load
+    load = where.loading(where.writer())
     for file in (tmp_path / "m").glob("weights-*"):
         file.write_bytes(bytes(file.stat().st_size))  # nobody looks at them
     with pytest.raises(CapacityError, match=r"does not fit into a rank's memory on cpu(.|\n)*there is +97.66 KiB"):
         load(Ground.solo(CPU))
-    load = replace(where, serve=ServeConfig(cache_bytes=100)).load
+    small = replace(where, serve=ServeConfig(cache_bytes=100))
+    load = small.loading(small.writer())
     with pytest.raises(CapacityError, match=r"cache_bytes 100 holds no page of 16 tokens, .* 3072 bytes; give 24576"):
         load(Ground.solo(CPU))
 

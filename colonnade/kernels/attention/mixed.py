@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.kernels.attention import sdpa, triton_decode
-from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.pages import Group, PageTable
 from colonnade.kernels.device import upload
 
 LONG = 4096
@@ -88,12 +88,8 @@ def paged(
 def _whole(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable) -> Tensor:
     """o_TNH of one request that has no keys but of its new tokens."""
     T, page_P = len(q_TNH), table.pages_RP[0, : -(-len(q_TNH) // table.page_tokens)]
-
-    def gathered(x_PpKH: Tensor) -> Tensor:
-        held = x_PpKH.view(torch.uint8) if x_PpKH.dtype == torch.float8_e4m3fn else x_PpKH  # bytes, every torch moves
-        return held.index_select(0, page_P).view(x_PpKH.dtype).flatten(0, 1)[:T].to(q_TNH.dtype)
-
-    q_1SNH, k_1SKH, v_1SKH = (
-        F.pad(x, (0, 0, 0, 0, 0, -T % STEP))[None] for x in (q_TNH, gathered(k_PpKH), gathered(v_PpKH))
-    )
-    return sdpa.attend(q_1SNH, k_1SKH, v_1SKH, causal=True, window=None)[0, :T]
+    # Not the table's own group, which asks the device whether its pages are neighbours.
+    group = Group(slice(None), page_P, table.lengths_R, T, None)
+    held = (group.gather(x_PpKH).to(q_TNH.dtype) for x_PpKH in (k_PpKH, v_PpKH))
+    filled = (F.pad(x_1TNH, (0, 0, 0, 0, 0, -T % STEP)) for x_1TNH in (q_TNH[None], *held))
+    return sdpa.attend(*filled, causal=True, window=None)[0, :T]
