@@ -35,7 +35,7 @@ class Chunks:
     K: int = 8
     group: int = 4
     H: int = 128
-    page: int = 16
+    page: int = 64
 
     @property
     def flops(self) -> float:

@@ -19,7 +19,7 @@ OWN, PREFIXES = 100, 8
 TOLERANCE = 6e-4
 
 
-def rows(batch: int, prefix: int, device: str, read: float, *, page: int = 16) -> list[dict[str, Any]]:
+def rows(batch: int, prefix: int, device: str, read: float, *, page: int = 64) -> list[dict[str, Any]]:
     """Times of ``batch`` requests of ``prefix`` shared keys and :data:`OWN` of their own."""
     cell = Cell((prefix + OWN,) * batch, page=page)
     tensors = Tensors(cell, device)

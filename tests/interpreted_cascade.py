@@ -68,6 +68,32 @@ def check_shared_prefixes() -> int:
     return count + 1
 
 
+def check_tiles_by_the_copy_engine() -> int:
+    """Pages of whole tiles in 16 bits, of chunks and of groups; windows, all features, a page that is not there."""
+    CHOSEN[:] = [HOW[1]]
+    chunks = Case([100, 70, 0], [40, 70, 0], K=2, group=2, H=32, page=32, many=True, dtype=torch.float16)
+    groups = replace(SHARED, dtype=torch.float16, page=32, prefixes=(((0, 3, 5), 64),))
+    cases = [
+        chunks, replace(chunks, page=64, **EVERYTHING), replace(chunks, page=96, window=50),
+        groups, replace(groups, page=64, slopes=True),
+    ]  # fmt: skip
+    for case in cases:
+        made = case.made()
+        assert all(triton_decode.copied(made.q, x, HOW[1].tile) for x in (made.k, made.v))
+        same(case, 6e-4)
+    for page in (10**6, -7):
+        # Of 100 keys the second 32 are not there; the first query of 40 stands behind them.
+        made = replace(chunks, lengths=[100], queries=[36]).made()
+        made.table.pages_RP[0, 1] = page
+        keys, values = (x[made.table.pages_RP[0, [0, 2, 3]].long()].flatten(0, 1)[:68] for x in (made.k, made.v))
+        exact = reference.attend(*(x.double() for x in (made.q, keys, values))).o
+        assert (made.run().o.double() - exact).norm() < 6e-4 * exact.norm()
+    narrow, mixed_types = replace(chunks, page=16).made(), replace(chunks, cache=torch.float8_e4m3fn).made()
+    for made in (narrow, mixed_types):
+        assert triton_decode.copied(made.q, made.k, HOW[1].tile) is None
+    return len(cases) + 4
+
+
 def check_graph_arrays() -> int:
     """Groups of another step in the place of these, also none at all; lengths that have grown since the plan."""
     CHOSEN[:] = [HOW[1]]
@@ -156,5 +182,5 @@ def check_bad_pages() -> int:
 if __name__ == "__main__":
     warnings.simplefilter("error")
     checks = check_many_rows, check_shared_prefixes, check_graph_arrays, check_mixed_batches, check_bad_pages
-    for check in (*checks, check_long_prompts_apart):
+    for check in (*checks, check_tiles_by_the_copy_engine, check_long_prompts_apart):
         print(f"{check.__name__}: {check()} cases", flush=True)

@@ -56,8 +56,8 @@ class Cache:
     """Inputs that share a scale of int4."""
     cache: CacheKind = "stored"
     """Keys and values as the dtype says, or in 8 bits: float8, or of latents (DeepSeek's attention) int8 too."""
-    page_tokens: int = 16
-    """Tokens in one page of the cache."""
+    page_tokens: int | None = None
+    """Tokens in one page of the cache; None: 16, on a GPU 64."""
     pages: int | None = None
     """Pages in the pool; None takes cache_bytes."""
     cache_bytes: int = 1 << 28

@@ -16,8 +16,8 @@ Cache = Literal["stored", "int8", "float8"]
 class ServeConfig(Config):
     """Limits of one serving engine."""
 
-    page_tokens: int = Field(default=16, gt=0)
-    """Tokens in one page of the key/value cache."""
+    page_tokens: int | None = Field(default=None, gt=0)
+    """Tokens in one page of the key/value cache; None: 16, on a GPU 64."""
     weights: Weights = "stored"
     """How the matrices of a model are kept in memory: as the dtype says, or in fewer bits, quantised while they are
     read: int8 and float8 with a scale a row, int4 with one a group of inputs. Embeddings and routers stay
@@ -64,6 +64,18 @@ class ServeConfig(Config):
     """Time that running requests have to finish once the server is asked to stop [s]."""
     log: bool = True
     """A line on stderr for each request: when, who, which path, which status; never what was said."""
+
+    @property
+    def page(self) -> int:
+        """``page_tokens``, where it is decided (:mod:`colonnade.serve.settle`)."""
+        assert self.page_tokens is not None, "settled"
+        return self.page_tokens
+
+    @property
+    def budget(self) -> int:
+        """``token_budget``, likewise."""
+        assert self.token_budget is not None, "settled"
+        return self.token_budget
 
     def check(self, model: ModelConfig) -> None:
         """Raise :class:`ConfigError` where ``model`` cannot be served so."""

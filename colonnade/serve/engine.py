@@ -74,11 +74,10 @@ class Engine:
             context = min(model.config.context, pages * self.cache.page_tokens)
             share = self.config.shared_reading and not invariant
             fixed = FixedSteps(model, self.cache, self.config.max_requests, context, share=share, kernels=invariant)
-        assert self.config.token_budget is not None, "settled"
         self.scheduler = Scheduler(
             PagePool(pages, self.cache.page_tokens, ranks, counted=self.config.pages is not None),
             max_requests=self.config.max_requests,
-            token_budget=self.config.token_budget,
+            token_budget=self.config.budget,
             max_waiting=self.config.max_waiting,
             prefix_cache=self.config.prefix_cache,
         )

@@ -56,7 +56,7 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
     check_room(asked, held)
     try:
         return KVCache(
-            model.config, model.axes, pages=pages, page_tokens=config.page_tokens, dtype=weight.dtype,
+            model.config, model.axes, pages=pages, page_tokens=config.page, dtype=weight.dtype,
             device=weight.device, kind=config.cache,
         )  # fmt: skip
     except RuntimeError:  # torch's only type for a failed allocation on a CPU; on a GPU its pieces may not fit

@@ -100,14 +100,14 @@ class Asked:
             kept = partial(kept_bytes, weights=self.serve.weights, group=self.serve.weight_group)
             weights = device_bytes(shape, self.resident, kept)
         pages = pages_of(self.model, shape.axes, self.settled, self.dtype)
-        page_bytes = page_bytes_of(self.model, shape.axes, self.serve, self.dtype)
-        context = min(self.model.context, pages * self.serve.page_tokens * self.cp)
+        page_bytes = page_bytes_of(self.model, shape.axes, self.settled, self.dtype)
+        context = min(self.model.context, pages * self.settled.page * self.cp)
         graphs = 0
         if self.settled.fixed_steps and self.device.type == "cuda":
             most = self.serve.max_requests
             sizes = {padded(n, most) for n in range(1, most + 1)}
             logits = -(-self.model.vocab_size // self.tp) * self.dtype.itemsize
-            tables = 4 * -(-context // self.serve.page_tokens)
+            tables = 4 * -(-context // self.settled.page)
             graphs = sum(sizes) * (logits + tables) + self._stream(most)
         activations = self._activations(context) + self._written_out(shape)
         return Needs(weights, pages * page_bytes, graphs, activations)
@@ -131,8 +131,7 @@ class Asked:
             # Latents of 8 bits are gathered so, and written out in float32 first.
             once = each if serve.cache == "stored" else each + 5
             gathered = context * (config.latent.kv_rank + config.latent.rope_width) * once
-        budget = self.settled.token_budget
-        assert budget is not None, "settled"
+        budget = self.settled.budget
         rows = min(serve.max_requests, budget)
         logits = rows * -(-config.vocab_size // self.tp) * (2 * each + 24)
         return max(self._stream(budget) + gathered, logits)
@@ -157,7 +156,7 @@ class Asked:
 
 def page_bytes_of(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
     """Memory of one page of a rank's cache [bytes]."""
-    return KVCache.bytes_per_page(model, axes, serve.page_tokens, dtype, serve.cache)
+    return KVCache.bytes_per_page(model, axes, serve.page, dtype, serve.cache)
 
 
 def pages_of(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
@@ -165,7 +164,7 @@ def pages_of(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dt
     ranks that share it; 0 when none fits. ``serve`` is settled (:mod:`colonnade.serve.settle`).
     """
     page_bytes = page_bytes_of(model, axes, serve, dtype)
-    pages = -(-(serve.pages or serve.max_requests * -(-model.context // serve.page_tokens)) // axes.cp.size)
+    pages = -(-(serve.pages or serve.max_requests * -(-model.context // serve.page)) // axes.cp.size)
     if serve.pages is None:
         pages = min(serve.cache_bytes // page_bytes, pages)
     return pages and pages + spare_pages(axes, serve)

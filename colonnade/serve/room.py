@@ -55,7 +55,7 @@ def check_room(asked: Asked, held: int = 0) -> None:
     """
     serve, context = asked.settled, asked.model.context
     if not pages_of(asked.model, asked.axes, serve, asked.dtype):
-        page_bytes, page = page_bytes_of(asked.model, asked.axes, serve, asked.dtype), serve.page_tokens
+        page_bytes, page = page_bytes_of(asked.model, asked.axes, serve, asked.dtype), serve.page
         raise CapacityError(
             f"--serve.cache_bytes {serve.cache_bytes} holds no page of {page} tokens, which takes {page_bytes} bytes; "
             f"give {page_bytes * -(-context // page)} for one whole context of {context} tokens"
@@ -158,7 +158,7 @@ def _needs(asked: Asked) -> Needs | None:
 
 def _room(asked: Asked, needs: Needs, there: int) -> int:
     """Pages of a rank's cache for which there is room beside all else; below 1 where there is none."""
-    page_bytes = page_bytes_of(asked.model, asked.axes, asked.serve, asked.dtype)
+    page_bytes = page_bytes_of(asked.model, asked.axes, asked.settled, asked.dtype)
     return (there - (needs.total - needs.cache)) // page_bytes - spare_pages(asked.axes, asked.settled)
 
 
@@ -169,18 +169,18 @@ def _pages(asked: Asked) -> int:
 
 def _tokens(asked: Asked, pages: int) -> int:
     """Tokens in so many pages on each rank."""
-    return pages * asked.serve.page_tokens * asked.cp
+    return pages * asked.settled.page * asked.cp
 
 
 def _useful(asked: Asked) -> int:
     """Pages of a smaller cache than is asked for: those of one whole context, or a quarter where that is less."""
-    context = -(-asked.model.context // (asked.serve.page_tokens * asked.cp))
+    context = -(-asked.model.context // (asked.settled.page * asked.cp))
     return max(1, min(context, _pages(asked) // 4))
 
 
 def _cache(asked: Asked, pages: int) -> _Remedy:
     """A cache of ``pages`` pages on each rank."""
-    page_bytes = page_bytes_of(asked.model, asked.axes, asked.serve, asked.dtype)
+    page_bytes = page_bytes_of(asked.model, asked.axes, asked.settled, asked.dtype)
     note = f"{_tokens(asked, pages)} tokens instead of {_tokens(asked, _pages(asked))}"
     if asked.serve.pages:
         return _Remedy(f"--serve.pages {pages * asked.cp}", note, {"pages": pages * asked.cp})
@@ -190,7 +190,7 @@ def _cache(asked: Asked, pages: int) -> _Remedy:
 def _others(asked: Asked, needs: Needs) -> list[_Remedy]:
     """All but a smaller cache."""
     serve, found = asked.serve, list[_Remedy]()
-    if (budget := asked.settled.token_budget or 0) > 64:
+    if (budget := asked.settled.budget) > 64:
         less = max(64, budget // 4)
         found.append(_Remedy(f"--serve.token_budget {less}", "prompts in more steps", {"token_budget": less}))
     if serve.max_requests > 1:

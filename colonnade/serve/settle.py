@@ -1,5 +1,6 @@
 """What a :class:`ServeConfig` leaves open (None), decided for one model on one device: here, and nowhere else.
 
+    page_tokens    16, on a GPU 64: whole tiles of keys, which its copy engine can fetch
     token_budget   512, on a GPU 2048: it has a pass of 512 done before the host has the next one ready
     run_ahead      on a GPU
     fixed_steps    on a GPU, where its steps can be recorded and padding changes nobody's answer
@@ -89,5 +90,6 @@ def settled(serve: ServeConfig, site: Site) -> ServeConfig:
     on_gpu, ahead, fixed = site.device.type == "cuda", serve.run_ahead, serve.fixed_steps
     if fixed is None:
         fixed = on_gpu and site.obstacle is None and site.each_alone
-    budget = serve.token_budget or (2048 if on_gpu else 512)
-    return serve.but(run_ahead=on_gpu if ahead is None else ahead, fixed_steps=fixed, token_budget=budget)
+    page, budget = serve.page_tokens or (64 if on_gpu else 16), serve.token_budget or (2048 if on_gpu else 512)
+    ahead = on_gpu if ahead is None else ahead
+    return serve.but(page_tokens=page, token_budget=budget, run_ahead=ahead, fixed_steps=fixed)

@@ -116,6 +116,7 @@ def test_numbers_of_eight_bits_are_made_in_registers(
     [
         pytest.param(128, 128, False, {}, id="prompts"),
         pytest.param(128, 128, True, {}, id="groups", marks=pytest.mark.long),
+        pytest.param(128, 128, True, {"COPIED": True, "BESIDE": True}, id="groups-by-the-copy-engine"),
         pytest.param(256, 64, False, {"PAGE": 16, "WINDOW": 4096}, id="width-256", marks=pytest.mark.long),
         pytest.param(64, 128, False, {"CAPPED": True, "SINKS": True}, id="width-64", marks=pytest.mark.long),
         pytest.param(80, 128, True, {"SLOPES": True, "PAGE": 16}, id="width-80", marks=pytest.mark.long),
@@ -128,16 +129,19 @@ def test_many_rows_fit_the_chip(width: int, rows: int, listed: bool, more: dict,
     tiles = pick(rows, width, 2, 2)
     constants = {
         "N": 32, "GROUP": 8, "H": width, "PAGE": 256, "WINDOW": 0, "CAPPED": False, "SLOPES": False, "SINKS": False,
-        "SCALED": False, "LISTED": listed, "ALIKE": True, "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
+        "SCALED": False, "LISTED": listed, "COPIED": False, "BESIDE": False, "ALIKE": True, "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
         "BLOCK_H": 1 << (width - 1).bit_length(), **more,
     }  # fmt: skip
     types = {**POINTERS, **NUMBERS, "scale": "fp32", "cap": "fp32"}
+    cache = f"tensordesc<bf16[{tiles.tile}, {width}]>" if constants["COPIED"] else "*bf16"
+    types |= {"k_rows": cache, "v_rows": cache}
     built = compiled(triton_rows.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     assert spilled(built, tmp_path) <= SPILLED_BYTES
     # Blocks of 64 rows and more are products of Hopper's own kind.
     assert "wgmma" in built.asm["ptx"]
     assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
+    assert ("cp.async.bulk.tensor" in built.asm["ptx"]) == constants["COPIED"]
 
 
 @pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.long)])

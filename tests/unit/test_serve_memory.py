@@ -218,5 +218,5 @@ def test_what_is_free_is_what_machine_and_container_leave(tmp_path: Path) -> Non
 def test_ranks_that_share_a_cache_have_a_part_of_it_and_a_page_that_is_nobodys():
     for serve in (ServeConfig(pages=1000), ServeConfig(max_requests=1, cache_bytes=1 << 40, page_tokens=32)):
         one, four = (Asked(preset("llama-2-7b"), serve, torch.bfloat16, CPU, cp=cp).needs().cache for cp in (1, 4))
-        page_bytes = KVCache.bytes_per_page(preset("llama-2-7b"), SOLO_AXES, serve.page_tokens, torch.bfloat16)
+        page_bytes = KVCache.bytes_per_page(preset("llama-2-7b"), SOLO_AXES, serve.page_tokens or 16, torch.bfloat16)
         assert four == one // 4 + page_bytes

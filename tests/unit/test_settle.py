@@ -44,12 +44,13 @@ def test_a_gpu_records_and_is_not_waited_for_unless_told_otherwise() -> None:
         on_gpu(kv_heads=6, head_width=320, latent=latent),
     ):  # fmt: skip
         assert (settled(ServeConfig(), site).fixed_steps, settled(ServeConfig(), site).run_ahead) == (True, True)
-        assert settled(ServeConfig(), site).token_budget == 2048
-        told = ServeConfig(fixed_steps=False, run_ahead=False, pages=3, token_budget=7)
+        assert (settled(ServeConfig(), site).budget, settled(ServeConfig(), site).page) == (2048, 64)
+        told = ServeConfig(fixed_steps=False, run_ahead=False, pages=3, token_budget=7, page_tokens=5)
         assert settled(told, site) == told
         check_steps(ServeConfig(fixed_steps=True), site)
     engine = Engine(tiny.model(), tiny.tokenizer())
-    assert (engine.config.fixed_steps, engine.config.run_ahead, engine.config.token_budget) == (False, False, 512)
+    assert (engine.config.fixed_steps, engine.config.run_ahead) == (False, False)
+    assert (engine.config.budget, engine.config.page, engine.cache.page_tokens) == (512, 16, 16)
     assert Engine(tiny.model(), tiny.tokenizer(), ServeConfig(batch_invariant=True)).config.fixed_steps is False
 
 

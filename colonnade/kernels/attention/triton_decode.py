@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from colonnade.kernels.attention import held, sdpa, triton_eight, triton_latent, triton_rows, triton_splits
 from colonnade.kernels.attention.decode_layout import Layout, Prepared, few
@@ -60,11 +61,11 @@ def attend(
         return state
     bends = (cap, slopes_N, sinks_N, scales_K, layout.shape.window)
     slots, theirs = slots_of(state.o, ready), None
+    _read(q_TNH, k_PpKH, v_PpKH, state, slots, table, ready, bends, ready.flat, None)
     if shared is not None:
         theirs = slots_of(state.o, shared.ready), shared.ready, shared.members
-        groups_at = shared.room.places[0]
-        _read(q_TNH, k_PpKH, v_PpKH, state, theirs[0], table, shared.ready, bends, shared.members, groups_at)
-    _read(q_TNH, k_PpKH, v_PpKH, state, slots, table, ready, bends, ready.flat, None)
+        beside = ready.overlaps, shared.room.places[0]
+        _read(q_TNH, k_PpKH, v_PpKH, state, theirs[0], table, shared.ready, bends, shared.members, beside)
     launch(state, slots, table, ready, sinks_N, theirs)
     return state
 
@@ -79,9 +80,11 @@ def _read(
     ready: Prepared,
     bends: tuple[float | None, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, int | None],
     members: Tensor,
-    groups_at: int | None,
+    groups: tuple[bool, int] | None,
 ) -> None:
-    """All pieces of a plan; with ``groups_at`` (where they begin in ``members``) its requests are groups."""
+    """All pieces of a plan. With ``groups`` its requests are groups: whether they are read beside what was launched
+    before, and where they begin in ``members``.
+    """
     (_, N, H), (P, page_tokens) = q_TNH.shape, k_PpKH.shape[:2]
     pages_RP = table.pages_RP if table.pages_RP.stride(-1) == 1 else table.pages_RP.contiguous()
     layout = ready.layout
@@ -97,7 +100,7 @@ def _read(
     )  # fmt: skip
     strides = (*q_TNH.stride()[:2], *k_PpKH.stride()[:3], *v_PpKH.stride()[:3], pages_RP.stride(0), pages_RP.shape[1])
     numbers = H**-0.5, 1.0 if cap is None else cap
-    items_at = places(ready.capacity)[1]
+    _, items_at, _, firsts_at, _ = places(ready.capacity)
     # One sum of addresses for both spares instructions where each key has one of its own.
     alike = page_tokens % tiles.tile != 0 and k_PpKH.stride() == v_PpKH.stride()
     constants: dict[str, Any] = {
@@ -107,17 +110,33 @@ def _read(
         "BLOCK_H": max(16, triton.next_power_of_2(H)), "num_warps": tiles.warps,
     }  # fmt: skip
     if layout.many:
+        beside, groups_at = groups or (False, 0)
+        rows = [copied(q_TNH, x, tiles.tile) for x in (k_PpKH, v_PpKH)]
+        engine = all(rows)
+        options: dict[str, Any] = {"launch_pdl": True} if beside else {}
         triton_rows.attend[ready.capacity.workers,](
-            *tensors, members, *strides, P, items_at, groups_at or 0, *numbers, LISTED=groups_at is not None,
-            **constants,
+            *tensors, members, *(rows if engine else (none, none)), *strides, P, items_at, firsts_at, groups_at,
+            *numbers, LISTED=groups is not None, COPIED=engine, BESIDE=beside, **constants, **options,
         )  # fmt: skip
     else:
         if eight:
             constants |= {"EIGHT": eight, "ASM": q_TNH.is_cuda}  # the interpreter has no assembler
         triton_splits.attend[ready.capacity.workers,](
-            *tensors, *strides, P, items_at, places(ready.capacity)[3], *numbers, LAUNCH_NEXT=ready.overlaps,
+            *tensors, *strides, P, items_at, firsts_at, *numbers, LAUNCH_NEXT=ready.overlaps,
             SINGLE=table.longest_query == 1 and len(q_TNH) == len(table.lengths_R), **constants,
         )  # fmt: skip
+
+
+def copied(q_TNH: Tensor, x_PpKH: Tensor, tile: int) -> TensorDescriptor | None:
+    """A cache as rows of all heads of a token, for the copy engine; None where a page does not hold whole tiles, or
+    heads are not as wide as a block, or numbers not those of the queries.
+    """
+    P, page_tokens, K, H = x_PpKH.shape
+    whole = page_tokens % tile == 0 and max(16, triton.next_power_of_2(H)) == H and 0 < P * page_tokens < 2**31
+    alike = x_PpKH.dtype == q_TNH.dtype and x_PpKH.element_size() == 2
+    if not (whole and alike and x_PpKH.is_contiguous()) or x_PpKH.data_ptr() % 16:
+        return None
+    return TensorDescriptor.from_tensor(x_PpKH.view(P * page_tokens, K * H), [tile, H])
 
 
 def paged(

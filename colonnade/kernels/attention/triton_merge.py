@@ -6,7 +6,8 @@ Done by one program that goes through the pieces in sequence, the merge of a lon
 (36 µs in all where 21 would do). Here a line's rows and parts of its width go to different programs, and each loads
 PIECES of its pieces side by side; more of them it adds in the same way, in a fixed order, so that the bits are the same
 each time. A line of no pieces is the identity, which is how queries without keys get their output. Where a request
-shares a prefix (:mod:`cascade`), the states of its group's blocks of rows come first, as their keys do.
+shares a prefix (:mod:`cascade`), the states of its group's blocks of rows are added too, after its own: where these
+are is known sooner.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
@@ -33,18 +34,37 @@ FEWEST = 16
 """Pieces side by side, at least: a line that is long among short ones has many."""
 
 
+@triton.jit
+def _added(o, top, total, slots_o, slots_lse, first, end, rows, place, h, H: tl.constexpr, PIECES: tl.constexpr):
+    """(o, top, total) with the states of a row in the slots from ``first`` to ``end``, PIECES of them side by side."""
+    for piece in range(first, end, PIECES):
+        s = piece + tl.arange(0, PIECES)
+        at_row = s.to(tl.int64) * rows + place
+        lse = tl.load(slots_lse + at_row, s < end, float("-inf")) * LOG2_E
+        held = (s < end)[:, None] & (h < H)[None, :]
+        part = tl.load(slots_o + at_row[:, None] * H + h[None, :], held, 0.0)
+        higher = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(lse - base)
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weight, 0)
+        o = o * shrink + tl.sum(weight[:, None] * part, 0)
+        top = higher
+    return o, top, total
+
+
 @triton.jit(do_not_specialize=["merges_at", "shared_at"])
 def merge(
     o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, cu_ptr, sinks_ptr,
     shared_o_ptr, shared_lse_ptr, shared_ptr, members_ptr, merges_at, shared_at,
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, SINKS: tl.constexpr, WAIT: tl.constexpr,
     ROWS: tl.constexpr, USED: tl.constexpr, SHARED_ROWS: tl.constexpr, PIECES: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    SHARED_PIECES: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Each program takes (line, row, part of the width) in turn: the number of lines is the plan's, the grid fixed.
 
     No block has more than USED rows. What the plan says is read before WAIT, beside the last of the reading. With
-    SHARED_ROWS a request may be in a group (:mod:`cascade`), whose states, of blocks of so many rows, come first.
+    SHARED_ROWS a request may be in a group (:mod:`cascade`), whose states are of blocks of so many rows.
     """
     parts: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     tasks = tl.load(plan_ptr) * USED * parts
@@ -56,6 +76,13 @@ def merge(
         m = block * ROWS + row
         t = tl.load(cu_ptr + request) + m // GROUP
         there = t < tl.load(cu_ptr + request + 1)
+        their_first, their_end, among = 0, 0, m
+        if SHARED_ROWS:
+            line = tl.load(members_ptr + request * 4)
+            blocks, before = tl.load(members_ptr + request * 4 + 1), tl.load(members_ptr + request * 4 + 2)
+            among = before * GROUP + m
+            line_at = shared_ptr + shared_at + (line + head * blocks + among // SHARED_ROWS) * FIELDS
+            their_first, their_end = tl.load(line_at + 3, line >= 0, 0), tl.load(line_at + 4, line >= 0, 0)
         if WAIT:
             tl.extra.cuda.gdc_wait()  # at the second task it is over
         if there:
@@ -66,30 +93,12 @@ def merge(
                 top = tl.load(sinks_ptr + n).to(tl.float32) * LOG2_E
                 total = tl.where(top == float("-inf"), 0.0, 1.0)
             o = tl.zeros((BLOCK_H,), tl.float32)
-            for source in tl.static_range(0 if SHARED_ROWS else 1, 2):
-                from_slot, to_slot, rows, place = first, end, ROWS, row
-                slots_o, slots_lse = slot_o_ptr, slot_lse_ptr
-                if source == 0:
-                    line = tl.load(members_ptr + request * 4)
-                    blocks, before = tl.load(members_ptr + request * 4 + 1), tl.load(members_ptr + request * 4 + 2)
-                    among = before * GROUP + m
-                    line_at = shared_ptr + shared_at + (line + head * blocks + among // SHARED_ROWS) * FIELDS
-                    from_slot, to_slot = tl.load(line_at + 3, line >= 0, 0), tl.load(line_at + 4, line >= 0, 0)
-                    rows, place = SHARED_ROWS, among % SHARED_ROWS
-                    slots_o, slots_lse = shared_o_ptr, shared_lse_ptr
-                for piece in range(from_slot, to_slot, PIECES):
-                    s = piece + tl.arange(0, PIECES)
-                    at_row = s.to(tl.int64) * rows + place
-                    lse = tl.load(slots_lse + at_row, s < to_slot, float("-inf")) * LOG2_E
-                    held = (s < to_slot)[:, None] & (h < H)[None, :]
-                    part = tl.load(slots_o + at_row[:, None] * H + h[None, :], held, 0.0)
-                    higher = tl.maximum(top, tl.max(lse, 0))
-                    base = tl.where(higher == float("-inf"), 0.0, higher)
-                    weight = tl.exp2(lse - base)
-                    shrink = tl.exp2(top - base)
-                    total = total * shrink + tl.sum(weight, 0)
-                    o = o * shrink + tl.sum(weight[:, None] * part, 0)
-                    top = higher
+            o, top, total = _added(o, top, total, slot_o_ptr, slot_lse_ptr, first, end, ROWS, row, h, H, PIECES)
+            if SHARED_ROWS:
+                o, top, total = _added(
+                    o, top, total, shared_o_ptr, shared_lse_ptr, their_first, their_end, SHARED_ROWS,
+                    among % SHARED_ROWS, h, H, SHARED_PIECES,
+                )  # fmt: skip
             some = tl.where(total > 0.0, total, 1.0)
             o = o / some
             line = t.to(tl.int64) * N + n
@@ -146,13 +155,13 @@ def launch(
     used, room = ready.layout.used, MERGERS * processors(state.o.device)
     part = _part(ready, H, room)
     programs = min(ready.capacity.merges * used * triton.cdiv(H, part), room)
-    pieces = _pieces(ready)
     options: dict[str, Any] = {"launch_pdl": True} if ready.overlaps else {}
     merge[programs,](
         *state, *slots, ready.flat, table.cu_queries, slots.lse if sinks_N is None else sinks_N,
         *their_slots, theirs.flat, members, places(ready.capacity)[2], places(theirs.capacity)[2],
         N=N, GROUP=shape.group, H=H, SINKS=sinks_N is not None, WAIT=ready.overlaps,
         ROWS=shape.rows, USED=used,
-        SHARED_ROWS=theirs.layout.shape.rows if shared else 0, PIECES=pieces, BLOCK_H=part, num_warps=4,
+        SHARED_ROWS=theirs.layout.shape.rows if shared else 0, PIECES=_pieces(ready), SHARED_PIECES=_pieces(theirs),
+        BLOCK_H=part, num_warps=4,
         **options,
     )  # fmt: skip

@@ -9,7 +9,11 @@ compared with anyone's position:
      | some rows' window |   all see  | causal    |          a, b: whole tiles
 
 FlashAttention-2's loop (Dao, arXiv 2307.08691) over pages that lie anywhere. Pages outside the cache are keys that are
-not there, as there.
+not there, as there. COPIED, a page holds whole tiles, and the tensor copy engine fetches those that all rows see: no
+warp spends instructions on addresses, and a tile outside the cache is zeros.
+
+A group's keys are read BESIDE the requests' own, by a launch that waits for the other one's end only before it ends
+itself (programmatic dependent launch): neither reads what the other writes.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
@@ -19,12 +23,23 @@ not there, as there.
 import triton
 from triton import language as tl
 
-from colonnade.kernels.attention.triton_splits import FIELDS, finish, fold, row_of, write
+from colonnade.kernels.attention.triton_splits import (
+    FIELDS,
+    LOG2_E,
+    finish,
+    fold,
+    page_of,
+    row_of,
+    score,
+    weigh,
+    weigh_products,
+    write,
+)
 
 
 @triton.jit
 def _listed(members_ptr, groups_at, group, head, block, cu_ptr, lengths_ptr, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """(a request with the group's pages; each row's place in the stream, query head, position, whether it is one)."""
+    """(each row's place in the stream, query head, position, whether it is one)."""
     at = members_ptr + groups_at + group * 4
     m = block * ROWS + tl.arange(0, ROWS)
     there = m // GROUP < tl.load(at + 2)
@@ -32,35 +47,75 @@ def _listed(members_ptr, groups_at, group, head, block, cu_ptr, lengths_ptr, GRO
     request, query = tl.load(entry, there, 0), tl.load(entry + 1, there, 0)
     start, end = tl.load(cu_ptr + request, there, 0), tl.load(cu_ptr + request + 1, there, 0)
     position = tl.load(lengths_ptr + request, there, 0) - (end - start) + query
-    return tl.load(at), start + query, head * GROUP + m % GROUP, position, there
+    return start + query, head * GROUP + m % GROUP, position, there
 
 
-@triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at", "groups_at"])
+@triton.jit
+def _fold_copied(
+    q, o, top, total, start, stop, page, position, n, there, head, table_ptr, k_rows, v_rows, slopes_ptr, columns,
+    pages, factor, cap,
+    PAGE: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """:func:`fold` of whole tiles that every row sees, from caches as the copy engine knows them, (P · PAGE, K · H).
+
+    The first one lies on ``page``.
+    """
+    for at in tl.range(start, stop, TILE, num_stages=STAGES):
+        j = at + tl.arange(0, TILE)
+        inside = (page >= 0) & (page < pages)
+        row = tl.where(inside, page * PAGE + at % PAGE, -TILE)
+        k, v = k_rows.load([row, head * BLOCK_H]), v_rows.load([row, head * BLOCK_H])
+        page = page_of(table_ptr, at + TILE, columns, PAGE, TILE)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAPPED or SLOPES:
+            known = tl.where(inside, j, -1) >= 0
+            s = score(s * factor, position, j, known, n, there, slopes_ptr, cap, 0, CAPPED, SLOPES, False)
+            p, shrink, top, total = weigh(s, top, total, 1.0, 0.0)
+        else:
+            lift = tl.where(inside, 0.0, float("-inf"))
+            p, shrink, top, total = weigh_products(
+                s, top, total, factor * LOG2_E, position, j, j >= 0, lift, PAGE, TILE, 0, False
+            )
+        o = tl.dot(p.to(q.dtype), v, o * shrink[:, None], input_precision="ieee")
+    return o, top, total
+
+
+@triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at", "firsts_at", "groups_at"])
 def attend(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, pages_ptr, cu_ptr, lengths_ptr,
-    slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, members_ptr,
-    q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k, pages_r, columns, pages, items_at, groups_at, scale, cap,
+    slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, members_ptr, k_rows, v_rows,
+    q_t, q_n, k_page, k_p, k_k, v_page, v_p, v_k, pages_r, columns, pages, items_at, firsts_at, groups_at,
+    scale, cap,
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, LISTED: tl.constexpr,
-    ALIKE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+    COPIED: tl.constexpr, BESIDE: tl.constexpr, ALIKE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """All pieces of one worker."""
     h = tl.arange(0, BLOCK_H)
-    first_item = tl.load(plan_ptr + 4 + tl.program_id(0))
-    end_item = tl.load(plan_ptr + 5 + tl.program_id(0))
-    for item in range(first_item, end_item):
-        at_item = plan_ptr + items_at + item * FIELDS
-        request, head, block = tl.load(at_item), tl.load(at_item + 1), tl.load(at_item + 2)
-        slot = tl.load(at_item + 5)
+    if BESIDE:
+        tl.extra.cuda.gdc_launch_dependents()
+    # Read as in :func:`triton_splits.attend`, for the same reason.
+    at_item = plan_ptr + firsts_at + tl.program_id(0) * FIELDS
+    request, head, block = tl.load(at_item), tl.load(at_item + 1), tl.load(at_item + 2)
+    first, end, slot = tl.load(at_item + 3), tl.load(at_item + 4), tl.load(at_item + 5)
+    count = tl.load(at_item + 6)
+    start = tl.load(plan_ptr + 4 + tl.program_id(0))
+    for i in range(count):
+        low, group = first // TILE * TILE, request
         if LISTED:
-            request, t, n, position, there = _listed(
-                members_ptr, groups_at, request, head, block, cu_ptr, lengths_ptr, GROUP, ROWS
+            request = tl.load(members_ptr + groups_at + group * 4)  # one of them, all have these pages
+        table_ptr = pages_ptr + request.to(tl.int64) * pages_r
+        page = page_of(table_ptr, low, columns, PAGE, TILE)  # on its way while the rows are found
+        if LISTED:
+            t, n, position, there = _listed(
+                members_ptr, groups_at, group, head, block, cu_ptr, lengths_ptr, GROUP, ROWS
             )
         else:
             t, n, query, there, new = row_of(cu_ptr, request, head, block, GROUP, ROWS)
             position = tl.load(lengths_ptr + request) - new + query
-        low = tl.load(at_item + 3) // TILE * TILE
-        high = tl.minimum(tl.load(at_item + 4), tl.load(lengths_ptr + request))
+        high = tl.minimum(end, tl.load(lengths_ptr + request))
         b = tl.minimum(tl.min(tl.where(there, position, high)) + 1, high) // TILE * TILE
         q_at = q_ptr + t.to(tl.int64)[:, None] * q_t + n[:, None] * q_n + h[None, :]
         q = tl.load(q_at, there[:, None] & (h < H)[None, :], 0.0)
@@ -70,7 +125,6 @@ def attend(
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         o = tl.zeros((ROWS, BLOCK_H), tl.float32)
-        table_ptr = pages_ptr + request.to(tl.int64) * pages_r
         a = low
         if WINDOW:
             a = tl.max(tl.where(there, position, 0)) - WINDOW + 1
@@ -80,12 +134,19 @@ def attend(
                 k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
                 H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, True, TILE, BLOCK_H, STAGES,
             )  # fmt: skip
+            page = page_of(table_ptr, a, columns, PAGE, TILE)
         b = tl.maximum(a, b)
-        o, top, total = fold(
-            q, o, top, total, a, b, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
-            k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
-            H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, False, TILE, BLOCK_H, STAGES,
-        )  # fmt: skip
+        if COPIED:
+            o, top, total = _fold_copied(
+                q, o, top, total, a, b, page, position, n, there, head, table_ptr, k_rows, v_rows, slopes_ptr,
+                columns, pages, factor, cap, PAGE, CAPPED, SLOPES, TILE, BLOCK_H, STAGES,
+            )  # fmt: skip
+        else:
+            o, top, total = fold(
+                q, o, top, total, a, b, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
+                k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
+                H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, False, TILE, BLOCK_H, STAGES,
+            )  # fmt: skip
         o, top, total = fold(
             q, o, top, total, b, high, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
             k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
@@ -96,3 +157,10 @@ def attend(
         # Sinks are one key, not one a piece: of what was cut the merge adds them.
         o, lse = finish(o, top, total, n, tl.where(slot < 0, there, False), sinks_ptr, SINKS)
         write(o, lse, slot, t, n, there, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, H, ROWS, BLOCK_H)
+        at_item = plan_ptr + items_at + (start + i + 1) * FIELDS
+        more = i + 1 < count
+        request, head = tl.load(at_item, more, 0), tl.load(at_item + 1, more, 0)
+        block, first = tl.load(at_item + 2, more, 0), tl.load(at_item + 3, more, 0)
+        end, slot = tl.load(at_item + 4, more, 0), tl.load(at_item + 5, more, 0)
+    if BESIDE:
+        tl.extra.cuda.gdc_wait()  # who waits for this launch takes the one before it for over, too
