@@ -7,7 +7,9 @@ that lie scattered. ``pinned_us`` is the best of a dozen configurations of ours 
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import math
 import multiprocessing
 import os
@@ -55,32 +57,53 @@ def random_cell(draw: torch.Generator, most_bytes: float) -> Cell:
 def sweep(
     rows: Rows, seed: int, count: int, device: str, read: float, *, most_bytes: float, pinned: int, most_s: float
 ) -> Rows:
-    """Ours against the best peer on random cells, into ``rows``: those that fit into the time given."""
+    """Ours against the best peer on random cells, into ``rows``: those that fit into the time given, on all GPUs."""
     draw = torch.Generator().manual_seed(seed)
     cells = [random_cell(draw, most_bytes) for _ in range(count)]
     if device == "cuda":
         with concurrent.futures.ProcessPoolExecutor(COMPILERS, multiprocessing.get_context("spawn")) as pool:
             list(pool.map(compiled, cells, [i < pinned for i in range(count)]))
         print(f"compiled in {time.perf_counter() - rows.began:.0f} s", flush=True)
-    for i, cell in enumerate(cells):
-        if time.perf_counter() - rows.began > most_s:
-            break
-        here = measured(cell, device, read, flex=False)
-        peer, row = best_peer(here), next(row for row in here if row["who"] == "colonnade")
-        best_us = pinned_us(cell, device) if i < pinned else None
-        rows.add(
-            {
-                **row,
-                "peer": peer["who"] if peer else None,
-                "peer_us": peer["us"] if peer else None,
-                "ahead": ahead(here),
-                "pinned_us": best_us,
-                "of_pinned": figures(best_us / row["us"]) if best_us else None,
-            }
-        )
+    until, gpus = time.time() + most_s - (time.perf_counter() - rows.began), torch.cuda.device_count()
+    told = functools.partial(against, device=device, read=read, until=until)
+    asked = [(cell, i < pinned) for i, cell in enumerate(cells)]
+    with contextlib.ExitStack() as ends:
+        found = map(told, asked)
+        if gpus > 1:  # a cell is one GPU's, and runs there alone
+            spawn = multiprocessing.get_context("spawn")
+            free = spawn.SimpleQueue()
+            for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(","):
+                free.put(gpu)
+            found = ends.enter_context(spawn.Pool(gpus, _take, (free,))).imap_unordered(told, asked)
+        for row in found:
+            if row is not None:
+                rows.add(row)
     rows.sort(key=lambda row: row["ahead"] or math.inf)
     print(f"{len(rows)} of {count} cells; worst ten:", *map(line, rows[:10]), sep="\n  ", flush=True)
     return rows
+
+
+def _take(free: Any) -> None:
+    """Have this process see one GPU only, before it has seen any."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = free.get()
+
+
+def against(asked: tuple[Cell, bool], device: str, read: float, until: float) -> dict[str, Any] | None:
+    """The row of one cell, which pinned configurations run too, or not; None where the time is over."""
+    cell, pinned = asked
+    if time.time() > until:
+        return None
+    here = measured(cell, device, read, flex=False)
+    peer, row = best_peer(here), next(row for row in here if row["who"] == "colonnade")
+    best_us = pinned_us(cell, device) if pinned else None
+    return {
+        **row,
+        "peer": peer["who"] if peer else None,
+        "peer_us": peer["us"] if peer else None,
+        "ahead": ahead(here),
+        "pinned_us": best_us,
+        "of_pinned": figures(best_us / row["us"]) if best_us else None,
+    }
 
 
 def compiled(cell: Cell, pinned: bool) -> None:
