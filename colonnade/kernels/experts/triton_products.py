@@ -21,7 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from colonnade.kernels.experts import grouped, triton_between, triton_rows, triton_weights
 from colonnade.kernels.experts.tiles import Kernel, Shape, Tiles, pick
 from colonnade.kernels.experts.triton_schedule import padded, programs
-from colonnade.kernels.permute.triton_moves import laid, summed
+from colonnade.kernels.permute import triton_moves
+from colonnade.kernels.permute.triton_moves import inverse, laid, summed
 
 
 class Route:
@@ -46,6 +47,13 @@ class Route:
         return None if self.order_R is None else (self.order_R // self.active).to(torch.int32)
 
     @cached_property
+    def inverse(self) -> Tensor | None:
+        """The row of each choice, found once for all who move rows; None where there are too few to need it."""
+        if self.order_R is None or self.weights_TA is None or self.R <= triton_moves.SEARCHED:
+            return None
+        return inverse(self.order_R, *self.weights_TA.shape)
+
+    @cached_property
     def row_experts(self) -> Tensor:
         """E for rows of no expert."""
         return torch.searchsorted(self.ends_E, torch.arange(self.R, device=self.ends_E.device), right=True)
@@ -60,7 +68,7 @@ class Route:
         if self.order_R is None:
             return x
         if id(x) not in self._laid:
-            self.adopt(x, laid(x, self.order_R, self.active))
+            self.adopt(x, laid(x, self.order_R, self.active, self.inverse))
         return self._laid[id(x)][1]
 
     def adopt(self, x: Tensor, x_RD: Tensor) -> None:
@@ -76,7 +84,7 @@ class Route:
         if self.order_R is None or self.weights_TA is None:
             return y_RD
         weights_TA = self.weights_TA if weighted else None
-        return summed(y_RD, self.order_R, *self.weights_TA.shape, weights_TA, self.ends_E)
+        return summed(y_RD, self.order_R, *self.weights_TA.shape, weights_TA, self.ends_E, self.inverse)
 
 
 class _Cut:

@@ -24,6 +24,13 @@ def sort(ids_TA: Tensor, experts: int, rows: int | None = None) -> tuple[Tensor,
     return (order_R if rows is None else order_R[:rows]), ends_E
 
 
+def count(ids_TA: Tensor, experts: int) -> Tensor:
+    """int64 (E,): choices by expert."""
+    count_E = torch.zeros(experts + 1, dtype=torch.int64, device=ids_TA.device)
+    ids_R = ids_TA.flatten().clamp(max=experts)
+    return count_E.index_add(0, ids_R, torch.ones_like(ids_R))[:experts]
+
+
 def gather(x_TD: Tensor, order_R: Tensor, active: int) -> Tensor:
     """x_RD: the token of each row; no choice stands in ``order_R`` twice."""
     return x_TD[order_R // active]

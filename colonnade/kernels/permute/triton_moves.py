@@ -1,10 +1,12 @@
 """Rows in the order of their experts and back, in Triton: each element is read once and written once.
 
-    gather    x_r = x_t of the row's choice                            2·R·D elements
+    gather    x_r = x_t of the row's choice                            (T + R)·D elements
     combine   y_t = Σ_j w_tj y_r(t, j)                                 (R + T)·D; j in order, in float32
 
 The way back of each is the other, by the inverse permutation r(t, j), so that no addition is atomic and the bits are
-the same each time. dw_tj = y_r · dy_t is found in the pass that writes dy_r = w_tj dy_t.
+the same each time. dw_tj = y_r · dy_t is found in the pass that writes dy_r = w_tj dy_t. A gather goes by tokens, whose
+rows it finds by r(t, j) too, where they have more than one each; else by rows, which read 2·R·D elements but need no
+permutation.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -57,6 +59,17 @@ def _copy(x_ptr, order_ptr, y_ptr, D, stride, active, BD: tl.constexpr):
 
 
 @triton.jit
+def _deal(x_ptr, inverse_ptr, y_ptr, D, stride, A: tl.constexpr, BD: tl.constexpr):
+    """A token to each of its rows; a choice without one has -1."""
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    x = tl.load(x_ptr + t * stride + d, d < D)
+    for j in tl.static_range(A):
+        r = tl.load(inverse_ptr + t * A + j).to(tl.int64)
+        tl.store(y_ptr + r * D + d, x, d < tl.where(r >= 0, D, 0))
+
+
+@triton.jit
 def _weighted_copy(
     dy_ptr, y_ptr, order_ptr, weights_ptr, dx_ptr, dw_ptr, D, dy_stride, y_stride, active, BD: tl.constexpr
 ):
@@ -93,27 +106,36 @@ def inverse(order_R: Tensor, T: int, active: int) -> Tensor:
 
 
 def summed(
-    x_RD: Tensor, order_R: Tensor, T: int, A: int, weights_TA: Tensor | None = None, ends_E: Tensor | None = None
-) -> Tensor:
-    """y_TD = Σ_j w_tj x_r(t, j), over the rows before the last end where ends are given."""
+    x_RD: Tensor, order_R: Tensor, T: int, A: int, weights_TA: Tensor | None = None, ends_E: Tensor | None = None,
+    inverse_TA: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """y_TD = Σ_j w_tj x_r(t, j), over the rows before the last end where ends are given; ``inverse_TA`` is
+    :func:`inverse`, where it is known.
+    """
     x_RD, R, D = rows_in(x_RD), len(x_RD), x_RD.shape[1]
     y_TD = x_RD.new_empty(T, D)
     if y_TD.numel():
         block, few = min(1024, triton.next_power_of_2(D)), R <= SEARCHED
         _sum[(T, triton.cdiv(D, block))](
-            x_RD, order_R, None if few else inverse(order_R, T, A), ends_E, weights_TA, y_TD, R,
+            x_RD, order_R, None if few else inverse(order_R, T, A) if inverse_TA is None else inverse_TA, ends_E,
+            weights_TA, y_TD, R,
             0 if ends_E is None else len(ends_E) - 1, D, x_RD.stride(0), A, weights_TA is not None, ends_E is not None,
             triton.next_power_of_2(max(R, 1)) if few else 0, block,
         )  # fmt: skip
     return y_TD
 
 
-def laid(x_TD: Tensor, order_R: Tensor, active: int) -> Tensor:
-    """x_RD: the token of each row."""
-    x_TD, (R, D) = rows_in(x_TD), (len(order_R), x_TD.shape[1])
+def laid(x_TD: Tensor, order_R: Tensor, active: int, inverse_TA: Tensor | None = None) -> Tensor:
+    """x_RD: the token of each row; ``inverse_TA`` is :func:`inverse`, where it is known."""
+    x_TD, R, (T, D) = rows_in(x_TD), len(order_R), x_TD.shape
     y_RD = x_TD.new_empty(R, D)
-    if y_RD.numel():
-        block = min(1024, triton.next_power_of_2(D))
+    if not y_RD.numel():
+        return y_RD
+    block = min(1024, triton.next_power_of_2(D))
+    if R > SEARCHED and R > T:
+        inverse_TA = inverse(order_R, T, active) if inverse_TA is None else inverse_TA
+        _deal[(T, triton.cdiv(D, block))](x_TD, inverse_TA, y_RD, D, x_TD.stride(0), active, block)
+    else:
         _copy[(R, triton.cdiv(D, block))](x_TD, order_R, y_RD, D, x_TD.stride(0), active, block)
     return y_RD
 
