@@ -16,7 +16,10 @@ from colonnade.kernels.experts.later import Later
 from colonnade.kernels.experts.tiles import Kernel, Tiles
 from colonnade.kernels.permute import reference as permute
 from colonnade.kernels.permute import triton_moves, triton_sort
+from colonnade.kernels.routing import reference as routing
+from colonnade.kernels.routing import triton_best
 from tests.experts import LOADS, Case, experts_of_rows, gradients, routed_experts, routed_in_parts
+from tests.routers import CHOICES, hard_scores, same_choice
 
 HOW = [
     Tiles(16, 16, 16, 4, 2, GROUP=2),
@@ -44,10 +47,12 @@ def cut(how: Tiles) -> None:
 
 
 def check_experts() -> int:
-    """Tokens to tokens, each load and each shape once or more, each way to cut with either of two shapes."""
-    count = 0
+    """Tokens to tokens, each load and each shape once or more, each way to cut with either of two shapes; the rows of
+    choices looked for, and known to all who move rows.
+    """
+    count, searched = 0, triton_moves.SEARCHED
     for i, load in enumerate(LOADS):
-        shape = SHAPES[i % 2]
+        shape, triton_moves.SEARCHED = SHAPES[i % 2], searched * (i % 2)
         cut(HOW[i % 5])
         gated, biased = i % 4 != 1, i % 3 == 1
         same(
@@ -55,6 +60,7 @@ def check_experts() -> int:
             Case(*shape, load=load, gated=gated, biased=biased, activation=ACTIVATIONS[i % 4]),
         )
         count += 1
+    triton_moves.SEARCHED = searched
     for load in ("even", "some dropped"):  # one token: each row is a tile
         same(routed_experts(triton_experts.routed), Case(1, 3, 5, 16, 24, load, biased=load == "even"))
         count += 1
@@ -149,19 +155,51 @@ def check_bits() -> int:
 
 def check_sort() -> int:
     """Exactly the reference's order and ends, counted by blocks and by those that come before."""
-    count, few = 0, triton_sort.FEW
+    count, few, programs = 0, triton_sort.FEW, triton_sort.PROGRAMS
     draw = torch.Generator().manual_seed(0)
     for T, A, E, none in itertools.product((0, 1, 150), (1, 3), (1, 5, 64, 200), (False, True)):
         if T == 150 and E == 200 and A == 3:
             continue
         ids = torch.randint(E + none, (T, A), generator=draw)
-        for rows, triton_sort.FEW in ((None, few), (T * A // 2, 0)):
+        # Counted by programs of one block each, and of several.
+        ways = (None, few, programs), (T * A // 2, 0, programs), (None, 0, 3)
+        for rows, triton_sort.FEW, triton_sort.PROGRAMS in ways:
             for got, exact in zip(triton_sort.sort(ids, E, rows), permute.sort(ids, E, rows), strict=True):
                 assert torch.equal(got, exact), (T, A, E, none, rows)
         count += 1
-    triton_sort.FEW = few
+    triton_sort.FEW, triton_sort.PROGRAMS = few, programs
     ids = torch.randint(7, (700, 2), generator=draw)  # more than one step of comparisons
     assert all(map(torch.equal, triton_sort.sort(ids, 6), permute.sort(ids, 6)))
+    return count + 1
+
+
+def check_counts() -> int:
+    """Exactly the reference's, of more choices than a program has, of none, and of those that are nobody's."""
+    draw = torch.Generator().manual_seed(0)
+    cases = (0, 1, 4), (1, 1, 1), (300, 4, 5), (17, 3, 64), (40, 40, 40), (9, 2, 600)
+    for T, A, E in cases:
+        ids = torch.randint(E + 3, (T, A), generator=draw)
+        for some in (ids, ids[:, :1], torch.full_like(ids, E)):
+            assert torch.equal(triton_sort.count(some, E), permute.count(some, E)), (T, A, E)
+    return len(cases)
+
+
+def check_choice() -> int:
+    """The reference's numbers and gradients, and distinct experts whatever the scores are."""
+    count = 0
+    for (T, E, A), normalise in itertools.product(CHOICES, (False, True)):
+        for name, scores in hard_scores(T, E).items():
+            if T > 100 and name != "normal":
+                continue
+            same_choice(triton_best.best, routing.best, scores, A, normalise=normalise, scale=1 + 1.5 * normalise)
+            count += 1
+    logits = torch.randn(5, 12)  # what is compared is a slice, and not what counts
+    for got, exact in zip(
+        triton_best.best(logits[:, 1:7], logits.T[:6].T, 3, normalise=True, scale=1.0),
+        routing.best(logits[:, 1:7], logits.T[:6].T, 3, normalise=True, scale=1.0),
+        strict=True,
+    ):
+        assert torch.allclose(got, exact)
     return count + 1
 
 
@@ -201,10 +239,14 @@ def check_operators() -> int:
     torch.library.opcheck(operators.experts.default, (x, order_R, ends_E, routing, *stacks, "silu", True))
     torch.library.opcheck(operators.experts.default, (x, None, ends_E.clamp(max=4), None, *stacks, "silu", True))
     torch.library.opcheck(operators.sort_choices.default, (case.ids(), case.E))
+    torch.library.opcheck(operators.count_choices.default, (case.ids(), case.E))
+    scores = torch.rand(5, 6, requires_grad=True)
+    for normalise in (False, True):
+        torch.library.opcheck(operators.best_experts.default, (scores.detach(), scores, 2, normalise, 2.5))
     torch.library.opcheck(operators.gather_rows.default, (x, order_R, 2))
     y = torch.randn(8, 16, requires_grad=True)
     torch.library.opcheck(operators.combine_rows.default, (y, order_R, routing, 4, 2))
-    return 5
+    return 8
 
 
 if __name__ == "__main__":
@@ -212,5 +254,5 @@ if __name__ == "__main__":
     # Of rows after an expert's, which nobody has written: a tile that is fetched whole multiplies them, and keeps none.
     warnings.filterwarnings("ignore", "(invalid value|overflow|divide by zero) encountered in matmul")
     checks = check_experts, check_later, check_rows, check_mixtures, check_bits, check_sort, check_moves
-    for check in (*checks, check_operators):
+    for check in (*checks, check_counts, check_choice, check_operators):
         print(f"{check.__name__}: {check()} cases", flush=True)

@@ -1,5 +1,6 @@
 """Routers of all kinds with odd sizes, and tokens for them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,3 +79,66 @@ def tokens(T: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, U
 def noise_for(moe: MoeConfig, index_T: torch.Tensor) -> PlaceNoise | None:
     """What a step of training gives the router: nothing unless it draws."""
     return Noise.of(11, 4, 1, index_T, Rates()).at(0) if draws(moe) else None
+
+
+CHOICES = [
+    (0, 8, 2),
+    (1, 2, 1),
+    (7, 1, 1),
+    (33, 6, 6),
+    (37, 5, 2),
+    (50, 60, 8),
+    (21, 128, 8),
+    (3, 300, 20),
+    (300, 8, 2),
+]
+"""(tokens, experts, choices)"""
+
+
+def hard_scores(T: int, E: int) -> dict[str, torch.Tensor]:
+    """Positive and negative ones, equal ones, and such as are no numbers."""
+    draw = torch.Generator().manual_seed(T + E)
+    normal = torch.randn(T, E, generator=draw)
+    lost = torch.rand(T, E, generator=draw) < 0.5
+    return {
+        "normal": normal,
+        "far below": normal - 50,
+        "ties": (normal * 2).round() / 2,
+        "all equal": torch.full((T, E), -0.0),
+        "zeros of both signs": torch.zeros(T, E).copysign(normal),
+        "infinite": normal.masked_fill(lost, float("-inf")),
+        "none left": torch.full((T, E), float("-inf")),
+        "greatest": normal.sign() * torch.finfo().max,
+        "nan": normal.masked_fill(lost, float("nan")).where(normal < 1, float("inf")),
+        "negative nan": torch.full((T, E), float("nan")).copysign(-torch.ones(())),
+    }
+
+
+def same_choice(run: Callable[..., Any], reference: Callable[..., Any], scores_TE: torch.Tensor, A: int, **how) -> None:
+    """An implementation of "best_experts" against another: the same numbers are chosen, of distinct experts, the lower
+    first of equals; weights and gradients are the other's for the same choice.
+    """
+    T, E = scores_TE.shape
+    counted_TE = scores_TE.sigmoid().detach().requires_grad_()  # another function than what is compared
+    ids_TA, weights_TA = run(scores_TE, counted_TE, A, **how)
+    exact_TA, _ = reference(scores_TE, counted_TE, A, **how)
+    assert ids_TA.dtype == torch.int64 and ids_TA.shape == weights_TA.shape == (T, A)
+    sorted_TA = ids_TA.sort(1).values
+    assert not T or ((sorted_TA[:, 0] >= 0).all() and (sorted_TA[:, -1] < E).all() and (sorted_TA.diff() > 0).all())
+    chosen_TA = scores_TE.gather(1, ids_TA)
+    assert torch.equal(chosen_TA.nan_to_num(7, 8, 9), scores_TE.gather(1, exact_TA).nan_to_num(7, 8, 9))
+    equal_TA = (chosen_TA[:, 1:] == chosen_TA[:, :-1]) | (chosen_TA[:, 1:].isnan() & chosen_TA[:, :-1].isnan())
+    assert (ids_TA.diff()[equal_TA] > 0).all()
+    # What the other one weighs, had it chosen the same of equals.
+    as_chosen_TE = torch.full_like(scores_TE, float("-inf")).scatter(
+        1, ids_TA, torch.arange(A, 0, -1).to(scores_TE).expand(T, A)
+    )
+    again_TE = counted_TE.detach().requires_grad_()
+    exact_ids_TA, exact_TA = reference(as_chosen_TE, again_TE, A, **how)
+    assert torch.equal(exact_ids_TA, ids_TA)
+    torch.testing.assert_close(weights_TA, exact_TA, rtol=16 * torch.finfo(scores_TE.dtype).eps, atol=0, equal_nan=True)
+    g_TA = torch.rand(T, A, generator=torch.Generator().manual_seed(1)).to(weights_TA)
+    for weights in (weights_TA, exact_TA):
+        weights.backward(g_TA)
+    largest = float(again_TE.grad.nan_to_num().abs().max().clamp(min=1)) if T else 1.0
+    torch.testing.assert_close(counted_TE.grad, again_TE.grad, rtol=1e-5, atol=1e-6 * largest, equal_nan=True)

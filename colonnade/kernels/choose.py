@@ -24,6 +24,8 @@ from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.norm import reference as norm_reference
 from colonnade.kernels.permute import reference as permute_reference
 from colonnade.kernels.rotary import reference as rotary_reference
+from colonnade.kernels.routing import reference as routing_reference
+from colonnade.kernels.routing import wide
 from colonnade.kernels.sample import reference as sample_reference
 
 Operation = Literal[
@@ -49,6 +51,9 @@ Operation = Literal[
     "quantised_experts",
     "experts",
     "dropout_experts",
+    "scores",
+    "best_experts",
+    "count_choices",
     "sort_choices",
     "gather_rows",
     "combine_rows",
@@ -87,6 +92,7 @@ def _written_in_triton() -> tuple[Row, ...]:
     from colonnade.kernels.experts import triton_experts
     from colonnade.kernels.linear import quantised_gpu, thin_gpu
     from colonnade.kernels.permute import triton_moves, triton_sort
+    from colonnade.kernels.routing import triton_best
     from colonnade.kernels.sample import triton_greedy, triton_tell
 
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
@@ -100,6 +106,8 @@ def _written_in_triton() -> tuple[Row, ...]:
         Row("routed_later", "triton", triton_experts.routed_later, **on),
         Row("quantised_experts", "triton", quantised_experts_gpu.routed, **on),
         Row("experts", "triton", triton_experts.experts, **on),
+        Row("best_experts", "triton", triton_best.best, **on),
+        Row("count_choices", "triton", triton_sort.count, devices=("cuda",), dtypes=(torch.int64,)),
         Row("sort_choices", "triton", triton_sort.sort, devices=("cuda",)),
         Row("gather_rows", "triton", triton_moves.gather, **on),
         Row("combine_rows", "triton", triton_moves.combine, **on),
@@ -222,6 +230,10 @@ TABLE: tuple[Row, ...] = (
     Row("experts", "reference", experts_reference.experts),
     Row("dropout_experts", "batched", batched.experts),
     Row("dropout_experts", "reference", experts_reference.experts),
+    Row("scores", "wide", wide.scores, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16)),
+    Row("scores", "reference", routing_reference.scores),
+    Row("best_experts", "reference", routing_reference.best),
+    Row("count_choices", "reference", permute_reference.count, dtypes=(torch.int64,)),
     Row("sort_choices", "reference", permute_reference.sort),
     Row("gather_rows", "reference", permute_reference.gather),
     Row("combine_rows", "reference", permute_reference.combine),

@@ -1,14 +1,28 @@
-"""Every router on a GPU chooses, weighs, drops and loses as on a CPU, in float64."""
+"""Every router on a GPU chooses, weighs, drops and loses as on a CPU, in float64; its kernels do as the plain ones."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
+from colonnade.kernels.choose import TABLE, Row, choose
+from colonnade.kernels.permute import reference as permute
+from colonnade.kernels.routing import reference
 from colonnade.model.moe.capacity import admit
+from colonnade.model.moe.layer import _finite
 from colonnade.model.moe.losses import load, losses
 from colonnade.parallel.axis import SOLO
-from tests.routers import EXPERTS, KINDS, moe_of, noise_for, router_of, tokens
+from tests.routers import (
+    CHOICES,
+    EXPERTS,
+    KINDS,
+    hard_scores,
+    moe_of,
+    noise_for,
+    router_of,
+    same_choice,
+    tokens,
+)  # fmt: skip
 from tests.worlds import assert_same
 
 pytestmark = pytest.mark.gpu
@@ -38,3 +52,100 @@ def test_a_gpu_routes_as_a_cpu(name: str) -> None:
     found, reference = _on(name, "cuda"), _on(name, "cpu")
     for what in reference:
         assert_same(found[what].double(), reference[what].double(), what=what)
+
+
+def rows(operation: str) -> list:
+    return [
+        pytest.param(row, dtype, id=f"{row.name}-{str(dtype).removeprefix('torch.')}")
+        for row in TABLE
+        if row.operation == operation and row.name != "reference" and "cuda" in row.devices
+        for dtype in row.dtypes
+    ]
+
+
+def test_our_kernels_are_chosen() -> None:
+    assert choose("scores", "cuda", torch.bfloat16) is choose("scores", "cuda", torch.bfloat16, "wide")
+    for operation, dtype in (("best_experts", torch.float32), ("count_choices", torch.int64)):
+        assert choose(operation, "cuda", dtype) is choose(operation, "cuda", dtype, "triton")
+
+
+@pytest.mark.parametrize(("row", "dtype"), rows("scores"))
+@pytest.mark.parametrize(
+    ("T", "E", "D"), [(16384, 128, 2048), (16384, 8, 4096), (333, 60, 1000), (1, 64, 2048), (0, 8, 64)]
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_scores(row: Row, dtype: torch.dtype, T: int, E: int, D: int, biased: bool) -> None:
+    """In float32 but for the order of the sum; gradients but for their own rounding to 16 bits."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    leaves = [torch.randn(n, device="cuda", generator=draw).to(dtype) for n in ((T, D), (E, D), (E,))][: 2 + biased]
+    g_TE, results = torch.randn(T, E, device="cuda", generator=draw), []
+    for run, kind in ((row.run, dtype), (reference.scores, torch.float64)):
+        inputs = [leaf.detach().to(kind).requires_grad_() for leaf in leaves]
+        logits_TE = run(*inputs)
+        logits_TE.backward(g_TE.to(logits_TE.dtype))
+        results.append((logits_TE.detach(), *(leaf.grad for leaf in inputs)))
+    for i, (got, exact) in enumerate(zip(*results, strict=True)):
+        assert got.dtype == (torch.float32 if i == 0 else dtype)
+        assert (got - exact).norm() <= (1e-5 if i == 0 else torch.finfo(dtype).eps / 2) * exact.norm()
+
+
+@pytest.mark.parametrize(("row", "dtype"), rows("best_experts"))
+@pytest.mark.parametrize(("T", "E", "A"), [*CHOICES, (16384, 128, 8), (16384, 8, 2), (777, 64, 6), (5, 4096, 3)])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_choice(row: Row, dtype: torch.dtype, T: int, E: int, A: int, normalise: bool) -> None:
+    """In 16 bits, of numbers that these hold; the plain division rounds more often than ours."""
+    for name, scores_TE in hard_scores(T, E).items():
+        if dtype == torch.float32 or (name in ("normal", "ties", "zeros of both signs") and not normalise):
+            same_choice(row.run, reference.best, scores_TE.to(dtype).cuda(), A, normalise=normalise, scale=1.7)
+
+
+@pytest.mark.parametrize(("row", "dtype"), rows("count_choices"))
+@pytest.mark.parametrize(
+    ("T", "E", "A"), [(16384, 128, 8), (16384, 8, 2), (777, 60, 3), (1, 64, 6), (0, 4, 2), (99, 1, 1)]
+)
+def test_count(row: Row, dtype: torch.dtype, T: int, E: int, A: int) -> None:
+    ids_TA = torch.randint(E + 1, (T, A), generator=torch.Generator().manual_seed(0)).cuda()
+    for ids in (ids_TA, ids_TA[:, :1], torch.zeros_like(ids_TA), torch.full_like(ids_TA, E)):
+        assert torch.equal(row.run(ids, E), permute.count(ids, E))
+
+
+@pytest.mark.parametrize(
+    ("T", "A", "E"), [(16384, 8, 128), (16384, 8, 64), (16384, 2, 8), (9999, 7, 60), (5000, 3, 300)]
+)
+def test_choices_there_and_back(T: int, A: int, E: int) -> None:
+    """Sorted to the last bit as the reference does, some of none; gathered whole, and as many rows as there are."""
+    draw = torch.Generator().manual_seed(0)
+    ids_TA = torch.rand(T, E + 1, generator=draw).argsort(1)[:, :A].cuda()
+    x_TD = torch.randn(T, 200, generator=draw).bfloat16().cuda()
+    for rows_ in (None, int((ids_TA < E).sum())):
+        order_R, ends_E = choose("sort_choices", "cuda", x_TD.dtype, "triton")(ids_TA, E, rows_)
+        for got, exact in zip((order_R, ends_E), permute.sort(ids_TA, E, rows_), strict=True):
+            assert torch.equal(got, exact)
+        gathered = choose("gather_rows", "cuda", x_TD.dtype, "triton")(x_TD, order_R, A)
+        assert torch.equal(gathered, permute.gather(x_TD, order_R, A))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_seen(bad: float) -> None:
+    scores_TE = torch.randn(16384, 128, device="cuda")
+    assert bool(_finite(scores_TE))
+    scores_TE[9000, 77] = bad
+    assert not bool(_finite(scores_TE))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_router_in_one_compiled_graph(backward: bool) -> None:
+    """Of 16 bits, by our kernels."""
+    router = router_of(moe_of("softmax")).bfloat16().cuda()
+    x_TD, tokens_T, index_T, _ = (t.cuda() if isinstance(t, torch.Tensor) else t for t in tokens())
+
+    def weights(x_TD: torch.Tensor) -> torch.Tensor:
+        choice, logits_TE = router(x_TD, tokens_T, index_T, None)
+        return choice.weights_TA * (choice.ids_TA + 1) + logits_TE.sum(1, keepdim=True)
+
+    results = []
+    for run in (weights, torch.compile(weights, fullgraph=True)):
+        x = x_TD.bfloat16().requires_grad_()
+        y = run(x)
+        results.append(torch.autograd.grad(y.sum(), x)[0] if backward else y)
+    torch.testing.assert_close(*results)

@@ -1,5 +1,5 @@
-"""Kernels compiled for Hopper, which takes no GPU: experts' fit, use its matrix units and spill little; AdamW's reads
-and writes 16 bytes a thread.
+"""Kernels compiled for Hopper, which takes no GPU: experts' fit, use its matrix units and spill little; a router's and
+those that move rows spill nothing; AdamW's reads and writes 16 bytes a thread.
 
 What the interpreter cannot tell: that the compiler accepts a kernel, and what it makes of it.
 """
@@ -146,3 +146,42 @@ def test_adamw_moves_whole_words(gradient: str, tmp_path: Path) -> None:
     ptx = built.asm["ptx"]
     assert ptx.count("ld.global.v4") >= 3 and ptx.count("st.global.v4") >= 3
     assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx and "fma.rn.f32" not in ptx
+
+
+@pytest.mark.parametrize(("experts", "active"), [(8, 2), (64, 6), (128, 8), (300, 12), (4096, 4)])
+def test_the_choice_keeps_its_numbers_in_registers(experts: int, active: int, tmp_path: Path) -> None:
+    import triton
+
+    from colonnade.kernels.routing import triton_best
+
+    padded = triton.next_power_of_2(experts)
+    types = {"ids_ptr": "*i64", "weights_ptr": "*fp32", "compared_ptr": "*fp32", "scores_ptr": "*fp32", "scale": "fp32"}
+    types |= dict.fromkeys(("T", "E", "compared_stride", "scores_stride"), "i32")
+    rows = max(1, min(triton_best.ROWS, triton_best.HELD // padded))
+    constants = {"A": active, "NORMALISE": True, "E_PAD": padded, "A_PAD": triton.next_power_of_2(active), "ROWS": rows}
+    built = compiled(triton_best._best, types, constants, ("compared_stride", "scores_stride"), warps=4)
+    assert spilled(built, tmp_path) == 0
+
+
+@pytest.mark.parametrize(("experts", "turns"), [(8, 1), (64, 2), (128, 4), (512, 8)])
+def test_sorting_and_counting_keep_their_tables_in_registers(experts: int, turns: int, tmp_path: Path) -> None:
+    from colonnade.kernels.permute import triton_sort
+
+    numbers = {"N": "i32", "E": "i32", "programs": "i32", "ids_ptr": "*i64", "order_ptr": "*i64", "ends_ptr": "*i64"}
+    numbers |= {"counts_ptr": "*i32", "running_ptr": "*i32", "count_ptr": "*i64"}
+    cut = {"TURNS": turns, "BLOCK": max(16, min(256, 8192 // experts)), "E_PAD": experts}
+    tally = {"BLOCK": triton_sort.COUNTED, "BINS": 2 * experts}
+    kernels = (triton_sort._count, cut), (triton_sort._place, cut), (triton_sort._tally, tally)
+    for function, constants in kernels:
+        types = {name: kind for name, kind in numbers.items() if name in function.arg_names}
+        assert spilled(compiled(function, types, constants, warps=4), tmp_path) == 0
+
+
+def test_a_token_is_read_once_for_all_its_rows(tmp_path: Path) -> None:
+    """16 bytes a thread, read once and written once for each row."""
+    from colonnade.kernels.permute import triton_moves
+
+    types = {"x_ptr": "*bf16", "y_ptr": "*bf16", "inverse_ptr": "*i32", "D": "i32", "stride": "i32"}
+    built = compiled(triton_moves._deal, types, {"A": 8, "BD": 1024}, ("D", "stride"), warps=4)
+    assert spilled(built, tmp_path) == 0
+    assert built.asm["ptx"].count("st.global.v4") == 8

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from colonnade.config import MoeConfig
 from colonnade.errors import ConfigError
+from colonnade.kernels.choose import choose
 from colonnade.model.moe.router import Choice
 from colonnade.model.moe.routing import Units
 from colonnade.parallel.axis import Axis
@@ -55,9 +56,7 @@ class Balance(NamedTuple):
 
 def load(ids_TA: Tensor, experts: int) -> Tensor:
     """int64 (E,): choices by expert; those of none are not counted."""
-    count_E = torch.zeros(experts + 1, dtype=torch.int64, device=ids_TA.device)
-    ids_R = ids_TA.flatten()
-    return count_E.index_add(0, ids_R, torch.ones_like(ids_R))[:experts]
+    return choose("count_choices", ids_TA.device.type, ids_TA.dtype)(ids_TA, experts)
 
 
 def losses(

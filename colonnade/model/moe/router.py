@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.config.base import nearest
 from colonnade.errors import ConfigError
+from colonnade.kernels.choose import choose
 from colonnade.model.moe.routing import Units
 from colonnade.model.noise import PlaceNoise
 from colonnade.parallel.axis import Axes, Axis
@@ -51,8 +52,8 @@ class Choice(NamedTuple):
 class Seen(NamedTuple):
     """What a router decides by."""
 
-    x_TD: Tensor
-    """The tokens, in the scores' precision."""
+    given_TD: Tensor
+    """The tokens as they came, or with the input's noise."""
     logits_TE: Tensor
     """Their scores by the linear gate, noise included; 0 for a router without one."""
     clean_TE: Tensor
@@ -74,6 +75,11 @@ class Seen(NamedTuple):
     """Whether what follows trains: some routers hold back only then."""
     units: Units | None = None
     """Which tokens decide as one; None where the stream does not say."""
+
+    @property
+    def x_TD(self) -> Tensor:  # noqa: N802 - named by its shape, as any tensor
+        """The tokens in the scores' precision: made by whoever asks, since most routers decide by the scores alone."""
+        return self.given_TD.to(self.logits_TE.dtype)
 
     def noisy(self, logits_TE: Tensor) -> Tensor:
         """``logits_TE`` with noise·N(0, 1)/E, in training where the config asks for it (Tutel's gate_noise)."""
@@ -157,12 +163,13 @@ def draws(moe: MoeConfig) -> bool:
     return rule(moe).random or bool(moe.router.jitter or moe.router.noise)
 
 
-def keep(moe: MoeConfig, scores_TE: Tensor, ids_TA: Tensor) -> Tensor:
-    """weights_TA: the scores of the chosen experts, divided by their sum where the config says so, and scaled."""
-    weights_TA = scores_TE.gather(1, ids_TA)
-    if moe.router.normalise and moe.active > 1:
-        weights_TA = weights_TA / weights_TA.sum(1, keepdim=True).clamp(min=1e-20)
-    return weights_TA * moe.router.scale
+def best(moe: MoeConfig, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+    """(ids_TA, weights_TA): the experts of the A highest ``compared_TE`` of each token, highest first; and their
+    scores, divided by their sum where the config says so, and scaled.
+    """
+    run = choose("best_experts", compared_TE.device.type, compared_TE.dtype)
+    normalise = moe.router.normalise and moe.active > 1
+    return run(compared_TE, scores_TE, moe.active, normalise=normalise, scale=moe.router.scale)
 
 
 class Gate(nn.Module):
@@ -181,10 +188,12 @@ class Gate(nn.Module):
         self.initial = {f"own.{name}": own.start for name, own in owns.items() if own.start is not None}
         """What parameters are filled with at first, where that is not what the others of their kind are."""
 
-    def forward(self, x_TD: Tensor) -> Tensor | None:
-        """logits_TE in the type of ``x_TD``; None of a gate that is not linear."""
+    def forward(self, x_TD: Tensor, *, exact: bool) -> Tensor | None:
+        """logits_TE in the type of ``x_TD``, or if ``exact`` in float32 at least; None of a gate that is not linear."""
         if self.weight is None:
             return None
+        if exact:
+            return choose("scores", x_TD.device.type, x_TD.dtype)(x_TD, self.weight, self.bias)
         bias_E = None if self.bias is None else self.bias.to(x_TD.dtype)
         return F.linear(x_TD, self.weight.to(x_TD.dtype), bias_E)
 
@@ -234,13 +243,14 @@ class Router(nn.Module):
             raise ConfigError(f"there is no gate {gate} in a layer of {len(self.gates)}; raise model.moe.router.gates")
         config, picked = moe.router, self.gates[gate]
         assert isinstance(picked, Gate)
-        if config.dtype == "float32":
-            x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+        exact = config.dtype == "float32"
+        dtype = torch.promote_types(x_TD.dtype, torch.float32) if exact else x_TD.dtype
         if noise is not None and config.jitter:
-            x_TD = x_TD * (1 + config.jitter * (2 * noise.uniform(x_TD.shape[1], INPUT).to(x_TD.dtype) - 1))
-        linear_TE = picked(x_TD)
-        clean_TE = x_TD.new_zeros(len(x_TD), moe.experts) if linear_TE is None else linear_TE
-        own = {name: parameter.to(x_TD.dtype) for name, parameter in picked.own.items()}
+            x_TD = x_TD.to(dtype)
+            x_TD = x_TD * (1 + config.jitter * (2 * noise.uniform(x_TD.shape[1], INPUT).to(dtype) - 1))
+        linear_TE = picked(x_TD, exact=exact)
+        clean_TE = x_TD.new_zeros(len(x_TD), moe.experts, dtype=dtype) if linear_TE is None else linear_TE
+        own = {name: parameter.to(dtype) for name, parameter in picked.own.items()}
         seen = Seen(
             x_TD, clean_TE, clean_TE, moe, own, self.bias_E, noise, tokens_T, index_T, self.axes.grid.tokens,
             training, units,

@@ -9,18 +9,20 @@ question: -∞, not the 0 that Hugging Face's port writes there, which beats a k
 
 from torch import Tensor
 
-from colonnade.model.moe.router import Seen
+from colonnade.model.moe.router import Seen, best
 
 
-def highest(seen: Seen, scores_TE: Tensor) -> Tensor:
-    """ids_TA: the A highest scores of each token, bias added, within the best groups; highest first."""
+def highest(seen: Seen, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+    """(ids_TA, weights_TA): the A highest ``compared_TE`` of each token, bias added, within the best groups, highest
+    first; and what their scores count.
+    """
     router = seen.moe.router
-    compared_TE = scores_TE.detach()
+    compared_TE = compared_TE.detach()
     if seen.bias_E is not None:
-        compared_TE = compared_TE + seen.bias_E.to(scores_TE.dtype)
+        compared_TE = compared_TE + seen.bias_E.to(compared_TE.dtype)
     if router.groups > 1:
         by_group = compared_TE.unflatten(1, (router.groups, -1))
-        best = by_group.topk(min(1 if router.group_score == "max" else 2, by_group.shape[2]), dim=2).values.sum(2)
-        out = by_group.new_ones(best.shape).bool().scatter(1, best.topk(router.groups_kept, dim=1).indices, False)
+        score = by_group.topk(min(1 if router.group_score == "max" else 2, by_group.shape[2]), dim=2).values.sum(2)
+        out = by_group.new_ones(score.shape).bool().scatter(1, score.topk(router.groups_kept, dim=1).indices, False)
         compared_TE = by_group.masked_fill(out.unsqueeze(2), float("-inf")).flatten(1)
-    return compared_TE.topk(seen.moe.active, dim=1).indices
+    return best(seen.moe, compared_TE, scores_TE)

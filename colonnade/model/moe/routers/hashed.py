@@ -21,6 +21,6 @@ def hashed(seen: Seen) -> Choice:
     hash_TE = uniform(key, seen.tokens_T, E, _SITE)
     ids_TA = hash_TE.sort(dim=1, descending=True, stable=True).indices[:, :A]
     share = 1 / A if seen.moe.router.normalise else 1.0
-    weights_TA = seen.x_TD.new_full(ids_TA.shape, share * seen.moe.router.scale)
+    weights_TA = seen.logits_TE.new_full(ids_TA.shape, share * seen.moe.router.scale)
     probs_TE = torch.zeros_like(seen.logits_TE).scatter(1, ids_TA, 1 / A)
     return Choice(ids_TA, weights_TA, probs_TE)

@@ -6,7 +6,7 @@ The bias decides who is chosen, never with what weight; it moves against the loa
 at the scores.
 """
 
-from colonnade.model.moe.router import Choice, Seen, keep, router
+from colonnade.model.moe.router import Choice, Seen, router
 from colonnade.model.moe.routers.groups import highest
 
 
@@ -14,6 +14,6 @@ from colonnade.model.moe.routers.groups import highest
 def sigmoid(seen: Seen) -> Choice:
     """The A experts of the highest biased score; the probabilities are the scores, divided by their sum."""
     scores_TE = seen.logits_TE.sigmoid()
-    ids_TA = highest(seen, scores_TE)
+    ids_TA, weights_TA = highest(seen, scores_TE, scores_TE)
     probs_TE = scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=1e-20)
-    return Choice(ids_TA, keep(seen.moe, scores_TE, ids_TA), probs_TE)
+    return Choice(ids_TA, weights_TA, probs_TE)

@@ -8,7 +8,7 @@ section 2.2.2). Switch (arXiv 2101.03961, section 2) is the same with A = 1, whe
 
 from torch import Tensor
 
-from colonnade.model.moe.router import Choice, Seen, keep, router
+from colonnade.model.moe.router import Choice, Seen, router
 from colonnade.model.moe.routers.groups import highest
 from colonnade.model.moe.routers.noisy import expected
 
@@ -30,8 +30,9 @@ def by_softmax(seen: Seen, logits_TE: Tensor, clean_TE: Tensor) -> Choice:
     moe = seen.moe
     probs_TE = logits_TE.softmax(1)
     # Probabilities of experts far apart can be equal, 0 or 1, where their logits are not.
-    ids_TA = highest(seen, logits_TE if seen.bias_E is None and moe.router.groups == 1 else probs_TE)
-    choice = Choice(ids_TA, keep(moe, probs_TE, ids_TA), probs_TE)
+    compared_TE = logits_TE if seen.bias_E is None and moe.router.groups == 1 else probs_TE
+    ids_TA, weights_TA = highest(seen, compared_TE, probs_TE)
+    choice = Choice(ids_TA, weights_TA, probs_TE)
     if seen.noise is None or not moe.router.noise or moe.balance != "importance":
         return choice
     sigma_TE = clean_TE.new_full((1, 1), moe.router.noise / moe.experts)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from colonnade.model.moe.everyone import everyone, places
-from colonnade.model.moe.router import Choice, Seen, keep, router
+from colonnade.model.moe.router import Choice, Seen, best, router
 
 
 @router("topology")
@@ -23,8 +23,8 @@ def topology(seen: Seen) -> Choice:
     compared_TE = seen.logits_TE.detach()
     if seen.training and moe.router.nodes > 1:
         compared_TE = compared_TE.masked_fill(_held(seen, probs_TE.detach()), float("inf"))
-    ids_TA = compared_TE.topk(moe.active, dim=1).indices
-    return Choice(ids_TA, keep(moe, probs_TE, ids_TA), probs_TE)
+    ids_TA, weights_TA = best(moe, compared_TE, probs_TE)
+    return Choice(ids_TA, weights_TA, probs_TE)
 
 
 def _held(seen: Seen, probs_TE: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def task(seen: Seen) -> Choice:
     """The A experts of the highest score in the row of the token's task."""
     config, table_UE = seen.moe.router, seen.own["table"]
     if seen.units is None and config.task is not None:
-        clean_TE = table_UE[config.task].expand(len(seen.x_TD), -1)
+        clean_TE = table_UE[config.task].expand(len(seen.tokens_T), -1)
     else:
         units = _units(seen)
         if units.count > config.tasks:

@@ -1,0 +1,1 @@
+"""What a router computes: experts' scores, and the highest of them."""

@@ -1,0 +1,32 @@
+"""Scores of experts and the choice of the highest, in plain torch: the specification.
+
+    logits   = x Wᵀ + b                                in float32 at least, whatever the types of x and W
+    i        = top-A of what is compared, highest first
+    w_j      = s_{i_j} [/ max(Σ_j s_{i_j}, 10⁻²⁰)] · scale
+
+NaN counts as the highest, as ``topk`` has it; of equals either may come first.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+LEAST = 1e-20
+"""What the sum of a token's scores counts as, where it is smaller."""
+
+
+def scores(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    """logits_TE."""
+    exact = torch.promote_types(x_TD.dtype, torch.float32)
+    return F.linear(x_TD.to(exact), weight_ED.to(exact), None if bias_E is None else bias_E.to(exact))
+
+
+def best(
+    compared_TE: Tensor, scores_TE: Tensor, active: int, *, normalise: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(ids_TA, weights_TA), these differentiable in the scores."""
+    ids_TA = compared_TE.topk(active, dim=1).indices
+    weights_TA = scores_TE.gather(1, ids_TA)
+    if normalise:
+        weights_TA = weights_TA / weights_TA.sum(1, keepdim=True).clamp(min=LEAST)
+    return ids_TA, weights_TA if scale == 1 else weights_TA * scale

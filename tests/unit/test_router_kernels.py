@@ -1,0 +1,139 @@
+"""A router's kernels: the plain ones against their formulas, and scores on matrix units without these.
+
+The choice and the counts in Triton are held to the same cases by tests/interpreted_experts.py.
+"""
+
+import pytest
+import torch
+
+from colonnade.kernels.choose import choose
+from colonnade.kernels.permute import reference as permute
+from colonnade.kernels.routing import reference, wide
+from colonnade.model.moe import Choice, Seen
+from colonnade.model.moe.layer import _finite
+from colonnade.model.moe.router import RULES
+from tests.routers import CHOICES, hard_scores, moe_of, router_of, same_choice, tokens
+
+
+def draw(*shape: int, dtype: torch.dtype, seed: int = 0, wanted: bool = True) -> torch.Tensor:
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn.to(dtype).requires_grad_(wanted)
+
+
+@pytest.fixture
+def on_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product of 16 bits into float32, which torch has for GPUs."""
+    monkeypatch.setattr(wide, "product", lambda a, b: a.float() @ b.float())
+
+
+@pytest.mark.usefixtures("on_matrix_units")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("T", "E", "D"), [(40, 6, 24), (1, 1, 7), (0, 5, 8), (300, 33, 65)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_wide_scores(dtype: torch.dtype, T: int, E: int, D: int, biased: bool) -> None:
+    """As in float64; gradients but for their own rounding to 16 bits."""
+    x, w, b = draw(T, D, dtype=dtype), draw(E, D, dtype=dtype, seed=1), draw(E, dtype=dtype, seed=2)
+    exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    g = draw(T, E, dtype=torch.float32, seed=3, wanted=False) * torch.logspace(-2, 3, E)
+    got = wide.scores(x, w, b if biased else None)
+    wanted = reference.scores(exact[0], exact[1], exact[2] if biased else None)
+    assert got.dtype == torch.float32 and wanted.dtype == torch.float64
+    assert (got - wanted).norm() <= 1e-6 * wanted.norm()
+    got.backward(g)
+    wanted.backward(g.double())
+    for ours, theirs in zip((x, w, b)[: 2 + biased], exact, strict=False):
+        assert ours.grad.dtype == dtype
+        assert (ours.grad - theirs.grad).norm() <= torch.finfo(dtype).eps / 2 * theirs.grad.norm()
+
+
+@pytest.mark.usefixtures("on_matrix_units")
+def test_a_gradient_nobody_wants_is_not_computed() -> None:
+    x, w = draw(9, 8, dtype=torch.bfloat16), draw(5, 8, dtype=torch.bfloat16)
+    for frozen, trained in ((x, w), (w, x)):
+        frozen.requires_grad_(False)
+        wide.scores(x, w).sum().backward()
+        assert frozen.grad is None and trained.grad is not None
+        frozen.requires_grad_()
+        trained.grad = None
+
+
+@pytest.mark.usefixtures("on_matrix_units")
+def test_operators_of_scores() -> None:
+    for T in (0, 4):
+        x, w = draw(T, 8, dtype=torch.bfloat16), draw(5, 8, dtype=torch.bfloat16)
+        torch.library.opcheck(torch.ops.colonnade.scores.default, (x, w))
+
+
+def test_a_gradient_is_the_sum_of_its_parts() -> None:
+    """To the last bit, of large and small numbers alike."""
+    g = draw(200, 7, dtype=torch.float32, wanted=False) * torch.logspace(-30, 30, 200)[:, None]
+    assert torch.equal(wide.parts(g).unflatten(1, (3, 7)).double().sum(1), g.double())
+
+
+def test_a_weight_of_another_type_is_multiplied_as_before() -> None:
+    x, w = draw(9, 8, dtype=torch.bfloat16, wanted=False), draw(5, 8, dtype=torch.float32, wanted=False)
+    assert torch.equal(wide.scores(x, w), torch.nn.functional.linear(x.float(), w))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_scores_are_in_float32_at_least(dtype: torch.dtype) -> None:
+    x, w, b = (draw(*shape, dtype=dtype, wanted=False) for shape in ((9, 8), (5, 8), (5,)))
+    exact = torch.promote_types(dtype, torch.float32)
+    got = choose("scores", "cpu", dtype)(x, w, b)
+    assert got.dtype == exact
+    assert torch.equal(got, torch.nn.functional.linear(x.to(exact), w.to(exact), b.to(exact)))
+
+
+@pytest.mark.parametrize(("T", "E", "A"), CHOICES)
+def test_the_plain_choice(T: int, E: int, A: int) -> None:
+    """Against Python's sort, which leaves equals in their order; others with other equals."""
+
+    def by_hand(compared_TE, scores_TE, active, *, normalise, scale):
+        ids = [sorted(range(E), key=lambda e, row=row: -row[e])[:active] for row in compared_TE.tolist()]
+        ids_TA = torch.tensor(ids, dtype=torch.int64).view(T, active)
+        picked_TA = scores_TE.gather(1, ids_TA)
+        total_T1 = picked_TA.sum(1, keepdim=True).clamp(min=1e-20) if normalise else 1
+        return ids_TA, picked_TA / total_T1 * scale
+
+    scores = hard_scores(T, E)
+    for name in ("normal", "ties", "infinite", "all equal"):
+        for normalise in (False, True):
+            same_choice(by_hand, reference.best, scores[name], A, normalise=normalise, scale=1.7)
+
+
+def test_a_choice_counts_as_its_score_where_nothing_is_asked() -> None:
+    scores = draw(9, 6, dtype=torch.float32, wanted=False)
+    ids, weights = reference.best(scores, scores, 2, normalise=False, scale=1.0)
+    assert torch.equal(weights, scores.gather(1, ids))
+
+
+def test_the_plain_count() -> None:
+    ids = torch.tensor([[0, 2], [2, 3], [9, 2]])
+    assert permute.count(ids, 3).tolist() == [1, 0, 3]
+    assert permute.count(ids[:0], 3).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_seen(bad: float) -> None:
+    scores = draw(9, 6, dtype=torch.float32, wanted=False) * 3e38
+    assert bool(_finite(scores.clamp(-3e38, 3e38)))
+    scores = scores.clamp(-3e38, 3e38)
+    scores[4, 2] = bad
+    assert not bool(_finite(scores))
+
+
+@pytest.mark.parametrize("name", ["softmax", "cosine", "hash", "switch"])
+def test_tokens_are_seen_in_the_scores_precision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever asks; they are kept as they came."""
+    seen: list[Seen] = []
+    rule = RULES[moe_of(name).router.kind]
+
+    def noted(it: Seen) -> Choice:
+        seen.append(it)
+        return rule.choose(it)
+
+    monkeypatch.setitem(RULES, moe_of(name).router.kind, rule._replace(choose=noted))
+    x_TD, tokens_T, index_T, _ = tokens()
+    choice, _ = router_of(moe_of(name)).bfloat16()(x_TD.bfloat16(), tokens_T, index_T, None)
+    assert seen[0].given_TD.dtype == torch.bfloat16 and seen[0].logits_TE.dtype == torch.float32
+    assert seen[0].x_TD.dtype == choice.weights_TA.dtype == torch.float32
