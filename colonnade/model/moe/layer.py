@@ -76,9 +76,11 @@ class MixtureOfExperts(nn.Module):
                 own_tD, admitted.ids_TA, admitted.weights_TA, self.experts, self.axes.grid, step, choice.rows, dropout
             )
         zero = out_tD.new_zeros(())
-        dropped = (admitted.ids_TA != choice.ids_TA).sum()
+        dropped = torch.zeros((), dtype=torch.int64, device=x_tD.device)
+        if admitted.ids_TA is not choice.ids_TA:
+            dropped = (admitted.ids_TA != choice.ids_TA).sum()
         sent = torch.full((), sent_bytes, device=x_tD.device)  # no copy from the host, which would wait
-        finite = zero == 0 if logits_tE is None else logits_tE.isfinite().all()
+        finite = zero == 0 if logits_tE is None or not len(logits_tE) else _finite(logits_tE.detach())
         report = Report(load_E, zero, zero, dropped, sent, finite)
         if routing is not None and routing.weight is not None:
             surrogate, balance, z = losses(choice, load_E, logits_tE, moe, self.axes.grid.tokens, units)
@@ -93,3 +95,8 @@ class MixtureOfExperts(nn.Module):
             shared_tD = self.shared(x_tD, T)
             y_tD = y_tD + (shared_tD if self.shared_gate is None else self.shared_gate(x_tD).sigmoid() * shared_tD)
         return y_tD, report
+
+
+def _finite(logits_tE: Tensor) -> Tensor:
+    """Whether all are, in one pass: the largest in size is below infinity, which it is not where there is a NaN."""
+    return torch.linalg.vector_norm(logits_tE, float("inf")) < float("inf")
