@@ -4,6 +4,7 @@
     python benchmarks/moe_layer.py --shapes qwen3 --tokens 16384 --loads zipf --passes forward
     python benchmarks/moe_layer.py --quick --no-report                 # two shapes, 64 and 16,384 tokens: 80 s
     python benchmarks/moe_layer.py --profile --shapes mixtral --tokens 1 256 32768     # each kernel of ours: 30 s
+    python benchmarks/moe_layer.py --shares                            # router, dispatch, combine: 16,384 tokens, 40 s
     python benchmarks/moe_layer.py --tiny                              # toy sizes, on a CPU too: that it runs
 
 Shapes are Mixtral-8x7B's, DeepSeek-V2-Lite's (with 8 choices) and Qwen3-30B-A3B's. Everybody gets the same tokens,
@@ -16,6 +17,9 @@ chosen, read once, against the bandwidth of a copy in the same run. Each timing 
 cache is overwritten. Forward passes that do not wait for the device are replayed as graphs, so that launches, which a
 real decoder replays too, do not count; ``waits`` says who does. A peer that fails, or computes something else, has a
 row that says why, and the rest goes on; each row is on disk as soon as it is there; after ``--minutes`` none begins.
+
+Rows are of the experts alone; ``router_dispatch_combine`` is the share of all that is no product of experts in the
+layer as a model has it, with its router, by the times of its kernels (``_layer_share.py``).
 
 Time: some 210 forward rows at 0.4 s, 80 with the way back at 0.8 s, about 100 kernels that Triton compiles at 1.5 s.
 Memory: 30 GiB at the most (Mixtral's widths, 32,768 tokens, with the way back).
@@ -35,6 +39,7 @@ from torch.nn import functional as F
 
 from _clock import Clock
 from _layer_profile import lines, timeline
+from _layer_share import layer_of, measured, told
 from _report import Headline, folder_of, report
 from _rows import Row, Rows
 from colonnade.kernels.choose import choose
@@ -138,26 +143,6 @@ def choices(T: int, shape: Shape, load: str, device: str, rank: int = 0) -> Tens
     return (chance_E.log() + noise_TE).topk(shape.A).indices.to(device)
 
 
-def share(clock: Clock, shape: Shape, x_TD: Tensor, ids_TA: Tensor, layer_s: float) -> float:
-    """Router, sort and combine, of the layer with its router; the gather is inside the first product."""
-    kind, dtype = x_TD.device.type, x_TD.dtype
-    router_ED = torch.randn(shape.E, shape.D, device=kind, dtype=torch.float32)
-    order_R, _ = choose("sort_choices", kind, dtype)(ids_TA, shape.E)
-    y_RD = torch.randn(len(order_R), shape.D, device=kind).to(dtype)
-    weights_TA = torch.rand(ids_TA.shape, device=kind)
-
-    def route() -> None:
-        scores_TE = F.linear(x_TD.float(), router_ED).softmax(-1)
-        scores_TE.topk(shape.A)
-
-    def move() -> None:
-        choose("sort_choices", kind, dtype)(ids_TA, shape.E)
-        choose("combine_rows", kind, dtype)(y_RD, order_R, weights_TA)
-
-    router_s, move_s = (clock.median(clock.graphed(it), 0.1) for it in (route, move))
-    return (router_s + move_s) / (router_s + layer_s)
-
-
 def measure(
     clock: Clock, name: str, shape: Shape, args: argparse.Namespace, dense_flops: float, copy_bytes: float, rows: Rows
 ) -> None:
@@ -203,8 +188,9 @@ def measure(
                 try:
                     row, waits = timing(clock, run, (x_TD, ids_TA, weights_TA), leaves, step, waits=waits)
                     part = None
-                    if (who, step, load) == ("colonnade", "forward", "uniform"):
-                        part = round(share(clock, shape, x_TD.detach(), ids_TA, row), 3)
+                    if (who, load) == ("colonnade", "uniform"):
+                        layer = layer_of(shape.A, weights)
+                        part = round(measured(layer, x_TD, back=step != "forward", gpu=clock.gpu).share, 3)
                 except FAILURES as why:
                     rows.add(head | {"pass": step, "failed": reason(why)})
                     torch.cuda.empty_cache()
@@ -247,6 +233,17 @@ def show(name: str, shape: Shape, args: argparse.Namespace, dense_flops: float) 
         kernels = timeline(once, gpu=args.device == "cuda")
         for line in lines(kernels, 2 * T * shape.A * shape.D * shape.F, dense_flops):
             print(line, flush=True)
+
+
+def show_shares(name: str, shape: Shape, args: argparse.Namespace) -> None:
+    """Print what router, dispatch and combine take of the layer as a model has it."""
+    layer = layer_of(shape.A, stacks(shape, args.device, torch.bfloat16)[0])
+    for T, step in ((T, step) for T in args.tokens for step in args.passes):
+        if step == "forward" or T >= 1024 or args.tiny:
+            x_TD = torch.randn(T, shape.D, generator=torch.Generator().manual_seed(T)).bfloat16().to(args.device)
+            print(f"{name}, {T} tokens, {step}:", flush=True)
+            for line in told(measured(layer, x_TD, back=step != "forward", gpu=args.device == "cuda")):
+                print(line, flush=True)
 
 
 def reason(why: Exception) -> str:
@@ -299,7 +296,7 @@ def ceilings(clock: Clock, device: str, n: int) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="which layers")
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="tokens of a call")
+    parser.add_argument("--tokens", nargs="+", type=int, help="tokens of a call")
     parser.add_argument("--loads", nargs="+", choices=("uniform", "zipf"), default=["uniform", "zipf"])
     parser.add_argument(
         "--passes", nargs="+", choices=("forward", "forward+backward"), default=["forward", "forward+backward"]
@@ -308,6 +305,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to see that it runs")
     parser.add_argument("--quick", action="store_true", help="Mixtral's and Qwen3's, 64 and 16,384 tokens, even loads")
     parser.add_argument("--profile", action="store_true", help="print each kernel of a pass of ours, and time no other")
+    parser.add_argument("--shares", action="store_true", help="print what router, dispatch and combine take, no more")
     parser.add_argument("--minutes", type=float, default=8.0, help="after which no further row is begun")
     parser.add_argument(
         "--out", type=Path, help="folder of the JSON file; benchmarks/results, with --tiny a temporary one"
@@ -316,6 +314,7 @@ def main() -> None:
     args = parser.parse_args()
     folder = folder_of(args.out, toy=args.tiny)
     args.until = time.perf_counter() + 60 * args.minutes
+    args.tokens = args.tokens or ([16384] if args.shares else list(TOKENS))
     if args.quick:
         args.shapes, args.tokens, args.loads = ["mixtral", "qwen3"], [64, 16384], ["uniform"]
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -324,6 +323,10 @@ def main() -> None:
         return
     if args.tiny:
         args.tokens = [1, 40]
+    if args.shares:
+        for name in args.shapes:
+            show_shares(name, (TINY if args.tiny else SHAPES)[name], args)
+        return
     clock = Clock(args.device)
     dense, copied = ceilings(clock, args.device, 256 if args.tiny else 8192)
     print(f"dense {dense / 1e12:.1f} TFLOP/s, copy {copied / 1e12:.2f} TB/s", flush=True)
@@ -354,7 +357,8 @@ def main() -> None:
     notes = (
         f"bfloat16, medians, cold caches; dense product of 8192³ in this run {dense / 1e12:.1f} TFLOP/s, copy "
         f"{copied / 1e12:.2f} TB/s (read and written); operations without padding; the sort is in everybody's time, "
-        "the router in nobody's; of_bandwidth sets the chosen experts' weights, read once, against the copy."
+        "the router in nobody's, but router_dispatch_combine is of a layer with its router; of_bandwidth sets the "
+        "chosen experts' weights, read once, against the copy."
     )
     heads = [line for step in args.passes for load in args.loads for line in headlines(step, load)]
     report("moe_layer_h200", rows, notes, headlines=heads, folder=folder)

@@ -10,6 +10,7 @@ import torch
 
 import _expert_table
 import _layer_profile
+import _layer_share
 import expert_parallel
 import moe_layer
 import moe_study
@@ -213,3 +214,30 @@ def test_a_profile_says_what_each_kernel_took(
     moe_layer.main()
     printed = capsys.readouterr().out
     assert "qwen3, 1 tokens, zipf, forward+backward:" in printed and printed.count(" us in all") == 2
+
+
+def test_a_layers_time_is_shared_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """By what each kernel is for; a product that the router runs alone too is the router's."""
+    names = {
+        "router": ["nvjet_small", "_best", "_tally", "aminmax", "Memset"],
+        "dispatch": ["_count", "DeviceScanKernel", "_place", "_rank", "_invert", "_deal"],
+        "products": ["up", "down", "_hidden", "cutlass GroupProblemShape", "weights_back"],
+        "combine": ["_sum"],
+    }
+    alone = {"nvjet_small", "_best"}
+    for group, kernels in names.items():
+        assert {_layer_share.group_of(name, alone) for name in kernels} == {group}
+    kernels = [(name, float(i), 10.0) for i, name in enumerate([*names["router"], "_place", "_sum", "up", "up", "up"])]
+    runs = iter([[(name, 0.0, 1.0) for name in alone], *[kernels] * _layer_share.RUNS])
+    monkeypatch.setattr(_layer_share, "timeline", lambda *_, **__: next(runs))
+    weights, _ = moe_layer.stacks(moe_layer.TINY["qwen3"], "cpu", torch.bfloat16)
+    layer = _layer_share.layer_of(4, weights)
+    assert layer.experts.up.data_ptr() == weights.up_EFD.data_ptr(), "no copies"
+    shares = _layer_share.measured(layer, torch.zeros(3, 64).bfloat16(), back=False, gpu=True)
+    assert shares[:4] == (50.0, 10.0, 10.0, 30.0) and shares.share == pytest.approx(0.7)
+    monkeypatch.undo()
+    monkeypatch.setattr("sys.argv", ["it", "--tiny", "--shares", "--shapes", "qwen3"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    moe_layer.main()
+    printed = capsys.readouterr().out
+    assert "qwen3, 40 tokens, forward+backward:" in printed and printed.count("router, dispatch and combine") == 4

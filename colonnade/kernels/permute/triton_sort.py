@@ -5,10 +5,9 @@
     place     order[first_be + rank of the choice among its program's of e] = choice
 
 Ranks are running sums of a (BLOCK, E) table of ones and zeros. N choices cost N·E additions in registers and 3N numbers
-of memory traffic; a radix sort of 64-bit keys and values moves some 30N. A program takes several blocks, one after
-another, where there are many: what it has counted lies scattered in memory, by expert, and costs as much as the
-choices where it has few of them. A choice of expert E or more is none: these come last, in their order, as if they were
-expert E's.
+of memory traffic; a radix sort of 64-bit keys and values moves some 30N. Where there are many blocks a program takes
+several, one after another, and carries its counts along: they stand in memory by expert, E + 1 scattered numbers a
+program. A choice of expert E or more is none: these come last, in their order, as if they were expert E's.
 
 A decode step has few choices, and three launches cost more than N² comparisons: there each place is the number of
 choices that come before, found in one launch by programs that know nothing of each other.
@@ -31,7 +30,7 @@ TABLE = 4096
 MOST_EXPERTS = 512
 """With more, a block's table would not fit the registers, and torch's sort does it."""
 PROGRAMS, MOST_TURNS = 512, 8
-"""A program takes so many blocks that about so many programs are left, which a GPU runs at once; up to so many."""
+"""Programs take several blocks where there would be more programs than a GPU runs at once; at most so many blocks."""
 COUNTED = 1024
 """Choices of a program that only counts."""
 
