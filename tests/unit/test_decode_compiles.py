@@ -27,7 +27,8 @@ POINTERS = {
 STRIDES = ("q_t", "q_n", "k_page", "k_p", "k_k", "v_page", "v_p", "v_k")
 """Multiples of 16, as in any real layer."""
 NUMBERS = dict.fromkeys(
-    (*STRIDES, "pages_r", "columns", "pages", "items_at", "merges_at", "firsts_at", "groups_at", "shared_at"), "i32"
+    (*STRIDES, "pages_r", "columns", "pages", "items_at", "merges_at", "firsts_at", "groups_at", "shared_at", "used"),
+    "i32",
 )
 
 
@@ -221,3 +222,17 @@ def test_the_merge_fits_the_chip(width: int, part: int, wait: bool, shared: int,
     built = compiled(triton_merge.merge, {**POINTERS, **NUMBERS}, constants, (), warps=4, stages=3)
     assert spilled(built, tmp_path) == 0
     assert ("griddepcontrol.wait" in built.asm["ptx"]) == wait
+
+
+@pytest.mark.parametrize(("width", "part", "pieces"), [(128, 32, 64), (64, 64, 128), (80, 64, 64), (512, 64, 64)])
+def test_the_merge_of_chunks_fits_the_chip(width: int, part: int, pieces: int, tmp_path: Path) -> None:
+    from colonnade.kernels.attention import triton_merge
+
+    constants = {
+        "N": 32, "GROUP": 8, "H": width, "SINKS": True, "WAIT": True, "ROWS": 16, "CHUNK": 512,
+        "FEW": triton_merge.FEW_PIECES, "WHOLE": min(triton_merge.WHOLE, 1 << (width - 1).bit_length()),
+        "PIECES": pieces, "BLOCK_H": part,
+    }  # fmt: skip
+    built = compiled(triton_merge.merge_chunks, {**POINTERS, **NUMBERS}, constants, (), warps=4, stages=3)
+    assert spilled(built, tmp_path) == 0
+    assert "griddepcontrol.wait" in built.asm["ptx"]

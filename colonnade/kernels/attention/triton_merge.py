@@ -8,6 +8,9 @@ PIECES of its pieces side by side; more of them it adds in the same way, in a fi
 each time. A line of no pieces is the identity, which is how queries without keys get their output. Where a request
 shares a prefix (:mod:`cascade`), the states of its group's blocks of rows are added too, after its own: where these
 are is known sooner.
+
+Under fixed cuts a sum's bits must not depend on anybody else, and they do depend on how it is laid out: there this
+follows from a row's own position alone, which is how many chunks it sees.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
@@ -32,16 +35,31 @@ MERGERS = 8
 """Programs that merge, a multiprocessor, at most."""
 FEWEST = 16
 """Pieces side by side, at least: a line that is long among short ones has many."""
+FEW_PIECES = 16
+"""Chunks up to which one program merges a row under fixed cuts, up to ``WHOLE`` of its numbers at once."""
+WHOLE = 256
 
 
 @triton.jit
-def _added(o, top, total, slots_o, slots_lse, first, end, rows, place, h, H: tl.constexpr, PIECES: tl.constexpr):
-    """(o, top, total) with the states of a row in the slots from ``first`` to ``end``, PIECES of them side by side."""
-    for piece in range(first, end, PIECES):
+def _begun(n, sinks_ptr, SINKS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """(o, top, total) of no pieces."""
+    top, total = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
+    if SINKS:
+        top = tl.load(sinks_ptr + n).to(tl.float32) * LOG2_E
+        total = tl.where(top == float("-inf"), 0.0, 1.0)
+    return tl.zeros((BLOCK_H,), tl.float32), top, total
+
+
+@triton.jit
+def _added(
+    o, top, total, h, slots_o, slots_lse, from_slot, to_slot, rows, place, H: tl.constexpr, PIECES: tl.constexpr
+):
+    """(o, top, total) with a row's states of these slots."""
+    for piece in range(from_slot, to_slot, PIECES):
         s = piece + tl.arange(0, PIECES)
         at_row = s.to(tl.int64) * rows + place
-        lse = tl.load(slots_lse + at_row, s < end, float("-inf")) * LOG2_E
-        held = (s < end)[:, None] & (h < H)[None, :]
+        lse = tl.load(slots_lse + at_row, s < to_slot, float("-inf")) * LOG2_E
+        held = (s < to_slot)[:, None] & (h < H)[None, :]
         part = tl.load(slots_o + at_row[:, None] * H + h[None, :], held, 0.0)
         higher = tl.maximum(top, tl.max(lse, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -51,6 +69,15 @@ def _added(o, top, total, slots_o, slots_lse, first, end, rows, place, h, H: tl.
         o = o * shrink + tl.sum(weight[:, None] * part, 0)
         top = higher
     return o, top, total
+
+
+@triton.jit
+def _write(o, top, total, h, line, o_ptr, lse_ptr, H: tl.constexpr):
+    """A row's numbers ``h``."""
+    some = tl.where(total > 0.0, total, 1.0)
+    o = o / some
+    tl.store(o_ptr + line * H + h, o.to(o_ptr.dtype.element_ty), h < H)
+    tl.store(lse_ptr + line, tl.where(total > 0.0, top + tl.log2(some), float("-inf")) * LN_2)
 
 
 @triton.jit(do_not_specialize=["merges_at", "shared_at"])
@@ -88,22 +115,73 @@ def merge(
         if there:
             n = head * GROUP + m % GROUP
             h = task % parts * BLOCK_H + tl.arange(0, BLOCK_H)
-            top, total = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
-            if SINKS:
-                top = tl.load(sinks_ptr + n).to(tl.float32) * LOG2_E
-                total = tl.where(top == float("-inf"), 0.0, 1.0)
-            o = tl.zeros((BLOCK_H,), tl.float32)
-            o, top, total = _added(o, top, total, slot_o_ptr, slot_lse_ptr, first, end, ROWS, row, h, H, PIECES)
+            o, top, total = _begun(n, sinks_ptr, SINKS, BLOCK_H)
+            o, top, total = _added(o, top, total, h, slot_o_ptr, slot_lse_ptr, first, end, ROWS, row, H, PIECES)
             if SHARED_ROWS:
                 o, top, total = _added(
-                    o, top, total, shared_o_ptr, shared_lse_ptr, their_first, their_end, SHARED_ROWS,
-                    among % SHARED_ROWS, h, H, SHARED_PIECES,
+                    o, top, total, h, shared_o_ptr, shared_lse_ptr, their_first, their_end, SHARED_ROWS,
+                    among % SHARED_ROWS, H, SHARED_PIECES,
                 )  # fmt: skip
-            some = tl.where(total > 0.0, total, 1.0)
-            o = o / some
-            line = t.to(tl.int64) * N + n
-            tl.store(o_ptr + line * H + h, o.to(o_ptr.dtype.element_ty), h < H)
-            tl.store(lse_ptr + line, tl.where(total > 0.0, top + tl.log2(some), float("-inf")) * LN_2)
+            _write(o, top, total, h, t.to(tl.int64) * N + n, o_ptr, lse_ptr, H)
+    if WAIT:
+        tl.extra.cuda.gdc_wait()  # whatever comes after this kernel takes the reading for over, too
+
+
+@triton.jit
+def _merged(
+    h_at, n, line, from_slot, to_slot, row, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, sinks_ptr,
+    H: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Numbers of a row from ``h_at`` on."""
+    h = h_at + tl.arange(0, BLOCK_H)
+    o, top, total = _begun(n, sinks_ptr, SINKS, BLOCK_H)
+    o, top, total = _added(o, top, total, h, slot_o_ptr, slot_lse_ptr, from_slot, to_slot, ROWS, row, H, PIECES)
+    _write(o, top, total, h, line, o_ptr, lse_ptr, H)
+
+
+@triton.jit(do_not_specialize=["merges_at", "used"])
+def merge_chunks(
+    o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, plan_ptr, cu_ptr, lengths_ptr, sinks_ptr, merges_at, used,
+    N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, SINKS: tl.constexpr, WAIT: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """:func:`merge` under fixed cuts and without a window, where every line begins with key 0.
+
+    A row sees as many chunks as its position says. Up to FEW are added side by side in their whole width, more in parts
+    of it: tiles of mostly nothing cost a fifth of a step of short requests. Chunks behind these, of later queries of
+    its block or of a plan made ahead, are left out. Where rows are many a program takes all parts of one.
+    """
+    parts: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    rows = tl.load(plan_ptr) * used
+    takers = tl.where(2 * rows <= tl.num_programs(0), parts, 1)
+    for task in range(tl.program_id(0), rows * takers, tl.num_programs(0)):
+        part, row = task // rows, task % used
+        at = plan_ptr + merges_at + task % rows // used * FIELDS
+        request, head, block = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+        first, end = tl.load(at + 3), tl.load(at + 4)
+        m = block * ROWS + row
+        start = tl.load(cu_ptr + request)
+        new = tl.load(cu_ptr + request + 1) - start
+        chunks = tl.maximum(tl.load(lengths_ptr + request) - new + m // GROUP + CHUNK, 0) // CHUNK
+        end = tl.minimum(end, first + chunks)
+        if WAIT:
+            tl.extra.cuda.gdc_wait()  # at the second task it is over
+        if m // GROUP < new:
+            n = head * GROUP + m % GROUP
+            line = (start + m // GROUP).to(tl.int64) * N + n
+            if chunks > FEW:
+                for h_at in range(part * BLOCK_H, H, takers * BLOCK_H):
+                    _merged(
+                        h_at, n, line, first, end, row, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, sinks_ptr,
+                        H, SINKS, ROWS, PIECES, BLOCK_H,
+                    )  # fmt: skip
+            elif part == 0:
+                for h_at in range(0, H, WHOLE):
+                    _merged(
+                        h_at, n, line, first, end, row, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, sinks_ptr,
+                        H, SINKS, ROWS, FEW, WHOLE,
+                    )  # fmt: skip
     if WAIT:
         tl.extra.cuda.gdc_wait()  # whatever comes after this kernel takes the reading for over, too
 
@@ -133,7 +211,7 @@ def _pieces(ready: Prepared) -> int:
     if layout.chunk is not None:
         # Of a block with a window, rows begin in different chunks: a row's states stand further back in company than
         # alone, and only one by one is that the same sum. They are few, those of a window.
-        return most if layout.shape.window is None else 1
+        return 1
     return max(
         min(FEWEST, most), min(most, triton.next_power_of_2(ready.capacity.workers // ready.capacity.merges + 1))
     )
@@ -154,6 +232,9 @@ def launch(
     their_slots, theirs, members = shared or (slots, ready, ready.flat)
     used, room = ready.layout.used, MERGERS * processors(state.o.device)
     part = _part(ready, H, room)
+    if ready.layout.chunk is not None and shape.window is None:
+        _launch_chunks(state, slots, table, ready, sinks_N, part, room)
+        return
     programs = min(ready.capacity.merges * used * triton.cdiv(H, part), room)
     options: dict[str, Any] = {"launch_pdl": True} if ready.overlaps else {}
     merge[programs,](
@@ -164,4 +245,21 @@ def launch(
         SHARED_ROWS=theirs.layout.shape.rows if shared else 0, PIECES=_pieces(ready), SHARED_PIECES=_pieces(theirs),
         BLOCK_H=part, num_warps=4,
         **options,
+    )  # fmt: skip
+
+
+def _launch_chunks(
+    state: State, slots: State, table: PageTable, ready: Prepared, sinks_N: Tensor | None, part: int, room: int
+) -> None:
+    """Rows that no request of this step has are no work; how many there are is no constant of the kernel, whose sums
+    might be laid out by it.
+    """
+    (_, N, H), layout = state.o.shape, ready.layout
+    used = min(layout.used, layout.shape.group * max(1, table.longest_query))
+    options: dict[str, Any] = {"launch_pdl": True} if ready.overlaps else {}
+    merge_chunks[min(ready.capacity.merges * used * triton.cdiv(H, part), room),](
+        *state, *slots, ready.flat, table.cu_queries, table.lengths_R, slots.lse if sinks_N is None else sinks_N,
+        places(ready.capacity)[2], used, N=N, GROUP=layout.shape.group, H=H, SINKS=sinks_N is not None,
+        WAIT=ready.overlaps, ROWS=layout.shape.rows, CHUNK=layout.chunk, FEW=FEW_PIECES,
+        WHOLE=min(WHOLE, triton.next_power_of_2(H)), PIECES=layout.tiles.pieces, BLOCK_H=part, num_warps=4, **options,
     )  # fmt: skip
