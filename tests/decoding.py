@@ -1,6 +1,6 @@
 """Cases of decoding over pages: tensors, a plan, the kernels' state and the exact one; interpreted, or on a GPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,6 +48,21 @@ class Made:
         scales = self.scales or (None, None)
         k, v = (scaled(x, scale).double() for x, scale in zip((self.k, self.v), scales, strict=True))
         return reference_state(self.q.double(), k, v, self.table, self.layout.shape.window, **self.options)
+
+
+def by_itself(made: Made, t: int, ahead: int = 0) -> State:
+    """The state of query t of the only request of ``made``, as if it were the only query, by a plan made ``ahead``."""
+    (new,), (length,) = made.table.host
+    length += t + 1 - new
+
+    def number(*x: int) -> Tensor:
+        return torch.tensor(x, dtype=torch.int32, device=made.q.device)
+
+    table = replace(
+        made.table, cu_queries=number(0, 1), lengths_R=number(length), longest_query=1, longest_context=length
+    )
+    ready = made.layout.prepare(made.layout.plan([length], [1], ahead=ahead), made.q.device)
+    return replace(made, q=made.q[t : t + 1], table=table, ready=ready).run()
 
 
 def every_code(cache: torch.dtype, dtype: torch.dtype, device: str = "cpu") -> Made:
@@ -158,8 +173,9 @@ class Case:
             layout = Layout.of_many(q, k, window=self.window)
         else:
             layout = Layout.of(q, k, longest, window=self.window, chunk=self.chunk, shares=bool(self.prefixes))
-        # Prices at which everything that can be is cut: at the true ones cases as small as these are not.
-        cheap = Costs(tile=1000, start=10, merge=0, part=0)
+        # Prices at which everything that can be is cut: at the true ones cases as small as these are not. Fixed cuts
+        # are made in any case, and then chunks are read in runs.
+        cheap = Costs(tile=1000, start=8000 if self.chunk else 10, merge=0, part=0)
         if layout.shared is not None:
             few = Reader(layout.shape, layout.workers, cheap)
             # Cheaper still, so that whoever can be is in a group.
@@ -167,8 +183,9 @@ class Case:
             plan = cascade.plan(pages.tolist(), self.lengths, self.queries, self.page, few, many, ahead=ahead)
         else:
             plan = splits.plan(
-                self.lengths, self.queries, layout.shape, layout.workers, cheap, chunk=layout.chunk, ahead=ahead
-            )
+                self.lengths, self.queries, layout.shape, layout.workers, cheap,
+                chunk=layout.chunk, runs=layout.runs, ahead=ahead,
+            )  # fmt: skip
         room, shared_room = None, None
         if capacity:
             room = layout.capacity(len(needed) + 1, longest, max(self.lengths) + ahead)

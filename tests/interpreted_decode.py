@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import torch
 
-from colonnade.kernels.attention import reference, split_reference, triton_decode, triton_eight
+from colonnade.kernels.attention import reference, split_reference, triton_decode, triton_eight, triton_merge
 from colonnade.kernels.attention.decode_layout import Layout
 from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
-from tests.decoding import Case, Made, every_code, far_apart, scaled
+from tests.decoding import Case, Made, by_itself, every_code, far_apart, scaled
 from tests.rounding import rows_alike
 
 HOW = [Tiles(16, 4, 2, 2, 2, 32), Tiles(32, 4, 2, 4, 4, 16), Tiles(16, 4, 2, 8, 16, 64)]
@@ -167,6 +167,64 @@ def check_fixed_cuts() -> int:
     return len(others)
 
 
+def check_runs_of_chunks() -> int:
+    """Lengths around the cuts; groups, queries, features and types; blocks of more rows, whose chunks are single."""
+    around = [0, 1, 511, 512, 513, 1023, 1024, 1025]
+    cases = [
+        (HOW[2]._replace(tile=64, workers=1), Case(around, [1] * 8, K=1, group=2, H=16, page=16, chunk=512), 1e-5),
+        (HOW[0], Case([600, 33, 0, 64], [1, 5, 2, 0], K=2, group=3, H=40, page=4, chunk=32), 1e-5),
+        (HOW[0], Case([150, 96], [30, 1], K=1, group=1, H=16, page=64, chunk=16, sinks=True), 1e-5),
+        (HOW[1], Case([400, 90], [1, 4], K=1, group=5, H=16, page=16, chunk=64, slopes=True, cap=2.0), 1e-5),
+        (HOW[0], Case([300, 90], [1, 4], K=1, group=5, H=16, page=16, chunk=32, window=100, sinks=True), 1e-5),
+        (HOW[0], Case([200, 90], [1, 2], K=1, group=17, H=16, page=16, chunk=32), 1e-5),
+    ]
+    eight = {"dtype": torch.float16, "sinks": True, "chunk": 32}
+    cases += [
+        (HOW[0], Case([200, 33], [1, 2], K=2, group=2, H=64, page=16, cache=cache, **eight), 6e-4)
+        for cache in triton_eight.KINDS
+    ]
+    runs = 0
+    for how, case, near in cases:
+        CHOSEN[:] = [how._replace(workers=1)]
+        same(case, near)
+        # A plan made ahead has chunks that nothing has reached yet, also at the end of a run.
+        made = case.made(ahead=70, capacity=True)
+        assert made.layout.runs == (case.group <= 16)
+        runs += len(made.plan.items) < len(made.plan.pieces)
+        exact = made.exact()
+        for got, right in zip(made.run(), exact, strict=True):
+            seen = right.isfinite()
+            assert torch.equal(got.isfinite(), seen), case
+            assert (got.double() - right)[seen].norm() < near * right[seen].norm().clamp(min=1), case
+    assert runs > len(cases) / 2
+    return len(cases)
+
+
+@rows_alike()
+def check_bits_on_both_sides_of_few_chunks() -> int:
+    """A row's sum is laid out by how many chunks it sees: in its block, in runs, in a plan made ahead, among others."""
+    how, few = {"K": 1, "group": 2, "H": 40, "page": 16, "chunk": 16}, triton_merge.FEW_PIECES
+    CHOSEN[:] = [HOW[0]]
+    count = 0
+    for length in (17, 16 * few, 16 * few + 1, 16 * few + 9):
+        # 8 queries a block: some see a chunk more than others.
+        made = Case([length], [12], **how).made()
+        whole = made.run()
+        for workers, ahead in ((1, 0), (8, 20)):
+            layout = replace(made.layout, workers=workers)
+            for t in (0, 2, 3, 11) if ahead else (2, 11):
+                assert torch.equal(by_itself(replace(made, layout=layout), t, ahead).o[0], whole.o[t])
+                count += 1
+        alone = Case([length], [1], **how).made().run()
+        for at, others, queries in ((0, [300, 5], [1, 1]), (2, [40, 90], [9, 1]), (1, [16, 256, 257], [1, 1, 1])):
+            lengths, new = [*others[:at], length, *others[at:]], [*queries[:at], 1, *queries[at:]]
+            for ahead in (0, 20):
+                among = Case(lengths, new, **how).made(ahead=ahead, capacity=ahead > 0).run()
+                assert torch.equal(among.o[sum(new[:at])], alone.o[0])
+                count += 1
+    return count
+
+
 def check_graph_arrays() -> int:
     """One capacity, several steps: a plan for later lengths, fewer requests, and nothing at all."""
     CHOSEN[:] = [HOW[1]]
@@ -246,7 +304,8 @@ def check_strides() -> int:
 if __name__ == "__main__":
     warnings.simplefilter("error")
     checks = (
-        check_shapes, check_features, check_types, check_fixed_cuts, check_graph_arrays, check_bad_pages, check_plans,
+        check_shapes, check_features, check_types, check_fixed_cuts, check_runs_of_chunks,
+        check_bits_on_both_sides_of_few_chunks, check_graph_arrays, check_bad_pages, check_plans,
         check_strides, check_eight_bits, check_every_code, check_queries_far_apart,
     )  # fmt: skip
     for check in checks:

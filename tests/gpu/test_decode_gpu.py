@@ -15,7 +15,7 @@ from colonnade.kernels.attention import sdpa
 from colonnade.kernels.attention.decode_layout import Layout
 from colonnade.kernels.attention.triton_decode import attend
 from colonnade.kernels.choose import choose
-from tests.decoding import Case, Made, every_code, far_apart
+from tests.decoding import Case, Made, by_itself, every_code, far_apart
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -149,13 +149,18 @@ def test_fixed_cuts_give_the_same_bits_to_a_query_alone_and_within_a_chunk(windo
     made = case.made("cuda")
     whole = made.run().o
     for t in range(40):
-        length = 9000 - 39 + t
-        table = replace(
-            made.table, cu_queries=torch.tensor([0, 1], dtype=torch.int32, device="cuda"), longest_query=1,
-            lengths_R=torch.tensor([length], dtype=torch.int32, device="cuda"), longest_context=length,
-        )  # fmt: skip
-        ready = made.layout.prepare(made.layout.plan([length], [1]), "cuda")
-        assert torch.equal(attend(made.q[t : t + 1], made.k, made.v, table, ready).o[0], whole[t]), t
+        for ahead in (0, 16):
+            assert torch.equal(by_itself(made, t, ahead).o[0], whole[t]), (t, ahead)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 8, 17])
+@pytest.mark.parametrize("ahead", [0, 600])
+def test_runs_of_chunks(width: int, group: int, ahead: int) -> None:
+    """Lengths around the cuts; where a plan is made ahead runs end in chunks that nothing has reached."""
+    lengths = [0, 1, 511, 512, 513, 1023, 1024, 1025, 70_000, 8200]
+    case = Case(lengths, [1] * 8 + [3, 20], K=2, group=group, H=width, page=64, dtype=torch.bfloat16, chunk=512)
+    same(case.made("cuda", ahead=ahead), 4e-3)
 
 
 def test_a_graph_takes_the_next_steps_plan() -> None:

@@ -10,11 +10,14 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 
 from colonnade.config import ServeConfig
 from colonnade.errors import ConfigError
+from colonnade.kernels.attention.fixed import CHUNK
+from colonnade.kernels.attention.triton_merge import FEW_PIECES
 from colonnade.kernels.linear import reference as linear_reference
 from colonnade.kernels.linear import triton_fixed
 from colonnade.kernels.norm import reference as norm_reference
 from colonnade.kernels.norm import triton_rows
 from colonnade.serve import Engine
+from tests.decoding import Case, by_itself
 from tests.serve import test_serve_invariant as cpu
 from tests.serve import tiny
 
@@ -48,6 +51,29 @@ def test_norms(dtype: torch.dtype, width: int, biased: bool) -> None:
     assert (whole - exact).norm() < TOLERANCE[dtype] * exact.norm()
     for first, last in ((0, 1), (5, 7), (1, 300)):
         assert torch.equal(triton_rows.norm(x[first:last], w, b, 1e-5), whole[first:last])
+
+
+@pytest.mark.parametrize("chunks", [1, FEW_PIECES, 100])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_attention(chunks: int, group: int) -> None:
+    """Queries on both sides of a cut, and of where sums are laid out otherwise: in a block, alone, among others."""
+    how = {"K": 2, "group": group, "H": 128, "page": 64, "dtype": torch.float16, "chunk": CHUNK}
+    made = Case([chunks * CHUNK + 9], [20], **how).made("cuda")
+    whole = made.run().o
+    for t in range(20):
+        for ahead in (0, 16):
+            assert torch.equal(by_itself(made, t, ahead).o[0], whole[t]), (t, ahead)
+    for length in (chunks * CHUNK, chunks * CHUNK + 1):
+        alone = Case([length], [1], **how).made("cuda").run().o[0]
+        for others in (3, 70):
+            for at in (0, others // 2, others):
+                lengths = [(997 * i) % 12_000 for i in range(others)]
+                lengths.insert(at, length)
+                queries = [3 if i % 5 == 4 else 1 for i in range(others + 1)]
+                queries[at] = 1
+                for ahead in (0, 16):
+                    o = Case(lengths, queries, **how).made("cuda", ahead=ahead).run().o
+                    assert torch.equal(o[sum(queries[:at])], alone), (length, others, at, ahead)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "window"])

@@ -33,15 +33,23 @@ NUMBERS = dict.fromkeys(
 
 
 def cases() -> list[Any]:
-    """Every width, several rows, pages smaller than tiles, 8 bits and all else; what takes long to compile is long."""
+    """Every width, several rows, pages smaller than tiles, 8 bits, runs of chunks, and all else; what takes long to
+    compile is long.
+    """
     plain = {"PAGE": 256, "WINDOW": 0, "CAPPED": False, "SLOPES": False, "SINKS": False, "SCALED": False}
     found = []
     for rows, widths in ((16, EVERY_WIDTH), (64, (64, 128, 256))):
         for width in widths:
             marks = [] if (width, rows) in ((128, 16), (256, 64)) else [pytest.mark.long]
             found.append(pytest.param(width, rows, "*bf16", plain, id=f"width-{width}-{rows}-rows", marks=marks))
+            if rows == 16:
+                marks, more = [] if width == 128 else [pytest.mark.long], {**plain, "CHUNK": 512}
+                found.append(pytest.param(width, rows, "*bf16", more, id=f"width-{width}-runs", marks=marks))
     everything = {"PAGE": 16, "WINDOW": 4096, "CAPPED": True, "SLOPES": True, "SINKS": True, "SCALED": False}
     found.append(pytest.param(128, 16, "*bf16", everything, id="everything"))
+    found.append(
+        pytest.param(128, 16, "*bf16", {**everything, "CHUNK": 512}, id="everything-in-runs", marks=pytest.mark.long)
+    )
     for kind in ("*fp8e4nv", "*i8"):
         small = {**plain, "PAGE": 16, "SCALED": True}
         found.append(pytest.param(128, 16, kind, small, id=f"cache-of-{kind[1:]}", marks=pytest.mark.long))

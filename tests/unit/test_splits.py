@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.kernels.attention import reference, split_reference
 from colonnade.kernels.attention.pages import PageTable
-from colonnade.kernels.attention.split_plan import FIELDS, Capacity, Costs, Plan, Shape, places
+from colonnade.kernels.attention.split_plan import FIELDS, Capacity, Costs, Item, Plan, Shape, places
 from colonnade.kernels.attention.splits import plan
 from tests.worlds import assert_same
 
@@ -34,9 +34,19 @@ def busy(found: Plan) -> int:
 def loads(found: Plan, shape: Shape, costs: Costs = COSTS) -> list[int]:
     """What each worker's items cost."""
     return [
-        sum(costs.start + (-(-i.end // shape.tile) - i.first // shape.tile) * costs.tile for i in found.items[a:b])
+        sum(
+            costs.start
+            + (-(-i.end // shape.tile) - i.first // shape.tile) * costs.tile
+            + (chunks_of(i, found.chunk) - 1) * (costs.start // 4)
+            for i in found.items[a:b]
+        )
         for a, b in itertools.pairwise(found.starts)
     ]
+
+
+def chunks_of(item: Item, chunk: int | None) -> int:
+    """How many states it finds."""
+    return 1 if chunk is None else -(-item.end // chunk) - item.first // chunk
 
 
 # -- failures of planners in use ---------------------------------------------------------------------------------------
@@ -133,7 +143,8 @@ def test_a_merge_has_few_pieces_where_that_is_faster() -> None:
 def assert_covers(found: Plan, lengths: Sequence[int], queries: Sequence[int], shape: Shape) -> None:
     """Every key that a line sees exactly once, slots as merges read them, no empty item, and nothing forgotten."""
     seen: dict[tuple[int, int, int], list] = {}
-    for item in found.items:
+    assert sum(chunks_of(item, found.chunk) for item in found.items) == len(found.pieces)
+    for item in found.pieces:
         assert item.first < item.end
         seen.setdefault(item[:3], []).append(item)
     merges = {merge[:3]: merge for merge in found.merges}
@@ -144,7 +155,10 @@ def assert_covers(found: Plan, lengths: Sequence[int], queries: Sequence[int], s
             pieces = sorted(seen.pop((r, head, block), []), key=lambda item: item.first)
             assert [p.first for p in pieces[:1]] == [first][: end > first]
             assert [p.end for p in pieces[-1:]] == [end][: end > first]
-            assert all(a.end == b.first and a.end % shape.tile == 0 for a, b in itertools.pairwise(pieces))
+            assert all(
+                a.end == b.first and a.end % (found.chunk or shape.tile) == 0 for a, b in itertools.pairwise(pieces)
+            )
+            assert found.chunk is None or len(pieces) == -(-end // found.chunk) - first // found.chunk or end <= first
             if len(pieces) == 1:
                 assert pieces[0].slot == -1
             else:
@@ -152,7 +166,7 @@ def assert_covers(found: Plan, lengths: Sequence[int], queries: Sequence[int], s
                 assert [p.slot for p in pieces] == list(range(merge.first, merge.end))
     assert not seen
     assert not merges
-    assert sorted(i.slot for i in found.items if i.slot >= 0) == list(range(found.slots))
+    assert sorted(i.slot for i in found.pieces if i.slot >= 0) == list(range(found.slots))
     assert found.starts[0] == 0
     assert found.starts[-1] == len(found.items)
     assert list(found.starts) == sorted(found.starts)
@@ -172,16 +186,23 @@ shapes = st.builds(
 )
 
 
-@given(requests, shapes, st.sampled_from([1, 2, 7, 60]), st.sampled_from([None, 64, 512]), st.integers(0, 10**4))
-@settings(max_examples=80)
+@given(
+    requests,
+    shapes,
+    st.sampled_from([1, 2, 7, 60]),
+    st.sampled_from([(None, False), (64, False), (64, True), (512, False), (512, True)]),
+    st.integers(0, 10**4),
+)
+@settings(max_examples=100)
 def test_every_plan(
-    drawn: list[tuple[int, int]], shape: Shape, workers: int, chunk: int | None, merge_cost: int
+    drawn: list[tuple[int, int]], shape: Shape, workers: int, cuts: tuple[int | None, bool], merge_cost: int
 ) -> None:
-    lengths, queries = [n for n, _ in drawn], [n for _, n in drawn]
+    lengths, queries, (chunk, runs) = [n for n, _ in drawn], [n for _, n in drawn], cuts
     costs = COSTS._replace(merge=merge_cost)
-    found = plan(lengths, queries, shape, workers, costs, chunk=chunk)
+    found = plan(lengths, queries, shape, workers, costs, chunk=chunk, runs=runs)
     assert_covers(found, lengths, queries, shape)
-    assert found == plan(lengths, queries, shape, workers, costs, chunk=chunk)
+    assert found == plan(lengths, queries, shape, workers, costs, chunk=chunk, runs=runs)
+    assert runs or found.items == found.pieces
     work = loads(found, shape, costs)
     assert len(work) == workers
     most = max((m.end - m.first for m in found.merges), default=0)
@@ -191,7 +212,7 @@ def test_every_plan(
         assert found.finish <= found.ideal + 2 * costs.start + costs.tile + costs.merge + costs.part * workers
         assert found.slots <= 2 * (workers - 1)
     else:
-        pieces = [costs.start + (-(-i.end // shape.tile) - i.first // shape.tile) * costs.tile for i in found.items]
+        pieces = [costs.start + (-(-i.end // shape.tile) - i.first // shape.tile) * costs.tile for i in found.pieces]
         assert max(work) <= sum(pieces) / workers + max(pieces, default=0)
     room = Capacity.of(
         len(drawn), max(queries, default=0), shape, workers, chunk=chunk, context=max(lengths, default=0)
@@ -214,15 +235,21 @@ def assert_flat(flat: Sequence[int], room: Capacity, found: Plan) -> None:
         assert row == ([*found.items[flat[starts + w]], count, 0] if count else [0] * FIELDS)
 
 
-@given(requests, st.integers(0, 5000), shapes, st.sampled_from([64, 512]), st.randoms(use_true_random=False))
-@settings(max_examples=40)
-def test_fixed_cuts_do_not_know_the_others(drawn, length: int, shape: Shape, chunk: int, random) -> None:
+@given(
+    requests, st.integers(0, 5000), shapes, st.sampled_from([64, 512]), st.booleans(), st.integers(0, 20),
+    st.randoms(use_true_random=False),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_fixed_cuts_do_not_know_the_others(
+    drawn, length: int, shape: Shape, chunk: int, runs: bool, ahead: int, random
+) -> None:
     """A request's pieces, and what of them is merged in which order, are the same alone and among others."""
 
     def mine(others: list[tuple[int, int]], at: int) -> tuple[list, list]:
         batch = [*others[:at], (length, 3), *others[at:]]
-        found = plan([n for n, _ in batch], [n for _, n in batch], shape, WORKERS, COSTS, chunk=chunk)
-        pieces = sorted((i[1:5], i.slot < 0) for i in found.items if i.request == at)
+        how = {"chunk": chunk, "runs": runs, "ahead": ahead}
+        found = plan([n for n, _ in batch], [n for _, n in batch], shape, WORKERS, COSTS, **how)
+        pieces = sorted((i[1:5], i.slot < 0) for i in found.pieces if i.request == at)
         return pieces, sorted((*m[1:3], m.end - m.first) for m in found.merges if m.request == at)
 
     alone = mine([], 0)
@@ -240,6 +267,26 @@ def test_fixed_cuts_stand_at_multiples_whatever_the_window_begins_with(window: i
     ):
         first, end = min(i.first for i in pieces), max(i.end for i in pieces)
         assert {i.first for i in pieces} == {first, *range(-(-first // 512) * 512, end, 512)}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most"), [([65_536] * 16, 16), ([131_072], 2), ([1024] * 64, 1), ([256] * 256, 2), ([4000, 90_000], 2)]
+)
+def test_chunks_that_follow_each_other_are_read_in_one_go(lengths: list[int], most: int) -> None:
+    """No worker has more of them than if each were given out by itself, and hardly more items than a worker has."""
+    found, single = (planned(lengths, chunk=512, runs=runs) for runs in (True, False))
+    assert_covers(found, lengths, [1] * len(lengths), SEED)
+    for one in (found, single):
+        assert most == max(sum(chunks_of(i, 512) for i in one.items[a:b]) for a, b in itertools.pairwise(one.starts))
+    assert found.finish <= single.finish
+    assert len(found.items) <= max(2 * len(lengths), WORKERS + 2 * len(lengths))
+    assert (found.slots, found.merges) == (single.slots, single.merges)
+
+
+def test_runs_go_as_far_as_a_plan_looks_ahead() -> None:
+    for grown, room in ((16, None), (8, 1032)):
+        found = planned([1024, 500, 1020], chunk=512, runs=True, ahead=16, room=room)
+        assert_covers(found, [1024 + grown, 500 + 16, 1020 + min(16, grown + 4)], [1] * 3, SEED)
 
 
 def test_nothing_gives_nothing() -> None:
@@ -337,7 +384,16 @@ def test_a_plan_computes_attention(group: int, window: int | None, extras: str) 
     }[extras]
     shape = Shape(K, group, 16, 16, window)
     exact = reference.paged(q, k, v, table, window=window, **more)
-    for workers, options in ((1, {}), (9, {}), (300, {}), (7, {"chunk": 32}), (300, {"ahead": 40})):
+    runs = {"chunk": 32, "runs": True, "ahead": 40}
+    for workers, options in (
+        (1, {}),
+        (9, {}),
+        (300, {}),
+        (7, {"chunk": 32}),
+        (300, {"ahead": 40}),
+        (3, runs),
+        (7, runs),
+    ):
         found = plan(lengths, queries, shape, workers, COSTS._replace(merge=0), **options)
         assert found.slots or workers < 50 or window
         assert_same(split_reference.run(found, shape, q, k, v, table, **more).o, exact, 1e-12)

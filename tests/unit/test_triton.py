@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
     [
         ("interpreted", 5),
         ("interpreted_experts", 10),
-        ("interpreted_decode", 11),
-        ("interpreted_cascade", 6),
+        ("interpreted_decode", 13),
+        ("interpreted_cascade", 7),
         ("interpreted_latent", 5),
         ("interpreted_fused", 7),
         ("interpreted_units", 4),

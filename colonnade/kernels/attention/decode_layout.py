@@ -36,6 +36,9 @@ class Layout:
     element_bytes: int
     workers: int
     chunk: int | None = None
+    runs: bool = False
+    """Whether chunks that follow each other are one item (:mod:`splits`): of larger blocks a chunk's state, put away
+    while tiles are on their way, would take the room of a worker."""
     many: bool = False
     """Whether blocks of rows are as large as the matrix units like them (:mod:`triton_rows`)."""
     copies: int = 2
@@ -73,8 +76,9 @@ class Layout:
         # Under fixed cuts the layout is of any number of queries, whatever is the longest of this step.
         most = 0 if chunk is not None else min(rows, N // K * max(1, longest_query))
         return Layout(
-            Shape(K, N // K, rows, tiles.tile, window), tiles, H, size, workers, chunk, most=most, shared=shared
-        )
+            Shape(K, N // K, rows, tiles.tile, window), tiles, H, size, workers, chunk,
+            runs=chunk is not None and rows == 16, most=most, shared=shared,
+        )  # fmt: skip
 
     @staticmethod
     def of_many(q_TNH: Tensor, k_PpKH: Tensor, *, window: int | None = None) -> "Layout":
@@ -136,7 +140,7 @@ class Layout:
         """A plan for one step; with the requests' ``tables`` of pages a cascade where that is faster."""
         few = self.reader
         if self.shared is None or tables is None:
-            return splits.plan(lengths, queries, *few, chunk=self.chunk, room=room, ahead=ahead)
+            return splits.plan(lengths, queries, *few, chunk=self.chunk, runs=self.runs, room=room, ahead=ahead)
         many = self.shared.reader
         return cascade.plan(tables, lengths, queries, page_tokens, few, many, room=room, ahead=ahead)
 

@@ -75,7 +75,8 @@ class Item(NamedTuple):
     first: int
     end: int
     slot: int
-    """Where its state goes, to be merged; −1: it is the whole line, and writes the output itself."""
+    """Where its state goes, to be merged, that of its first chunk where it is a run of them; −1: it is the whole line,
+    and writes the output itself."""
 
 
 class Merge(NamedTuple):
@@ -137,12 +138,26 @@ class Plan:
     """When it should end, its merge included, in the unit of the costs."""
     ideal: int
     """Before which no plan can, rounded up."""
+    chunk: int | None = None
+    """Keys between cuts that are fixed: an item that goes beyond one is several pieces."""
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
         """All workers' pieces of work."""
         numbers = self.item_rows
         return tuple(Item(*numbers[i : i + len(Item._fields)]) for i in range(0, len(numbers), FIELDS))
+
+    @cached_property
+    def pieces(self) -> tuple[Item, ...]:
+        """What has a state of its own: items, with fixed cuts chunk by chunk, in slots one after another."""
+        if self.chunk is None:
+            return self.items
+        cuts = [range(item.first // self.chunk * self.chunk, item.end, self.chunk) for item in self.items]
+        return tuple(
+            Item(*item[:3], max(at, item.first), min(at + self.chunk, item.end), item.slot + n)
+            for item, begins in zip(self.items, cuts, strict=True)
+            for n, at in enumerate(begins)
+        )
 
     @cached_property
     def merges(self) -> tuple[Merge, ...]:

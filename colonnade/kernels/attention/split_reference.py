@@ -56,7 +56,7 @@ def run(
         at = start + row // shape.group, line.head * shape.group + row % shape.group
         whole.o[at], whole.lse[at] = state
 
-    for item in plan.items:
+    for item in plan.pieces:
         if item.slot < 0:
             put(item, state_of(item))
         else:

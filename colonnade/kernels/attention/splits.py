@@ -17,9 +17,12 @@ little more than a whole number of rounds.
 **Not cutting.** Lines are given out whole, longest first, each to whoever ends first (Graham 1969). What ends earlier,
 its merge included, is the plan; with few lines fewer workers are tried too, whose merge has fewer pieces.
 
-**Fixed cuts** (``chunk``): lines are cut at the multiples of ``chunk`` keys, whoever else is in the batch, and pieces
-are given out as above; who takes a piece does not change its numbers, and pieces merge in their order. A request's
-result is then the same bits alone and among any others. It ends at most the longest piece later than the ideal.
+**Fixed cuts** (``chunk``): lines are cut at the multiples of ``chunk`` keys, whoever else is in the batch; who reads a
+chunk does not change its numbers, and chunks merge in their order. A request's result is then the same bits alone and
+among any others. Chunks are given out as lines are, whole, longest first, and it ends at most the longest of them later
+than the ideal. With ``runs`` neighbours of a line may be one piece, a run, in which a chunk more costs a fourth of a
+start: then lines are also filled end to end as above, with chunks for tiles, and given out whole, and what ends
+earliest is the plan.
 
 Where workers divide over the key/value heads, a plan for one head serves all: it is made so much sooner, and the heads
 of a token, which are neighbours in memory, are read at about the same time.
@@ -52,17 +55,18 @@ def plan(
     costs: Costs,
     *,
     chunk: int | None = None,
+    runs: bool = False,
     room: int | None = None,
     ahead: int = 0,
     skip: Sequence[int | None] | None = None,
 ) -> Plan:
     """A plan for requests of ``lengths`` keys, the last ``queries`` of which are the new ones, on ``workers`` workers.
 
-    With ``chunk``, a multiple of the tile, cuts are fixed. ``room`` is how many keys a request's table of pages has
-    place for; a longer request raises CapacityError, and sizes that cannot be raise ConfigError. The plan also holds
-    while all lengths grow by up to ``ahead`` keys. ``skip`` says of each request how many of its first keys are left
-    to another plan, whose states will be merged with this one's (None: there is no other plan): all that it finds then
-    goes to slots.
+    With ``chunk``, a multiple of the tile, cuts are fixed, and with ``runs`` an item may be several chunks. ``room`` is
+    how many keys a request's table of pages has place for; a longer request raises CapacityError, and sizes that cannot
+    be raise ConfigError. The plan also holds while all lengths grow by up to ``ahead`` keys. ``skip`` says of each
+    request how many of its first keys are left to another plan, whose states will be merged with this one's (None:
+    there is no other plan): all that it finds then goes to slots.
     """
     skip = [None] * len(lengths) if skip is None else skip
     _check(lengths, queries, shape, workers, chunk, room)
@@ -70,20 +74,24 @@ def plan(
     many = sum(map(shape.blocks, queries)) * heads > MANY
     if heads > 1 and (idle == 0 or (many and 32 * idle <= workers)):
         alone = shape._replace(kv_heads=1)
-        one = plan(lengths, queries, alone, workers // heads, costs, chunk=chunk, room=room, ahead=ahead, skip=skip)
+        one = plan(
+            lengths, queries, alone, workers // heads, costs, chunk=chunk, runs=runs, room=room, ahead=ahead, skip=skip
+        )
         return _for_all_heads(one, heads, workers)
     lines, empty = _lines(lengths, queries, shape, room, ahead, skip)
-    total = sum(lines.tiles) * costs.tile + len(lines.tiles) * costs.start
-    ideal = -(-total // workers)
+    prices = [costs.start + n * costs.tile for n in lines.tiles]
     if chunk is not None:
-        best = _given_out(lines, shape.tile, workers, costs, chunk)
+        found = _in_chunks(lines, shape.tile, workers, costs, chunk, runs)
     else:
-        best = _given_out(lines, shape.tile, workers, costs, None)
+        found = [_given_out(_whole(lines), prices, [1] * len(prices), workers)]
         fewer = workers
-        while lines.tiles and fewer > 0 and (fewer == workers or fewer > len(lines.tiles)):
-            best = min(best, _cut(lines, shape.tile, fewer, costs, total), key=lambda found: found.finish)
+        while prices and fewer > 0 and (fewer == workers or fewer > len(prices)):
+            # An eighth of a tile is nearer than the costs are known.
+            found.append(_cut(lines, prices, shape.tile, fewer, costs, costs.tile // 8))
             fewer //= 2
-    return _written(lines, best, workers, empty, ideal)
+    finish = [each.read + _merging(each.parts, lines, costs) for each in found]
+    best = min(range(len(found)), key=finish.__getitem__)
+    return _written(lines, found[best], finish[best], workers, empty, -(-sum(prices) // workers), chunk)
 
 
 _Name = tuple[int, int, int]
@@ -104,11 +112,11 @@ class _Lines(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Each worker's pieces, of how many pieces each line is, and when all is done."""
+    """Each worker's pieces, of how many states each line is, and when all is read."""
 
     pieces: list[list[_Piece]]
     parts: list[int]
-    finish: int
+    read: int
 
 
 def _lines(
@@ -143,32 +151,50 @@ def _lines(
     return lines, empty
 
 
-def _given_out(lines: _Lines, tile: int, workers: int, costs: Costs, chunk: int | None) -> _Found:
-    """Lines, or their chunks, longest first to whoever ends first; equal ones in their order."""
-    cut = [(i, first, end) for i, (first, end) in enumerate(zip(lines.firsts, lines.ends, strict=True))]
-    parts, tiles = [1] * len(cut), lines.tiles
-    if chunk is not None:
-        begins = [range(first // chunk * chunk, end, chunk) for _, first, end in cut]
-        cut = [(i, max(at, first), min(at + chunk, end)) for i, first, end in cut for at in begins[i]]
-        parts = list(map(len, begins))
-        tiles = [-(-end // tile) - first // tile for _, first, end in cut]
-    prices = [costs.start + n * costs.tile for n in tiles]
+def _whole(lines: _Lines) -> list[_Piece]:
+    """Each line as one piece."""
+    return [(i, first, end) for i, (first, end) in enumerate(zip(lines.firsts, lines.ends, strict=True))]
+
+
+def _given_out(cut: list[_Piece], prices: list[int], parts: list[int], workers: int) -> _Found:
+    """Pieces, longest first, to whoever ends first; equal ones in their order."""
     pieces: list[list[_Piece]] = [[] for _ in range(workers)]
     # time · workers + worker: numbers are compared sooner than pairs, and in the same order.
     heap = list(range(workers))
     for i in sorted(range(len(cut)), key=prices.__getitem__, reverse=True):
         pieces[heap[0] % workers].append(cut[i])
         heapq.heapreplace(heap, heap[0] + prices[i] * workers)
-    return _Found(pieces, parts, max(heap) // workers + _merging(parts, lines, costs))
+    return _Found(pieces, parts, max(heap) // workers)
 
 
-def _cut(lines: _Lines, tile: int, workers: int, costs: Costs, total: int) -> _Found:
-    """Lines end to end, filled into workers up to the least limit that does."""
-    low = max(-(-total // workers), costs.start + costs.tile)
-    high = -(-total // workers) + 2 * costs.start + costs.tile
-    before = [0, *accumulate([costs.start + n * costs.tile for n in lines.tiles])]
-    # An eighth of a tile is nearer than the costs are known.
-    while high - low > max(1, costs.tile // 8):
+def _in_chunks(lines: _Lines, tile: int, workers: int, costs: Costs, chunk: int, runs: bool) -> list[_Found]:
+    """Chunks given out one by one; and where they may be read in runs, lines that are whole or filled end to end."""
+    whole = _whole(lines)
+    begins = [range(first // chunk * chunk, end, chunk) for _, first, end in whole]
+    parts = list(map(len, begins))
+    cut = [(i, max(at, first), min(at + chunk, end)) for i, first, end in whole for at in begins[i]]
+    prices = [costs.start + (-(-end // tile) - first // tile) * costs.tile for _, first, end in cut]
+    found = [_given_out(cut, prices, parts, workers)]
+    if runs:
+        again = costs.start // 4
+        each = costs._replace(tile=chunk // tile * costs.tile + again, start=costs.start - again)
+        # A first chunk that a window begins within counts as a whole one: chunks then cost the same, but for a last.
+        prices = [
+            each.start + n * again + (-(-end // tile) - begin.start // tile) * costs.tile
+            for n, begin, end in zip(parts, begins, lines.ends, strict=True)
+        ]
+        filled = _cut(lines._replace(tiles=parts), prices, chunk, workers, each, costs.tile // 8)
+        # Of equal ends that of fewest pieces.
+        found = [_given_out(whole, prices, parts, workers), filled._replace(parts=parts), *found]
+    return found
+
+
+def _cut(lines: _Lines, prices: list[int], tile: int, workers: int, costs: Costs, near: int) -> _Found:
+    """Lines end to end, filled into workers up to the least limit that does, or one that is ``near``."""
+    before = [0, *accumulate(prices)]
+    ideal = -(-before[-1] // workers)
+    low, high = max(ideal, costs.start + costs.tile), ideal + 2 * costs.start + costs.tile
+    while high - low > max(1, near):
         limit = (low + high) // 2
         if len(_filled(lines.tiles, before, limit, costs)) <= workers:
             high = limit
@@ -188,7 +214,7 @@ def _cut(lines: _Lines, tile: int, workers: int, costs: Costs, total: int) -> _F
         pieces.append(list(zip(range(i, j + 1), firsts, ends, strict=False)))
         cost = before[j] - before[i] + (more - done) * costs.tile + (costs.start if more else 0)
         longest = max(longest, cost)
-    return _Found(pieces, parts, longest + _merging(parts, lines, costs))
+    return _Found(pieces, parts, longest)
 
 
 def _filled(tiles: list[int], before: list[int], limit: int, costs: Costs) -> list[tuple[int, int]]:
@@ -216,8 +242,10 @@ def _merging(parts: list[int], lines: _Lines, costs: Costs) -> int:
     return costs.merge + costs.part * most if most > 1 else 0
 
 
-def _written(lines: _Lines, found: _Found, workers: int, empty: list[_Name], ideal: int) -> Plan:
-    """Slots for the pieces of lines that were cut, a line's together and in the order of their keys."""
+def _written(
+    lines: _Lines, found: _Found, finish: int, workers: int, empty: list[_Name], ideal: int, chunk: int | None
+) -> Plan:
+    """Slots for the states of lines that were cut, a line's together and in the order of their keys."""
     merges = [(*name, 0, 0) for name in empty]
     slots, at = 0, [-1] * len(found.parts)
     for i, parts in enumerate(found.parts):
@@ -227,8 +255,9 @@ def _written(lines: _Lines, found: _Found, workers: int, empty: list[_Name], ide
             slots += parts
     place: dict[_Piece, int] = {}
     for piece in sorted([piece for taken in found.pieces for piece in taken if at[piece[0]] >= 0]):
-        place[piece] = at[piece[0]]
-        at[piece[0]] += 1
+        i, first, end = piece
+        place[piece] = at[i]
+        at[i] += 1 if chunk is None else -(-end // chunk) - first // chunk
     items = [
         (*lines.names[i], first, end, place.get((i, first, end), -1))
         for taken in found.pieces
@@ -236,7 +265,7 @@ def _written(lines: _Lines, found: _Found, workers: int, empty: list[_Name], ide
     ]
     starts = [0, *accumulate(map(len, found.pieces))]
     starts += [len(items)] * (workers + 1 - len(starts))
-    return Plan(tuple(starts), rows(items), rows(merges), slots, found.finish, ideal)
+    return Plan(tuple(starts), rows(items), rows(merges), slots, finish, ideal, chunk)
 
 
 def _for_all_heads(one: Plan, heads: int, workers: int) -> Plan:
@@ -251,7 +280,7 @@ def _for_all_heads(one: Plan, heads: int, workers: int) -> Plan:
         merges += mine
     ideal = -(-one.ideal * (len(starts) - 1) // workers)
     starts += [starts[-1]] * (workers + 1 - len(starts))
-    return Plan(tuple(starts), items, merges, one.slots * heads, one.finish, ideal)
+    return Plan(tuple(starts), items, merges, one.slots * heads, one.finish, ideal, one.chunk)
 
 
 def _of_head(one: Plan, head: int) -> "tuple[array[int], array[int]]":

@@ -123,7 +123,8 @@ def _read(
             constants |= {"EIGHT": eight, "ASM": q_TNH.is_cuda}  # the interpreter has no assembler
         triton_splits.attend[ready.capacity.workers,](
             *tensors, *strides, P, items_at, firsts_at, *numbers, LAUNCH_NEXT=ready.overlaps,
-            SINGLE=table.longest_query == 1 and len(q_TNH) == len(table.lengths_R), **constants,
+            SINGLE=table.longest_query == 1 and len(q_TNH) == len(table.lengths_R),
+            CHUNK=layout.chunk if layout.runs else 0, **constants,
         )  # fmt: skip
 
 

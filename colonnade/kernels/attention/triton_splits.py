@@ -8,7 +8,8 @@ same keys, which come from memory once. So the matrix units get a tile of rows w
 m % GROUP, and a block of them may begin in the middle of a group.
 
 A worker is a program that stays and takes one piece after another. A piece that is a whole line writes the output; of
-others the states go to slots in float32, which :mod:`triton_merge` folds, in the order of their keys.
+others the states go to slots in float32, which :mod:`triton_merge` folds, in the order of their keys. Under fixed cuts
+a piece may be a run of chunks, which is read as one and leaves a state of each.
 
 Nothing is believed: keys stop at the length that the device holds, whatever was planned; a page id outside the cache,
 or beyond the table, reads nothing, as if its keys were not there. Products of a page's number and its size are 64-bit.
@@ -152,11 +153,14 @@ def fold(
     H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
     ALIKE: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
     EIGHT: tl.constexpr = None, ASM: tl.constexpr = True,
+    slot=-1, times=1.0, slot_o_ptr=None, slot_lse_ptr=None, CHUNK: tl.constexpr = 0,
 ):  # fmt: skip
     """(o, top, total) with the keys of the tiles from ``start`` to ``stop``; of these there are those below ``high``.
 
     Not MASKED, every row sees all of them. ALIKE, keys and values lie alike in their caches. EIGHT, these are halves
-    of two numbers of 8 bits (see :mod:`triton_eight`), and ``o`` is 0.
+    of two numbers of 8 bits (see :mod:`triton_eight`), and ``o`` is 0. With CHUNK sums begin anew at its multiples, and
+    are those of the last chunk; states of earlier ones, values ``times`` as large, go to slots, that of keys from 0 on
+    to ``slot``.
     """
     EACH: tl.constexpr = 2 if EIGHT is not None else 1
     BELOW: tl.constexpr = 15.0 if EIGHT is not None else 0.0
@@ -200,9 +204,31 @@ def fold(
             o, o_odd = triton_eight.sums(p, v, o * shrink[:, None], o_odd * shrink[:, None], EIGHT, ASM)
         else:
             o = tl.dot(p.to(q.dtype), v.to(q.dtype), o * shrink[:, None], input_precision="ieee")
+        if CHUNK:
+            # Where a chunk ends and another follows, sums are put away and begin anew while tiles are on their way: a
+            # loop for each chunk would begin with nothing on its way, which costs as much as a 10th of a chunk.
+            if ((at + TILE) % CHUNK == 0) & (at + TILE < stop):
+                if EIGHT is not None:
+                    found = triton_eight.joined(o, o_odd)
+                    o_odd = tl.zeros_like(o_odd)
+                else:
+                    found = o
+                found, lse = finish(found * times, top, total, n, there, slopes_ptr, False)
+                to_slot(found, lse, slot + at // CHUNK, there, slot_o_ptr, slot_lse_ptr, H, q.shape[0], BLOCK_H)
+                o, total = tl.zeros_like(o), tl.zeros_like(total)
+                top = tl.full(top.shape, float("-inf"), tl.float32)
     if EIGHT is not None:
         o = triton_eight.joined(o, o_odd)
     return o, top, total
+
+
+@triton.jit
+def to_slot(o, lse, slot, there, slot_o_ptr, slot_lse_ptr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """A state, to be merged."""
+    h = tl.arange(0, BLOCK_H)
+    line = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tl.store(slot_o_ptr + line[:, None] * H + h[None, :], o, there[:, None] & (h < H)[None, :])
+    tl.store(slot_lse_ptr + line, lse, there)
 
 
 @triton.jit
@@ -211,16 +237,31 @@ def write(
     N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """What a piece found: to the output where it is a whole line, else to its slot."""
-    h = tl.arange(0, BLOCK_H)
-    inside = there[:, None] & (h < H)[None, :]
     if slot < 0:
+        h = tl.arange(0, BLOCK_H)
         line = t.to(tl.int64) * N + n
-        tl.store(o_ptr + line[:, None] * H + h[None, :], o.to(o_ptr.dtype.element_ty), inside)
+        tl.store(
+            o_ptr + line[:, None] * H + h[None, :], o.to(o_ptr.dtype.element_ty), there[:, None] & (h < H)[None, :]
+        )
         tl.store(lse_ptr + line, lse, there)
     else:
-        line = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        tl.store(slot_o_ptr + line[:, None] * H + h[None, :], o, inside)
-        tl.store(slot_lse_ptr + line, lse, there)
+        to_slot(o, lse, slot, there, slot_o_ptr, slot_lse_ptr, H, ROWS, BLOCK_H)
+
+
+@triton.jit
+def slot_of(slot, first, end, CHUNK: tl.constexpr):
+    """Where the last chunk of keys ``first`` .. ``end`` − 1 goes, the first going to ``slot``."""
+    return tl.where(slot < 0, slot, slot + tl.maximum(end - 1, first) // CHUNK - first // CHUNK)
+
+
+@triton.jit
+def not_reached(
+    slot, last, there, slot_o_ptr, slot_lse_ptr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """The identity to the slots behind ``slot``, up to ``last``: of chunks that were planned ahead."""
+    o, lse = tl.zeros((ROWS, BLOCK_H), tl.float32), tl.full((ROWS,), float("-inf"), tl.float32)
+    for ahead in range(1, last - slot + 1):
+        to_slot(o, lse, slot + ahead, there, slot_o_ptr, slot_lse_ptr, H, ROWS, BLOCK_H)
 
 
 # They change from step to step.
@@ -232,9 +273,12 @@ def attend(
     N: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, LAUNCH_NEXT: tl.constexpr,
     SINGLE: tl.constexpr, ALIKE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
-    STAGES: tl.constexpr, EIGHT: tl.constexpr = None, ASM: tl.constexpr = True,
+    STAGES: tl.constexpr, EIGHT: tl.constexpr = None, ASM: tl.constexpr = True, CHUNK: tl.constexpr = 0,
 ):  # fmt: skip
-    """All pieces of one worker. SINGLE: every request has one query, number r that of request r."""
+    """All pieces of one worker. SINGLE: every request has one query, number r that of request r.
+
+    With CHUNK a piece is a run of chunks, each of which has a state of its own, in slots one after another.
+    """
     h = tl.arange(0, BLOCK_H)
     # Until keys are on their way, every load that waits for another costs a 30th of a short call: a worker's first
     # piece stands where it is found at once, and where nothing needs to be looked up nothing is.
@@ -263,16 +307,26 @@ def attend(
         total = tl.zeros((ROWS,), tl.float32)
         o = tl.zeros((ROWS, BLOCK_H), tl.float32)
         table_ptr = pages_ptr + request.to(tl.int64) * pages_r
+        times, last = 1.0, slot
+        if CHUNK:
+            last = slot_of(slot, first, end, CHUNK)
+            if SCALED:
+                times = tl.load(v_scale_ptr + head)
         o, top, total = fold(
             q, o, top, total, low, high, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
             k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
             H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, True, TILE, BLOCK_H, STAGES, EIGHT, ASM,
+            slot - first // CHUNK if CHUNK else slot, times, slot_o_ptr, slot_lse_ptr, CHUNK,
         )  # fmt: skip
+        if CHUNK:
+            slot = slot_of(slot, first, high, CHUNK)
         if SCALED:
             o = o * tl.load(v_scale_ptr + head)
         # Sinks are one key, not one a piece: of what was cut the merge adds them.
         o, lse = finish(o, top, total, n, tl.where(slot < 0, there, False), sinks_ptr, SINKS)
         write(o, lse, slot, t, n, there, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, H, ROWS, BLOCK_H)
+        if CHUNK:
+            not_reached(slot, last, there, slot_o_ptr, slot_lse_ptr, H, ROWS, BLOCK_H)
         at_item = plan_ptr + items_at + (start + i + 1) * FIELDS
         more = i + 1 < count
         request, head = tl.load(at_item, more, 0), tl.load(at_item + 1, more, 0)
