@@ -138,7 +138,8 @@ def test_many_rows_fit_the_chip(width: int, rows: int, listed: bool, more: dict,
     tiles = pick(rows, width, 2, 2)
     constants = {
         "N": 32, "GROUP": 8, "H": width, "PAGE": 256, "WINDOW": 0, "CAPPED": False, "SLOPES": False, "SINKS": False,
-        "SCALED": False, "LISTED": listed, "COPIED": False, "BESIDE": False, "ALIKE": True, "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
+        "SCALED": False, "LISTED": listed, "COPIED": False, "BESIDE": False, "ALIKE": True, "ROWS": rows,
+        "TILE": tiles.tile, "STAGES": tiles.stages,
         "BLOCK_H": 1 << (width - 1).bit_length(), **more,
     }  # fmt: skip
     types = {**POINTERS, **NUMBERS, "scale": "fp32", "cap": "fp32"}
