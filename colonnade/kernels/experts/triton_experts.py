@@ -118,11 +118,14 @@ def _(dy, x, order_R, ends_E, routing_TA, up, down, gate, up_b, gate_b, down_b, 
 
 
 def _keep(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # nobody has any of what is kept, and zeros in their place are 4RF bytes
     ctx.save_for_backward(*inputs[:10], *output[1:])
     ctx.activation = inputs[10]
 
 
-def _differentiate(ctx, dy: Tensor, _a: Tensor | None, _u: Tensor | None):
+def _differentiate(ctx, dy: Tensor | None, _a: Tensor | None, _u: Tensor | None):
+    if dy is None:
+        return (None,) * 12
     needs, saved = ctx.needs_input_grad, ctx.saved_tensors  # asked for once: recomputation gives them once
     of_weights = any(needs[4:10])
     dx, d_routing, *rest = _backward(dy, *saved, ctx.activation, needs[0], of_weights)
