@@ -19,13 +19,13 @@ from tests.latent_decoding import LatentCase, LatentMade
 HALF = {"dtype": torch.float16}
 EVERYTHING = {"cap": 1.5, "slopes": True, "sinks": True}
 SMALL = Tiles(16, 4, 2, 1, 4, 32)
-FUSED = SMALL._replace(fused=True)
 CASES: list[tuple[str, Case | LatentCase, Tiles]] = [
     ("decodes", Case([70, 3, 0, 100], [1, 1, 0, 1], K=2, group=5, H=80, page=16, **HALF, **EVERYTHING), SMALL),
     ("several queries", Case([66, 3, 40], [5, 4, 1], K=1, group=3, H=64, page=32, window=20, **HALF), SMALL),
     ("fixed cuts", Case([200, 17], [1, 2], K=2, group=2, H=64, page=16, chunk=32, **HALF), SMALL),
-    ("fused", Case([90, 0, 40], [1, 1, 2], K=2, group=3, H=64, page=16, sinks=True, **HALF), FUSED),
+    ("many fixed cuts", Case([700, 17], [1, 2], K=2, group=2, H=64, page=16, chunk=32, sinks=True, **HALF), SMALL),
     ("8 bits", Case([90, 40], [1, 2], K=2, group=4, H=128, page=16, cache=torch.float8_e4m3fn, **HALF), SMALL),
+    ("chunks in small pages", Case([90, 3], [60, 2], K=1, group=2, H=64, page=8, many=True, **HALF), SMALL),
     ("chunks", Case([90, 3, 67], [60, 2, 67], K=1, group=2, H=64, page=16, many=True, window=50, **HALF), SMALL),
     (
         "shared prefixes",
@@ -49,7 +49,8 @@ def main(device: str) -> None:
         CHOSEN[:] = [tiles]
         same(case.made(device), what)
         print(what, flush=True)
-    for case in (CASES[0][1], replace(CASES[0][1], many=True), CASES[6][1]):
+    named = {what: case for what, case, _ in CASES}
+    for case in (named["decodes"], replace(named["decodes"], many=True), named["chunks"], named["shared prefixes"]):
         made = case.made(device)
         for wrong in (-1, 10**8, 2**31 - 1, -(2**31)):
             made.table.pages_RP[0, ::2] = wrong

@@ -226,7 +226,7 @@ def test_the_merge_fits_the_chip(width: int, part: int, wait: bool, shared: int,
 
     constants = {
         "N": 32, "GROUP": 8, "H": width, "SINKS": True, "WAIT": wait, "ROWS": 16, "USED": 8, "SHARED_ROWS": shared,
-        "PIECES": pieces, "BLOCK_H": part,
+        "PIECES": pieces, "SHARED_PIECES": 64, "BLOCK_H": part,
     }  # fmt: skip
     built = compiled(triton_merge.merge, {**POINTERS, **NUMBERS}, constants, (), warps=4, stages=3)
     assert spilled(built, tmp_path) == 0

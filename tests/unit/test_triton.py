@@ -35,3 +35,12 @@ def test_interpreted_kernels_equal_their_references(module: str, checks: int) ->
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count(" cases") == checks, ran.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton")
+def test_what_the_sanitizer_runs_can_be_made() -> None:
+    """It runs on a GPU alone (tests/gpu/test_sanitizer_gpu.py), where nobody would see it rot."""
+    from tests.sanitized import CASES
+
+    for _, case, _ in CASES:
+        assert case.made().plan.finish > 0
