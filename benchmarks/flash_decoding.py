@@ -2,7 +2,7 @@
 
     python benchmarks/flash_decoding.py                    # the table and its plot: two minutes of one H200
     python benchmarks/flash_decoding.py --flex             # flex_attention too, which compiles for each row
-    python benchmarks/flash_decoding.py --fixed-cuts 1024  # the batch-invariant mode too, cut at every 1024 keys
+    python benchmarks/flash_decoding.py --fixed-cuts 512   # the batch-invariant mode too, cut at every 512 keys
     python benchmarks/flash_decoding.py --sweep 0 300 --pinned 40    # random cells against the best peer; the worst
                                                            # ten; the first 40 also by a dozen configurations of ours
     python benchmarks/flash_decoding.py --tune --widths 128    # measures candidates and costs; decode_tiles.json

