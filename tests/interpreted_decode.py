@@ -169,9 +169,9 @@ def check_fixed_cuts() -> int:
 
 def check_runs_of_chunks() -> int:
     """Lengths around the cuts; groups, queries, features and types; blocks of more rows, whose chunks are single."""
-    around = [0, 1, 511, 512, 513, 1023, 1024, 1025]
+    around = [0, 1, 511, 512, 513, 1025]
     cases = [
-        (HOW[2]._replace(tile=64, workers=1), Case(around, [1] * 8, K=1, group=2, H=16, page=16, chunk=512), 1e-5),
+        (HOW[2]._replace(tile=64, workers=1), Case(around, [1] * 6, K=1, group=2, H=16, page=16, chunk=512), 1e-5),
         (HOW[0], Case([600, 33, 0, 64], [1, 5, 2, 0], K=2, group=3, H=40, page=4, chunk=32), 1e-5),
         (HOW[0], Case([150, 96], [30, 1], K=1, group=1, H=16, page=64, chunk=16, sinks=True), 1e-5),
         (HOW[1], Case([400, 90], [1, 4], K=1, group=5, H=16, page=16, chunk=64, slopes=True, cap=2.0), 1e-5),
@@ -206,7 +206,7 @@ def check_bits_on_both_sides_of_few_chunks() -> int:
     how, few = {"K": 1, "group": 2, "H": 40, "page": 16, "chunk": 16}, triton_merge.FEW_PIECES
     CHOSEN[:] = [HOW[0]]
     count = 0
-    for length in (17, 16 * few, 16 * few + 1, 16 * few + 9):
+    for length in (17, 16 * few + 1):
         # 8 queries a block: some see a chunk more than others.
         made = Case([length], [12], **how).made()
         whole = made.run()
@@ -216,7 +216,7 @@ def check_bits_on_both_sides_of_few_chunks() -> int:
                 assert torch.equal(by_itself(replace(made, layout=layout), t, ahead).o[0], whole.o[t])
                 count += 1
         alone = Case([length], [1], **how).made().run()
-        for at, others, queries in ((0, [300, 5], [1, 1]), (2, [40, 90], [9, 1]), (1, [16, 256, 257], [1, 1, 1])):
+        for at, others, queries in ((0, [300, 5], [1, 1]), (2, [40, 90], [9, 1]), (1, [16, 257], [1, 1])):
             lengths, new = [*others[:at], length, *others[at:]], [*queries[:at], 1, *queries[at:]]
             for ahead in (0, 20):
                 among = Case(lengths, new, **how).made(ahead=ahead, capacity=ahead > 0).run()
