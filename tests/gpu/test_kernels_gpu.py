@@ -5,21 +5,13 @@ import torch
 
 from colonnade.kernels.attention import reference
 from colonnade.kernels.attention.pages import PageTable
-from colonnade.kernels.choose import TABLE, Row
+from colonnade.kernels.choose import Row
+from tests.gpu.rows import rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """bfloat16: rounding the output alone costs 1.7e-3. Gradients pass through two roundings and get twice as much."""
-
-
-def rows(operation: str) -> list:
-    return [
-        pytest.param(row, dtype, id=f"{row.name}-{str(dtype).removeprefix('torch.')}")
-        for row in TABLE
-        if row.operation == operation and row.name != "reference" and "cuda" in row.devices
-        for dtype in row.dtypes
-    ]
 
 
 def heads(T: int, n: int, seed: int, dtype: torch.dtype) -> torch.Tensor:

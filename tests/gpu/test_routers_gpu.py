@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from colonnade.kernels.choose import TABLE, Row, choose
+from colonnade.kernels.choose import Row, choose
 from colonnade.kernels.permute import reference as permute
 from colonnade.kernels.routing import reference
 from colonnade.model.moe.capacity import admit
 from colonnade.model.moe.layer import _finite
 from colonnade.model.moe.losses import load, losses
 from colonnade.parallel.axis import SOLO
+from tests.gpu.rows import rows
 from tests.routers import (
     CHOICES,
     EXPERTS,
@@ -52,15 +53,6 @@ def test_a_gpu_routes_as_a_cpu(name: str) -> None:
     found, reference = _on(name, "cuda"), _on(name, "cpu")
     for what in reference:
         assert_same(found[what].double(), reference[what].double(), what=what)
-
-
-def rows(operation: str) -> list:
-    return [
-        pytest.param(row, dtype, id=f"{row.name}-{str(dtype).removeprefix('torch.')}")
-        for row in TABLE
-        if row.operation == operation and row.name != "reference" and "cuda" in row.devices
-        for dtype in row.dtypes
-    ]
 
 
 def test_our_kernels_are_chosen() -> None:

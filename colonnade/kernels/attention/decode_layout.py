@@ -6,6 +6,7 @@ that is known before the lengths are, so that a captured graph finds the next st
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -202,6 +203,11 @@ class Prepared:
     def overlaps(self) -> bool:
         """Whether the merge is started while the reading goes on, which no interpreter does."""
         return self.flat.is_cuda and self.layout.tiles.overlap and self.merges and not self.layout.many
+
+    @property
+    def early(self) -> dict[str, Any]:
+        """What a launch after the reading takes that begins before its end, where one does."""
+        return {"launch_pdl": True} if self.overlaps else {}
 
     def take(self, plan: Plan | Cascade) -> None:
         """Another step's plan in the place of this one."""

@@ -64,8 +64,8 @@ def attend(
     _read(q_TNH, k_PpKH, v_PpKH, state, slots, table, ready, bends, ready.flat, None)
     if shared is not None:
         theirs = slots_of(state.o, shared.ready), shared.ready, shared.members
-        beside = ready.overlaps, shared.room.places[0]
-        _read(q_TNH, k_PpKH, v_PpKH, state, theirs[0], table, shared.ready, bends, shared.members, beside)
+        groups = ready, shared.room.places[0]
+        _read(q_TNH, k_PpKH, v_PpKH, state, theirs[0], table, shared.ready, bends, shared.members, groups)
     launch(state, slots, table, ready, sinks_N, theirs)
     return state
 
@@ -80,10 +80,10 @@ def _read(
     ready: Prepared,
     bends: tuple[float | None, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, int | None],
     members: Tensor,
-    groups: tuple[bool, int] | None,
+    groups: tuple[Prepared, int] | None,
 ) -> None:
-    """All pieces of a plan. With ``groups`` its requests are groups: whether they are read beside what was launched
-    before, and where they begin in ``members``.
+    """All pieces of a plan. With ``groups`` its requests are groups: what was launched before, beside which they are
+    read, and where they begin in ``members``.
     """
     (_, N, H), (P, page_tokens) = q_TNH.shape, k_PpKH.shape[:2]
     pages_RP = table.pages_RP if table.pages_RP.stride(-1) == 1 else table.pages_RP.contiguous()
@@ -110,13 +110,12 @@ def _read(
         "BLOCK_H": max(16, triton.next_power_of_2(H)), "num_warps": tiles.warps,
     }  # fmt: skip
     if layout.many:
-        beside, groups_at = groups or (False, 0)
+        before, groups_at = groups or (ready, 0)  # of many rows nothing overlaps
         rows = [copied(q_TNH, x, tiles.tile) for x in (k_PpKH, v_PpKH)]
         engine = all(rows)
-        options: dict[str, Any] = {"launch_pdl": True} if beside else {}
         triton_rows.attend[ready.capacity.workers,](
             *tensors, members, *(rows if engine else (none, none)), *strides, P, items_at, firsts_at, groups_at,
-            *numbers, LISTED=groups is not None, COPIED=engine, BESIDE=beside, **constants, **options,
+            *numbers, LISTED=groups is not None, COPIED=engine, BESIDE=before.overlaps, **constants, **before.early,
         )  # fmt: skip
     else:
         if eight:

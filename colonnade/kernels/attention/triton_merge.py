@@ -17,8 +17,6 @@ follows from a row's own position alone, which is how many chunks it sees.
 # pyright: reportGeneralTypeIssues=false
 # A kernel is launched with more than its signature says, and its constants are plain numbers.
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -236,7 +234,6 @@ def launch(
         _launch_chunks(state, slots, table, ready, sinks_N, part, room)
         return
     programs = min(ready.capacity.merges * used * triton.cdiv(H, part), room)
-    options: dict[str, Any] = {"launch_pdl": True} if ready.overlaps else {}
     merge[programs,](
         *state, *slots, ready.flat, table.cu_queries, slots.lse if sinks_N is None else sinks_N,
         *their_slots, theirs.flat, members, places(ready.capacity)[2], places(theirs.capacity)[2],
@@ -244,7 +241,7 @@ def launch(
         ROWS=shape.rows, USED=used,
         SHARED_ROWS=theirs.layout.shape.rows if shared else 0, PIECES=_pieces(ready), SHARED_PIECES=_pieces(theirs),
         BLOCK_H=part, num_warps=4,
-        **options,
+        **ready.early,
     )  # fmt: skip
 
 
@@ -256,10 +253,10 @@ def _launch_chunks(
     """
     (_, N, H), layout = state.o.shape, ready.layout
     used = min(layout.used, layout.shape.group * max(1, table.longest_query))
-    options: dict[str, Any] = {"launch_pdl": True} if ready.overlaps else {}
     merge_chunks[min(ready.capacity.merges * used * triton.cdiv(H, part), room),](
         *state, *slots, ready.flat, table.cu_queries, table.lengths_R, slots.lse if sinks_N is None else sinks_N,
         places(ready.capacity)[2], used, N=N, GROUP=layout.shape.group, H=H, SINKS=sinks_N is not None,
         WAIT=ready.overlaps, ROWS=layout.shape.rows, CHUNK=layout.chunk, FEW=FEW_PIECES,
-        WHOLE=min(WHOLE, triton.next_power_of_2(H)), PIECES=layout.tiles.pieces, BLOCK_H=part, num_warps=4, **options,
+        WHOLE=min(WHOLE, triton.next_power_of_2(H)), PIECES=layout.tiles.pieces, BLOCK_H=part, num_warps=4,
+        **ready.early,
     )  # fmt: skip

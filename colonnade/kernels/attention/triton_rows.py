@@ -23,18 +23,7 @@ itself (programmatic dependent launch): neither reads what the other writes.
 import triton
 from triton import language as tl
 
-from colonnade.kernels.attention.triton_splits import (
-    FIELDS,
-    LOG2_E,
-    finish,
-    fold,
-    page_of,
-    row_of,
-    score,
-    weigh,
-    weigh_products,
-    write,
-)
+from colonnade.kernels.attention.triton_splits import FIELDS, finish, fold, page_of, row_of, weigh_tile, write
 
 
 @triton.jit
@@ -68,15 +57,11 @@ def _fold_copied(
         k, v = k_rows.load([row, head * BLOCK_H]), v_rows.load([row, head * BLOCK_H])
         page = page_of(table_ptr, at + TILE, columns, PAGE, TILE)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if CAPPED or SLOPES:
-            known = tl.where(inside, j, -1) >= 0
-            s = score(s * factor, position, j, known, n, there, slopes_ptr, cap, 0, CAPPED, SLOPES, False)
-            p, shrink, top, total = weigh(s, top, total, 1.0, 0.0)
-        else:
-            lift = tl.where(inside, 0.0, float("-inf"))
-            p, shrink, top, total = weigh_products(
-                s, top, total, factor * LOG2_E, position, j, j >= 0, lift, PAGE, TILE, 0, False
-            )
+        known, lift = tl.where(inside, j, -1) >= 0, tl.where(inside, 0.0, float("-inf"))
+        p, shrink, top, total = weigh_tile(
+            s, top, total, factor, position, j, known, lift, n, there, slopes_ptr, cap,
+            PAGE, TILE, 0, CAPPED, SLOPES, False,
+        )  # fmt: skip
         o = tl.dot(p.to(q.dtype), v, o * shrink[:, None], input_precision="ieee")
     return o, top, total
 

@@ -147,6 +147,19 @@ def weigh_products(
 
 
 @triton.jit
+def weigh_tile(
+    s, top, total, factor, position, j, known, lift, n, there, slopes_ptr, cap,
+    PAGE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
+    MASKED: tl.constexpr, below=0.0,
+):  # fmt: skip
+    """:func:`weigh` of a tile's products, of which scores are ``factor`` times as much before they are bent."""
+    if CAPPED or SLOPES:
+        s = score(s * factor, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES, MASKED)
+        return weigh(s, top, total, 1.0, 0.0, below)
+    return weigh_products(s, top, total, factor * LOG2_E, position, j, known, lift, PAGE, TILE, WINDOW, MASKED, below)
+
+
+@triton.jit
 def fold(
     q, o, top, total, start, stop, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
     k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
@@ -193,13 +206,10 @@ def fold(
             s = triton_eight.products(q, q_odd, k, EIGHT, ASM)
         else:
             s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-        if CAPPED or SLOPES:
-            s = score(s * factor, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES, MASKED)
-            p, shrink, top, total = weigh(s, top, total, 1.0, 0.0, BELOW)
-        else:
-            p, shrink, top, total = weigh_products(
-                s, top, total, factor * LOG2_E, position, j, known, lift, PAGE, TILE, WINDOW, MASKED, BELOW
-            )
+        p, shrink, top, total = weigh_tile(
+            s, top, total, factor, position, j, known, lift, n, there, slopes_ptr, cap,
+            PAGE, TILE, WINDOW, CAPPED, SLOPES, MASKED, BELOW,
+        )  # fmt: skip
         if EIGHT is not None:
             o, o_odd = triton_eight.sums(p, v, o * shrink[:, None], o_odd * shrink[:, None], EIGHT, ASM)
         else:

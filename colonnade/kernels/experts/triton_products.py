@@ -21,8 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from colonnade.kernels.experts import grouped, triton_between, triton_rows, triton_weights
 from colonnade.kernels.experts.tiles import Kernel, Shape, Tiles, pick
 from colonnade.kernels.experts.triton_schedule import padded, programs
-from colonnade.kernels.permute import triton_moves
-from colonnade.kernels.permute.triton_moves import inverse, laid, summed
+from colonnade.kernels.permute.triton_moves import found, laid, summed
 
 
 class Route:
@@ -49,9 +48,9 @@ class Route:
     @cached_property
     def inverse(self) -> Tensor | None:
         """The row of each choice, found once for all who move rows; None where there are too few to need it."""
-        if self.order_R is None or self.weights_TA is None or self.R <= triton_moves.SEARCHED:
+        if self.order_R is None or self.weights_TA is None:
             return None
-        return inverse(self.order_R, *self.weights_TA.shape)
+        return found(self.order_R, *self.weights_TA.shape)
 
     @cached_property
     def row_experts(self) -> Tensor:

@@ -105,35 +105,41 @@ def inverse(order_R: Tensor, T: int, active: int) -> Tensor:
     return inverse_TA
 
 
+def found(order_R: Tensor, T: int, active: int) -> Tensor | None:
+    """:func:`inverse`; None where so few rows are sooner looked through for each choice."""
+    return inverse(order_R, T, active) if len(order_R) > SEARCHED else None
+
+
 def summed(
     x_RD: Tensor, order_R: Tensor, T: int, A: int, weights_TA: Tensor | None = None, ends_E: Tensor | None = None,
     inverse_TA: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """y_TD = Σ_j w_tj x_r(t, j), over the rows before the last end where ends are given; ``inverse_TA`` is
-    :func:`inverse`, where it is known.
+    what :func:`found` gave, where it was asked.
     """
     x_RD, R, D = rows_in(x_RD), len(x_RD), x_RD.shape[1]
     y_TD = x_RD.new_empty(T, D)
     if y_TD.numel():
-        block, few = min(1024, triton.next_power_of_2(D)), R <= SEARCHED
+        block = min(1024, triton.next_power_of_2(D))
+        inverse_TA = found(order_R, T, A) if inverse_TA is None else inverse_TA
         _sum[(T, triton.cdiv(D, block))](
-            x_RD, order_R, None if few else inverse(order_R, T, A) if inverse_TA is None else inverse_TA, ends_E,
-            weights_TA, y_TD, R,
+            x_RD, order_R, inverse_TA, ends_E, weights_TA, y_TD, R,
             0 if ends_E is None else len(ends_E) - 1, D, x_RD.stride(0), A, weights_TA is not None, ends_E is not None,
-            triton.next_power_of_2(max(R, 1)) if few else 0, block,
+            triton.next_power_of_2(max(R, 1)) if inverse_TA is None else 0, block,
         )  # fmt: skip
     return y_TD
 
 
 def laid(x_TD: Tensor, order_R: Tensor, active: int, inverse_TA: Tensor | None = None) -> Tensor:
-    """x_RD: the token of each row; ``inverse_TA`` is :func:`inverse`, where it is known."""
+    """x_RD: the token of each row; ``inverse_TA`` as for :func:`summed`."""
     x_TD, R, (T, D) = rows_in(x_TD), len(order_R), x_TD.shape
     y_RD = x_TD.new_empty(R, D)
     if not y_RD.numel():
         return y_RD
     block = min(1024, triton.next_power_of_2(D))
-    if R > SEARCHED and R > T:
-        inverse_TA = inverse(order_R, T, active) if inverse_TA is None else inverse_TA
+    if R > T and inverse_TA is None:
+        inverse_TA = found(order_R, T, active)
+    if R > T and inverse_TA is not None:
         _deal[(T, triton.cdiv(D, block))](x_TD, inverse_TA, y_RD, D, x_TD.stride(0), active, block)
     else:
         _copy[(R, triton.cdiv(D, block))](x_TD, order_R, y_RD, D, x_TD.stride(0), active, block)

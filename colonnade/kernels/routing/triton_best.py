@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from colonnade.kernels.permute.triton_moves import rows_in
 from colonnade.kernels.routing import reference
 
 HELD = 2048
@@ -53,15 +54,11 @@ def _best(
     tl.store(weights_ptr + t * A + j, (weights * scale).to(weights_ptr.dtype.element_ty), kept)
 
 
-def _rows_in(x_TE: Tensor) -> Tensor:
-    return x_TE if x_TE.stride(1) == 1 else x_TE.contiguous()
-
-
 @torch.library.custom_op("colonnade::best_experts", mutates_args=())
 def _choose(
     compared_TE: Tensor, scores_TE: Tensor, active: int, normalise: bool, scale: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    compared_TE, scores_TE, (T, E) = _rows_in(compared_TE), _rows_in(scores_TE), compared_TE.shape
+    compared_TE, scores_TE, (T, E) = rows_in(compared_TE), rows_in(scores_TE), compared_TE.shape
     ids_TA, weights_TA = compared_TE.new_empty(T, active, dtype=torch.int64), scores_TE.new_empty(T, active)
     if ids_TA.numel():
         padded = max(2, triton.next_power_of_2(E))

@@ -76,8 +76,9 @@ class MixtureOfExperts(nn.Module):
                 own_tD, admitted.ids_TA, admitted.weights_TA, self.experts, self.axes.grid, step, choice.rows, dropout
             )
         zero = out_tD.new_zeros(())
-        dropped = torch.zeros((), dtype=torch.int64, device=x_tD.device)
-        if admitted.ids_TA is not choice.ids_TA:
+        if admitted.ids_TA is choice.ids_TA:
+            dropped = torch.zeros((), dtype=torch.int64, device=x_tD.device)
+        else:
             dropped = (admitted.ids_TA != choice.ids_TA).sum()
         sent = torch.full((), sent_bytes, device=x_tD.device)  # no copy from the host, which would wait
         finite = zero == 0 if logits_tE is None or not len(logits_tE) else _finite(logits_tE.detach())
