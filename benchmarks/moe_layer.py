@@ -42,9 +42,10 @@ from _layer_profile import lines, timeline
 from _layer_share import layer_of, measured, told
 from _report import Headline, folder_of, report
 from _rows import Row, Rows
-from colonnade.kernels.choose import choose
+from colonnade.kernels.choose import CHOSEN, choose
 from colonnade.kernels.experts import grouped
 from colonnade.kernels.experts.reference import Weights
+from colonnade.model.moe.experts import FEW
 
 
 class Shape(NamedTuple):
@@ -88,8 +89,11 @@ def stacks(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Weights, Tens
 def ours(shape: Shape, weights: Weights, kernels: str = "auto") -> Run:
     def run(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
         kind, dtype = x_TD.device.type, x_TD.dtype
+        few = CHOSEN.get(("few_experts", kind, dtype, "auto"))
+        if kernels == "auto" and few and ids_TA.numel() <= FEW and not torch.is_grad_enabled():
+            return few(x_TD, ids_TA, weights_TA, weights, "silu")
         order_R, ends_E = choose("sort_choices", kind, dtype)(ids_TA, shape.E)
-        if kernels == "auto":
+        if kernels in ("auto", "sorted"):
             return choose("routed_experts", kind, dtype)(x_TD, order_R, ends_E, weights_TA, weights, "silu")
         x_RD = choose("gather_rows", kind, dtype)(x_TD, order_R, shape.A)
         y_RD = choose("experts", kind, dtype, kernels)(x_RD, ends_E, weights, "silu")
@@ -150,6 +154,8 @@ def measure(
     weights, both_EgD = stacks(shape, device, dtype)
     down_EDF = weights.down_EFD.detach().transpose(1, 2).contiguous().requires_grad_()
     runs: dict[str, Run | None] = {"colonnade": ours(shape, weights)}
+    if ("few_experts", device, dtype, "auto") in CHOSEN:
+        runs["colonnade, sorted"] = ours(shape, weights, "sorted")
     if grouped.available:
         runs["colonnade, grouped_mm"] = ours(shape, weights, "grouped")
         runs["grouped_mm pipeline"] = pipeline(shape, both_EgD, weights.down_EFD)
@@ -169,6 +175,8 @@ def measure(
         for who, run in runs.items():
             if run is None or (args.who and who not in args.who):
                 continue
+            if who == "colonnade, sorted" and ids_TA.numel() > FEW:
+                continue  # all are, then
             head: Row = {"shape": title, "load": load, "tokens": T, "who": who}
             try:
                 with torch.no_grad():

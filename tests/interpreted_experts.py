@@ -10,9 +10,11 @@ import warnings
 from typing import get_args
 
 import torch
+from torch import Tensor
 
-from colonnade.kernels.experts import reference, tiles, triton_experts
+from colonnade.kernels.experts import reference, tiles, triton_experts, triton_few
 from colonnade.kernels.experts.later import Later
+from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.experts.tiles import Kernel, Tiles
 from colonnade.kernels.permute import reference as permute
 from colonnade.kernels.permute import triton_moves, triton_sort
@@ -104,6 +106,24 @@ def check_mixtures() -> int:
     same(routed_experts(triton_experts.routed), Case(5, 2, 4, 24, 20, biased=True))
     same(routed_experts(triton_experts.routed), Case(5, 2, 4, 17, 33, load="skewed"))
     return len(mixtures) + len(LOADS) + 2
+
+
+def check_few() -> int:
+    """Choices as they come: without an expert, of one expert, with biases, rows that are no multiple of anything."""
+    cases = [
+        Case(1, 2, 4, 32, 24), Case(1, 8, 16, 64, 40, biased=True), Case(4, 8, 16, 528, 96, "one"),
+        Case(3, 2, 5, 48, 33, "some dropped", gated=False, biased=True, activation="gelu"),
+        Case(2, 1, 3, 20, 7, "all dropped", biased=True), Case(1, 1, 1, 600, 70, gated=False, activation="relu"),
+        Case(0, 2, 4, 16, 16),
+    ]  # fmt: skip
+    for case in cases:
+        x, routing, *stacks = (None if it is None else it.detach() for it in case.leaves(torch.float32, "cpu"))
+        weights = Weights(*stacks)
+        got = triton_few.few(x, case.ids(), routing, weights, case.activation)
+        exact = reference.few(x.double(), case.ids(), routing.double(), weights.each(Tensor.double), case.activation)
+        assert got.shape == exact.shape
+        assert (got.double() - exact).norm() <= 1e-6 * exact.norm(), case
+    return len(cases)
 
 
 def check_later() -> int:
@@ -253,6 +273,6 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     # Of rows after an expert's, which nobody has written: a tile that is fetched whole multiplies them, and keeps none.
     warnings.filterwarnings("ignore", "(invalid value|overflow|divide by zero) encountered in matmul")
-    checks = check_experts, check_later, check_rows, check_mixtures, check_bits, check_sort, check_moves
+    checks = check_experts, check_few, check_later, check_rows, check_mixtures, check_bits, check_sort, check_moves
     for check in (*checks, check_counts, check_choice, check_operators):
         print(f"{check.__name__}: {check()} cases", flush=True)

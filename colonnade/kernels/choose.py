@@ -48,6 +48,7 @@ Operation = Literal[
     "expert_sums",
     "routed_experts",
     "routed_later",
+    "few_experts",
     "quantised_experts",
     "experts",
     "dropout_experts",
@@ -89,7 +90,7 @@ def _written_in_triton() -> tuple[Row, ...]:
     from colonnade.kernels.attention import triton_dropout, triton_place
     from colonnade.kernels.dropout import triton_elements
     from colonnade.kernels.experts import quantised_gpu as quantised_experts_gpu
-    from colonnade.kernels.experts import triton_experts
+    from colonnade.kernels.experts import triton_experts, triton_few
     from colonnade.kernels.linear import quantised_gpu, thin_gpu
     from colonnade.kernels.permute import triton_moves, triton_sort
     from colonnade.kernels.routing import triton_best
@@ -104,6 +105,7 @@ def _written_in_triton() -> tuple[Row, ...]:
         Row("place_heads", "triton", triton_place.place, **on),
         Row("routed_experts", "triton", triton_experts.routed, **on),
         Row("routed_later", "triton", triton_experts.routed_later, **on),
+        Row("few_experts", "triton", triton_few.few, **on),
         Row("quantised_experts", "triton", quantised_experts_gpu.routed, **on),
         Row("experts", "triton", triton_experts.experts, **on),
         Row("best_experts", "triton", triton_best.best, **on),

@@ -178,3 +178,25 @@ def test_one_compiled_graph(backward: bool) -> None:
         y = run(x)
         results.append(torch.autograd.grad(y.float().sum(), x)[0] if backward else y)
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 8, 128, 2048, 768), Case(1, 8, 64, 2048, 1408, "some dropped"), Case(4, 8, 16, 512, 96, "one"),
+        Case(3, 2, 5, 1000, 264, "some dropped", gated=False, biased=True, activation="gelu"),
+        Case(16, 2, 8, 1024, 512, biased=True), Case(2, 1, 3, 24, 8, "all dropped", biased=True), Case(0, 2, 4, 64, 64),
+    ],
+    ids=lambda case: f"{case.T}x{case.A}of{case.E}-{case.load}",
+)  # fmt: skip
+def test_a_few_choices_as_they_come(case: Case, dtype: torch.dtype) -> None:
+    x, routing, *stacks = (None if it is None else it.detach() for it in case.leaves(dtype, "cuda"))
+    weights, ids = Weights(*stacks), case.ids().cuda()
+    run = choose("few_experts", "cuda", dtype)
+    got = run(x, ids, routing, weights, case.activation)
+    double = weights.each(torch.Tensor.double)
+    exact = reference.few(x.double(), ids, routing.double(), double, case.activation)
+    assert got.shape == exact.shape and got.dtype == dtype
+    assert float((got.double() - exact).norm()) <= TOLERANCE[dtype] * float(exact.norm())
+    assert torch.equal(run(x, ids, routing, weights, case.activation), got)

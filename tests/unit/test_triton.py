@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
     ("module", "checks"),
     [
         ("interpreted", 5),
-        ("interpreted_experts", 10),
+        ("interpreted_experts", 11),
         ("interpreted_decode", 13),
         ("interpreted_cascade", 7),
         ("interpreted_latent", 5),

@@ -5,6 +5,7 @@ What the interpreter cannot tell: that the compiler accepts a kernel, and what i
 """
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +186,21 @@ def test_a_token_is_read_once_for_all_its_rows(tmp_path: Path) -> None:
     built = compiled(triton_moves._deal, types, {"A": 8, "BD": 1024}, ("D", "stride"), warps=4)
     assert spilled(built, tmp_path) == 0
     assert built.asm["ptx"].count("st.global.v4") == 8
+
+
+def test_few_experts_read_ahead_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
+    from colonnade.kernels.experts import triton_few
+
+    names = ("x_ptr", "gate_ptr", "up_ptr", "gate_b_ptr", "up_b_ptr", "down_ptr", "down_b_ptr", "y_ptr")
+    types = dict.fromkeys(names, "*bf16") | {"ids_ptr": "*i64", "h_ptr": "*fp32", "weights_ptr": "*fp32"}
+    types |= dict.fromkeys(("R", "E", "F", "D", "x_t"), "i32")
+    up, down = ({key: n for key, n in how.items() if key != "num_warps"} for how in (triton_few.UP, triton_few.DOWN))
+    common = {"A": 8, "BIASED": False, "R_PAD": 8}
+    for kernel, constants in (
+        (triton_few.up, {**common, **up, "GATED": True, "ACT": "silu", "STEPS": 2048 // up["BK"]}),
+        (triton_few.down, {**common, **down, "STEPS": 768 // down["BF"], "BD": triton_few.LEAST}),
+    ):
+        built = compiled(kernel, types, constants, ("F", "D", "x_t"), warps=4)
+        assert spilled(built, tmp_path) == 0
+        assert built.metadata.shared * triton_few.A_PROCESSOR <= SHARED_BYTES
+        assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])

@@ -77,3 +77,9 @@ def routed(
     """y_TD: each token through its experts, Σ_j w_tj expert_j(x_t), of choices sorted by ``permute.sort``."""
     x_RD = permute.gather(x_TD, order_R, weights_TA.shape[1])
     return permute.combine(experts(x_RD, ends_E, weights, activation), order_R, weights_TA)
+
+
+def few(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, weights: Weights, activation: str) -> Tensor:
+    """y_TD: the same of choices as they come; those of expert E and more are none."""
+    order_R, ends_E = permute.sort(ids_TA, len(weights.up_EFD))
+    return routed(x_TD, order_R, ends_E, weights_TA, weights, activation)

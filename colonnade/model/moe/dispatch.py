@@ -79,11 +79,13 @@ def where_all_are(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: Exp
     kind, dtype, count = x_TD.device.type, x_TD.dtype, experts.here
     place_TA = ids_TA - grid.ep.rank * count
     mine_TA = (place_TA >= 0) & (place_TA < count) & (ids_TA < experts.count)
-    order_R, ends_E = choose("sort_choices", kind, dtype)(place_TA.where(mine_TA, count), count)
-    weights = experts.weights_for(ends_E, len(order_R))
-    if grid.sh.rank:
-        weights = weights._replace(down_bias_ED=None)  # the first slice's
-    y_TD = experts(x_TD, order_R, ends_E, weights_TA * mine_TA, weights)
+    place_TA, biased = place_TA.where(mine_TA, count), grid.sh.rank == 0  # the output's bias is the first slice's
+    y_TD = experts.few(x_TD, place_TA, weights_TA, biased=biased)
+    if y_TD is None:
+        order_R, ends_E = choose("sort_choices", kind, dtype)(place_TA, count)
+        weights = experts.weights_for(ends_E, len(order_R))
+        weights = weights if biased else weights._replace(down_bias_ED=None)
+        y_TD = experts(x_TD, order_R, ends_E, weights_TA * mine_TA, weights)
     return grid.all.fan_in(y_TD), y_TD.nbytes
 
 
@@ -98,6 +100,8 @@ def _here(
     dropout: ExpertDropout | None,
 ) -> Tensor:
     """All experts are on this rank: those of ``weights``, or its own."""
+    if weights is None and dropout is None and (y_tD := experts.few(x_tD, ids_tA, weights_tA)) is not None:
+        return y_tD
     sort = choose("sort_choices", x_tD.device.type, x_tD.dtype)
     order_R, ends_E = sort(ids_tA, experts.count if weights is None else len(weights.up_EFD), rows)
     taken = weights or experts.weights_for(ends_E, len(order_R))

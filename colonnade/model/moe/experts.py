@@ -20,6 +20,9 @@ from colonnade.parallel.axis import SOLO, Axes, Axis, Grid
 from colonnade.parallel.layout import Experts as Stack
 from colonnade.parallel.layout import Placement
 
+FEW = 32
+"""Choices of a step up to which each finds its expert by itself: what is read twice then is in the level-2 cache."""
+
 
 class Experts(InFloat8):
     """Stacks of weights, hidden units first: (e, f, D) with e = E/ep experts and f = F/sh hidden units."""
@@ -145,6 +148,18 @@ class Experts(InFloat8):
         x_RD = choose("gather_rows", kind, dtype)(x_TD, order_R, routing_TA.shape[1])
         y_RD = choose("dropout_experts", kind, dtype)(x_RD, ends_e, weights, self.activation, dropout)
         return choose("combine_rows", kind, dtype)(y_RD, order_R, routing_TA)
+
+    def few(self, x_TD: Tensor, ids_TA: Tensor, routing_TA: Tensor, *, biased: bool = True) -> Tensor | None:
+        """y_TD of a few choices as they come, without a gradient, where a kernel sorts none; else None. ``biased``:
+        with the output's bias, where there is one.
+        """
+        run, weights = CHOSEN.get(("few_experts", x_TD.device.type, x_TD.dtype, "auto")), self.stored
+        here = self.fetch is None and not self.float8 and isinstance(weights, Weights)
+        if run is None or not here or torch.is_grad_enabled() or ids_TA.numel() > FEW:
+            return None
+        return run(
+            x_TD, ids_TA, routing_TA, weights if biased else weights._replace(down_bias_ED=None), self.activation
+        )
 
     def gathered(self, hidden: Axis, experts: Axis = SOLO) -> Weights:
         """The shares of the ranks along ``hidden``, and of those along ``experts``, laid together."""
