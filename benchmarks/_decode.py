@@ -5,9 +5,13 @@ keys in the level-2 cache; divided by their number. Copies together are at least
 that is as large, and at most :data:`CALLS` (a cache of a few KB is not cold in any server either).
 """
 
+import functools
+import importlib
+import importlib.util
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +32,10 @@ BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+WORKSPACE_BYTES = 2**29
+"""What FlashInfer may put partial results into, more than servers give it."""
+FAILURES = (OSError, ImportError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+"""What FlashInfer raises, beside RuntimeError, where its compiler is missing or a cell is not for it."""
 Run = Callable[[int], Any]
 """One call, on the copy of the cache with that number."""
 
@@ -104,7 +112,9 @@ def ours(tensors: Tensors, *, chunk: int | None = None, in_order: bool = False) 
 
 
 def peers(tensors: Tensors, *, flex: bool = False) -> Iterator[tuple[str, Run]]:
-    """(name, call): eager, SDPA's backends with grouped heads, and with the heads of a group as rows of one; flex."""
+    """(name, call): eager, SDPA's backends with grouped heads, and with the heads of a group as rows of one; FlashInfer
+    where it is installed; flex.
+    """
     cell = tensors.cell
     q, S = tensors.q_BNH, max(cell.lengths)
     q_BKGH = q.unflatten(1, (cell.K, cell.group))
@@ -137,11 +147,68 @@ def peers(tensors: Tensors, *, flex: bool = False) -> Iterator[tuple[str, Run]]:
         yield f"sdpa {name}", sdpa(backend, grouped=True)
         if cell.group > 1:
             yield f"sdpa {name}, heads as rows", sdpa(backend, grouped=False)
+    yield from flashinfer(tensors)
     if flex and mask is None:
         from torch.nn.attention.flex_attention import flex_attention
 
         compiled = torch.compile(flex_attention)
         yield "flex_attention", lambda copy: compiled(q[:, :, None], *cache(copy), enable_gqa=True)[:, :, 0]
+
+
+def flashinfer(tensors: Tensors, *, in_order: bool = False) -> Iterator[tuple[str, Run]]:
+    """FlashInfer, where it is installed, on the pages that ours reads: by CUDA cores and by tensor cores, planned for
+    these lengths alone, and in the mode whose graphs hold for later lengths too.
+
+    A call that it cannot make, or not compile, is a RuntimeError; the first call compiles, and plans.
+    """
+    if importlib.util.find_spec("flashinfer") is None:
+        return
+    cell, q_BNH = tensors.cell, tensors.q_BNH
+    # A copy's pages lie in its own part of the pool as the first one's do in theirs: one plan is all copies'.
+    k, v = (x.flatten(1, 2).unflatten(1, (-1, cell.page)) for x in (tensors.k, tensors.v))
+    lists = page_lists(cell.lengths, (tensors.pages if in_order else tensors.scattered)[0], cell.page)
+
+    # Calls follow each other, so that one is enough for all.
+    workspace = functools.cache(lambda: torch.empty(WORKSPACE_BYTES, device=q_BNH.device, dtype=torch.uint8))
+
+    @functools.cache
+    def planned(tensor_cores: bool, graphs: bool) -> Any:
+        # Buffers that later plans would be copied into; only graphs need them.
+        names = [f"paged_kv_{what}_buffer" for what in ("indptr", "indices", "last_page_len")] if graphs else []
+        wrapper = importlib.import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(
+            workspace(),
+            "NHD",
+            use_tensor_cores=tensor_cores,
+            use_cuda_graph=graphs,
+            **{name: told.to(q_BNH.device) for name, told in zip(names, lists, strict=False)},
+        )
+        heads = q_BNH.shape[1], cell.K, cell.H
+        wrapper.plan(*lists, *heads, cell.page, q_data_type=cell.dtype, kv_data_type=cell.dtype)
+        return wrapper
+
+    def call(tensor_cores: bool, graphs: bool) -> Run:
+        def run(copy: int) -> Tensor:
+            try:
+                return planned(tensor_cores, graphs).run(q_BNH, (k[copy], v[copy]))
+            except FAILURES as why:
+                raise RuntimeError(f"{type(why).__name__}: {why}") from why
+
+        return run
+
+    for graphs, tensor_cores in itertools.product((False, True), repeat=2):
+        name = "flashinfer" + ", tensor cores" * tensor_cores + ", graph mode" * graphs
+        yield name, call(tensor_cores, graphs)
+
+
+def page_lists(lengths: Sequence[int], pages_BP: Tensor, page: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A cache as FlashInfer is told of it, int32 on the CPU: where each request's pages begin and the last one's end
+    (``B + 1``), the pages one request after another, and how many tokens the last page of each holds.
+    """
+    lengths_B = torch.tensor(lengths, dtype=torch.int32)
+    counts_B = (lengths_B + page - 1) // page
+    cu_pages_B1 = torch.nn.functional.pad(counts_B.cumsum(0, dtype=torch.int32), (1, 0))
+    held_BP = torch.arange(pages_BP.shape[1]) < counts_B[:, None]
+    return cu_pages_B1, pages_BP.cpu()[held_BP], lengths_B - (counts_B - 1) * page
 
 
 def exact(tensors: Tensors) -> Tensor:

@@ -16,6 +16,7 @@
                                                            # but those that tune; records go into a temporary folder
 
 Each prints a row as soon as it is measured, checks that all compute the same, and writes a record with its own notes.
+FlashInfer stands beside ours where flashinfer-python is installed; its first call compiles its kernels with nvcc.
 """
 
 import argparse
@@ -41,8 +42,11 @@ from colonnade.kernels.attention import decode_tiles
 TABLE = """Decode attention on the table of the Flash-Decoding article (PyTorch blog, 2023): 16 query heads, 2 key/value
 heads, width 128, float16, one new token for each of B requests of S tokens; and a row of 1 GB. Ours reads pages of 256
 tokens that lie scattered; peers read a contiguous cache: SDPA's backends with grouped heads and with a group's heads as
-rows of one head, whichever they do better, eager torch, and (with --flex) flex_attention. "Fixed cuts" is the
-batch-invariant mode. TB/s count keys and values read once, and of_read sets that against the read bandwidth."""
+rows of one head, whichever they do better, eager torch, and (with --flex) flex_attention. FlashInfer, where it is
+installed, reads the same scattered pages as ours: by CUDA cores and by tensor cores, planned for these lengths alone or
+("graph mode") as for a graph that other lengths would use too. Plans are made before the timing, ours and FlashInfer's,
+though a server makes them for each step. "Fixed cuts" is the batch-invariant mode. TB/s count keys and values read
+once, and of_read sets that against the read bandwidth."""
 ARTICLE = (
     (256, 256), (128, 512), (64, 1024), (32, 2048), (16, 4096), (8, 8192), (4, 16384), (2, 32768), (1, 65536),
     (1, 131072), (16, 65536),

@@ -1,14 +1,18 @@
 """The speed benchmarks of layouts, in small on a CPU: they run to the end, and conclude what they should."""
 
+import importlib.machinery
 import json
 import math
+import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 import _contexts
+import _decode
 import _decode_tune
 import _jobs
 import attention
@@ -226,6 +230,80 @@ def test_flash_decoding_says_what_it_cannot_do(
         with pytest.raises(SystemExit):
             flash_decoding.main(words)
         assert why in " ".join(capsys.readouterr().err.split())
+
+
+def test_page_lists() -> None:
+    """A full last page holds a page of tokens, and not none; pages that nobody filled are not told."""
+    pages_BP = torch.tensor([[5, 3, 9], [0, 7, 1], [2, 8, 4], [6, 10, 11]], dtype=torch.int32)
+    cu_pages_B1, pages_P, last_B = _decode.page_lists((9, 4, 1, 8), pages_BP, 4)
+    assert cu_pages_B1.tolist() == [0, 3, 4, 5, 7]
+    assert pages_P.tolist() == [5, 3, 9, 0, 2, 6, 10]
+    assert last_B.tolist() == [1, 4, 1, 4]
+    assert {x.dtype for x in (cu_pages_B1, pages_P, last_B)} == {torch.int32}
+
+
+class Told:
+    """FlashInfer's wrapper, in torch: what it is constructed with, its plan and its calls mean what they mean there."""
+
+    def __init__(
+        self, _workspace: Tensor, layout: str, *, use_tensor_cores: bool, use_cuda_graph: bool, **buffers
+    ) -> None:
+        assert layout == "NHD" and len(buffers) == (3 if use_cuda_graph else 0)
+        self.tensor_cores = use_tensor_cores
+
+    def plan(self, indptr, indices, last_page_len, N, K, H, page, *, q_data_type, kv_data_type) -> None:
+        if not self.tensor_cores and N // K == 5:
+            raise ValueError("Unsupported group_size: 5")
+        self.lists, self.group, self.page = (indptr, indices, last_page_len), N // K, page
+
+    def run(self, q_BNH: Tensor, pools: tuple[Tensor, Tensor]) -> Tensor:
+        cu, pages, last = (x.tolist() for x in self.lists)
+        parts = []
+        for r, q_NH in enumerate(q_BNH.float()):
+            keys = (cu[r + 1] - cu[r] - 1) * self.page + last[r]
+            k_SNH, v_SNH = (
+                x_PpKH[pages[cu[r] : cu[r + 1]]].flatten(0, 1)[:keys].float().repeat_interleave(self.group, 1)
+                for x_PpKH in pools
+            )
+            s_NS = torch.einsum("nh,snh->ns", q_NH, k_SNH) * q_NH.shape[1] ** -0.5
+            parts.append(torch.einsum("ns,snh->nh", s_NS.softmax(-1), v_SNH))
+        return torch.stack(parts)
+
+
+def test_flashinfer_is_told_the_pages_that_ours_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Told))
+    monkeypatch.setattr(_decode, "WORKSPACE_BYTES", 1)
+    tensors = _decode.Tensors(_decode.Cell((40, 16, 1, 33), K=2, group=4, H=16, page=16), "cpu", copies=2)
+    right, ours = _decode.exact(tensors), _decode.ours(tensors)
+    assert _decode.error(ours, right) > 0.1, "scattered pages are other keys"
+    in_order, scattered = (dict(_decode.flashinfer(tensors, in_order=told)) for told in (True, False))
+    names = ["flashinfer" + cores + mode for mode in ("", ", graph mode") for cores in ("", ", tensor cores")]
+    assert list(in_order) == list(scattered) == names
+    for name in names:
+        assert _decode.error(in_order[name], right) < 1e-6
+        for copy in range(2):
+            o = scattered[name](copy)
+            assert (o - ours(copy).float()).norm() < 2e-3 * o.norm(), f"{name}, copy {copy}"
+    assert not set(names) - {name for name, _ in _decode.peers(tensors)}
+
+
+def test_flashinfer_fails_with_a_line_or_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
+    monkeypatch.setattr(_decode, "WORKSPACE_BYTES", 1)
+    tensors = _decode.Tensors(_decode.Cell((40, 3), K=1, group=5, H=16, page=16), "cpu")
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Told))
+    runs = dict(_decode.flashinfer(tensors))
+    with pytest.raises(RuntimeError, match="ValueError: Unsupported group_size: 5"):
+        runs["flashinfer"](0)
+    assert runs["flashinfer, tensor cores"](0).shape == tensors.q_BNH.shape
+    monkeypatch.setitem(sys.modules, "flashinfer", None)  # found, and cannot be imported
+    for _, call in _decode.flashinfer(tensors):
+        with pytest.raises(RuntimeError, match="flashinfer"):
+            call(0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not list(_decode.flashinfer(tensors))
+    assert not [name for name, _ in _decode.peers(tensors) if name.startswith("flashinfer")]
 
 
 def test_small_figures_are_not_rounded_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
