@@ -3,7 +3,7 @@
     python benchmarks/attention.py               # one GPU, a minute
     python benchmarks/attention.py --tiny        # a CPU, to see that it runs
 
-Causal, bfloat16, random numbers, caches overwritten before each run; medians. ``chosen`` is what a model calls
+Causal, bfloat16, random numbers, other numbers in the caches before each run; medians. ``chosen`` is what a model calls
 (:func:`colonnade.kernels.attention.sdpa.packed` with torch's own choice of a kernel); the rest is asked for by name,
 once with grouped heads as they are and once with keys and values repeated for each query head, whose gradients are
 summed. TFLOP/s count the lower triangle: 2 · 2 · B · N · S² / 2 · H forward, 2.5 times that backward.

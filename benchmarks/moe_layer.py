@@ -14,9 +14,10 @@ uniform, or Zipf's: experts are drawn without replacement with chances 1/1, 1/2,
 Operations are those of the rows there are, without padding: 6RDF forward and 12RDF more backward. Their rate is set
 against one dense product of 8192³ random numbers in the same run; at few tokens the bytes of the experts that were
 chosen, read once, against the bandwidth of a copy in the same run. Each timing is a median; before each the level-2
-cache is overwritten. Forward passes that do not wait for the device are replayed as graphs, so that launches, which a
-real decoder replays too, do not count; ``waits`` says who does. A peer that fails, or computes something else, has a
-row that says why, and the rest goes on; each row is on disk as soon as it is there; after ``--minutes`` none begins.
+cache is filled by reading other numbers. Forward passes that do not wait for the device are replayed as graphs, so that
+launches, which a real decoder replays too, do not count; ``waits`` says who does. A peer that fails, or computes
+something else, has a row that says why, and the rest goes on; each row is on disk as soon as it is there; after
+``--minutes`` none begins.
 
 Rows are of the experts alone; ``router_dispatch_combine`` is the share of all that is no product of experts in the
 layer as a model has it, with its router, by the times of its kernels (``_layer_share.py``).
@@ -45,7 +46,7 @@ from _rows import Row, Rows
 from colonnade.kernels.choose import CHOSEN, choose
 from colonnade.kernels.experts import grouped
 from colonnade.kernels.experts.reference import Weights
-from colonnade.model.moe.experts import FEW
+from colonnade.model.moe.experts import are_few
 
 
 class Shape(NamedTuple):
@@ -89,9 +90,14 @@ def stacks(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Weights, Tens
 def ours(shape: Shape, weights: Weights, kernels: str = "auto") -> Run:
     def run(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
         kind, dtype = x_TD.device.type, x_TD.dtype
-        few = CHOSEN.get(("few_experts", kind, dtype, "auto"))
-        if kernels == "auto" and few and ids_TA.numel() <= FEW and not torch.is_grad_enabled():
-            return few(x_TD, ids_TA, weights_TA, weights, "silu")
+        unsorted = CHOSEN.get(("few_experts", kind, dtype, "auto"))
+        if (
+            kernels == "auto"
+            and unsorted
+            and are_few(len(ids_TA), shape.A, shape.E, weights)
+            and not torch.is_grad_enabled()
+        ):
+            return unsorted(x_TD, ids_TA, weights_TA, weights, "silu")
         order_R, ends_E = choose("sort_choices", kind, dtype)(ids_TA, shape.E)
         if kernels in ("auto", "sorted"):
             return choose("routed_experts", kind, dtype)(x_TD, order_R, ends_E, weights_TA, weights, "silu")
@@ -175,7 +181,7 @@ def measure(
         for who, run in runs.items():
             if run is None or (args.who and who not in args.who):
                 continue
-            if who == "colonnade, sorted" and ids_TA.numel() > FEW:
+            if who == "colonnade, sorted" and not are_few(T, shape.A, shape.E, weights):
                 continue  # all are, then
             head: Row = {"shape": title, "load": load, "tokens": T, "who": who}
             try:

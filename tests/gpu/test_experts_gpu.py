@@ -5,11 +5,15 @@ from typing import get_args
 import pytest
 import torch
 
+from colonnade.config import ModelConfig, MoeConfig
+from colonnade.kernels import choose as chosen
 from colonnade.kernels.choose import TABLE, Row, choose
 from colonnade.kernels.experts import reference
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.experts.tiles import CHOSEN, Kernel, Tiles
 from colonnade.kernels.permute import reference as permute
+from colonnade.model.moe import MixtureOfExperts, Routed
+from colonnade.parallel.axis import SOLO_AXES
 from tests.experts import LOADS, Case, experts_of_rows, experts_with_dropout, gradients, routed_experts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -200,3 +204,27 @@ def test_a_few_choices_as_they_come(case: Case, dtype: torch.dtype) -> None:
     assert got.shape == exact.shape and got.dtype == dtype
     assert float((got.double() - exact).norm()) <= TOLERANCE[dtype] * float(exact.norm())
     assert torch.equal(run(x, ids, routing, weights, case.activation), got)
+
+
+@pytest.mark.parametrize("T", [1, 3, 40])
+def test_a_layer_says_the_same_with_and_without_a_gradient(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one, choices of few tokens find their experts by themselves."""
+    moe = MoeConfig(experts=16, active=4, ffn_width=96)
+    config = ModelConfig(
+        vocab_size=64, layers=1, width=128, heads=4, ffn_width=96, context=64, activation="silu", gated=True, moe=moe
+    )
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(config, moe, SOLO_AXES, device=torch.device("cuda"), dtype=torch.bfloat16)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x_TD, calls = torch.randn(T, 128, device="cuda").bfloat16(), []
+    key = "few_experts", "cuda", torch.bfloat16, "auto"
+    run = chosen.CHOSEN[key]
+    monkeypatch.setitem(chosen.CHOSEN, key, lambda *given: calls.append(given) or run(*given))
+    routed = Routed(torch.zeros(T, dtype=torch.int64, device="cuda"), None, None)
+    said = layer(x_TD, T, routed)[0]
+    assert not calls
+    with torch.no_grad():
+        got = layer(x_TD, T, routed)[0]
+    assert len(calls) == (T * 4 <= 64)
+    assert float((said - got).float().norm()) <= 8e-3 * float(said.float().norm())

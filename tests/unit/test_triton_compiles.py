@@ -195,10 +195,10 @@ def test_few_experts_read_ahead_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
     types = dict.fromkeys(names, "*bf16") | {"ids_ptr": "*i64", "h_ptr": "*fp32", "weights_ptr": "*fp32"}
     types |= dict.fromkeys(("R", "E", "F", "D", "x_t"), "i32")
     up, down = ({key: n for key, n in how.items() if key != "num_warps"} for how in (triton_few.UP, triton_few.DOWN))
-    common = {"A": 8, "BIASED": False, "R_PAD": 8}
+    common = {"A": 8, "BIASED": False, "R_PAD": 8, "EARLY": True}
     for kernel, constants in (
         (triton_few.up, {**common, **up, "GATED": True, "ACT": "silu", "STEPS": 2048 // up["BK"]}),
-        (triton_few.down, {**common, **down, "STEPS": 768 // down["BF"], "BD": triton_few.LEAST}),
+        (triton_few.down, {**common, **down, "STEPS": -(-768 // down["BF"]), "BD": triton_few.LEAST}),
     ):
         built = compiled(kernel, types, constants, ("F", "D", "x_t"), warps=4)
         assert spilled(built, tmp_path) == 0

@@ -7,7 +7,8 @@ What a decode step of one request takes is reading its experts once, and then ev
 laying them out for the matrix units, and summing over them are three, and the tiles of one row mostly empty. Here a
 choice finds its expert's weights by itself, and the choices of a token are summed where they are made. Of tokens that
 chose the same expert each reads it again, from the level-2 cache. As in :mod:`..linear.triton_thin` tiles of weights
-are on their way STAGES − 1 ahead of the one in use, through all that a program does.
+are on their way STAGES − 1 ahead of the one in use, through all that a program does; and with EARLY the second launch
+stands ready when the first ends.
 
 A choice of no expert has no part in the sum. The bits are the same each time.
 """
@@ -27,12 +28,14 @@ from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.experts.triton_activation import activate
 from colonnade.kernels.permute.triton_moves import rows_in
 
-UP = {"BN": 8, "BK": 512, "V": 8, "STAGES": 4, "num_warps": 4}
-DOWN = {"BF": 64, "STAGES": 6, "num_warps": 4}
+UP = {"BN": 4, "BK": 1024, "V": 8, "STAGES": 3, "num_warps": 4}
+DOWN = {"BF": 512, "STAGES": 4, "num_warps": 4}
 A_PROCESSOR = 2
 """Programs of the first product that stay, a multiprocessor."""
 LEAST, WIDEST = 16, 64
 """Outputs of a program of the second product: as many as leave every multiprocessor one."""
+ROOM = 2**17
+"""Bytes of a multiprocessor's shared memory for the tiles of the second product."""
 
 
 @triton.jit
@@ -48,7 +51,7 @@ def up(
     x_ptr, ids_ptr, gate_ptr, up_ptr, gate_b_ptr, up_b_ptr, h_ptr, R, E, F, D, x_t,
     A: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, ACT: tl.constexpr,
     STEPS: tl.constexpr, R_PAD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, V: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """h, in float32; a thread has V neighbouring inputs, which are STEPS · BK."""
     C: tl.constexpr = BK // V
@@ -56,6 +59,9 @@ def up(
     rows = tl.arange(0, R_PAD)
     ids = tl.load(ids_ptr + rows, rows < R, E).to(tl.int32)
     first, programs, blocks = tl.program_id(0), tl.num_programs(0), (F + BN - 1) // BN
+    if EARLY:
+        # The second product may take its places now; it waits for the end of this before it reads h.
+        tl.extra.cuda.gdc_launch_dependents()
     mine = (R * blocks - first + programs - 1) // programs
     acc, acc_u = tl.zeros([BN, C], tl.float32), tl.zeros([BN, C], tl.float32)
     for i in tl.range(0, mine * STEPS, num_stages=STAGES):
@@ -92,13 +98,15 @@ def up(
 def down(
     h_ptr, ids_ptr, weights_ptr, down_ptr, down_b_ptr, y_ptr, R, E, F, D,
     A: tl.constexpr, BIASED: tl.constexpr, STEPS: tl.constexpr, R_PAD: tl.constexpr, BF: tl.constexpr,
-    BD: tl.constexpr, STAGES: tl.constexpr,
+    BD: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y of BD outputs of one token; its hidden units are STEPS · BF."""
     t, d = tl.program_id(0), tl.program_id(1) * BD + tl.arange(0, BD)
     f, rows = tl.arange(0, BF), tl.arange(0, R_PAD)
     ids = tl.load(ids_ptr + rows, rows < R, E).to(tl.int32)
     acc = tl.zeros([BF, BD], tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     for i in tl.range(0, A * STEPS, num_stages=STAGES):
         r = t * A + i // STEPS
         e, there = _expert_of(ids, r, E, R_PAD)
@@ -132,14 +140,17 @@ def _few(
     how = {"R_PAD": max(2, triton.next_power_of_2(R))}
     block = min(UP["BK"], max(16, triton.next_power_of_2(D)))
     blocks = R * triton.cdiv(F, UP["BN"])
+    early = x_TD.is_cuda and torch.cuda.get_device_capability(x_TD.device) >= (9, 0)
     up[min(blocks, A_PROCESSOR * chip),](
         x_TD, ids_R, gate_EFD, up_EFD, gate_b, up_b, h_RF, R, E, F, D, x_TD.stride(0), A, gate_EFD is not None,
-        up_b is not None, activation, triton.cdiv(D, block), **how, **{**UP, "BK": block},
+        up_b is not None, activation, triton.cdiv(D, block), **how, **{**UP, "BK": block}, EARLY=early,
     )  # fmt: skip
     wide = min(WIDEST, max(LEAST, triton.next_power_of_2(T * D // chip)))
+    fits = ROOM // (wide * x_TD.itemsize * DOWN["STAGES"])
+    high = min(DOWN["BF"], 1 << fits.bit_length() - 1)
     down[T, triton.cdiv(D, wide)](
-        h_RF, ids_R, weights_R, down_EFD, down_b, y_TD, R, E, F, D, A, down_b is not None,
-        triton.cdiv(F, DOWN["BF"]), **how, BD=wide, **DOWN,
+        h_RF, ids_R, weights_R, down_EFD, down_b, y_TD, R, E, F, D, A, down_b is not None, triton.cdiv(F, high), **how,
+        BD=wide, **{**DOWN, "BF": high}, EARLY=early, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return y_TD
 

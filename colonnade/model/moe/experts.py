@@ -20,8 +20,19 @@ from colonnade.parallel.axis import SOLO, Axes, Axis, Grid
 from colonnade.parallel.layout import Experts as Stack
 from colonnade.parallel.layout import Placement
 
-FEW = 32
-"""Choices of a step up to which each finds its expert by itself: what is read twice then is in the level-2 cache."""
+FEW, TWICE = 64, 2**26
+"""Choices of few tokens at most, and bytes of weights that they are expected to read more than once: in that time they
+are sorted.
+"""
+
+
+def are_few(T: int, A: int, E: int, weights: Weights) -> bool:
+    """Whether T tokens that go to A of E experts each are so few that every choice should find its expert by itself.
+
+    Two tokens that choose evenly have A²/E experts in common, whose weights are read again.
+    """
+    expert_bytes = sum(w.nbytes for w in weights.tensors) / max(1, len(weights.up_EFD))
+    return T * A <= FEW and A * A / E * T * (T - 1) / 2 * expert_bytes <= TWICE
 
 
 class Experts(InFloat8):
@@ -150,12 +161,14 @@ class Experts(InFloat8):
         return choose("combine_rows", kind, dtype)(y_RD, order_R, routing_TA)
 
     def few(self, x_TD: Tensor, ids_TA: Tensor, routing_TA: Tensor, *, biased: bool = True) -> Tensor | None:
-        """y_TD of a few choices as they come, without a gradient, where a kernel sorts none; else None. ``biased``:
-        with the output's bias, where there is one.
+        """y_TD of choices as they come, without a gradient, where a kernel sorts none and tokens are few; else None.
+        ``biased``: with the output's bias, where there is one.
         """
         run, weights = CHOSEN.get(("few_experts", x_TD.device.type, x_TD.dtype, "auto")), self.stored
-        here = self.fetch is None and not self.float8 and isinstance(weights, Weights)
-        if run is None or not here or torch.is_grad_enabled() or ids_TA.numel() > FEW:
+        elsewhere = self.fetch is not None or self.float8
+        if run is None or elsewhere or not isinstance(weights, Weights) or torch.is_grad_enabled():
+            return None
+        if not are_few(len(ids_TA), ids_TA.shape[1], self.count, weights):
             return None
         return run(
             x_TD, ids_TA, routing_TA, weights if biased else weights._replace(down_bias_ED=None), self.activation
