@@ -1,6 +1,7 @@
 """What kernels are told of the device that they are launched on, and how it gets small lists of numbers."""
 
 import functools
+import math
 from array import array
 from collections.abc import Sequence
 from itertools import chain
@@ -14,6 +15,14 @@ from torch import Tensor
 def processors(device: torch.device) -> int:
     """Multiprocessors; Triton's interpreter, on a CPU, has none, and a few show all that can go wrong."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> float:
+    """Of a multiprocessor's fast memory, what one program may take; Triton's interpreter has no such limit."""
+    if device.type != "cuda":
+        return math.inf
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:

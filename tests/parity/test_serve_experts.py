@@ -1,12 +1,16 @@
 """Experts in an engine over several ranks: greedy tokens are the reference forward's, whoever holds which experts."""
 
 import pytest
+import torch
 
 from colonnade.config import Plan
+from colonnade.kernels.choose import CHOSEN
+from colonnade.kernels.experts import reference
+from colonnade.model.moe import MixtureOfExperts
 from colonnade.parallel.mesh import Ground
 from tests.serve import tiny
 from tests.serve.ranks import LIMITS, MODELS, expected, serve
-from tests.worlds import run
+from tests.worlds import assert_same, run
 
 pytestmark = pytest.mark.xdist_group("worlds")
 
@@ -51,3 +55,48 @@ def _exchanged(plan: dict[str, int]) -> int:
 def test_all_ranks_hold_the_tokens_so_that_only_a_sum_travels() -> None:
     """Of 5 tokens of 24 numbers in float64."""
     assert run(2, _exchanged, {"tp": 2, "ep": 2}) == [5 * 24 * 8] * 2
+
+
+def _few(plan: dict[str, int], name: str, fetched: bool) -> int:
+    """Logits with choices of few tokens as they come, where the reference stands for the kernel, are those without;
+    how many layers did so. ``fetched``: from elsewhere, where experts that nobody chose are not numbers.
+    """
+    calls = []
+
+    def counted(*given: object) -> torch.Tensor:
+        calls.append(given)
+        return reference.few(*given)  # type: ignore[arg-type]
+
+    def fetch_of(layer: MixtureOfExperts):
+        def fetch(ends_e: torch.Tensor | None, rows: int) -> reference.Weights:
+            stored = layer.experts.stored
+            assert ends_e is not None and isinstance(stored, reference.Weights)
+            none_e = ends_e.diff(prepend=ends_e.new_zeros(1)) == 0
+            return stored.each(lambda w: torch.where(none_e.view(-1, *[1] * (w.dim() - 1)), torch.nan, w.detach()))
+
+        return fetch
+
+    with Ground.build(Plan(**plan)) as ground, torch.no_grad():
+        model = tiny.model(ground.axes.serving(), **MODELS[name])
+        wanted = tiny.logits(model, [5, 2, 7])
+        key = "few_experts", "cpu", torch.float64, "auto"
+        CHOSEN[key] = counted
+        for layer in model.modules():
+            if fetched and isinstance(layer, MixtureOfExperts):
+                layer.experts.fetch = fetch_of(layer)
+        try:
+            assert_same(tiny.logits(model, [5, 2, 7]), wanted)
+        finally:
+            del CHOSEN[key]
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    ("plan", "name", "fetched"),
+    [
+        ({}, "biased", True), ({"tp": 2, "ep": 2}, "experts", True), ({"tp": 2, "sh": 2}, "biased", False),
+        ({"tp": 4, "ep": 2, "sh": 2}, "four_heads", False),
+    ],
+)  # fmt: skip
+def test_choices_of_few_tokens_as_they_come(plan: dict[str, int], name: str, *, fetched: bool) -> None:
+    assert all(count > 0 for count in run(plan.get("tp", 1), _few, plan, name, fetched))

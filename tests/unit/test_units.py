@@ -73,6 +73,27 @@ def test_what_the_assembler_is_told_makes_numbers_of_all_halves(dtype: torch.dty
             assert torch.equal(made("float8", j)[made_of][there], wanted[there])
 
 
+def of_meta(kind: str, inputs: int, group: int = 64) -> Any:
+    """A matrix without numbers."""
+    from colonnade.kernels.linear.quantise import Quantised
+
+    four = kind == "int4"
+    stored = torch.empty(64, inputs // 8 if four else inputs, dtype=torch.int32 if four else torch.int8, device="meta")
+    scales = torch.empty(64, inputs // group if four else 1, 2 if four else 1, device="meta")
+    return Quantised(kind, stored, scales, inputs, group if four else inputs)  # type: ignore[arg-type]
+
+
+def types_of(kind: str) -> dict[str, str]:
+    """Of the kernel's arguments, but the number of rows."""
+    types = dict.fromkeys(("x_ptr", "gain_ptr", "b_ptr", "c_ptr", "more_ptr", "y_ptr"), "*bf16")
+    types |= dict.fromkeys(("w_ptr", "u_ptr"), "*i16") | {"eps": "fp32"}
+    return (
+        types
+        | dict.fromkeys(("w_scale_ptr", "u_scale_ptr"), "*i32" if kind == "int4" else "*fp32")
+        | dict.fromkeys(SIZES, "i32")
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "rows", "gated", "inputs", "tiles", "most"),
     [
@@ -94,19 +115,12 @@ def test_a_weight_is_few_instructions(
     kind: str, rows: int, gated: bool, inputs: int, tiles: Tiles, most: float, tmp_path: Path
 ) -> None:
     from colonnade.kernels.linear import triton_units, units_gpu
-    from colonnade.kernels.linear.quantise import Quantised
 
-    four = kind == "int4"
-    stored = torch.empty(64, inputs // 8 if four else inputs, dtype=torch.int32 if four else torch.int8, device="meta")
-    scales = torch.empty(64, inputs // 64 if four else 1, 2 if four else 1, device="meta")
-    weight = Quantised(kind, stored, scales, inputs, 64 if four else inputs)  # type: ignore[arg-type]
+    four, weight = kind == "int4", of_meta(kind, inputs)
     constants: dict[str, Any] = units_gpu.cut(weight, rows, tiles)
     limits = {"maxnreg": constants.pop("maxnreg")} if "maxnreg" in constants else {}
     assert ("maxnreg" in limits) == (tiles is TWO)
-    types = dict.fromkeys(("x_ptr", "gain_ptr", "b_ptr", "c_ptr", "more_ptr", "y_ptr"), "*bf16")
-    types |= dict.fromkeys(("w_ptr", "u_ptr"), "*i16") | {"eps": "fp32"}
-    types |= dict.fromkeys(("w_scale_ptr", "u_scale_ptr"), "*i32" if four else "*fp32")
-    types |= dict.fromkeys(SIZES, "i32") | ({"rows": "i32"} if rows > 1 else {})
+    types = types_of(kind) | ({"rows": "i32"} if rows > 1 else {})
     constants |= {
         "rows": rows, "NORM": inputs != 11008, "ACT": "silu" if gated else "", "BIASED": False, "ADDED": not gated,
         "BN": tiles.BN, "STAGES": tiles.stages, "ASM": True,
@@ -134,6 +148,56 @@ def test_a_weight_is_few_instructions(
     lifts = {"int4": "0x43004300", "int8": "0x43004300", "float8": "0x07F007F0"}
     assert lifts[kind] in ptx and "mma.sync.aligned.m16n8k16.row.col.f32.bf16" in ptx
     assert ptx.index("prefetch.global.L2") < ptx.index("ld.global")
+
+
+def test_rows_of_any_length_fit() -> None:
+    """Tiles of the table were measured with 4096 and 11,008 inputs: they stay, and any other number fits too."""
+    from colonnade.kernels.linear import thin_tiles, units_gpu
+
+    for row in thin_tiles.table():
+        if not row["tiles"] or not row["tiles"].get("units"):
+            continue
+        tiles, rows, gated = Tiles(**row["tiles"]), row["rows"], row["gated"]
+        own = of_meta(row["kind"], row["inputs"])
+        assert units_gpu.cut(own, rows, tiles, gated=gated, normed=True, room=SHARED_BYTES) == units_gpu.cut(
+            own, rows, tiles
+        )
+        for inputs, group in itertools.product((576, 5120, 8192, 11008, 28672), (32, 64)):
+            found = units_gpu.cut(
+                of_meta(row["kind"], inputs, group), rows, tiles, gated=gated, normed=True, room=SHARED_BYTES
+            )
+            taken = units_gpu.on_their_way(found, tiles, gated=gated, normed=True)
+            assert taken + units_gpu.CONVERTED <= SHARED_BYTES, (row, inputs)
+            assert found["STEPS"] * found["BATCH"] * found["K"] * (4 if row["kind"] == "int4" else 2) >= inputs
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "gated", "inputs"),
+    [
+        ("int8", 8, True, 5120),
+        ("int4", 16, False, 8192),
+        pytest.param("int4", 2, True, 11008, marks=pytest.mark.long),
+        pytest.param("int8", 1, False, 4096, marks=pytest.mark.long),
+        pytest.param("float8", 3, True, 8192, marks=pytest.mark.long),
+    ],
+)
+def test_what_is_reckoned_is_what_the_compiler_takes(kind: str, rows: int, gated: bool, inputs: int) -> None:
+    from colonnade.kernels.linear import thin_tiles, triton_units, units_gpu
+
+    tiles = thin_tiles.pick(kind, rows, 11008 if gated else 12288, inputs, gated=gated)
+    assert tiles is not None
+    weight = of_meta(kind, inputs)
+    constants = units_gpu.cut(weight, rows, tiles, gated=gated, normed=gated, room=SHARED_BYTES)
+    assert "maxnreg" not in constants
+    reckoned = units_gpu.on_their_way(constants, tiles, gated=gated, normed=gated)
+    types = types_of(kind) | {"rows": "i32"}
+    constants |= {
+        "NORM": gated, "ACT": "silu" if gated else "", "BIASED": False, "ADDED": False, "BN": tiles.BN,
+        "STAGES": tiles.stages, "ASM": True,
+    }  # fmt: skip
+    constants |= units_gpu.ahead(constants)
+    built = compiled(triton_units.units, types, constants, SIZES, warps=tiles.warps)
+    assert reckoned <= built.metadata.shared <= reckoned + units_gpu.CONVERTED
 
 
 def test_how_a_product_is_cut_for_matrix_units() -> None:

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from colonnade.kernels.device import processors
+from colonnade.kernels.device import processors, shared_bytes
 from colonnade.kernels.linear import fused, quantised_gpu, reference, thin_tiles, triton_thin, units_gpu
 from colonnade.kernels.linear.fused import Gate, Matrix, Scale
 from colonnade.kernels.linear.quantise import NIBBLES, Quantised
@@ -116,7 +116,8 @@ def launch(
     groups = weight.scales.shape[1] if isinstance(weight, Quantised) and kind == "int4" else 0
     if tiles.units:
         assert isinstance(weight, Quantised), "the matrix units of this kernel multiply quantised weights"
-        constants |= units_gpu.cut(weight, T, tiles)
+        room = shared_bytes(x_TD.device)
+        constants |= units_gpu.cut(weight, T, tiles, gated=gate is not None, normed=norm is not None, room=room)
         units_gpu.launch(programs, tensors, (*sizes, w.stride(0) * w.element_size() // 2, groups), eps, constants)
         return y_TF
     columns = w.shape[1]

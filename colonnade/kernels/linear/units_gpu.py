@@ -3,6 +3,7 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
 # A kernel is launched with more than its signature says, and its constants are plain numbers.
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ DEPTH = 16
 
 REGISTERS = 1 << 16
 """Of a multiprocessor."""
+CONVERTED = 8 << 10
+"""Bytes of shared memory, at most, in which the compiler lays out anew what it has in registers."""
 
 
 def fits(x_TD: Tensor, weight: Matrix) -> bool:
@@ -31,8 +34,33 @@ def fits(x_TD: Tensor, weight: Matrix) -> bool:
     return weight.values.stride(1) == 1 and weight.values.stride(0) * weight.values.element_size() % 2 == 0
 
 
-def cut(weight: Quantised, rows: int, tiles: Tiles) -> dict[str, Any]:
-    """The kernel's constants that depend on sizes; BATCH · K halves of 16 bits are a step."""
+def cut(
+    weight: Quantised, rows: int, tiles: Tiles, *, gated: bool = False, normed: bool = False, room: float = math.inf
+) -> dict[str, Any]:
+    """The kernel's constants that depend on sizes; BATCH · K halves of 16 bits are a step.
+
+    Tiles were measured where a step is a whole row. Rows that are longer than those take several, in each of which x is
+    on its way too, and a gate's second matrix: as many halves as fit into ``room`` bytes of shared memory.
+    """
+    while True:
+        found = _cut(weight, rows, tiles)
+        if tiles.BK <= DEPTH or on_their_way(found, tiles, gated=gated, normed=normed) + CONVERTED <= room:
+            return found
+        tiles = tiles._replace(BK=tiles.BK // 2)
+
+
+def on_their_way(constants: dict[str, Any], tiles: Tiles, *, gated: bool, normed: bool) -> int:
+    """Bytes of shared memory of the steps that are brought ahead."""
+    four, many = constants["KIND"] == "int4", constants["STEPS"] > 1
+    halves = constants["BATCH"] * constants["K"]
+    step = 2 * tiles.BN * halves + (4 * tiles.BN * constants["BATCH"] * constants["PARTS"] if four else 0)
+    if many:
+        inputs = halves * (4 if four else 2)
+        step = step * (2 if gated else 1) + 2 * inputs * (constants["M"] + normed)
+    return (tiles.stages - 1) * step
+
+
+def _cut(weight: Quantised, rows: int, tiles: Tiles) -> dict[str, Any]:
     M = triton.next_power_of_2(rows)
     row_bytes = weight.values.shape[1] * weight.values.element_size()
     stored = max(DEPTH, min(tiles.BK, triton.next_power_of_2(weight.values.shape[1])))

@@ -164,15 +164,18 @@ class Experts(InFloat8):
         """y_TD of choices as they come, without a gradient, where a kernel sorts none and tokens are few; else None.
         ``biased``: with the output's bias, where there is one.
         """
-        run, weights = CHOSEN.get(("few_experts", x_TD.device.type, x_TD.dtype, "auto")), self.stored
-        elsewhere = self.fetch is not None or self.float8
-        if run is None or elsewhere or not isinstance(weights, Weights) or torch.is_grad_enabled():
+        kind, dtype = x_TD.device.type, x_TD.dtype
+        run, weights = CHOSEN.get(("few_experts", kind, dtype, "auto")), self.stored
+        if run is None or self.float8 or not isinstance(weights, Weights) or torch.is_grad_enabled():
             return None
         if not are_few(len(ids_TA), ids_TA.shape[1], self.count, weights):
             return None
-        return run(
-            x_TD, ids_TA, routing_TA, weights if biased else weights._replace(down_bias_ED=None), self.activation
-        )
+        if self.fetch is not None:  # which experts to fetch is still to be counted
+            found = self.fetch(choose("sort_choices", kind, dtype)(ids_TA, self.here)[1], ids_TA.numel())
+            assert isinstance(found, Weights), "what is stored as it is is fetched as it is"
+            weights = found
+        weights = weights if biased else weights._replace(down_bias_ED=None)
+        return run(x_TD, ids_TA, routing_TA, weights, self.activation)
 
     def gathered(self, hidden: Axis, experts: Axis = SOLO) -> Weights:
         """The shares of the ranks along ``hidden``, and of those along ``experts``, laid together."""
