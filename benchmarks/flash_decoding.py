@@ -67,6 +67,9 @@ def table(cells: Sequence[tuple[int, int]], device: str, read: float, args: argp
     return rows
 
 
+MANNERS = (", heads as rows", ", graph mode", ", fixed cuts")
+
+
 def draw_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """The article's plot: time over the length of the context at 65,536 tokens in all, who by who."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -76,10 +79,15 @@ def draw_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     whole = max(row["B"] * row["S"] for row in rows if row["B"] * row["S"] <= 65_536)
+    colours: dict[str, str] = {}
     for who in dict.fromkeys(row["who"] for row in rows):
         at = [(row["S"], row["us"]) for row in rows if row["who"] == who and row["B"] * row["S"] == whole]
-        wide = who.startswith("colonnade")
-        axes.loglog(*zip(*at, strict=True), marker="o", markersize=3, linewidth=2.4 if wide else 1.1, label=who)
+        # Another manner of the same kernel has its colour.
+        kernel = next((who.removesuffix(end) for end in MANNERS if who.endswith(end)), who)
+        axes.loglog(
+            *zip(*at, strict=True), color=colours.setdefault(kernel, f"C{len(colours)}"), marker="o", markersize=3,
+            linewidth=2.4 if kernel == "colonnade" else 1.1, linestyle="-" if kernel == who else ":", label=who,
+        )  # fmt: skip
     if whole == 65_536:
         theirs = [(S, us) for (B, S), us in A100.items() if whole == B * S]
         axes.loglog(*zip(*theirs, strict=True), "--", color="#9aa5b1", label="Flash-Decoding, A100 (the article)")
