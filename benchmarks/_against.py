@@ -23,7 +23,7 @@ def measured(cell: Cell, device: str, read: float, *, flex: bool, chunk: int | N
     if chunk:
         who.append(("colonnade, fixed cuts", ours(tensors, chunk=chunk)))
     rows = []
-    in_order = dict(flashinfer(tensors, in_order=True))
+    in_order = dict(flashinfer(tensors, in_order=True)) if device == "cuda" else {}
     for name, run in [*who, *(peers(tensors, flex=flex) if device == "cuda" else [])]:
         try:
             # Not a number is no small error, either.

@@ -34,7 +34,7 @@ BACKENDS = {
 }
 WORKSPACE_BYTES = 2**29
 """What FlashInfer may put partial results into, more than servers give it."""
-FAILURES = (OSError, ImportError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+FAILURES = (OSError, ImportError, ValueError, LookupError, AssertionError)
 """What FlashInfer raises, beside RuntimeError, where its compiler is missing or a cell is not for it."""
 Run = Callable[[int], Any]
 """One call, on the copy of the cache with that number."""

@@ -1,19 +1,22 @@
 """What one pass of a layer of experts spends its time on, kernel by kernel, in the order in which they ran."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-PRODUCTS = {"up": [2], "down": [1, 2], "hidden_back": [1], "weights_back": [2, 1]}
+PRODUCTS = {"few_up": [2], "few_down": [1], "up": [2], "down": [1, 2], "hidden_back": [1], "weights_back": [2, 1]}
 """How many products of 2RDF operations each of our kernels does, in the order of its calls, of a gated layer."""
 LIBRARYS = ("gemm", "cutlass", "nvjet")
 """Parts of the names of torch's products, each one of 2RDF."""
 
 
 def timeline(run: Callable[[], object], *, gpu: bool) -> list[tuple[str, float, float]]:
-    """(name, start, duration) in µs of each kernel of one run, after two to warm up; of each operator on a CPU."""
+    """(name, start, duration) in µs of each kernel of one run, after two to warm up; of each operator on a CPU.
+
+    A kernel that stands ready while the one before it runs begins when that ends.
+    """
     for _ in range(2):
         run()
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
@@ -26,7 +29,17 @@ def timeline(run: Callable[[], object], *, gpu: bool) -> list[tuple[str, float, 
         for e in record.events() or []
         if (e.device_type == DeviceType.CUDA if gpu else e.cpu_parent is None)
     ]
-    return sorted(kernels, key=lambda it: it[1])
+    return after_each_other(kernels)
+
+
+def after_each_other(kernels: Iterable[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
+    """In the order in which they began, without the time in which the one before was still there."""
+    found, end = [], 0.0
+    for name, start, took in sorted(kernels, key=lambda it: it[1]):
+        begun = max(start, end)
+        end = max(end, start + took)
+        found.append((name, begun, end - begun))
+    return found
 
 
 def lines(kernels: list[tuple[str, float, float]], product_flops: float, dense_flops: float) -> list[str]:

@@ -4,7 +4,8 @@
 lengths; 1 to 128 query heads in groups of 1 to 16 for a key/value head, heads of 64, 128 or 256; pages of 16 to 256
 tokens. ``ahead`` is the best peer's time over ours. Peers read gathered keys, padded to the longest request, ours pages
 that lie scattered, as does FlashInfer where it is installed, by CUDA cores and by tensor cores, with plans made before
-the timing, as ours. ``pinned_us`` is the best of a dozen configurations of ours that were told instead of looked up.
+the timing, as ours. ``pinned_us``, where it was asked for, is the best of a dozen configurations of ours that were told
+instead of looked up.
 """
 
 import concurrent.futures

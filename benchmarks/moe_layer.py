@@ -46,7 +46,7 @@ from _rows import Row, Rows
 from colonnade.kernels.choose import CHOSEN, choose
 from colonnade.kernels.experts import grouped
 from colonnade.kernels.experts.reference import Weights
-from colonnade.model.moe.experts import are_few
+from colonnade.model.moe.experts import are_few, unsorted
 
 
 class Shape(NamedTuple):
@@ -90,14 +90,8 @@ def stacks(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Weights, Tens
 def ours(shape: Shape, weights: Weights, kernels: str = "auto") -> Run:
     def run(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
         kind, dtype = x_TD.device.type, x_TD.dtype
-        unsorted = CHOSEN.get(("few_experts", kind, dtype, "auto"))
-        if (
-            kernels == "auto"
-            and unsorted
-            and are_few(len(ids_TA), shape.A, shape.E, weights)
-            and not torch.is_grad_enabled()
-        ):
-            return unsorted(x_TD, ids_TA, weights_TA, weights, "silu")
+        if kernels == "auto" and (run := unsorted(x_TD, ids_TA, weights, shape.E)) is not None:
+            return run(x_TD, ids_TA, weights_TA, weights, "silu")
         order_R, ends_E = choose("sort_choices", kind, dtype)(ids_TA, shape.E)
         if kernels in ("auto", "sorted"):
             return choose("routed_experts", kind, dtype)(x_TD, order_R, ends_E, weights_TA, weights, "silu")

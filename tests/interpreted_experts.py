@@ -109,21 +109,26 @@ def check_mixtures() -> int:
 
 
 def check_few() -> int:
-    """Choices as they come: without an expert, of one expert, with biases, rows that are no multiple of anything."""
+    """Choices as they come: without an expert, of one expert, with biases, rows that are no multiple of anything, and
+    of several steps; the second of each token an expert that another rank has.
+    """
+    triton_few.UP.update(BN=8, BK=64)
+    triton_few.DOWN.update(BF=32)
     cases = [
-        Case(1, 2, 4, 32, 24), Case(1, 8, 16, 64, 40, biased=True), Case(4, 8, 16, 528, 96, "one"),
+        Case(1, 2, 4, 32, 24), Case(1, 8, 16, 64, 40, biased=True), Case(4, 8, 16, 80, 16, "one"),
         Case(3, 2, 5, 48, 33, "some dropped", gated=False, biased=True, activation="gelu"),
-        Case(2, 1, 3, 20, 7, "all dropped", biased=True), Case(1, 1, 1, 600, 70, gated=False, activation="relu"),
-        Case(0, 2, 4, 16, 16),
+        Case(2, 1, 3, 20, 7, "all dropped", biased=True), Case(1, 1, 1, 130, 70, gated=False, activation="relu"),
+        Case(0, 2, 4, 16, 16), Case(1, 2, 4, 150, 40, biased=True), Case(2, 2, 4, 24, 100),
     ]  # fmt: skip
     for case in cases:
         x, routing, *stacks = (None if it is None else it.detach() for it in case.leaves(torch.float32, "cpu"))
-        weights = Weights(*stacks)
-        got = triton_few.few(x, case.ids(), routing, weights, case.activation)
-        exact = reference.few(x.double(), case.ids(), routing.double(), weights.each(Tensor.double), case.activation)
-        assert got.shape == exact.shape
-        assert (got.double() - exact).norm() <= 1e-6 * exact.norm(), case
-    return len(cases)
+        weights, ids = Weights(*stacks), case.ids()
+        for there in (ids, torch.where(torch.arange(case.A) % 2 == 1, case.E, ids)):
+            got = triton_few.few(x, there, routing, weights, case.activation)
+            exact = reference.few(x.double(), there, routing.double(), weights.each(Tensor.double), case.activation)
+            assert got.shape == exact.shape
+            assert (got.double() - exact).norm() <= 1e-6 * exact.norm(), case
+    return 2 * len(cases)
 
 
 def check_later() -> int:
@@ -258,6 +263,8 @@ def check_operators() -> int:
     operators = torch.ops.colonnade
     torch.library.opcheck(operators.experts.default, (x, order_R, ends_E, routing, *stacks, "silu", True))
     torch.library.opcheck(operators.experts.default, (x, None, ends_E.clamp(max=4), None, *stacks, "silu", True))
+    given = [None if it is None else it.detach() for it in (x, routing, *stacks)]
+    torch.library.opcheck(operators.few_experts.default, (given[0], case.ids(), *given[1:], "silu"))
     torch.library.opcheck(operators.sort_choices.default, (case.ids(), case.E))
     torch.library.opcheck(operators.count_choices.default, (case.ids(), case.E))
     scores = torch.rand(5, 6, requires_grad=True)
@@ -266,7 +273,7 @@ def check_operators() -> int:
     torch.library.opcheck(operators.gather_rows.default, (x, order_R, 2))
     y = torch.randn(8, 16, requires_grad=True)
     torch.library.opcheck(operators.combine_rows.default, (y, order_R, routing, 4, 2))
-    return 8
+    return 9
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def _written_in_triton() -> tuple[Row, ...]:
         Row("place_heads", "triton", triton_place.place, **on),
         Row("routed_experts", "triton", triton_experts.routed, **on),
         Row("routed_later", "triton", triton_experts.routed_later, **on),
-        Row("few_experts", "triton", triton_few.few, **on),
+        Row("few_experts", "triton", triton_few.few, **on),  # elsewhere choices are sorted for "routed_experts"
         Row("quantised_experts", "triton", quantised_experts_gpu.routed, **on),
         Row("experts", "triton", triton_experts.experts, **on),
         Row("best_experts", "triton", triton_best.best, **on),

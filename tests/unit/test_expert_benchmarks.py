@@ -209,6 +209,9 @@ def test_a_profile_says_what_each_kernel_took(
     rates = [float(line.split()[-5]) if "TFLOP/s" in line else None for line in found[:-1]]
     assert rates == [1000.0, 500.0, 500.0, 1000.0, 1000.0, 500.0, 500.0, None], "of one product or two"
     assert found[-1].split() == ["78.0", "us", "in", "all,", "8", "kernels,", "14.0", "us", "between", "them"]
+    ready = [("few_up", 2.0, 20.0), ("few_down", 3.0, 30.0), ("copy", 40.0, 5.0), ("early", 41.0, 1.0)]
+    taken = [("few_up", 2.0, 20.0), ("few_down", 22.0, 11.0), ("copy", 40.0, 5.0), ("early", 45.0, 0.0)]
+    assert _layer_profile.after_each_other(ready[::-1]) == taken
     monkeypatch.setattr("sys.argv", ["it", "--tiny", "--profile", "--shapes", "qwen3", "--loads", "zipf"])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     moe_layer.main()

@@ -198,6 +198,13 @@ def test_an_idle_expert_is_not_read() -> None:
     ],
 )  # fmt: skip
 def test_tokens_are_few(tokens: int, active: int, experts: int, width: int, hidden: int, *, are: bool) -> None:
-    """As measured on one H200 in bfloat16: where two tokens have large experts in common, sorting pays."""
+    """Where tokens are expected to have large experts in common, sorting pays, or costs nothing."""
     stack = torch.empty(experts, hidden, width, dtype=torch.bfloat16, device="meta")
     assert are_few(tokens, active, experts, Weights(stack, stack, stack)) == are
+
+
+def test_of_a_few_experts_here_few_are_read_twice() -> None:
+    """Of 8 ranks one has an eighth of what 8 tokens have in common."""
+    stack = torch.empty(128, 768, 2048, dtype=torch.bfloat16, device="meta")
+    assert not are_few(8, 8, 128, Weights(stack, stack, stack))
+    assert are_few(8, 8, 128, Weights(stack[:16], stack[:16], stack[:16]))

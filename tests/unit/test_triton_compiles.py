@@ -196,11 +196,22 @@ def test_few_experts_read_ahead_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
     types |= dict.fromkeys(("R", "E", "F", "D", "x_t"), "i32")
     up, down = ({key: n for key, n in how.items() if key != "num_warps"} for how in (triton_few.UP, triton_few.DOWN))
     common = {"A": 8, "BIASED": False, "R_PAD": 8, "EARLY": True}
-    for kernel, constants in (
-        (triton_few.up, {**common, **up, "GATED": True, "ACT": "silu", "STEPS": 2048 // up["BK"]}),
-        (triton_few.down, {**common, **down, "STEPS": -(-768 // down["BF"]), "BD": triton_few.LEAST}),
-    ):
-        built = compiled(kernel, types, constants, ("F", "D", "x_t"), warps=4)
+    built = compiled(
+        triton_few.few_up, types, {**common, **up, "GATED": True, "ACT": "silu", "STEPS": 2048 // up["BK"]},
+        ("F", "D", "x_t"), warps=4,
+    )  # fmt: skip
+    assert spilled(built, tmp_path) == 0
+    assert built.metadata.shared * triton_few.A_PROCESSOR <= SHARED_BYTES
+    weight_bytes = 2 * (up["STAGES"] - 1) * up["BN"] * up["BK"] * 2
+    assert built.metadata.shared > weight_bytes
+    copies = len(re.findall(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"]))
+    assert copies * 16 * 32 * 4 > weight_bytes
+    for outputs, room in ((triton_few.LEAST, SHARED_BYTES), (triton_few.WIDEST, 99 << 10)):
+        high = triton_few.tile_rows(outputs, 2, room)
+        constants = {**common, **down, "STEPS": -(-768 // high), "BF": high, "BD": outputs}
+        built = compiled(triton_few.few_down, types, constants, ("F", "D", "x_t"), warps=4)
         assert spilled(built, tmp_path) == 0
-        assert built.metadata.shared * triton_few.A_PROCESSOR <= SHARED_BYTES
-        assert re.search(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"])
+        weight_bytes = (down["STAGES"] - 1) * high * outputs * 2
+        assert weight_bytes < built.metadata.shared <= room
+        copies = len(re.findall(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"]))
+        assert copies * 16 * 32 * 4 > weight_bytes

@@ -80,6 +80,6 @@ def routed(
 
 
 def few(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, weights: Weights, activation: str) -> Tensor:
-    """y_TD: the same of choices as they come; those of expert E and more are none."""
+    """y_TD: the same of choices as they come; those of expert E are none."""
     order_R, ends_E = permute.sort(ids_TA, len(weights.up_EFD))
     return routed(x_TD, order_R, ends_E, weights_TA, weights, activation)

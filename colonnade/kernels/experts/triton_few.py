@@ -6,9 +6,9 @@
 What a decode step of one request takes is reading its experts once, and then every launch counts: sorting its choices,
 laying them out for the matrix units, and summing over them are three, and the tiles of one row mostly empty. Here a
 choice finds its expert's weights by itself, and the choices of a token are summed where they are made. Of tokens that
-chose the same expert each reads it again, from the level-2 cache. As in :mod:`..linear.triton_thin` tiles of weights
-are on their way STAGES − 1 ahead of the one in use, through all that a program does; and with EARLY the second launch
-stands ready when the first ends.
+chose the same expert each reads it again, from memory where it is large. As in :mod:`..linear.triton_thin` tiles of
+weights are on their way STAGES − 1 ahead of the one in use, through all that a program does; and with EARLY the second
+launch stands ready when the first ends.
 
 A choice of no expert has no part in the sum. The bits are the same each time.
 """
@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from colonnade.kernels.device import processors
+from colonnade.kernels.device import processors, shared_bytes
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.experts.triton_activation import activate
 from colonnade.kernels.permute.triton_moves import rows_in
@@ -33,9 +33,9 @@ DOWN = {"BF": 512, "STAGES": 4, "num_warps": 4}
 A_PROCESSOR = 2
 """Programs of the first product that stay, a multiprocessor."""
 LEAST, WIDEST = 16, 64
-"""Outputs of a program of the second product: as many as leave every multiprocessor one."""
-ROOM = 2**17
-"""Bytes of a multiprocessor's shared memory for the tiles of the second product."""
+"""Outputs of a program of the second product: about as many as leave every multiprocessor one."""
+ROOM, SCRATCH = 2**17, 1024
+"""Bytes of shared memory for the tiles of the second product, and for what the compiler needs beside them."""
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _expert_of(ids, r, E, R_PAD: tl.constexpr):
 
 
 @triton.jit
-def up(
+def few_up(
     x_ptr, ids_ptr, gate_ptr, up_ptr, gate_b_ptr, up_b_ptr, h_ptr, R, E, F, D, x_t,
     A: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, ACT: tl.constexpr,
     STEPS: tl.constexpr, R_PAD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, V: tl.constexpr,
@@ -95,7 +95,7 @@ def up(
 
 
 @triton.jit
-def down(
+def few_down(
     h_ptr, ids_ptr, weights_ptr, down_ptr, down_b_ptr, y_ptr, R, E, F, D,
     A: tl.constexpr, BIASED: tl.constexpr, STEPS: tl.constexpr, R_PAD: tl.constexpr, BF: tl.constexpr,
     BD: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
@@ -124,6 +124,12 @@ def down(
     tl.store(y_ptr + t.to(tl.int64) * D + d, y.to(y_ptr.dtype.element_ty), d < D)
 
 
+def tile_rows(outputs: int, element_bytes: int, room: float) -> int:
+    """Hidden units of a tile of the second product, of which STAGES − 1 with their h are on their way in ``room``."""
+    fits = int(min(ROOM, room - SCRATCH)) // ((DOWN["STAGES"] - 1) * (outputs * element_bytes + 4))
+    return min(DOWN["BF"], 1 << fits.bit_length() - 1)
+
+
 @torch.library.custom_op("colonnade::few_experts", mutates_args=())
 def _few(
     x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, up_EFD: Tensor, down_EFD: Tensor, gate_EFD: Tensor | None,
@@ -141,14 +147,13 @@ def _few(
     block = min(UP["BK"], max(16, triton.next_power_of_2(D)))
     blocks = R * triton.cdiv(F, UP["BN"])
     early = x_TD.is_cuda and torch.cuda.get_device_capability(x_TD.device) >= (9, 0)
-    up[min(blocks, A_PROCESSOR * chip),](
+    few_up[min(blocks, A_PROCESSOR * chip),](
         x_TD, ids_R, gate_EFD, up_EFD, gate_b, up_b, h_RF, R, E, F, D, x_TD.stride(0), A, gate_EFD is not None,
         up_b is not None, activation, triton.cdiv(D, block), **how, **{**UP, "BK": block}, EARLY=early,
     )  # fmt: skip
     wide = min(WIDEST, max(LEAST, triton.next_power_of_2(T * D // chip)))
-    fits = ROOM // (wide * x_TD.itemsize * DOWN["STAGES"])
-    high = min(DOWN["BF"], 1 << fits.bit_length() - 1)
-    down[T, triton.cdiv(D, wide)](
+    high = tile_rows(wide, x_TD.itemsize, shared_bytes(x_TD.device))
+    few_down[T, triton.cdiv(D, wide)](
         h_RF, ids_R, weights_R, down_EFD, down_b, y_TD, R, E, F, D, A, down_b is not None, triton.cdiv(F, high), **how,
         BD=wide, **{**DOWN, "BF": high}, EARLY=early, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
@@ -162,5 +167,4 @@ def _(x_TD, ids_TA, weights_TA, up_EFD, down_EFD, gate_EFD, up_b, gate_b, down_b
 
 def few(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, weights: Weights, activation: str) -> Tensor:
     """y_TD (see :func:`reference.few`); no gradient."""
-    w = weights.each(lambda it: it.contiguous())
-    return _few(x_TD, ids_TA, weights_TA, w[0], w[1], w[2], w[3], w[4], w[5], activation)
+    return _few(x_TD, ids_TA, weights_TA, *weights.each(Tensor.contiguous), activation)

@@ -29,10 +29,19 @@ are sorted.
 def are_few(T: int, A: int, E: int, weights: Weights) -> bool:
     """Whether T tokens that go to A of E experts each are so few that every choice should find its expert by itself.
 
-    Two tokens that choose evenly have A²/E experts in common, whose weights are read again.
+    Two tokens that choose evenly have A²/E experts in common; of those that are among ``weights`` the weights are read
+    again.
     """
-    expert_bytes = sum(w.nbytes for w in weights.tensors) / max(1, len(weights.up_EFD))
-    return T * A <= FEW and A * A / E * T * (T - 1) / 2 * expert_bytes <= TWICE
+    here_bytes = sum(w.nbytes for w in weights.tensors)
+    return T * A <= FEW and (A / E) ** 2 * T * (T - 1) / 2 * here_bytes <= TWICE
+
+
+def unsorted(x_TD: Tensor, ids_TA: Tensor, weights: Weights, E: int) -> Callable[..., Tensor] | None:
+    """What computes with choices as they come, where it can and they are few; None: they are to be sorted first."""
+    run = CHOSEN.get(("few_experts", x_TD.device.type, x_TD.dtype, "auto"))
+    if run is None or torch.is_grad_enabled() or not are_few(len(ids_TA), ids_TA.shape[1], E, weights):
+        return None
+    return run
 
 
 class Experts(InFloat8):
@@ -164,14 +173,15 @@ class Experts(InFloat8):
         """y_TD of choices as they come, without a gradient, where a kernel sorts none and tokens are few; else None.
         ``biased``: with the output's bias, where there is one.
         """
-        kind, dtype = x_TD.device.type, x_TD.dtype
-        run, weights = CHOSEN.get(("few_experts", kind, dtype, "auto")), self.stored
-        if run is None or self.float8 or not isinstance(weights, Weights) or torch.is_grad_enabled():
+        weights = self.stored
+        if self.float8 or not isinstance(weights, Weights):
             return None
-        if not are_few(len(ids_TA), ids_TA.shape[1], self.count, weights):
+        run = unsorted(x_TD, ids_TA, weights, self.count)
+        if run is None:
             return None
         if self.fetch is not None:  # which experts to fetch is still to be counted
-            found = self.fetch(choose("sort_choices", kind, dtype)(ids_TA, self.here)[1], ids_TA.numel())
+            sort = choose("sort_choices", x_TD.device.type, x_TD.dtype)
+            found = self.fetch(sort(ids_TA, self.here)[1], ids_TA.numel())
             assert isinstance(found, Weights), "what is stored as it is is fetched as it is"
             weights = found
         weights = weights if biased else weights._replace(down_bias_ED=None)
