@@ -97,14 +97,16 @@ def against(asked: tuple[Cell, bool], device: str, read: float, until: float) ->
         return None
     here = measured(cell, device, read, flex=False)
     peer, row = best_peer(here), next(row for row in here if row["who"] == "colonnade")
-    best_us = pinned_us(cell, device) if pinned else None
+    told: dict[str, Any] = {}
+    if pinned:
+        best_us = pinned_us(cell, device)
+        told = {"pinned_us": best_us, "of_pinned": figures(best_us / row["us"]) if best_us else None}
     return {
         **row,
         "peer": peer["who"] if peer else None,
         "peer_us": peer["us"] if peer else None,
         "ahead": ahead(here),
-        "pinned_us": best_us,
-        "of_pinned": figures(best_us / row["us"]) if best_us else None,
+        **told,
     }
 
 

@@ -57,7 +57,7 @@ def page(records: list[dict[str, Any]]) -> str:
     ]
     firsts, told = dict[str, str](), dict[str, set[str]]()
     for record in records:
-        columns = list(dict.fromkeys(key for row in record["rows"] for key in row if row[key] is not None))
+        columns = list(dict.fromkeys(key for row in record["rows"] for key in row))
         cells = [[number(row.get(key)) for key in columns] for row in record["rows"]]
         versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
         parts += [f"## {record['file'].removesuffix('.json')}", f"`{record['command']}`"]
