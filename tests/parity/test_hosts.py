@@ -95,8 +95,10 @@ def single(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.mark.parametrize(
     ("plan", "local"),
-    [(Plan(tp=2), 1), (Plan(tp=2, dp=2), 2)],
-    ids=["tensor parallel across", "tensor parallel within, data parallel across"],
+    [
+        pytest.param(Plan(tp=2), 1, id="tensor parallel across"),
+        pytest.param(Plan(tp=2, dp=2), 2, id="tensor parallel within, data parallel across", marks=pytest.mark.long),
+    ],
 )
 def test_two_machines_train_as_one_process(single: RunConfig, plan: Plan, local: int, tmp_path: Path) -> None:
     run = single.but(name="hosts", runs=tmp_path, plan=plan)
