@@ -127,6 +127,7 @@ def test_nan_is_a_miss(tmp_path: Path) -> None:
 # -- what is right passes ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long  # a model of experts has its few plans of four processes in test_verify_moe
 def test_a_few_plans_of_four_processes(tmp_path: Path) -> None:
     """Those in which most choices meet; the whole covering set is below."""
     plans = covering(all_plans(4, MODEL.but(layers=4)))[:6]

@@ -111,8 +111,15 @@ def test_the_blocks_products_are_in_float8_and_the_heads_is_not() -> None:
     assert not torch.equal(seen[1], seen[2])
 
 
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("kind", ["none", "full"])
+@pytest.mark.parametrize(
+    ("scaling", "kind"),
+    [
+        ("tensorwise", "full"),
+        ("rowwise", "none"),
+        pytest.param("tensorwise", "none", marks=pytest.mark.long),
+        pytest.param("rowwise", "full", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:.*should not be instantiated")
 def test_float8_compiles_as_one_graph(scaling: str, kind: str) -> None:
     torch._dynamo.reset()
