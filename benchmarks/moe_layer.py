@@ -90,8 +90,8 @@ def stacks(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Weights, Tens
 def ours(shape: Shape, weights: Weights, kernels: str = "auto") -> Run:
     def run(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
         kind, dtype = x_TD.device.type, x_TD.dtype
-        if kernels == "auto" and (run := unsorted(x_TD, ids_TA, weights, shape.E)) is not None:
-            return run(x_TD, ids_TA, weights_TA, weights, "silu")
+        if kernels == "auto" and (few := unsorted(x_TD, ids_TA, weights, shape.E)) is not None:
+            return few(x_TD, ids_TA, weights_TA, weights, "silu")
         order_R, ends_E = choose("sort_choices", kind, dtype)(ids_TA, shape.E)
         if kernels in ("auto", "sorted"):
             return choose("routed_experts", kind, dtype)(x_TD, order_R, ends_E, weights_TA, weights, "silu")

@@ -75,8 +75,8 @@ def test_products(how: tuple[str, int], size: tuple[int, int], dtype: torch.dtyp
             # The library's kernels round at every step, and widen quantised weights to the type of x.
             ours = thin_tiles.pick(kind, rows, F, D, gated="gate" in way) if rows <= thin_tiles.MOST else None
             room = 1 if ours else 3
-            if ours and ours.units and "gate" in way:
-                room = 2  # what is normed is rounded before the matrix units multiply it, for both products of a gate
+            if ours and ours.units and kind == "int4" and dtype == torch.float16 and "gate" in way:
+                room = 2  # matrix units sum nibbles beside 1024 times x, for both products of a gate
             assert got.dtype == dtype and error < room * TOLERANCE[dtype], (rows, list(way), error)
             assert torch.equal(got, thin_gpu.product(x, made[0], b, **way))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.compiled import SHARED_BYTES, compiled, registers, spilled
+from tests.compiled import SHARED_BYTES, compiled, product_types, registers, spilled
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,10 +42,7 @@ def test_products_fit_the_chip(kind: str, rows: int, gated: bool, inputs: int, t
     assert tiles is not None
     four = kind == "int4"
     kernel, columns = triton_thin.thin4 if four else triton_thin.thin, inputs // 8 if four else inputs
-    types = dict.fromkeys(("x_ptr", "gain_ptr", "b_ptr", "c_ptr", "more_ptr", "y_ptr"), "*bf16")
-    types |= dict.fromkeys(("w_ptr", "u_ptr"), STORED[kind]) | {"eps": "fp32"}
-    types |= dict.fromkeys(("w_scale_ptr", "u_scale_ptr"), "*i32" if four else "*fp32")
-    types |= dict.fromkeys(SIZES, "i32") | ({"rows": "i32"} if rows > 1 else {})
+    types = product_types(STORED[kind], "*i32" if four else "*fp32", SIZES) | ({"rows": "i32"} if rows > 1 else {})
     constants: dict[str, Any] = {
         "rows": rows, "SCALED": kind in ("int8", "float8"), "NORM": gated, "ACT": "silu" if gated else "",
         "BIASED": False, "ADDED": not gated, "EVEN": columns % tiles.BK == 0, "STEPS": -(-columns // tiles.BK),

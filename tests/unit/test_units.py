@@ -11,7 +11,7 @@ import torch
 
 from colonnade.kernels.linear.quantise import FLOAT8
 from colonnade.kernels.linear.thin_tiles import Tiles
-from tests.compiled import SHARED_BYTES, compiled, disassembled, loop, registers, spilled
+from tests.compiled import SHARED_BYTES, compiled, disassembled, loop, product_types, registers, spilled
 
 pytestmark = [
     pytest.mark.slow,
@@ -83,17 +83,6 @@ def of_meta(kind: str, inputs: int, group: int = 64) -> Any:
     return Quantised(kind, stored, scales, inputs, group if four else inputs)  # type: ignore[arg-type]
 
 
-def types_of(kind: str) -> dict[str, str]:
-    """Of the kernel's arguments, but the number of rows."""
-    types = dict.fromkeys(("x_ptr", "gain_ptr", "b_ptr", "c_ptr", "more_ptr", "y_ptr"), "*bf16")
-    types |= dict.fromkeys(("w_ptr", "u_ptr"), "*i16") | {"eps": "fp32"}
-    return (
-        types
-        | dict.fromkeys(("w_scale_ptr", "u_scale_ptr"), "*i32" if kind == "int4" else "*fp32")
-        | dict.fromkeys(SIZES, "i32")
-    )
-
-
 @pytest.mark.parametrize(
     ("kind", "rows", "gated", "inputs", "tiles", "most"),
     [
@@ -120,7 +109,7 @@ def test_a_weight_is_few_instructions(
     constants: dict[str, Any] = units_gpu.cut(weight, rows, tiles)
     limits = {"maxnreg": constants.pop("maxnreg")} if "maxnreg" in constants else {}
     assert ("maxnreg" in limits) == (tiles is TWO)
-    types = types_of(kind) | ({"rows": "i32"} if rows > 1 else {})
+    types = product_types("*i16", "*i32" if four else "*fp32", SIZES) | ({"rows": "i32"} if rows > 1 else {})
     constants |= {
         "rows": rows, "NORM": inputs != 11008, "ACT": "silu" if gated else "", "BIASED": False, "ADDED": not gated,
         "BN": tiles.BN, "STAGES": tiles.stages, "ASM": True,
@@ -190,7 +179,7 @@ def test_what_is_reckoned_is_what_the_compiler_takes(kind: str, rows: int, gated
     constants = units_gpu.cut(weight, rows, tiles, gated=gated, normed=gated, room=SHARED_BYTES)
     assert "maxnreg" not in constants
     reckoned = units_gpu.on_their_way(constants, tiles, gated=gated, normed=gated)
-    types = types_of(kind) | {"rows": "i32"}
+    types = product_types("*i16", "*i32" if kind == "int4" else "*fp32", (*SIZES, "rows"))
     constants |= {
         "NORM": gated, "ACT": "silu" if gated else "", "BIASED": False, "ADDED": False, "BN": tiles.BN,
         "STAGES": tiles.stages, "ASM": True,

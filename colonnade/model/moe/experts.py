@@ -32,8 +32,9 @@ def are_few(T: int, A: int, E: int, weights: Weights) -> bool:
     Two tokens that choose evenly have A²/E experts in common; of those that are among ``weights`` the weights are read
     again.
     """
-    here_bytes = sum(w.nbytes for w in weights.tensors)
-    return T * A <= FEW and (A / E) ** 2 * T * (T - 1) / 2 * here_bytes <= TWICE
+    if T * A > FEW:
+        return False
+    return (A / E) ** 2 * T * (T - 1) / 2 * sum(w.nbytes for w in weights.tensors) <= TWICE
 
 
 def unsorted(x_TD: Tensor, ids_TA: Tensor, weights: Weights, E: int) -> Callable[..., Tensor] | None:
