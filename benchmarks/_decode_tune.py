@@ -35,6 +35,8 @@ EIGHTS = (
 )  # fmt: skip
 """Keys, stages and workers a multiprocessor, of caches of 8 bits."""
 EIGHT_AT = ((256, 256), (32, 2048), (1, 65_536), (16, 65_536))
+MERGED_AT = ((139, 200, 1, 16), (186, 844, 1, 5), (32, 303, 7, 8), (10, 472, 11, 7), (222, 15_265, 1, 8))
+"""Requests, keys, heads and group where lines are cut in two or three, if at all."""
 TUNED_AT = ((256, 256), (32, 2048), (4, 16384), (1, 65536), (1, 4096), (7, 900))
 
 
@@ -89,7 +91,14 @@ def tune(read: float, out: Path, widths: Sequence[int]) -> None:
         times[prices] = mean_s(cells)
         print(f"  start {prices[0]} ns, merge {prices[1]} ns: {times[prices] * 1e6:.2f} µs", flush=True)
     start, merge = min(times, key=lambda prices: times[prices])
-    record["costs"] |= {"start_ns": start, "merge_ns": merge}
+    decode_tiles.table()["costs"] |= {"start_ns": start, "merge_ns": merge}
+    cells = [Tensors(Cell((S,) * B, K=K, group=group), "cuda") for B, S, K, group in MERGED_AT]
+    rows: dict[int, float] = {}
+    for row_ns in (0, 1, 2, 3, 4, 6):
+        decode_tiles.table()["costs"]["row_ns"] = row_ns
+        rows[row_ns] = mean_s(cells)
+        print(f"  a merged row {row_ns} ns: {rows[row_ns] * 1e6:.2f} µs", flush=True)
+    record["costs"] |= {"start_ns": start, "merge_ns": merge, "row_ns": min(rows, key=lambda price: rows[price])}
     record["measured_on"] = torch.cuda.get_device_name()
     out.write_text(written(record), encoding="utf-8")
 

@@ -120,7 +120,7 @@ def check_mixed_batches() -> int:
     )  # fmt: skip
     CHOSEN[:] = [Tiles(32, 4, 2, 1, 4, 16)]
     costs = dict(decode_tiles.table()["costs"])
-    decode_tiles.table()["costs"] |= {"start_ns": 0, "merge_ns": 0, "part_ns": 0}
+    decode_tiles.table()["costs"] |= {"start_ns": 0, "merge_ns": 0, "part_ns": 0, "row_ns": 0}
     for share in (True, False):
         made = case.made(prepared=False)
         made.layout = case.made().layout

@@ -33,6 +33,8 @@ class Costs(NamedTuple):
     """A merge of anything at all."""
     part: int
     """Each piece of the line that has most."""
+    row: int = 0
+    """Each row that is merged."""
 
 
 class Shape(NamedTuple):

@@ -3,7 +3,8 @@
 A *line* is a block of query rows of one request on one key/value head. It must see its keys, n tiles of them, and may
 be cut between any two tiles, since states merge (:mod:`colonnade.kernels.softmax_state`). W workers (blocks of threads
 that stay) each take a list of pieces, one after another. A piece of n tiles costs start + n · tile; what was cut is
-merged in a second step, which costs merge + part · (pieces of the line with most). So no plan ends before
+merged in a second step, which costs merge + part · (pieces of the line with most) + row · (rows of lines that were
+cut). So no plan ends before
 
     ideal = (Σ n · tile + lines · start) / W
 
@@ -74,8 +75,9 @@ def plan(
     many = sum(map(shape.blocks, queries)) * heads > MANY
     if heads > 1 and (idle == 0 or (many and 32 * idle <= workers)):
         alone = shape._replace(kv_heads=1)
+        each = costs._replace(row=costs.row * heads)
         one = plan(
-            lengths, queries, alone, workers // heads, costs, chunk=chunk, runs=runs, room=room, ahead=ahead, skip=skip
+            lengths, queries, alone, workers // heads, each, chunk=chunk, runs=runs, room=room, ahead=ahead, skip=skip
         )
         return _for_all_heads(one, heads, workers)
     lines, empty = _lines(lengths, queries, shape, room, ahead, skip)
@@ -89,7 +91,8 @@ def plan(
             # An eighth of a tile is nearer than the costs are known.
             found.append(_cut(lines, prices, shape.tile, fewer, costs, costs.tile // 8))
             fewer //= 2
-    finish = [each.read + _merging(each.parts, lines, costs) for each in found]
+    used = min(shape.rows, shape.group * max(queries, default=0))
+    finish = [each.read + _merging(each.parts, lines, costs, used) for each in found]
     best = min(range(len(found)), key=finish.__getitem__)
     return _written(lines, found[best], finish[best], workers, empty, -(-sum(prices) // workers), chunk)
 
@@ -237,9 +240,16 @@ def _filled(tiles: list[int], before: list[int], limit: int, costs: Costs) -> li
     return begins
 
 
-def _merging(parts: list[int], lines: _Lines, costs: Costs) -> int:
-    most = max(parts, default=0) + any(lines.joined)
-    return costs.merge + costs.part * most if most > 1 else 0
+def _merging(parts: list[int], lines: _Lines, costs: Costs, used: int) -> int:
+    """What a merge costs of blocks of ``used`` rows."""
+    joins = any(lines.joined)
+    most = max(parts, default=0) + joins
+    if most <= 1:
+        return 0
+    merged = len(parts) - parts.count(1)
+    if joins:
+        merged = sum(n > 1 or joined for n, joined in zip(parts, lines.joined, strict=True))
+    return costs.merge + costs.part * most + costs.row * merged * used
 
 
 def _written(

@@ -115,7 +115,7 @@ def attend(
             a = tl.max(tl.where(there, position, 0)) - WINDOW + 1
             a = tl.minimum(tl.maximum((a + TILE - 1) // TILE * TILE, low), tl.maximum(high, low))
             o, top, total = fold(
-                q, o, top, total, low, a, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
+                q, o, top, total, low, a, high, page, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
                 k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
                 H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, True, TILE, BLOCK_H, STAGES,
             )  # fmt: skip
@@ -128,12 +128,13 @@ def attend(
             )  # fmt: skip
         else:
             o, top, total = fold(
-                q, o, top, total, a, b, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
+                q, o, top, total, a, b, high, page, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
                 k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
                 H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, False, TILE, BLOCK_H, STAGES,
             )  # fmt: skip
         o, top, total = fold(
-            q, o, top, total, b, high, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
+            q, o, top, total, b, high, high, page_of(table_ptr, b, columns, PAGE, TILE), position, n, there, head,
+            table_ptr, k_ptr, v_ptr, slopes_ptr,
             k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
             H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, True, TILE, BLOCK_H, STAGES,
         )  # fmt: skip

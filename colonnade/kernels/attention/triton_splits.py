@@ -117,6 +117,7 @@ def places_of(page, at, j, x_page, x_p, PAGE: tl.constexpr, TILE: tl.constexpr):
 def weigh(s, top, total, factor, lift, below=0.0):
     """(each key's weight, by what older sums shrink, the new top, the new total) of a tile's scores s · factor + lift.
 
+    ``total`` is a row's, or that of each key of a tile: :func:`_summed` at the end, sums need not meet at every tile.
     Multiplied where the row's largest is taken off, in one instruction a key; ``factor`` is above 0. The top is kept so
     much ``below`` the row's largest: weights are 2^below at most.
     """
@@ -124,7 +125,9 @@ def weigh(s, top, total, factor, lift, below=0.0):
     base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
     weight = tl.exp2(s * factor + (lift - base)[:, None])
     shrink = tl.exp2(top - base)
-    return weight, shrink, higher, total * shrink + tl.sum(weight, 1)
+    apart: tl.constexpr = len(total.shape) == 2
+    total = total * shrink[:, None] + weight if apart else total * shrink + tl.sum(weight, 1)
+    return weight, shrink, higher, total
 
 
 @triton.jit
@@ -160,8 +163,15 @@ def weigh_tile(
 
 
 @triton.jit
+def _summed(total):
+    """A row's total where each key of a tile had its own."""
+    apart: tl.constexpr = len(total.shape) == 2
+    return tl.sum(total, 1) if apart else total
+
+
+@triton.jit
 def fold(
-    q, o, top, total, start, stop, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
+    q, o, top, total, start, stop, high, page, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
     k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
     H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPES: tl.constexpr,
     ALIKE: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
@@ -170,6 +180,7 @@ def fold(
 ):  # fmt: skip
     """(o, top, total) with the keys of the tiles from ``start`` to ``stop``; of these there are those below ``high``.
 
+    ``page`` is the first tile's, which is looked up before there is time to wait for it.
     Not MASKED, every row sees all of them. ALIKE, keys and values lie alike in their caches. EIGHT, these are halves
     of two numbers of 8 bits (see :mod:`triton_eight`), and ``o`` is 0. With CHUNK sums begin anew at its multiples, and
     are those of the last chunk; states of earlier ones, values ``times`` as large, go to slots, that of keys from 0 on
@@ -185,7 +196,6 @@ def fold(
         o_odd = o
     # Page numbers are fetched a tile ahead, by hand: loads that wait for loads within a step are what the compiler
     # does not bring under way together.
-    page = page_of(table_ptr, start, columns, PAGE, TILE)
     for at in tl.range(start, stop, TILE, num_stages=STAGES):
         j = at + tl.arange(0, TILE)
         known = known_at(page, j, high, pages)
@@ -223,13 +233,13 @@ def fold(
                     o_odd = tl.zeros_like(o_odd)
                 else:
                     found = o
-                found, lse = finish(found * times, top, total, n, there, slopes_ptr, False)
+                found, lse = finish(found * times, top, _summed(total), n, there, slopes_ptr, False)
                 to_slot(found, lse, slot + at // CHUNK, there, slot_o_ptr, slot_lse_ptr, H, q.shape[0], BLOCK_H)
                 o, total = tl.zeros_like(o), tl.zeros_like(total)
                 top = tl.full(top.shape, float("-inf"), tl.float32)
     if EIGHT is not None:
         o = triton_eight.joined(o, o_odd)
-    return o, top, total
+    return o, top, _summed(total)
 
 
 @triton.jit
@@ -274,6 +284,35 @@ def not_reached(
         to_slot(o, lse, slot + ahead, there, slot_o_ptr, slot_lse_ptr, H, ROWS, BLOCK_H)
 
 
+@triton.jit
+def _item(items_ptr, i):
+    """(request, head, block, first key, end, slot) of a plan's i-th piece."""
+    at = items_ptr + i * FIELDS
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+
+
+@triton.jit
+def _found(lengths_ptr, pages_ptr, request, first, pages_r, columns, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """(how long a request is, the page of the tile at ``first``)."""
+    page = page_of(pages_ptr + request.to(tl.int64) * pages_r, first // TILE * TILE, columns, PAGE, TILE)
+    return tl.load(lengths_ptr + request), page
+
+
+@triton.jit
+def _queries(
+    q_ptr, cu_ptr, request, head, block, q_t, q_n,
+    GROUP: tl.constexpr, H: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A block's rows."""
+    h = tl.arange(0, BLOCK_H)
+    if SINGLE:
+        t, n, _, there, _ = row_of_one(request, head, block, GROUP, ROWS)
+    else:
+        t, n, _, there, _ = row_of(cu_ptr, request, head, block, GROUP, ROWS)
+    q_at = q_ptr + t.to(tl.int64)[:, None] * q_t + n[:, None] * q_n + h[None, :]
+    return tl.load(q_at, there[:, None] & (h < H)[None, :], 0.0)
+
+
 # They change from step to step.
 @triton.jit(do_not_specialize=["pages_r", "columns", "pages", "items_at", "firsts_at"])
 def attend(
@@ -289,32 +328,43 @@ def attend(
 
     With CHUNK a piece is a run of chunks, each of which has a state of its own, in slots one after another.
     """
-    h = tl.arange(0, BLOCK_H)
     # Until keys are on their way, every load that waits for another costs a 30th of a short call: a worker's first
     # piece stands where it is found at once, and where nothing needs to be looked up nothing is.
-    at_item = plan_ptr + firsts_at + tl.program_id(0) * FIELDS
-    request, head, block = tl.load(at_item), tl.load(at_item + 1), tl.load(at_item + 2)
-    first, end, slot = tl.load(at_item + 3), tl.load(at_item + 4), tl.load(at_item + 5)
-    count = tl.load(at_item + 6)
+    at_first = plan_ptr + firsts_at + tl.program_id(0) * FIELDS
+    request, head, block, first, end, slot = _item(at_first, 0)
+    count = tl.load(at_first + 6)
     start = tl.load(plan_ptr + 4 + tl.program_id(0))
+    length, page = _found(lengths_ptr, pages_ptr, request, first, pages_r, columns, PAGE, TILE)
+    q = _queries(q_ptr, cu_ptr, request, head, block, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
+    request_1, head_1, block_1, first_1, end_1, slot_1 = request, head, block, first, end, slot
+    if count > 1:
+        request_1, head_1, block_1, first_1, end_1, slot_1 = _item(plan_ptr + items_at, start + 1)
     if LAUNCH_NEXT:
         # The merge may take its place now; it waits for the end of this before it reads.
         tl.extra.cuda.gdc_launch_dependents()
     for i in range(count):
-        length = tl.load(lengths_ptr + request)
+        # What the next piece is was asked for a piece ago; what it needs is asked for now, beside this one's keys. But
+        # there are no registers for more rows than one tile of the matrix units has.
+        length_1, page_1, q_1 = length, page, q
+        request_2, head_2, block_2, first_2, end_2, slot_2 = request_1, head_1, block_1, first_1, end_1, slot_1
+        if i + 1 < count:
+            length_1, page_1 = _found(lengths_ptr, pages_ptr, request_1, first_1, pages_r, columns, PAGE, TILE)
+            if ROWS == 16:
+                q_1 = _queries(q_ptr, cu_ptr, request_1, head_1, block_1, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
+            if i + 2 < count:
+                request_2, head_2, block_2, first_2, end_2, slot_2 = _item(plan_ptr + items_at, start + i + 2)
         if SINGLE:
             t, n, query, there, new = row_of_one(request, head, block, GROUP, ROWS)
         else:
             t, n, query, there, new = row_of(cu_ptr, request, head, block, GROUP, ROWS)
         position = length - new + query
         low, high = first // TILE * TILE, tl.minimum(end, length)
-        q_at = q_ptr + t.to(tl.int64)[:, None] * q_t + n[:, None] * q_n + h[None, :]
-        q = tl.load(q_at, there[:, None] & (h < H)[None, :], 0.0)
         factor = scale
         if SCALED:
             factor = scale * tl.load(k_scale_ptr + head)
         top = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
+        # Warps that share a row meet for its sum once a piece.
+        total = tl.zeros((ROWS, TILE), tl.float32) if ROWS == 16 else tl.zeros((ROWS,), tl.float32)
         o = tl.zeros((ROWS, BLOCK_H), tl.float32)
         table_ptr = pages_ptr + request.to(tl.int64) * pages_r
         times, last = 1.0, slot
@@ -323,7 +373,7 @@ def attend(
             if SCALED:
                 times = tl.load(v_scale_ptr + head)
         o, top, total = fold(
-            q, o, top, total, low, high, high, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
+            q, o, top, total, low, high, high, page, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
             k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
             H, PAGE, WINDOW, CAPPED, SLOPES, ALIKE, True, TILE, BLOCK_H, STAGES, EIGHT, ASM,
             slot - first // CHUNK if CHUNK else slot, times, slot_o_ptr, slot_lse_ptr, CHUNK,
@@ -337,8 +387,8 @@ def attend(
         write(o, lse, slot, t, n, there, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, H, ROWS, BLOCK_H)
         if CHUNK:
             not_reached(slot, last, there, slot_o_ptr, slot_lse_ptr, H, ROWS, BLOCK_H)
-        at_item = plan_ptr + items_at + (start + i + 1) * FIELDS
-        more = i + 1 < count
-        request, head = tl.load(at_item, more, 0), tl.load(at_item + 1, more, 0)
-        block, first = tl.load(at_item + 2, more, 0), tl.load(at_item + 3, more, 0)
-        end, slot = tl.load(at_item + 4, more, 0), tl.load(at_item + 5, more, 0)
+        request, head, block, first, end, slot = request_1, head_1, block_1, first_1, end_1, slot_1
+        request_1, head_1, block_1, first_1, end_1, slot_1 = request_2, head_2, block_2, first_2, end_2, slot_2
+        length, page, q = length_1, page_1, q_1
+        if ROWS > 16:
+            q = _queries(q_ptr, cu_ptr, request, head, block, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
