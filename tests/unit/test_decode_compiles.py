@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.compiled import SHARED_BYTES, SPILLED_BYTES, compiled, disassembled, loop, spilled
+from tests.compiled import SHARED_BYTES, SPILLED_BYTES, compiled, disassembled, loop, registers, spilled
 
 pytestmark = [
     pytest.mark.slow,
@@ -17,6 +17,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
+MERGER = 56
+"""Registers of a thread that merges heads of 128."""
 EVERY_WIDTH = (64, 80, 96, 112, 128, 192, 256)
 POINTERS = {
     "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "o_ptr": "*bf16", "lse_ptr": "*fp32", "slot_o_ptr": "*fp32",
@@ -45,6 +47,7 @@ def cases() -> list[Any]:
             if rows == 16:
                 marks, more = [] if width == 128 else [pytest.mark.long], {**plain, "CHUNK": 512}
                 found.append(pytest.param(width, rows, "*bf16", more, id=f"width-{width}-runs", marks=marks))
+    found.append(pytest.param(128, 16, "*bf16", {**plain, "PAGE": 64}, id="pages-of-a-tile"))
     everything = {"PAGE": 16, "WINDOW": 4096, "CAPPED": True, "SLOPES": True, "SINKS": True, "SCALED": False}
     found.append(pytest.param(128, 16, "*bf16", everything, id="everything"))
     found.append(
@@ -60,6 +63,7 @@ def cases() -> list[Any]:
 def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_splits
     from colonnade.kernels.attention.decode_tiles import pick
+    from colonnade.kernels.attention.triton_decode import limits
 
     tiles = pick(rows, width, 2, 2)
     constants = {
@@ -68,9 +72,12 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
         "BLOCK_H": 1 << (width - 1).bit_length(), **more,
     }  # fmt: skip
     types = {**POINTERS, "k_ptr": cache, "v_ptr": cache, **NUMBERS, "scale": "fp32", "cap": "fp32"}
-    built = compiled(triton_splits.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
-    # As many workers as the table says stand on one multiprocessor at the same time.
+    limit = limits(rows, tiles, more["PAGE"])
+    built = compiled(triton_splits.attend, types, constants, STRIDES, warps=tiles.warps, stages=3, **limit)
+    # As many workers as the table says stand on one multiprocessor at the same time, and beside them the merge's.
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
+    if limit:
+        assert 32 * tiles.warps * (tiles.workers * registers(built, tmp_path) + 2 * MERGER) <= 2**16
     assert spilled(built, tmp_path) <= SPILLED_BYTES
     assert "mma" in built.asm["ptx"]
     # Keys and values come 16 bytes at once, and the loop waits for those of an earlier step only.
@@ -95,6 +102,7 @@ def test_numbers_of_eight_bits_are_made_in_registers(
 ) -> None:
     from colonnade.kernels.attention import triton_splits
     from colonnade.kernels.attention.decode_tiles import pick
+    from colonnade.kernels.attention.triton_decode import limits
 
     tiles = pick(rows, width, 2, 2)
     constants = {
@@ -104,7 +112,8 @@ def test_numbers_of_eight_bits_are_made_in_registers(
     }  # fmt: skip
     types = {**POINTERS, **NUMBERS, "scale": "fp32", "cap": "fp32"}
     types |= {"q_ptr": queries, "o_ptr": queries, "k_ptr": "*i16", "v_ptr": "*i16"}
-    built = compiled(triton_splits.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    limit = limits(rows, tiles, page)
+    built = compiled(triton_splits.attend, types, constants, STRIDES, warps=tiles.warps, stages=3, **limit)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     assert spilled(built, tmp_path) <= SPILLED_BYTES
     ptx = built.asm["ptx"]
@@ -230,6 +239,7 @@ def test_the_merge_fits_the_chip(width: int, part: int, wait: bool, shared: int,
     }  # fmt: skip
     built = compiled(triton_merge.merge, {**POINTERS, **NUMBERS}, constants, (), warps=4, stages=3)
     assert spilled(built, tmp_path) == 0
+    assert registers(built, tmp_path) <= MERGER or width != 128
     assert ("griddepcontrol.wait" in built.asm["ptx"]) == wait
 
 

@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from colonnade.kernels.attention import held, sdpa, triton_eight, triton_latent, triton_rows, triton_splits
 from colonnade.kernels.attention.decode_layout import Layout, Prepared, few
+from colonnade.kernels.attention.decode_tiles import Tiles
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import places
 from colonnade.kernels.attention.triton_merge import launch, slots_of
@@ -30,6 +31,9 @@ from colonnade.kernels.softmax_state import State
 
 WIDEST = 256
 """Heads that :func:`paged` takes."""
+REGISTERS = 168
+"""Of a thread, at most, where a page is one tile: there the compiler would take 250, and two such workers leave no room
+for the merge to begin beside them, which costs a long request 10%."""
 
 
 def attend(
@@ -123,8 +127,13 @@ def _read(
         triton_splits.attend[ready.capacity.workers,](
             *tensors, *strides, P, items_at, firsts_at, *numbers, LAUNCH_NEXT=ready.overlaps,
             SINGLE=table.longest_query == 1 and len(q_TNH) == len(table.lengths_R),
-            CHUNK=layout.chunk if layout.runs else 0, **constants,
+            CHUNK=layout.chunk if layout.runs else 0, **limits(shape.rows, tiles, page_tokens), **constants,
         )  # fmt: skip
+
+
+def limits(rows: int, tiles: Tiles, page_tokens: int) -> dict[str, int]:
+    """What the compiler is told of registers, for blocks of so many rows."""
+    return {"maxnreg": REGISTERS} if (rows, tiles.workers) == (16, 2) and page_tokens == tiles.tile else {}
 
 
 def copied(q_TNH: Tensor, x_PpKH: Tensor, tile: int) -> TensorDescriptor | None:

@@ -117,7 +117,6 @@ def places_of(page, at, j, x_page, x_p, PAGE: tl.constexpr, TILE: tl.constexpr):
 def weigh(s, top, total, factor, lift, below=0.0):
     """(each key's weight, by what older sums shrink, the new top, the new total) of a tile's scores s · factor + lift.
 
-    ``total`` is a row's, or that of each key of a tile: :func:`_summed` at the end, sums need not meet at every tile.
     Multiplied where the row's largest is taken off, in one instruction a key; ``factor`` is above 0. The top is kept so
     much ``below`` the row's largest: weights are 2^below at most.
     """
@@ -125,9 +124,7 @@ def weigh(s, top, total, factor, lift, below=0.0):
     base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
     weight = tl.exp2(s * factor + (lift - base)[:, None])
     shrink = tl.exp2(top - base)
-    apart: tl.constexpr = len(total.shape) == 2
-    total = total * shrink[:, None] + weight if apart else total * shrink + tl.sum(weight, 1)
-    return weight, shrink, higher, total
+    return weight, shrink, higher, total * shrink + tl.sum(weight, 1)
 
 
 @triton.jit
@@ -160,13 +157,6 @@ def weigh_tile(
         s = score(s * factor, position, j, known, n, there, slopes_ptr, cap, WINDOW, CAPPED, SLOPES, MASKED)
         return weigh(s, top, total, 1.0, 0.0, below)
     return weigh_products(s, top, total, factor * LOG2_E, position, j, known, lift, PAGE, TILE, WINDOW, MASKED, below)
-
-
-@triton.jit
-def _summed(total):
-    """A row's total where each key of a tile had its own."""
-    apart: tl.constexpr = len(total.shape) == 2
-    return tl.sum(total, 1) if apart else total
 
 
 @triton.jit
@@ -233,13 +223,13 @@ def fold(
                     o_odd = tl.zeros_like(o_odd)
                 else:
                     found = o
-                found, lse = finish(found * times, top, _summed(total), n, there, slopes_ptr, False)
+                found, lse = finish(found * times, top, total, n, there, slopes_ptr, False)
                 to_slot(found, lse, slot + at // CHUNK, there, slot_o_ptr, slot_lse_ptr, H, q.shape[0], BLOCK_H)
                 o, total = tl.zeros_like(o), tl.zeros_like(total)
                 top = tl.full(top.shape, float("-inf"), tl.float32)
     if EIGHT is not None:
         o = triton_eight.joined(o, o_odd)
-    return o, top, _summed(total)
+    return o, top, total
 
 
 @triton.jit
@@ -334,14 +324,14 @@ def attend(
     request, head, block, first, end, slot = _item(at_first, 0)
     count = tl.load(at_first + 6)
     start = tl.load(plan_ptr + 4 + tl.program_id(0))
+    if LAUNCH_NEXT:
+        # The merge may take its place now; it waits for the end of this before it reads.
+        tl.extra.cuda.gdc_launch_dependents()
     length, page = _found(lengths_ptr, pages_ptr, request, first, pages_r, columns, PAGE, TILE)
     q = _queries(q_ptr, cu_ptr, request, head, block, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
     request_1, head_1, block_1, first_1, end_1, slot_1 = request, head, block, first, end, slot
     if count > 1:
         request_1, head_1, block_1, first_1, end_1, slot_1 = _item(plan_ptr + items_at, start + 1)
-    if LAUNCH_NEXT:
-        # The merge may take its place now; it waits for the end of this before it reads.
-        tl.extra.cuda.gdc_launch_dependents()
     for i in range(count):
         # What the next piece is was asked for a piece ago; what it needs is asked for now, beside this one's keys. But
         # there are no registers for more rows than one tile of the matrix units has.
@@ -363,8 +353,7 @@ def attend(
         if SCALED:
             factor = scale * tl.load(k_scale_ptr + head)
         top = tl.full((ROWS,), float("-inf"), tl.float32)
-        # Warps that share a row meet for its sum once a piece.
-        total = tl.zeros((ROWS, TILE), tl.float32) if ROWS == 16 else tl.zeros((ROWS,), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
         o = tl.zeros((ROWS, BLOCK_H), tl.float32)
         table_ptr = pages_ptr + request.to(tl.int64) * pages_r
         times, last = 1.0, slot
