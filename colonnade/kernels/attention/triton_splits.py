@@ -16,8 +16,8 @@ or beyond the table, reads nothing, as if its keys were not there. Products of a
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false
-# A kernel is launched with more than its signature says, and its constants are plain numbers.
+# pyright: reportAssignmentType=false, reportPossiblyUnboundVariable=false
+# A kernel is launched with more than its signature says, and its constants are plain numbers and say what is bound.
 
 import math
 
@@ -313,10 +313,12 @@ def attend(
     CAPPED: tl.constexpr, SLOPES: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, LAUNCH_NEXT: tl.constexpr,
     SINGLE: tl.constexpr, ALIKE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr, EIGHT: tl.constexpr = None, ASM: tl.constexpr = True, CHUNK: tl.constexpr = 0,
+    AHEAD: tl.constexpr = True,
 ):  # fmt: skip
     """All pieces of one worker. SINGLE: every request has one query, number r that of request r.
 
-    With CHUNK a piece is a run of chunks, each of which has a state of its own, in slots one after another.
+    With AHEAD what a piece begins with is there before the one before it is written, for 30 registers more. With CHUNK
+    a piece is a run of chunks, each of which has a state of its own, in slots one after another.
     """
     # Until keys are on their way, every load that waits for another costs a 30th of a short call: a worker's first
     # piece stands where it is found at once, and where nothing needs to be looked up nothing is.
@@ -327,22 +329,25 @@ def attend(
     if LAUNCH_NEXT:
         # The merge may take its place now; it waits for the end of this before it reads.
         tl.extra.cuda.gdc_launch_dependents()
-    length, page = _found(lengths_ptr, pages_ptr, request, first, pages_r, columns, PAGE, TILE)
-    q = _queries(q_ptr, cu_ptr, request, head, block, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
-    request_1, head_1, block_1, first_1, end_1, slot_1 = request, head, block, first, end, slot
-    if count > 1:
-        request_1, head_1, block_1, first_1, end_1, slot_1 = _item(plan_ptr + items_at, start + 1)
+    if AHEAD:
+        length, page = _found(lengths_ptr, pages_ptr, request, first, pages_r, columns, PAGE, TILE)
+        q = _queries(q_ptr, cu_ptr, request, head, block, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
+        request_1, head_1, block_1, first_1, end_1, slot_1 = request, head, block, first, end, slot
+        if count > 1:
+            request_1, head_1, block_1, first_1, end_1, slot_1 = _item(plan_ptr + items_at, start + 1)
     for i in range(count):
-        # What the next piece is was asked for a piece ago; what it needs is asked for now, beside this one's keys. But
-        # there are no registers for more rows than one tile of the matrix units has.
-        length_1, page_1, q_1 = length, page, q
-        request_2, head_2, block_2, first_2, end_2, slot_2 = request_1, head_1, block_1, first_1, end_1, slot_1
-        if i + 1 < count:
-            length_1, page_1 = _found(lengths_ptr, pages_ptr, request_1, first_1, pages_r, columns, PAGE, TILE)
-            if ROWS == 16:
+        if AHEAD:
+            # What the next piece is was asked for a piece ago; what it needs is asked for now, beside this one's keys.
+            length_1, page_1, q_1 = length, page, q
+            request_2, head_2, block_2, first_2, end_2, slot_2 = request_1, head_1, block_1, first_1, end_1, slot_1
+            if i + 1 < count:
+                length_1, page_1 = _found(lengths_ptr, pages_ptr, request_1, first_1, pages_r, columns, PAGE, TILE)
                 q_1 = _queries(q_ptr, cu_ptr, request_1, head_1, block_1, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
-            if i + 2 < count:
-                request_2, head_2, block_2, first_2, end_2, slot_2 = _item(plan_ptr + items_at, start + i + 2)
+                if i + 2 < count:
+                    request_2, head_2, block_2, first_2, end_2, slot_2 = _item(plan_ptr + items_at, start + i + 2)
+        else:
+            length, page = _found(lengths_ptr, pages_ptr, request, first, pages_r, columns, PAGE, TILE)
+            q = _queries(q_ptr, cu_ptr, request, head, block, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
         if SINGLE:
             t, n, query, there, new = row_of_one(request, head, block, GROUP, ROWS)
         else:
@@ -376,8 +381,9 @@ def attend(
         write(o, lse, slot, t, n, there, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, H, ROWS, BLOCK_H)
         if CHUNK:
             not_reached(slot, last, there, slot_o_ptr, slot_lse_ptr, H, ROWS, BLOCK_H)
-        request, head, block, first, end, slot = request_1, head_1, block_1, first_1, end_1, slot_1
-        request_1, head_1, block_1, first_1, end_1, slot_1 = request_2, head_2, block_2, first_2, end_2, slot_2
-        length, page, q = length_1, page_1, q_1
-        if ROWS > 16:
-            q = _queries(q_ptr, cu_ptr, request, head, block, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
+        if AHEAD:
+            request, head, block, first, end, slot = request_1, head_1, block_1, first_1, end_1, slot_1
+            request_1, head_1, block_1, first_1, end_1, slot_1 = request_2, head_2, block_2, first_2, end_2, slot_2
+            length, page, q = length_1, page_1, q_1
+        elif i + 1 < count:
+            request, head, block, first, end, slot = _item(plan_ptr + items_at, start + i + 1)
