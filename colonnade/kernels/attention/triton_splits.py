@@ -275,10 +275,12 @@ def not_reached(
 
 
 @triton.jit
-def _item(items_ptr, i):
-    """(request, head, block, first key, end, slot) of a plan's i-th piece."""
+def _item(items_ptr, i, there=None, other=None):
+    """(request, head, block, first key, end, slot) of a plan's i-th piece; ``other`` where it is not ``there``."""
     at = items_ptr + i * FIELDS
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+    request, head = tl.load(at, there, other), tl.load(at + 1, there, other)
+    block, first = tl.load(at + 2, there, other), tl.load(at + 3, there, other)
+    return request, head, block, first, tl.load(at + 4, there, other), tl.load(at + 5, there, other)
 
 
 @triton.jit
@@ -346,14 +348,15 @@ def attend(
                 if i + 2 < count:
                     request_2, head_2, block_2, first_2, end_2, slot_2 = _item(plan_ptr + items_at, start + i + 2)
         else:
-            length, page = _found(lengths_ptr, pages_ptr, request, first, pages_r, columns, PAGE, TILE)
-            q = _queries(q_ptr, cu_ptr, request, head, block, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
+            length = tl.load(lengths_ptr + request)
         if SINGLE:
             t, n, query, there, new = row_of_one(request, head, block, GROUP, ROWS)
         else:
             t, n, query, there, new = row_of(cu_ptr, request, head, block, GROUP, ROWS)
         position = length - new + query
         low, high = first // TILE * TILE, tl.minimum(end, length)
+        if not AHEAD:
+            q = _queries(q_ptr, cu_ptr, request, head, block, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
         factor = scale
         if SCALED:
             factor = scale * tl.load(k_scale_ptr + head)
@@ -366,6 +369,8 @@ def attend(
             last = slot_of(slot, first, end, CHUNK)
             if SCALED:
                 times = tl.load(v_scale_ptr + head)
+        if not AHEAD:
+            page = page_of(table_ptr, low, columns, PAGE, TILE)
         o, top, total = fold(
             q, o, top, total, low, high, high, page, position, n, there, head, table_ptr, k_ptr, v_ptr, slopes_ptr,
             k_page, k_p, k_k, v_page, v_p, v_k, columns, pages, factor, cap,
@@ -385,5 +390,5 @@ def attend(
             request, head, block, first, end, slot = request_1, head_1, block_1, first_1, end_1, slot_1
             request_1, head_1, block_1, first_1, end_1, slot_1 = request_2, head_2, block_2, first_2, end_2, slot_2
             length, page, q = length_1, page_1, q_1
-        elif i + 1 < count:
-            request, head, block, first, end, slot = _item(plan_ptr + items_at, start + i + 1)
+        else:
+            request, head, block, first, end, slot = _item(plan_ptr + items_at, start + i + 1, i + 1 < count, 0)
