@@ -11,11 +11,26 @@ from colonnade.kernels.attention.decode_layout import Layout, Prepared
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import Costs, Plan
 from colonnade.kernels.softmax_state import State
+from tests.guarded import guarded
 
 
 def scaled(x_PpKH: Tensor, scale_K: Tensor | None) -> Tensor:
     """A cache in numbers that can be reckoned with."""
     return x_PpKH if scale_K is None else x_PpKH.double() * scale_K.double()[:, None]
+
+
+def guarded_table(table: PageTable) -> PageTable:
+    """What a kernel looks up of a table, in guarded memory."""
+    pages_RP, cu_queries, lengths_R = map(guarded, (table.pages_RP, table.cu_queries, table.lengths_R))
+    return replace(table, pages_RP=pages_RP, cu_queries=cu_queries, lengths_R=lengths_R)
+
+
+def guarded_plan(ready: Prepared) -> Prepared:
+    """A plan, and that of groups, in guarded memory."""
+    shared = ready.shared
+    if shared is not None:
+        shared = replace(shared, ready=guarded_plan(shared.ready), members=guarded(shared.members))
+    return replace(ready, flat=guarded(ready.flat), shared=shared)
 
 
 @dataclass
@@ -33,13 +48,13 @@ class Made:
     scales: tuple[Tensor, Tensor] | None
 
     def run(self) -> State:
-        """The kernels' state; memory is NaN before."""
+        """The kernels' state; memory is NaN before, and on a CPU nobody's beside what is read."""
+        q, k, v = map(guarded, (self.q, self.k, self.v))
+        table, ready = guarded_table(self.table), guarded_plan(self.ready)
         # torch then fills what it hands out uninitialised.
         torch.use_deterministic_algorithms(True)
         try:
-            return triton_decode.attend(
-                self.q, self.k, self.v, self.table, self.ready, scales_K=self.scales, **self.options
-            )
+            return triton_decode.attend(q, k, v, table, ready, scales_K=self.scales, **self.options)
         finally:
             torch.use_deterministic_algorithms(False)
 

@@ -10,7 +10,8 @@ from colonnade.kernels.attention.decode_layout import Layout, Prepared
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import Costs
 from colonnade.kernels.softmax_state import State
-from tests.decoding import Case, reference_state
+from tests.decoding import Case, guarded_plan, guarded_table, reference_state
+from tests.guarded import guarded
 
 
 @dataclass
@@ -26,10 +27,12 @@ class LatentMade:
     scales: Tensor | None = None
 
     def run(self) -> State:
-        """The kernel's state; memory is NaN before."""
+        """The kernel's state; memory is NaN before, and on a CPU nobody's beside what is read."""
+        q, k, scales = guarded(self.q), guarded(self.k), None if self.scales is None else guarded(self.scales)
+        table, ready = guarded_table(self.table), guarded_plan(self.ready)
         torch.use_deterministic_algorithms(True)
         try:
-            return triton_latent.attend(self.q, self.k, self.rank, self.table, self.ready, self.scales)
+            return triton_latent.attend(q, k, self.rank, table, ready, scales)
         finally:
             torch.use_deterministic_algorithms(False)
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,12 +30,21 @@ ROOT = Path(__file__).parents[2]
 )
 def test_interpreted_kernels_equal_their_references(module: str, checks: int) -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", f"tests.{module}"],
+        [sys.executable, "-X", "faulthandler", "-m", f"tests.{module}"],
         check=False, cwd=ROOT, capture_output=True, text=True, timeout=170,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count(" cases") == checks, ran.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="guards memory by Linux's mprotect")
+@pytest.mark.parametrize("side", ["end", "begin"])
+def test_one_number_too_many_ends_the_process(side: str) -> None:
+    """So that interpreted kernels that pass read nothing beside their tensors."""
+    command = [sys.executable, "-m", "tests.guarded", side]
+    ran = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.returncode) == ("guarded\n", -signal.SIGSEGV), ran.stderr
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton")
