@@ -3,6 +3,7 @@ ends its process, as ``compute-sanitizer`` would end one on a GPU. Linux; elsewh
 """
 
 import ctypes
+import functools
 import itertools
 import mmap
 import sys
@@ -15,17 +16,23 @@ ANONYMOUS, READ_WRITE, NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if sys.pl
 _sides = itertools.cycle((True, False))
 
 
-def guarded(x: Tensor) -> Tensor:
-    """A copy of a tensor of a CPU that ends, or by turns begins, at such a page; one with gaps as it is."""
-    size = x.numel() * x.element_size()
-    if sys.platform != "linux" or x.is_cuda or not size or not x.is_contiguous():
-        return x
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    """The system's calls, with the types of their arguments."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
     libc.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
-    page = mmap.PAGESIZE
+    return libc
+
+
+def guarded(x: Tensor) -> Tensor:
+    """A copy of a tensor of a CPU that ends, or by turns begins, at such a page; one with gaps as it is."""
+    size = x.numel() * x.element_size()
+    if sys.platform != "linux" or x.is_cuda or not size or not x.is_contiguous():
+        return x
+    libc, page = _libc(), mmap.PAGESIZE
     room = -(-size // page) * page
     base = libc.mmap(None, room + 2 * page, READ_WRITE, ANONYMOUS, -1, 0)
     assert base != ctypes.c_void_p(-1).value, f"no memory of {room + 2 * page} bytes: errno {ctypes.get_errno()}"
@@ -42,7 +49,7 @@ def main() -> None:
     end, begin = (guarded(torch.arange(10, dtype=torch.int32)) for _ in range(2))
     assert end.tolist() == begin.tolist() == list(range(10))
     print("guarded", flush=True)
-    ctypes.c_int.from_address(end.data_ptr() + 40 if sys.argv[1] == "end" else begin.data_ptr() - 4).value.bit_length()
+    ctypes.string_at(end.data_ptr() + 40 if sys.argv[1] == "end" else begin.data_ptr() - 4, 4)
     print("not guarded", flush=True)
 
 

@@ -103,7 +103,7 @@ def test_recorded_steps_read_a_shared_prefix_once(ahead: bool, monkeypatch: pyte
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
     from colonnade.kernels.attention import decode_tiles
 
-    free = {"start_ns": 0, "merge_ns": 0, "part_ns": 0, "bytes_a_ns": 1, "flops_a_ns": 1e9}
+    free = {"start_ns": 0, "merge_ns": 0, "part_ns": 0, "row_ns": 0, "bytes_a_ns": 1, "flops_a_ns": 1e9}
     monkeypatch.setitem(decode_tiles.table(), "costs", decode_tiles.table()["costs"] | free)
     # One worker a multiprocessor is too many for a toy: a prefix of a few tiles must be work.
     monkeypatch.setattr("colonnade.kernels.attention.decode_layout.processors", lambda _: 2)

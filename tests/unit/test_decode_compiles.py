@@ -63,16 +63,17 @@ def cases() -> list[Any]:
 def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict, tmp_path: Path) -> None:
     from colonnade.kernels.attention import triton_splits
     from colonnade.kernels.attention.decode_tiles import pick
-    from colonnade.kernels.attention.triton_decode import limits
+    from colonnade.kernels.attention.triton_decode import beginning
 
     tiles = pick(rows, width, 2, 2)
     constants = {
         "N": 32, "GROUP": 8, "H": width, "LAUNCH_NEXT": True, "SINGLE": not more["SINKS"],
         "ALIKE": not more["SINKS"], "ROWS": rows, "TILE": tiles.tile, "STAGES": tiles.stages,
-        "BLOCK_H": 1 << (width - 1).bit_length(), "AHEAD": rows == 16, **more,
+        "BLOCK_H": 1 << (width - 1).bit_length(), **more,
     }  # fmt: skip
     types = {**POINTERS, "k_ptr": cache, "v_ptr": cache, **NUMBERS, "scale": "fp32", "cap": "fp32"}
-    limit = limits(tiles, more["PAGE"]) if rows == 16 else {}
+    constants |= beginning(rows, tiles, more["PAGE"], eight=False)
+    limit = {"maxnreg": constants.pop("maxnreg")} if "maxnreg" in constants else {}
     built = compiled(triton_splits.attend, types, constants, STRIDES, warps=tiles.warps, stages=3, **limit)
     # As many workers as the table says stand on one multiprocessor at the same time, and beside them the merge's.
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
@@ -102,13 +103,15 @@ def test_numbers_of_eight_bits_are_made_in_registers(
 ) -> None:
     from colonnade.kernels.attention import triton_splits
     from colonnade.kernels.attention.decode_tiles import pick
+    from colonnade.kernels.attention.triton_decode import beginning
 
     tiles = pick(rows, width, 2, 2)
     constants = {
         "N": 32, "GROUP": 8, "H": width, "PAGE": page, "WINDOW": 0, "CAPPED": False, "SLOPES": False, "SINKS": False,
         "SCALED": True, "LAUNCH_NEXT": True, "SINGLE": True, "ALIKE": page == 16, "ROWS": rows, "TILE": tiles.tile,
-        "STAGES": tiles.stages, "BLOCK_H": 1 << (width - 1).bit_length(), "EIGHT": kind, "ASM": True, "AHEAD": False,
+        "STAGES": tiles.stages, "BLOCK_H": 1 << (width - 1).bit_length(), "EIGHT": kind, "ASM": True,
     }  # fmt: skip
+    constants |= beginning(rows, tiles, page, eight=True)
     types = {**POINTERS, **NUMBERS, "scale": "fp32", "cap": "fp32"}
     types |= {"q_ptr": queries, "o_ptr": queries, "k_ptr": "*i16", "v_ptr": "*i16"}
     built = compiled(triton_splits.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)

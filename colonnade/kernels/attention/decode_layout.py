@@ -75,11 +75,10 @@ class Layout:
             shared = Layout.of_many(q_TNH, k_PpKH)
             shared = replace(shared, shape=shared.shape._replace(causal=False))
         # Under fixed cuts the layout is of any number of queries, whatever is the longest of this step.
-        most = 0 if chunk is not None else min(rows, N // K * max(1, longest_query))
-        return Layout(
-            Shape(K, N // K, rows, tiles.tile, window), tiles, H, size, workers, chunk,
-            runs=chunk is not None and rows == 16, most=most, shared=shared,
-        )  # fmt: skip
+        shape = Shape(K, N // K, rows, tiles.tile, window)
+        most = 0 if chunk is not None else shape.filled(max(1, longest_query))
+        runs = chunk is not None and rows == 16
+        return Layout(shape, tiles, H, size, workers, chunk, runs=runs, most=most, shared=shared)
 
     @staticmethod
     def of_many(q_TNH: Tensor, k_PpKH: Tensor, *, window: int | None = None) -> "Layout":

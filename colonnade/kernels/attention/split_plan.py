@@ -56,6 +56,10 @@ class Shape(NamedTuple):
         """Blocks of rows of a request with so many queries."""
         return -(-queries * self.group // self.rows)
 
+    def filled(self, queries: int) -> int:
+        """Rows of a block that requests of up to so many queries fill."""
+        return min(self.rows, queries * self.group)
+
     def keys(self, length: int, queries: int, block: int) -> tuple[int, int]:
         """(first, end) of the keys that any row of a block sees; equal where there are none."""
         if not self.causal:

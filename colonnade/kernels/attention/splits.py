@@ -91,7 +91,7 @@ def plan(
             # An eighth of a tile is nearer than the costs are known.
             found.append(_cut(lines, prices, shape.tile, fewer, costs, costs.tile // 8))
             fewer //= 2
-    used = min(shape.rows, shape.group * max(queries, default=0))
+    used = shape.filled(max(queries, default=0))
     finish = [each.read + _merging(each.parts, lines, costs, used) for each in found]
     best = min(range(len(found)), key=finish.__getitem__)
     return _written(lines, found[best], finish[best], workers, empty, -(-sum(prices) // workers), chunk)

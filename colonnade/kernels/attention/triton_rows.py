@@ -23,7 +23,7 @@ itself (programmatic dependent launch): neither reads what the other writes.
 import triton
 from triton import language as tl
 
-from colonnade.kernels.attention.triton_splits import FIELDS, finish, fold, page_of, row_of, weigh_tile, write
+from colonnade.kernels.attention.triton_splits import FIELDS, finish, fold, item_of, page_of, row_of, weigh_tile, write
 
 
 @triton.jit
@@ -82,10 +82,9 @@ def attend(
     if BESIDE:
         tl.extra.cuda.gdc_launch_dependents()
     # Read as in :func:`triton_splits.attend`, for the same reason.
-    at_item = plan_ptr + firsts_at + tl.program_id(0) * FIELDS
-    request, head, block = tl.load(at_item), tl.load(at_item + 1), tl.load(at_item + 2)
-    first, end, slot = tl.load(at_item + 3), tl.load(at_item + 4), tl.load(at_item + 5)
-    count = tl.load(at_item + 6)
+    at_first = plan_ptr + firsts_at + tl.program_id(0) * FIELDS
+    request, head, block, first, end, slot = item_of(at_first, 0)
+    count = tl.load(at_first + 6)
     start = tl.load(plan_ptr + 4 + tl.program_id(0))
     for i in range(count):
         low, group = first // TILE * TILE, request
@@ -143,10 +142,6 @@ def attend(
         # Sinks are one key, not one a piece: of what was cut the merge adds them.
         o, lse = finish(o, top, total, n, tl.where(slot < 0, there, False), sinks_ptr, SINKS)
         write(o, lse, slot, t, n, there, o_ptr, lse_ptr, slot_o_ptr, slot_lse_ptr, N, H, ROWS, BLOCK_H)
-        at_item = plan_ptr + items_at + (start + i + 1) * FIELDS
-        more = i + 1 < count
-        request, head = tl.load(at_item, more, 0), tl.load(at_item + 1, more, 0)
-        block, first = tl.load(at_item + 2, more, 0), tl.load(at_item + 3, more, 0)
-        end, slot = tl.load(at_item + 4, more, 0), tl.load(at_item + 5, more, 0)
+        request, head, block, first, end, slot = item_of(plan_ptr + items_at, start + i + 1, i + 1 < count, 0)
     if BESIDE:
         tl.extra.cuda.gdc_wait()  # who waits for this launch takes the one before it for over, too

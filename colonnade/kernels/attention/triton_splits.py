@@ -170,7 +170,7 @@ def fold(
 ):  # fmt: skip
     """(o, top, total) with the keys of the tiles from ``start`` to ``stop``; of these there are those below ``high``.
 
-    ``page`` is the first tile's, which is looked up before there is time to wait for it.
+    ``page`` is that of the tile at ``start``: who calls may have asked for it long ago.
     Not MASKED, every row sees all of them. ALIKE, keys and values lie alike in their caches. EIGHT, these are halves
     of two numbers of 8 bits (see :mod:`triton_eight`), and ``o`` is 0. With CHUNK sums begin anew at its multiples, and
     are those of the last chunk; states of earlier ones, values ``times`` as large, go to slots, that of keys from 0 on
@@ -275,7 +275,7 @@ def not_reached(
 
 
 @triton.jit
-def _item(items_ptr, i, there=None, other=None):
+def item_of(items_ptr, i, there=None, other=None):
     """(request, head, block, first key, end, slot) of a plan's i-th piece; ``other`` where it is not ``there``."""
     at = items_ptr + i * FIELDS
     request, head = tl.load(at, there, other), tl.load(at + 1, there, other)
@@ -325,7 +325,7 @@ def attend(
     # Until keys are on their way, every load that waits for another costs a 30th of a short call: a worker's first
     # piece stands where it is found at once, and where nothing needs to be looked up nothing is.
     at_first = plan_ptr + firsts_at + tl.program_id(0) * FIELDS
-    request, head, block, first, end, slot = _item(at_first, 0)
+    request, head, block, first, end, slot = item_of(at_first, 0)
     count = tl.load(at_first + 6)
     start = tl.load(plan_ptr + 4 + tl.program_id(0))
     if LAUNCH_NEXT:
@@ -336,7 +336,7 @@ def attend(
         q = _queries(q_ptr, cu_ptr, request, head, block, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
         request_1, head_1, block_1, first_1, end_1, slot_1 = request, head, block, first, end, slot
         if count > 1:
-            request_1, head_1, block_1, first_1, end_1, slot_1 = _item(plan_ptr + items_at, start + 1)
+            request_1, head_1, block_1, first_1, end_1, slot_1 = item_of(plan_ptr + items_at, start + 1)
     for i in range(count):
         if AHEAD:
             # What the next piece is was asked for a piece ago; what it needs is asked for now, beside this one's keys.
@@ -346,7 +346,7 @@ def attend(
                 length_1, page_1 = _found(lengths_ptr, pages_ptr, request_1, first_1, pages_r, columns, PAGE, TILE)
                 q_1 = _queries(q_ptr, cu_ptr, request_1, head_1, block_1, q_t, q_n, GROUP, H, SINGLE, ROWS, BLOCK_H)
                 if i + 2 < count:
-                    request_2, head_2, block_2, first_2, end_2, slot_2 = _item(plan_ptr + items_at, start + i + 2)
+                    request_2, head_2, block_2, first_2, end_2, slot_2 = item_of(plan_ptr + items_at, start + i + 2)
         else:
             length = tl.load(lengths_ptr + request)
         if SINGLE:
@@ -391,4 +391,4 @@ def attend(
             request_1, head_1, block_1, first_1, end_1, slot_1 = request_2, head_2, block_2, first_2, end_2, slot_2
             length, page, q = length_1, page_1, q_1
         else:
-            request, head, block, first, end, slot = _item(plan_ptr + items_at, start + i + 1, i + 1 < count, 0)
+            request, head, block, first, end, slot = item_of(plan_ptr + items_at, start + i + 1, i + 1 < count, 0)
