@@ -45,8 +45,19 @@ def _row(ptr, at, inputs, EVEN: tl.constexpr):
 
 
 @triton.jit
+def residual(more_ptr, first, rows, outputs, ADDED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr):
+    """(M, BN) of what is added to the outputs from ``first`` on."""
+    more = tl.zeros([M, BN], tl.float32)
+    if ADDED:
+        m, n = tl.arange(0, M), first + tl.arange(0, BN)
+        place = m[:, None].to(tl.int64) * outputs + n[None, :]
+        more = tl.load(more_ptr + place, (m < rows)[:, None] & (n < outputs)[None, :], 0.0).to(tl.float32)
+    return more
+
+
+@triton.jit
 def finish(
-    acc, acc_u, squares, first, w_scale_ptr, u_scale_ptr, b_ptr, c_ptr, more_ptr, y_ptr, rows, outputs, inputs, eps,
+    acc, acc_u, squares, more, first, w_scale_ptr, u_scale_ptr, b_ptr, c_ptr, y_ptr, rows, outputs, inputs, eps,
     SCALED: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +84,7 @@ def finish(
     there = (m < rows)[:, None] & inside[None, :]
     place = m[:, None].to(tl.int64) * outputs + n[None, :]
     if ADDED:
-        y += tl.load(more_ptr + place, there, 0.0).to(tl.float32)
+        y += more
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), there)
 
 
@@ -116,9 +127,10 @@ def thin(
         if ACT != "":
             acc_u += tl.sum(tl.reshape(u, [1, BN, C, V]).to(tl.float32) * scaled, 3)
         if i % STEPS == STEPS - 1:
+            start = (first + i // STEPS * programs) * BN
             finish(
-                acc, acc_u, squares, (first + i // STEPS * programs) * BN, w_scale_ptr, u_scale_ptr, b_ptr, c_ptr,
-                more_ptr, y_ptr, rows, outputs, inputs, eps, SCALED, NORM, ACT, BIASED, ADDED, M, BN,
+                acc, acc_u, squares, residual(more_ptr, start, rows, outputs, ADDED, M, BN), start, w_scale_ptr,
+                u_scale_ptr, b_ptr, c_ptr, y_ptr, rows, outputs, inputs, eps, SCALED, NORM, ACT, BIASED, ADDED, M, BN,
             )  # fmt: skip
             acc, acc_u = tl.zeros([M, BN, C], tl.float32), tl.zeros([M, BN, C], tl.float32)
             squares = tl.zeros([M, 1, C], tl.float32)
@@ -202,9 +214,10 @@ def thin4(
             u, pairs_u = _some(u_ptr + row, c, w_f, EVEN), _some(u_scale_ptr + pair_row, group, groups, EVEN)
             acc_u += _product4(u, pairs_u, xs, sums, lifted, bits, BN, C)
         if i % STEPS == STEPS - 1:
+            start = (first + i // STEPS * programs) * BN
             finish(
-                acc, acc_u, squares, (first + i // STEPS * programs) * BN, w_scale_ptr, u_scale_ptr, b_ptr, c_ptr,
-                more_ptr, y_ptr, rows, outputs, inputs, eps, False, NORM, ACT, BIASED, ADDED, M, BN,
+                acc, acc_u, squares, residual(more_ptr, start, rows, outputs, ADDED, M, BN), start, w_scale_ptr,
+                u_scale_ptr, b_ptr, c_ptr, y_ptr, rows, outputs, inputs, eps, False, NORM, ACT, BIASED, ADDED, M, BN,
             )  # fmt: skip
             acc, acc_u = tl.zeros([M, BN, C], tl.float32), tl.zeros([M, BN, C], tl.float32)
             squares = tl.zeros([M, 1, C], tl.float32)

@@ -32,11 +32,10 @@ others.
 import triton
 import triton.language as tl
 
-from colonnade.kernels.linear.triton_thin import finish
+from colonnade.kernels.linear.triton_thin import finish, residual
 
 SMALL = tl.constexpr(2.0**40)
 """What x is multiplied with where weights are 2^−120 times as large, lest products leave float32."""
-FETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 @triton.constexpr_function
@@ -79,17 +78,6 @@ def _dot(a, b, acc, ASM: tl.constexpr):
     if ASM:
         return tl.dot(a, b, acc)
     return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
-
-
-@triton.jit
-def _bring(w_ptr, u_ptr, block, outputs, w_f, TWO: tl.constexpr, BN: tl.constexpr, LINES: tl.constexpr):
-    """Have LINES of 128 bytes of each row of a block brought to the level-2 cache, while x is made ready."""
-    i = tl.arange(0, BN * LINES)
-    n = tl.minimum(block * BN + i // LINES, outputs - 1).to(tl.int64)
-    at = 2 * n * w_f + tl.minimum(i % LINES * 128, 2 * w_f - 1)
-    tl.inline_asm_elementwise(FETCH, "=r,l", [w_ptr.to(tl.int64) + at], tl.int32, is_pure=False, pack=1)
-    if TWO:
-        tl.inline_asm_elementwise(FETCH, "=r,l", [u_ptr.to(tl.int64) + at], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -158,15 +146,24 @@ def _inputs(
 @triton.jit
 def _product(
     w, pairs, xs, sums, KIND: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BATCH: tl.constexpr,
-    PARTS: tl.constexpr, ASM: tl.constexpr,
+    PARTS: tl.constexpr, APART: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Of BN rows of halves with x, (BATCH, BN, PARTS · M)."""
+    """Of BN rows of halves with x, (BATCH, BN, PARTS · M).
+
+    A product waits for the one whose sum it goes on with; APART makes two such chains of them.
+    """
     T: tl.constexpr = xs[0].dtype
     N: tl.constexpr = PARTS * M
     y = tl.zeros([BATCH, BN, N], tl.float32)
     if KIND == "int4":
+        odd = tl.zeros([BATCH, BN, N], tl.float32)
         for j in tl.static_range(4):
-            y = _dot(_numbers(w, j, "nibble", T, ASM), xs[j], y, ASM)
+            if APART and j % 2 == 1:
+                odd = _dot(_numbers(w, j, "nibble", T, ASM), xs[j], odd, ASM)
+            else:
+                y = _dot(_numbers(w, j, "nibble", T, ASM), xs[j], y, ASM)
+        if APART:
+            y += odd
         of_all = tl.broadcast_to(pairs[:, :, :, None], [BATCH, BN, PARTS, M])
         of_all = tl.reshape(of_all, [BATCH, BN, N])
         scale, low = (of_all << 16).to(tl.float32, bitcast=True), (of_all & -65536).to(tl.float32, bitcast=True)
@@ -196,19 +193,16 @@ def units(
     KIND: tl.constexpr, WORDS: tl.constexpr, NORM: tl.constexpr, ACT: tl.constexpr, BIASED: tl.constexpr,
     ADDED: tl.constexpr, EVEN: tl.constexpr, STEPS: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     BATCH: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
-    LINES: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Each program takes blocks of BN outputs in turn, in steps of BATCH · K halves, of which w_f are a row's.
 
-    WORDS are those of a group of int4, whose scales are pairs of s and m in one int32. Of a program's first AHEAD
-    blocks LINES of 128 bytes of each row are brought to the level-2 cache before x is read.
+    WORDS are those of a group of int4, whose scales are pairs of s and m in one int32.
     """
     FOUR: tl.constexpr = KIND == "int4"
     UP: tl.constexpr = SMALL if KIND == "float8" and x_ptr.dtype.element_ty.is_bf16() else 1.0
     N: tl.constexpr = PARTS * M
     first, programs = tl.program_id(0), tl.num_programs(0)
-    for block in tl.static_range(AHEAD):
-        _bring(w_ptr, u_ptr, first + block * programs, outputs, w_f, ACT != "", BN, LINES)
     mine = ((outputs + BN - 1) // BN - first + programs - 1) // programs
     x_row = x_ptr + tl.minimum(tl.arange(0, M), rows - 1)[:, None].to(tl.int64) * x_t
     acc, acc_u = tl.zeros([BATCH, BN, N], tl.float32), tl.zeros([BATCH, BN, N], tl.float32)
@@ -231,6 +225,8 @@ def units(
         w_here = tl.where(turn == 0, w_ptr, u_ptr) if TURNS == 2 else w_ptr
         w = _some(w_here, row + at, at < w_f, EVEN)
         pairs = w
+        if STEPS == 1:  # asked for before the product, lest its end waits for it
+            more = residual(more_ptr, start, rows, outputs, ADDED, M, BN)
         if FOUR:
             scale_here = tl.where(turn == 0, w_scale_ptr, u_scale_ptr) if TURNS == 2 else w_scale_ptr
             pairs = _some(scale_here, pair_row + g, g < groups, EVEN)
@@ -240,7 +236,7 @@ def units(
                 UP, ASM,
             )  # fmt: skip
             squares += tl.sum(tl.reshape(new, [M, BATCH * K // 2, 8 if FOUR else 4]), 2)
-        new_acc = _product(w, pairs, xs, sums, KIND, M, BN, BATCH, PARTS, ASM)
+        new_acc = _product(w, pairs, xs, sums, KIND, M, BN, BATCH, PARTS, STEPS == 1, ASM)
         if TURNS == 2:
             acc, acc_u = acc_u, new_acc
         else:
@@ -248,15 +244,17 @@ def units(
             if ACT != "":
                 u = _some(u_ptr, row + at, at < w_f, EVEN)
                 pairs_u = _some(u_scale_ptr, pair_row + g, g < groups, EVEN) if FOUR else u
-                acc_u += _product(u, pairs_u, xs, sums, KIND, M, BN, BATCH, PARTS, ASM)
+                acc_u += _product(u, pairs_u, xs, sums, KIND, M, BN, BATCH, PARTS, STEPS == 1, ASM)
         if i % (STEPS * TURNS) == STEPS * TURNS - 1:
             if STEPS > 1:
                 square = tl.sum(squares, 1)[:, None, None]
             y = _summed(acc, M, BN, BATCH, PARTS)
             up = _summed(acc_u, M, BN, BATCH, PARTS) if ACT != "" else y
+            if STEPS > 1:
+                more = residual(more_ptr, start, rows, outputs, ADDED, M, BN)
             finish(
-                y, up, square, start, w_scale_ptr, u_scale_ptr, b_ptr, c_ptr, more_ptr, y_ptr, rows, outputs, inputs,
-                eps, KIND != "int4", NORM, ACT, BIASED, ADDED, M, BN,
+                y, up, square, more, start, w_scale_ptr, u_scale_ptr, b_ptr, c_ptr, y_ptr, rows, outputs, inputs, eps,
+                KIND != "int4", NORM, ACT, BIASED, ADDED, M, BN,
             )  # fmt: skip
             acc, acc_u = tl.zeros([BATCH, BN, N], tl.float32), tl.zeros([BATCH, BN, N], tl.float32)
             squares = tl.zeros([M, BATCH * K // 2], tl.float32)

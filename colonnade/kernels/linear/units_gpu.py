@@ -89,21 +89,12 @@ def _cut(weight: Quantised, rows: int, tiles: Tiles) -> dict[str, Any]:
     return found | ({"maxnreg": most} if tiles.a_processor > 1 and most < 255 else {})
 
 
-def ahead(constants: dict[str, Any]) -> dict[str, int]:
-    """What is brought before x is read: as much as is on its way while the kernel multiplies."""
-    steps, stages = constants["STEPS"], constants["STAGES"]
-    lines = triton.cdiv(min(steps, stages) * constants["BATCH"] * constants["K"] * 2, 128)
-    turns = 2 if constants["ACT"] else 1
-    return {"LINES": triton.next_power_of_2(lines), "AHEAD": triton.cdiv(stages - 1, steps * turns)}
-
-
 def launch(
     programs: int, tensors: Sequence[Tensor], sizes: Sequence[int], eps: float, constants: dict[str, Any]
 ) -> None:
     """Run the kernel: weights (third and sixth of ``tensors``) are read as halves of 16 bits."""
     x, gain, w, w_scale, bias, u, *others = tensors
-    on_gpu = x.is_cuda  # the interpreter has no assembler
-    constants |= ahead(constants) if on_gpu else {"LINES": 0, "AHEAD": 0}
     triton_units.units[programs,](
-        x, gain, w.view(torch.int16), w_scale, bias, u.view(torch.int16), *others, *sizes, eps, ASM=on_gpu, **constants
-    )
+        x, gain, w.view(torch.int16), w_scale, bias, u.view(torch.int16), *others, *sizes, eps,
+        ASM=x.is_cuda, **constants,  # the interpreter has no assembler
+    )  # fmt: skip
