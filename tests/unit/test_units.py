@@ -24,6 +24,7 @@ pytestmark = [
 SIZES = ("outputs", "inputs", "x_t", "w_f", "groups")
 """Multiples of 16, as in any real layer."""
 AT_ONCE, TWO, STEPS = Tiles(16, 512, 8, 4, 1, True), Tiles(16, 512, 8, 4, 2, True), Tiles(32, 512, 8, 3, 1, True)
+THREE = Tiles(32, 128, 4, 3, 3, True)
 
 
 def run(text: str, words: torch.Tensor) -> torch.Tensor:
@@ -95,6 +96,8 @@ def of_meta(kind: str, inputs: int, group: int = 64) -> Any:
         pytest.param("int4", 8, False, 4096, AT_ONCE, 2.5, marks=pytest.mark.long),
         pytest.param("int4", 16, False, 4096, AT_ONCE, 3.3, marks=pytest.mark.long),
         pytest.param("int4", 1, False, 11008, STEPS, 2.7, marks=pytest.mark.long),
+        pytest.param("int4", 1, False, 11008, THREE, 3.4, marks=pytest.mark.long),
+        pytest.param("int4", 4, True, 4096, THREE._replace(stages=2), 4, marks=pytest.mark.long),
         pytest.param("int8", 1, False, 4096, Tiles(16, 4096, 8, 4, 1, True), 2.4, marks=pytest.mark.long),
         pytest.param("int8", 8, False, 4096, Tiles(16, 4096, 8, 4, 1, True), 2.7, marks=pytest.mark.long),
         pytest.param("float8", 1, False, 4096, Tiles(16, 4096, 8, 4, 1, True), 2.8, marks=pytest.mark.long),
@@ -108,7 +111,7 @@ def test_a_weight_is_few_instructions(
     four, weight = kind == "int4", of_meta(kind, inputs)
     constants: dict[str, Any] = units_gpu.cut(weight, rows, tiles)
     limits = {"maxnreg": constants.pop("maxnreg")} if "maxnreg" in constants else {}
-    assert ("maxnreg" in limits) == (tiles is TWO)
+    assert ("maxnreg" in limits) == (tiles.a_processor > 1)
     types = product_types("*i16", "*i32" if four else "*fp32", SIZES) | ({"rows": "i32"} if rows > 1 else {})
     constants |= {
         "rows": rows, "NORM": inputs != 11008, "ACT": "silu" if gated else "", "BIASED": False, "ADDED": not gated,
@@ -175,14 +178,14 @@ def test_what_is_reckoned_is_what_the_compiler_takes(kind: str, rows: int, gated
     assert tiles is not None
     weight = of_meta(kind, inputs)
     constants = units_gpu.cut(weight, rows, tiles, gated=gated, normed=gated, room=SHARED_BYTES)
-    assert "maxnreg" not in constants
+    limits = {"maxnreg": constants.pop("maxnreg")} if "maxnreg" in constants else {}
     reckoned = units_gpu.on_their_way(constants, tiles, gated=gated, normed=gated)
     types = product_types("*i16", "*i32" if kind == "int4" else "*fp32", (*SIZES, "rows"))
     constants |= {
         "NORM": gated, "ACT": "silu" if gated else "", "BIASED": False, "ADDED": False, "BN": tiles.BN,
         "STAGES": tiles.stages, "ASM": True,
     }  # fmt: skip
-    built = compiled(triton_units.units, types, constants, SIZES, warps=tiles.warps)
+    built = compiled(triton_units.units, types, constants, SIZES, warps=tiles.warps, **limits)
     assert reckoned <= built.metadata.shared <= reckoned + units_gpu.CONVERTED
 
 
