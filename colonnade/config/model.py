@@ -279,6 +279,12 @@ class ModelConfig(Config):
         return self.parameters - self.expert_parameters // self.moe.experts * idle
 
     @property
+    def size(self) -> str:
+        """The number of weights in words, and of a mixture those that a token has to do with."""
+        size = f"{self.parameters / 1e6:.2f} M parameters"
+        return size if self.moe is None else f"{size}, {self.active_parameters / 1e6:.2f} M of them active"
+
+    @property
     def _projections(self) -> int:
         """Numbers in the matrices of one layer's attention."""
         if self.latent:

@@ -171,7 +171,7 @@ class Log:
         self.settle(wait=True)
         checkpoint = self.session.checkpoint
         assert checkpoint is not None, "the last step saves"
-        title = f"{self.run.name}: {self.run.model.parameters / 1e6:.2f} M parameters"
+        title = f"{self.run.name}: {self.run.model.size}"
         picture = draw(self.run.folder, title) if self.first else None
         if picture:
             self.screen.line(f"loss curve {picture}")
@@ -181,8 +181,8 @@ class Log:
         it, run = self.session, self.run
         tokens = run.train.batch * run.data.sequence
         self.screen.line(
-            f"{run.name}: {run.model.parameters / 1e6:.2f} M parameters, {run.plan} on "
-            f"{it.ground.device.type}, {run.train.dtype}, {tokens} tokens a step, {run.train.steps} steps"
+            f"{run.name}: {run.model.size}, {run.plan} on {it.ground.device.type}, "
+            f"{run.train.dtype}, {tokens} tokens a step, {run.train.steps} steps"
         )
         choices = {"float8": run.train.float8, "recompute": run.train.recompute, "offload": run.train.offload}
         said = [f"{name} {value}" for name, value in choices.items() if value not in ("none", "budget")]

@@ -92,6 +92,8 @@ def test_active_parameters() -> None:
     assert preset("smollm2-135m").active_parameters == preset("smollm2-135m").parameters
     dense, switch = preset("gpt2"), preset("gpt2-switch-8")
     assert switch.active_parameters - dense.parameters == 6 * 8 * 768, "one expert a token, and six routers"
+    assert dense.size == "124.44 M parameters"
+    assert switch.size == "322.82 M parameters, 124.48 M of them active"
 
 
 def test_the_shapes_of_the_megatron_paper() -> None:
