@@ -6,6 +6,7 @@
     python benchmarks/decode_model.py --model llama-3-8b --cp 4 --page 256 --contexts 131072 1048576
     python benchmarks/decode_model.py --weights int4                   # or int8, float8: weights quantised
     python benchmarks/decode_model.py --batch-invariant                # what serve.batch_invariant costs
+    python benchmarks/decode_model.py --draw                           # the picture again, from all records; no GPU
     python benchmarks/decode_model.py --tiny                           # a CPU, to see that it runs
 
 ``--cp`` splits the cache over ranks: each holds its part of every context and all weights, so that a token takes the
@@ -19,10 +20,12 @@ graph replayed, drawn, and told again without waiting. A step can be no faster t
 
 where of a table of embeddings one row is read and of experts those that are chosen; TB/s count these bytes, and
 ``of_bound`` is their share of the read bandwidth. ``transformers``' ``generate`` with a static cache, which it compiles
-by itself, stands beside the first context, where the model is a Llama. The plot is the article's, tokens/s by context.
+by itself, stands beside the first context, where the model is a Llama. The plot is the article's, tokens/s by context,
+of all that was recorded.
 """
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -246,6 +249,12 @@ def measure(
     return rows, [Headline(what, first["tokens_per_s"], "tokens/s", beside["who"] if beside else "the bound", speed)]
 
 
+def recorded(folder: Path) -> list[dict[str, Any]]:
+    """All rows of this benchmark's records there."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("decode_*_h200.json"))]
+    return [row for record in found for row in record["rows"]]
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-2-7b", help="a preset")
@@ -263,9 +272,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch-invariant", action="store_true", help="as serve.batch_invariant computes")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
-    parser.add_argument("--picture", type=Path, help="docs/assets/ and the result's name, if not said")
+    parser.add_argument("--picture", type=Path, help="docs/assets/decode_models.png, or in OUT, where that is said")
+    parser.add_argument("--draw", action="store_true", help="the picture again from what was recorded")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
     args = parser.parse_args(argv)
+    picture = args.picture or (ROOT / "docs" / "assets" if args.out == RESULTS else args.out) / "decode_models.png"
+    if args.draw:
+        draw(recorded(args.out), picture)
+        return
     plan = Plan(tp=args.tp, cp=args.cp, ep=args.ep, sh=args.sh)
     if args.tiny:
         measure("tiny", plan, args.batch, [16, 64], 4, "cpu", peer=plan.world == 1, weights=args.weights, group=32,
@@ -280,7 +294,7 @@ def main(argv: list[str] | None = None) -> None:
     layout += "_nccl" * args.nccl
     name = f"decode_{args.model}{bits}_{layout}_b{args.batch}_h200"
     report(name, rows, notes=__doc__ or "", headlines=heads, folder=args.out)
-    draw(rows, args.picture or ROOT / "docs" / "assets" / f"{name}.png")
+    draw(recorded(args.out), picture)
 
 
 if __name__ == "__main__":
