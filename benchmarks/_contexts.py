@@ -25,9 +25,10 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(5.2 * len(panels), 5.6), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        one, lines = len({row["model"] for row in panel}) == 1, dict[str, list[Mapping[str, Any]]]()
+        shown = sorted({row["model"] for row in panel})
+        lines = dict[str, list[Mapping[str, Any]]]()
         for row in sorted(panel, key=lambda row: -row["tokens_per_s"]):
-            lines.setdefault(_name(row, alone=one), []).append(row)
+            lines.setdefault(_name(row, alone=len(shown) == 1), []).append(row)
         for (name, line), colour in zip(lines.items(), itertools.cycle(COLOURS), strict=False):
             line.sort(key=lambda row: row["context"])
             at = [row["context"] for row in line]
@@ -35,8 +36,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             if "bound_tokens_per_s" in line[0]:
                 axes.plot(at, [row["bound_tokens_per_s"] for row in line], "--", color=colour, linewidth=1)
         axes.plot([], [], "--", color=GREY, linewidth=1, label="reading weights and cache once")
-        named = ", ".join(sorted({row["model"] for row in panel}))
-        axes.set_title(f"{named}; batch {panel[0]['batch']}", fontsize=9)
+        axes.set_title(f"{', '.join(shown)}; batch {panel[0]['batch']}", fontsize=9)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         contexts = [row["context"] for row in panel]

@@ -25,7 +25,7 @@ of all that was recorded.
 """
 
 import argparse
-import json
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -53,10 +53,12 @@ from colonnade.serve.fixed import FixedSteps
 from colonnade.serve.invariant import prepare
 from colonnade.serve.sampling import Draw, SamplingParams
 from colonnade.serve.scheduler import Slice, Work
+from table import load
 
 TINY = ModelConfig(vocab_size=97, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=128, family="llama")
 GREEDY = Draw.of(SamplingParams(temperature=0), 0, 0)
 PAGE = 64
+RECORD = re.compile(r"decode_.*_h200\.json")
 
 
 def read_bytes(model: Transformer, batch: int) -> float:
@@ -251,8 +253,7 @@ def measure(
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
     """All rows of this benchmark's records there."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("decode_*_h200.json"))]
-    return [row for record in found for row in record["rows"]]
+    return [row for record in load(folder) if RECORD.fullmatch(record["file"]) for row in record["rows"]]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -278,7 +279,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     picture = args.picture or (ROOT / "docs" / "assets" if args.out == RESULTS else args.out) / "decode_models.png"
     if args.draw:
-        draw(recorded(args.out), picture)
+        if not (rows := recorded(args.out)):
+            parser.error(
+                f"--draw draws what was recorded, and {args.out} has no record of this benchmark: measure first"
+            )
+        draw(rows, picture)
+        print(picture)
         return
     plan = Plan(tp=args.tp, cp=args.cp, ep=args.ep, sh=args.sh)
     if args.tiny:

@@ -87,24 +87,26 @@ def in_registers(cell: Product) -> list[Tiles]:
 
 def on_units(cell: Product) -> list[Tiles]:
     """All inputs at once in the registers of eight or sixteen warps, one program a multiprocessor or two; or in steps,
-    in four warps too, several programs of which wait while another multiplies.
+    also in four warps, of which several programs wait while another multiplies.
 
-    Two to four stages, as shared memory holds them, and memory is kept busy.
+    Of two to four stages those that keep memory busy and fit into shared memory.
     """
     if cell.kind == "plain":
         return []
     inputs, found = SHAPES[cell.name][1], []
     ways = ((8, 1), (8, 2), (16, 1), (4, 2), (4, 3))
     for step, (warps, stays), rows, stages in itertools.product((4096, 2048, 1024), ways, (16, 32), (2, 3, 4)):
-        held = rows * step // (2 if cell.kind == "int4" else 1)
-        if step < inputs:  # a gate's other matrix, x, and a norm's gain
-            held += held * cell.gated + 2 * step * (cell.rows + (SHAPES[cell.name][2] in ("norm", "gate")))
-        on_their_way = (stages - 1) * held * stays
-        # Inputs in steps are made ready anew in each: that should be for many weights.
-        many = warps > 4 if step >= inputs else rows == 32 and (step <= 1024 or (warps > 4 and cell.rows <= 8))
+        at_once = step >= inputs
+        # Inputs in steps are made ready anew in each: that should be for many weights. Four warps hold few of them.
+        if not (at_once or rows == 32) or (warps == 4 and step > 1024):
+            continue
         # Sixteen rows of x take the registers of a multiprocessor.
-        many = many and (stays == 1 or cell.rows <= 8)
-        if many and 60_000 <= on_their_way <= 200_000:
+        if cell.rows > 8 and (stays > 1 or not (at_once or step <= 1024)):
+            continue
+        held = rows * step // (2 if cell.kind == "int4" else 1)
+        if not at_once:  # a gate's other matrix, x, and a norm's gain
+            held += held * cell.gated + 2 * step * (cell.rows + (SHAPES[cell.name][2] in ("norm", "gate")))
+        if 60_000 <= (stages - 1) * held * stays <= 200_000:
             found.append(Tiles(rows, step // 8 if cell.kind == "int4" else step, warps, stages, stays, units=True))
     return found
 

@@ -14,7 +14,10 @@ def compiled(
     function: Any, types: dict[str, str], constants: dict[str, Any], whole: Iterable[str] = (), *, warps: int,
     stages: int = 3, **options: Any,
 ) -> Any:  # fmt: skip
-    """``function`` with arguments of these types, those of ``whole`` and pointers multiples of 16."""
+    """``function`` with arguments of these types, those of ``whole`` and pointers multiples of 16.
+
+    ``constants`` may be a launch's own, with what it tells of registers among them.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -25,7 +28,8 @@ def compiled(
     aligned = [a for a, kind in found.items() if a in tuple(whole) or kind.startswith("*")]
     attributes = {(places[argument],): [["tt.divisibility", 16]] for argument in aligned}
     source = ASTSource(function, found, values, attributes)
-    options = {"num_warps": warps, "num_stages": stages, **options}
+    options |= {"num_warps": warps, "num_stages": stages}
+    options |= {"maxnreg": constants["maxnreg"]} if "maxnreg" in constants else {}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

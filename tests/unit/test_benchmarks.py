@@ -316,7 +316,7 @@ def test_small_figures_are_not_rounded_away(tmp_path: Path, capsys: pytest.Captu
         assert "python benchmarks/" not in found["notes"] and "On a CPU ours is plain torch" in found["notes"]
 
 
-def test_decode_model(tmp_path: Path) -> None:
+def test_decode_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Speeds beside the bound, which falls with the context; and the article's plot, whoever failed."""
     rows, heads = decode_model.measure("tiny", Plan(), 2, [16, 64], 2, "cpu", peer=False, page=8)
     for row in rows:
@@ -327,6 +327,9 @@ def test_decode_model(tmp_path: Path) -> None:
     (tmp_path / "decode_tiny_h200.json").write_text(json.dumps(record))
     decode_model.main(["--draw", "--out", str(tmp_path)])
     assert (tmp_path / "decode_models.png").stat().st_size > 10_000, "from records alone, whoever failed"
+    with pytest.raises(SystemExit):
+        decode_model.main(["--draw", "--out", str(tmp_path / "empty")])
+    assert "has no record of this benchmark: measure first" in " ".join(capsys.readouterr().err.split())
 
 
 def test_quantised_quality(tmp_path: Path) -> None:

@@ -73,11 +73,10 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
     }  # fmt: skip
     types = {**POINTERS, "k_ptr": cache, "v_ptr": cache, **NUMBERS, "scale": "fp32", "cap": "fp32"}
     constants |= beginning(rows, tiles, more["PAGE"], eight=False)
-    limit = {"maxnreg": constants.pop("maxnreg")} if "maxnreg" in constants else {}
-    built = compiled(triton_splits.attend, types, constants, STRIDES, warps=tiles.warps, stages=3, **limit)
+    built = compiled(triton_splits.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
     # As many workers as the table says stand on one multiprocessor at the same time, and beside them the merge's.
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
-    if limit:
+    if "maxnreg" in constants:
         assert 32 * tiles.warps * (tiles.workers * registers(built, tmp_path) + 2 * MERGER) <= 2**16
     assert spilled(built, tmp_path) <= SPILLED_BYTES
     assert "mma" in built.asm["ptx"]

@@ -40,6 +40,8 @@ def test_products_fit_the_chip(kind: str, rows: int, gated: bool, inputs: int, t
 
     tiles = thin_tiles.pick(kind, rows, 11008 if gated else 4096, inputs, gated=gated)
     assert tiles is not None
+    if tiles.units:  # another kernel's, but where x is not for it
+        tiles = thin_tiles.WIDE
     four = kind == "int4"
     kernel, columns = triton_thin.thin4 if four else triton_thin.thin, inputs // 8 if four else inputs
     types = product_types(STORED[kind], "*i32" if four else "*fp32", SIZES) | ({"rows": "i32"} if rows > 1 else {})

@@ -110,15 +110,15 @@ def test_a_weight_is_few_instructions(
 
     four, weight = kind == "int4", of_meta(kind, inputs)
     constants: dict[str, Any] = units_gpu.cut(weight, rows, tiles)
-    limits = {"maxnreg": constants.pop("maxnreg")} if "maxnreg" in constants else {}
-    assert ("maxnreg" in limits) == (tiles.a_processor > 1)
+    limited = "maxnreg" in constants
+    assert limited == (tiles.a_processor > 1)
     types = product_types("*i16", "*i32" if four else "*fp32", SIZES) | ({"rows": "i32"} if rows > 1 else {})
     constants |= {
         "rows": rows, "NORM": inputs != 11008, "ACT": "silu" if gated else "", "BIASED": False, "ADDED": not gated,
         "BN": tiles.BN, "STAGES": tiles.stages, "ASM": True,
     }  # fmt: skip
     whole = [size for size in SIZES if size != "groups" or inputs // 64 % 16 == 0]
-    built = compiled(triton_units.units, types, constants, whole, warps=tiles.warps, **limits)
+    built = compiled(triton_units.units, types, constants, whole, warps=tiles.warps)
     body = loop(disassembled(built, tmp_path), "HMMA")
     step = tiles.BN * constants["BATCH"] * constants["K"] * (4 if four else 2)
     if constants["STEPS"] > 1:
@@ -128,7 +128,7 @@ def test_a_weight_is_few_instructions(
     # Halves go straight into the matrix units' registers, for sixteen outputs and eight words at a time.
     reads = sum("LDSM.16.M88.4" in line for line in body)
     assert reads >= step // (8 if four else 4) / 128 / tiles.warps
-    assert spilled(built, tmp_path) <= (512 if rows == 16 else 256 if limits else 0)
+    assert spilled(built, tmp_path) <= (512 if rows == 16 else 256 if limited else 0)
     room = max(1, tiles.a_processor)
     assert built.metadata.shared * room <= SHARED_BYTES
     assert registers(built, tmp_path) * 32 * tiles.warps * room <= 65536
@@ -178,14 +178,13 @@ def test_what_is_reckoned_is_what_the_compiler_takes(kind: str, rows: int, gated
     assert tiles is not None
     weight = of_meta(kind, inputs)
     constants = units_gpu.cut(weight, rows, tiles, gated=gated, normed=gated, room=SHARED_BYTES)
-    limits = {"maxnreg": constants.pop("maxnreg")} if "maxnreg" in constants else {}
     reckoned = units_gpu.on_their_way(constants, tiles, gated=gated, normed=gated)
     types = product_types("*i16", "*i32" if kind == "int4" else "*fp32", (*SIZES, "rows"))
     constants |= {
         "NORM": gated, "ACT": "silu" if gated else "", "BIASED": False, "ADDED": False, "BN": tiles.BN,
         "STAGES": tiles.stages, "ASM": True,
     }  # fmt: skip
-    built = compiled(triton_units.units, types, constants, SIZES, warps=tiles.warps, **limits)
+    built = compiled(triton_units.units, types, constants, SIZES, warps=tiles.warps)
     assert reckoned <= built.metadata.shared <= reckoned + units_gpu.CONVERTED
 
 

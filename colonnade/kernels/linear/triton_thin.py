@@ -45,13 +45,19 @@ def _row(ptr, at, inputs, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _outputs(first, rows, outputs, M: tl.constexpr, BN: tl.constexpr):
+    """(places (M, BN) of the outputs from ``first`` on, which of them there are)."""
+    m, n = tl.arange(0, M), first + tl.arange(0, BN)
+    return m[:, None].to(tl.int64) * outputs + n[None, :], (m < rows)[:, None] & (n < outputs)[None, :]
+
+
+@triton.jit
 def residual(more_ptr, first, rows, outputs, ADDED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr):
     """(M, BN) of what is added to the outputs from ``first`` on."""
     more = tl.zeros([M, BN], tl.float32)
     if ADDED:
-        m, n = tl.arange(0, M), first + tl.arange(0, BN)
-        place = m[:, None].to(tl.int64) * outputs + n[None, :]
-        more = tl.load(more_ptr + place, (m < rows)[:, None] & (n < outputs)[None, :], 0.0).to(tl.float32)
+        place, there = _outputs(first, rows, outputs, M, BN)
+        more = tl.load(more_ptr + place, there, 0.0).to(tl.float32)
     return more
 
 
@@ -62,7 +68,7 @@ def finish(
     M: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs from ``first`` on; sums are (M, BN, parts)."""
-    m, n = tl.arange(0, M), first + tl.arange(0, BN)
+    n = first + tl.arange(0, BN)
     inside = n < outputs
     y = tl.sum(acc, 2)
     if SCALED:
@@ -81,8 +87,7 @@ def finish(
         if BIASED:
             u += tl.load(c_ptr + n, inside, 0.0).to(tl.float32)[None, :]
         y = activate(y, ACT)[0] * u
-    there = (m < rows)[:, None] & inside[None, :]
-    place = m[:, None].to(tl.int64) * outputs + n[None, :]
+    place, there = _outputs(first, rows, outputs, M, BN)
     if ADDED:
         y += more
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), there)
