@@ -21,11 +21,13 @@ from colonnade.cli.serving import chat, generate, serve
 from colonnade.cli.shared import console
 from colonnade.cli.training import demo, train, train_defaults, with_defaults
 from colonnade.config import nearest
-from colonnade.errors import ColonnadeError, Interrupted
+from colonnade.config.plugins import load_plugin
+from colonnade.errors import ColonnadeError, ConfigError, Interrupted
 
 ABOUT = """Trains and serves large transformers with one model definition, from a laptop to a cluster.
 
 A mistake is one line on stderr and exit code 1; with --debug, before or after the verb, it is a traceback.
+--import MODULE, likewise, imports a module of your own first, which may register routers; repeat it for several.
 --version prints the version."""
 
 VERBS: dict[str, Callable[..., None]] = {
@@ -77,6 +79,19 @@ def _later(verb: Callable[..., None]) -> Callable[..., Callable[[], None]]:
     return bound
 
 
+def _plugins(argv: list[str]) -> list[str]:
+    """Take each ``--import MODULE`` out of ``argv``; the modules."""
+    found: list[str] = []
+    while at := next((i for i, word in enumerate(argv, 1) if word.partition("=")[0] == "--import"), 0):
+        _, equals, name = argv[at - 1].partition("=")
+        name = name if equals else "".join(argv[at : at + 1])
+        if not name or name.startswith("-"):
+            raise ConfigError("--import needs the name of a module, as in: --import my_routers")
+        found.append(name)
+        del argv[at - 1 : at if equals else at + 1]
+    return found
+
+
 def _as_typed(message: str, argv: list[str]) -> str:
     """``message`` with fields by the flags that set them: ``--train.steps is 0`` in the place of ``TrainConfig.steps``.
 
@@ -100,6 +115,8 @@ def main(argv: list[str] | None = None) -> None:
         print(f"colonnade {version('colonnade')}")
         return
     try:
+        for plugin in _plugins(argv):
+            load_plugin(plugin)
         parse(argv)()
     except ColonnadeError as error:
         if debug:

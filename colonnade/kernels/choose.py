@@ -5,6 +5,7 @@ which is how anyone can tell a kernel's bug from a model's. The contract test is
 kernel is tested by being listed.
 """
 
+import difflib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from colonnade.errors import ConfigError
 from colonnade.kernels.adamw import reference as adamw_reference
 from colonnade.kernels.attention import chunk, chunk_flash, held, latents, place, reference, sdpa, varlen
 from colonnade.kernels.dropout import recompute
@@ -261,4 +263,13 @@ def choose(operation: Operation, device: str, dtype: torch.dtype, kernels: str =
     """The implementation for ``device`` ("cpu", "cuda") and ``dtype``; ``kernels`` names one, or is "auto"."""
     if run := CHOSEN.get((operation, device, dtype, kernels)):
         return run
-    raise LookupError(f"no kernel '{kernels}' for {operation} on {device} in {dtype}")
+    names = kernel_names(operation, device, dtype)
+    close = difflib.get_close_matches(kernels, names, n=1, cutoff=0.5)
+    known = f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(names) or 'none'}"
+    raise ConfigError(f"no kernel '{kernels}' for {operation} on {device} in {dtype}{known}")
+
+
+def kernel_names(operation: Operation, device: str, dtype: torch.dtype) -> list[str]:
+    """The implementations of ``operation`` for ``device`` and ``dtype``, in order of preference."""
+    fits = (row for row in TABLE if row.operation == operation and device in row.devices and dtype in row.dtypes)
+    return list(dict.fromkeys(row.name for row in fits))

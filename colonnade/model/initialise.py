@@ -12,10 +12,10 @@ Each expert is drawn by a name of its own.
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colonnade.model.quantised import Place, in_place
 from colonnade.model.transformer import Transformer
@@ -25,14 +25,38 @@ from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of, shar
 RESIDUAL_OUTPUTS = ("attention.out.weight", "ffn.down.weight", "shared.down.weight", "experts.down")
 
 
-@torch.no_grad()
 def initialise(model: Transformer, seed: int, place: Place = in_place) -> Transformer:
     """Fill ``model`` from ``seed``, one parameter after another, and its buffers with 0; returns it.
 
     ``place`` gets this rank's share of each, before FSDP cuts it: a sharded model needs no more memory than its shards
     and one parameter (:meth:`colonnade.parallel.fsdp.Masters.place`).
     """
-    config, shapes, layout = model.config, model.whole_shapes(), layout_of(model)
+    std = model.config.init_std
+    fill(
+        model,
+        model.axes,
+        model.whole_shapes(),
+        seed,
+        place,
+        std=std,
+        residual_std=std / (2 * model.config.layers) ** 0.5,
+    )
+    return model
+
+
+@torch.no_grad()
+def fill(
+    model: nn.Module,
+    axes: Axes,
+    shapes: Mapping[str, torch.Size],
+    seed: int,
+    place: Place = in_place,
+    *,
+    std: float,
+    residual_std: float,
+) -> None:
+    """Fill a module that has layout tables from ``seed``; ``shapes`` are those over all ranks, by name."""
+    layout = layout_of(model)
     initial = {
         f"{prefix}.{name}": value
         for prefix, module in model.named_modules()
@@ -43,7 +67,7 @@ def initialise(model: Transformer, seed: int, place: Place = in_place) -> Transf
         shape, placement = shapes[name], layout.get(name, WHOLE)
 
         def filled(value: float) -> Tensor:
-            return share(torch.zeros(()).expand(shape), placement, model.axes) + value
+            return share(torch.zeros(()).expand(shape), placement, axes) + value
 
         if name in initial:
             return filled(initial[name])
@@ -51,12 +75,11 @@ def initialise(model: Transformer, seed: int, place: Place = in_place) -> Transf
             return filled(0.0)
         if len(shape) == 1:
             return filled(1.0)
-        std = config.init_std / (2 * config.layers) ** 0.5 if name.endswith(RESIDUAL_OUTPUTS) else config.init_std
-        return _share(shape, placement, model.axes, lambda part, of: _drawn(of, f"{name}{part}", seed, std))
+        own = residual_std if name.endswith(RESIDUAL_OUTPUTS) else std
+        return _share(shape, placement, axes, lambda part, of: _drawn(of, f"{name}{part}", seed, own))
 
     for name, held in (*model.named_parameters(), *model.named_buffers()):
         place(name, held, mine(name))
-    return model
 
 
 def _drawn(shape: torch.Size, name: str, seed: int, std: float) -> Tensor:

@@ -33,6 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from colonnade import errors
 from colonnade.config import Plan
+from colonnade.config.plugins import load_plugin, loaded_plugins
 from colonnade.errors import Interrupted
 
 Result = TypeVar("Result")
@@ -125,7 +126,7 @@ def _elastic(work: Callable[..., Result], args: tuple[Any, ...], plan: Plan, rep
         logger.setLevel(logging.CRITICAL)
     try:
         with _children_begin_deaf():
-            results = elastic_launch(config, _worker)(work, args, plan.world, str(reports))
+            results = elastic_launch(config, _worker)(work, args, plan.world, str(reports), loaded_plugins())
         return results[0]
     except ChildFailedError as death:
         raise _explain(death, reports) from None
@@ -155,7 +156,9 @@ def _children_begin_deaf() -> Iterator[None]:
         over.set()
 
 
-def _worker(work: Callable[..., Result], args: tuple[Any, ...], world: int, reports: str) -> Result:
+def _worker(
+    work: Callable[..., Result], args: tuple[Any, ...], world: int, reports: str, plugins: tuple[str, ...]
+) -> Result:
     """In the child: share the cores out, run, and leave a report when it goes wrong."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // world))
@@ -164,6 +167,8 @@ def _worker(work: Callable[..., Result], args: tuple[Any, ...], world: int, repo
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came while we began strikes now
+        for plugin in plugins:
+            load_plugin(plugin)
         return work(*args)
     except (Interrupted, KeyboardInterrupt) as stop:
         # The agent that passed the signal on waits for our end; to return would be to wait until it kills us.

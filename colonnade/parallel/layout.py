@@ -54,13 +54,19 @@ def layout_of(model: nn.Module) -> dict[str, Placement]:
 
     A parameter that no table mentions is our own bug, and so is a table entry without a parameter.
     """
+    table = placements(model)
+    names = {name for name, _ in model.named_parameters()}
+    assert names == table.keys(), f"layout tables and parameters differ in {sorted(names ^ table.keys())}"
+    return table
+
+
+def placements(model: nn.Module) -> dict[str, Placement]:
+    """The placement of each parameter that a ``layout`` table of ``model``'s modules mentions, by its full name."""
     table: dict[str, Placement] = {}
     for prefix, module in model.named_modules():
         entries: dict[str, Placement] = getattr(module, "layout", {})
         for name, placement in entries.items():
             table[f"{prefix}.{name}" if prefix else name] = placement
-    names = {name for name, _ in model.named_parameters()}
-    assert names == table.keys(), f"layout tables and parameters differ in {sorted(names ^ table.keys())}"
     return table
 
 

@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 
 from colonnade import errors
 from colonnade.config import Plan, ServeConfig
+from colonnade.config.plugins import load_plugin, loaded_plugins
 from colonnade.errors import ColonnadeError, PlanError, WorkerError
 from colonnade.parallel.launch import Interrupted, launch
 from colonnade.serve.client import EngineClient
@@ -58,7 +59,7 @@ async def engine_process(
     with tempfile.TemporaryDirectory(prefix="colonnade-", dir=place) as folder:  # only this user may enter
         address = f"{folder}/engine"
         async with await asyncio.start_unix_server(client.listen, address, limit=LINE_BYTES):
-            report, process = _start((load, plan, config, device, address))
+            report, process = _start((loaded_plugins(), load, plan, config, device, address))
             watcher = asyncio.create_task(_watch(client, process, report))
             try:
                 await first(client.ready.wait(), client.ended.wait(), give_up.wait())
@@ -127,12 +128,22 @@ def _start(args: tuple) -> tuple[Connection, BaseProcess]:
     return ours, process
 
 
-def _supervise(report: Connection, load: Load, plan: Plan, config: ServeConfig, device: str, address: str) -> None:
+def _supervise(
+    report: Connection,
+    plugins: tuple[str, ...],
+    load: Load,
+    plan: Plan,
+    config: ServeConfig,
+    device: str,
+    address: str,
+) -> None:
     """In the child: launch the ranks, and say why they failed."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
+        for plugin in plugins:
+            load_plugin(plugin)
         launch(work, (load, plan, config, device, address), plan)
     except Interrupted:
         sys.exit(1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from colonnade.errors import ConfigError
 from colonnade.kernels.choose import TABLE, Row, choose
 from colonnade.kernels.dropout.reference import CHOICES, HIDDEN, column_hash, mix, row_hash
 from colonnade.kernels.experts import bf16, loop, reference
@@ -148,7 +149,7 @@ def test_what_is_dropped_is_a_unit_of_a_choice() -> None:
     assert_same(got, y_TD)
     assert kept.double().mean().item() == pytest.approx(1 - rate, abs=0.01)
     for name in ("triton", "fused"):
-        with pytest.raises(LookupError, match=f"no kernel '{name}' for dropout_experts"):
+        with pytest.raises(ConfigError, match=f"no kernel '{name}' for dropout_experts"):
             choose("dropout_experts", "cpu", torch.float32, name)
 
 

@@ -161,7 +161,7 @@ def test_linear(row: Row, T: int, inputs: int, outputs: int, biased: bool) -> No
 
 def test_a_name_forces_an_implementation() -> None:
     assert choose("packed_attention", "cpu", torch.float32, "reference") is reference.packed
-    with pytest.raises(LookupError, match="no kernel 'fast' for packed_attention on cpu"):
+    with pytest.raises(ConfigError, match="no kernel 'fast' for packed_attention on cpu"):
         choose("packed_attention", "cpu", torch.float32, "fast")
 
 

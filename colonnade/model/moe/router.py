@@ -144,7 +144,8 @@ def rule(moe: MoeConfig, otherwise: str = "") -> Rule:
     """
     kind, config = moe.router.kind, moe.router
     if kind not in RULES:
-        raise ConfigError(f"there is no router '{kind}'" + nearest(kind, sorted(RULES)))
+        known = nearest(kind, sorted(RULES))
+        raise ConfigError(f"there is no router '{kind}'{known}; one of your own needs --import MODULE")
     found = RULES[kind]
     if found.active not in (None, moe.active):
         raise ConfigError(

@@ -1,0 +1,54 @@
+"""Gradients of your own model, summed over the ranks that computed parts of them, and clipped by the global norm.
+
+A parameter is what its module's ``layout`` table says; one that no table mentions is replicated: whole on every rank,
+with the whole gradient of the rank's own tokens.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.parallel.axis import Axes
+from colonnade.parallel.layout import WHOLE, Experts, Placement, placements
+from colonnade.train.norm import clip_, gradient_norm, sum_experts, sum_partial
+
+
+def reduce_gradients(model: nn.Module, axes: Axes) -> None:
+    """Sum each parameter's gradient over the ranks that share it; all ranks call this after their backward passes.
+
+    The gradients of replicated and tensor-parallel parameters are summed over the data ranks, those of experts over the
+    ranks that hold the same experts.
+    """
+    weights, layout = _weights(model)
+    sum_partial(weights, layout, axes.tp)
+    sum_experts(weights, layout, axes.grid)
+    if axes.batch.size == 1:
+        return
+    shared = [w for name, w in weights.items() if not isinstance(layout[name], Experts)]
+    for dtype in dict.fromkeys(w.dtype for w in shared):
+        held = [w for w in shared if w.dtype == dtype]
+        # A parameter may have no gradient on this rank and one on another: all take part in the sum.
+        grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in held]
+        whole = axes.batch.sum_(torch.cat([grad.flatten() for grad in grads]))
+        for w, part in zip(held, whole.split([w.numel() for w in held]), strict=True):
+            w.grad = part.view_as(w)
+
+
+def clip_gradients(model: nn.Module, axes: Axes, limit: float) -> Tensor:
+    """Scale all gradients so that their global norm is at most ``limit``; returns the norm before, on every rank.
+
+    Call :func:`reduce_gradients` first.
+    """
+    weights, layout = _weights(model)
+    # Replicated parameters are counted once: on the first of the ranks that have other tokens.
+    norm = gradient_norm(weights, layout, replace(axes, replicate=axes.batch), axes.grid.tokens)
+    clip_(weights, norm, limit)
+    return norm
+
+
+def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Placement]]:
+    """The parameters that are trained, and the placement of each."""
+    table = placements(model)
+    weights: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return weights, {name: table.get(name, WHOLE) for name in weights}

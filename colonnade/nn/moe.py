@@ -1,0 +1,141 @@
+"""A mixture-of-experts layer by itself: x in; y and the losses out.
+
+    y = Σ_j w_j · expert_{i_j}(x) + shared(x)      loss = balance_weight · balance + z_weight · z
+
+The same layer as in :class:`colonnade.model.Transformer`, with its routers, capacities and expert parallelism.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from colonnade.config import ModelConfig, MoeConfig
+from colonnade.config.model import Activation
+from colonnade.errors import ConfigError, PlanError
+from colonnade.model.initialise import fill
+from colonnade.model.moe import MixtureOfExperts, Routed, Routing, Units, draws
+from colonnade.model.noise import Noise, Rates
+from colonnade.nn.linear import common_seed
+from colonnade.parallel.axis import SOLO_AXES, Axes
+
+
+class MoEOutput(NamedTuple):
+    """What a mixture-of-experts layer returns."""
+
+    y: Tensor
+    """(…, D)."""
+    loss: Tensor
+    """Scalar to add to the training loss: balance_weight · balance + z_weight · z. 0 in evaluation."""
+    balance: Tensor
+    """The load-balancing loss, a mean over all ranks' tokens; no gradient."""
+    z: Tensor
+    """The router z-loss, likewise."""
+    load_E: Tensor
+    """int64: choices of this rank's tokens by expert, dropped ones included."""
+    dropped: Tensor
+    """int64: choices of this rank's tokens that exceeded an expert's capacity."""
+
+
+class MoE(nn.Module):
+    """An initialised mixture-of-experts layer: (…, D) to :class:`MoEOutput`."""
+
+    def __init__(
+        self,
+        width: int,
+        moe: MoeConfig,
+        axes: Axes = SOLO_AXES,
+        *,
+        activation: Activation = "silu",
+        gated: bool = True,
+        bias: bool = False,
+        init_std: float = 0.02,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ):
+        """``moe`` has the router, the experts and the losses; ``axes.grid`` lays the experts over ranks.
+
+        ``gated``: SwiGLU when ``activation`` is silu. Weights are N(0, ``init_std``), drawn from torch's generator.
+        """
+        super().__init__()
+        if axes.sequence_parallel:
+            raise PlanError("nn.MoE takes the tokens whole on each tp rank; build the plan without sequence_parallel")
+        config = ModelConfig(
+            vocab_size=1, layers=1, width=width, heads=1, positions="learned", ffn_width=moe.ffn_width,
+            activation=activation, gated=gated, ffn_bias=bias, moe=moe, init_std=init_std,
+        )  # fmt: skip
+        self.width, self.moe, self.axes = width, moe, axes
+        self.layer = MixtureOfExperts(config, moe, axes, device=torch.device(device), dtype=dtype)
+        whole = MixtureOfExperts(config, moe, SOLO_AXES, device=torch.device("meta"), dtype=dtype)
+        shapes = {f"layer.{name}": x.shape for name, x in (*whole.named_parameters(), *whole.named_buffers())}
+        # Data ranks hold copies, and tensor ranks parts: all of them must start from one seed.
+        self._seed = common_seed(axes.grid.tokens)
+        self._step = 0
+        fill(self, axes, shapes, self._seed, std=init_std, residual_std=init_std)
+
+    def forward(
+        self, x: Tensor, *, tokens: Tensor | None = None, units: Units | None = None, step: int | None = None
+    ) -> MoEOutput:
+        """(…, D) to y of the same shape and the losses, the latter in training mode only.
+
+        ``tokens``: ids of x's tokens, for the hash router. ``units``: which tokens are of one sequence or task, where
+        the router or the loss asks; by default the rows of a (B, S, D) are sequences. ``step``: the number of
+        the router's random draw; calls in training mode are counted by default, so give it where activations are
+        recomputed.
+        """
+        if x.dim() < 2 or x.shape[-1] != self.width:
+            raise ConfigError(f"an input of shape {tuple(x.shape)}; give (…, {self.width})")
+        if self.moe.router.kind == "hash" and tokens is None:
+            raise ConfigError("the hash router routes by token ids; give tokens=ids of the input's tokens")
+        x_TD = x.reshape(-1, self.width)
+        T, batch = len(x_TD), self.axes.batch
+        ids_T = torch.zeros(T, dtype=torch.int64, device=x.device) if tokens is None else tokens.reshape(-1)
+        if len(ids_T) != T:
+            raise ConfigError(f"{len(ids_T)} token ids for {T} tokens; give one each")
+        index_T = torch.arange(T, device=x.device)
+        noisy = self.training and draws(self.moe)
+        if noisy or self.moe.capacity is not None:  # these depend on a token's number among those of all ranks
+            index_T = index_T + sum(batch.list_(T, x.device)[: batch.rank])
+        if units is None and self.moe.by_sequence:
+            units = self._sequences(x)
+        noise = None
+        if noisy:
+            step = self._step if step is None else step
+            noise = Noise.of(self._seed, step, 1, index_T, Rates()).at(0)
+            self._step += 1
+        if not self.training:
+            y_TD, report = self.layer(x_TD, T, Routed(ids_T, Routing(index_T, units=units), None), noise)
+            zero = y_TD.new_zeros(())
+            return MoEOutput(y_TD.view_as(x), zero, report.balance, report.z, report.load_E, report.dropped)
+        exact = torch.promote_types(x.dtype, torch.float32)
+        weight = torch.zeros((), dtype=exact, device=x.device)
+        y_TD, report = self.layer(x_TD, T, Routed(ids_T, Routing(index_T, weight, units=units), None), noise)
+        value = self.moe.balance_weight * report.balance + self.moe.z_weight * report.z
+        tokens_all = batch.sum_(torch.full((), T, device=x.device)).clamp(min=1)
+        y_TD, loss = _WithLoss.apply(y_TD, value.to(exact), weight, tokens_all)
+        return MoEOutput(y_TD.view_as(x), loss, report.balance, report.z, report.load_E, report.dropped)
+
+    def _sequences(self, x: Tensor) -> Units:
+        """The rows of (B, S, D) are sequences; so is (T, D) as a whole."""
+        T, S = x.shape[:-1].numel(), x.shape[-2]
+        ends = torch.arange(0, T + 1, max(S, 1), device=x.device, dtype=torch.int32)
+        return Units.sequences(ends, T, self.axes.batch)
+
+
+class _WithLoss(Function):
+    """Hands out a layer's loss as a value; its gradient says by how much the layer's own losses count.
+
+    The layer adds the gradient of ``weight``·(sum of its losses over tokens) to its backward pass, which comes after
+    this one's since y passes through here.
+    """
+
+    @staticmethod
+    def forward(ctx, y: Tensor, value: Tensor, weight: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.weight, ctx.tokens = weight, tokens
+        return y.view_as(y), value.clone()
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor, grad_loss: Tensor):
+        ctx.weight.data.copy_(grad_loss / ctx.tokens)  # .data: the layer has saved it, and is to see the change
+        return grad_y, None, None, None
