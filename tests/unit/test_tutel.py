@@ -1,6 +1,8 @@
 """Tutel's names, shapes and arguments: what a state dict holds, what is refused, what a call leaves behind."""
 
 import logging
+import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,30 @@ def test_arguments_of_the_call_win() -> None:
     assert (layer(x, capacity_factor=0) == 0).all(1).sum() == 0
     assert layer(x, top_k=3) is not None
     assert layer.dispatch_count.sum() == 48
+
+
+@pytest.mark.parametrize(("load_input", "of_logits"), [(None, False), ("probabilities", False), ("logits", True)])
+def test_the_load_loss_of_a_noisy_gate(load_input: str | None, of_logits: bool) -> None:
+    """Tutel's formula unless asked otherwise, number by number: Φ((p − the last noisy logit kept) · E / noise)."""
+    chosen = {} if load_input is None else {"load_loss_input": load_input}
+    experts = {**FFN, "num_experts_per_device": 4}
+    layer = _layer({"type": "top", "k": 2, "gate_noise": 0.7}, experts, is_gshard_loss=False, **chosen).double()
+    layer.gates[0].wg.weight.data.mul_(3)
+    x = torch.randn(9, 6, dtype=torch.float64)
+    torch.manual_seed(3)
+    found = layer(x).l_aux
+    logits = x @ layer.gates[0].wg.weight.T
+    torch.manual_seed(3)
+    noisy = logits + 0.7 / 4 * torch.randn_like(logits)
+    importance, load = [0.0] * 4, [0.0] * 4
+    for row, noisy_row in zip(logits.tolist(), noisy.tolist(), strict=True):
+        total, second = sum(math.exp(z) for z in row), sorted(noisy_row)[-2]
+        for e, z in enumerate(row):
+            p = math.exp(z) / total
+            importance[e] += p
+            load[e] += (1 + math.erf(((z if of_logits else p) - second) * 4 / 0.7 / math.sqrt(2))) / 2
+    variation = [statistics.variance(sums) / statistics.fmean(sums) ** 2 for sums in (importance, load)]
+    assert found.item() == pytest.approx(sum(variation) / 2, rel=1e-9)
 
 
 def test_rows_without_tokens_and_without_gradients() -> None:
@@ -255,6 +281,7 @@ def test_auto_moves_the_fewer_elements() -> None:
         ({"gate": "Top2"}, ConfigError, "no description of a gate"),
         ({"parallel_type": "date"}, ConfigError, "no parallel_type 'date'"),
         ({"is_gshard_loss": False}, ConfigError, "gate_noise above 0"),
+        ({"load_loss_input": "logit"}, ConfigError, "no load_loss_input 'logit'; did you mean 'logits'"),
         ({"a2a_ffn_overlap_degree": 0}, ConfigError, "1 is none"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
