@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -353,6 +354,32 @@ def test_the_session(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypat
     assert (system.cache().get("a"), system.cache().get()) == (1, [1])
     system.cache().reset()
     assert system.cache().get() == []
+
+
+def test_affinity_goes_by_local_rank_and_node(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.sched_getaffinity(0)
+    first, last = min(before), max(before)
+    for node, core in ((0, first), (1, None), (2, last), (10, max(before) + 500)):
+        (tmp_path / f"node{node}" / ("memory0" if core is None else f"cpu{core}")).mkdir(parents=True)
+    monkeypatch.setattr(system, "NODES", tmp_path)
+
+    def bound(rank: int, numa_type: int) -> set[int]:
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        try:
+            system.init_affinity_at_program_beginning(numa_type)
+            return os.sched_getaffinity(0)
+        finally:
+            os.sched_setaffinity(0, before)
+
+    assert [bound(rank, 1) for rank in range(4)] == [{first}, {last}, {first}, {last}]
+    assert [bound(rank, 2) for rank in range(4)] == [{first}, {first}, {last}, {last}]
+    assert bound(1, 0) == before
+    assert not caplog.records
+    monkeypatch.setattr(system, "NODES", tmp_path / "none")
+    assert bound(0, 1) == before
+    assert "names no NUMA node of this process's cores; nothing is bound" in caplog.text
 
 
 def test_every_name_that_is_offered_exists() -> None:

@@ -19,6 +19,9 @@ both ways, and draws the same initial values from the same seeds. Nothing is com
 - ``num_experts_per_device=0.5`` is an expert on 2 devices; Tutel makes it one on 1.
 - With ``is_gshard_loss=False`` one expert has a loss of 0, not NaN.
 - Groups may be made inside a ``group`` of the layer's own, so every degree works there too.
+- ``checkpoint.gather`` and ``checkpoint.scatter`` read files with ``weights_only=True``, take any sizes that the layer
+  takes but for ``llama_ffn`` experts whose D·F does not divide over their ranks, and join ``llama_ffn`` experts
+  of several a rank.
 - A state dict without an expert's parameter is an error, unless ``strict=False``; Tutel fills in zeros.
 - The dictionaries ``gate_type`` and ``experts`` are not changed, so two layers can be made of one. Unknown options and
   impossible degrees are errors at once, of :mod:`colonnade.errors`. ``model_dim`` may be odd.
@@ -32,7 +35,8 @@ both ways, and draws the same initial values from the same seeds. Nothing is com
 *What is left out.*
 
 - Environment variables (SKIP_MOE, SKIP_EXPERT, SKIP_A2A, CAP_FACTOR, BATCH_PRIO, LOCAL_SIZE, …) are not read: pass the
-  arguments. Processes are started by torchrun, not by mpiexec.
+  arguments; NUMA_TYPE is the argument of ``system.init_affinity_at_program_beginning``. Processes are started by
+  torchrun, not by mpiexec.
 - ``use_2dh`` goes by the number of processes that torchrun started on this machine, and takes one step inside a group
   of one's own. ``megablocks_size`` is accepted, and rounds the capacity as Tutel does in inference on one process; it
   chooses no other kernel. Gradients of ``net.allreduce_forward`` and ``net.allreduce_backward`` are those of a sum.
