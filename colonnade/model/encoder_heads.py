@@ -86,4 +86,5 @@ class Pretraining:
         masked, count = self.masked(x_tD, T, onto)
         logits_R2 = self.orders(x_tD, T, onto).to(masked.dtype)
         order = F.cross_entropy(logits_R2, self.orders_R, ignore_index=IGNORE, reduction="sum")
-        return masked + self.weight * order, count
+        weight = self.weight.to(masked.dtype) if isinstance(self.weight, Tensor) else self.weight
+        return masked + weight * order, count

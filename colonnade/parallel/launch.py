@@ -98,6 +98,11 @@ def beside() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def local_rank() -> int:
+    """This process's number among those of the launched group on this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def local_ranks(plan: Plan) -> int:
     """How many of the ranks are on this machine."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if dist.is_torchelastic_launched() else plan.world

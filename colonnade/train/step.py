@@ -97,7 +97,8 @@ class Step:
         if self.model.config.moe is not None:
             here = torch.full((), sum(sizes), device=count.device)  # no copy from the host, which would wait
             tokens = self.axes.dp.sum_(here).clamp(min=1)
-            terms = replace(terms, router_weight=count / (tokens * divisor), steps=self.spread)
+            # In float64, because torch divides integers in float32.
+            terms = replace(terms, router_weight=count.double() / (tokens * divisor), steps=self.spread)
         if self.piped is None:
             loss_sum = self._accumulate(micro_batches, divisor, terms)
         else:
@@ -162,6 +163,8 @@ def valid_tokens(batches: Iterable[Batch], dp: Axis) -> Tensor:
 
 
 def pair_weight(batches: Sequence[Batch], count: Tensor, dp: Axis) -> Tensor | float:
-    """What a pair's order counts beside a token, so that the sum over ``count`` tokens ends as a mean over each."""
+    """What a pair's order counts beside a token (float64), so that the sum over ``count`` tokens ends as a mean over
+    each.
+    """
     pairs = [(batch.orders_R != IGNORE).sum() for batch in batches if batch.orders_R is not None]
-    return count / dp.sum_(torch.stack(pairs).sum()).clamp(min=1) if pairs else 1.0
+    return count.double() / dp.sum_(torch.stack(pairs).sum()).clamp(min=1) if pairs else 1.0

@@ -31,6 +31,7 @@ class Case(NamedTuple):
     normalise: bool = True
     postscore: bool = True
     gshard: bool = True
+    load_input: str = "probabilities"
 
 
 CASES = [
@@ -42,6 +43,7 @@ CASES = [
     Case(-8.0, k=1, postscore=False),
     Case(2.0, postscore=False, priority=True),
     Case(0.0, gshard=False),
+    Case(1.0, gshard=False, load_input="logits"),
 ]
 
 
@@ -98,7 +100,7 @@ def _formula(
                     out = out + (g[j] * _ffn(w, e, x[t]) if case.postscore else _ffn(w, e, g[j] * x[t]))
             y.append(out)
         ys.append(torch.stack(y))
-        losses.append(_gshard(score, rows) if case.gshard else _load_importance(x @ gate.T, rows, k))
+        losses.append(_gshard(score, rows) if case.gshard else _load_importance(x @ gate.T, rows, k, case.load_input))
         drops.append(len(x) * k - len(kept))
     return ys, losses, drops
 
@@ -109,11 +111,13 @@ def _gshard(score: Tensor, rows: list[list[int]]) -> Tensor:
     return (score.mean(0) * first / T).sum() * E
 
 
-def _load_importance(logits: Tensor, rows: list[list[int]], k: int) -> Tensor:
-    E = logits.shape[1]
+def _load_importance(logits: Tensor, rows: list[list[int]], k: int, compared: str) -> Tensor:
+    """Tutel compares an expert's probability with the logit of the token's last choice; the paper its logit."""
+    E, probabilities = logits.shape[1], logits.softmax(1)
     last = torch.stack([logits[t, row[k - 1]] for t, row in enumerate(rows)])
-    load = torch.distributions.Normal(0.0, 1.0 / E).cdf(logits - last[:, None]).sum(0)
-    importance = logits.softmax(1).sum(0)
+    inputs = logits if compared == "logits" else probabilities
+    load = torch.distributions.Normal(0.0, 1.0 / E).cdf(inputs - last[:, None]).sum(0)
+    importance = probabilities.sum(0)
     return torch.stack([v.var() / v.mean() ** 2 for v in (load, importance)]).sum() / 2
 
 
@@ -150,6 +154,7 @@ def _layer(kind: str, local: float, case: Case, group: Any = None, **options: An
         normalize_gate=case.normalise,
         is_postscore=case.postscore,
         is_gshard_loss=case.gshard,
+        load_loss_input=case.load_input,
         group=group,
         **options,
     ).double()

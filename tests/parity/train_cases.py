@@ -11,9 +11,10 @@ from torch import Tensor
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import IGNORE, Packed, Transformer, initialise
+from colonnade.model.moe import Spread
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import Masters, masters
-from colonnade.parallel.layout import layout_of, share
+from colonnade.parallel.layout import Experts, layout_of, share
 from colonnade.parallel.mesh import Ground
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
@@ -96,7 +97,11 @@ class Run:
         held = masters(model, ground, torch.float64, piped and piped.stages)
         optimizer = moving(held, train)
         world = world_axis() if ground.world > 1 else ground.axes.dp
-        return Run(model, held, optimizer, Step(model, held, optimizer, train, world, piped), ground)
+        plan = ground.plan
+        assert plan.degree != "auto", "every degree is a plan of its own here"
+        spread = [Spread(plan.degree, plan.overlap, plan.shadows)]
+        step = Step(model, held, optimizer, train, world, piped, spread=spread)
+        return Run(model, held, optimizer, step, ground)
 
     def go(self, first: int, stop: int) -> list[tuple[float, float]]:
         """Steps ``first`` to ``stop``; (mean loss, gradient norm) of each."""
@@ -110,7 +115,10 @@ class Run:
 
     def mine(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a whole tensor: cut by the layout over tp, then by rows over data and context ranks."""
-        part = share(whole, layout_of(self.model)[name], self.ground.axes)
+        placement = layout_of(self.model)[name]
+        part = share(whole, placement, self.ground.axes)
+        if isinstance(placement, Experts):
+            return part
         start, stop = self.ground.shard.part(part.shape[0])
         return part[start:stop]
 

@@ -24,7 +24,7 @@ REACH = {
     "pickle": (),
     "marshal": (),
     "shelve": (),
-    "torch.load": (),
+    "torch.load": ("compat/tutel/checkpoint/__init__.py",),
     "eval": (),
     "exec": (),
 }
@@ -124,6 +124,14 @@ def test_private_interfaces_of_torch_are_named_in_one_file():
 )
 def test_every_way_to_reach_is_seen(source, name):
     assert offences(source, "model/ffn.py", name)
+
+
+def test_torch_load_reads_weights_only():
+    for pattern in REACH["torch.load"]:
+        calls = [node for node in ast.walk(ast.parse((PACKAGE / pattern).read_text())) if isinstance(node, ast.Call)]
+        loads = [call for call in calls if _dotted(call.func) == "torch.load"]
+        assert loads
+        assert all(ast.unparse(call).endswith("weights_only=True)") for call in loads)
 
 
 def test_a_method_of_the_same_name_is_no_offence():

@@ -1,6 +1,9 @@
 """Tutel's names, shapes and arguments: what a state dict holds, what is refused, what a call leaves behind."""
 
 import logging
+import math
+import os
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +114,30 @@ def test_arguments_of_the_call_win() -> None:
     assert (layer(x, capacity_factor=0) == 0).all(1).sum() == 0
     assert layer(x, top_k=3) is not None
     assert layer.dispatch_count.sum() == 48
+
+
+@pytest.mark.parametrize(("load_input", "of_logits"), [(None, False), ("probabilities", False), ("logits", True)])
+def test_the_load_loss_of_a_noisy_gate(load_input: str | None, of_logits: bool) -> None:
+    """Tutel's formula unless asked otherwise, number by number: Φ((p − the last noisy logit kept) · E / noise)."""
+    chosen = {} if load_input is None else {"load_loss_input": load_input}
+    experts = {**FFN, "num_experts_per_device": 4}
+    layer = _layer({"type": "top", "k": 2, "gate_noise": 0.7}, experts, is_gshard_loss=False, **chosen).double()
+    layer.gates[0].wg.weight.data.mul_(3)
+    x = torch.randn(9, 6, dtype=torch.float64)
+    torch.manual_seed(3)
+    found = layer(x).l_aux
+    logits = x @ layer.gates[0].wg.weight.T
+    torch.manual_seed(3)
+    noisy = logits + 0.7 / 4 * torch.randn_like(logits)
+    importance, load = [0.0] * 4, [0.0] * 4
+    for row, noisy_row in zip(logits.tolist(), noisy.tolist(), strict=True):
+        total, second = sum(math.exp(z) for z in row), sorted(noisy_row)[-2]
+        for e, z in enumerate(row):
+            p = math.exp(z) / total
+            importance[e] += p
+            load[e] += (1 + math.erf(((z if of_logits else p) - second) * 4 / 0.7 / math.sqrt(2))) / 2
+    variation = [statistics.variance(sums) / statistics.fmean(sums) ** 2 for sums in (importance, load)]
+    assert found.item() == pytest.approx(sum(variation) / 2, rel=1e-9)
 
 
 def test_rows_without_tokens_and_without_gradients() -> None:
@@ -255,6 +282,7 @@ def test_auto_moves_the_fewer_elements() -> None:
         ({"gate": "Top2"}, ConfigError, "no description of a gate"),
         ({"parallel_type": "date"}, ConfigError, "no parallel_type 'date'"),
         ({"is_gshard_loss": False}, ConfigError, "gate_noise above 0"),
+        ({"load_loss_input": "logit"}, ConfigError, "no load_loss_input 'logit'; did you mean 'logits'"),
         ({"a2a_ffn_overlap_degree": 0}, ConfigError, "1 is none"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -326,6 +354,32 @@ def test_the_session(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypat
     assert (system.cache().get("a"), system.cache().get()) == (1, [1])
     system.cache().reset()
     assert system.cache().get() == []
+
+
+def test_affinity_goes_by_local_rank_and_node(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.sched_getaffinity(0)
+    first, last = min(before), max(before)
+    for node, core in ((0, first), (1, None), (2, last), (10, max(before) + 500)):
+        (tmp_path / f"node{node}" / ("memory0" if core is None else f"cpu{core}")).mkdir(parents=True)
+    monkeypatch.setattr(system, "NODES", tmp_path)
+
+    def bound(rank: int, numa_type: int) -> set[int]:
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        try:
+            system.init_affinity_at_program_beginning(numa_type)
+            return os.sched_getaffinity(0)
+        finally:
+            os.sched_setaffinity(0, before)
+
+    assert [bound(rank, 1) for rank in range(4)] == [{first}, {last}, {first}, {last}]
+    assert [bound(rank, 2) for rank in range(4)] == [{first}, {first}, {last}, {last}]
+    assert bound(1, 0) == before
+    assert not caplog.records
+    monkeypatch.setattr(system, "NODES", tmp_path / "none")
+    assert bound(0, 1) == before
+    assert "names no NUMA node of this process's cores; nothing is bound" in caplog.text
 
 
 def test_every_name_that_is_offered_exists() -> None:

@@ -17,17 +17,26 @@ both ways, and draws the same initial values from the same seeds. Nothing is com
 - ``parallel_type='auto'`` takes the degree that moves the fewest elements at the current capacity (built-in experts;
   degree 1 with others). In Tutel the rule is there, but nothing turns it on: it is degree 1.
 - ``num_experts_per_device=0.5`` is an expert on 2 devices; Tutel makes it one on 1.
-- ``is_gshard_loss=False`` compares logits with noisy logits; Tutel compares probabilities with them. One expert has a
-  loss of 0, not NaN.
+- With ``is_gshard_loss=False`` one expert has a loss of 0, not NaN.
 - Groups may be made inside a ``group`` of the layer's own, so every degree works there too.
+- ``checkpoint.gather`` and ``checkpoint.scatter`` read files with ``weights_only=True``, take any sizes that the layer
+  takes but for ``llama_ffn`` experts whose D·F does not divide over their ranks, and join ``llama_ffn`` experts
+  of several a rank.
 - A state dict without an expert's parameter is an error, unless ``strict=False``; Tutel fills in zeros.
 - The dictionaries ``gate_type`` and ``experts`` are not changed, so two layers can be made of one. Unknown options and
   impossible degrees are errors at once, of :mod:`colonnade.errors`. ``model_dim`` may be odd.
 
+*What is added.*
+
+- ``load_loss_input="logits"`` of ``moe_layer``: with ``is_gshard_loss=False`` the load loss compares each expert's
+  logit with the token's last noisy logit that is kept (Riquelme 2021, arXiv 2106.05974, appendix A). Tutel compares
+  the expert's probability with that logit, and so does this layer by default, because programs were tuned with it.
+
 *What is left out.*
 
 - Environment variables (SKIP_MOE, SKIP_EXPERT, SKIP_A2A, CAP_FACTOR, BATCH_PRIO, LOCAL_SIZE, …) are not read: pass the
-  arguments. Processes are started by torchrun, not by mpiexec.
+  arguments; NUMA_TYPE is the argument of ``system.init_affinity_at_program_beginning``. Processes are started by
+  torchrun, not by mpiexec.
 - ``use_2dh`` goes by the number of processes that torchrun started on this machine, and takes one step inside a group
   of one's own. ``megablocks_size`` is accepted, and rounds the capacity as Tutel does in inference on one process; it
   chooses no other kernel. Gradients of ``net.allreduce_forward`` and ``net.allreduce_backward`` are those of a sum.

@@ -8,7 +8,7 @@ docstring of :mod:`colonnade.compat.tutel`.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,15 +44,22 @@ class MOELayer(nn.Module):
         parallel_type: str = "adaptive:1",
         use_2dh: bool = False,
         pad_samples: bool = False,
+        load_loss_input: Literal["probabilities", "logits"] = "probabilities",
     ):
+        """Tutel's arguments, and ``load_loss_input``: what the load loss of ``is_gshard_loss=False`` compares with the
+        noisy logits, probabilities (Tutel) or logits (Riquelme 2021).
+        """
         super().__init__()
         if not experts:
             raise ConfigError("no experts; give experts={'type': 'ffn', 'hidden_size_per_expert': …}")
+        if load_loss_input not in (inputs := ["probabilities", "logits"]):
+            raise ConfigError(f"there is no load_loss_input '{load_loss_input}'" + nearest(load_loss_input, inputs))
         self.group = all_ranks() if group is None else group
         self.world_size = axis_of(self.group).size
         self.model_dim, self.result_func = model_dim, result_func
         self.is_postscore, self.normalize_gate = is_postscore, normalize_gate
         self.batch_prioritized_routing, self.is_gshard_loss = batch_prioritized_routing, is_gshard_loss
+        self.load_loss_input = load_loss_input
         self.use_2dh, self.megablocks_size = use_2dh, 0
         self.a2a_ffn_overlap_degree = _overlap(a2a_ffn_overlap_degree)
         self.l_aux: Tensor | None = None
@@ -221,7 +228,8 @@ class MOELayer(nn.Module):
             def loss(scores_TE: Tensor, ids_TA: Tensor) -> Tensor:
                 if self.is_gshard_loss:
                     return gshard_loss(scores_TE, ids_TA)
-                return load_importance_loss(logits_TE, noisy_TE.gather(1, ids_TA), self._count, noise)
+                kept_TA = noisy_TE.gather(1, ids_TA)
+                return load_importance_loss(logits_TE, kept_TA, self._count, noise, self.load_loss_input)
 
             top_k = getattr(gate, "top_k", None) if top_k is None else top_k
             if top_k is None:

@@ -16,17 +16,22 @@ def gshard_loss(scores_TE: Tensor, ids_TA: Tensor) -> Tensor:
     return (scores_TE.sum(0) * top_E).sum() * (E / max(T, 1) ** 2)
 
 
-def load_importance_loss(logits_TE: Tensor, noisy_TA: Tensor, experts: int, gate_noise: float) -> Tensor:
+def load_importance_loss(
+    logits_TE: Tensor, noisy_TA: Tensor, experts: int, gate_noise: float, load_loss_input: str = "probabilities"
+) -> Tensor:
     """Half the sum of the squared coefficients of variation of importance and load.
 
-    Importance is Σ_t p_te, load Σ_t Φ((logit_te − the token's last noisy logit ``noisy_TA`` that is kept) / σ), with
-    σ = ``gate_noise`` / E; variances divide by E − 1.
+    Importance is Σ_t p_te with p = softmax(logits), load Σ_t Φ((s_te − the token's last noisy logit ``noisy_TA`` that
+    is kept) / σ) with σ = ``gate_noise`` / E; variances divide by E − 1. s is what ``load_loss_input`` names: the
+    probabilities p, as Tutel has it, or the logits, as in the paper.
     """
     if gate_noise <= 0:
         raise ConfigError("is_gshard_loss=False counts the load under noise; give the gate a gate_noise above 0")
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-    margin_TE = (logits_TE - noisy_TA[:, -1:]) * (experts / gate_noise)
-    return (_variation(logits_TE.softmax(1).sum(0)) + _variation(torch.special.ndtr(margin_TE).sum(0))) / 2
+    probs_TE = logits_TE.softmax(1)
+    compared_TE = logits_TE if load_loss_input == "logits" else probs_TE
+    margin_TE = (compared_TE - noisy_TA[:, -1:]) * (experts / gate_noise)
+    return (_variation(probs_TE.sum(0)) + _variation(torch.special.ndtr(margin_TE).sum(0))) / 2
 
 
 def _variation(x_E: Tensor) -> Tensor:

@@ -222,7 +222,9 @@ class Router(nn.Module):
         """
         if self.bias_E is not None and not self.frozen:
             # The sum against E times the load, in integers: an expert at exactly the mean stays where it is.
-            self.bias_E += self.moe.bias_rate * (1 - skip) * (load_E.sum() - len(load_E) * load_E).sign()
+            direction_E = (load_E.sum() - len(load_E) * load_E).sign().to(self.bias_E.dtype)
+            # The rate is multiplied in the bias's precision: ``skip`` and integers would round it to float32.
+            self.bias_E += self.moe.bias_rate * direction_E * (1 - skip)
 
     def forward(
         self,

@@ -157,4 +157,6 @@ def attach(x: Tensor, loss: Tensor, weight: Tensor | float) -> Tensor:
 
     So a layer's own loss needs no way to the end of the model, which may stand on another pipeline rank.
     """
-    return _Attach.apply(x, loss, torch.as_tensor(weight, device=loss.device))
+    if not isinstance(weight, Tensor):
+        weight = loss.new_full((), weight)  # torch would make it float32
+    return _Attach.apply(x, loss, weight)

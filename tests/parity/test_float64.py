@@ -1,0 +1,95 @@
+"""A float64 step computes nothing in float32 unless intended: a default type that slips in would be in all layouts."""
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from colonnade.config import ModelConfig, TrainConfig
+from colonnade.data import Batch
+from colonnade.model.moe.routing import attach
+from colonnade.model.retop import retop
+from colonnade.parallel.mesh import Ground
+from colonnade.train.step import evaluate
+from colonnade.tune import fit
+from tests.models import BERTS, CONFIGS, build
+from tests.parity.test_classify import examples
+from tests.parity.train_cases import CASES, Run, micro_batches
+from tests.routers import KINDS, config_of, moe_of
+
+PACKAGE = Path(__file__).parents[2] / "colonnade"
+MEANT = ("kernels/rotary/reference.py", "train/fused.py")
+"""Rotary angles; Adam's counts."""
+TRAIN = TrainConfig(
+    steps=20, lr=3e-3, clip=0.1, dtype="float64", label_smoothing=0.05, dropout=0.1, attention_dropout=0.1,
+    embedding_dropout=0.1, expert_dropout=0.1,
+)  # fmt: skip
+
+
+class Narrow(TorchDispatchMode):
+    """Notes where a floating-point tensor narrower than float64 is made, but for 0-dim ones that hold 0 or 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+                continue
+            if x.dim() == 0 and x.item() in (0, 1):
+                continue
+            ours = [f for f in traceback.extract_stack() if PACKAGE in Path(f.filename).parents]
+            where = Path(ours[-1].filename).relative_to(PACKAGE).as_posix() if ours else "a backward pass"
+            if where not in MEANT:
+                self.found.add(f"{where}:{ours[-1].lineno if ours else ''} {func}")
+        return out
+
+
+MODELS: dict[str, ModelConfig] = {
+    **{name: CASES[name] for name in ("gpt2", "qwen3", "bert")},
+    **{name: CONFIGS[name] for name in ("olmoe_clipped", "latent_yarn_biased")},
+    **{name: config_of(moe_of(name)) for name in KINDS},
+    "capacity": config_of(moe_of("softmax", capacity=1.0, dropped="residual", priority=True, shared_width=5)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_and_a_validation(name: str) -> None:
+    it = Run.start(MODELS[name], Ground.solo(), TRAIN.but(fused_adamw=name == "gpt2"))
+    batches = [batch(made, name) for made in micro_batches(0, it.ground.axes.dp, MODELS[name])]
+    with Narrow() as narrow:
+        it.step(0, batches)
+        evaluate(it.model, batches)
+    assert not narrow.found
+
+
+def batch(made: Batch, name: str) -> Batch:
+    if name == "task":
+        return Batch(**vars(made) | {"tasks_T": made.positions_T % 3})
+    return made
+
+
+def test_fine_tuning() -> None:
+    model = retop(build(BERTS["post_encoder"]), "classes", classes=3, seed=1)
+    with Narrow() as narrow:
+        fit(model, examples(), TRAIN.but(steps=2, batch=6, micro_batch=2), Ground.solo())
+    assert not narrow.found
+
+
+def test_the_mode_sees_a_division_of_integers() -> None:
+    with Narrow() as narrow:
+        _ = torch.tensor(1) / torch.tensor(3)
+    assert narrow.found == {"a backward pass: aten.div.Tensor"}
+
+
+def test_a_weight_given_as_a_number_keeps_its_digits() -> None:
+    loss = torch.ones((), dtype=torch.float64, requires_grad=True)
+    attach(torch.zeros(2, dtype=torch.float64), loss, 0.1).sum().backward()
+    assert loss.grad is not None
+    assert loss.grad.item() == 0.1
