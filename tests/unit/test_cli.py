@@ -681,9 +681,7 @@ def test_an_encoder_is_not_offered_to_write_and_refused_before_any_process_start
     native.save(tmp_path / "it", initialise(Transformer(config), 0), native.Meta(model=config), Ground.solo())
     for verb in (["generate", "hi"], ["chat"], ["serve", "--serve.port", "0"]):
         said = refused(capsys, verb[0], tmp_path / "it", *verb[1:])
-        assert said.startswith(
-            f"ConfigError: {tmp_path / 'it'} is an encoder, which reads and does not write; in Python"
-        )
+        assert said.startswith(f"ConfigError: {tmp_path / 'it'} attends in both directions (causal = False)")
         with pytest.raises(SystemExit):
             main([verb[0], "--help"])
         assert "minilm" not in capsys.readouterr().out
