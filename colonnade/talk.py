@@ -14,7 +14,7 @@ from colonnade.checkpoint.found import Opened
 from colonnade.config import AS_TRAINED, Device, ExpertsConfig, ModelConfig, Plan, ServeConfig
 from colonnade.config.experts import check_generates, check_task
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
+from colonnade.errors import CheckpointError, ColonnadeError
 from colonnade.model import Transformer
 from colonnade.parallel.launch import launch, place
 from colonnade.parallel.mesh import Ground
@@ -52,12 +52,7 @@ class Where:
     def writer(self) -> Opened:
         """What :meth:`find` opens, which must be a model that writes; raises :class:`ConfigError` for another."""
         found = self.find()
-        if not found.config.causal:
-            raise ConfigError(
-                f"{self.model} is an encoder, which reads and does not write; in Python there are its "
-                f"colonnade.load({self.model!r}).hidden(tokens)"
-            )
-        check_generates(found.config)
+        check_generates(found.config, self.model)
         return found
 
     def find(self) -> Opened:

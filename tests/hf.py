@@ -22,11 +22,11 @@ def documents(vocab_size: int) -> list[Tensor]:
     return [torch.randint(vocab_size, (n,), generator=generator) for n in LENGTHS]
 
 
-def stream_of(texts: list[Tensor]) -> tuple[Stream, Packed, Tensor]:
+def stream_of(texts: list[Tensor], *, causal: bool = True) -> tuple[Stream, Packed, Tensor]:
     """The same laid end to end, with next-token targets."""
     positions = torch.cat([torch.arange(len(text)) for text in texts])
     targets = torch.cat([torch.cat((text[1:], torch.tensor([IGNORE]))) for text in texts])
-    return Stream(torch.cat(texts), positions), Packed.of([len(text) for text in texts]), targets
+    return Stream(torch.cat(texts), positions), Packed.of([len(text) for text in texts], causal=causal), targets
 
 
 def load(folder: Path, axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float64) -> Transformer:
@@ -43,7 +43,7 @@ def relay(folder: Path, plan: Plan, out: Path) -> Tensor:
         model = load(folder, ground.axes)
         masters(model, ground, torch.float64)
         write_hf(model, out, shard_bytes=4000)
-        stream, attend, _ = stream_of(documents(model.config.vocab_size))
+        stream, attend, _ = stream_of(documents(model.config.vocab_size), causal=model.config.causal)
         return model(stream, attend, Rows()).detach()
 
 
@@ -66,6 +66,6 @@ def pass_on(folder: Path, plan: Plan, out: Path) -> tuple[dict[str, int], Tensor
     with Ground.build(plan, "cpu") as ground:
         model = load(folder, ground.axes)
         write_hf(model, out, shard_bytes=4000)
-        stream, attend, _ = stream_of(documents(model.config.vocab_size))
+        stream, attend, _ = stream_of(documents(model.config.vocab_size), causal=model.config.causal)
         held = {name: p.numel() for name, p in model.named_parameters() if ".experts." in name}
         return held, model(stream, attend, Rows()).detach()

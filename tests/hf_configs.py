@@ -11,7 +11,7 @@ from colonnade.config import LatentConfig, ModelConfig, MoeConfig, RopeScaling, 
 
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
-    """Any causal model of any family; encoders have tests of their own."""
+    """Any decoder of any family, causal or not; BERTs have tests of their own."""
     family = draw(st.sampled_from([name for name in FAMILIES if "bert" not in name]))
     layers, kv_heads = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     heads = kv_heads if family == "gpt2" else kv_heads * draw(st.integers(1, 3))
@@ -31,6 +31,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         "activation": draw(st.sampled_from(["gelu", "gelu_tanh", "silu", "relu"])),
         "tied": draw(st.booleans()),
         "init_std": draw(st.floats(1e-3, 1)),
+        "causal": draw(st.sampled_from([True, True, True, False])),
     }
     bias = draw(st.booleans())
     if family == "gpt2":
@@ -51,7 +52,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         fields |= {"qkv_bias": True}
     if family in ("qwen3", "qwen3_moe"):
         fields |= {"qk_norm": True, "qkv_bias": bias, "out_bias": bias}
-    if family in ("mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe") and draw(st.booleans()):
+    if family in ("mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe") and fields["causal"] and draw(st.booleans()):
         fields["window"] = draw(st.integers(1, 50))
         fields["window_from_layer"] = draw(st.integers(0, layers - 1)) if family in ("qwen2", "qwen3") else 0
     kind = draw(st.sampled_from([None, "linear", "llama3", "yarn"]))

@@ -48,7 +48,7 @@ def same_as_transformers(
 ) -> None:
     """Logits, loss and every gradient; ``gradients`` gives theirs under the names that their files have."""
     texts = documents(ours.config.vocab_size)
-    stream, attend, targets = stream_of(texts)
+    stream, attend, targets = stream_of(texts, causal=ours.config.causal)
     assert_same(ours(stream, attend, Rows()), their_logits(theirs, texts), TOLERANCE, "logits")
     total, count = ours(stream, attend, Loss(targets))
     (total / count).backward()

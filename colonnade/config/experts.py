@@ -100,8 +100,16 @@ def check_task(model: ModelConfig, tasks: Sequence[str] = ()) -> None:
         )
 
 
-def check_generates(model: ModelConfig) -> None:
-    """Raise :class:`ConfigError` for a model whose experts depend on what no model that generates knows."""
+def check_generates(model: ModelConfig, name: str = "this model") -> None:
+    """Raise :class:`ConfigError` for a model that cannot generate, by its ``name``.
+
+    Each token of such a model, or its choice of experts, depends on the tokens after it.
+    """
+    if not model.causal:
+        raise ConfigError(
+            f"{name} attends in both directions (causal = False), so it cannot generate text; in Python, "
+            "colonnade.load(...).hidden(tokens) returns its hidden states"
+        )
     check_task(model)
     if model.moe is not None and model.moe.router.kind == "sequence":
         raise ConfigError(

@@ -32,13 +32,13 @@ class RopeScaling(Config):
     """The new context over the original one."""
     original_context: int = Field(default=8192, gt=0)
     """Context of the first training [tokens]."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = Field(default=1.0, gt=0)
     """llama3: wavelengths above original_context / this are divided by the whole factor."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: float = Field(default=4.0, gt=0)
     """llama3: wavelengths below original_context / this are left as they are."""
-    beta_fast: float = 32.0
+    beta_fast: float = Field(default=32.0, gt=0)
     """yarn: rotations within the original context above which a frequency is left as it is."""
-    beta_slow: float = 1.0
+    beta_slow: float = Field(default=1.0, gt=0)
     """yarn: rotations below which a frequency is divided by the whole factor."""
     attention_factor: float | None = None
     """yarn: multiplies cos and sin; None computes 0.1·ln(factor) + 1 (or mscale's ratio)."""
@@ -109,15 +109,15 @@ class ModelConfig(Config):
     window_from_layer: int = Field(default=0, ge=0)
     """The first layer that has the window (Qwen2's max_window_layers)."""
     causal: bool = True
-    """False: every token sees its whole sequence (BERT); such a model has one of the tops below."""
+    """False: every token sees its whole sequence (BERT, and decoders turned into encoders for embeddings)."""
     segments: int = Field(default=0, ge=0)
     """Rows of a table of segments added to the embedding (BERT: 2, for its pairs of texts); 0 has no table."""
     embed_norm: bool = False
     """Normalise the sum of the embeddings (the original BERT)."""
     top: Top = "unembed"
-    """What stands on the last block. unembed: the vocabulary's logits. masked: the same through BERT's transform.
-    pretraining: masked, with a pooler and the order of two sentences. encoder: a pooler alone. classes: a pooler and a
-    classifier. spans: the first and the last token of an answer."""
+    """What stands on the last block. unembed: the vocabulary's logits. The others need causal = false. masked: logits
+    through BERT's transform. pretraining: masked, with a pooler and the order of two sentences. encoder: a pooler
+    alone. classes: a pooler and a classifier. spans: the first and the last token of an answer."""
     classes: int = Field(default=0, ge=0)
     """Outputs of the classifier (top = classes)."""
     moe: MoeConfig | None = None
@@ -182,10 +182,14 @@ class ModelConfig(Config):
             )
 
     def _consistent_top(self) -> None:
-        if self.causal != (self.top == "unembed"):
+        if self.causal and self.top != "unembed":
             raise ConfigError(
-                f"causal = {self.causal} and top = '{self.top}' do not belong together; a causal model has the top "
-                "'unembed', one that sees both directions any other (pretraining, to begin with)"
+                f"causal = True and top = '{self.top}' do not belong together; a causal model has the top 'unembed'"
+            )
+        if not self.causal and self.window is not None:
+            raise ConfigError(
+                f"causal = False and window = {self.window} do not belong together: a window in both directions is "
+                "not implemented; remove the window if your texts are no longer than it, or set causal to true"
             )
         if bool(self.classes) != (self.top == "classes"):
             raise ConfigError(
@@ -232,9 +236,14 @@ class ModelConfig(Config):
         return self.top in ("pretraining", "encoder", "classes")
 
     @property
-    def predicts_masked(self) -> bool:
-        """Whether the top predicts the tokens behind a mask."""
+    def has_transform(self) -> bool:
+        """Whether BERT's transform stands before the output projection."""
         return self.top in ("masked", "pretraining")
+
+    @property
+    def predicts_masked(self) -> bool:
+        """Whether the model is trained to predict masked tokens, and not the next one."""
+        return not self.causal and (self.has_transform or self.top == "unembed")
 
     @property
     def parameters(self) -> int:
@@ -259,7 +268,7 @@ class ModelConfig(Config):
         outside += norm * ((self.norm_order == "pre") + self.embed_norm) + self.segments * d
         outside += self.context * d if self.positions == "learned" else 0
         square = d * d + d
-        outside += (square + norm + self.vocab_size) * self.predicts_masked + square * self.has_pooler
+        outside += (square + norm + self.vocab_size) * self.has_transform + square * self.has_pooler
         outside += (d + 1) * {"pretraining": 2, "spans": 2, "classes": self.classes}.get(self.top, 0)
         return self.layers * (attention + 2 * norm) + ffn + outside
 

@@ -25,7 +25,10 @@ def check(model: ModelConfig, weights: Weights, group: int, tp: int, sh: int = 1
     if weights == "stored":
         return
     if not model.causal:
-        raise ConfigError(f"weights in {weights} are for models that generate, and this is an encoder; load it stored")
+        raise ConfigError(
+            f"weights in {weights} are for models that generate, and this one attends in both directions (causal = "
+            "False); load it stored"
+        )
     if weights != "int4":
         return
     heads = model.heads * (model.latent.v_width if model.latent else model.head_width)

@@ -53,7 +53,10 @@ def score(
     context = context or model.config.context
     stride = stride or context
     if not model.config.causal:
-        raise RequestError("perplexity is a causal model's: this one sees both directions; ask for its hidden states")
+        raise RequestError(
+            "perplexity needs a causal model, and this one attends in both directions (causal = False): it sees the "
+            "token that it is to predict; ask for its hidden(tokens) or logits(tokens)"
+        )
     if len(tokens) < 2:
         raise RequestError(f"{len(tokens)} tokens cannot be scored: the first is never predicted; give a longer text")
     if not 0 < stride <= context <= model.config.context:

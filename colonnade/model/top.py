@@ -36,9 +36,9 @@ class Top(nn.Module):
             self.layout |= {f"{name}.weight": WHOLE, f"{name}.bias": WHOLE}
             return Linear(config.width, outputs, bias=True, device=device, dtype=dtype)
 
-        self.transform = dense("transform", config.predicts_masked, config.width)
+        self.transform = dense("transform", config.has_transform, config.width)
         self.norm = self.bias = None
-        if config.predicts_masked:
+        if config.has_transform:
             start, stop = axes.tp.part(config.vocab_size)
             self.norm = Norm(config, config.width, device=device, dtype=dtype)
             self.bias = nn.Parameter(torch.empty(stop - start, device=device, dtype=dtype))

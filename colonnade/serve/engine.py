@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from colonnade.config import ServeConfig
+from colonnade.config.experts import check_generates
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.errors import ConfigError, RequestError
+from colonnade.errors import RequestError
 from colonnade.model import Transformer
 from colonnade.serve import wire
 from colonnade.serve.batch import Drawn, Runner
@@ -59,8 +60,7 @@ class Engine:
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, config: ServeConfig | None = None):
         self.model, self.tokenizer = model, tokenizer
-        if not model.config.causal:
-            raise ConfigError("an encoder does not generate: load it and ask for its hidden(tokens) instead")
+        check_generates(model.config)
         check_plan(model)
         site, config = Site.of(model), config or ServeConfig()
         check_steps(config, site)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 from colonnade.config import ServeConfig
-from colonnade.config.experts import check_generates
 from colonnade.errors import CapacityError, ConfigError, PlanError, RequestError
 from colonnade.model import KVCache, Transformer
 from colonnade.model.quantised import kind_of, tensors_of
@@ -17,8 +16,7 @@ from colonnade.serve.sampling import SamplingParams
 
 
 def check_model(model: Transformer, config: ServeConfig) -> None:
-    """Raise :class:`ConfigError` for a model that cannot generate, and where ``config`` says of one what it is not."""
-    check_generates(model.config)
+    """Raise :class:`ConfigError` where ``config`` says of the model what it is not."""
     config.check(model.config)
     kept = kind_of(model) or "stored"
     if config.weights not in ("stored", kept):

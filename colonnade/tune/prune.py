@@ -47,7 +47,7 @@ def measure(model: Transformer, texts: Iterable[Tensor]) -> Tensor:
         T = len(text)
         routing = Routing(torch.arange(T, device=device))
         stream = Stream(text.to(device), torch.arange(T, device=device), routing=routing)
-        model(stream, Packed.of([T], device), Hidden())
+        model(stream, Packed.of([T], device, causal=config.causal), Hidden())
         for layer, report in routing.reports.items():
             load_LE[layer] += report.load_E
     if not load_LE.any():

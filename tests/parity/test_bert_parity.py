@@ -268,7 +268,7 @@ def test_what_we_cannot_express_is_refused(changes: dict[str, Any], message: str
     ("changes", "message"),
     [
         ({"causal": True}, "causal = True and top = 'pretraining' do not belong together"),
-        ({"top": "unembed"}, "causal = False and top = 'unembed'"),
+        ({"window": 5}, "causal = False and window = 5 do not belong together"),
         ({"top": "classes"}, "top = 'classes' and classes = 0"),
         ({"classes": 3}, "top = 'pretraining' and classes = 3"),
         ({"top": "spans", "tied": False}, "no output projection that could be untied"),

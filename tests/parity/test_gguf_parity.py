@@ -57,6 +57,15 @@ def test_equal_to_the_hugging_face_folder(case: str, tmp_path: Path) -> None:
     assert not expected
 
 
+def test_both_directions_and_absent_features_are_read(tmp_path: Path) -> None:
+    keys = {"attention.causal": False, "expert_count": 0, "pooling_type": 1, "final_logit_softcapping": 0.0}
+    for kind in ("llama", "qwen2"):
+        plain = GGUFFile(write_gguf(tmp_path / "plain.gguf", quantisable(kind))).config
+        assert plain.causal
+        path = write_gguf(tmp_path / "both.gguf", quantisable(kind), keys=keys)
+        assert GGUFFile(path).config == plain.but(causal=False)
+
+
 @pytest.mark.parametrize(
     "kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1], ids=lambda k: k.name
 )
@@ -98,6 +107,7 @@ def test_llama31_bands_are_recognised_in_the_divisors(tmp_path: Path) -> None:
         ({"rope.scaling.type": "none"}, None),
         ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, ("linear", 4.0, None)),
         ({"rope.scale_linear": 2.0}, ("linear", 2.0, None)),
+        ({"rope.scaling.factor": 2.0}, ("linear", 2.0, None)),
         (
             {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 8},
             ("yarn", 4.0, None),

@@ -77,6 +77,10 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
     },
 }  # fmt: skip
+CASES |= {
+    f"{case}-bidirectional": {**CASES[case], "is_causal": False}
+    for case in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe-clipped", "deepseek_v2-lite", "deepseek_v3")
+}
 
 
 def reference(case: str) -> Any:

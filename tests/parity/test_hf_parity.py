@@ -68,6 +68,11 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2-untied-relu": {"model_type": "gpt2", "tie_word_embeddings": False, "activation_function": "relu"},
     "gpt2-four-heads": {"model_type": "gpt2", "n_head": 4},
     "gpt2-default-inner": {"model_type": "gpt2", "n_inner": None, "activation_function": "gelu"},
+    "llama-bidirectional": {"model_type": "llama", "is_causal": False},
+    "mistral-bidirectional": {"model_type": "mistral", "is_causal": False, "sliding_window": None},
+    "qwen2-bidirectional": {"model_type": "qwen2", "is_causal": False, "rope_parameters": YARN},
+    "qwen3-bidirectional": {"model_type": "qwen3", "is_causal": False, "head_dim": 8},
+    "gpt2-bidirectional": {"model_type": "gpt2", "is_causal": False},
 }  # fmt: skip
 
 
@@ -97,6 +102,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(case: str, tmp_path: 
         ("qwen2", 1, 2),
         ("qwen2", 3, 1),
         ("qwen3", 3, 1),
+        ("llama-bidirectional", 3, 1),
     ],
 )
 def test_any_layout_reads_and_writes_the_same_model(case: str, tp: int, dp: int, tmp_path: Path) -> None:
@@ -111,6 +117,7 @@ def test_any_layout_reads_and_writes_the_same_model(case: str, tp: int, dp: int,
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file(), "4,000-byte shards make more than one file"
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert back.dtype == torch.float64
+    assert getattr(back.config, "is_causal", True) == ("bidirectional" not in case)
     weights, original = back.state_dict(), theirs.state_dict()
     assert weights.keys() == original.keys()
     assert all(torch.equal(weights[name], original[name]) for name in weights)
@@ -129,7 +136,7 @@ def test_any_model_that_we_save_is_the_same_in_transformers(config: ModelConfig,
             Path(place, "hf"), dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
     texts = documents(config.vocab_size)
-    stream, attend, _ = stream_of(texts)
+    stream, attend, _ = stream_of(texts, causal=config.causal)
     with torch.no_grad():
         # They normalise and turn in float32 whatever the model is in, which tells most where a norm has few numbers.
         assert_same(ours(stream, attend, Rows()), their_logits(theirs, texts), 5 * TOLERANCE, "logits")
@@ -146,7 +153,7 @@ def test_export_keeps_the_config_and_transformers_agrees(case: str, tmp_path: Pa
         tmp_path / "out", dtype=torch.float64, attn_implementation="eager"
     )
     texts = documents(ours.config.vocab_size)
-    stream, attend, _ = stream_of(texts)
+    stream, attend, _ = stream_of(texts, causal=ours.config.causal)
     with torch.no_grad():
         assert_same(ours(stream, attend, Rows()), their_logits(back, texts), TOLERANCE, "logits")
 

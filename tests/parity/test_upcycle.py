@@ -195,6 +195,19 @@ def test_experts_that_no_token_chose_go_without_a_trace(tmp_path: Path) -> None:
             assert_same(small(stream, attend, Rows()), model(stream, attend, Rows()), what="logits")
 
 
+def test_loads_are_measured_in_the_models_own_direction() -> None:
+    causal = _routed(ROUTERS["softmax"], set())
+    model = Transformer(causal.config.but(causal=False), dtype=torch.float64)
+    model.load_state_dict(causal.state_dict())
+    text = torch.arange(30) * 7 % 101
+    routing = Routing(torch.arange(30))
+    stream, attend = Stream(text, torch.arange(30), routing=routing), Packed.of([30], causal=False)
+    model(stream, attend, Rows())
+    load_LE = measure(model, [text])
+    assert all(torch.equal(load_LE[layer], report.load_E) for layer, report in routing.reports.items())
+    assert not torch.equal(load_LE, measure(causal, [text]))
+
+
 def test_the_most_used_stay_in_their_order() -> None:
     model = _routed(ROUTERS["softmax"], set())
     load_LE = torch.tensor([[0] * 6, [5, 1, 9, 0, 2, 7], [0, 0, 3, 3, 3, 1]])

@@ -135,6 +135,14 @@ def test_a_few_plans_of_four_processes(tmp_path: Path) -> None:
     in_parts(4, MODEL, plans, tmp_path, 4)
 
 
+def test_a_decoder_that_attends_in_both_directions(tmp_path: Path) -> None:
+    model = MODEL.but(causal=False, window=None)
+    plans = [Plan(tp=2, sequence_parallel=True), Plan(cp=2), Plan(pp=2), Plan(dp=2)]
+    for results in run(2, compared, model, plans, tmp_path, None):
+        assert {str(result.plan): result.errors for result in results if not result.ok} == {}
+        assert all(set(result.errors) == set(CHECKS) - {"tokens"} for result in results)
+
+
 def test_three_processes_share_the_micro_batches(tmp_path: Path) -> None:
     """16 do not divide by 3: one data rank would wait for the others' gathers for ever."""
     plans = [Plan(dp=3), Plan(pp=3, schedule="interleaved", stages=2), Plan(cp=3)]

@@ -678,12 +678,13 @@ def test_an_encoder_is_not_offered_to_write_and_refused_before_any_process_start
         family="bert", causal=False, vocab_size=300, layers=1, width=8, heads=2, ffn_width=8, context=16,
         norm="layernorm", positions="learned", segments=2, gated=False, activation="gelu", top="encoder", tied=True,
     )  # fmt: skip
+    decoder = ModelConfig(causal=False, vocab_size=300, layers=1, width=8, heads=2, ffn_width=8, context=16)
     native.save(tmp_path / "it", initialise(Transformer(config), 0), native.Meta(model=config), Ground.solo())
+    native.save(tmp_path / "decoder", initialise(Transformer(decoder), 0), native.Meta(model=decoder), Ground.solo())
     for verb in (["generate", "hi"], ["chat"], ["serve", "--serve.port", "0"]):
-        said = refused(capsys, verb[0], tmp_path / "it", *verb[1:])
-        assert said.startswith(
-            f"ConfigError: {tmp_path / 'it'} is an encoder, which reads and does not write; in Python"
-        )
+        for name in ("it", "decoder"):
+            said = refused(capsys, verb[0], tmp_path / name, *verb[1:])
+            assert said.startswith(f"ConfigError: {tmp_path / name} attends in both directions (causal = False)")
         with pytest.raises(SystemExit):
             main([verb[0], "--help"])
         assert "minilm" not in capsys.readouterr().out

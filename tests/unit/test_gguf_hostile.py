@@ -119,6 +119,12 @@ def test_made_to_hurt(contents: bytes, message: str, tmp_path: Path) -> None:
     ("keys", "message"),
     [
         ({"expert_count": 8}, r"sets 'llama\.expert_count' to 8: Colonnade does not know this key"),
+        ({"attn_temperature": 0.0}, r"sets 'llama\.attn_temperature' to 0\.0: Colonnade does not know this key"),
+        ({"attention.causal": 1}, "true or false was expected"),
+        ({"attention.causal": False, "attention.sliding_window": 4}, "causal = False and window = 4"),
+        ({"final_logit_softcapping": 30.0}, "does not know this key"),
+        ({"rope.scaling.attn_factor": 0.5}, "implemented for 'rope.scaling.type' yarn, and not linear"),
+        ({"rope.scale_linear": 2.0, "rope.scaling.factor": 4.0}, r"'rope.scaling.factor' is 4\.0; remove one"),
         ({"rope.scaling.type": "longrope"}, r"'longrope': known kinds are none, linear and yarn"),
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}, "known kinds"),
         ({"attention.head_count_kv": [2, 2]}, "one positive whole number"),

@@ -2,7 +2,7 @@
 
 The keys (``llama.block_count`` and so on) are llama.cpp's. What they leave out, the tensors say: a bias is there or
 not, an absent ``output.weight`` means tied embeddings, and Llama 3.1's frequency bands are a tensor of divisors. As
-with config.json, a key of the architecture that we do not know is refused unless it says no.
+with config.json, a key of the architecture that we do not know is refused, whatever its value.
 """
 
 import math
@@ -15,7 +15,14 @@ from colonnade.config import ModelConfig, RopeScaling
 from colonnade.errors import CheckpointError, ConfigError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gpt2")
-HARMLESS = frozenset({"vocab_size", "tensor_data_layout"})
+HARMLESS = frozenset({"vocab_size", "tensor_data_layout", "pooling_type"})
+"""The tensors' own sizes, a name of their order, and how llama.cpp makes one embedding of the hidden states."""
+ABSENT: dict[str, Any] = {
+    "expert_count": 0, "expert_used_count": 0, "expert_shared_count": 0, "use_parallel_residual": False,
+    "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.scale": 0.0, "logit_scale": 0.0,
+    "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0, "rope.scaling.yarn_log_multiplier": 0.0,
+}  # fmt: skip
+"""Features that these architectures lack: only the value by which llama.cpp means "none" is accepted."""
 ROPE_DIVISORS = "rope_freqs.weight"
 LLAMA3_ORIGINAL_CONTEXT = 8192
 """All published Llama 3.1 to 3.3 models; the file holds only the resulting divisors, which are checked."""
@@ -83,15 +90,20 @@ def _sizes(keys: "_Keys") -> dict[str, Any]:
         "kv_heads": keys.size("attention.head_count_kv", heads),
         "ffn_width": keys.size("feed_forward_length"),
         "context": keys.size("context_length"),
+        "causal": keys.flag("attention.causal", True),
     }
 
 
 def _scaling(keys: "_Keys", divisors: np.ndarray | None, width: int) -> RopeScaling | None:
-    kind = keys.take("rope.scaling.type", "linear" if keys.take("rope.scale_linear") else "none")
-    factor = keys.number("rope.scaling.factor", keys.take("rope.scale_linear", 1.0))
+    old = keys.number("rope.scale_linear", 1.0)
+    kind, factor = keys.take("rope.scaling.type", "linear"), keys.number("rope.scaling.factor", old)
+    if old not in (1.0, factor):
+        raise keys.refuse("rope.scale_linear", f"'rope.scaling.factor' is {factor}; remove one of them")
     original = keys.size("rope.scaling.original_context_length", 0)
     attention = keys.number("rope.scaling.attn_factor", 1.0)
     keys.take("rope.scaling.finetuned")
+    if attention != 1.0 and kind != "yarn":
+        raise keys.refuse("rope.scaling.attn_factor", f"it is implemented for 'rope.scaling.type' yarn, and not {kind}")
     if divisors is not None:
         if kind not in ("none", "linear") or factor != 1.0:
             raise keys.refuse("rope.scaling.type", f"a second stretching beside '{ROPE_DIVISORS}' is not implemented")
@@ -125,7 +137,7 @@ def _llama3(keys: "_Keys", divisors: np.ndarray, width: int) -> RopeScaling:
 
 
 class _Keys:
-    """The architecture's own keys, each of which must be taken, harmless, or say no."""
+    """The architecture's own keys, each of which must be taken, harmless, or say that a feature is absent."""
 
     def __init__(self, header: Header, architecture: str):
         self.header, self.prefix = header, f"{architecture}."
@@ -150,6 +162,12 @@ class _Keys:
         # 1e-5 was stored in 32 bits: take the shortest decimal that they can mean, not 9.999999747378752e-06.
         return float(str(np.float32(value))) if np.float32(value) == value else float(value)
 
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.take(name, default)
+        if not isinstance(value, bool):
+            raise self.refuse(name, "true or false was expected")
+        return value
+
     def must_be(self, name: str, value: Any, why: str) -> None:
         if self.take(name, value) != value:
             raise self.refuse(name, why)
@@ -169,6 +187,6 @@ class _Keys:
     def finish(self) -> None:
         for full, value in self.header.values.items():
             name = full.removeprefix(self.prefix)
-            if full == name or name in self._taken or name in HARMLESS or not value:
+            if full == name or name in self._taken or name in HARMLESS or (name in ABSENT and value == ABSENT[name]):
                 continue
             raise self.refuse(name, "Colonnade does not know this key; use the original checkpoint of the model")

@@ -84,6 +84,8 @@ SHAPE: dict[str, Any] = {
     "tied": True,
 }
 """What all have in common."""
+POOLER = ("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head")
+"""Google's multilingual files have them for other kinds of pooler than ``pooler_type`` names."""
 
 
 def _from_hf(kind: Kind, stem: str) -> Callable[[Keys], ModelConfig]:
@@ -92,14 +94,20 @@ def _from_hf(kind: Kind, stem: str) -> Callable[[Keys], ModelConfig]:
         keys.must_be("is_decoder", False, "only the encoder is implemented")
         keys.must_be("add_cross_attention", False, "only the encoder is implemented")
         keys.must_be("tie_word_embeddings", True, "BERT's output projection is its embedding")
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
-            keys.take(name)  # for training alone; ours are settings of a run
+        keys.must_be("is_causal", False, "BERT sees both directions")
+        keys.must_be("directionality", "bidi", "BERT sees both directions")
+        keys.must_be("pooler_type", "first_token_transform", "only the first token's pooler is implemented")
+        for name in POOLER:
+            keys.take(name)
         named = (keys.take("architectures") or [f"{stem}Model"])[0]
         known: dict[str, Top] = {stem + end: top for end, top in TOPS.items()}
         if not isinstance(named, str) or named not in known:
             raise keys.refuse("architectures", f"known classes are {', '.join(known)}")
-        labels = keys.take("id2label") or range(keys.size("num_labels", 2))
         top = known[named]
+        labels, outputs = keys.take("id2label"), keys.size("num_labels", 2, null=2)
+        if labels is not None and top == "classes":
+            outputs = len(labels)
+            keys.must_agree("num_labels", "id2label", outputs)
         return ModelConfig(
             family=kind,
             vocab_size=keys.size("vocab_size"),
@@ -107,7 +115,7 @@ def _from_hf(kind: Kind, stem: str) -> Callable[[Keys], ModelConfig]:
             width=keys.size("hidden_size"),
             heads=keys.size("num_attention_heads"),
             ffn_width=keys.size("intermediate_size"),
-            context=keys.size("max_position_embeddings"),
+            context=keys.size("max_position_embeddings", 512),
             segments=keys.size("type_vocab_size", 2),
             norm_eps=keys.number("layer_norm_eps", 1e-12),
             norm_order="post" if kind == "bert" else "pre",
@@ -115,7 +123,7 @@ def _from_hf(kind: Kind, stem: str) -> Callable[[Keys], ModelConfig]:
             activation=activation_from_hf(keys, "hidden_act", "gelu"),
             init_std=keys.number("initializer_range", 0.02),
             top=top,
-            classes=len(labels) if top == "classes" else 0,
+            classes=outputs if top == "classes" else 0,
             **SHAPE,
         )
 

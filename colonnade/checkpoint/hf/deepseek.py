@@ -78,28 +78,39 @@ TABLE: Table = {
     **shared(f"{_MLP}shared_experts"),
 }
 MODULES: Table = stacked(f"{_MLP}experts")
-NO_EFFECT = ("auto_map", "ep_size", "head_dim", "qk_head_dim", "seq_aux", "num_nextn_predict_layers")
+NO_EFFECT = ("auto_map", "ep_size", "seq_aux", "num_nextn_predict_layers", "num_mtp_layers")
+"""The authors' own code (transformers' classes compute the same), their expert parallelism, how their balance loss
+counts, and V3's second token ahead under both its names."""
 BIAS_RATE = 0.001
 """V3's, for the first 14.3 of its 14.8 trillion tokens (section 4.2); a file does not say it."""
 
 
-def _fields(keys: Keys) -> dict[str, Any]:
-    """What both have in common, experts excepted."""
+def _fields(keys: Keys, **defaults: Any) -> dict[str, Any]:
+    """What both have in common, experts excepted; ``defaults`` are those of :func:`common_from_hf`."""
     for name in NO_EFFECT:
-        keys.take(name)  # of training, of other programs, or following from other keys
+        keys.take(name)
     latent = LatentConfig(
         kv_rank=keys.size("kv_lora_rank", 512),
-        q_rank=keys.size("q_lora_rank", 1536) if keys.raw.get("q_lora_rank", 1536) is not None else 0,
+        q_rank=keys.size("q_lora_rank", 1536, null=None) or 0,
         rope_width=keys.size("qk_rope_head_dim", 64),
         v_width=keys.size("v_head_dim", 128),
     )
-    keys.take("q_lora_rank")
-    fields = common_from_hf(keys)
-    keys.must_be("num_key_value_heads", fields["heads"], "each query head has a key and a value head of its own")
+    head_width = keys.size("qk_nope_head_dim", 128) + latent.rope_width
+    # transformers takes 'head_dim' for the width of the rotary part.
+    keys.must_agree("head_dim", "qk_rope_head_dim", latent.rope_width)
+    if keys.take("qk_head_dim", head_width) != head_width:
+        why = f"'qk_nope_head_dim' and 'qk_rope_head_dim' add up to {head_width}; make them agree"
+        raise keys.refuse("qk_head_dim", why)
+    fields = common_from_hf(keys, **defaults)
+    if fields["kv_heads"] != fields["heads"]:
+        raise keys.refuse(
+            "num_key_value_heads",
+            f"each of the {fields['heads']} query heads ('num_attention_heads') has a key and a value head of its own",
+        )
     keys.must_be("rope_interleave", True, "only rotary pairs side by side are implemented, as the authors' files have")
     keys.must_be("moe_layer_freq", 1, "only experts in every layer from the first one on are implemented")
     bias = keys.flag("attention_bias", False)
-    fields |= {"head_width": keys.size("qk_nope_head_dim", 128) + latent.rope_width, "qkv_bias": bias, "out_bias": bias}
+    fields |= {"head_width": head_width, "qkv_bias": bias, "out_bias": bias}
     return fields | {"latent": latent}
 
 
@@ -110,20 +121,25 @@ def _moe(keys: Keys, experts: int, shared: int, width: int, first: int, **fields
         keys.size("n_routed_experts", experts),
         width,
         shared_width=width * keys.size("n_shared_experts", shared),
-        first=keys.take("first_k_dense_replace", first),
+        first=keys.size("first_k_dense_replace", first, least=0),
         **fields,
     )
 
 
 def _v2_from_hf(keys: Keys) -> ModelConfig:
-    fields = _fields(keys)
+    fields = _fields(keys, context=2048)
     keys.must_be("scoring_func", "softmax", "this family scores by softmax")
     keys.must_be("norm_topk_prob", False, "this family does not divide weights by their sum")
     method = keys.take("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise keys.refuse("topk_method", "known methods are greedy and group_limited_greedy")
-    groups, kept = keys.take("n_group", 1), keys.take("topk_group", 1)
-    limited = {"groups": groups, "groups_kept": kept, "group_score": "max"} if method != "greedy" else {}
+    groups, kept = keys.size("n_group", None), keys.size("topk_group", None)
+    limited = {}
+    if method != "greedy":
+        for name, number in (("n_group", groups), ("topk_group", kept)):
+            if number is None:
+                raise keys.refuse(name, f"'topk_method' ({method}) needs a number")
+        limited = {"groups": groups, "groups_kept": kept, "group_score": "max"}
     router = {"scale": keys.number("routed_scaling_factor", 1.0)} | limited
     # Its balance loss is Switch's (section 2.1.3, equation 23).
     moe = _moe(keys, 64, 2, 1407, 0, normalise=False, router=router, balance="switch", weight="aux_loss_alpha")
@@ -133,7 +149,7 @@ def _v2_from_hf(keys: Keys) -> ModelConfig:
 
 
 def _v3_from_hf(keys: Keys) -> ModelConfig:
-    fields = _fields(keys)
+    fields = _fields(keys, context=4096, kv_heads=128)
     keys.must_be("scoring_func", "sigmoid", "this family scores by sigmoid")
     keys.must_be("topk_method", "noaux_tc", "this family chooses with a bias that balances the load")
     router = {

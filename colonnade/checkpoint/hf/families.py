@@ -36,7 +36,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"{where} describes a model of type {kind!r}; known types are {', '.join(FAMILIES)}")
-    if raw.get("quantization_config"):
+    if raw.get("quantization_config") is not None:
         raise CheckpointError(
             f"{where} describes quantised weights (quantization_config), which cannot be read; "
             "use the original checkpoint, or a GGUF file of the same model"

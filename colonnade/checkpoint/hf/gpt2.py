@@ -7,6 +7,7 @@ file (``openai-community/gpt2``) lacks the prefix and carries each layer's causa
 from typing import Any
 
 from colonnade.checkpoint.hf.keys import Keys
+from colonnade.checkpoint.hf.llama import causal_to_hf
 from colonnade.checkpoint.hf.names import Family, activation_from_hf, activation_to_hf
 from colonnade.checkpoint.stored import FusedQKV, Stored, Table
 from colonnade.config import ModelConfig
@@ -48,19 +49,19 @@ def _from_hf(keys: Keys) -> ModelConfig:
     keys.must_be("scale_attn_weights", True, "scores without the factor 1/√H are not implemented")
     keys.must_be("scale_attn_by_inverse_layer_idx", False, "scores divided by the layer's number are not implemented")
     keys.must_be("add_cross_attention", False, "only decoders without an encoder are implemented")
-    keys.take("reorder_and_upcast_attn")  # the same function, computed in float32
     return ModelConfig(
         family="gpt2",
         vocab_size=keys.size("vocab_size"),
         layers=keys.size("n_layer"),
         width=width,
         heads=keys.size("n_head"),
-        ffn_width=keys.size("n_inner", 4 * width),
-        context=keys.size("n_positions"),
+        ffn_width=keys.size("n_inner", 4 * width, null=4 * width),
+        context=keys.size("n_positions", 1024),
         norm_eps=keys.number("layer_norm_epsilon", 1e-5),
         activation=activation_from_hf(keys, "activation_function", "gelu_new"),
         tied=keys.flag("tie_word_embeddings", True),
         init_std=keys.number("initializer_range", 0.02),
+        causal=keys.flag("is_causal", True),
         **SHAPE,
     )
 
@@ -77,7 +78,7 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
         "activation_function": activation_to_hf(config.activation),
         "tie_word_embeddings": config.tied,
         "initializer_range": config.init_std,
-    }
+    } | causal_to_hf(config)
 
 
 FAMILY = Family("gpt2", "GPT2LMHeadModel", "transformer.", TABLE, _from_hf, _to_hf, r".*\.attn\.(bias|masked_bias)")

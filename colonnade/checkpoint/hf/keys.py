@@ -1,8 +1,9 @@
-"""A config.json read to its last key: what we cannot express is refused, never skipped.
+"""Strict reading of a config.json: every key is read, checked, listed as harmless, or refused.
 
-Hugging Face's config classes ignore keys that they do not know, and so would run a model that is not the one described.
-Here every key is either *taken* (it becomes a field of ours), *required to say* the one value that we implement, known
-to be *harmless* (it cannot change a logit), or refused. A key that says no (null, false, 0, "", [], {}) says nothing.
+Hugging Face's config classes ignore keys that they do not know, and so may run another model than the file describes.
+Here a key is either *taken* (it becomes a field of ours), *required to have* the one value that we implement, listed in
+:data:`HARMLESS` (it cannot change a logit), or the file is refused, whatever the key's value. ``null`` is a value too:
+it is accepted only where it has a meaning.
 """
 
 from collections.abc import Mapping
@@ -10,49 +11,84 @@ from typing import Any
 
 from colonnade.errors import CheckpointError
 
-# Book-keeping, dropout rates (training only; ours is a setting of the run) and defaults for `generate` and for
-# classification heads. They are written into many config.json files and none of them reaches a logit.
-HARMLESS = frozenset({
-    "architectures", "dtype", "gradient_checkpointing", "is_llama_config", "model_type", "n_ctx",
-    "name_or_path", "pretraining_tp", "tokenizer_class", "torch_dtype", "transformers_version", "use_cache",
-    "bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
-    "unk_token_id",
-    "attention_dropout", "attn_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop",
-    "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict", "use_return_dict",
-    "finetuning_task", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params",
-    "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
-    "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
-    "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
-    "num_return_sequences", "output_scores", "remove_invalid_values", "repetition_penalty",
-    "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
-})  # fmt: skip
-HARMLESS_PREFIXES = ("_", "summary_", "unsloth", "transformers.js")
+_GROUPS: dict[str, str] = {
+    "names, versions and number types: of the file, not of the function": """
+        architectures model_type name_or_path _name_or_path _commit_hash transformers_version is_llama_config
+        dtype torch_dtype use_bfloat16 _pre_quantization_dtype tokenizer_class _from_auto _auto_class""",
+    "other implementations of the same function": """
+        attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
+        _flash_attn_2_enabled _experts_implementation _experts_implementation_internal chunk_size_feed_forward
+        gradient_checkpointing pretraining_tp torchscript tf_legacy_loss use_cache reorder_and_upcast_attn""",
+    "what a call returns": """
+        output_attentions _output_attentions output_hidden_states output_past output_scores return_dict
+        return_dict_in_generate use_return_dict""",
+    "settings of training: ours belong to the run": """
+        attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop classifier_dropout embd_pdrop
+        hidden_dropout hidden_dropout_prob resid_pdrop output_router_logits""",
+    "a tokenizer's ids, and its limit, which no rotary position depends on": """
+        bos_token_id cls_token_id decoder_start_token_id eos_token_id pad_token_id sep_token_id unk_token_id prefix
+        max_sequence_length model_max_length""",
+    "classification heads and tasks (BERT reads its labels itself)": """
+        finetuning_task id2label label2id num_labels _num_labels problem_type task_specific_params
+        n_special predict_special_tokens""",
+    "a mark of decoders that BERT's classes alone read; GPT-2's second name of its context": """
+        is_decoder n_ctx""",
+    "defaults of generate()": """
+        bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+        exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+        no_repeat_ngram_size num_beam_groups num_beams num_return_sequences remove_invalid_values repetition_penalty
+        suppress_tokens temperature top_k top_p typical_p""",
+}
+HARMLESS = frozenset(name for names in _GROUPS.values() for name in names.split())
+"""Keys that change no logit, whatever they say."""
+HARMLESS_PREFIXES = ("summary_", "unsloth", "transformers.js")
+"""GPT-2's pooling for a multiple-choice head, and marks of two tools."""
+
+ABSENT: dict[str, Any] = {
+    "add_cross_attention": False, "cross_attention_hidden_size": None, "is_encoder_decoder": False,
+    "tie_encoder_decoder": False, "pruned_heads": {}, "rope_interleaved": False, "sliding_window": None,
+    "use_mrope": False, "use_sliding_window": False, "use_bidirectional_attention": False,
+    "quantization_config": None,
+}  # fmt: skip
+"""Features that a family lacks unless it reads the key itself: only the value that says so is accepted."""
+
+_NOT_GIVEN: Any = object()
 
 
 class Keys:
-    """The keys of one config.json; ``where`` names the file in messages."""
+    """The keys of one config.json; ``where`` names the file in messages.
+
+    Each reader takes a ``default`` for an absent key, and in ``null`` what an explicit null stands for; a null is
+    refused where neither ``null`` nor a default of None is given.
+    """
 
     def __init__(self, raw: Mapping[str, Any], where: str):
         self.raw, self.where = raw, where
         self._taken: set[str] = set()
 
-    def take(self, name: str, default: Any = None) -> Any:
-        """The value of a key, or ``default`` where it is absent or null."""
+    def take(self, name: str, default: Any = None, *, null: Any = _NOT_GIVEN) -> Any:
+        """The value of a key of any type."""
         self._taken.add(name)
-        value = self.raw.get(name)
-        return default if value is None else value
+        value = self.raw.get(name, default)
+        if value is not None or default is None:
+            return value
+        if null is _NOT_GIVEN:
+            raise self.refuse(name, "null says nothing; give a value, or remove the key for transformers' default")
+        return null
 
-    def size(self, name: str, default: int | None = None) -> int:
-        """A positive whole number; required unless ``default`` is given."""
-        value = self.take(name, default)
-        if value is None:
+    def size(
+        self, name: str, default: int | None = _NOT_GIVEN, *, null: int | None = _NOT_GIVEN, least: int = 1
+    ) -> Any:
+        """A whole number from ``least`` on; required unless ``default`` is given."""
+        if default is _NOT_GIVEN and self.raw.get(name) is None:
             raise CheckpointError(f"{self.where} lacks '{name}'; is it a model's config.json, whole?")
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self.refuse(name, "a positive whole number was expected")
-        return value
+        value = self.take(name, default, null=null)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
+            return value
+        raise self.refuse(name, f"a {'positive whole number' if least else 'whole number from 0 on'} was expected")
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """A number; required unless ``default`` is given."""
+    def number(self, name: str, default: float) -> float:
+        """A number."""
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refuse(name, "a number was expected")
@@ -67,8 +103,15 @@ class Keys:
 
     def must_be(self, name: str, value: Any, why: str) -> None:
         """Refuse the file when the key is there and says anything but ``value``."""
-        if self.take(name, value) != value:
+        self._taken.add(name)
+        if self.raw.get(name, value) != value:
             raise self.refuse(name, why)
+
+    def must_agree(self, name: str, other: str, value: Any) -> None:
+        """Refuse the file when ``name`` is there and is not ``value``, which follows from the key ``other``."""
+        self.must_be(
+            name, value, f"'{other}' ({_short(self.raw.get(other))}) asks for {_short(value)}; make them agree"
+        )
 
     def refuse(self, name: str, why: str) -> CheckpointError:
         """The error that names the file, the key and its value."""
@@ -76,12 +119,18 @@ class Keys:
 
     def finish(self) -> None:
         """Refuse the file when it holds a key that nothing has taken and that is not known to be harmless."""
-        for name, value in self.raw.items():
-            if name in self._taken or name in HARMLESS or name.startswith(HARMLESS_PREFIXES) or not value:
+        for name in self.raw:
+            if name in self._taken or name in HARMLESS or name.startswith(HARMLESS_PREFIXES):
                 continue
-            raise self.refuse(
-                name, "Colonnade does not know this key; if it changes no logit, remove it from the file and load again"
+            if name in ABSENT:
+                self.must_be(name, ABSENT[name], "this is not implemented for this family")
+                continue
+            why = (
+                "the model brings code of its own, which is not run; if transformers' own class"
+                if name == "auto_map"
+                else "Colonnade does not know this key; if the model without it"
             )
+            raise self.refuse(name, f"{why} computes the same, remove the key and load again")
 
 
 def _short(value: Any) -> str:

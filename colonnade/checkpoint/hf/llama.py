@@ -34,9 +34,13 @@ TABLE: Table = {
 }
 
 
-def common_from_hf(keys: Keys, *, theta: float = 10000.0) -> dict[str, Any]:
-    """The fields that the whole line has in common; sizes are required, the rest has transformers' defaults, of which
-    ``theta`` is the rotary base.
+def common_from_hf(
+    keys: Keys, *, context: int, kv_heads: int | None = None, eps: float = 1e-6, theta: float = 10000.0
+) -> dict[str, Any]:
+    """The fields that the whole line has in common.
+
+    Sizes are required. The rest has transformers' defaults, of which those of the arguments differ between families:
+    ``kv_heads`` None means as many as query heads, and ``theta`` is the rotary base.
     """
     heads = keys.size("num_attention_heads")
     return {
@@ -44,39 +48,49 @@ def common_from_hf(keys: Keys, *, theta: float = 10000.0) -> dict[str, Any]:
         "layers": keys.size("num_hidden_layers"),
         "width": keys.size("hidden_size"),
         "heads": heads,
-        "kv_heads": keys.size("num_key_value_heads", heads),
-        "head_width": keys.take("head_dim", 0),
+        "kv_heads": keys.size("num_key_value_heads", kv_heads or heads, null=heads),
+        "head_width": keys.size("head_dim", None) or 0,
         "ffn_width": keys.size("intermediate_size"),
-        "norm_eps": keys.number("rms_norm_eps", 1e-6),
+        "norm_eps": keys.number("rms_norm_eps", eps),
         "activation": activation_from_hf(keys, "hidden_act", "silu"),
         "tied": keys.flag("tie_word_embeddings", False),
         "init_std": keys.number("initializer_range", 0.02),
-    } | rope_from_hf(keys, keys.size("max_position_embeddings"), theta=theta)
+        "causal": keys.flag("is_causal", True),
+    } | rope_from_hf(keys, keys.size("max_position_embeddings", context), theta=theta)
 
 
 def common_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The keys that the whole line has in common."""
-    return {
-        "vocab_size": config.vocab_size,
-        "num_hidden_layers": config.layers,
-        "hidden_size": config.width,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_width,
-        "intermediate_size": config.ffn_width,
-        "max_position_embeddings": config.context,
-        "rms_norm_eps": config.norm_eps,
-        "hidden_act": activation_to_hf(config.activation),
-        "tie_word_embeddings": config.tied,
-        "initializer_range": config.init_std,
-    } | rope_to_hf(config)
+    return (
+        {
+            "vocab_size": config.vocab_size,
+            "num_hidden_layers": config.layers,
+            "hidden_size": config.width,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_width,
+            "intermediate_size": config.ffn_width,
+            "max_position_embeddings": config.context,
+            "rms_norm_eps": config.norm_eps,
+            "hidden_act": activation_to_hf(config.activation),
+            "tie_word_embeddings": config.tied,
+            "initializer_range": config.init_std,
+        }
+        | rope_to_hf(config)
+        | causal_to_hf(config)
+    )
+
+
+def causal_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """``is_causal`` where attention goes both ways; a causal decoder's file need not say so."""
+    return {} if config.causal else {"is_causal": False}
 
 
 def _from_hf(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
     return ModelConfig(
         family="llama",
-        **common_from_hf(keys),
+        **common_from_hf(keys, context=2048),
         qkv_bias=bias,
         out_bias=bias,
         ffn_bias=keys.flag("mlp_bias", False),

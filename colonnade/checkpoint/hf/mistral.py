@@ -12,11 +12,11 @@ from colonnade.config import ModelConfig
 
 
 def _from_hf(keys: Keys) -> ModelConfig:
-    window = keys.size("sliding_window", 4096) if keys.raw.get("sliding_window", 4096) is not None else None
-    keys.take("sliding_window")
-    fields = common_from_hf(keys)
+    window = keys.size("sliding_window", 4096, null=None)
+    fields = common_from_hf(keys, context=131072, kv_heads=8)
     kind = "full_attention" if window is None else "sliding_attention"
-    keys.must_be("layer_types", [kind] * fields["layers"], f"'{kind}' in every layer follows from 'sliding_window'")
+    if keys.take("layer_types") not in (None, [kind] * fields["layers"]):
+        raise keys.refuse("layer_types", f"'{kind}' in every layer follows from 'sliding_window'")
     return ModelConfig(family="mistral", **fields, window=window)
 
 

@@ -23,8 +23,8 @@ MODULES: Table = {GATE: Stored(f"{_LAYER}mlp.gate.weight"), **stacked(f"{_LAYER}
 
 
 def _from_hf(keys: Keys) -> ModelConfig:
-    fields = common_from_hf(keys, theta=1e6)
-    window = keys.size("sliding_window") if keys.take("sliding_window") is not None else None
+    fields = common_from_hf(keys, context=131072, kv_heads=8, eps=1e-5, theta=1e6)
+    window = keys.size("sliding_window", None)
     moe = moe_from_hf(keys, keys.size("num_local_experts", 8), fields["ffn_width"], normalise=True)
     return ModelConfig(family="mixtral", **fields, window=window, moe=moe)
 

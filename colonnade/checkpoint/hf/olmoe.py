@@ -18,14 +18,15 @@ Z_WEIGHT = 0.001
 
 
 def _from_hf(keys: Keys) -> ModelConfig:
-    fields = common_from_hf(keys)
+    fields = common_from_hf(keys, context=4096, eps=1e-5)
     if fields["head_width"] not in (0, fields["width"] // fields["heads"]):
         raise keys.refuse("head_dim", "this family's norms are as wide as the model; remove the key")
-    clip = keys.number("clip_qkv") if keys.take("clip_qkv") is not None else None
+    clip = None if keys.take("clip_qkv") is None else keys.number("clip_qkv", 0.0)
     bias = keys.flag("attention_bias", False)
-    experts = keys.size("num_experts", 64)
+    experts, balance_weight = keys.size("num_experts", 64), keys.number("router_aux_loss_coef", 0.01)
     normalise = keys.flag("norm_topk_prob", False)
     moe = moe_from_hf(keys, experts, fields["ffn_width"], normalise=normalise, z_weight=Z_WEIGHT)
+    moe = moe.but(balance_weight=balance_weight)
     return ModelConfig(
         family="olmoe", **fields, qk_norm=True, qk_norm_over="all", qkv_clip=clip, qkv_bias=bias, out_bias=bias, moe=moe
     )

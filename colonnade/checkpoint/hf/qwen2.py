@@ -13,22 +13,26 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def window_from_hf(keys: Keys, layers: int) -> dict[str, Any]:
     """The fields ``window`` and ``window_from_layer`` from Qwen's four keys about it.
 
-    ``layer_types`` wins over ``max_window_layers``; only "full attention first, then a window" can be expressed.
+    Only "full attention first, then a window" can be expressed. Without ``use_sliding_window`` the window's size and
+    its first layer have no effect.
     """
-    used, size = keys.flag("use_sliding_window", False), keys.size("sliding_window", 4096)
-    if keys.raw.get("sliding_window", 4096) is None:
-        used = False
-    first = keys.take("max_window_layers", 28)
+    size = keys.size("sliding_window", 4096, null=None)
+    used = keys.flag("use_sliding_window", False) and size is not None
+    first = min(keys.size("max_window_layers", 28, least=0), layers) if used else layers
     kinds = keys.take("layer_types")
     if kinds is not None:
-        first = kinds.index(SLIDING) if isinstance(kinds, list) and SLIDING in kinds else layers
-        if kinds != [FULL] * first + [SLIDING] * (layers - first):
+        found = kinds.index(SLIDING) if isinstance(kinds, list) and SLIDING in kinds else layers
+        if kinds != [FULL] * found + [SLIDING] * (layers - found):
             raise keys.refuse("layer_types", f"'{FULL}' layers first, then '{SLIDING}' ones, {layers} in all, expected")
-        if first < layers and not used:
+        if found < layers and not used:
             raise keys.refuse("layer_types", "a window is named but 'use_sliding_window' is false; make them agree")
-    if not used or first >= layers:
-        return {}
-    return {"window": size, "window_from_layer": first}
+        if "max_window_layers" in keys.raw and found != first:
+            raise keys.refuse(
+                "layer_types", f"'max_window_layers' gives layers from {first} on a window; make them agree"
+            )
+        first = found
+    keys.take("max_window_layers")
+    return {"window": size, "window_from_layer": first} if first < layers else {}
 
 
 def window_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -43,7 +47,7 @@ def window_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _from_hf(keys: Keys) -> ModelConfig:
-    fields = common_from_hf(keys)
+    fields = common_from_hf(keys, context=32768, kv_heads=32)
     return ModelConfig(family="qwen2", **fields, qkv_bias=True, **window_from_hf(keys, fields["layers"]))
 
 

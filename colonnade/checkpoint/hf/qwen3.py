@@ -18,8 +18,8 @@ TABLE: Table = {
 
 
 def _from_hf(keys: Keys) -> ModelConfig:
-    fields = common_from_hf(keys)
-    fields["head_width"] = keys.size("head_dim", 128)
+    head_width = keys.size("head_dim", 128)
+    fields = common_from_hf(keys, context=32768, kv_heads=32) | {"head_width": head_width}
     bias = keys.flag("attention_bias", False)
     window = window_from_hf(keys, fields["layers"])
     return ModelConfig(family="qwen3", **fields, qk_norm=True, qkv_bias=bias, out_bias=bias, **window)

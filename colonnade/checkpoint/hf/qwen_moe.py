@@ -28,14 +28,18 @@ MODULES: Table = stacked(f"{_MLP}experts")
 
 
 def _moe_from_hf(keys: Keys, layers: int, experts: int, **fields: Any) -> MoeConfig:
-    dense = keys.take("mlp_only_layers", [])
+    dense = keys.take("mlp_only_layers", [], null=[])
     if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
         raise keys.refuse("mlp_only_layers", "a list of layer numbers was expected")
     # transformers 5 writes Qwen3's number of experts under the name that Mixtral has for it.
-    name = "num_experts" if "num_experts" in keys.raw else "num_local_experts"
+    name, other = "num_experts", "num_local_experts"
+    if name not in keys.raw:
+        name, other = other, name
+    number = keys.size(name, experts)
+    keys.must_agree(other, name, number)
     return moe_from_hf(
         keys,
-        keys.size(name, experts),
+        number,
         keys.size("moe_intermediate_size", fields.pop("width")),
         normalise=keys.flag("norm_topk_prob", False),
         **held_layers(keys.size("decoder_sparse_step", 1), dense, layers),
@@ -61,12 +65,12 @@ def _moe_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen2_from_hf(keys: Keys) -> ModelConfig:
-    fields = common_from_hf(keys)
+    fields = common_from_hf(keys, context=32768, kv_heads=16)
     keys.must_be("use_sliding_window", False, "only full attention is implemented for this family")
     for name in ("sliding_window", "max_window_layers"):
         keys.take(name)  # without effect then
-    kinds = ["full_attention"] * fields["layers"]
-    keys.must_be("layer_types", kinds, "only full attention is implemented for this family")
+    if keys.take("layer_types") not in (None, ["full_attention"] * fields["layers"]):
+        raise keys.refuse("layer_types", "only full attention is implemented for this family")
     moe = _moe_from_hf(
         keys, fields["layers"], 60, width=1408, shared_width=keys.size("shared_expert_intermediate_size", 5632),
         shared_gate=True,
@@ -81,9 +85,9 @@ def _qwen2_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen3_from_hf(keys: Keys) -> ModelConfig:
-    fields = common_from_hf(keys)
-    size = keys.take("sliding_window", 4096)
-    window = {"window": size} if keys.flag("use_sliding_window", False) and size else {}
+    fields = common_from_hf(keys, context=32768, kv_heads=4)
+    size = keys.size("sliding_window", 4096, null=None)
+    window = {"window": size} if keys.flag("use_sliding_window", False) else {}
     keys.take("max_window_layers")  # has no effect: a window is in all layers
     bias = keys.flag("attention_bias", False)
     moe = _moe_from_hf(keys, fields["layers"], 128, width=768)

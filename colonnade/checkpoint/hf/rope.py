@@ -10,6 +10,7 @@ from typing import Any
 
 from colonnade.checkpoint.hf.keys import Keys
 from colonnade.config import ModelConfig, RopeScaling
+from colonnade.errors import CheckpointError
 
 # Ours -> theirs, for each kind.
 FIELDS: dict[str, dict[str, str]] = {
@@ -37,40 +38,74 @@ REFUSED = {
     "longrope": "it switches frequencies at the original context, so cached keys go stale; "
     "use a checkpoint of the same model with 'llama3' or 'yarn' scaling",
 }
-# Written beside the others and without effect: Phi's spelling of the type, and Yarn-Llama's mark of fine-tuning.
-WITHOUT_EFFECT = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "finetuned"}
+# Read elsewhere or without effect: Yarn-Llama's mark of fine-tuning.
+OUTSIDE = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "finetuned"}
+NULLS = {"attention_factor", "mscale", "mscale_all_dim", "factor", "beta_fast", "beta_slow"}
+"""Settings that transformers works out, or gives its default, where they are null."""
+TABLES = ("rope_scaling", "rope_parameters")
+WHOLE_HEAD = "only rotation of the whole head is implemented"
 
 
-def rope_from_hf(keys: Keys, context: int, *, theta: float = 10000.0) -> dict[str, Any]:
+def rope_from_hf(keys: Keys, context: int, *, theta: float) -> dict[str, Any]:
     """The fields ``rope_theta``, ``rope_scaling`` and ``context`` of a :class:`ModelConfig`.
 
     ``context`` is their max_position_embeddings [tokens]. Qwen's recipe for yarn leaves it at the original value;
     then the stretched one is returned. ``theta`` is the base where the file names none. Raises
-    :class:`CheckpointError` for what we cannot express.
+    :class:`CheckpointError` for what we cannot express, and for settings that contradict each other.
     """
-    # transformers 5 lets an old rope_scaling win over rope_parameters; an old rope_theta only fills a gap.
-    old, new = (_table(keys, name) for name in ("rope_scaling", "rope_parameters"))
-    name, rope = ("rope_scaling", old) if old else ("rope_parameters", new)
-    outer_theta = keys.number("rope_theta", new.get("rope_theta") or theta)
-    theta = rope.get("rope_theta") or outer_theta
-    keys.must_be("partial_rotary_factor", 1.0, "only rotation of the whole head is implemented")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise keys.refuse(name, "only rotation of the whole head is implemented")
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    if kind == "default":
-        return {"rope_theta": theta, "context": context}
-    if kind not in FIELDS:
-        why = REFUSED.get("longrope" if kind == "su" else kind, f"known kinds are default, {', '.join(FIELDS)}")
+    keys.must_be("partial_rotary_factor", 1.0, WHOLE_HEAD)
+    tables = {name: table for name in TABLES if (table := _table(keys, name))}
+    bases = {"rope_theta": keys.number("rope_theta", theta)} if "rope_theta" in keys.raw else {}
+    bases |= {f"{name}.rope_theta": table["rope_theta"] for name, table in tables.items() if "rope_theta" in table}
+    read = {name: _scaling(keys, name, table, context) for name, table in tables.items()}
+    for found in (bases, read):
+        _agree(keys, found)
+    kinds = list(read.values()) or [{"context": context}]
+    return {"rope_theta": next(iter(bases.values()), theta)} | kinds[0]
+
+
+def _agree(keys: Keys, found: dict[str, Any]) -> None:
+    """Refuse the file when two of its settings of the same thing differ."""
+    names = list(found)
+    for name in names[1:]:
+        if found[name] != found[names[0]]:
+            raise CheckpointError(
+                f"{keys.where} contradicts itself: '{names[0]}' gives {found[names[0]]} and '{name}' gives "
+                f"{found[name]}; remove one of them"
+            )
+
+
+def _table(keys: Keys, name: str) -> dict[str, Any]:
+    table = keys.take(name, {}, null={})
+    if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
+        raise keys.refuse(name, "one set of rotary settings for all layers was expected")
+    if table.get("partial_rotary_factor", 1.0) != 1.0:
+        raise keys.refuse(name, WHOLE_HEAD)
+    if len({str(table[key]) for key in ("type", "rope_type") if key in table}) > 1:
+        raise keys.refuse(name, "its 'type' and its 'rope_type' differ; remove one of them")
+    return table
+
+
+def _scaling(keys: Keys, name: str, table: dict[str, Any], context: int) -> dict[str, Any]:
+    """The fields ``rope_scaling`` and ``context`` that one of their tables gives."""
+    kind = table.get("rope_type", table.get("type", "default"))
+    if kind != "default" and (not isinstance(kind, str) or kind not in FIELDS):
+        why = REFUSED.get("longrope" if kind == "su" else str(kind), f"known kinds are default, {', '.join(FIELDS)}")
         raise keys.refuse(name, why)
-    known = FIELDS[kind]
-    if unknown := rope.keys() - set(known.values()) - WITHOUT_EFFECT:
+    known = FIELDS.get(kind, {})
+    if unknown := table.keys() - set(known.values()) - OUTSIDE:
         raise keys.refuse(name, f"the setting '{min(unknown)}' of kind '{kind}' is not known")
-    given = {ours: rope[theirs] for ours, theirs in known.items() if rope.get(theirs) is not None}
-    values: dict[str, Any] = {"kind": kind, **given}
+    if nulls := [key for key in table if table[key] is None and key not in NULLS]:
+        raise keys.refuse(name, f"its setting '{nulls[0]}' is null; give a value or remove it")
+    if kind == "default":
+        return {"context": context}
+    values: dict[str, Any] = {"kind": kind}
+    values |= {ours: table[theirs] for ours, theirs in known.items() if table.get(theirs) is not None}
     if "original_context" in known:
-        # Phi's place for it, then transformers' default.
-        outer = keys.take("original_max_position_embeddings")
-        values["original_context"] = outer or values.get("original_context") or context
+        inner, outer = values.get("original_context"), keys.take("original_max_position_embeddings")  # Phi's place
+        given = {f"{name}.{known['original_context']}": inner, "original_max_position_embeddings": outer}
+        _agree(keys, {key: value for key, value in given.items() if value is not None})
+        values["original_context"] = outer or inner or context
     if kind == "llama3" and (missing := set(known) - values.keys()):
         raise keys.refuse(name, f"kind 'llama3' needs '{known[min(missing)]}'")
     if kind == "yarn":
@@ -79,14 +114,7 @@ def rope_from_hf(keys: Keys, context: int, *, theta: float = 10000.0) -> dict[st
         context = round(original * values["factor"]) if context == original else context
     if "factor" not in values:
         raise keys.refuse(name, f"kind '{kind}' needs 'factor'")
-    return {"rope_theta": theta, "context": context, "rope_scaling": RopeScaling(**values)}
-
-
-def _table(keys: Keys, name: str) -> dict[str, Any]:
-    table = keys.take(name, {})
-    if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
-        raise keys.refuse(name, "one set of rotary settings for all layers was expected")
-    return table
+    return {"context": context, "rope_scaling": RopeScaling(**values)}
 
 
 def rope_to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -1,0 +1,259 @@
+"""Every key of transformers' own configs: accepted at its default; changed, null or absent, never silently ignored."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from colonnade.checkpoint.hf.families import FAMILIES, config_from_hf
+from colonnade.checkpoint.hf.keys import ABSENT, HARMLESS, HARMLESS_PREFIXES
+from colonnade.config import ModelConfig
+from colonnade.errors import CheckpointError
+
+# What configs of transformers 4.33 to 4.57 have that those of 5 lack, as ``to_dict`` wrote them.
+OF_ALL_4: dict[str, Any] = {
+    "_attn_implementation_autoset": False, "add_cross_attention": False, "bad_words_ids": None,
+    "begin_suppress_tokens": None, "cross_attention_hidden_size": None, "decoder_start_token_id": None,
+    "diversity_penalty": 0.0, "do_sample": False, "early_stopping": False, "encoder_no_repeat_ngram_size": 0,
+    "exponential_decay_length_penalty": None, "finetuning_task": None, "forced_bos_token_id": None,
+    "forced_eos_token_id": None, "is_decoder": False, "length_penalty": 1.0, "max_length": 20, "min_length": 0,
+    "no_repeat_ngram_size": 0, "num_beam_groups": 1, "num_beams": 1, "num_return_sequences": 1,
+    "output_scores": False, "prefix": None, "pruned_heads": {}, "remove_invalid_values": False,
+    "repetition_penalty": 1.0, "return_dict_in_generate": False, "sep_token_id": None, "suppress_tokens": None,
+    "task_specific_params": None, "temperature": 1.0, "tf_legacy_loss": False, "tie_encoder_decoder": False,
+    "tokenizer_class": None, "top_k": 50, "top_p": 1.0, "torch_dtype": "bfloat16", "torchscript": False,
+    "typical_p": 1.0, "use_bfloat16": False,
+}  # fmt: skip
+OF_4: dict[str, dict[str, Any]] = {
+    "bert": {"position_embedding_type": "absolute"},
+    "megatron-bert": {"position_embedding_type": "absolute"},
+    "qwen2_moe": {"sliding_window": None},
+    "deepseek_v2": {"aux_loss_alpha": 0.001, "seq_aux": True},
+}
+# As they lie on the Hub, beside those of test_hf_config.py.
+HUB: dict[str, dict[str, Any]] = {
+    "gte-qwen2-1.5b": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 1536, "initializer_range": 0.02,
+        "intermediate_size": 8960, "is_causal": False, "max_position_embeddings": 131072, "max_window_layers": 21,
+        "model_type": "qwen2", "num_attention_heads": 12, "num_hidden_layers": 28, "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False,
+        "torch_dtype": "float32", "transformers_version": "4.41.2", "use_cache": True, "use_sliding_window": False,
+        "vocab_size": 151646,
+    },
+    "llama-7b": {
+        "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008, "max_sequence_length": 2048,
+        "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "pad_token_id": 0,
+        "rms_norm_eps": 1e-06, "torch_dtype": "float16", "transformers_version": "4.28.0.dev0", "use_cache": True,
+        "vocab_size": 32000,
+    },
+    "mistral-nemo": {
+        "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
+        "intermediate_size": 14336, "max_position_embeddings": 131072, "model_type": "mistral",
+        "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.43.0.dev0", "use_cache": True, "vocab_size": 131072,
+    },
+    "deepseek-r1-distill-qwen": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 1536, "initializer_range": 0.02,
+        "intermediate_size": 8960, "max_position_embeddings": 131072, "max_window_layers": 21, "model_type": "qwen2",
+        "num_attention_heads": 12, "num_hidden_layers": 28, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_theta": 10000, "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.44.0", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "bert-base-multilingual": {
+        "architectures": ["BertForMaskedLM"], "attention_probs_dropout_prob": 0.1, "directionality": "bidi",
+        "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": 768, "initializer_range": 0.02,
+        "intermediate_size": 3072, "layer_norm_eps": 1e-12, "max_position_embeddings": 512, "model_type": "bert",
+        "num_attention_heads": 12, "num_hidden_layers": 12, "pad_token_id": 0, "pooler_fc_size": 768,
+        "pooler_num_attention_heads": 12, "pooler_num_fc_layers": 3, "pooler_size_per_head": 128,
+        "pooler_type": "first_token_transform", "position_embedding_type": "absolute",
+        "transformers_version": "4.6.0.dev0", "type_vocab_size": 2, "use_cache": True, "vocab_size": 119547,
+    },
+    "gpt2-medium": {
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+        "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 1024, "n_head": 16, "n_layer": 24,
+        "n_positions": 1024, "n_special": 0, "predict_special_tokens": True, "resid_pdrop": 0.1,
+        "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+        "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 50257,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    },
+    "moonlight-16b-a3b": {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001,
+        "bos_token_id": 163584, "eos_token_id": 163585, "ep_size": 1, "first_k_dense_replace": 1,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 11264,
+        "kv_lora_rank": 512, "max_position_embeddings": 8192, "model_type": "deepseek_v3",
+        "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64,
+        "n_shared_experts": 2, "norm_topk_prob": True, "num_attention_heads": 16, "num_experts_per_tok": 6,
+        "num_hidden_layers": 27, "num_key_value_heads": 16, "num_nextn_predict_layers": 0, "pretraining_tp": 1,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05,
+        "rope_scaling": None, "rope_theta": 50000.0, "routed_scaling_factor": 2.446, "scoring_func": "sigmoid",
+        "seq_aux": True, "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16", "transformers_version": "4.48.3", "use_cache": True, "v_head_dim": 128,
+        "vocab_size": 163840,
+    },
+}  # fmt: skip
+
+NEEDED: dict[str, dict[str, Any]] = {"deepseek_v2": {"num_experts_per_tok": 6}, "bert": {}, "megatron-bert": {}}
+"""What transformers' own default lacks for a model."""
+MATTERS: dict[tuple[str, str], dict[str, Any]] = {
+    **{
+        (family, key): {"use_sliding_window": key != "use_sliding_window", "sliding_window": 64}
+        for family in ("qwen2", "qwen3", "qwen3_moe")
+        for key in ("use_sliding_window", "sliding_window", "max_window_layers")
+        if (family, key) != ("qwen3_moe", "max_window_layers")
+    },
+    **{
+        ("deepseek_v2", key): {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 2}
+        for key in ("n_group", "topk_group")
+    },
+}
+"""Other settings without which a key has no effect, in transformers and here."""
+WITHOUT_EFFECT = {
+    "qwen2_moe": ("sliding_window", "max_window_layers"),  # a window is refused
+    "deepseek_v2": ("seq_aux",),
+    "deepseek_v3": ("num_nextn_predict_layers",),
+}
+"""Keys of one family that change no logit."""
+OTHER: dict[str, Any] = {
+    "hidden_act": "relu", "activation_function": "relu", "topk_method": "group_limited_greedy", "is_causal": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "rope_scaling": {"type": "linear", "factor": 2.0},
+    "n_inner": 99, "num_key_value_heads": 1, "num_experts_per_tok": 3, "clip_qkv": 0.5, "q_lora_rank": 96,
+    "mlp_only_layers": [1], "pruned_heads": {"0": [1]}, "cross_attention_hidden_size": 8, "head_dim": 32,
+}  # fmt: skip
+"""Plausible values, where one more or twice as much is none."""
+
+
+def default(family: str) -> dict[str, Any]:
+    """The contents of a config.json that transformers 5 writes of a family's default."""
+    return json.loads(json.dumps(CONFIG_MAPPING[family]().to_dict())) | NEEDED.get(family, {})
+
+
+def as_of_4(family: str) -> dict[str, Any]:
+    """The same as transformers 4 wrote it."""
+    raw = default(family)
+    rope = raw.pop("rope_parameters", None)
+    old = {} if rope is None else {"rope_theta": rope["rope_theta"], "rope_scaling": None}
+    raw |= {key: value for key, value in OF_ALL_4.items() if key not in raw} | old | OF_4.get(family, {})
+    if family == "qwen3_moe":
+        raw["num_experts"] = raw.pop("num_local_experts")
+    return raw
+
+
+def theirs(family: str, raw: dict[str, Any]) -> ModelConfig:
+    """What transformers makes of a file, read by us."""
+    made = CONFIG_MAPPING[family](**{key: value for key, value in raw.items() if key != "model_type"}).to_dict()
+    return config_from_hf(json.loads(json.dumps(made, default=str)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_familys_default_is_read_as_transformers_4_and_5_write_it(family: str) -> None:
+    assert config_from_hf(as_of_4(family)) == config_from_hf(default(family))
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_published_files_load(name: str) -> None:
+    config = config_from_hf(HUB[name])
+    family, raw = str(HUB[name]["model_type"]), {k: v for k, v in HUB[name].items() if k != "torch_dtype"}
+    assert config == theirs(family, raw)
+    assert config.causal == (config.family != "bert" and "is_causal" not in raw)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_changed_key_is_read_or_refused_or_harmless(family: str) -> None:
+    silent = []
+    for raw, key, value in changes(family):
+        before = config_from_hf(raw)
+        try:
+            same = config_from_hf(raw | {key: value}) == before
+        except CheckpointError:
+            continue
+        if same:
+            silent.append(key)
+    known = HARMLESS | set(WITHOUT_EFFECT.get(family, ()))
+    assert [key for key in silent if key not in known and not key.startswith(HARMLESS_PREFIXES)] == []
+
+
+def changes(family: str) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """(file, key, another value) for each key of a family, in files where the key matters."""
+    for file in (default(family), as_of_4(family)):
+        for key in {**file, **ABSENT, "is_causal": "bert" not in family}:
+            raw = {**file, **MATTERS.get((family, key), {})}
+            if (family, key) in MATTERS:
+                raw.pop("layer_types", None)  # it would contradict a changed window
+            value = raw.get(key, ABSENT.get(key))
+            yield raw, key, other(key, "bert" not in family if key == "is_causal" else value)
+
+
+def other(key: str, value: Any) -> Any:
+    """Another plausible value of a key."""
+    if key in OTHER and value != OTHER[key]:
+        return OTHER[key]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value * 2 or 1
+    if isinstance(value, list):
+        return ["sliding_attention", *value[1:]]
+    return {"a": 1} if isinstance(value, dict) else "another"
+
+
+def test_the_harmless_keys_change_no_logit_of_transformers() -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 20, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": 1, "vocab_size": 32, "n_embd": 16, "n_head": 2, "n_layer": 1}
+    typed = {"id2label": {"0": "a"}, "label2id": {"a": 0}, "problem_type": "regression", "classifier_dropout": 0.5}
+    typed |= {"chunk_size_feed_forward": 3, "pad_token_id": 3}
+    harmless: set[str] = set()
+    for family in ("gpt2", "llama", "bert", "olmoe"):
+        raw = as_of_4(family) | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        raw |= {"num_experts": 4, "num_experts_per_tok": 2} if family == "olmoe" else {}
+        raw = {key: value for key, value in raw.items() if key not in ("head_dim", "model_type", "torch_dtype")}
+        raw |= {key: size for key, size in sizes.items() if key in raw}
+        expected = logits(family, raw)
+        for key in sorted(HARMLESS & raw.keys() - {"transformers_version", "architectures", "dtype", "return_dict"}):
+            if key == "is_decoder" and family == "bert":
+                continue  # refused there
+            value = typed.get(key, other(key, raw[key]))
+            assert torch.allclose(logits(family, raw | {key: value}), expected, atol=1e-6), key
+            harmless.add(key)
+    assert len(harmless) > 40
+
+
+def logits(family: str, raw: dict[str, Any]) -> torch.Tensor:
+    """What transformers computes of a few tokens, with weights of its own."""
+    config = CONFIG_MAPPING[family](**raw)
+    torch.manual_seed(0)
+    made = transformers.AutoModelForMaskedLM if family == "bert" else transformers.AutoModelForCausalLM
+    model = made.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+        out = model(input_ids=torch.arange(9)[None] % 5)
+    return out.logits if hasattr(out, "logits") else out[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_is_absent_or_null_means_what_transformers_makes_of_it(family: str) -> None:
+    wider = {"num_attention_heads": 64, "n_head": 16}
+    for file in (default(family), as_of_4(family)):
+        for sizes in ({}, {key: value for key, value in wider.items() if key in file}):
+            for key in file.keys() - {"model_type", "num_key_value_heads" if sizes and family == "deepseek_v3" else ""}:
+                raw = file | sizes
+                for changed in ({k: v for k, v in raw.items() if k != key}, raw | {key: None}):
+                    try:
+                        ours = config_from_hf({"model_type": family, **changed})
+                        expected = theirs(family, changed)
+                    except (CheckpointError, StrictDataclassError):
+                        continue  # refused here, or (a null) by transformers
+                    assert ours == expected, (key, changed.get(key, "absent"))
