@@ -4,8 +4,9 @@ columns of a record into the pages that ask for them.
     python benchmarks/table.py            writes them
     python benchmarks/table.py --check    fails when one is not what the JSON files say
 
-The README's table stands between two comments, ``<!-- results:begin -->`` and ``<!-- results:end -->``; that of another
-page between ``<!-- record: NAME COLUMN … -->`` and ``<!-- record: end -->``.
+The README's tables are between ``<!-- results:begin -->`` and ``<!-- results:end -->``, and between
+``<!-- comparison:begin -->`` and ``<!-- comparison:end -->``; a page's between ``<!-- record: NAME COLUMN … -->`` and
+``<!-- record: end -->``.
 """
 
 import json
@@ -18,7 +19,7 @@ from typing import Any
 from _report import RESULTS, ROOT
 
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+RESULTS_TABLE, COMPARISON = "results", "comparison"
 PART = re.compile(r"(<!-- record: (\S+) ([\w ]+) -->\n).*?(<!-- record: end -->)", re.DOTALL)
 EMPTY = "No results are recorded yet: `make bench` measures this machine and fills this table."
 TOPICS = {
@@ -58,6 +59,17 @@ TOPICS = {
     ],
 }
 """The README's rows: (record, number of the headline, what was measured)."""
+LOWER = " (lower is better)"
+COMPARED = [
+    ("weak_scaling_2_h200", 1, "Tensor-parallel training, GPT-2 2.5B on 2 GPUs", "torch"),
+    ("weak_scaling_4_h200", 2, "Tensor-parallel training, GPT-2 4.2B on 4 GPUs", "torch"),
+    ("train_gpt2_1.2b_h200", 0, "Training, GPT-2 1.2B on 1 GPU", "transformers, compiled"),
+    ("moe_layer_h200", 11, "Qwen3-30B's experts, forward + backward", "torch's grouped GEMM"),
+    ("decode_llama-2-7b_tp1_b1_h200", 0, "Decoding, Llama-2-7B, batch 1", "transformers, static cache"),
+    ("decode_cpu", 0, "Decoding on a CPU, SmolLM2-135M, batch 1", "transformers"),
+    ("flash_decoding_h200", 1, f"Decode attention, 65,536 tokens{LOWER}", "cuDNN"),
+]
+"""The README's short comparison: (record, number of the headline, what was measured, the peer)."""
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
@@ -76,10 +88,20 @@ def headlines(records: list[dict[str, Any]], topics: Mapping[str, Sequence[tuple
         for record, line, what in found:
             _, value, beside = measured(record["headlines"][line])
             linked = f"[{where(record['machine'])}](benchmarks/results/{record['file']})"
-            lines.append(
-                [what, value.replace(" (lower is better)", ""), beside.replace(" (lower is better)", ""), linked]
-            )
+            lines.append([what, value.removesuffix(LOWER), beside.removesuffix(LOWER), linked])
     return table(["Measured", "Colonnade", "Compared with, same run", "Record"], lines) if lines else EMPTY
+
+
+def comparison(records: list[dict[str, Any]], chosen: Sequence[tuple[str, int, str, str]] = COMPARED) -> str:
+    """How many times as fast as the peer of the same run, a row each."""
+    by_stem = {record["file"].removesuffix(".json"): record for record in records}
+    lines: list[list[str]] = []
+    for stem, i, what, peer in chosen:
+        line = by_stem[stem]["headlines"][i]
+        ratio = line["value"] / line["peer_value"]
+        ratio = 1 / ratio if what.endswith(LOWER) else ratio
+        lines.append([what.removesuffix(LOWER), peer, f"{ratio:.2f} ×"])
+    return table(["Measured", "Peer", "Our speed"], lines)
 
 
 def measured(line: dict[str, Any]) -> list[str]:
@@ -155,11 +177,12 @@ def number(value: Any) -> str:
     return f"{value:.4g}"
 
 
-def with_headlines(readme: str, shown: str) -> str:
-    """``readme`` with the text between the two marks replaced by ``shown``."""
-    before, rest = readme.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{shown}\n{END}{after}"
+def between(text: str, mark: str, shown: str) -> str:
+    """``text`` with what is between the two comments of ``mark`` replaced by ``shown``."""
+    begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{shown}\n{end}{after}"
 
 
 def with_parts(text: str, records: list[dict[str, Any]]) -> str:
@@ -177,7 +200,8 @@ def with_parts(text: str, records: list[dict[str, Any]]) -> str:
 def rendered() -> dict[Path, str]:
     """What every page that shows results should be."""
     records = load()
-    wanted = {README: with_headlines(README.read_text(encoding="utf-8"), headlines(records)), PAGE: page(records)}
+    readme = between(README.read_text(encoding="utf-8"), RESULTS_TABLE, headlines(records))
+    wanted = {README: between(readme, COMPARISON, comparison(records)), PAGE: page(records)}
     for path in sorted((ROOT / "docs").rglob("*.md")):
         text = path.read_text(encoding="utf-8")
         if path != PAGE and PART.search(text):
