@@ -161,6 +161,23 @@ def test_a_router_is_its_formula(name):
         assert not choice.weights_TA[t, len(real) :].any()
 
 
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "hash"])
+def test_equal_scores_go_to_the_lowest_index(name):
+    """Of experts, of groups, and of tokens where experts choose; in float32 and float64."""
+    moe = moe_of(name, experts=60, noise=0.0, jitter=0.0)
+    for dtype in (torch.float32, torch.float64):
+        router = router_of(moe).to(dtype)
+        for tensor in router.state_dict().values():
+            tensor.zero_()
+        x_TD, tokens_T, index_T, units = tokens()
+        ids_TA = router(x_TD.to(dtype), tokens_T, index_T, None, units=units)[0].ids_TA
+        if name == "expert_choice":
+            assert torch.equal(ids_TA[:1], torch.arange(60)[None])  # one token an expert: the first
+            assert (ids_TA[1:] == 60).all()
+        else:
+            assert torch.equal(ids_TA, torch.arange(moe.active).expand(TOKENS, -1))
+
+
 def test_the_cases_use_every_router_of_the_registry():
     # Other tests, and the documentation's, register routers of their own in the same process.
     ours = {name for name, rule in RULES.items() if rule.choose.__module__.startswith("colonnade.")}

@@ -172,6 +172,13 @@ def best(moe: MoeConfig, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor
     return run(compared_TE, scores_TE, moe.active, normalise=normalise, scale=moe.router.scale)
 
 
+def top(x_TE: Tensor, count: int) -> Tensor:
+    """int64 (T, count): indices of each row's highest, highest first, the lower index first of equals."""
+    x_TE = x_TE.detach()
+    run = choose("best_experts", x_TE.device.type, x_TE.dtype)
+    return run(x_TE, x_TE, count, normalise=False, scale=1)[0]
+
+
 class Gate(nn.Module):
     """Scores of E experts, and what else a router has of its own."""
 
