@@ -168,7 +168,7 @@ def best(moe: MoeConfig, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor
     scores, divided by their sum where the config says so, and scaled.
     """
     run = choose("best_experts", compared_TE.device.type, compared_TE.dtype)
-    normalise = moe.router.normalise and moe.active > 1
+    normalise = moe.router.normalise and (moe.active > 1 or moe.router.normalise_single)
     return run(compared_TE, scores_TE, moe.active, normalise=normalise, scale=moe.router.scale)
 
 

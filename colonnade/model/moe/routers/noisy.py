@@ -31,6 +31,19 @@ def noisy(seen: Seen) -> Choice:
     return Choice(ids_TA, weights_TA * seen.moe.router.scale, probs_TE, expected_TE=expected_TE)
 
 
+def expected_load(
+    seen: Seen, logits_TE: Tensor, clean_TE: Tensor, ids_TA: Tensor, sigma_T1: Tensor | None = None
+) -> Tensor | None:
+    """P_TE of routers that take the highest logits under ``moe.router.noise``, where the balance loss asks for it;
+    ``sigma_T1`` is the noise's standard deviation (None: that of one token's scores).
+    """
+    moe = seen.moe
+    if seen.noise is None or not moe.router.noise or moe.balance != "importance":
+        return None
+    sigma_T1 = clean_TE.new_full((1, 1), moe.router.noise / moe.experts) if sigma_T1 is None else sigma_T1
+    return expected(clean_TE, logits_TE, sigma_T1, ids_TA)
+
+
 def expected(clean_TE: Tensor, h_TE: Tensor, sigma_TE: Tensor, ids_TA: Tensor) -> Tensor:
     """P_TE: the probability that each score, its own noise of width ``sigma_TE`` drawn again, is among the A highest of
     ``h_TE``, which now are ``ids_TA``.
