@@ -256,6 +256,29 @@ def test_the_noisy_routers_load_is_the_share_of_draws_that_choose_an_expert():
         assert abs(share - choice.expected_TE[t, e]) < 0.015
 
 
+@pytest.mark.parametrize("name", ["softmax_tutel_noise", "cosine", "sigmoid", "sequence"])
+def test_the_load_under_added_noise_is_the_chance_to_be_among_the_highest(name):
+    """Of the others' noisy scores; the mean noise of n tokens of a sequence is √n times narrower."""
+    moe = moe_of(name, noise=1.5, balance="importance", bias_rate=0.0)
+    router, (x_TD, tokens_T, index_T, units) = router_of(moe), tokens()
+    choice, noisy_TE = router(x_TD, tokens_T, index_T, noise_for(moe, index_T), training=True, units=units)
+    _, clean_TE = router(x_TD, tokens_T, index_T, None, units=units)
+    sizes = torch.bincount(units.of_T)[units.of_T].tolist() if name == "sequence" else [1] * TOKENS
+    for t, (clean, noisy) in enumerate(zip(clean_TE.tolist(), noisy_TE.tolist(), strict=True)):
+        for e in range(E):
+            least = sorted(noisy[:e] + noisy[e + 1 :], reverse=True)[moe.active - 1]
+            z = (clean[e] - least) / (1.5 / E / math.sqrt(sizes[t]))
+            assert choice.expected_TE[t, e].item() == pytest.approx(math.erfc(-z / math.sqrt(2)) / 2, abs=1e-12)
+
+
+def test_a_single_weight_is_1_where_it_is_normalised():
+    for name, scale in (("softmax", 1.0), ("switch", 1.7), ("sigmoid", 2.5)):
+        for single in (True, False):
+            moe = moe_of(name, active=1, normalise_single=single, jitter=0.0, scale=scale)
+            weights_TA = chosen(name, moe, router_of(moe)).weights_TA
+            assert (weights_TA == scale).all() if single else (weights_TA < scale).all()
+
+
 def test_the_cosines_factor_stops_at_100():
     moe = moe_of("cosine", noise=0.0)
     router = router_of(moe)
@@ -423,6 +446,21 @@ def test_a_router_of_ones_own_needs_one_function():
         ({"nodes": 7}, {}, "6 experts are not at home on 7 nodes"),
         ({}, {"active": 7}, "a token cannot go to 7 of 6 experts"),
         ({"groups": 4}, {}, "6 experts do not divide into 4 groups"),
+        (
+            {"noise": 1.0},
+            {"balance": "importance", "bias_rate": 0.1},
+            r"not implemented with model\.moe\.bias_rate; set that to 0, model\.moe\.router\.noise to 0, or",
+        ),
+        (
+            {"noise": 1.0, "groups": 2},
+            {"balance": "importance"},
+            r"not implemented with model\.moe\.router\.groups; set that to 1",
+        ),
+        (
+            {},
+            {"balance": "gshard", "balance_over": "model"},
+            r"is a loss of one layer; set model\.moe\.balance_over to",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_remedy(router, moe, message):
