@@ -149,6 +149,11 @@ class MoeConfig(Config):
         return self.balance == "sequence" or self.router.kind == "sequence"
 
     @property
+    def normalises(self) -> bool:
+        """Whether a token's weights are divided by their sum."""
+        return self.router.normalise and (self.active > 1 or self.router.normalise_single)
+
+    @property
     def pools_layers(self) -> bool:
         """Whether one balance loss is taken over all layers together."""
         return self.balance_over == "model" and self.balance != "none"

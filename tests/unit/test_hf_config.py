@@ -198,6 +198,17 @@ def test_settings_of_a_run_alone_need_no_words_in_a_file() -> None:
     assert config_from_hf(config_to_hf(config.but(moe=trained))) == config
 
 
+@pytest.mark.parametrize(("balance", "coefficient"), [("choices", 0.4), ("switch", 0.05), ("none", 0.0)])
+def test_a_balance_loss_over_all_layers_is_written_as_transformers_has_it(balance: str, coefficient: float) -> None:
+    config = preset("qwen3-30b-a3b")
+    assert config.moe is not None and config.moe.active == 8
+    raw = config_to_hf(config.but(moe=config.moe.but(balance=balance, balance_weight=0.4)))
+    assert raw["router_aux_loss_coef"] == coefficient
+    read = config_from_hf(raw).moe
+    assert read is not None and (read.balance, read.balance_over) == ("choices", "model")
+    assert read.balance_weight == coefficient
+
+
 @settings(max_examples=200, deadline=None)
 @given(configs())
 def test_any_config_survives_a_round_trip(config: ModelConfig) -> None:

@@ -271,12 +271,15 @@ def test_the_load_under_added_noise_is_the_chance_to_be_among_the_highest(name):
             assert choice.expected_TE[t, e].item() == pytest.approx(math.erfc(-z / math.sqrt(2)) / 2, abs=1e-12)
 
 
-def test_a_single_weight_is_1_where_it_is_normalised():
+def test_a_single_weight_is_1_where_it_is_normalised_and_has_no_gradient():
     for name, scale in (("softmax", 1.0), ("switch", 1.7), ("sigmoid", 2.5)):
         for single in (True, False):
             moe = moe_of(name, active=1, normalise_single=single, jitter=0.0, scale=scale)
-            weights_TA = chosen(name, moe, router_of(moe)).weights_TA
+            router = router_of(moe)
+            weights_TA = chosen(name, moe, router).weights_TA
             assert (weights_TA == scale).all() if single else (weights_TA < scale).all()
+            (weights_TA * torch.randn(TOKENS, 1, generator=torch.Generator().manual_seed(0))).sum().backward()
+            assert router.gates[0].weight.grad.any() == (not single)
 
 
 def test_the_cosines_factor_stops_at_100():

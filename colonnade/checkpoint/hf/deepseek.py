@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from colonnade.checkpoint.hf.experts import GATE, divides, moe_from_hf, per_expert, shared, stacked
+from colonnade.checkpoint.hf.experts import GATE, moe_from_hf, per_expert, shared, stacked
 from colonnade.checkpoint.hf.keys import Keys
 from colonnade.checkpoint.hf.llama import BUFFERS, common_from_hf, common_to_hf
 from colonnade.checkpoint.hf.llama import TABLE as LLAMA
@@ -168,7 +168,7 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
             "n_shared_experts": moe.shared_width // moe.ffn_width,
             "first_k_dense_replace": moe.first,
             "routed_scaling_factor": moe.router.scale,
-            "norm_topk_prob": divides(moe),
+            "norm_topk_prob": moe.normalises,
         }
     return raw
 

@@ -122,11 +122,6 @@ def moe_from_hf(
     )
 
 
-def divides(moe: MoeConfig) -> bool:
-    """Whether a token's weights are divided by their sum (``norm_topk_prob``)."""
-    return moe.router.normalise and (moe.active > 1 or moe.router.normalise_single)
-
-
 def balance_to_hf(moe: MoeConfig) -> dict[str, Any]:
     """``router_aux_loss_coef`` of transformers' loss, which is ``choices`` over all layers: ``switch`` is 1/A of it.
     Of other balance losses the weight alone can be written.
@@ -159,7 +154,7 @@ def expressible(config: ModelConfig) -> dict[str, Any]:
     for name in (*follow, *unused):
         fields.pop(f"moe.{name}")
     fields.pop("moe.router.normalise_single")
-    fields["moe.router.normalise"] = divides(moe)
+    fields["moe.router.normalise"] = moe.normalises
     if moe.router.groups == 1:
         fields.pop("moe.router.group_score")
     return fields | {"layers with experts": has, "moe.bias_rate": bool(moe.bias_rate)}

@@ -11,7 +11,6 @@ from typing import Any
 from colonnade.checkpoint.hf.experts import (
     GATE,
     balance_to_hf,
-    divides,
     held_layers,
     moe_from_hf,
     per_expert,
@@ -62,7 +61,7 @@ def _moe_to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_experts": moe.experts,
         "num_experts_per_tok": moe.active,
         "moe_intermediate_size": moe.ffn_width,
-        "norm_topk_prob": divides(moe),
+        "norm_topk_prob": moe.normalises,
         **balance_to_hf(moe),
         "decoder_sparse_step": step,
         "mlp_only_layers": [i for i in range(step - 1, config.layers, step) if i not in with_experts],
