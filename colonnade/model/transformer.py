@@ -196,12 +196,13 @@ class Transformer(nn.Module):
                 stream.routing.note(i, report)
         if span.stop < self.config.layers:
             return x_tD
+        assert self.norm is not None, "the last span ends with the head"
+        normed_tD: Tensor = self.norm(x_tD)
         if stream.routing is not None and self.config.moe is not None:
             moe = stream.routing.moe or self.config.moe
             layers = moe.layers_among(self.config.layers)
-            x_tD = attach_pooled(x_tD, stream.routing, moe, layers, self.axes.grid.tokens)
-        assert self.norm is not None, "the last span ends with the head"
-        return head(self.norm(x_tD), T, self.output)
+            normed_tD = attach_pooled(normed_tD, stream.routing, moe, layers, self.axes.grid.tokens)
+        return head(normed_tD, T, self.output)
 
     @property
     def output(self) -> Projection:

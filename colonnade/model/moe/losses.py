@@ -116,8 +116,8 @@ def pool(choice: Choice, load_E: Tensor) -> Tensor:
 
 
 def attach_pooled(x_tD: Tensor, routing: Routing, moe: MoeConfig, layers: int, over: Axis) -> Tensor:
-    """``x_tD``, the last layer's output, whose backward pass adds the gradient of the balance loss over all ``layers``
-    with experts; the loss itself goes to ``routing.pooled``.
+    """``x_tD``, of the model's end, whose backward pass adds the gradient of the balance loss over all ``layers`` with
+    experts; the loss itself goes to ``routing.pooled``.
     """
     pooled, E = routing.pooled, moe.experts
     if pooled.sums is None or routing.weight is None:
