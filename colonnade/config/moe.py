@@ -28,7 +28,10 @@ class RouterConfig(Config):
     bias: bool = False
     """A bias on the scores."""
     normalise: bool = True
-    """Divide a token's A weights by their sum (only when A > 1)."""
+    """Divide a token's A weights by their sum, where A > 1."""
+    normalise_single: bool = False
+    """With ``normalise``, divide also where A is 1: the weight is then 1, as transformers has it with norm_topk_prob,
+    and the router learns from the balance and z-losses alone, because the model's loss has no gradient in it."""
     scale: float = Field(default=1.0, gt=0)
     """The weights are multiplied by this at the end (DeepSeek's routed_scaling_factor)."""
     jitter: float = Field(default=0.0, ge=0, lt=1)
@@ -89,8 +92,11 @@ class MoeConfig(Config):
     balance: Balance = "switch"
     """The loss that balances the load. gshard: E/T²·Σ_e(Σ_t p_te)(Σ_t [top1 = e]). switch: E·Σ_e f_e·P_e, f the
     shares of all choices, which sum to 1 (Switch, Megatron). choices: the same with shares that sum to A (as Hugging
-    Face has it). sequence: switch of each sequence by itself (DeepSeek-V3). importance: squared
-    coefficients of variation of Σ_t p and of the expected load (Shazeer 2017)."""
+    Face has it). sequence: switch of each sequence by itself, f by the A highest scores without bias or groups
+    (DeepSeek-V3). importance: squared coefficients of variation of Σ_t p and of the expected load (Shazeer 2017)."""
+    balance_over: Literal["layer", "model"] = "layer"
+    """layer: the loss of each layer by itself, summed (Switch, GShard, Megatron). model: one loss, whose f and P are
+    means over the tokens of all layers with experts, as Hugging Face has it; for switch and choices."""
     balance_weight: float = Field(default=0.01, ge=0)
     """Weight of the balance loss beside the model's own."""
     z_weight: float = Field(default=0.0, ge=0)
@@ -121,6 +127,18 @@ class MoeConfig(Config):
             raise ConfigError(
                 f"{self.experts} experts are not at home on {router.nodes} nodes; lower model.moe.router.nodes"
             )
+        if self.balance_over == "model" and self.balance not in ("none", "switch", "choices"):
+            raise ConfigError(
+                f"model.moe.balance '{self.balance}' is a loss of one layer; set model.moe.balance_over to layer, or "
+                "model.moe.balance to switch or choices"
+            )
+        if self.balance == "importance" and router.noise and (self.bias_rate or router.groups > 1):
+            name, off = ("bias_rate", 0) if self.bias_rate else ("router.groups", 1)
+            raise ConfigError(
+                "model.moe.balance 'importance' needs the probability that noise lifts a score among the highest, "
+                f"which is not implemented with model.moe.{name}; set that to {off}, model.moe.router.noise to 0, or "
+                "model.moe.balance to switch"
+            )
         if self.shared_gate and not self.shared_width:
             raise ConfigError("model.moe.shared_gate needs shared experts; set model.moe.shared_width or leave it off")
         return self
@@ -129,6 +147,16 @@ class MoeConfig(Config):
     def by_sequence(self) -> bool:
         """Whether a stream must say which tokens are of one sequence."""
         return self.balance == "sequence" or self.router.kind == "sequence"
+
+    @property
+    def normalises(self) -> bool:
+        """Whether a token's weights are divided by their sum."""
+        return self.router.normalise and (self.active > 1 or self.router.normalise_single)
+
+    @property
+    def pools_layers(self) -> bool:
+        """Whether one balance loss is taken over all layers together."""
+        return self.balance_over == "model" and self.balance != "none"
 
     def router_parameters(self, width: int) -> int:
         """Weights of one layer's router for tokens of ``width`` features; for a program's own, of a linear gate."""

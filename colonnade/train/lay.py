@@ -11,6 +11,7 @@ from colonnade.data import Batch
 from colonnade.model import IGNORE, Loss, Noise, Orders, Packed, Pretraining, Rates, Ring, Stream, Transformer
 from colonnade.model.moe import Report, Routing, Spread, Units
 from colonnade.model.moe.router import draws
+from colonnade.model.moe.routing import Pooled
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Terms:
     """What they decide by, where it is not the model's own."""
     reports: list[Mapping[int, Report]] = field(default_factory=list)
     """Filled as micro-batches are laid: where their layers of experts will report."""
+    pooled: list[Pooled] = field(default_factory=list)
+    """Likewise: their balance losses over all layers together."""
 
 
 VALIDATION = Terms()
@@ -54,6 +57,7 @@ def lay(
         routing = Routing(numbers(batch), terms.router_weight, units=units, steps=terms.steps, moe=terms.moe)
         if terms.router_weight is not None:
             terms.reports.append(routing.reports)
+            terms.pooled.append(routing.pooled)
     stream = Stream(batch.tokens_T, batch.positions_T, batch.segments_T, noise, routing)
     targets_R, rows_R, first_R, orders_R = batch.targets_T, batch.predicted_R, batch.first_R, batch.orders_R
     if rows_R is not None:

@@ -76,7 +76,8 @@ class Meter:
                 # Otherwise it overflowed in float16 and is no news, until lowering the scale stops helping.
                 raise Diverged(self._diagnosis(steps, loss, norm, here, outcome.routed) + _collapse(scaled))
             rows.append((steps, finite))
-        self.routing = tabled(outcomes[-1].routed, self.run.model, self.ground.axes.pp, self.ground.device)
+        newest, pp = outcomes[-1], self.ground.axes.pp
+        self.routing = tabled(newest.routed, self.run.model, pp, self.ground.device, newest.balance)
         if self.routing:
             rows[-1][1].update(row_of(self.routing))
         self._pending.clear()

@@ -86,7 +86,7 @@ def test_scores_are_in_float32_at_least(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("T", "E", "A"), CHOICES)
 def test_the_plain_choice(T: int, E: int, A: int) -> None:
-    """Against Python's sort, which leaves equals in their order; others with other equals."""
+    """Against Python's sort, which leaves equals in their order."""
 
     def by_hand(compared_TE, scores_TE, active, *, normalise, scale):
         ids = [sorted(range(E), key=lambda e, row=row: -row[e])[:active] for row in compared_TE.tolist()]

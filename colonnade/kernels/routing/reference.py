@@ -4,7 +4,7 @@
     i        = top-A of what is compared, highest first
     w_j      = s_{i_j} [/ max(Σ_j s_{i_j}, 10⁻²⁰)] · scale
 
-NaN counts as the highest, as ``topk`` has it; of equals either may come first.
+NaN counts as the highest. Equal scores go to the lower index, which ``topk`` does not promise.
 """
 
 import torch
@@ -21,11 +21,16 @@ def scores(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Ten
     return F.linear(x_TD.to(exact), weight_ED.to(exact), None if bias_E is None else bias_E.to(exact))
 
 
+def top(x_TE: Tensor, count: int) -> Tensor:
+    """int64 (T, count): indices of each row's highest, highest first, the lower index first of equals."""
+    return x_TE.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
 def best(
     compared_TE: Tensor, scores_TE: Tensor, active: int, *, normalise: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(ids_TA, weights_TA), these differentiable in the scores."""
-    ids_TA = compared_TE.topk(active, dim=1).indices
+    ids_TA = top(compared_TE.detach(), active)
     weights_TA = scores_TE.gather(1, ids_TA)
     if normalise:
         weights_TA = weights_TA / weights_TA.sum(1, keepdim=True).clamp(min=LEAST)
