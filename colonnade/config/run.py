@@ -33,6 +33,8 @@ class DataConfig(Config):
     """Encoders: share of a sample's tokens that are masked and predicted."""
     mask_ngram: int = Field(default=3, ge=1)
     """Encoders: most words in one masked run; n words are drawn with a probability in proportion to 1/n."""
+    short_seq_prob: float = Field(default=0.1, ge=0, le=1)
+    """Encoders: share of the samples that aim at a random shorter length (Devlin 2019, appendix A.2)."""
 
 
 class TrainConfig(Config):
