@@ -29,6 +29,8 @@ class DataConfig(Config):
     a part of one document in any case."""
     seed: int = 0
     """Seeds the order of the samples, and an encoder's masks; independent of the layout and of the model's seed."""
+    restart: bool = False
+    """A resume with another corpus, sequence or seed starts the data at its first sample; False: it is refused."""
     mask_share: float = Field(default=0.15, gt=0, lt=1)
     """Encoders: share of a sample's tokens that are masked and predicted."""
     mask_ngram: int = Field(default=3, ge=1)

@@ -5,6 +5,8 @@ shards -> pack -> micro-batches of this data rank
 every so often: a line of metrics (log.py); validation; save(weights, moments, cursor)          (session.py)
 """
 
+import hashlib
+import json
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ import torch
 
 from colonnade.checkpoint import native
 from colonnade.config import RunConfig
+from colonnade.data import Manifest
 from colonnade.model.moe.router import rule
 from colonnade.parallel.agree import agree
 from colonnade.parallel.axis import world_axis
@@ -120,7 +123,9 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:
 def _shared(run: RunConfig) -> dict[str, str]:
     """What must be the same on all ranks; where files are is each machine's own affair."""
     own = ("runs", "device", "data.path", "train.start")
-    return {name: value for name, value in flat(run.model_dump(mode="json")).items() if name not in own}
+    settings = {name: value for name, value in flat(run.model_dump(mode="json")).items() if name not in own}
+    corpus = json.dumps(Manifest.load(run.data.path).fingerprint)
+    return settings | {"corpus": hashlib.sha256(corpus.encode()).hexdigest()[:12]}
 
 
 @contextmanager
