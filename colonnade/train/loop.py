@@ -27,6 +27,7 @@ from colonnade.parallel.watchdog import BACKSTOP, Watchdog
 from colonnade.train.feed import Feed
 from colonnade.train.graph import check_device
 from colonnade.train.log import Log, Summary
+from colonnade.train.run_lock import RunLock
 from colonnade.train.session import Session
 from colonnade.train.start import check_start
 from colonnade.train.stop import Stop
@@ -96,8 +97,9 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:
     with _deterministic(t.deterministic), Ground.build(run.plan, run.device, timeout) as ground:
         agree(_shared(run), world_axis())
         with (
+            RunLock(run.folder, world_axis()) as lock,
             Watchdog(t.timeout_s) as watch,
-            Session(run, ground, watch) as session,
+            Session(run, ground, watch, lock) as session,
             Stop(session.world) as stop,
             Log(session, trackers) as log,
         ):

@@ -43,6 +43,7 @@ from colonnade.train.memory import accounted, peak_bytes
 from colonnade.train.offload import OffloadedAdamW
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
+from colonnade.train.run_lock import RunLock
 from colonnade.train.scaler import LossScaler
 from colonnade.train.start import begin, freeze
 from colonnade.train.step import Outcome, Step, evaluate
@@ -51,13 +52,15 @@ from colonnade.train.step import Outcome, Step, evaluate
 class Session:
     """A run, begun or resumed from its newest complete checkpoint."""
 
-    def __init__(self, run: RunConfig, ground: Ground, watch: Watchdog | None = None):
-        """``watch`` is told where this rank is, so that others can say when it falls silent."""
+    def __init__(self, run: RunConfig, ground: Ground, watch: Watchdog | None = None, lock: RunLock | None = None):
+        """``watch`` is told where this rank is, so that others can say when it falls silent; ``lock`` is checked before
+        each save.
+        """
         self.run, self.ground, self.world = run, ground, world_axis()
         if run.train.cuda_graph:
             check_device(ground.device)
         self.watch = watch or Watchdog(run.train.timeout_s)
-        self._compiled = False
+        self._compiled, self._lock = False, lock
         self.feed = Feed(run, ground.axes.dp.rank, ground.axes.dp.size)
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
         spans = [span for _, span in ground.stages(run.model.layers)]
@@ -139,12 +142,14 @@ class Session:
         """Begin to write ``runs/NAME/step-N``, which :meth:`settle` ends; no other save may be under way.
 
         Without train.async_save it is written, and returned, before the weights can move. The one that is there is
-        kept when no step was taken since.
+        kept when no step was taken since. Raises :class:`CheckpointError` when another run has taken the folder over.
         """
         self.watch.at(self.taken, "saves", patient=True)
         folder, t = self.run.folder / f"step-{self.taken}", self.run.train
         if folder == self.checkpoint:
             return None
+        if self._lock is not None:
+            self._lock.check()
         with copying(folder.name):
             write = self._writing(folder)
         self._saving.start(folder, write)
