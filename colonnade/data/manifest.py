@@ -82,6 +82,8 @@ class Manifest(_Record):
     """The token after each document."""
     tokenizer_sha256: str = Sha256
     validation_share: float = Field(ge=0, lt=1)
+    spans: int | None = Field(default=None, gt=0)
+    """Of a corpus of one document: how many spans of it are held out, each a document of its own."""
     source_bytes: int = Count
     tasks: tuple[str, ...] | None = Field(default=None, min_length=1)
     """Their names, by number; None: documents have none."""
