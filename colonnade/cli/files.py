@@ -30,7 +30,7 @@ def corpus(
         tokenizer: A tokenizer.json, or a folder with one; without it a byte-level BPE is learnt from the text.
         vocab_size: Tokens in a learnt vocabulary (8192 unless given).
         wordpiece: Learn BERT's WordPiece instead, with the control tokens that masking needs.
-        validation_share: Share of the documents kept from training, at least one (of one document its end); 0: none.
+        validation_share: Share of the documents kept from training, at least one; of one document, spans; 0: none.
         field: JSONL field or Parquet column that holds the text.
         separator: What stands between the documents of a text file; by default a file is one document.
         tasks: What task a document is of, for the router 'task': source (each of SOURCES is one), or field:NAME.
@@ -57,6 +57,9 @@ def corpus(
         f"vocabulary {manifest.vocab_size:,}",
         soft_wrap=True,
     )
+    if manifest.spans:
+        where = "spans spread evenly over it are" if manifest.spans > 1 else "its end is"
+        console.print(f"the sources are one document: {where} held out, a document each", soft_wrap=True)
     if manifest.tasks:
         named = ", ".join(f"{number} {name}" for number, name in enumerate(manifest.tasks))
         console.print(f"{count(len(manifest.tasks), 'task')}: {named}", soft_wrap=True)

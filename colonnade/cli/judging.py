@@ -105,7 +105,7 @@ def verify(
     world: int = 4,
     all: bool = False,  # noqa: A002 - the flag's name
     device: Literal["cpu", "cuda"] = "cpu",
-    out: Path = Path("verify.json"),
+    out: Path = Path("runs/verify.json"),
 ) -> None:
     """Prove that every parallel layout computes what one process computes, on this machine's processors or GPUs.
 

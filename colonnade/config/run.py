@@ -29,10 +29,14 @@ class DataConfig(Config):
     a part of one document in any case."""
     seed: int = 0
     """Seeds the order of the samples, and an encoder's masks; independent of the layout and of the model's seed."""
+    restart: bool = False
+    """A resume with another corpus, sequence or seed starts the data at its first sample; False: it is refused."""
     mask_share: float = Field(default=0.15, gt=0, lt=1)
     """Encoders: share of a sample's tokens that are masked and predicted."""
     mask_ngram: int = Field(default=3, ge=1)
     """Encoders: most words in one masked run; n words are drawn with a probability in proportion to 1/n."""
+    short_seq_prob: float = Field(default=0.1, ge=0, le=1)
+    """Encoders: share of the samples that aim at a random shorter length (Devlin 2019, appendix A.2)."""
 
 
 class TrainConfig(Config):
@@ -123,10 +127,10 @@ class TrainConfig(Config):
     """Steps between two checkpoints; 0 saves only at the end and on a signal."""
     async_save: bool = True
     """Write checkpoints while training goes on; holds a copy of weights and moments in host memory."""
-    keep: int = Field(default=0, ge=0)
-    """Newest complete checkpoints to keep, older ones are deleted; 0 keeps all."""
-    keep_every: int = Field(default=0, ge=0)
-    """With keep: checkpoints of steps that are a multiple of this stay for good; 0 none."""
+    keep: int | None = None
+    """Newest complete checkpoints to keep, 1 or more; older ones are deleted. None keeps all."""
+    keep_every: int | None = None
+    """With keep: checkpoints of steps that are a multiple of this, 1 or more, stay for good; None: of no others."""
     skip_bad_batches: int = Field(default=0, ge=0)
     """Batches of the whole run whose loss or gradient norm may be not finite: they change nothing, and the next is
     taken; one more ends the run."""
@@ -142,6 +146,17 @@ class TrainConfig(Config):
     def _consistent(self) -> "TrainConfig":
         if self.min_lr > self.lr:
             raise ConfigError(f"train.min_lr {self.min_lr} is above train.lr {self.lr}; lower it")
+        for name, value in (("keep", self.keep), ("keep_every", self.keep_every)):
+            if value is not None and value < 1:
+                raise ConfigError(
+                    f"train.{name} is {value}, and it counts from 1; set 1 or more, or leave it out: then "
+                    + ("all checkpoints are kept" if name == "keep" else "keep alone says which stay")
+                )
+        if self.keep_every is not None and self.keep is None:
+            raise ConfigError(
+                f"train.keep_every {self.keep_every} spares checkpoints that train.keep would delete, and without it "
+                "all are kept; set train.keep, or leave keep_every out"
+            )
         if self.warmup_steps > self.steps:
             raise ConfigError(
                 f"--train.warmup {self.warmup} is longer than the run of {self.steps} steps; lower it, or leave it out"

@@ -53,8 +53,8 @@ def build(
     ``separator`` is what stands between the documents of a text file (by default a file is one). ``tasks`` says what
     task a document is of, for a router that decides by it: "source", the one of ``sources`` that it came from, or
     "field:NAME", what that field or column of it holds. ``validation_share``
-    is the share of documents kept from training: at least one, and of a single document the end. ``shard_tokens`` is
-    the size of a file of tokens. ``overwrite`` replaces a corpus that is in the way.
+    is the share of documents kept from training: at least one, and of a single document spans spread over it.
+    ``shard_tokens`` is the size of a file of tokens. ``overwrite`` replaces a corpus that is in the way.
 
     Raises :class:`DataError` for what cannot be read or written and for no documents at all; :class:`ConfigError` for
     settings out of range.
@@ -91,6 +91,7 @@ def build(
             end_id=tokenizer.eos_ids[0],
             tokenizer_sha256=tokenizer.fingerprint,
             validation_share=validation_share,
+            spans=division.spans,
             source_bytes=size_bytes,
             tasks=None if names is None else tuple(names),
             train=train,

@@ -3,9 +3,14 @@
 Made once in the process that starts the others, so that what is wrong is said before they start, and in each of them.
 """
 
+from collections.abc import Mapping
+from itertools import takewhile
+from typing import Any
+
 from colonnade.config import RunConfig
 from colonnade.data import Corpus, Loader, Pairs, Pieces
-from colonnade.errors import ConfigError
+from colonnade.data.manifest import SPLITS
+from colonnade.errors import ConfigError, DataError
 
 EVAL_EVERY = 100
 """Steps between two validations, where nobody says how many."""
@@ -19,7 +24,7 @@ class Feed:
     """
 
     def __init__(self, run: RunConfig, rank: int = 0, ranks: int = 1):
-        self.corpus = Corpus(run.data.path)
+        self.corpus, self._data = Corpus(run.data.path), run.data
         needs, has = self.corpus.manifest.vocab_size, run.model.vocab_size
         if needs > has:
             raise ConfigError(
@@ -46,6 +51,32 @@ class Feed:
         """Steps between two validations; 0: never."""
         self.held_out = loader("validation") if self.eval_every else None
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides which samples come in which order, for a checkpoint's cursor."""
+        return {"corpus": self.corpus.manifest.fingerprint, "sequence": self._data.sequence, "seed": self._data.seed}
+
+    def compare(self, was: Mapping[str, Any], checkpoint: str) -> list[str]:
+        """How the samples differ from those of the cursor ``was`` of ``checkpoint``.
+
+        Raises :class:`DataError` or :class:`ConfigError` for a difference after which samples would come again or
+        never, unless data.restart says that the data starts anew.
+        """
+        anew = "start the data anew with --data.restart, or use another run name"
+        found: list[str] = []
+        if what := _difference(was.get("corpus"), self.identity["corpus"]):
+            found.append(f"{self._data.path} is not the corpus that {checkpoint} was trained on: {what}")
+            if not self._data.restart:
+                raise DataError(f"{found[-1]}; use that one, {anew}")
+        for key in ("sequence", "seed"):
+            if was.get(key) != (now := self.identity[key]):
+                found.append(f"data.{key} is {now}, and {checkpoint} was trained with {was.get(key)}")
+                if not self._data.restart:
+                    raise ConfigError(
+                        f"{found[-1]}: samples would come again or never; set --data.{key} {was.get(key)}, {anew}"
+                    )
+        return found
+
     def _check_tasks(self, run: RunConfig) -> None:
         """A router that decides by tasks needs a corpus that has some, and a row in its table for each."""
         moe, tasks = run.model.moe, self.corpus.manifest.tasks
@@ -68,3 +99,27 @@ class Feed:
                 f"{run.data.path} has {len(tasks)} tasks and the router {moe.router.tasks}; set "
                 f"--model.moe.router.tasks {len(tasks)}"
             )
+
+
+def _difference(was: Any, now: Mapping[str, Any]) -> str | None:
+    """What of a corpus's training part differs from an earlier fingerprint, if anything does."""
+    train = SPLITS[0]
+    if not isinstance(was, dict) or was.keys() != now.keys() or was[train].keys() != now[train].keys():
+        return "the checkpoint does not say which one that was"
+    old, new = was[train], now[train]
+    if was["tokenizer"] != now["tokenizer"]:
+        return "it has another tokenizer"
+    for what in ("tokens", "documents"):
+        if old[what] != new[what]:
+            return f"it has {new[what]:,} {what} to train on, and not {old[what]:,}"
+    if old["shards"] != new["shards"]:
+        same = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(old["shards"], new["shards"], strict=False))
+        )
+        return (
+            f"shard {same} of {len(new['shards'])} holds other tokens, such as those of the same documents in another "
+            "order"
+        )
+    if old["document_ends"] != new["document_ends"]:
+        return "its documents end elsewhere"
+    return None if old["tasks"] == new["tasks"] else "its documents have other tasks"

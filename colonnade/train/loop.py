@@ -5,6 +5,8 @@ shards -> pack -> micro-batches of this data rank
 every so often: a line of metrics (log.py); validation; save(weights, moments, cursor)          (session.py)
 """
 
+import hashlib
+import json
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ import torch
 
 from colonnade.checkpoint import native
 from colonnade.config import RunConfig
+from colonnade.data import Manifest
 from colonnade.model.moe.router import rule
 from colonnade.parallel.agree import agree
 from colonnade.parallel.axis import world_axis
@@ -24,6 +27,7 @@ from colonnade.parallel.watchdog import BACKSTOP, Watchdog
 from colonnade.train.feed import Feed
 from colonnade.train.graph import check_device
 from colonnade.train.log import Log, Summary
+from colonnade.train.run_lock import RunLock
 from colonnade.train.session import Session
 from colonnade.train.start import check_start
 from colonnade.train.stop import Stop
@@ -93,8 +97,9 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:
     with _deterministic(t.deterministic), Ground.build(run.plan, run.device, timeout) as ground:
         agree(_shared(run), world_axis())
         with (
+            RunLock(run.folder, world_axis()) as lock,
             Watchdog(t.timeout_s) as watch,
-            Session(run, ground, watch) as session,
+            Session(run, ground, watch, lock) as session,
             Stop(session.world) as stop,
             Log(session, trackers) as log,
         ):
@@ -120,7 +125,9 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:
 def _shared(run: RunConfig) -> dict[str, str]:
     """What must be the same on all ranks; where files are is each machine's own affair."""
     own = ("runs", "device", "data.path", "train.start")
-    return {name: value for name, value in flat(run.model_dump(mode="json")).items() if name not in own}
+    settings = {name: value for name, value in flat(run.model_dump(mode="json")).items() if name not in own}
+    corpus = json.dumps(Manifest.load(run.data.path).fingerprint)
+    return settings | {"corpus": hashlib.sha256(corpus.encode()).hexdigest()[:12]}
 
 
 @contextmanager

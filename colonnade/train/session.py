@@ -24,7 +24,7 @@ from colonnade.checkpoint.folder import Manifest
 from colonnade.checkpoint.retention import prune
 from colonnade.config import ModelConfig, RunConfig, TrainConfig, differences
 from colonnade.data import Batch
-from colonnade.errors import CheckpointError, ConfigError, DataError
+from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
 from colonnade.model.linear import in_float8
 from colonnade.model.moe import Spread
@@ -43,6 +43,7 @@ from colonnade.train.memory import accounted, peak_bytes
 from colonnade.train.offload import OffloadedAdamW
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
+from colonnade.train.run_lock import RunLock
 from colonnade.train.scaler import LossScaler
 from colonnade.train.start import begin, freeze
 from colonnade.train.step import Outcome, Step, evaluate
@@ -51,13 +52,15 @@ from colonnade.train.step import Outcome, Step, evaluate
 class Session:
     """A run, begun or resumed from its newest complete checkpoint."""
 
-    def __init__(self, run: RunConfig, ground: Ground, watch: Watchdog | None = None):
-        """``watch`` is told where this rank is, so that others can say when it falls silent."""
+    def __init__(self, run: RunConfig, ground: Ground, watch: Watchdog | None = None, lock: RunLock | None = None):
+        """``watch`` is told where this rank is, so that others can say when it falls silent; ``lock`` is checked before
+        each save.
+        """
         self.run, self.ground, self.world = run, ground, world_axis()
         if run.train.cuda_graph:
             check_device(ground.device)
         self.watch = watch or Watchdog(run.train.timeout_s)
-        self._compiled = False
+        self._compiled, self._lock = False, lock
         self.feed = Feed(run, ground.axes.dp.rank, ground.axes.dp.size)
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
         spans = [span for _, span in ground.stages(run.model.layers)]
@@ -139,12 +142,14 @@ class Session:
         """Begin to write ``runs/NAME/step-N``, which :meth:`settle` ends; no other save may be under way.
 
         Without train.async_save it is written, and returned, before the weights can move. The one that is there is
-        kept when no step was taken since.
+        kept when no step was taken since. Raises :class:`CheckpointError` when another run has taken the folder over.
         """
         self.watch.at(self.taken, "saves", patient=True)
         folder, t = self.run.folder / f"step-{self.taken}", self.run.train
         if folder == self.checkpoint:
             return None
+        if self._lock is not None:
+            self._lock.check()
         with copying(folder.name):
             write = self._writing(folder)
         self._saving.start(folder, write)
@@ -229,24 +234,15 @@ class Session:
             raise CheckpointError(f"{folder} was not written by a training run; use another name for this run")
         if any(type(at := meta.cursor.get(key, 0)) is not int or at < 0 for key in ("seen", "skipped")):
             raise CheckpointError(f"{folder} has the data cursor {meta.cursor}; use another checkpoint")
-        was, now = meta.cursor, self._cursor()
-        if any(was.get(key) != now[key] for key in ("tokens", "tokenizer")):
-            raise DataError(
-                f"{self.run.data.path} is not the corpus that {folder} was trained on; "
-                "use that one, or another run name"
-            )
-        for key in ("sequence", "seed"):
-            if was.get(key) != now[key]:
-                raise ConfigError(
-                    f"data.{key} is {now[key]}, and {folder} was trained with {was.get(key)}: samples would come again "
-                    f"or never; set --data.{key} {was.get(key)}, or use another run name"
-                )
-        self.taken, self.seen = meta.step, meta.cursor["seen"]
+        differs = self.feed.compare(meta.cursor, str(folder))
+        self.taken, self.seen = meta.step, 0 if differs else meta.cursor["seen"]
         self.skipped = meta.cursor.get("skipped", 0)
         if self.scaler is not None:
             overflowed = meta.step - self.optimizer.steps - self.skipped
             self.scaler.restore(meta.loss_scale or self.scaler.state, overflowed)
-        self.changes = differences(meta.run, self.run)
+        self.changes = [*differences(meta.run, self.run), *(f"{what}: the data starts anew" for what in differs)]
+        if not differs and meta.cursor["corpus"] != self.feed.identity["corpus"]:
+            self.changes.append("other documents are held out: validation losses do not compare")
 
     @property
     def _tasks(self) -> tuple[str, ...]:
@@ -256,15 +252,7 @@ class Session:
 
     def _cursor(self) -> dict[str, Any]:
         """How many samples are behind us, and all that decides which ones these are."""
-        manifest, data = self.feed.corpus.manifest, self.run.data
-        return {
-            "seen": self.seen,
-            "skipped": self.skipped,
-            "tokens": manifest.train.tokens,
-            "tokenizer": manifest.tokenizer_sha256,
-            "sequence": data.sequence,
-            "seed": data.seed,
-        }
+        return {"seen": self.seen, "skipped": self.skipped, **self.feed.identity}
 
 
 def moving(held: Masters, train: TrainConfig) -> AdamW:
