@@ -72,7 +72,10 @@ def estimate(run: RunConfig, device: str, rank: int = 0) -> Estimate:
         gathered = 2 * numbers.block if plan.reshard and plan.pp == 1 else numbers.sharded - numbers.root
         weights += each * (numbers.root + gathered)
         # Gradients are whole until they are reduced: those of several micro-batches all at once.
-        gradients += kept * (numbers.sharded if run.micro_batches > 1 else numbers.root + numbers.block)
+        if run.micro_batches > 1:
+            gradients = kept * (numbers.trained_copied + numbers.sharded)
+        else:
+            gradients += kept * (numbers.root + numbers.block)
     moments = 2 * kept * numbers.trained
     on_gpu = device == "cuda"
     moved = moments if on_gpu and t.offload == "optimizer" else 0
