@@ -53,10 +53,10 @@ class Session:
 
     def __init__(self, run: RunConfig, ground: Ground, watch: Watchdog | None = None):
         """``watch`` is told where this rank is, so that others can say when it falls silent."""
-        run = run.resolved(ground.device.type)
-        self.run, self.ground, self.world = run, ground, world_axis()
         if run.train.cuda_graph:
             check_device(ground.device)
+        run = run.resolved(ground.device.type)
+        self.run, self.ground, self.world = run, ground, world_axis()
         self.watch = watch or Watchdog(run.train.timeout_s)
         self._compiled = False
         self.feed = Feed(run, ground.axes.dp.rank, ground.axes.dp.size)
