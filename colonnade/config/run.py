@@ -98,8 +98,8 @@ class TrainConfig(Config):
     in bfloat16); with one micro-batch a step it reads gradients in the compute type. A CPU does it in plain torch.
     None: on a GPU, unless deterministic or offload is set."""
     compile: bool | None = None
-    """torch.compile each block. None: on a GPU, unless deterministic is set, the schedule is zero_bubble, or tokens
-    travel between the ranks of experts."""
+    """torch.compile each block. None: of a dense model on a GPU, unless deterministic is set or the schedule is
+    zero_bubble; blocks with experts may compile anew whenever the experts' loads change."""
     cuda_graph: bool = False
     """Record a step's forward and backward passes once and replay them, so that the GPU never waits for the host: for
     one micro-batch a step, on one GPU or tensor-parallel ones; takes the memory of a step for good."""
@@ -271,8 +271,8 @@ class RunConfig(Config):
 
     def resolved(self, device: str) -> "RunConfig":
         """This on "cuda" or "cpu", with the settings of ``train`` that depend on it decided."""
-        plan = self.plan
-        compiles = plan.ep * plan.sh == 1 and not (plan.pp > 1 and plan.schedule == "zero_bubble")
+        zero_bubble = self.plan.pp > 1 and self.plan.schedule == "zero_bubble"
+        compiles = self.model.moe is None and not zero_bubble
         return self.but(train=self.train.resolved(device, compiles=compiles))
 
     @property

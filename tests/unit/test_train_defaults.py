@@ -41,7 +41,7 @@ def test_what_is_set_stays(device: str, dtype: str) -> None:
 def test_what_cannot_be_is_not_the_default() -> None:
     assert decided("cuda", offload="optimizer") == ("bfloat16", True, False)
     assert decided("cuda", Plan(pp=2, schedule="zero_bubble"), micro_batch=16) == ("bfloat16", False, True)
-    assert decided("cuda", Plan(dp=2, ep=2)) == ("bfloat16", False, True), "tokens travel between experts"
+    assert decided("cuda", Plan(dp=2, ep=2)) == ("bfloat16", False, True), "experts' loads change from step to step"
     assert decided("cuda", float8="rowwise") == GPU
     assert decided("cpu", float8="rowwise") == ("bfloat16", False, False)
     graph = {"cuda_graph": True, "batch": 8, "micro_batch": 8}
