@@ -47,6 +47,10 @@ FAMILIES: dict[str, tuple[ModelConfig, dict[str, object]]] = {
 }  # fmt: skip
 
 
+TOLERANCES = {"attention dropout": 0.1, "experts in bfloat16": 0.03}
+"""Of others 1.5%."""
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return corpora.small(tmp_path_factory.mktemp("data") / "corpus")
@@ -58,7 +62,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_block_keeps_what_is_estimated(name: str, ragged: bool) -> None:
-    """Against what autograd packs away, within a tenth."""
+    """Against what autograd packs away."""
     model, settings = FAMILIES[name]
     run = RunConfig(model=model, train=TrainConfig(**settings), data=DataConfig(sequence=64)).resolved("cpu")
     ends = [0, 40, 64, 70, 128, 192, 256] if ragged else [0, 64, 128, 192, 256]
@@ -76,7 +80,7 @@ def test_a_block_keeps_what_is_estimated(name: str, ragged: bool) -> None:
             recompute(it.blocks, [kind] * layers)
             kept.append(kept_bytes(it, lambda it=it: forward(it, batch, terms)))
         estimated = 256 * block_bytes(run, 0, "cpu", kind, ragged=ragged)
-        assert estimated == pytest.approx(kept[1] - kept[0], rel=0.1), kind
+        assert estimated == pytest.approx(kept[1] - kept[0], rel=TOLERANCES.get(name, 0.015)), kind
 
 
 MEDIUM = MODEL.but(
