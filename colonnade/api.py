@@ -12,7 +12,6 @@ rank's share inside a launched group: ``load(path, plan=Plan(tp=2))``.
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
@@ -38,14 +37,16 @@ from colonnade.config import (
 from colonnade.config.quantised import check as check_weights
 from colonnade.config.quantised import check_kind
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.errors import CapacityError, CheckpointError, ConfigError, PlanError, RequestError
+from colonnade.errors import CheckpointError, ConfigError, PlanError, RequestError
 from colonnade.model import Hidden, Packed, Pooled, Rows, Stream, Transformer
 from colonnade.model.head import Head
 from colonnade.model.moe import Resident, experts_of
-from colonnade.model.moe.resident import too_large
 from colonnade.model.moe.router import rule
-from colonnade.model.quantised import build, in_place, kept_bytes, kind_of
+from colonnade.model.quantised import build, in_place, kind_of
 from colonnade.model.score import Score, score
+from colonnade.model.weight_memory import WeightMemory
+from colonnade.parallel.axis import world_axis
+from colonnade.parallel.device_memory import free_host_bytes, share_bytes
 from colonnade.parallel.launch import launched
 from colonnade.parallel.mesh import Ground, choose_device
 from colonnade.parallel.small import with_small
@@ -255,12 +256,19 @@ def _told(found: Opened, experts: ExpertsConfig) -> ModelConfig:
 
 
 def _load(
-    found: Opened, ground: Ground, dtype: DType, source: str, resident: int | None, weights: Weights, group: int
+    found: Opened, ground: Ground, dtype: DType, source: str, resident: int | None, weights: Weights, group: WeightGroup
 ) -> Model:
     layers = found.config.moe.layers_among(found.config.layers) if found.config.moe else 0
     resident = None if resident is None or resident >= layers else resident
     home = None if resident is None else torch.device("cpu")
-    on = {"device": ground.device, "dtype": dtype_on(ground.device, dtype), "experts_on": home}
+    kept = dtype_on(ground.device, dtype)
+    on = {"device": ground.device, "dtype": kept, "experts_on": home}
+    memory = WeightMemory(found.config, kept, ground.device, ground.plan, resident, weights, group)
+    problem = memory.problem(source)
+    if ground.world > 1:  # a rank that went ahead would take what the others count as free
+        world_axis().max_(torch.zeros(()))
+    if problem is not None:
+        raise problem
     try:
         axes = with_small(ground.axes.serving(), ground.device)
         if weights == "stored":
@@ -271,9 +279,7 @@ def _load(
         if resident is not None:
             Resident(experts_of(transformer), resident, ground.device)
     except torch.OutOfMemoryError:
-        shape = Transformer(found.config, ground.axes, **on | {"device": "meta", "experts_on": None})
-        weigh = partial(kept_bytes, weights=weights, group=group)
-        raise CapacityError(too_large(shape, resident, source, weigh)) from None
+        raise memory.refusal(source, share_bytes(ground.device), free_host_bytes()) from None
     return Model(transformer, Tokenizer.beside(found.words), ground, source, found.tasks)
 
 

@@ -1,12 +1,13 @@
 """Verbs that make files of files: ``corpus`` and ``convert``."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from colonnade.cli.shared import DType, Model, console
-from colonnade.config import count
+from colonnade.config import Plan, count
 from colonnade.errors import ConfigError, DataError
 
 
@@ -100,8 +101,27 @@ def convert(
     each = 2 if active is None else active
     if upcycle:
         check_numbers(upcycle, each)
-    model = api.load(source, dtype="float32" if dtype == "auto" else dtype, device="cpu")
+    kept = "float32" if dtype == "auto" else dtype
+    _check_room(source, kept, shard_bytes if format == "hf" else 0, upcycle, each)
+    model = api.load(source, dtype=kept, device="cpu")
     if upcycle:
         model.transformer = tune.upcycle(model.transformer, upcycle, each)
     api.save(model, out, format=format, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite)
     console.print(f"{out}: {model.config.parameters:,} parameters, format {format}")
+
+
+def _check_room(source: str, dtype: str, shard_bytes: int, upcycle: int, active: int) -> None:
+    """Raise :class:`CapacityError` unless the model fits beside the upcycled one and the file being written."""
+    import torch
+
+    from colonnade import api
+    from colonnade.model.weight_memory import WeightMemory
+    from colonnade.tune.upcycle import upcycled
+
+    read = written = WeightMemory(api.find(source, Plan()).config, getattr(torch, dtype), torch.device("cpu"))
+    beside = 0
+    if upcycle:
+        written = replace(read, config=upcycled(read.config, upcycle, active))
+        beside, _ = read.bytes()
+    beside += min(shard_bytes, written.bytes()[0])
+    replace(written, beside=beside).check(f"{source} with what is written of it")

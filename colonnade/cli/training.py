@@ -12,7 +12,7 @@ from rich.table import Table
 from tyro.conf import arg
 
 from colonnade.cli.shared import console, speaks, start_alone
-from colonnade.config import DataConfig, ModelConfig, MoeConfig, RunConfig
+from colonnade.config import DataConfig, ModelConfig, MoeConfig, RunConfig, size
 from colonnade.config.presets import PRESETS, preset
 from colonnade.config.presets_common import WITH_EXPERTS
 from colonnade.config.toml import dumps
@@ -65,6 +65,8 @@ def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
             if not made:
                 console.print(f"{run.data.path} is no corpus yet: the vocabulary is the model's own", soft_wrap=True)
             console.print(_plan_table(run))
+            if made or not run.train.start:  # else the model is not known yet
+                console.print(_decided(run), soft_wrap=True)
             print(dumps(run), end="")
         return
     if run.train.deterministic:
@@ -78,6 +80,18 @@ def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
             how = f"stopped by {summary.stopped}; the same command goes on from {summary.checkpoint}"
             console.print(how, soft_wrap=True)
         sys.exit(128 + signal.Signals[summary.stopped])
+
+
+def _decided(run: RunConfig) -> str:
+    """What ``run`` leaves to its device, and the memory that it would take; no GPU is needed to ask."""
+    from colonnade.parallel.mesh import choose_device
+    from colonnade.train.log import computing
+    from colonnade.train.memory_estimate import estimate
+
+    device = "cuda" if run.train.cuda_graph else run.device
+    device = choose_device(run.plan, device) if device == "auto" else device
+    most = max(sum(estimate(run, device, rank).device.values()) for rank in range(run.plan.pp))
+    return f"on {device}: {computing(run.resolved(device).train)}; memory estimate: {size(most)} a rank"
 
 
 def with_defaults(verb: Callable[..., None], defaults: TrainArgs) -> Callable[..., None]:

@@ -15,6 +15,7 @@ from colonnade.config.plan import Plan
 from colonnade.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
+ComputeType = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 class DataConfig(Config):
@@ -80,8 +81,9 @@ class TrainConfig(Config):
     expert_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share dropped of the hidden units of each expert that a router chooses, not of those that all tokens share;
     Switch had 0.4 in fine-tuning, beside a dropout of 0.1 (arXiv 2101.03961, section 2.4)."""
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """Compute type; master weights and optimiser state are float32 (float64 for parity tests)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Compute type; auto: bfloat16 on a GPU, float32 on a CPU or with deterministic. Master weights and optimiser state
+    are float32 (float64 for parity tests)."""
     loss_scale: float = Field(default=65536.0, ge=1, allow_inf_nan=False)
     """float16: what the loss is multiplied by at first, a power of two; halved by each step that overflows."""
     loss_scale_steps: int = Field(default=2000, gt=0)
@@ -95,11 +97,13 @@ class TrainConfig(Config):
     """With recompute budget: what the blocks of one rank may keep for one micro-batch [bytes]."""
     offload: Literal["none", "optimizer"] = "none"
     """optimizer: Adam's moments live in host memory and visit the GPU while they are needed."""
-    fused_adamw: bool = False
+    fused_adamw: bool | None = None
     """AdamW by a kernel of ours that clips, moves and rounds in one pass over the weights (28 instead of 52 bytes each
-    in bfloat16); with one micro-batch a step it reads gradients in the compute type. A CPU does it in plain torch."""
-    compile: bool = False
-    """torch.compile each block."""
+    in bfloat16); with one micro-batch a step it reads gradients in the compute type. A CPU does it in plain torch.
+    None: on a GPU, unless deterministic or offload is set."""
+    compile: bool | None = None
+    """torch.compile each block. None: of a dense model on a GPU, unless deterministic is set or the schedule is
+    zero_bubble; blocks with experts may compile anew whenever the experts' loads change."""
     cuda_graph: bool = False
     """Record a step's forward and backward passes once and replay them, so that the GPU never waits for the host: for
     one micro-batch a step, on one GPU or tensor-parallel ones; takes the memory of a step for good."""
@@ -139,8 +143,11 @@ class TrainConfig(Config):
     first step, a save and a validation may take ten times as long."""
     restarts: int = Field(default=0, ge=0)
     """Times that the processes of --plan are started again after one was killed, hung or failed with a bug."""
+    check_memory: bool = True
+    """Refuse a run that needs more memory than is free, by an estimate, before any is allocated; False tries anyway."""
     deterministic: bool = False
-    """Only bitwise repeatable algorithms, also on a GPU."""
+    """Only bitwise repeatable algorithms, also on a GPU, where the defaults are then a CPU's: float32, not compiled,
+    AdamW not fused."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
@@ -164,7 +171,7 @@ class TrainConfig(Config):
         if not math.log2(self.loss_scale).is_integer():
             near = 2 ** round(math.log2(self.loss_scale))
             raise ConfigError(f"train.loss_scale {self.loss_scale} is no power of two, so it would round; use {near}")
-        if self.float8 != "none" and self.dtype != "bfloat16":
+        if self.float8 != "none" and self.dtype not in ("auto", "bfloat16"):
             raise ConfigError(
                 f"train.float8 {self.float8} computes beside bfloat16, not {self.dtype}; set train.dtype bfloat16"
             )
@@ -179,6 +186,25 @@ class TrainConfig(Config):
                 "in pieces; set one of them"
             )
         return self
+
+    def resolved(self, device: str, *, compiles: bool = True) -> "TrainConfig":
+        """This with ``dtype``, ``compile`` and ``fused_adamw`` decided for "cuda" or "cpu"; what was set stays.
+
+        ``compiles``: whether blocks are compiled by default on a GPU.
+        """
+        fast = device == "cuda" and not self.deterministic
+        dtype, fused, compiled = self.dtype, self.fused_adamw, self.compile
+        if dtype == "auto":
+            dtype = "bfloat16" if fast or self.float8 != "none" else "float32"
+        if fused is None:
+            fused = fast and self.offload == "none"
+        return self.but(dtype=dtype, fused_adamw=fused, compile=fast and compiles if compiled is None else compiled)
+
+    @property
+    def compute_dtype(self) -> ComputeType:
+        """``dtype`` of settings that are resolved."""
+        assert self.dtype != "auto", "resolved() decides it"
+        return self.dtype
 
     @property
     def warmup_steps(self) -> int:
@@ -257,6 +283,12 @@ class RunConfig(Config):
                 f"set --data.sequence {self.model.context} or --model.context {self.data.sequence}"
             )
         return self
+
+    def resolved(self, device: str) -> "RunConfig":
+        """This on "cuda" or "cpu", with the settings of ``train`` that depend on it decided."""
+        zero_bubble = self.plan.pp > 1 and self.plan.schedule == "zero_bubble"
+        compiles = self.model.moe is None and not zero_bubble
+        return self.but(train=self.train.resolved(device, compiles=compiles))
 
     @property
     def evaluated(self) -> MoeConfig | None:

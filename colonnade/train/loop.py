@@ -27,6 +27,7 @@ from colonnade.parallel.watchdog import BACKSTOP, Watchdog
 from colonnade.train.feed import Feed
 from colonnade.train.graph import check_device
 from colonnade.train.log import Log, Summary
+from colonnade.train.memory_advice import check_memory
 from colonnade.train.run_lock import RunLock
 from colonnade.train.session import Session
 from colonnade.train.start import check_start
@@ -69,6 +70,7 @@ class Trainer:
         if run.train.cuda_graph:
             check_device(torch.device(device))
         check_data(run)
+        check_memory(run, device)
         named(run)
         self.run, self.trackers = run, tuple(trackers)
 

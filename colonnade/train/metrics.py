@@ -124,7 +124,7 @@ class Meter:
             tokens_per_s=steps * run.train.batch * run.data.sequence / busy_s,
             ranks=self.ground.world,
             chip=self.chip,
-            dtype=run.train.dtype,
+            dtype=run.train.compute_dtype,
         )
 
 

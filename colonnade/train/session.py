@@ -36,10 +36,10 @@ from colonnade.train.activations import arrange
 from colonnade.train.adapt import EVERY, Adaptive, holds_experts
 from colonnade.train.breakdown import READS
 from colonnade.train.feed import Feed
-from colonnade.train.fits import beginning, copying
 from colonnade.train.fused import FusedAdamW
 from colonnade.train.graph import check_device
-from colonnade.train.memory import accounted, peak_bytes
+from colonnade.train.memory import accounted, beginning, copying, peak_bytes
+from colonnade.train.memory_advice import check_rank_memory
 from colonnade.train.offload import OffloadedAdamW
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
@@ -56,16 +56,18 @@ class Session:
         """``watch`` is told where this rank is, so that others can say when it falls silent; ``lock`` is checked before
         each save.
         """
-        self.run, self.ground, self.world = run, ground, world_axis()
         if run.train.cuda_graph:
             check_device(ground.device)
+        run = run.resolved(ground.device.type)
+        self.run, self.ground, self.world = run, ground, world_axis()
         self.watch = watch or Watchdog(run.train.timeout_s)
         self._compiled, self._lock = False, lock
         self.feed = Feed(run, ground.axes.dp.rank, ground.axes.dp.size)
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
         spans = [span for _, span in ground.stages(run.model.layers)]
-        compute: torch.dtype = getattr(torch, run.train.dtype)  # torch's own names
-        with beginning(run, ground):
+        compute: torch.dtype = getattr(torch, run.train.compute_dtype)  # torch's own names
+        check_rank_memory(run, ground)
+        with beginning(run, ground.device):
             self.model = self._build(run.model, kept, spans, cut=ground.sharded)
             self.checkpoint = newest(run.folder, self.world)
             """The newest complete checkpoint, if there is one."""
@@ -79,7 +81,7 @@ class Session:
             )
             """What the backward pass computes again, where that was chosen by measurement."""
             self.piped = Piped(self.model, ground, compute) if run.plan.pp > 1 else None
-            single = run.train.fused_adamw and run.micro_batches == 1 and self.piped is None
+            single = bool(run.train.fused_adamw) and run.micro_batches == 1 and self.piped is None
             self.masters = masters(self.model, ground, compute, self.piped and self.piped.stages, single=single)
             if self.checkpoint is None:
                 begin(self.model, run, ground, self.masters)

@@ -52,6 +52,7 @@ def fit(model: Transformer, examples: Sequence[Example], train: TrainConfig, gro
     check(model, examples)
     if ground.plan.pp * ground.plan.cp > 1:
         raise PlanError(f"fine-tuning lays a model over tensor and data ranks only, not over {ground.plan}")
+    train = train.resolved(ground.device.type)
     compute: torch.dtype = getattr(torch, train.dtype)  # torch's own names
     held = masters(model, ground, compute)
     scaler = LossScaler(train, ground.device) if train.dtype == "float16" else None

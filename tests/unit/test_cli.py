@@ -578,8 +578,8 @@ def test_experts_for_a_dense_preset(capsys: pytest.CaptureFixture[str], corpus: 
         assert "is about experts, and this model has none; say how many with --model.moe.experts" in said
     said = refused(capsys, *words, "--model.latent.kv_rank", "8")
     assert "write the whole table [model.latent] into a file for --config" in said
-    main([*words, "--name", "dense", "--train.fused_adamw"])
-    assert "\nfused_adamw\n" in capsys.readouterr().out, "the first lines say what the run uses"
+    main([*words, "--name", "dense", "--train.fused_adamw", "True"])
+    assert "on cpu, float32, fused AdamW, " in capsys.readouterr().out, "the first lines say what the run uses"
     said = refused(capsys, *words, "--train.start", tmp_path / "dense", "--model.moe.experts", "3")
     assert f"colonnade convert {tmp_path / 'dense'} OUT --format colonnade --upcycle 3" in said
 
