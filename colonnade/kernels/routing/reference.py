@@ -23,7 +23,20 @@ def scores(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Ten
 
 def top(x_TE: Tensor, count: int) -> Tensor:
     """int64 (T, count): indices of each row's highest, highest first, the lower index first of equals."""
-    return x_TE.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    E = x_TE.shape[1]
+    if x_TE.device.type != "cpu" or torch.compiler.is_compiling() or count >= E:
+        return _sorted(x_TE)[:, :count]
+    # On a CPU a stable sort of 128 scores takes seven times as long as topk: only rows with equal scores are sorted.
+    values_TA, ids_TA = x_TE.topk(count + 1, dim=1)
+    equal_T = (values_TA[:, 1:] == values_TA[:, :-1]).any(1) | values_TA[:, 0].isnan()
+    rows = equal_T.nonzero().squeeze(1)
+    if len(rows):
+        ids_TA[rows] = _sorted(x_TE[rows])[:, : count + 1]
+    return ids_TA[:, :count]
+
+
+def _sorted(x_TE: Tensor) -> Tensor:
+    return x_TE.sort(dim=1, descending=True, stable=True).indices
 
 
 def best(
