@@ -19,7 +19,7 @@ from colonnade.cli.files import convert, corpus
 from colonnade.cli.judging import evaluate, verify
 from colonnade.cli.serving import chat, generate, serve
 from colonnade.cli.shared import console
-from colonnade.cli.training import demo, train, train_defaults, with_defaults
+from colonnade.cli.training import demo, train, train_with_defaults
 from colonnade.config import nearest
 from colonnade.errors import ColonnadeError, Interrupted
 
@@ -54,7 +54,7 @@ def parse(argv: list[str]) -> Callable[[], None]:
     # A choice between "none" and a table of settings (rope_scaling) is made in the TOML file.
     options = {"use_underscores": True, "config": (tyro.conf.AvoidSubcommands,)}
     if name in VERBS:
-        verb = with_defaults(train, train_defaults(words)) if name == "train" else VERBS[name]
+        verb = train_with_defaults(words) if name == "train" else VERBS[name]
         return tyro.cli(_later(verb), prog=f"colonnade {name}", args=words, **options)
     if not name.startswith("-"):
         console.print(

@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +12,10 @@ from rich.table import Table
 from tyro.conf import arg
 
 from colonnade.cli.shared import console, speaks, start_alone
-from colonnade.config import DataConfig, ModelConfig, MoeConfig, RunConfig
+from colonnade.config import ModelConfig, RunConfig
+from colonnade.config.derive import derive, followed, replaced
 from colonnade.config.presets import PRESETS, preset
-from colonnade.config.presets_common import WITH_EXPERTS
-from colonnade.config.toml import dumps
+from colonnade.config.toml import dumps, settings
 from colonnade.config.toml import read as read_toml
 from colonnade.errors import CheckpointError, ConfigError
 
@@ -51,8 +51,13 @@ def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
     """Train a transformer on a corpus; the same command again resumes it.
 
     Settings come from the command line, else from --config, else from --preset, else from the defaults shown here.
-    A model without experts gets some by --model.moe.experts, with which --help lists all that can be said about them.
+    A size that no flag gives follows from those that are given. A model without experts gets some by
+    --model.moe.experts, with which --help lists all that can be said about them.
     """
+    _train(args)
+
+
+def _train(args: TrainArgs, follows: Callable[[RunConfig], str] = lambda _: "") -> None:
     run = args.run
     from colonnade.train.loop import Trainer, check_data, check_settings
 
@@ -64,14 +69,14 @@ def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
         if speaks():
             if not made:
                 console.print(f"{run.data.path} is no corpus yet: the vocabulary is the model's own", soft_wrap=True)
-            console.print(_plan_table(run))
+            _show(run, follows(run))
             print(dumps(run), end="")
         return
     if run.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS picks its algorithms freely
     trainer = Trainer(run)
     if speaks():
-        console.print(_plan_table(run))
+        _show(run, follows(run))
     summary = trainer.fit()
     if summary.stopped:
         if speaks():
@@ -80,59 +85,76 @@ def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
         sys.exit(128 + signal.Signals[summary.stopped])
 
 
-def with_defaults(verb: Callable[..., None], defaults: TrainArgs) -> Callable[..., None]:
-    """``verb`` for tyro, with ``defaults`` for all that no flag says."""
+def train_with_defaults(argv: list[str]) -> Callable[..., None]:
+    """:func:`train` for tyro, with the defaults that :func:`train_defaults` finds; it prints what was derived."""
+    defaults, follows = train_defaults(argv)
 
-    def train(args: Annotated[TrainArgs, arg(name="")] = defaults) -> None:
-        verb(args)
+    def bound(args: Annotated[TrainArgs, arg(name="")] = defaults) -> None:
+        _train(args, follows)
 
-    train.__doc__ = verb.__doc__
-    return train
+    bound.__doc__ = train.__doc__
+    return bound
 
 
-def train_defaults(argv: list[str]) -> TrainArgs:
-    """What --preset and --config say, and the corpus's vocabulary, as the defaults of every other flag."""
+def train_defaults(argv: list[str]) -> tuple[TrainArgs, Callable[[RunConfig], str]]:
+    """Defaults of every flag, and a function that names the fields of the final run that were derived from others.
+
+    They come from --preset and --config, the corpus's vocabulary, and what follows from the flags. They are not
+    validated: a flag may still set what they lack.
+    """
     chosen, file, start = (_value(argv, flag) for flag in ("--preset", "--config", "--train.start"))
     model = (None if chosen or not start else _started(start)) or preset(chosen or "tour")
-    base = RunConfig(model=model, data=DataConfig(sequence=min(DataConfig().sequence, model.context)))
+    base = RunConfig(model=model)
     run = read_toml(RunConfig, Path(file), base=base) if file else base
     folder = Path(_value(argv, "--data.path") or run.data.path)
-    model = run.model
-    same = model.vocab_size == base.model.vocab_size and not start
+    same = run.model.vocab_size == base.model.vocab_size and not start
     if same and (folder / "manifest.json").is_file():
         from colonnade.data import Corpus
 
-        model = model.but(vocab_size=Corpus(folder).manifest.vocab_size)
-    # Not validated again, and with the sizes that follow from others left open: a flag may change what they follow.
-    open_model = ModelConfig.model_construct(None, **(dict(model) | model.derived() | _sections(model, argv)))
-    open_run = RunConfig.model_construct(None, **(dict(run) | {"model": open_model}))
-    return TrainArgs(open_run, Path(file) if file else None, chosen or "tour")
+        run = replaced(run, {"model.vocab_size": Corpus(folder).manifest.vocab_size})
+    flags = _settings(argv)
+    _check_sections(run.model, flags)
+    begun = any(name.startswith("model.moe.") for name in flags) and run.model.moe is None
+    defaults = replaced(run, derive(run, flags) | ({"model.moe.experts": 0} if begun else {}))
+    given = {*flags, *(settings(Path(file)) if file else ())}
+
+    def follows(final: RunConfig) -> str:
+        found = followed(base, final, given)
+        if final.model.vocab_size != base.model.vocab_size and "model.vocab_size" not in given:
+            found.append(f"model.vocab_size {final.model.vocab_size} ({folder})")
+        return ", ".join(found)
+
+    return TrainArgs(defaults, Path(file) if file else None, chosen or "tour"), follows
 
 
-def _sections(model: ModelConfig, argv: list[str]) -> dict[str, object]:
-    """Sections of ``model`` that it has not and that flags are about: experts, to be laid over the defaults.
+def _settings(argv: list[str]) -> dict[str, object]:
+    """What the flags set, by dotted names; numbers as numbers, anything else for the parser to judge."""
+    words = [word for word in argv if word.startswith("--")]
+    names = [word[2:].partition("=")[0].replace("-", "_") for word in words]
+    return {name: _number(_value(argv, word.partition("=")[0])) for name, word in zip(names, words, strict=True)}
 
-    Raises :class:`ConfigError` for flags that do not say enough to make one.
-    """
-    words = ["--" + word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
+
+def _number(text: str | None) -> object:
+    try:
+        return int(text or "")
+    except ValueError:
+        return text
+
+
+def _check_sections(model: ModelConfig, flags: Collection[str]) -> None:
+    """Raise :class:`ConfigError` for flags about a section that ``model`` lacks and that they do not make whole."""
     absent = [name for name in ModelConfig.model_fields if getattr(model, name) is None]
-    about = {name: word for name in absent for word in words if word.startswith(f"--model.{name}.")}
-    if (flag := about.pop("moe", None)) and "--model.moe.experts" not in words:
+    about = {name: flag for name in absent for flag in flags if flag.startswith(f"model.{name}.")}
+    if (flag := about.pop("moe", None)) and "model.moe.experts" not in flags:
         raise ConfigError(
-            f"{flag} is about experts, and this model has none; say how many with --model.moe.experts, or begin with a "
-            "preset that has some (--preset tour-moe)"
+            f"--{flag} is about experts, and this model has none; say how many with --model.moe.experts, or begin with "
+            "a preset that has some (--preset tour-moe)"
         )
     for name, other in about.items():
         raise ConfigError(
-            f"{other} is about a part that this model has not; begin with a preset that has it, or write the whole "
+            f"--{other} is about a part that this model has not; begin with a preset that has it, or write the whole "
             f"table [model.{name}] into a file for --config"
         )
-    if not flag:
-        return {}
-    width = _value(argv, "--model.ffn_width") or ""
-    width = int(width) if width.isdecimal() else model.ffn_width  # what is no number is the parser's to refuse
-    moe = MoeConfig.model_construct(None, experts=0, ffn_width=width)
-    return {"family": WITH_EXPERTS.get(model.family, model.family), "moe": moe}
 
 
 def _started(start: str) -> ModelConfig | None:
@@ -154,8 +176,10 @@ def _value(argv: list[str], flag: str) -> str | None:
     return None
 
 
-def _plan_table(run: RunConfig) -> Table:
+def _show(run: RunConfig, derived: str) -> None:
+    if derived:
+        console.print(f"derived: {derived}", soft_wrap=True)
     table = Table("axis", "ranks", "each rank holds", title=f"{run.folder}: {run.model.parameters:,} parameters")
     for row in run.plan.table(run.model):
         table.add_row(*row)
-    return table
+    console.print(table)
