@@ -116,13 +116,13 @@ def train_defaults(argv: list[str]) -> tuple[TrainArgs, Callable[[RunConfig], st
     _check_sections(run.model, flags)
     begun = any(name.startswith("model.moe.") for name in flags) and run.model.moe is None
     defaults = replaced(run, derive(run, flags) | ({"model.moe.experts": 0} if begun else {}))
-    given = {*flags, *(settings(Path(file)) if file else ())}
+    by_file = followed(base, run, settings(Path(file))) if file else []
 
     def follows(final: RunConfig) -> str:
-        found = followed(base, final, given)
-        if final.model.vocab_size != base.model.vocab_size and "model.vocab_size" not in given:
-            found.append(f"model.vocab_size {final.model.vocab_size} ({folder})")
-        return ", ".join(found)
+        found = by_file + followed(run, final, flags)
+        if final.model.vocab_size != base.model.vocab_size and same and "model.vocab_size" not in flags:
+            found.append(f"model.vocab_size {final.model.vocab_size} (the corpus's)")
+        return ", ".join({one.split()[0]: one for one in found}.values())
 
     return TrainArgs(defaults, Path(file) if file else None, chosen or "tour"), follows
 

@@ -157,11 +157,6 @@ class ModelConfig(Config):
             raise ConfigError(f"rotary positions turn pairs: head_width {self.head_width} must be even")
         if self.positions == "learned" and self.rope_scaling:
             raise ConfigError("rope_scaling belongs to rotary positions; this model has learned ones; remove it")
-        if self.moe is not None and not self.expert_layers:
-            raise ConfigError(
-                f"moe.first {self.moe.first}, moe.every {self.moe.every} and moe.dense leave no experts in any of "
-                f"{self.layers} layers; lower moe.first, or raise layers"
-            )
         self._consistent_latent()
         self._consistent_top()
         if self.parameters > MOST_PARAMETERS:

@@ -54,10 +54,16 @@ def _expert_width(was: "ModelConfig", now: "ModelConfig") -> object:
     return in_proportion(was.moe.ffn_width, getattr(was, source), getattr(now, source))
 
 
+def _first(was: "ModelConfig", now: "ModelConfig") -> object:
+    """Some layer has experts, where one had."""
+    return KEEP if was.moe is None or now.moe is None else min(was.moe.first, now.layers - 1)
+
+
 MODEL_RULES = (
     Rule("family", ("moe",), _family),
     Rule("kv_heads", ("heads",), _kv_heads),
     Rule("head_width", ("width", "heads"), _head_width),
     Rule("ffn_width", ("width",), _ffn_width),
+    Rule("moe.first", ("layers",), _first),
     Rule("moe.ffn_width", ("moe", "width", "ffn_width"), _expert_width),
 )

@@ -194,6 +194,9 @@ def test_what_was_derived_is_printed(capsys: pytest.CaptureFixture[str], tmp_pat
     assert re.search(r"^derived: model.head_width 64, model.ffn_width 1408$", err, re.M)
 
 
-def test_layers_without_experts_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"moe.first 3, moe.every 1 .* leave no experts in any of 2 layers"):
-        preset("deepseek-v3").but(layers=2)
+def test_fewer_layers_keep_experts() -> None:
+    """Of DeepSeek-V3's 61 layers the first 3 are dense: 2 layers would have had no experts, without a word."""
+    small = preset("deepseek-v3").but(layers=2)
+    assert small.moe is not None
+    assert (small.moe.first, small.expert_layers) == (1, 1)
+    assert preset("deepseek-v3").but(layers=9).moe == preset("deepseek-v3").moe
