@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from colonnade.checkpoint import native
-from colonnade.checkpoint.found import Opened, opened
+from colonnade.checkpoint.found import Opened, locate, opened
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.config import (
     AS_TRAINED,
@@ -212,6 +212,26 @@ def load(
         model = _load(found, ground, dtype, str(path), experts.resident, weights, weight_group)
         model._exit = exits.pop_all()
         return model
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of anything that :func:`load` takes, of a corpus, or of a tokenizer.json; no weights are read.
+
+    Raises :class:`CheckpointError` or :class:`DataError` for what does not exist or comes without one.
+    """
+    place = Path(path)
+    if not place.exists():
+        place = locate(path, weights=False)
+    if place.is_dir():
+        for folder in (place, place / "tokenizer"):
+            if (folder / "tokenizer.json").is_file() or (folder / "merges.txt").is_file():
+                return Tokenizer.from_file(folder)
+        place = locate(place)
+    elif place.suffix == ".json":
+        return Tokenizer.from_file(place)
+    if (found := Tokenizer.beside(opened(place).words)) is None:
+        raise CheckpointError(f"{path} has no tokenizer; give another model, or a tokenizer.json")
+    return found
 
 
 def _ground(plan: Plan, device: Device, exits: ExitStack) -> Ground:

@@ -124,6 +124,8 @@ def verify(
     from colonnade.parallel.pipeline import knows
     from colonnade.verify import report
 
+    if out.suffix not in ("", ".json"):
+        raise ConfigError(f"--out {out} names a {out.suffix} file, and the results are JSON; end it in .json")
     if world < 1:
         raise ConfigError(f"--world {world} is not positive; 2, 4 and 8 are usual")
     whole = _config_of(model)

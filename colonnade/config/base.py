@@ -7,6 +7,7 @@ mistake is a misspelt key and the commonest cure is to read the right one.
 import difflib
 import math
 from collections.abc import Collection
+from pathlib import PurePath
 from typing import Any, ClassVar, Self, cast, get_args
 
 from pydantic import ConfigDict, ValidationError, model_validator
@@ -45,6 +46,19 @@ def dtype_name(value: object) -> object:
     """``"bfloat16"`` for ``torch.bfloat16``; anything else as it is."""
     name = str(value)
     return name.removeprefix("torch.") if name.startswith("torch.") else value
+
+
+FILE_SUFFIXES = (
+    ".gguf", ".ggml", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".npz", ".h5", ".msgpack", ".tflite",
+    ".json", ".jsonl", ".ndjson", ".txt", ".md", ".csv", ".parquet", ".arrow", ".toml", ".yaml", ".zip", ".tar", ".gz",
+)  # fmt: skip
+"""Endings of names that mean one file of some format."""
+
+
+def file_suffix(path: PurePath) -> str:
+    """The ending of a name that means one file, such as ".gguf", or "" for what may be a folder."""
+    suffix = path.suffix.lower()
+    return suffix if suffix in FILE_SUFFIXES else ""
 
 
 def count(number: int, what: str) -> str:

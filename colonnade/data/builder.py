@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from colonnade.config import file_suffix
 from colonnade.data.division import Division, Drawn, divide
 from colonnade.data.manifest import MANIFEST, SPLITS, Manifest, SplitRecord, token_dtype
 from colonnade.data.progress import Built, Listener
@@ -137,6 +138,8 @@ def _check_settings(
 
 
 def _check_free(out: Path, overwrite: bool) -> None:
+    if suffix := file_suffix(out):
+        raise DataError(f"{out} names one {suffix} file, and a corpus is a folder; leave {suffix} out")
     if out.is_dir() and not any(out.iterdir()):
         return
     if (out / MANIFEST).is_file():

@@ -92,5 +92,5 @@ def _same_tokens(it: Opened, run: RunConfig) -> None:
     if theirs.encode(text) != corpus.tokenizer.encode(text):
         raise ConfigError(
             f"{run.data.path} was made with another tokenizer than that of train.start {run.train.start}; make it "
-            f"again with colonnade corpus … --tokenizer {it.place}"
+            f"again with colonnade corpus … --tokenizer {run.train.start}"
         )
