@@ -98,7 +98,7 @@ def build(
             validation=validation,
         )
         manifest.save(folder)
-        _publish(folder, out)
+        publish(folder, out)
     except OSError as error:  # the sources' own are DataErrors by now
         raise DataError(f"cannot write {out}: {error.strerror}; make room, or choose another place") from error
     finally:
@@ -219,7 +219,7 @@ def _number(names: dict[str, int], task: str | None) -> int:
     return names.setdefault(task, len(names))
 
 
-def _publish(folder: Path, out: Path) -> None:
+def publish(folder: Path, out: Path) -> None:
     """Give the finished folder its name; what it replaces is deleted only when it stands there."""
     aside = folder.with_name(f"{folder.name}.old")
     if replaced := (out / MANIFEST).is_file():

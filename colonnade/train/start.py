@@ -85,9 +85,12 @@ def _said(shape: torch.Size | None) -> str:
 
 def _same_tokens(it: Opened, run: RunConfig) -> None:
     theirs = Tokenizer.beside(it.words)
-    if theirs is None:  # a folder without one: the vocabulary's size is all that can be compared
+    corpus = Corpus(run.data.path)
+    if (
+        theirs is None or not corpus.has_tokenizer
+    ):  # tokens without one: the vocabulary's size is all that can be compared
         return
-    split = (corpus := Corpus(run.data.path)).split("train")
+    split = corpus.split("train")
     text = corpus.tokenizer.decode(split.read(0, min(PROBE, split.tokens)).tolist())
     if theirs.encode(text) != corpus.tokenizer.encode(text):
         raise ConfigError(

@@ -744,7 +744,7 @@ def test_python_surface(hf: Path, tmp_path: Path) -> None:
         (lambda m: m.logits(torch.tensor([[1, 2]])), r"tokens is tensor\(\[\[1, 2\]\]\); give a list"),
         (lambda m: m.hidden([1, 2], [0]), "1 segment for 2 tokens; give one for each"),
         (lambda m: m.score(["a", "b"]), r"the text is \['a', 'b'\]; give a text, or a list of token ids"),
-        (lambda m: m.generate(["a", "b"]), r"the prompt is \['a', 'b'\]; give one text"),
+        (lambda m: m.generate([["a"], "b"]), r"the prompt is \['a'\]; give one text"),
         (lambda m: m.generate("a", temprature=0), "unknown parameter 'temprature'; did you mean 'temperature'?"),
         (
             lambda m: colonnade.Engine("smollm2"),
