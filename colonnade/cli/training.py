@@ -1,4 +1,4 @@
-"""Verbs that train: ``demo`` and ``train``."""
+"""Verbs that train, ``demo`` and ``train``, and ``presets``: what can be trained."""
 
 import os
 import signal
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from rich.console import Console
 from rich.table import Table
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
 from colonnade.cli.shared import console, speaks, start_alone
-from colonnade.config import ModelConfig, RunConfig
+from colonnade.config import ModelConfig, RunConfig, nearest
 from colonnade.config.derive import derive, followed, replaced
 from colonnade.config.presets import PRESETS, preset
 from colonnade.config.toml import dumps, settings
@@ -33,6 +34,35 @@ def demo(folder: Path = Path("runs/demo"), port: int = 0) -> None:
     run(folder, port)
 
 
+def presets(match: Annotated[Positional[str], arg(metavar="MATCH")] = "") -> None:
+    """List the models that --preset knows, with their sizes.
+
+    Args:
+        match: Only names or families that contain this.
+    """
+    table = Table(
+        box=None, pad_edge=False, padding=(0, 2, 0, 0), caption="total and active: parameters, all and a token's"
+    )
+    for column in ("name", "family", "total", "active", "layers", "width", "context"):
+        table.add_column(column, justify="left" if column in ("name", "family") else "right", no_wrap=True)
+    models = {name: preset(name) for name in PRESETS}
+    found = {name: model for name, model in models.items() if match in name or match in model.family}
+    if not found:
+        raise ConfigError(f"no preset or family has '{match}' in its name{nearest(match, list(models))}")
+    for name, model in found.items():
+        numbers = model.layers, model.width, model.context
+        sizes = _size(model.parameters), _size(model.active_parameters)
+        table.add_row(name, model.family, *sizes, *(f"{number:,}" for number in numbers))
+    Console(highlight=False).print(table)
+
+
+def _size(parameters: int) -> str:
+    """Three figures: ``135 M``, ``8.03 B``."""
+    unit, word = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
+    shown = parameters / unit
+    return f"{shown:.{2 if shown < 10 else 1 if shown < 100 else 0}f} {word}"
+
+
 @dataclass(frozen=True)
 class TrainArgs:
     """What ``train`` takes."""
@@ -41,7 +71,11 @@ class TrainArgs:
     config: Path | None = None
     """A TOML file of settings, in the tables [model] [plan] [data] [train]."""
     preset: Annotated[
-        str, arg(help=f"A model by name; its vocabulary is the corpus's. One of {', '.join(PRESETS)}.")
+        str,
+        arg(
+            help="A model by name (colonnade presets lists their sizes); its vocabulary is the corpus's. One of "
+            f"{', '.join(PRESETS)}."
+        ),
     ] = "tour"
     dry_run: bool = False
     """Print the resolved settings and the plan, and train nothing."""
