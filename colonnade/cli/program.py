@@ -33,13 +33,13 @@ VERBS: dict[str, Callable[..., None]] = {
     "demo": demo,
     "corpus": corpus,
     "train": train,
+    "presets": presets,
     "eval": evaluate,
     "generate": generate,
     "chat": chat,
     "serve": serve,
     "convert": convert,
     "verify": verify,
-    "presets": presets,
 }
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
 from colonnade.cli.shared import console, speaks, start_alone
 from colonnade.config import ModelConfig, RunConfig, nearest
@@ -29,16 +29,18 @@ def demo(folder: Path = Path("runs/demo"), port: int = 0) -> None:
         port: TCP port of the server; 0 takes a free one.
     """
     start_alone("demo")
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"--port {port} is not from 0 to 65535; 0 takes a free one")
     from colonnade.demo import demo as run
 
     run(folder, port)
 
 
-def presets(match: Annotated[Positional[str], arg(metavar="MATCH")] = "") -> None:
+def presets(match: str = "") -> None:
     """List the models that --preset knows, with their sizes.
 
     Args:
-        match: Only names or families that contain this.
+        match: List only names and families that contain this.
     """
     table = Table(
         box=None, pad_edge=False, padding=(0, 2, 0, 0), caption="total and active: parameters, all and a token's"

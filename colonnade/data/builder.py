@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from colonnade.config import file_suffix
+from colonnade.config.base import MOST_SIZE
 from colonnade.data.division import Division, Drawn, divide
 from colonnade.data.manifest import MANIFEST, SPLITS, Manifest, SplitRecord, token_dtype
 from colonnade.data.progress import Built, Listener
@@ -129,6 +130,8 @@ def _check_settings(
         raise ConfigError("a tokenizer is given, and a WordPiece vocabulary is to be learnt; leave out one of them")
     if tokenizer is not None and vocab_size is not None:
         raise ConfigError(f"--tokenizer is given, and --vocab_size {vocab_size} to learn one; leave out one of them")
+    if vocab_size is not None and not 0 < vocab_size <= MOST_SIZE:
+        raise ConfigError(f"--vocab_size {vocab_size} is not from 1 to {MOST_SIZE}; 8192 is usual for a small corpus")
     if not 0 <= validation_share < 1:
         raise ConfigError(f"--validation_share {validation_share} is not in [0, 1); it is a share of the documents")
     if shard_tokens < 1:

@@ -119,9 +119,9 @@ def test_presets_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str])
     assert ["smollm2-135m", "llama", "135", "M", "135", "M", "30", "576", "8,192"] in rows
     assert ["mixtral-8x7b", "mixtral", "46.7", "B", "12.9", "B", "32", "4,096", "32,768"] in rows
     assert not any("…" in word for row in rows for word in row), "nothing is cut off"
-    main(["presets", "qwen3_moe"])
+    main(["presets", "--match", "qwen3_moe"])
     assert "qwen3-30b-a3b" in (said := capsys.readouterr().out) and "tour" not in said
-    assert "no preset or family has 'llma' in its name; did you mean" in refused(capsys, "presets", "llma")
+    assert "no preset or family has 'llma' in its name; did you mean" in refused(capsys, "presets", "--match", "llma")
 
 
 def test_unknown_verb_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

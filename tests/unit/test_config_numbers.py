@@ -1,6 +1,7 @@
 """No number that a setting can be given leads to anything but a config or a ConfigError."""
 
 import math
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -19,9 +20,13 @@ from colonnade import (
     TrainConfig,
     preset,
 )
+from colonnade.checkpoint.hf.write import write_hf
+from colonnade.cli import main
 from colonnade.config import Config
-from colonnade.errors import ConfigError, PlanError
+from colonnade.errors import ConfigError, PlanError, RequestError
 from colonnade.model import Packed, Rows, Stream, Transformer, initialise
+from colonnade.model.score import score
+from tests.serve import tiny
 
 WHOLE: tuple[Config, ...] = (
     preset("tour"),
@@ -98,3 +103,35 @@ def test_sizes_that_no_machine_holds() -> None:
         preset("tour").but(width=2**24, heads=2**10, kv_heads=2**10)
     with pytest.raises(PlanError, match=r"4,294,967,296 processes, more than 1,048,576; lower its axes"):
         Plan(tp=1 << 16, dp=1 << 16)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["corpus", "t.txt", "--vocab_size", "0"], "--vocab_size 0 is not from 1 to"),
+        (["corpus", "t.txt", "--vocab_size", str(10**30)], "is not from 1 to 2147483648; 8192 is usual"),
+        (["corpus", "t.txt", "--validation_share", "nan"], "--validation_share nan is not in"),
+        (["verify", "--world", "100000"], "--world 100000 is not from 1 to 64"),
+        (["demo", "--port", "65536"], "--port 65536 is not from 0 to 65535"),
+        (["convert", "smollm2", "x", "--upcycle", "-3"], "a token cannot go to 2 of -3 experts"),
+    ],
+)
+def test_absurd_numbers_of_flags(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.txt").write_text("columns bear loads " * 99)
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 1
+    assert message in capsys.readouterr().err
+
+
+def test_windows_and_shards_of_nothing(tmp_path: Path) -> None:
+    """Zero was taken for "by default"."""
+    model = tiny.model()
+    for windows in ({"context": 0}, {"context": 8, "stride": 0}):
+        with pytest.raises(RequestError, match="choose 0 < stride <= context"):
+            score(model, [1, 2, 3], **windows)
+    with pytest.raises(ConfigError, match="shard_bytes 0 is not positive"):
+        write_hf(model, tmp_path / "hf", shard_bytes=0)

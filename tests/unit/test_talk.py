@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from colonnade.checkpoint import native
 from colonnade.config import ModelConfig, MoeConfig, RouterConfig
 from colonnade.model import Transformer, initialise
@@ -26,6 +28,7 @@ def test_who_has_no_place_for_all_is_told() -> None:
     assert "chose among whole texts" in company(tiny.config(moe=chosen))
 
 
+@pytest.mark.slow
 def test_a_chat_on_a_terminal_has_commands_and_line_editing(tmp_path: Path) -> None:
     """Typed into a terminal: the up arrow brings the last line again."""
     words = tiny.tokenizer()
