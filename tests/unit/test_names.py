@@ -74,11 +74,12 @@ def test_the_remedy_for_another_tokenizers_corpus_works(
     capsys: pytest.CaptureFixture[str], corpus: Path, run: Path, tmp_path: Path
 ) -> None:
     file, other = tmp_path / "notes.txt", tmp_path / "other"
-    file.write_text("Notes of other columns. " * 500)
+    file.write_text(" ".join(f"note{i * i} of other columns{i}" for i in range(900)))
     words = ["--runs", str(tmp_path / "runs"), "--train.steps", "1", "--data.sequence", "32", "--train.lr", "1e-5"]
-    for size in ("270", "300"):  # some tokens differ; the model has too few of them
+    for size, wrong in (("270", "another tokenizer"), ("300", "a vocabulary of 300 tokens, the model of 280")):
         main(["corpus", str(file), "--out", str(other), "--vocab_size", size, "--overwrite"])
         said = refused(capsys, "train", "--train.start", run, "--data.path", other, *words)
+        assert wrong in said
         assert f"make it again with colonnade corpus … --tokenizer {run}" in said
     remedy = said.partition("--tokenizer ")[2].strip()
     main(["corpus", str(file), "--out", str(other), "--tokenizer", remedy, "--overwrite"])
