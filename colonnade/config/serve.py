@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from colonnade.config.base import MOST_SIZE, Config
+from colonnade.config.base import Config
 from colonnade.config.model import ModelConfig
 from colonnade.config.quantised import WeightGroup, Weights
 from colonnade.errors import ConfigError
@@ -27,7 +27,7 @@ class ServeConfig(Config):
     cache: Cache = "stored"
     """How keys and values lie in the cache: as the dtype says, or in 8 bits, for twice as many tokens in the same
     memory: float8, or, of latents (DeepSeek's attention), int8 too; latents have two scales a token, others none."""
-    pages: int | None = Field(default=None, gt=0, le=MOST_SIZE)
+    pages: int | None = Field(default=None, gt=0)
     """Pages in the pool, those of all context ranks; None takes cache_bytes."""
     cache_bytes: int = Field(default=1 << 28, gt=0)
     """Memory for the key/value cache of one rank [bytes], when pages is not given."""
