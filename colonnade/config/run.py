@@ -2,15 +2,16 @@
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from colonnade.config import float8, graph
-from colonnade.config.base import Config
+from colonnade.config.base import MOST_SIZE, Config, dtype_name
+from colonnade.config.derive import KEEP, Rule
 from colonnade.config.experts import AS_TRAINED, Capacity, ExpertsConfig
 from colonnade.config.model import ModelConfig
-from colonnade.config.moe import MoeConfig
+from colonnade.config.moe import MOST_EXPERTS, MoeConfig
 from colonnade.config.plan import Plan
 from colonnade.errors import ConfigError
 
@@ -18,23 +19,35 @@ Device = Literal["auto", "cpu", "cuda"]
 ComputeType = Literal["float32", "bfloat16", "float16", "float64"]
 
 
+MOST_SAMPLES = 1 << 24
+"""Samples of one step."""
+SEQUENCE = 512
+"""Tokens in one sample, unless the model's context is shorter or somebody says otherwise."""
+
+
+def _sequence(was: "RunConfig", now: "RunConfig") -> object:
+    """As much of the context as by default, where it was so before."""
+    default = min(SEQUENCE, was.model.context)
+    return min(SEQUENCE, now.model.context) if was.data.sequence == default else KEEP
+
+
 class DataConfig(Config):
     """Where tokens come from and how they are cut into samples."""
 
     path: Path = Path("corpus")
     """A corpus folder, as colonnade corpus writes it: manifest, shards, tokenizer."""
-    sequence: int = Field(default=512, gt=1)
-    """Tokens in one sample."""
+    sequence: int = Field(default=SEQUENCE, gt=1, le=MOST_SIZE)
+    """Tokens in one sample; unless it is given, no more than the model's context."""
     separate_documents: bool = True
     """True: attention and positions restart at each document. False: one sample is one sequence. An encoder's sample is
     a part of one document in any case."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     """Seeds the order of the samples, and an encoder's masks; independent of the layout and of the model's seed."""
     restart: bool = False
     """A resume with another corpus, sequence or seed starts the data at its first sample; False: it is refused."""
     mask_share: float = Field(default=0.15, gt=0, lt=1)
     """Encoders: share of a sample's tokens that are masked and predicted."""
-    mask_ngram: int = Field(default=3, ge=1)
+    mask_ngram: int = Field(default=3, ge=1, le=1 << 10)
     """Encoders: most words in one masked run; n words are drawn with a probability in proportion to 1/n."""
     short_seq_prob: float = Field(default=0.1, ge=0, le=1)
     """Encoders: share of the samples that aim at a random shorter length (Devlin 2019, appendix A.2)."""
@@ -43,16 +56,19 @@ class DataConfig(Config):
 class TrainConfig(Config):
     """Optimisation: what one step is, how long to go on, and what to note on the way."""
 
+    MAY_BE_INFINITE = ("clip",)
+    RULES = (Rule("min_lr", ("lr",), shown="final_lr"), Rule("warmup", ("steps",), shown="warmup_steps"))
+
     steps: int = Field(default=1000, gt=0)
     """Optimiser steps in all."""
-    batch: int = Field(default=32, gt=0)
+    batch: int = Field(default=32, gt=0, le=MOST_SAMPLES)
     """Samples in one optimiser step, over all ranks."""
-    micro_batch: int = Field(default=8, gt=0)
+    micro_batch: int = Field(default=8, gt=0, le=MOST_SAMPLES)
     """Samples that one rank runs through the model at once; the rest of its share is accumulated."""
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
-    min_lr: float = Field(default=3e-5, ge=0)
-    """Learning rate at the end of the decay."""
+    min_lr: float | None = Field(default=None, ge=0)
+    """Learning rate at the end of the decay; None: a tenth of lr."""
     warmup: int | None = Field(default=None, ge=0)
     """Steps of linear warm-up from 0; None: a tenth of the steps, at most 100."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -107,7 +123,7 @@ class TrainConfig(Config):
     cuda_graph: bool = False
     """Record a step's forward and backward passes once and replay them, so that the GPU never waits for the host: for
     one micro-batch a step, on one GPU or tensor-parallel ones; takes the memory of a step for good."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     """Seeds the initial weights and the dropout."""
     start: str = ""
     """Model whose weights a new run begins with, instead of drawn ones: anything that load takes (a run, a checkpoint,
@@ -121,9 +137,9 @@ class TrainConfig(Config):
     table says where their time went."""
     eval_every: int | None = Field(default=None, ge=0)
     """Steps between two validations; 0 never; None: 100, or never where too little text is held out."""
-    eval_samples: int = Field(default=64, gt=0)
+    eval_samples: int = Field(default=64, gt=0, le=MOST_SAMPLES)
     """Samples of one validation, over all ranks."""
-    eval_active: int | None = Field(default=None, ge=1)
+    eval_active: int | None = Field(default=None, ge=1, le=MOST_EXPERTS)
     """Experts that a token goes to in validations; None: as in training."""
     eval_capacity: Capacity = None
     """Capacity factor in validations, or off; None: as in training (Switch and ST-MoE: 1.25, and 2 in evaluation)."""
@@ -149,9 +165,15 @@ class TrainConfig(Config):
     """Only bitwise repeatable algorithms, also on a GPU, where the defaults are then a CPU's: float32, not compiled,
     AdamW not fused."""
 
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _named_dtype(cls, value: object) -> object:
+        """Take torch.bfloat16 as "bfloat16"."""
+        return dtype_name(value)
+
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
-        if self.min_lr > self.lr:
+        if self.final_lr > self.lr:
             raise ConfigError(f"train.min_lr {self.min_lr} is above train.lr {self.lr}; lower it")
         for name, value in (("keep", self.keep), ("keep_every", self.keep_every)):
             if value is not None and value < 1:
@@ -207,6 +229,11 @@ class TrainConfig(Config):
         return self.dtype
 
     @property
+    def final_lr(self) -> float:
+        """Learning rate at the end of the decay."""
+        return self.lr / 10 if self.min_lr is None else self.min_lr
+
+    @property
     def warmup_steps(self) -> int:
         """Steps of linear warm-up."""
         return min(100, self.steps // 10) if self.warmup is None else self.warmup
@@ -214,6 +241,8 @@ class TrainConfig(Config):
 
 class RunConfig(Config):
     """One training run, whole: it is saved inside every checkpoint."""
+
+    RULES = (Rule("data.sequence", ("model.context",), _sequence),)
 
     name: str = Field(default="run", min_length=1)
     """The run's folder, within runs."""
@@ -229,6 +258,18 @@ class RunConfig(Config):
     """The corpus."""
     train: TrainConfig = TrainConfig()
     """The optimisation."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sequence_of_the_model(cls, values: object) -> object:
+        """Samples of a model with a short context are as short, unless their length is given."""
+        if isinstance(values, dict):
+            values = dict(cast("dict[str, Any]", values))
+            model, data = values.get("model"), values.get("data", DataConfig())
+            open_length = isinstance(data, DataConfig) and "sequence" not in data.model_fields_set
+            if isinstance(model, ModelConfig) and open_length and model.context < data.sequence:
+                values["data"] = data.but(sequence=model.context)
+        return values
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":

@@ -78,9 +78,10 @@ class Manifest(_Record):
     version: Literal[1] = 1
     dtype: Literal["uint16", "uint32"]
     vocab_size: int = Field(gt=0)
-    end_id: int = Count
-    """The token after each document."""
-    tokenizer_sha256: str = Sha256
+    end_id: int | None = Field(default=None, ge=0)
+    """The token after each document; None: documents were given as tokens."""
+    tokenizer_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """None: the tokens came without a tokenizer."""
     validation_share: float = Field(ge=0, lt=1)
     spans: int | None = Field(default=None, gt=0)
     """Of a corpus of one document: how many spans of it are held out, each a document of its own."""

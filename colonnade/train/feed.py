@@ -27,10 +27,10 @@ class Feed:
         self.corpus, self._data = Corpus(run.data.path), run.data
         needs, has = self.corpus.manifest.vocab_size, run.model.vocab_size
         if needs > has:
-            raise ConfigError(
-                f"{run.data.path} has a vocabulary of {needs} tokens, the model of {has}; "
-                f"set --model.vocab_size {needs}"
-            )
+            remedy = f"set --model.vocab_size {needs}"
+            if run.train.start:  # whose vocabulary is what it is
+                remedy = f"make it again with colonnade corpus … --tokenizer {run.train.start}"
+            raise ConfigError(f"{run.data.path} has a vocabulary of {needs} tokens, the model of {has}; {remedy}")
 
         self._check_tasks(run)
 

@@ -11,16 +11,18 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
 from colonnade.checkpoint import native
 from colonnade.config import RunConfig
-from colonnade.data import Manifest
+from colonnade.data import Manifest, TokenData, Tokenizer, write_tokens
+from colonnade.errors import ConfigError, PlanError
 from colonnade.model.moe.router import rule
 from colonnade.parallel.agree import agree
 from colonnade.parallel.axis import world_axis
-from colonnade.parallel.launch import Interrupted, launch
+from colonnade.parallel.launch import Interrupted, launch, launched
 from colonnade.parallel.mesh import Ground, choose_device
 from colonnade.parallel.pipeline import check_schedule
 from colonnade.parallel.watchdog import BACKSTOP, Watchdog
@@ -59,13 +61,29 @@ def check_data(run: RunConfig) -> None:
 class Trainer:
     """``Trainer(run).fit()`` trains ``run`` to its end, from its newest checkpoint where there is one."""
 
-    def __init__(self, run: RunConfig, trackers: Sequence[OpenTracker] = ()):
+    def __init__(
+        self,
+        run: RunConfig,
+        trackers: Sequence[OpenTracker] = (),
+        *,
+        data: TokenData | None = None,
+        validation: TokenData | None = None,
+        tokenizer: Tokenizer | str | Path | None = None,
+    ):
         """``trackers`` get the metrics besides JSON Lines and TensorBoard; workers import them, so no lambdas.
+
+        ``data`` are token lists to train on in the place of ``run.data.path``: an iterable of them, or a map-style or
+        iterable PyTorch dataset, read once and kept as a corpus in ``runs/NAME/tokens``; ``validation`` likewise, and
+        ``tokenizer`` is what checkpoints keep. Of data without a length as much is read as the run's steps need.
 
         Raises :class:`~colonnade.errors.ColonnadeError` for a plan, a device or a corpus that does not fit, and for a
         tracker whose package is missing.
         """
         check_settings(run)
+        if data is not None:
+            run = _with_tokens(run, data, validation, tokenizer)
+        elif validation is not None or tokenizer is not None:
+            raise ConfigError("validation and tokenizer go with data; give data too, or leave them out")
         device = choose_device(run.plan, run.device)
         if run.train.cuda_graph:
             check_device(torch.device(device))
@@ -88,6 +106,28 @@ class Trainer:
                 raise
             steps = native.read_meta(checkpoint).step
             return Summary(steps, checkpoint, stopped=signal.Signals(stop.signal).name)
+
+
+def _with_tokens(
+    run: RunConfig, data: TokenData, validation: TokenData | None, tokenizer: Tokenizer | str | Path | None
+) -> RunConfig:
+    """``run`` on a corpus of its own with the tokens of ``data``."""
+    if launched():
+        raise PlanError(
+            "each of the processes that torchrun started would read the data; write it once before, with "
+            "colonnade.data.write_tokens(data, FOLDER), and set data.path to FOLDER"
+        )
+    t, folder = run.train, run.folder / "tokens"
+    write_tokens(
+        data,
+        folder,
+        vocab_size=run.model.vocab_size,
+        tokenizer=tokenizer,
+        validation=validation,
+        most_tokens=t.steps * t.batch * run.data.sequence + 1,
+        keep=native.newest(run.folder) is not None,
+    )
+    return run.but(data=run.data.but(path=folder))
 
 
 def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:

@@ -7,7 +7,7 @@
                   constant: lr_max
 
 Steps count from 0. The first step already moves (a rate of exactly 0 would waste it), the peak is reached at step
-``warmup``, and the last step of the run uses ``min_lr`` exactly.
+``warmup``, and the last step of the run uses ``final_lr`` exactly.
 """
 
 import math
@@ -22,7 +22,7 @@ def learning_rate(step: int, train: TrainConfig) -> float:
     decay_steps = max(train.steps - 1 - train.warmup_steps, 1)
     done = min((step - train.warmup_steps) / decay_steps, 1.0)
     if train.schedule == "cosine":
-        return train.min_lr + (train.lr - train.min_lr) * (1 + math.cos(math.pi * done)) / 2
+        return train.final_lr + (train.lr - train.final_lr) * (1 + math.cos(math.pi * done)) / 2
     if train.schedule == "linear":
-        return train.lr + (train.min_lr - train.lr) * done
+        return train.lr + (train.final_lr - train.lr) * done
     return train.lr

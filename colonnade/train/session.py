@@ -173,7 +173,7 @@ class Session:
             self.ground,
             masters=self.masters,
             optimizer=self.optimizer,
-            tokenizer=self.feed.corpus.tokenizer,
+            tokenizer=self.feed.corpus.tokenizer if self.feed.corpus.has_tokenizer else None,
             stage=self._saving.stage if t.async_save else dict,
             group=self._saving.group,
             after=lambda: prune(self.run.folder, t.keep, t.keep_every),

@@ -85,12 +85,15 @@ def _said(shape: torch.Size | None) -> str:
 
 def _same_tokens(it: Opened, run: RunConfig) -> None:
     theirs = Tokenizer.beside(it.words)
-    if theirs is None:  # a folder without one: the vocabulary's size is all that can be compared
+    corpus = Corpus(run.data.path)
+    if (
+        theirs is None or not corpus.has_tokenizer
+    ):  # tokens without one: the vocabulary's size is all that can be compared
         return
-    split = (corpus := Corpus(run.data.path)).split("train")
+    split = corpus.split("train")
     text = corpus.tokenizer.decode(split.read(0, min(PROBE, split.tokens)).tolist())
     if theirs.encode(text) != corpus.tokenizer.encode(text):
         raise ConfigError(
             f"{run.data.path} was made with another tokenizer than that of train.start {run.train.start}; make it "
-            f"again with colonnade corpus … --tokenizer {it.place}"
+            f"again with colonnade corpus … --tokenizer {run.train.start}"
         )

@@ -10,7 +10,6 @@ that come to it. A router draws its first weights by name and seed, as every new
 import torch
 
 from colonnade.config import ModelConfig, MoeConfig
-from colonnade.config.presets_common import WITH_EXPERTS
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model import Transformer, initialise
 from colonnade.model.weight_memory import WeightMemory
@@ -50,7 +49,7 @@ def upcycled(config: ModelConfig, experts: int, active: int = 2, **moe: object) 
             "a token's weights must sum to 1 and all its experts take it, with none shared, or the outputs change; "
             "leave router.normalise, router.scale, shared_width and capacity as they are by default"
         )
-    return config.but(family=WITH_EXPERTS.get(config.family, config.family), moe=made)
+    return config.but(moe=made)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ import colonnade
 from colonnade.checkpoint import native
 from colonnade.cli import VERBS, main, parse
 from colonnade.config import ModelConfig, Plan, TrainConfig, count
-from colonnade.config.presets import preset
+from colonnade.config.presets import PRESETS, preset
 from colonnade.data import Corpus, build
 from colonnade.errors import ColonnadeError, Interrupted, PlanError
 from colonnade.model import Transformer, initialise
@@ -96,6 +96,32 @@ def test_unknown_flag_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> 
     said = refused(capsys, "train", "--model.layres", "3", code=2)
     assert "--model.layers" in said
     assert "run colonnade train --help" in said
+
+
+def test_help_is_a_verb_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, usage in (
+        (["help"], "usage: colonnade [-h]"),
+        (["help", "convert"], "usage: colonnade convert"),
+        (["help", "train"], "usage: colonnade train"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 0
+        assert usage in capsys.readouterr().out
+    assert "no verb 'convret'; did you mean 'convert'?" in refused(capsys, "help", "convret", code=2)
+
+
+def test_presets_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["presets"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["name", "family", "total", "active", "layers", "width", "context"]
+    assert [row[0] for row in rows[1:] if row and row[0] in PRESETS] == list(PRESETS)
+    assert ["smollm2-135m", "llama", "135", "M", "135", "M", "30", "576", "8,192"] in rows
+    assert ["mixtral-8x7b", "mixtral", "46.7", "B", "12.9", "B", "32", "4,096", "32,768"] in rows
+    assert not any("…" in word for row in rows for word in row), "nothing is cut off"
+    main(["presets", "--match", "qwen3_moe"])
+    assert "qwen3-30b-a3b" in (said := capsys.readouterr().out) and "tour" not in said
+    assert "no preset or family has 'llma' in its name; did you mean" in refused(capsys, "presets", "--match", "llma")
 
 
 def test_unknown_verb_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -756,7 +782,7 @@ def test_python_surface(hf: Path, tmp_path: Path) -> None:
         (lambda m: m.logits(torch.tensor([[1, 2]])), r"tokens is tensor\(\[\[1, 2\]\]\); give a list"),
         (lambda m: m.hidden([1, 2], [0]), "1 segment for 2 tokens; give one for each"),
         (lambda m: m.score(["a", "b"]), r"the text is \['a', 'b'\]; give a text, or a list of token ids"),
-        (lambda m: m.generate(["a", "b"]), r"the prompt is \['a', 'b'\]; give one text"),
+        (lambda m: m.generate([["a"], "b"]), r"the prompt is \['a'\]; give one text"),
         (lambda m: m.generate("a", temprature=0), "unknown parameter 'temprature'; did you mean 'temperature'?"),
         (
             lambda m: colonnade.Engine("smollm2"),

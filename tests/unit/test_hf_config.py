@@ -380,10 +380,14 @@ def test_what_we_cannot_express_is_refused(name: str, changes: dict[str, Any], m
         ("gpt2", {"gated": True}, "cannot express gated"),
         (
             "llama-2-7b",
-            {"moe": preset("mixtral-8x7b").moe},
+            {"family": "llama", "moe": preset("mixtral-8x7b").moe},
             "cannot express a model with experts; write --format colonnade, or train",
         ),
-        ("mixtral-8x7b", {"moe": None}, "cannot express a model with no experts; write --format colonnade, or train"),
+        (
+            "mixtral-8x7b",
+            {"moe": None, "family": "mixtral"},
+            "cannot express a model with no experts; write --format colonnade, or train",
+        ),
         ("mixtral-8x7b", {"moe": preset("qwen1.5-moe-a2.7b").moe}, r"cannot express moe\.shared_width = 5632"),
         ("mixtral-8x7b", {"moe": MoeConfig(experts=8, ffn_width=14336, every=2)}, "cannot express layers with experts"),
         ("mixtral-8x7b", {"moe": MoeConfig(experts=8, ffn_width=9, capacity=1.0)}, r"cannot express moe\.capacity"),
