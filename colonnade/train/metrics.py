@@ -67,7 +67,7 @@ class Meter:
         rows: list[tuple[int, Row]] = []
         read = zip(self._pending, table, flags, peaks, strict=True)
         for (steps, outcome), (loss, norm, *scaled), here, peak in read:
-            row = {"loss": loss, "grad_norm": norm, "lr": outcome.lr} | dict(zip(SCALED, scaled, strict=False))
+            row = {"loss": loss, "grad_norm": norm, "lr": float(outcome.lr)} | dict(zip(SCALED, scaled, strict=False))
             row |= {"data_s": outcome.data_s, "memory_peak_bytes": peak}
             finite = {name: value for name, value in row.items() if value - value == 0}
             if len(finite) < len(row) and not scaled:

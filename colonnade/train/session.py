@@ -1,7 +1,7 @@
 """The state of a run on one rank: model, masters, optimizer, data, and how far it came.
 
 Exact resume: weights, both moments, the step, the data cursor and float16's loss scale are the whole state. The
-schedule is a function of the step and the order of the data one of the cursor, so that a run that was stopped and
+schedule is a function of Adam's count and the order of the data one of the cursor, so that a run that was stopped and
 resumed under the same plan is bit for bit the run that was not; under another plan it is the same run up to rounding.
 """
 
@@ -268,7 +268,9 @@ class Session:
 
 
 def moving(held: Masters, train: TrainConfig) -> AdamW:
-    """The optimizer of ``held`` that ``train`` asks for."""
+    """The optimizer of ``held`` that ``train`` asks for; the plain one where this rank trains nothing."""
+    if not held.local:
+        return AdamW(held.local, train)
     if train.fused_adamw:
         return FusedAdamW(held, train)
     return (AdamW if train.offload == "none" else OffloadedAdamW)(held.local, train)
