@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from colonnade.config import float8, graph
 from colonnade.config.base import Config
@@ -62,9 +62,10 @@ class TrainConfig(Config):
     """AdamW: added to the root of the second moment."""
     clip: float = Field(default=1.0, gt=0)
     """Largest global gradient norm; inf never clips."""
-    freeze: Literal["none", "experts", "rest"] = "none"
-    """What stays as it is: nothing, the experts of a mixture of experts, or all but those (their routers and what all
-    tokens share belong to the rest)."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained: experts (of a mixture), rest (all but those), or patterns of names. A pattern is
+    a glob of a parameter or a module (embed, 'blocks.[0-5]', '*.bias'), or a regular expression of whole parameter
+    names after re: ('re:(?!top).*' trains the top alone)."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of each target's probability spread over the whole vocabulary."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -137,6 +138,12 @@ class TrainConfig(Config):
     """Times that the processes of --plan are started again after one was killed, hung or failed with a bug."""
     deterministic: bool = False
     """Only bitwise repeatable algorithms, also on a GPU."""
+
+    @field_validator("freeze", mode="before")
+    @classmethod
+    def _one_pattern(cls, value: object) -> object:
+        """A single pattern may be given as a string; none is what older checkpoints say."""
+        return (() if value == "none" else (value,)) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":

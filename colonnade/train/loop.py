@@ -25,7 +25,7 @@ from colonnade.train.feed import Feed
 from colonnade.train.graph import check_device
 from colonnade.train.log import Log, Summary
 from colonnade.train.session import Session
-from colonnade.train.start import check_start
+from colonnade.train.start import check_start, frozen_names
 from colonnade.train.stop import Stop
 from colonnade.train.trackers import OpenTracker, flat, named
 
@@ -41,10 +41,12 @@ def check_settings(run: RunConfig) -> None:
 
 
 def check_data(run: RunConfig) -> None:
-    """Raise :class:`~colonnade.errors.ColonnadeError` for a corpus, a model to begin with, or a checkpoint to go on
-    from, that does not fit.
+    """Raise :class:`~colonnade.errors.ColonnadeError` for a corpus, a model to begin with, a checkpoint to go on from,
+    or names to freeze, that do not fit.
     """
     Feed(run)
+    if run.train.freeze:
+        frozen_names(run.model, run.train.freeze)
     if (checkpoint := native.newest(run.folder)) is not None:
         native.check_model(checkpoint, run.model)
     elif run.train.start:

@@ -6,6 +6,12 @@ of itself how experts are chosen and balanced, what is dropped, and how long a c
 (norms, activations, positions) must be the same, and so must the tokens.
 """
 
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from itertools import accumulate
+
 import torch
 
 from colonnade.checkpoint.found import Opened, opened
@@ -36,18 +42,57 @@ def begin(model: Transformer, run: RunConfig, ground: Ground, held: Masters) -> 
         held.publish()
 
 
-def freeze(model: Transformer, what: str) -> None:
-    """Leave the experts out of training, or all but them. Raises :class:`ConfigError` for a model without any."""
-    if what == "none":
+def freeze(model: Transformer, patterns: Sequence[str]) -> None:
+    """Take the parameters that ``train.freeze`` names out of training; raises as :func:`frozen_names`."""
+    if not patterns:
         return
-    if model.config.moe is None:
-        raise ConfigError(f"train.freeze {what} is about experts, and this model has none; leave it out")
-    layout = layout_of(model)
+    names = frozen_names(model.config, patterns)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(isinstance(layout[name], Experts) == (what == "rest"))
-    for module in model.modules():
+        parameter.requires_grad_(name not in names)
+    for name, module in model.named_modules():
         if isinstance(module, Router):
-            module.frozen = what == "rest"
+            module.frozen = f"{name}.bias_E" in names
+
+
+def frozen_names(config: ModelConfig, patterns: Sequence[str]) -> set[str]:
+    """The parameters and buffers of the whole model that ``patterns`` match.
+
+    Raises :class:`ConfigError` for a pattern that matches none, with the nearest names, and where nothing is left.
+    """
+    whole = Transformer(config, device="meta")
+    layout, parameters = layout_of(whole), [name for name, _ in whole.named_parameters()]
+    names = [*parameters, *(name for name, _ in whole.named_buffers())]
+    experts = {name for name, at in layout.items() if isinstance(at, Experts)}
+    found: set[str] = set()
+    for pattern in patterns:
+        if pattern in ("experts", "rest"):
+            if config.moe is None:
+                raise ConfigError(f"train.freeze {pattern} is about experts, and this model has none; leave it out")
+            matched = experts if pattern == "experts" else set(names) - experts
+        else:
+            matched = {name for name in names if _matches(name, pattern)}
+        if not matched:
+            known = sorted({prefix for name in names for prefix in _prefixes(name)})
+            near = difflib.get_close_matches(pattern.removeprefix("re:"), known, n=3, cutoff=0.3) or known[:3]
+            raise ConfigError(f"train.freeze {pattern!r} matches no parameter; the nearest are {', '.join(near)}")
+        found |= matched
+    if found.issuperset(parameters):
+        raise ConfigError(f"train.freeze {' '.join(patterns)} leaves no parameter to train; leave a pattern out")
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if not pattern.startswith("re:"):
+        return any(fnmatchcase(prefix, pattern) for prefix in _prefixes(name))
+    try:
+        return re.fullmatch(pattern.removeprefix("re:"), name) is not None
+    except re.error as why:
+        raise ConfigError(f"train.freeze {pattern!r} is no regular expression: {why}; mend it") from None
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``: the modules that hold a parameter, and itself."""
+    return accumulate(name.split("."), "{}.{}".format)
 
 
 def check_start(run: RunConfig) -> None:
