@@ -69,7 +69,8 @@ class TrainConfig(Config):
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of each target's probability spread over the whole vocabulary."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share dropped of what attention and the feed-forward part add to the residual stream; GPT-2 had 0.1."""
+    """Share dropped of what attention and the feed-forward part add to the residual stream, and of what a classifier
+    reads; GPT-2 had 0.1."""
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share dropped of the attention's probabilities, by kernels that are slower than those without; GPT-2 had 0.1."""
     embedding_dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -238,11 +239,6 @@ class RunConfig(Config):
             )
         if self.train.float8 != "none":
             float8.check(self.model, self.plan.tp, self.plan.sh)
-        if not (self.model.causal or self.model.predicts_masked):
-            raise ConfigError(
-                f"a model with top = '{self.model.top}' predicts no tokens, so it cannot be trained on text; "
-                "set --model.top pretraining"
-            )
         if self.data.sequence > self.model.context:
             raise ConfigError(
                 f"data.sequence {self.data.sequence} is longer than the model's context {self.model.context}; "

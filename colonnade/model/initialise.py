@@ -11,7 +11,7 @@ numbers (drawing 4096² costs 0.2 s).
 Each expert is drawn by a name of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import numpy as np
 import torch
@@ -27,11 +27,11 @@ RESIDUAL_OUTPUTS = ("attention.out.weight", "ffn.down.weight", "shared.down.weig
 
 
 @torch.no_grad()
-def initialise(model: Transformer, seed: int, place: Place = in_place) -> Transformer:
+def initialise(model: Transformer, seed: int, place: Place = in_place, leave: Container[str] = ()) -> Transformer:
     """Fill ``model`` from ``seed``, one parameter after another, and its buffers with 0; returns it.
 
     ``place`` gets this rank's share of each, before FSDP cuts it: a sharded model needs no more memory than its shards
-    and one parameter (:meth:`colonnade.parallel.fsdp.Masters.place`).
+    and one parameter (:meth:`colonnade.parallel.fsdp.Masters.place`). Names in ``leave`` are left as they are.
     """
     config, shapes, layout = model.config, model.whole_shapes(), layout_of(model)
     initial = {
@@ -56,7 +56,8 @@ def initialise(model: Transformer, seed: int, place: Place = in_place) -> Transf
         return _share(shape, placement, model.axes, lambda part, of: _drawn(of, f"{name}{part}", seed, std))
 
     for name, held in (*model.named_parameters(), *model.named_buffers()):
-        place(name, held, mine(name))
+        if name not in leave:
+            place(name, held, mine(name))
     return model
 
 

@@ -1,25 +1,71 @@
-"""The corpus as a run reads it: opened, checked against the model, and dealt out to the data ranks.
+"""The data of a run: opened, checked against the model, and dealt out to the data ranks.
 
 Made once in the process that starts the others, so that what is wrong is said before they start, and in each of them.
 """
 
+from collections.abc import Callable
+from typing import Any, Protocol
+
 from colonnade.config import RunConfig
-from colonnade.data import Corpus, Loader, Pairs, Pieces
+from colonnade.data import Corpus, Loader, Pairs, Pieces, Tokenizer
 from colonnade.errors import ConfigError
 
 EVAL_EVERY = 100
 """Steps between two validations, where nobody says how many."""
 
 
+class DataFeed(Protocol):
+    """What a session trains on; :class:`Feed` reads a corpus, :mod:`colonnade.tune` labelled examples."""
+
+    samples: Loader
+    name: str
+    """What the data is called in messages."""
+    sample_tokens: float
+    """Tokens of a sample, on average."""
+    eval_every: int
+    """Steps between two validations; 0: never."""
+    held_out: Loader | None
+    """For validation; None where :attr:`eval_every` is 0."""
+    why_off: str | None
+    """Why there is no validation, when nobody said so."""
+
+    @property
+    def corpus(self) -> Corpus | None:
+        """Where samples are made of text: its corpus."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Saved with each checkpoint."""
+        ...
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must find unchanged, for its checkpoint's data cursor."""
+        ...
+
+
+MakeFeed = Callable[[RunConfig, int, int], DataFeed]
+"""(run, data rank, data ranks) to the samples of that rank. Sent to other processes, so no lambda."""
+
+
 class Feed:
-    """The samples of data rank ``rank`` of ``ranks``.
+    """The samples of a corpus, of data rank ``rank`` of ``ranks``.
 
     Raises :class:`DataError` for a folder that is no corpus and for too little text, :class:`ConfigError` for one whose
     vocabulary or tasks the model does not have.
     """
 
     def __init__(self, run: RunConfig, rank: int = 0, ranks: int = 1):
-        self.corpus = Corpus(run.data.path)
+        if not (run.model.causal or run.model.predicts_masked):
+            raise ConfigError(
+                f"a model with top = '{run.model.top}' predicts no tokens, so it cannot be trained on text; set "
+                "--model.top pretraining, or fine-tune it with colonnade.tune"
+            )
+        self.name = str(run.data.path)
+        self.sample_tokens: float = run.data.sequence
+        self.corpus: Corpus = Corpus(run.data.path)
+        self.tokenizer = self.corpus.tokenizer
         needs, has = self.corpus.manifest.vocab_size, run.model.vocab_size
         if needs > has:
             raise ConfigError(
@@ -45,6 +91,12 @@ class Feed:
         self.eval_every = 0 if self.why_off else EVAL_EVERY if every is None else every
         """Steps between two validations; 0: never."""
         self.held_out = loader("validation") if self.eval_every else None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The corpus's tokens and tokenizer."""
+        manifest = self.corpus.manifest
+        return {"tokens": manifest.train.tokens, "tokenizer": manifest.tokenizer_sha256}
 
     def _check_tasks(self, run: RunConfig) -> None:
         """A router that decides by tasks needs a corpus that has some, and a row in its table for each."""

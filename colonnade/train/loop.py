@@ -21,7 +21,7 @@ from colonnade.parallel.launch import Interrupted, launch
 from colonnade.parallel.mesh import Ground, choose_device
 from colonnade.parallel.pipeline import check_schedule
 from colonnade.parallel.watchdog import BACKSTOP, Watchdog
-from colonnade.train.feed import Feed
+from colonnade.train.feed import Feed, MakeFeed
 from colonnade.train.graph import check_device
 from colonnade.train.log import Log, Summary
 from colonnade.train.session import Session
@@ -40,35 +40,36 @@ def check_settings(run: RunConfig) -> None:
         rule(run.evaluated, otherwise="leave --train.eval_active out")
 
 
-def check_data(run: RunConfig) -> None:
-    """Raise :class:`~colonnade.errors.ColonnadeError` for a corpus, a model to begin with, a checkpoint to go on from,
+def check_data(run: RunConfig, feed: MakeFeed = Feed) -> None:
+    """Raise :class:`~colonnade.errors.ColonnadeError` for data, a model to begin with, a checkpoint to go on from,
     or names to freeze, that do not fit.
     """
-    Feed(run)
+    data = feed(run, 0, 1)
     if run.train.freeze:
         frozen_names(run.model, run.train.freeze)
     if (checkpoint := native.newest(run.folder)) is not None:
         native.check_model(checkpoint, run.model)
     elif run.train.start:
-        check_start(run)
+        check_start(run, data.corpus)
 
 
 class Trainer:
     """``Trainer(run).fit()`` trains ``run`` to its end, from its newest checkpoint where there is one."""
 
-    def __init__(self, run: RunConfig, trackers: Sequence[OpenTracker] = ()):
-        """``trackers`` get the metrics besides JSON Lines and TensorBoard; workers import them, so no lambdas.
+    def __init__(self, run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed = Feed):
+        """``trackers`` get the metrics besides JSON Lines and TensorBoard, and ``feed`` opens the data; workers import
+        both, so no lambdas.
 
-        Raises :class:`~colonnade.errors.ColonnadeError` for a plan, a device or a corpus that does not fit, and for a
+        Raises :class:`~colonnade.errors.ColonnadeError` for a plan, a device or data that do not fit, and for a
         tracker whose package is missing.
         """
         check_settings(run)
         device = choose_device(run.plan, run.device)
         if run.train.cuda_graph:
             check_device(torch.device(device))
-        check_data(run)
+        check_data(run, feed)
         named(run)
-        self.run, self.trackers = run, tuple(trackers)
+        self.run, self.trackers, self.feed = run, tuple(trackers), feed
 
     def fit(self) -> Summary:
         """Train in as many processes as the plan wants and return rank 0's summary.
@@ -77,7 +78,7 @@ class Trainer:
         checkpoint that does not fit, and for a loss that is not finite.
         """
         try:
-            return launch(train, (self.run, self.trackers), self.run.plan, self.run.train.restarts)
+            return launch(train, (self.run, self.trackers, self.feed), self.run.plan, self.run.train.restarts)
         except Interrupted as stop:
             checkpoint = native.newest(self.run.folder)
             if checkpoint is None:  # the signal came before the first step
@@ -86,7 +87,7 @@ class Trainer:
             return Summary(steps, checkpoint, stopped=signal.Signals(stop.signal).name)
 
 
-def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:
+def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed = Feed) -> Summary:
     """The work of one rank; raises :class:`Interrupted` after a signal, when all is saved, and :class:`PlanError` where
     ranks were started with different settings.
     """
@@ -96,7 +97,7 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:
         agree(_shared(run), world_axis())
         with (
             Watchdog(t.timeout_s) as watch,
-            Session(run, ground, watch) as session,
+            Session(run, ground, watch, feed) as session,
             Stop(session.world) as stop,
             Log(session, trackers) as log,
         ):

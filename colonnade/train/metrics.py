@@ -36,9 +36,14 @@ class Diverged(ColonnadeError):
 class Meter:
     """Collects outcomes and time; hands out rows."""
 
-    def __init__(self, run: RunConfig, ground: Ground, bad: Callable[[int, str], None]):
-        """``bad(steps, diagnosis)`` is told, on every rank alike, of a step that moved nothing, or refuses it."""
+    def __init__(
+        self, run: RunConfig, ground: Ground, bad: Callable[[int, str], None], sample_tokens: float | None = None
+    ):
+        """``bad(steps, diagnosis)`` is told, on every rank alike, of a step that moved nothing, or refuses it.
+        ``sample_tokens`` is the mean length of a sample; by default all have ``data.sequence``.
+        """
         self.run, self.ground, self.bad = run, ground, bad
+        self.sample_tokens = sample_tokens or run.data.sequence
         self.chip = chip_of(ground.device)
         self._pending: list[tuple[int, Outcome]] = []
         self.routing: Table = {}
@@ -119,8 +124,8 @@ class Meter:
         run = self.run
         return throughput(
             run.model,
-            sequence=run.data.sequence,
-            tokens_per_s=steps * run.train.batch * run.data.sequence / busy_s,
+            sequence=round(self.sample_tokens),
+            tokens_per_s=steps * run.train.batch * self.sample_tokens / busy_s,
             ranks=self.ground.world,
             chip=self.chip,
             dtype=run.train.dtype,

@@ -28,6 +28,7 @@ from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Transformer
 from colonnade.model.linear import in_float8
 from colonnade.model.moe import Spread
+from colonnade.parallel.agree import agree
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import Masters, masters
 from colonnade.parallel.mesh import Ground
@@ -35,7 +36,7 @@ from colonnade.parallel.watchdog import Watchdog
 from colonnade.train.activations import arrange
 from colonnade.train.adapt import EVERY, Adaptive, holds_experts
 from colonnade.train.breakdown import READS
-from colonnade.train.feed import Feed
+from colonnade.train.feed import Feed, MakeFeed
 from colonnade.train.fits import beginning, copying
 from colonnade.train.fused import FusedAdamW
 from colonnade.train.graph import check_device
@@ -51,14 +52,17 @@ from colonnade.train.step import Outcome, Step, evaluate
 class Session:
     """A run, begun or resumed from its newest complete checkpoint."""
 
-    def __init__(self, run: RunConfig, ground: Ground, watch: Watchdog | None = None):
-        """``watch`` is told where this rank is, so that others can say when it falls silent."""
+    def __init__(self, run: RunConfig, ground: Ground, watch: Watchdog | None = None, feed: MakeFeed = Feed):
+        """``watch`` is told where this rank is, so that others can say when it falls silent; ``feed`` opens the data.
+        Raises :class:`PlanError` where ranks have different data.
+        """
         self.run, self.ground, self.world = run, ground, world_axis()
         if run.train.cuda_graph:
             check_device(ground.device)
         self.watch = watch or Watchdog(run.train.timeout_s)
         self._compiled = False
-        self.feed = Feed(run, ground.axes.dp.rank, ground.axes.dp.size)
+        self.feed = feed(run, ground.axes.dp.rank, ground.axes.dp.size)
+        agree(self.feed.identity, self.world)
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
         spans = [span for _, span in ground.stages(run.model.layers)]
         compute: torch.dtype = getattr(torch, run.train.dtype)  # torch's own names
@@ -166,7 +170,7 @@ class Session:
             self.ground,
             masters=self.masters,
             optimizer=self.optimizer,
-            tokenizer=self.feed.corpus.tokenizer,
+            tokenizer=self.feed.tokenizer,
             stage=self._saving.stage if t.async_save else dict,
             group=self._saving.group,
             after=lambda: prune(self.run.folder, t.keep, t.keep_every),
@@ -230,11 +234,8 @@ class Session:
         if any(type(at := meta.cursor.get(key, 0)) is not int or at < 0 for key in ("seen", "skipped")):
             raise CheckpointError(f"{folder} has the data cursor {meta.cursor}; use another checkpoint")
         was, now = meta.cursor, self._cursor()
-        if any(was.get(key) != now[key] for key in ("tokens", "tokenizer")):
-            raise DataError(
-                f"{self.run.data.path} is not the corpus that {folder} was trained on; "
-                "use that one, or another run name"
-            )
+        if any(was.get(key) != now[key] for key in self.feed.identity):
+            raise DataError(f"{self.feed.name} is not what {folder} was trained on; use that, or another run name")
         for key in ("sequence", "seed"):
             if was.get(key) != now[key]:
                 raise ConfigError(
@@ -251,20 +252,14 @@ class Session:
     @property
     def _tasks(self) -> tuple[str, ...]:
         """What the corpus calls the tasks that experts are chosen by."""
-        moe = self.run.model.moe
-        return self.feed.corpus.manifest.tasks or () if moe and moe.router.kind == "task" else ()
+        moe, corpus = self.run.model.moe, self.feed.corpus
+        return corpus.manifest.tasks or () if corpus and moe and moe.router.kind == "task" else ()
 
     def _cursor(self) -> dict[str, Any]:
         """How many samples are behind us, and all that decides which ones these are."""
-        manifest, data = self.feed.corpus.manifest, self.run.data
-        return {
-            "seen": self.seen,
-            "skipped": self.skipped,
-            "tokens": manifest.train.tokens,
-            "tokenizer": manifest.tokenizer_sha256,
-            "sequence": data.sequence,
-            "seed": data.seed,
-        }
+        data = self.run.data
+        where = {"seen": self.seen, "skipped": self.skipped}
+        return where | self.feed.identity | {"sequence": data.sequence, "seed": data.seed}
 
 
 def moving(held: Masters, train: TrainConfig) -> AdamW:

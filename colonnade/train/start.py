@@ -21,6 +21,7 @@ from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError
 from colonnade.model import Transformer, initialise
 from colonnade.model.moe import Router
+from colonnade.model.quantised import in_place
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import Experts, layout_of
 from colonnade.parallel.mesh import Ground
@@ -33,13 +34,40 @@ PROBE = 512
 
 def begin(model: Transformer, run: RunConfig, ground: Ground, held: Masters) -> None:
     """Fill the masters ``held`` of ``model`` with this rank's part of the weights of ``train.start``, or with drawn
-    ones.
+    ones; what a new top has and ``train.start`` has not is drawn.
     """
-    if run.train.start:
-        opened(run.train.start).into(model, ground, held)
-    else:
+    if not run.train.start:
         initialise(model, run.train.seed, held.place)
         held.publish()
+        return
+    it = opened(run.train.start)
+    if not _new_top(it.config, run.model):
+        it.into(model, ground, held)
+        return
+    # The other top's weights are read beside ours, which takes this rank's share of the weights once more.
+    kept, spans = (
+        next(iter((held.local | held.frozen).values())).dtype,
+        [x for _, x in ground.stages(model.config.layers)],
+    )
+    config = it.config.but(tied=run.model.tied)
+    theirs = Transformer(config, ground.axes, spans=spans, device=ground.device, dtype=kept)
+    it.fill(theirs, ground, in_place)
+    found, shapes, wanted = dict(_tensors(theirs)), theirs.whole_shapes(), model.whole_shapes()
+    same = {name: found[name] for name, _ in _tensors(model) if wanted[name] == shapes.get(name)}
+    initialise(model, run.train.seed, held.place, leave=same)
+    for name, tensor in _tensors(model):
+        if name in same:
+            held.place(name, tensor, same[name].detach())
+    held.publish()
+
+
+def _tensors(model: Transformer) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _new_top(theirs: ModelConfig, ours: ModelConfig) -> bool:
+    """Whether a run fine-tunes a top that ``train.start`` has not."""
+    return ours.top == "classes" and (theirs.top, theirs.classes) != (ours.top, ours.classes)
 
 
 def freeze(model: Transformer, patterns: Sequence[str]) -> None:
@@ -95,13 +123,14 @@ def _prefixes(name: str) -> Iterator[str]:
     return accumulate(name.split("."), "{}.{}".format)
 
 
-def check_start(run: RunConfig) -> None:
+def check_start(run: RunConfig, corpus: Corpus | None) -> None:
     """Raise :class:`ConfigError` when ``train.start`` is another model than the run's, or reads other tokens, and
     :class:`CheckpointError` when there is none.
     """
     it = opened(run.train.start)
     _same_model(run.train.start, it.config, run.model)
-    _same_tokens(it, run)
+    if corpus is not None:
+        _same_tokens(it, run, corpus)
 
 
 def _same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> None:
@@ -111,10 +140,14 @@ def _same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> None:
             f"first: colonnade convert {start} OUT --format colonnade --upcycle {ours.moe.experts}, then --train.start "
             "OUT"
         )
-    other = differences(theirs, ours, leave=FREE)
+    new_top = _new_top(theirs, ours)
+    other = differences(theirs, ours, leave=(*FREE, "tied") if new_top else FREE)
     if not other:
         shapes, wanted = (dict(Transformer(config, device="meta").whole_shapes()) for config in (theirs, ours))
-        unlike = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
+        names = {
+            name for name in shapes.keys() | wanted.keys() if not (new_top and name.startswith(("top.", "unembed.")))
+        }
+        unlike = sorted(name for name in names if shapes.get(name) != wanted.get(name))
         other = [f"'{name}': {_said(shapes.get(name))} -> {_said(wanted.get(name))}" for name in unlike]
     if other:
         more = f" and {len(other) - 3} more" if len(other) > 3 else ""
@@ -128,11 +161,11 @@ def _said(shape: torch.Size | None) -> str:
     return "absent" if shape is None else str(tuple(shape))
 
 
-def _same_tokens(it: Opened, run: RunConfig) -> None:
+def _same_tokens(it: Opened, run: RunConfig, corpus: Corpus) -> None:
     theirs = Tokenizer.beside(it.words)
     if theirs is None:  # a folder without one: the vocabulary's size is all that can be compared
         return
-    split = (corpus := Corpus(run.data.path)).split("train")
+    split = corpus.split("train")
     text = corpus.tokenizer.decode(split.read(0, min(PROBE, split.tokens)).tolist())
     if theirs.encode(text) != corpus.tokenizer.encode(text):
         raise ConfigError(
