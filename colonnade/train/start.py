@@ -44,12 +44,9 @@ def begin(model: Transformer, run: RunConfig, ground: Ground, held: Masters) -> 
     if not _new_top(it.config, run.model):
         it.into(model, ground, held)
         return
-    # The other top's weights are read beside ours, which takes this rank's share of the weights once more.
-    kept, spans = (
-        next(iter((held.local | held.frozen).values())).dtype,
-        [x for _, x in ground.stages(model.config.layers)],
-    )
-    config = it.config.but(tied=run.model.tied)
+    # The model with the other top is read beside ours, which takes this rank's share of the weights once more.
+    kept = next(iter((held.local | held.frozen).values())).dtype
+    config, spans = it.config.but(tied=run.model.tied), [span for _, span in ground.stages(run.model.layers)]
     theirs = Transformer(config, ground.axes, spans=spans, device=ground.device, dtype=kept)
     it.fill(theirs, ground, in_place)
     found, shapes, wanted = dict(_tensors(theirs)), theirs.whole_shapes(), model.whole_shapes()
