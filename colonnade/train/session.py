@@ -235,7 +235,9 @@ class Session:
             raise CheckpointError(f"{folder} has the data cursor {meta.cursor}; use another checkpoint")
         was, now = meta.cursor, self._cursor()
         if any(was.get(key) != now[key] for key in self.feed.identity):
-            raise DataError(f"{self.feed.name} is not what {folder} was trained on; use that, or another run name")
+            raise DataError(
+                f"{self.feed.name} is not the data that {folder} was trained on; use that, or another run name"
+            )
         for key in ("sequence", "seed"):
             if was.get(key) != now[key]:
                 raise ConfigError(

@@ -280,7 +280,7 @@ def test_what_cannot_be_learnt_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"eval_every is 3, and no examples are held out"):
         fit(run, examples())
     fit(run, examples(), examples(7))
-    with pytest.raises(DataError, match=r"this list of examples is not what .* was trained on"):
+    with pytest.raises(DataError, match=r"this list of examples is not the data that .* was trained on"):
         fit(run.but(train=run.train.but(steps=9)), examples()[::-1], examples(7))
     with pytest.raises(DataError, match="no examples"):
         accuracy(colonnade.load(run.folder, device="cpu").transformer, [])

@@ -245,7 +245,7 @@ def test_runs_that_cannot_be(config: RunConfig, tmp_path: Path) -> None:
     other = tmp_path / "other"
     words = corpora.TEXT.split()
     build([(str(i), " ".join(words[: 5 + i % 7])) for i in range(90)], other, vocab_size=300, validation_share=0.2)
-    with pytest.raises(DataError, match="is not the corpus that"):
+    with pytest.raises(DataError, match="is not the data that"):
         Trainer(short.but(data=DataConfig(path=other, sequence=16))).fit()
     with pytest.raises(ConfigError, match=r"data.seed is 7, and .* trained with 0: .* set --data.seed 0, or"):
         Trainer(short.but(data=short.data.but(seed=7))).fit()
