@@ -316,4 +316,5 @@ class ModelConfig(Config):
         seen = min(sequence, self.window) if self.window else sequence
         widths = self.head_width + (self.latent.v_width if self.latent else self.head_width)
         scores = seen * self.heads * widths * (0.5 if causal and self.causal else 1.0)
-        return 3 * 2 * (self.layers * (self._projections + scores) + ffn + self.width * self.vocab_size)
+        head = self.width * self.vocab_size if self.causal or self.predicts_masked else 0
+        return 3 * 2 * (self.layers * (self._projections + scores) + ffn + head)

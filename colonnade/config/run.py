@@ -83,13 +83,15 @@ class TrainConfig(Config):
     """AdamW: added to the root of the second moment."""
     clip: float = Field(default=1.0, gt=0)
     """Largest global gradient norm; inf never clips."""
-    freeze: Literal["none", "experts", "rest"] = "none"
-    """What stays as it is: nothing, the experts of a mixture of experts, or all but those (their routers and what all
-    tokens share belong to the rest)."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained: experts (of a mixture), rest (all but those), or patterns of names. A pattern is
+    a glob of a parameter or a module (embed, 'blocks.[0-5]', '*.bias'), or a regular expression of whole parameter
+    names after re: ('re:(?!top).*' trains the top alone)."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of each target's probability spread over the whole vocabulary."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share dropped of what attention and the feed-forward part add to the residual stream; GPT-2 had 0.1."""
+    """Share dropped of what attention and the feed-forward part add to the residual stream, and of what a classifier
+    reads; GPT-2 had 0.1."""
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share dropped of the attention's probabilities, by kernels that are slower than those without; GPT-2 had 0.1."""
     embedding_dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -170,6 +172,12 @@ class TrainConfig(Config):
     def _named_dtype(cls, value: object) -> object:
         """Take torch.bfloat16 as "bfloat16"."""
         return dtype_name(value)
+
+    @field_validator("freeze", mode="before")
+    @classmethod
+    def _one_pattern(cls, value: object) -> object:
+        """A single pattern may be given as a string; none is what older checkpoints say."""
+        return (() if value == "none" else (value,)) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
@@ -313,11 +321,6 @@ class RunConfig(Config):
             )
         if self.train.float8 != "none":
             float8.check(self.model, self.plan.tp, self.plan.sh)
-        if not (self.model.causal or self.model.predicts_masked):
-            raise ConfigError(
-                f"a model with top = '{self.model.top}' predicts no tokens, so it cannot be trained on text; "
-                "set --model.top pretraining"
-            )
         if self.data.sequence > self.model.context:
             raise ConfigError(
                 f"data.sequence {self.data.sequence} is longer than the model's context {self.model.context}; "

@@ -1,14 +1,14 @@
-"""The corpus as a run reads it: opened, checked against the model, and dealt out to the data ranks.
+"""The data of a run: opened, checked against the model, and dealt out to the data ranks.
 
 Made once in the process that starts the others, so that what is wrong is said before they start, and in each of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol
 
-from colonnade.config import RunConfig
-from colonnade.data import Corpus, Loader, Pairs, Pieces
+from colonnade.config import DataConfig, RunConfig
+from colonnade.data import Corpus, Loader, Pairs, Pieces, Tokenizer
 from colonnade.data.manifest import SPLITS
 from colonnade.errors import ConfigError, DataError
 
@@ -16,15 +16,84 @@ EVAL_EVERY = 100
 """Steps between two validations, where nobody says how many."""
 
 
+class DataFeed(Protocol):
+    """What a session trains on; :class:`Feed` reads a corpus, :mod:`colonnade.tune` labelled examples."""
+
+    samples: Loader
+    name: str
+    """What the data is called in messages."""
+    sample_tokens: float
+    """Tokens of a sample, on average."""
+    eval_every: int
+    """Steps between two validations; 0: never."""
+    held_out: Loader | None
+    """For validation; None where :attr:`eval_every` is 0."""
+    why_off: str | None
+    """Why there is no validation, when nobody said so."""
+
+    @property
+    def corpus(self) -> Corpus | None:
+        """Where samples are made of text: its corpus."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Saved with each checkpoint."""
+        ...
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the data is, for a checkpoint's data cursor and for the ranks to agree on."""
+        ...
+
+    def difference(self, was: Mapping[str, Any]) -> str | None:
+        """What differs from the :attr:`identity` in a checkpoint's cursor, if anything does that is trained on."""
+        ...
+
+
+MakeFeed = Callable[[RunConfig, int, int], DataFeed]
+"""(run, data rank, data ranks) to the samples of that rank. Sent to other processes, so no lambda."""
+
+
+def compare(feed: DataFeed, data: DataConfig, was: Mapping[str, Any], checkpoint: str) -> list[str]:
+    """How the samples differ from those of the cursor ``was`` of ``checkpoint``.
+
+    Raises :class:`DataError` or :class:`ConfigError` for a difference after which samples would come again or never,
+    unless data.restart says that the data starts anew.
+    """
+    anew = "start the data anew with --data.restart, or use another run name"
+    found: list[str] = []
+    if what := feed.difference(was):
+        found.append(f"{feed.name} is not the data that {checkpoint} was trained on: {what}")
+        if not data.restart:
+            raise DataError(f"{found[-1]}; use that one, {anew}")
+    for key in ("sequence", "seed"):
+        if was.get(key) != (now := getattr(data, key)):
+            found.append(f"data.{key} is {now}, and {checkpoint} was trained with {was.get(key)}")
+            if not data.restart:
+                raise ConfigError(
+                    f"{found[-1]}: samples would come again or never; set --data.{key} {was.get(key)}, {anew}"
+                )
+    return found
+
+
 class Feed:
-    """The samples of data rank ``rank`` of ``ranks``.
+    """The samples of a corpus, of data rank ``rank`` of ``ranks``.
 
     Raises :class:`DataError` for a folder that is no corpus and for too little text, :class:`ConfigError` for one whose
     vocabulary or tasks the model does not have.
     """
 
     def __init__(self, run: RunConfig, rank: int = 0, ranks: int = 1):
-        self.corpus, self._data = Corpus(run.data.path), run.data
+        if not (run.model.causal or run.model.predicts_masked):
+            raise ConfigError(
+                f"a model with top = '{run.model.top}' predicts no tokens, so it cannot be trained on text; set "
+                "--model.top pretraining, or fine-tune it with colonnade.tune"
+            )
+        self.name = str(run.data.path)
+        self.sample_tokens: float = run.data.sequence
+        self.corpus: Corpus = Corpus(run.data.path)
+        self.tokenizer = self.corpus.tokenizer if self.corpus.has_tokenizer else None
         needs, has = self.corpus.manifest.vocab_size, run.model.vocab_size
         if needs > has:
             remedy = f"set --model.vocab_size {needs}"
@@ -53,29 +122,12 @@ class Feed:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides which samples come in which order, for a checkpoint's cursor."""
-        return {"corpus": self.corpus.manifest.fingerprint, "sequence": self._data.sequence, "seed": self._data.seed}
+        """The corpus that the samples are made of."""
+        return {"corpus": self.corpus.manifest.fingerprint}
 
-    def compare(self, was: Mapping[str, Any], checkpoint: str) -> list[str]:
-        """How the samples differ from those of the cursor ``was`` of ``checkpoint``.
-
-        Raises :class:`DataError` or :class:`ConfigError` for a difference after which samples would come again or
-        never, unless data.restart says that the data starts anew.
-        """
-        anew = "start the data anew with --data.restart, or use another run name"
-        found: list[str] = []
-        if what := _difference(was.get("corpus"), self.identity["corpus"]):
-            found.append(f"{self._data.path} is not the corpus that {checkpoint} was trained on: {what}")
-            if not self._data.restart:
-                raise DataError(f"{found[-1]}; use that one, {anew}")
-        for key in ("sequence", "seed"):
-            if was.get(key) != (now := self.identity[key]):
-                found.append(f"data.{key} is {now}, and {checkpoint} was trained with {was.get(key)}")
-                if not self._data.restart:
-                    raise ConfigError(
-                        f"{found[-1]}: samples would come again or never; set --data.{key} {was.get(key)}, {anew}"
-                    )
-        return found
+    def difference(self, was: Mapping[str, Any]) -> str | None:
+        """What of the training text differs from a checkpoint's."""
+        return _difference(was.get("corpus"), self.corpus.manifest.fingerprint)
 
     def _check_tasks(self, run: RunConfig) -> None:
         """A router that decides by tasks needs a corpus that has some, and a row in its table for each."""

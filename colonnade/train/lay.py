@@ -8,7 +8,19 @@ from torch import Tensor
 
 from colonnade.config import ModelConfig, MoeConfig, TrainConfig
 from colonnade.data import Batch
-from colonnade.model import IGNORE, Loss, Noise, Orders, Packed, Pretraining, Rates, Ring, Stream, Transformer
+from colonnade.model import (
+    IGNORE,
+    ClassLoss,
+    Loss,
+    Noise,
+    Orders,
+    Packed,
+    Pretraining,
+    Rates,
+    Ring,
+    Stream,
+    Transformer,
+)
 from colonnade.model.moe import Report, Routing, Spread, Units
 from colonnade.model.moe.router import draws
 from colonnade.model.moe.routing import Pooled
@@ -41,8 +53,8 @@ VALIDATION = Terms()
 
 def lay(
     batch: Batch, model: Transformer, terms: Terms = VALIDATION
-) -> tuple[Stream, Packed | Ring, Loss | Pretraining]:
-    """(stream, attend, head) of ``batch`` on this rank; the head gives (loss sum, its tokens)."""
+) -> tuple[Stream, Packed | Ring, Loss | Pretraining | ClassLoss]:
+    """(stream, attend, head) of ``batch`` on this rank; the head gives (loss sum, number of targets)."""
     T, cp, config, noise = len(batch.tokens_T), model.axes.cp, model.config, terms.noise
     if noise is not None:
         noise = noise.of_tokens(numbers(batch))
@@ -77,6 +89,11 @@ def lay(
             rows_R, targets_R = _on_this_rank(here_T[rows_R], targets_R, len(mine_t))
         if first_R is not None and orders_R is not None:
             first_R, orders_R = _on_this_rank(here_T[first_R], orders_R, len(mine_t))
+    if config.top == "classes":
+        assert rows_R is not None, "a classifier trains on labelled sequences"
+        assert batch.predicted_R is not None
+        pooled = noise and noise.rows(batch.predicted_R[: len(rows_R)]).at_embedding
+        return stream, attend, ClassLoss(rows_R, targets_R, terms.smoothing, pooled)
     tokens = Loss(targets_R, terms.smoothing, rows_R)
     if config.top != "pretraining":
         return stream, attend, tokens
@@ -99,7 +116,8 @@ def numbers(batch: Batch) -> Tensor:
     if batch.first_R is None:
         return batch.first + row_T
     sample_T = torch.searchsorted(batch.first_R, row_T, right=True) - 1
-    return batch.first + sample_T * (len(row_T) // len(batch.first_R)) + row_T - batch.first_R[sample_T]
+    stride = batch.stride or len(row_T) // len(batch.first_R)
+    return batch.first + sample_T * stride + row_T - batch.first_R[sample_T]
 
 
 def _on_this_rank(row_R: Tensor, target_R: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,7 @@ class Log:
     def __init__(self, session: Session, trackers: Sequence[OpenTracker] = ()):
         self.session, self.run = session, session.run
         self.first = session.ground.rank == 0
-        self.meter = Meter(session.run, session.ground, self._bad)
+        self.meter = Meter(session.run, session.ground, self._bad, session.feed.sample_tokens)
         self.screen = Screen(session.run.train.steps, shown=self.first)
         self.row: Row = {}
         self.validation_loss: float | None = None
@@ -180,7 +180,7 @@ class Log:
 
     def _introduce(self) -> None:
         it, run = self.session, self.run
-        tokens = run.train.batch * run.data.sequence
+        tokens = round(run.train.batch * it.feed.sample_tokens)
         self.screen.line(
             f"{run.name}: {run.model.size}, {run.plan} on {it.ground.device.type}, "
             f"{computing(run.train)}, {tokens} tokens a step, {run.train.steps} steps"

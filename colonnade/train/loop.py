@@ -5,8 +5,6 @@ shards -> pack -> micro-batches of this data rank
 every so often: a line of metrics (log.py); validation; save(weights, moments, cursor)          (session.py)
 """
 
-import hashlib
-import json
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ import torch
 
 from colonnade.checkpoint import native
 from colonnade.config import RunConfig
-from colonnade.data import Manifest, TokenData, Tokenizer, write_tokens
+from colonnade.data import TokenData, Tokenizer, write_tokens
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model.moe.router import rule
 from colonnade.parallel.agree import agree
@@ -26,13 +24,13 @@ from colonnade.parallel.launch import Interrupted, launch, launched
 from colonnade.parallel.mesh import Ground, choose_device
 from colonnade.parallel.pipeline import check_schedule
 from colonnade.parallel.watchdog import BACKSTOP, Watchdog
-from colonnade.train.feed import Feed
+from colonnade.train.feed import Feed, MakeFeed
 from colonnade.train.graph import check_device
 from colonnade.train.log import Log, Summary
 from colonnade.train.memory_advice import check_memory
 from colonnade.train.run_lock import RunLock
 from colonnade.train.session import Session
-from colonnade.train.start import check_start
+from colonnade.train.start import check_start, frozen_names
 from colonnade.train.stop import Stop
 from colonnade.train.trackers import OpenTracker, flat, named
 
@@ -47,15 +45,17 @@ def check_settings(run: RunConfig) -> None:
         rule(run.evaluated, otherwise="leave --train.eval_active out")
 
 
-def check_data(run: RunConfig) -> None:
-    """Raise :class:`~colonnade.errors.ColonnadeError` for a corpus, a model to begin with, or a checkpoint to go on
-    from, that does not fit.
+def check_data(run: RunConfig, feed: MakeFeed = Feed) -> None:
+    """Raise :class:`~colonnade.errors.ColonnadeError` for data, a model to begin with, a checkpoint to go on from,
+    or names to freeze, that do not fit.
     """
-    Feed(run)
+    data = feed(run, 0, 1)
+    if run.train.freeze:
+        frozen_names(run.model, run.train.freeze)
     if (checkpoint := native.newest(run.folder)) is not None:
         native.check_model(checkpoint, run.model)
     elif run.train.start:
-        check_start(run)
+        check_start(run, data.corpus)
 
 
 class Trainer:
@@ -65,18 +65,20 @@ class Trainer:
         self,
         run: RunConfig,
         trackers: Sequence[OpenTracker] = (),
+        feed: MakeFeed = Feed,
         *,
         data: TokenData | None = None,
         validation: TokenData | None = None,
         tokenizer: Tokenizer | str | Path | None = None,
     ):
-        """``trackers`` get the metrics besides JSON Lines and TensorBoard; workers import them, so no lambdas.
+        """``trackers`` get the metrics besides JSON Lines and TensorBoard, and ``feed`` opens the data; workers import
+        both, so no lambdas.
 
         ``data`` are token lists to train on in the place of ``run.data.path``: an iterable of them, or a map-style or
         iterable PyTorch dataset, read once and kept as a corpus in ``runs/NAME/tokens``; ``validation`` likewise, and
         ``tokenizer`` is what checkpoints keep. Of data without a length as much is read as the run's steps need.
 
-        Raises :class:`~colonnade.errors.ColonnadeError` for a plan, a device or a corpus that does not fit, and for a
+        Raises :class:`~colonnade.errors.ColonnadeError` for a plan, a device or data that do not fit, and for a
         tracker whose package is missing.
         """
         check_settings(run)
@@ -87,10 +89,10 @@ class Trainer:
         device = choose_device(run.plan, run.device)
         if run.train.cuda_graph:
             check_device(torch.device(device))
-        check_data(run)
+        check_data(run, feed)
         check_memory(run, device)
         named(run)
-        self.run, self.trackers = run, tuple(trackers)
+        self.run, self.trackers, self.feed = run, tuple(trackers), feed
 
     def fit(self) -> Summary:
         """Train in as many processes as the plan wants and return rank 0's summary.
@@ -99,7 +101,7 @@ class Trainer:
         checkpoint that does not fit, and for a loss that is not finite.
         """
         try:
-            return launch(train, (self.run, self.trackers), self.run.plan, self.run.train.restarts)
+            return launch(train, (self.run, self.trackers, self.feed), self.run.plan, self.run.train.restarts)
         except Interrupted as stop:
             checkpoint = native.newest(self.run.folder)
             if checkpoint is None:  # the signal came before the first step
@@ -130,7 +132,7 @@ def _with_tokens(
     return run.but(data=run.data.but(path=folder))
 
 
-def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:
+def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed = Feed) -> Summary:
     """The work of one rank; raises :class:`Interrupted` after a signal, when all is saved, and :class:`PlanError` where
     ranks were started with different settings.
     """
@@ -141,7 +143,7 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:
         with (
             RunLock(run.folder, world_axis()) as lock,
             Watchdog(t.timeout_s) as watch,
-            Session(run, ground, watch, lock) as session,
+            Session(run, ground, watch, lock, feed) as session,
             Stop(session.world) as stop,
             Log(session, trackers) as log,
         ):
@@ -167,9 +169,7 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:
 def _shared(run: RunConfig) -> dict[str, str]:
     """What must be the same on all ranks; where files are is each machine's own affair."""
     own = ("runs", "device", "data.path", "train.start")
-    settings = {name: value for name, value in flat(run.model_dump(mode="json")).items() if name not in own}
-    corpus = json.dumps(Manifest.load(run.data.path).fingerprint)
-    return settings | {"corpus": hashlib.sha256(corpus.encode()).hexdigest()[:12]}
+    return {name: value for name, value in flat(run.model_dump(mode="json")).items() if name not in own}
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """The state of a run on one rank: model, masters, optimizer, data, and how far it came.
 
 Exact resume: weights, both moments, the step, the data cursor and float16's loss scale are the whole state. The
-schedule is a function of the step and the order of the data one of the cursor, so that a run that was stopped and
+schedule is a function of Adam's count and the order of the data one of the cursor, so that a run that was stopped and
 resumed under the same plan is bit for bit the run that was not; under another plan it is the same run up to rounding.
 """
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -28,6 +30,7 @@ from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
 from colonnade.model.linear import in_float8
 from colonnade.model.moe import Spread
+from colonnade.parallel.agree import agree
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import Masters, masters
 from colonnade.parallel.mesh import Ground
@@ -35,7 +38,7 @@ from colonnade.parallel.watchdog import Watchdog
 from colonnade.train.activations import arrange
 from colonnade.train.adapt import EVERY, Adaptive, holds_experts
 from colonnade.train.breakdown import READS
-from colonnade.train.feed import Feed
+from colonnade.train.feed import Feed, MakeFeed, compare
 from colonnade.train.fused import FusedAdamW
 from colonnade.train.graph import check_device
 from colonnade.train.memory import accounted, beginning, copying, peak_bytes
@@ -52,9 +55,16 @@ from colonnade.train.step import Outcome, Step, evaluate
 class Session:
     """A run, begun or resumed from its newest complete checkpoint."""
 
-    def __init__(self, run: RunConfig, ground: Ground, watch: Watchdog | None = None, lock: RunLock | None = None):
+    def __init__(
+        self,
+        run: RunConfig,
+        ground: Ground,
+        watch: Watchdog | None = None,
+        lock: RunLock | None = None,
+        feed: MakeFeed = Feed,
+    ):
         """``watch`` is told where this rank is, so that others can say when it falls silent; ``lock`` is checked before
-        each save.
+        each save; ``feed`` opens the data. Raises :class:`PlanError` where ranks have different data.
         """
         if run.train.cuda_graph:
             check_device(ground.device)
@@ -62,7 +72,8 @@ class Session:
         self.run, self.ground, self.world = run, ground, world_axis()
         self.watch = watch or Watchdog(run.train.timeout_s)
         self._compiled, self._lock = False, lock
-        self.feed = Feed(run, ground.axes.dp.rank, ground.axes.dp.size)
+        self.feed = feed(run, ground.axes.dp.rank, ground.axes.dp.size)
+        agree({name: _digest(value) for name, value in self.feed.identity.items()}, self.world)
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
         spans = [span for _, span in ground.stages(run.model.layers)]
         compute: torch.dtype = getattr(torch, run.train.compute_dtype)  # torch's own names
@@ -173,7 +184,7 @@ class Session:
             self.ground,
             masters=self.masters,
             optimizer=self.optimizer,
-            tokenizer=self.feed.corpus.tokenizer if self.feed.corpus.has_tokenizer else None,
+            tokenizer=self.feed.tokenizer,
             stage=self._saving.stage if t.async_save else dict,
             group=self._saving.group,
             after=lambda: prune(self.run.folder, t.keep, t.keep_every),
@@ -236,29 +247,38 @@ class Session:
             raise CheckpointError(f"{folder} was not written by a training run; use another name for this run")
         if any(type(at := meta.cursor.get(key, 0)) is not int or at < 0 for key in ("seen", "skipped")):
             raise CheckpointError(f"{folder} has the data cursor {meta.cursor}; use another checkpoint")
-        differs = self.feed.compare(meta.cursor, str(folder))
+        differs = compare(self.feed, self.run.data, meta.cursor, str(folder))
         self.taken, self.seen = meta.step, 0 if differs else meta.cursor["seen"]
         self.skipped = meta.cursor.get("skipped", 0)
         if self.scaler is not None:
             overflowed = meta.step - self.optimizer.steps - self.skipped
             self.scaler.restore(meta.loss_scale or self.scaler.state, overflowed)
         self.changes = [*differences(meta.run, self.run), *(f"{what}: the data starts anew" for what in differs)]
-        if not differs and meta.cursor["corpus"] != self.feed.identity["corpus"]:
+        if not differs and any(meta.cursor.get(name) != value for name, value in self.feed.identity.items()):
             self.changes.append("other documents are held out: validation losses do not compare")
 
     @property
     def _tasks(self) -> tuple[str, ...]:
         """What the corpus calls the tasks that experts are chosen by."""
-        moe = self.run.model.moe
-        return self.feed.corpus.manifest.tasks or () if moe and moe.router.kind == "task" else ()
+        moe, corpus = self.run.model.moe, self.feed.corpus
+        return corpus.manifest.tasks or () if corpus and moe and moe.router.kind == "task" else ()
 
     def _cursor(self) -> dict[str, Any]:
         """How many samples are behind us, and all that decides which ones these are."""
-        return {"seen": self.seen, "skipped": self.skipped, **self.feed.identity}
+        data = self.run.data
+        where = {"seen": self.seen, "skipped": self.skipped}
+        return where | self.feed.identity | {"sequence": data.sequence, "seed": data.seed}
+
+
+def _digest(value: object) -> str:
+    """A few characters that differ where ``value`` does."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
 def moving(held: Masters, train: TrainConfig) -> AdamW:
-    """The optimizer of ``held`` that ``train`` asks for."""
+    """The optimizer of ``held`` that ``train`` asks for; the plain one where this rank trains nothing."""
+    if not held.local:
+        return AdamW(held.local, train)
     if train.fused_adamw:
         return FusedAdamW(held, train)
     return (AdamW if train.offload == "none" else OffloadedAdamW)(held.local, train)

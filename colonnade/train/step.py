@@ -42,8 +42,8 @@ class Outcome:
     """Valid tokens of all data ranks."""
     norm: Tensor
     """Global gradient norm before the clip."""
-    lr: float
-    """Learning rate that the step used."""
+    lr: float | Tensor
+    """Learning rate that the step used; on the device where steps may be skipped."""
     loss_scale: Tensor | None = None
     """In float16: the scale that the step used."""
     skipped: Tensor | None = None

@@ -246,9 +246,7 @@ def test_runs_that_cannot_be(config: RunConfig, tmp_path: Path) -> None:
     other = tmp_path / "other"
     words = corpora.TEXT.split()
     build([(str(i), " ".join(words[: 5 + i % 7])) for i in range(90)], other, vocab_size=300, validation_share=0.2)
-    with pytest.raises(
-        DataError, match=r"is not the corpus that .* was trained on: it has another tokenizer; use that"
-    ):
+    with pytest.raises(DataError, match=r"is not the data that .* was trained on: it has another tokenizer; use that"):
         Trainer(short.but(data=DataConfig(path=other, sequence=16))).fit()
     with pytest.raises(ConfigError, match=r"data.seed is 7, and .* trained with 0: .* set --data.seed 0, start the"):
         Trainer(short.but(data=short.data.but(seed=7))).fit()
@@ -273,7 +271,7 @@ def test_a_resume_checks_its_corpus(config: RunConfig, corpus: Path, tmp_path: P
     assert fit("forth", 4) == 4
     shutil.copytree(tmp_path / "forth", tmp_path / "copy")
     assert fit("copy", 5) == 5, "another place is no other corpus"
-    refused = r"back is not the corpus that .*step-5 was trained on: shard 0 of 1 .* order; .* --data.restart"
+    refused = r"back is not the data that .*step-5 was trained on: shard 0 of 1 .* order; .* --data.restart"
     with pytest.raises(DataError, match=refused):
         fit("back", 6)
     assert fit("back", 6, restart=True) == 1, "the data starts anew"
