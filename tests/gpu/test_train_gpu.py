@@ -143,4 +143,4 @@ def test_too_large_a_run_is_refused_by_what_is_free(config: RunConfig) -> None:
         pytest.raises(CapacityError, match="nothing was allocated"),
     ):
         Session(config.but(model=huge), ground)
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before  # other tests leave garbage that may be collected meanwhile
