@@ -60,10 +60,13 @@ class WeightMemory:
     def refusal(self, source: str, free: int, host: int) -> CapacityError:
         """What is said of ``source``, for which there is too little memory."""
         on_device, on_host = self.bytes()
-        short, there, where = on_device, free, self.device.type
-        if on_device <= free:
-            short, there, where = on_host, host, "host"
-        remedies = [f"{flags} ({size(other.bytes()[0])})" for flags, other in self._others() if other.fits(free, host)]
+        host_short = on_device <= free and on_host > host
+        short, there, where = (on_host, host, "host") if host_short else (on_device, free, self.device.type)
+        remedies = [
+            f"{flags} ({size(other.bytes()[0])})"
+            for flags, other in self._others()
+            if other.fits(free, host) and other.bytes()[host_short] < short
+        ]
         enough = f"enough would be: {', '.join(remedies)}" if remedies else "use a smaller model, or a larger machine"
         return CapacityError(
             f"{source} does not fit: it takes {size(short)} of a rank's memory ({where}), and {size(there)} is "

@@ -178,7 +178,7 @@ def check_settings(run: RunConfig) -> bool:
             f"fine-tuning a classifier needs a model with top = 'classes', not '{model.top}'; make its config with "
             "colonnade.tune.classifier(START, classes)"
         )
-    for name in ("path", "separate_documents", "mask_share", "mask_ngram"):
+    for name in ("path", "separate_documents", "mask_share", "mask_ngram", "short_seq_prob"):
         if (value := getattr(run.data, name)) != (default := getattr(plain, name)):
             raise ConfigError(
                 f"data.{name} is {value}, and is about text: fine-tuning is given its examples; leave it at {default}"

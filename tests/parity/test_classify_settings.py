@@ -10,7 +10,7 @@ from torch import Tensor
 
 import colonnade
 from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
-from colonnade.errors import ConfigError
+from colonnade.errors import CapacityError, ConfigError, DataError
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.mesh import Ground
 from colonnade.train.log import Log
@@ -112,10 +112,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "separate_documents": ({}, {"separate_documents": False}, r"data.separate_documents is False, and is about text"),
     "mask_share": ({}, {"mask_share": 0.2}, r"data.mask_share is 0.2, and is about text"),
     "mask_ngram": ({}, {"mask_ngram": 2}, r"data.mask_ngram is 2, and is about text"),
+    "short_seq_prob": ({}, {"short_seq_prob": 0.5}, r"data.short_seq_prob is 0.5, and is about text"),
 }
 """Those that are refused: where there is no GPU, or always."""
 
-ELSEWHERE = {"compile", "trackers", "restarts", "sequence", "seed (data)"}
+ELSEWHERE = {"compile", "trackers", "restarts", "sequence", "seed (data)", "check_memory", "restart"}
 """Those that have a test of their own below."""
 
 
@@ -215,6 +216,25 @@ def test_the_data_sections_sequence_and_seed(base: Callable[..., Tuned], tmp_pat
     assert any(not torch.equal(x, other[key]) for key, x in expected.items())
     with pytest.raises(ConfigError, match=r"data.sequence is 32, and .* was trained with 48"):
         tuned(config(tmp_path / str({"sequence": 48}), {"steps": 5}, {}, {}))
+
+
+def test_other_examples_are_refused_unless_the_data_restarts(tmp_path: Path) -> None:
+    run = config(tmp_path, {"steps": 2, "eval_every": 0}, {}, {})
+    fit(run, examples())
+    longer = run.but(train=run.train.but(steps=3))
+    with pytest.raises(
+        DataError, match=r"is not the data that .*step-2 was trained on: other examples.*--data.restart"
+    ):
+        fit(longer, examples(7))
+    assert fit(longer.but(data=run.data.but(restart=True)), examples(7)).steps == 3
+
+
+def test_memory_is_checked_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colonnade.train.memory_advice.free_host_bytes", lambda: 1 << 20)
+    run = config(tmp_path, {"steps": 1, "eval_every": 0}, {}, {})
+    with pytest.raises(CapacityError, match="nothing was allocated"):
+        fit(run, examples())
+    assert fit(run.but(train=run.train.but(check_memory=False)), examples()).steps == 1
 
 
 def test_another_model_or_plan_is_refused_where_it_cannot_be(tmp_path: Path) -> None:

@@ -9,14 +9,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from colonnade.config import ModelConfig, TrainConfig
+from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.model.moe.routing import attach
-from colonnade.model.retop import retop
 from colonnade.parallel.mesh import Ground
 from colonnade.train.step import evaluate
 from colonnade.tune import fit
-from tests.models import BERTS, CONFIGS, build
+from tests.models import BERTS, CONFIGS
 from tests.parity.test_classify import examples
 from tests.parity.train_cases import CASES, Run, micro_batches
 from tests.routers import KINDS, config_of, moe_of
@@ -75,10 +74,12 @@ def batch(made: Batch, name: str) -> Batch:
     return made
 
 
-def test_fine_tuning() -> None:
-    model = retop(build(BERTS["post_encoder"]), "classes", classes=3, seed=1)
+def test_fine_tuning(tmp_path: Path) -> None:
+    model = BERTS["post_encoder"].but(top="classes", classes=3)
+    train = TRAIN.but(steps=2, batch=6, micro_batch=2, eval_every=0, log_every=1, expert_dropout=0.0)
+    run = RunConfig(name="it", runs=tmp_path, device="cpu", model=model, data=DataConfig(sequence=32), train=train)
     with Narrow() as narrow:
-        fit(model, examples(), TRAIN.but(steps=2, batch=6, micro_batch=2), Ground.solo())
+        fit(run, examples())
     assert not narrow.found
 
 

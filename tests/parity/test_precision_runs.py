@@ -185,7 +185,7 @@ def test_what_float8_cannot_take_is_refused_before_the_start(config: RunConfig) 
         config.but(model=wide, plan=Plan(tp=2), train=eight)
     assert config.but(model=wide.but(ffn_width=64), plan=Plan(tp=2), train=eight).train.float8 == "rowwise"
     with pytest.raises(ConfigError, match=r"float8 rowwise computes beside bfloat16, not float32"):
-        TrainConfig(float8="rowwise")
+        TrainConfig(float8="rowwise", dtype="float32")
     with pytest.raises(ConfigError, match=r"a budget needs bytes, and bytes need recompute budget"):
         TrainConfig(recompute="budget")
     with pytest.raises(ConfigError, match=r"a budget needs bytes, and bytes need recompute budget"):

@@ -8,7 +8,7 @@ import torch
 
 import colonnade
 from colonnade import api
-from colonnade.config import ExpertsConfig, ModelConfig, MoeConfig, Plan, ServeConfig
+from colonnade.config import ExpertsConfig, ModelConfig, MoeConfig, Plan, ServeConfig, size
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.model import Transformer
 from colonnade.model.moe import MixtureOfExperts, Resident, experts_of
@@ -162,15 +162,8 @@ def test_what_is_on_the_device_is_predicted() -> None:
     assert [device_bytes(model, n) for n in (None, 4, 3, 1)] == [whole, whole, whole - layer, whole - 3 * layer]
 
 
-@pytest.mark.parametrize(
-    ("experts", "said"),
-    [
-        ({}, "the weights of {}, {:,} bytes on a rank's device; --experts.resident 2 takes {:,}; or use more ranks"),
-        ({"resident": 2}, "{}, {:,} bytes on a rank's device; --experts.resident 1 takes {:,}; or use more ranks"),
-        ({"resident": 1}, "{}, {:,} bytes on a rank's device; use more ranks (--plan.tp), or a smaller --dtype"),
-    ],
-)  # fmt: skip
-def test_no_room(experts: dict, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("experts", [{}, {"resident": 2}, {"resident": 1}])
+def test_no_room(experts: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, place = saved(tmp_path / "it", "colonnade"), tmp_path / "it"
 
     class Full(Transformer):
@@ -180,10 +173,12 @@ def test_no_room(experts: dict, said: str, tmp_path: Path, monkeypatch: pytest.M
             super().__init__(config, *args, **options)
 
     monkeypatch.setattr(api, "Transformer", Full)
-    now, fewer = experts.get("resident"), {None: 2, 2: 1, 1: None}[experts.get("resident")]
     with pytest.raises(CapacityError) as refusal:
         colonnade.load(place, dtype="float64", device="cpu", experts=ExpertsConfig(**experts))
-    assert said.format(place, device_bytes(model, now), device_bytes(model, fewer)) in str(refusal.value)
+    # On a CPU the experts that wait share the memory with those of a few layers.
+    held = device_bytes(model) + device_bytes(model, experts.get("resident", 0)) - device_bytes(model, 0)
+    assert f"{place} does not fit: it takes {size(held)} of a rank's memory (cpu)" in str(refusal.value)
+    assert f"enough would be: --dtype bfloat16 ({size(held // 4)})" in str(refusal.value)
 
 
 def test_a_dense_model_has_none_to_wait(tmp_path: Path) -> None:

@@ -280,4 +280,4 @@ def test_more_ranks_than_gpus_are_refused(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_world_of_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert _verify("tour", "--world", "0") == 1
-    assert "ConfigError: --world 0 is not positive" in capsys.readouterr().err
+    assert "ConfigError: --world 0 is not from 1 to 64" in capsys.readouterr().err

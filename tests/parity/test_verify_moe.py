@@ -29,7 +29,7 @@ NEGATIVE = [
     (faults.copies_counted, Plan(dp=2), "norm", ""),
     (faults.every_slice_adds_the_bias, Plan(tp=2, sh=2, degree=2), "loss", ""),
     (faults.hidden_units_by_their_place_here, Plan(dp=2, sh=2, degree=2), "loss", ""),
-    (faults.own_tokens_balanced, Plan(dp=2, ep=2), "gradients", r"router|blocks\.0"),  # or what comes before it
+    (faults.own_tokens_balanced, Plan(dp=2, ep=2), "gradients", r"router|blocks\.[01]"),  # or what comes before it
     (faults.bias_by_own_load, Plan(dp=2, ep=2), "step", ""),  # another bias is another choice, which moves all
     (faults.shadows_keep_their_gradient, Plan(dp=2, ep=2, shadows=1), "gradients", "experts"),
     (faults.rows_in_the_order_of_arrival, Plan(dp=2, ep=2), "loss", ""),
