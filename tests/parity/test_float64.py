@@ -13,8 +13,9 @@ from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.model.moe.routing import attach
 from colonnade.parallel.mesh import Ground
+from colonnade.train.session import Session
 from colonnade.train.step import evaluate
-from colonnade.tune import fit
+from colonnade.tune.classify import prepared
 from tests.models import BERTS, CONFIGS
 from tests.parity.test_classify import examples
 from tests.parity.train_cases import CASES, Run, micro_batches
@@ -78,9 +79,10 @@ def test_fine_tuning(tmp_path: Path) -> None:
     model = BERTS["post_encoder"].but(top="classes", classes=3)
     train = TRAIN.but(steps=2, batch=6, micro_batch=2, eval_every=0, log_every=1, expert_dropout=0.0)
     run = RunConfig(name="it", runs=tmp_path, device="cpu", model=model, data=DataConfig(sequence=32), train=train)
-    with Narrow() as narrow:
-        fit(run, examples())
-    assert not narrow.found
+    with Ground.build(run.plan, "cpu") as ground, Session(run, ground, feed=prepared(run, examples())) as session:
+        with Narrow() as narrow:
+            session.step()
+        assert not narrow.found
 
 
 def test_the_mode_sees_a_division_of_integers() -> None:
