@@ -1,25 +1,75 @@
-"""Renders benchmarks/results/*.json: the last headline of each (the hardest case) into README.md, all of it into
-docs/results.md, and some columns of a record where a page asks for them.
+"""Render benchmarks/results/*.json: chosen headlines by topic into README.md, everything into docs/results.md, and
+columns of a record into the pages that ask for them.
 
     python benchmarks/table.py            writes them
     python benchmarks/table.py --check    fails when one is not what the JSON files say
 
-The README's table stands between two comments, ``<!-- results:begin -->`` and ``<!-- results:end -->``; that of another
-page between ``<!-- record: NAME COLUMN … -->`` and ``<!-- record: end -->``.
+The README's tables are between ``<!-- results:begin -->`` and ``<!-- results:end -->``, and between
+``<!-- comparison:begin -->`` and ``<!-- comparison:end -->``; a page's between ``<!-- record: NAME COLUMN … -->`` and
+``<!-- record: end -->``.
 """
 
 import json
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from _report import RESULTS, ROOT
 
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+RESULTS_TABLE, COMPARISON = "results", "comparison"
 PART = re.compile(r"(<!-- record: (\S+) ([\w ]+) -->\n).*?(<!-- record: end -->)", re.DOTALL)
 EMPTY = "No results are recorded yet: `make bench` measures this machine and fills this table."
+TOPICS = {
+    "Training on GPUs": [
+        ("weak_scaling_2_h200", 1, "GPT-2 2.5B, tensor parallel over 2 GPUs"),
+        ("weak_scaling_4_h200", 2, "GPT-2 4.2B, tensor parallel over 4 GPUs"),
+        ("train_gpt2_1.2b_h200", 0, "GPT-2 1.2B, 1 GPU, batch 32"),
+        ("fsdp_llama_h200", 2, "Llama-3-8B, float8, FSDP over 4 GPUs"),
+        ("context_h200", 0, "Llama-3.2-1B, 131,072-token sequences, context parallel over 4 GPUs"),
+        ("bubble_h200", 1, "Pipeline step, 1F1B over 4 GPUs (lower is better)"),
+    ],
+    "Mixture of experts": [
+        ("moe_layer_h200", 9, "Mixtral's experts, forward + backward, skewed load"),
+        ("moe_layer_h200", 11, "Qwen3-30B's experts, forward + backward, skewed load"),
+        ("expert_parallel_4_h200", 11, "Qwen3-30B's experts over 4 GPUs, forward + backward (lower is better)"),
+        ("moe_cpu_backward", 3, "OLMoE-like experts on a CPU, forward + backward (lower is better)"),
+        ("moe_study_h200", 0, "Held-out loss, 16 experts against dense at equal FLOPs (lower is better)"),
+    ],
+    "Serving on a GPU": [
+        ("engine_h200", 0, "Continuous batching, 256 requests, Qwen3-0.6B"),
+        ("decode_llama-2-7b_tp1_b1_h200", 0, "Llama-2-7B, batch 1, bfloat16"),
+        ("decode_llama-2-7b_int8_tp1_b1_h200", 0, "Llama-2-7B, batch 1, int8 weights"),
+        ("decode_llama-2-7b_int4_tp1_b1_h200", 0, "Llama-2-7B, batch 1, int4 weights"),
+        ("decode_code-llama-34b_tp1_b1_h200", 0, "CodeLlama-34B, batch 1, bfloat16"),
+        ("prefill_h200", 0, "Llama-2-7B, prefill of 8,192 tokens"),
+        ("flash_decoding_h200", 1, "Decode attention, 1 x 65,536 tokens, 16/2 heads (lower is better)"),
+        ("flash_decoding_h200", 3, "Decode attention, 16 x 65,536 tokens, 16/2 heads (lower is better)"),
+    ],
+    "On a CPU": [
+        ("decode_cpu", 0, "SmolLM2-135M decoding, float32, batch 1"),
+        ("decode_cpu", 3, "SmolLM2-135M decoding, bfloat16, batch 8"),
+        ("train_cpu", 0, "Training a 4 M parameter Llama"),
+    ],
+    "Same numbers": [
+        ("perplexity_smollm2", 0, "SmolLM2-135M perplexity (lower is better)"),
+        ("quantised_quality_cpu", 0, "The same with int4 weights, rounded to nearest (lower is better)"),
+    ],
+}
+"""The README's rows: (record, number of the headline, what was measured)."""
+LOWER = " (lower is better)"
+COMPARED = [
+    ("weak_scaling_2_h200", 1, "Tensor-parallel training, GPT-2 2.5B on 2 GPUs", "torch"),
+    ("weak_scaling_4_h200", 2, "Tensor-parallel training, GPT-2 4.2B on 4 GPUs", "torch"),
+    ("train_gpt2_1.2b_h200", 0, "Training, GPT-2 1.2B on 1 GPU", "transformers, compiled"),
+    ("moe_layer_h200", 11, "Qwen3-30B's experts, forward + backward", "torch's grouped GEMM"),
+    ("decode_llama-2-7b_tp1_b1_h200", 0, "Decoding, Llama-2-7B, batch 1", "transformers, static cache"),
+    ("decode_cpu", 0, "Decoding on a CPU, SmolLM2-135M, batch 1", "transformers"),
+    ("flash_decoding_h200", 1, f"Decode attention, 65,536 tokens{LOWER}", "cuDNN"),
+]
+"""The README's short comparison: (record, number of the headline, what was measured, the peer)."""
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
@@ -28,18 +78,30 @@ def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) | {"file": path.name} for path in paths]
 
 
-def headlines(records: list[dict[str, Any]]) -> str:
-    """The README's table: one line a record, with the peer of the same run, machine, date and file."""
-    lines = [
-        [
-            *measured(record["headlines"][-1]),
-            where(record["machine"]),
-            f"[{record['date'][:10]}](benchmarks/results/{record['file']})",
-        ]
-        for record in records
-        if record["headlines"]
-    ]
-    return table(["Measured", "Colonnade", "Beside it, same run", "On", "Record"], lines) if lines else EMPTY
+def headlines(records: list[dict[str, Any]], topics: Mapping[str, Sequence[tuple[str, int, str]]] = TOPICS) -> str:
+    """The README's table: a row a chosen headline under its topic, with the peer of the same run and the record."""
+    by_stem = {record["file"].removesuffix(".json"): record for record in records}
+    lines: list[list[str]] = []
+    for topic, rows in topics.items():
+        found = [(by_stem[stem], line, what) for stem, line, what in rows if stem in by_stem]
+        lines += [[f"**{topic}**", "", "", ""]] if found else []
+        for record, line, what in found:
+            _, value, beside = measured(record["headlines"][line])
+            linked = f"[{where(record['machine'])}](benchmarks/results/{record['file']})"
+            lines.append([what, value.removesuffix(LOWER), beside.removesuffix(LOWER), linked])
+    return table(["Measured", "Colonnade", "Compared with, same run", "Record"], lines) if lines else EMPTY
+
+
+def comparison(records: list[dict[str, Any]], chosen: Sequence[tuple[str, int, str, str]] = COMPARED) -> str:
+    """How many times as fast as the peer of the same run, a row each."""
+    by_stem = {record["file"].removesuffix(".json"): record for record in records}
+    lines: list[list[str]] = []
+    for stem, i, what, peer in chosen:
+        line = by_stem[stem]["headlines"][i]
+        ratio = line["value"] / line["peer_value"]
+        ratio = 1 / ratio if what.endswith(LOWER) else ratio
+        lines.append([what.removesuffix(LOWER), peer, f"{ratio:.2f} ×"])
+    return table(["Measured", "Peer", "Our speed"], lines)
 
 
 def measured(line: dict[str, Any]) -> list[str]:
@@ -115,11 +177,12 @@ def number(value: Any) -> str:
     return f"{value:.4g}"
 
 
-def with_headlines(readme: str, records: list[dict[str, Any]]) -> str:
-    """``readme`` with the text between the two marks replaced."""
-    before, rest = readme.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{headlines(records)}\n{END}{after}"
+def between(text: str, mark: str, shown: str) -> str:
+    """``text`` with what is between the two comments of ``mark`` replaced by ``shown``."""
+    begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{shown}\n{end}{after}"
 
 
 def with_parts(text: str, records: list[dict[str, Any]]) -> str:
@@ -137,7 +200,8 @@ def with_parts(text: str, records: list[dict[str, Any]]) -> str:
 def rendered() -> dict[Path, str]:
     """What every page that shows results should be."""
     records = load()
-    wanted = {README: with_headlines(README.read_text(encoding="utf-8"), records), PAGE: page(records)}
+    readme = between(README.read_text(encoding="utf-8"), RESULTS_TABLE, headlines(records))
+    wanted = {README: between(readme, COMPARISON, comparison(records)), PAGE: page(records)}
     for path in sorted((ROOT / "docs").rglob("*.md")):
         text = path.read_text(encoding="utf-8")
         if path != PAGE and PART.search(text):

@@ -2,6 +2,7 @@
 
     model = colonnade.load("smollm2")           # or a checkpoint, a Hugging Face folder, a GGUF file, a hub id
     model.generate("Once", max_tokens=16, temperature=0)
+    model.chat("Why is the sky blue?")
     colonnade.save(model, "folder", format="hf")
     colonnade.Trainer(run_config).fit()
     colonnade.Engine(model).stream("Once", colonnade.SamplingParams(max_tokens=16))
@@ -13,33 +14,74 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from colonnade.api import Engine, Model, load, save
-    from colonnade.config import ModelConfig, Plan, RunConfig, ServeConfig
+    from colonnade.api import Engine, Model, load, load_tokenizer, save
+    from colonnade.config import (
+        DataConfig,
+        ExpertsConfig,
+        LatentConfig,
+        ModelConfig,
+        MoeConfig,
+        Plan,
+        RopeScaling,
+        RouterConfig,
+        RunConfig,
+        ServeConfig,
+        TrainConfig,
+    )
+    from colonnade.config.presets import preset
+    from colonnade.data import Tokenizer
+    from colonnade.errors import ColonnadeError
     from colonnade.serve.sampling import SamplingParams
     from colonnade.train.loop import Trainer
 
+    __version__: str
+
 __all__ = [
+    "ColonnadeError",
+    "DataConfig",
     "Engine",
+    "ExpertsConfig",
+    "LatentConfig",
     "Model",
     "ModelConfig",
+    "MoeConfig",
     "Plan",
+    "RopeScaling",
+    "RouterConfig",
     "RunConfig",
     "SamplingParams",
     "ServeConfig",
+    "Tokenizer",
+    "TrainConfig",
     "Trainer",
+    "__version__",
     "load",
+    "load_tokenizer",
+    "preset",
     "save",
 ]
 
 _HOME = {
-    **dict.fromkeys(("Engine", "Model", "load", "save"), "colonnade.api"),
-    **dict.fromkeys(("ModelConfig", "Plan", "RunConfig", "ServeConfig"), "colonnade.config"),
+    **dict.fromkeys(("Engine", "Model", "load", "load_tokenizer", "save"), "colonnade.api"),
+    **dict.fromkeys((name for name in __all__ if name.endswith("Config")), "colonnade.config"),
+    **dict.fromkeys(("Plan", "RopeScaling"), "colonnade.config"),
+    "ColonnadeError": "colonnade.errors",
     "SamplingParams": "colonnade.serve.sampling",
+    "Tokenizer": "colonnade.data",
     "Trainer": "colonnade.train.loop",
+    "preset": "colonnade.config.presets",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("colonnade")
     if name not in _HOME:
         raise AttributeError(f"module 'colonnade' has no attribute '{name}'")
     return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

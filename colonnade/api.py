@@ -2,6 +2,7 @@
 
     model = colonnade.load("smollm2")
     model.generate("The capital of France is", max_tokens=8, temperature=0)
+    model.chat("What is the capital of France?", max_tokens=32)
     colonnade.save(model, "folder", format="hf")
 
 ``load`` takes a Colonnade checkpoint (or a run folder: its newest one), a Hugging Face folder, a GGUF file, a hub id,
@@ -9,18 +10,17 @@ or ``smollm2`` and ``minilm`` (an encoder) where the packages that carry them ar
 rank's share inside a launched group: ``load(path, plan=Plan(tp=2))``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, cast, overload
 
 import torch
 from torch import Tensor
 
 from colonnade.checkpoint import native
-from colonnade.checkpoint.found import Opened, opened
+from colonnade.checkpoint.found import Opened, locate, opened
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.config import (
     AS_TRAINED,
@@ -33,24 +33,27 @@ from colonnade.config import (
     Weights,
     check_choice,
     count,
+    dtype_name,
     shown,
 )  # fmt: skip
 from colonnade.config.quantised import check as check_weights
 from colonnade.config.quantised import check_kind
 from colonnade.data.tokenizer import Tokenizer
-from colonnade.errors import CapacityError, CheckpointError, ConfigError, PlanError, RequestError
+from colonnade.errors import CheckpointError, ConfigError, PlanError, RequestError
 from colonnade.model import Hidden, Packed, Pooled, Rows, Stream, Transformer
 from colonnade.model.head import Head
 from colonnade.model.moe import Resident, experts_of
-from colonnade.model.moe.resident import too_large
 from colonnade.model.moe.router import rule
-from colonnade.model.quantised import build, in_place, kept_bytes, kind_of
+from colonnade.model.quantised import build, in_place, kind_of
 from colonnade.model.score import Score, score
+from colonnade.model.weight_memory import WeightMemory
+from colonnade.parallel.axis import world_axis
+from colonnade.parallel.device_memory import free_host_bytes, share_bytes
 from colonnade.parallel.launch import launched
 from colonnade.parallel.mesh import Ground, choose_device
 from colonnade.parallel.small import with_small
 from colonnade.serve.engine import Engine as _Engine
-from colonnade.serve.prompts import token_ids
+from colonnade.serve.prompts import Message, is_conversation, is_list_of_prompts, token_ids
 from colonnade.serve.sampling import SamplingParams
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -133,18 +136,61 @@ class Model:
     @overload
     def generate(self, prompt: str, **params: Any) -> str: ...
     @overload
-    def generate(self, prompt: list[int], **params: Any) -> list[int]: ...
-    def generate(self, prompt: str | list[int], **params: Any) -> str | list[int]:
-        """The continuation of ``prompt``, text for text and ids for ids.
+    def generate(self, prompt: Sequence[int] | Tensor, **params: Any) -> list[int]: ...
+    @overload
+    def generate(self, prompt: list[str] | tuple[str, ...], **params: Any) -> list[str]: ...
+    @overload
+    def generate(self, prompt: Sequence[Sequence[int]], **params: Any) -> list[list[int]]: ...
+    def generate(self, prompt: Any, **params: Any) -> str | list[int] | list[str] | list[list[int]]:
+        """The continuation of ``prompt``, text for text and ids for ids; of a list of prompts, a list of them.
 
         ``params`` are those of :class:`~colonnade.serve.sampling.SamplingParams`: max_tokens, temperature, top_p,
-        seed, stop and others. Raises :class:`~colonnade.errors.RequestError` for a prompt that does not fit.
+        seed, stop and others. Several prompts are batched, and each is answered as it would be alone. Raises
+        :class:`~colonnade.errors.RequestError` for a prompt that does not fit.
         """
-        asked = SamplingParams.named(params)
+        each = list(prompt) if (listed := is_list_of_prompts(prompt)) else [prompt]
+        found = self._ready.generate(each, SamplingParams.named(params))
+        said = [
+            one.text if isinstance(asked, str) else list(one.token_ids) for asked, one in zip(each, found, strict=True)
+        ]
+        return said if listed else said[0]  # type: ignore[return-value] - as the overloads say
+
+    @overload
+    def stream(self, prompt: str | Sequence[Message], **params: Any) -> Iterator[str]: ...
+    @overload
+    def stream(self, prompt: Sequence[int] | Tensor, **params: Any) -> Iterator[int]: ...
+    def stream(self, prompt: Any, **params: Any) -> Iterator[str] | Iterator[int]:
+        """The same piece by piece: text for a text or a conversation's messages, ids for ids.
+
+        A bad request is refused at once; leaving the loop early cancels the rest.
+        """
+        ids = self._conversation(prompt) if is_conversation(prompt) else prompt
+        reader = self._ready.stream(ids, SamplingParams.named(params))
+        if isinstance(prompt, str) or ids is not prompt:
+            return (piece.text for piece in reader if piece.text)
+        return (piece.token for piece in reader)
+
+    def chat(self, messages: str | Sequence[Message], **params: Any) -> str:
+        """The answer to a conversation by the model's chat template; a text is a conversation of one message.
+
+        Messages are ``{"role": "user", "content": "..."}``. Raises :class:`RequestError` for a model without a
+        template, and for messages that it refuses.
+        """
+        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        (answer,) = self._ready.generate([self._conversation(said)], SamplingParams.named(params))
+        return answer.text
+
+    def _conversation(self, messages: Sequence[Message]) -> list[int]:
+        if not is_conversation(messages):
+            raise RequestError(f"messages is {shown(messages)}; give a text, or a list of {{'role': …, 'content': …}}")
+        return self.tokenizer.encode_chat([dict(message) for message in messages])
+
+    @property
+    def _ready(self) -> "Engine":
+        """The engine that answers; made for the first question."""
         if self._engine is None:
             self._engine = Engine(self, ServeConfig())
-        (result,) = self._engine.generate([prompt], asked)
-        return result.text if isinstance(prompt, str) else list(result.token_ids)
+        return self._engine
 
     def score(self, text: str | list[int], **windows: Any) -> Score:
         """The log-likelihood and perplexity of a text; ``windows`` are :func:`colonnade.model.score.score`'s."""
@@ -179,8 +225,8 @@ def load(
     path: str | Path,
     *,
     plan: Plan | None = None,
-    dtype: DType = "auto",
-    device: Device = "auto",
+    dtype: DType | torch.dtype = "auto",
+    device: Device | torch.device = "auto",
     ground: Ground | None = None,
     experts: ExpertsConfig = AS_TRAINED,
     weights: Weights = "stored",
@@ -188,30 +234,50 @@ def load(
 ) -> Model:
     """Load a model for inference.
 
-    ``dtype`` auto is float32 on a CPU and bfloat16 on a GPU. With a ``plan`` of more than one rank every process of a
-    launched group calls this and gets its share: of the weights over ``tp``, of an engine's cache over ``cp`` too (all
-    else context ranks do alike). ``ground`` is for those who already stand on one. ``experts`` says
-    what a mixture of experts does otherwise than in training: another A or capacity, for one. The model's config says
-    what it does, and so does what :func:`save` writes of it. ``weights`` other than stored quantises the matrices
-    while they are read (int4 with a scale for each ``weight_group`` inputs); such a model generates and scores, and is
-    not saved.
+    ``dtype`` is a name or torch's own; auto is float32 on a CPU and bfloat16 on a GPU. With a ``plan`` of more than
+    one rank every process of a launched group calls this and gets its share: of the weights over ``tp``, of an
+    engine's cache over ``cp`` too (all else context ranks do alike). ``ground`` is for those who already stand on
+    one. ``experts`` says what a mixture of experts does otherwise than in training: another A or capacity, for one.
+    The model's config says what it does, and so does what :func:`save` writes of it. ``weights`` other than stored
+    quantises the matrices while they are read (int4 with a scale for each ``weight_group`` inputs); such a model
+    generates and scores, and is not saved.
 
     Raises :class:`CheckpointError` for anything missing, damaged or unknown, :class:`PlanError` for a layout that the
     model or the world does not allow, :class:`ConfigError` for what its experts cannot do, and, before anything is
     read, for a ``dtype``, a ``device`` or ``weights`` that there are not.
     """
-    check_choice("dtype", dtype, DType)
-    check_choice("device", device, Device)
+    kept, where = _named_dtype(dtype), cast(Device, str(device))
+    check_choice("device", where, Device)
     check_kind(weights, weight_group)
     plan = ground.plan if ground else plan or Plan()
     found = find(path, plan, experts, weights, weight_group)
     exits = ExitStack()
     if ground is None:
-        ground = _ground(plan, device, exits)
+        ground = _ground(plan, where, exits)
     with exits:
-        model = _load(found, ground, dtype, str(path), experts.resident, weights, weight_group)
+        model = _load(found, ground, kept, str(path), experts.resident, weights, weight_group)
         model._exit = exits.pop_all()
         return model
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of anything that :func:`load` takes, of a corpus, or of a tokenizer.json; no weights are read.
+
+    Raises :class:`CheckpointError` or :class:`DataError` for what does not exist or comes without one.
+    """
+    place = Path(path)
+    if not place.exists():
+        place = locate(path, weights=False)
+    if place.is_dir():
+        for folder in (place, place / "tokenizer"):
+            if (folder / "tokenizer.json").is_file() or (folder / "merges.txt").is_file():
+                return Tokenizer.from_file(folder)
+        place = locate(place)
+    elif place.suffix == ".json":
+        return Tokenizer.from_file(place)
+    if (found := Tokenizer.beside(opened(place).words)) is None:
+        raise CheckpointError(f"{path} has no tokenizer; give another model, or a tokenizer.json")
+    return found
 
 
 def _ground(plan: Plan, device: Device, exits: ExitStack) -> Ground:
@@ -255,12 +321,19 @@ def _told(found: Opened, experts: ExpertsConfig) -> ModelConfig:
 
 
 def _load(
-    found: Opened, ground: Ground, dtype: DType, source: str, resident: int | None, weights: Weights, group: int
+    found: Opened, ground: Ground, dtype: DType, source: str, resident: int | None, weights: Weights, group: WeightGroup
 ) -> Model:
     layers = found.config.moe.layers_among(found.config.layers) if found.config.moe else 0
     resident = None if resident is None or resident >= layers else resident
     home = None if resident is None else torch.device("cpu")
-    on = {"device": ground.device, "dtype": dtype_on(ground.device, dtype), "experts_on": home}
+    kept = dtype_on(ground.device, dtype)
+    on = {"device": ground.device, "dtype": kept, "experts_on": home}
+    memory = WeightMemory(found.config, kept, ground.device, ground.plan, resident, weights, group)
+    problem = memory.problem(source)
+    if ground.world > 1:  # a rank that went ahead would take what the others count as free
+        world_axis().max_(torch.zeros(()))
+    if problem is not None:
+        raise problem
     try:
         axes = with_small(ground.axes.serving(), ground.device)
         if weights == "stored":
@@ -271,10 +344,14 @@ def _load(
         if resident is not None:
             Resident(experts_of(transformer), resident, ground.device)
     except torch.OutOfMemoryError:
-        shape = Transformer(found.config, ground.axes, **on | {"device": "meta", "experts_on": None})
-        weigh = partial(kept_bytes, weights=weights, group=group)
-        raise CapacityError(too_large(shape, resident, source, weigh)) from None
+        raise memory.refusal(source, share_bytes(ground.device), free_host_bytes()) from None
     return Model(transformer, Tokenizer.beside(found.words), ground, source, found.tasks)
+
+
+def _named_dtype(dtype: DType | torch.dtype) -> DType:
+    name = dtype_name(dtype)
+    check_choice("dtype", name, DType)
+    return cast(DType, name)
 
 
 def dtype_on(device: torch.device, dtype: DType) -> torch.dtype:
@@ -289,7 +366,7 @@ def save(
     path: str | Path,
     *,
     format: Format = "colonnade",
-    dtype: DType = "auto",
+    dtype: DType | torch.dtype = "auto",
     shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
 ) -> Path:
@@ -300,7 +377,7 @@ def save(
     :class:`CheckpointError` when the folder exists otherwise, or cannot be written.
     """
     check_choice("format", format, Format)
-    check_choice("dtype", dtype, DType)
+    dtype = _named_dtype(dtype)
     place = Path(path)
     if kind := kind_of(model.transformer):
         raise ConfigError(

@@ -28,6 +28,7 @@ from colonnade.data.progress import shown
 from colonnade.data.samples import sotu_documents
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.parallel.launch import launch
+from colonnade.train.chips import Throughput
 from colonnade.train.loop import Trainer
 from colonnade.train.trackers import ROUTING, read_rows
 
@@ -84,17 +85,34 @@ def demo(folder: Path, port: int) -> None:
                 console.print(piece.choices[0].text, end="", markup=False, soft_wrap=True)
             console.print("\n")
 
-    console.print(
-        Panel(
-            f"[bold]{time.monotonic() - began:.0f} s[/bold] from text to server. To go on:\n\n"
-            "  [bold]colonnade chat smollm2[/bold]\n      real weights, 135 million parameters\n"
-            f"  [bold]colonnade serve {run.folder}[/bold]\n      this model, for longer\n"
-            f"  [bold]colonnade train --preset smollm2-135m --data.path {corpus}[/bold]\n      a larger model\n"
-            f"  [bold]colonnade convert {run.folder} hf-model[/bold]\n      for transformers, vLLM and others",
-            title="done",
-            expand=False,
-        )
-    )
+    text = f"[bold]{time.monotonic() - began:.0f} s[/bold] from text to server. To go on:\n\n"
+    console.print(Panel(text + suggestions(run, summary.speed), title="done", expand=False))
+
+
+def suggestions(run: RunConfig, speed: Throughput | None) -> str:
+    """Commands to go on with after ``run``, and how long the long one takes at the ``speed`` of this machine."""
+    larger = RunConfig(model=preset("smollm2-135m").but(vocab_size=run.model.vocab_size))
+    takes = "hours or days"
+    if speed is not None:
+        t, sequence = larger.train, larger.data.sequence
+        flops = t.steps * t.batch * sequence * larger.model.flops_per_token(sequence, causal=False)
+        takes = _duration(flops / (1e12 * speed.tflops * run.plan.world))
+    rows = {
+        "chat smollm2": "real weights, 135 million parameters",
+        f"serve {run.folder}": "this model, for longer",
+        f"convert {run.folder} hf-model": "for transformers, vLLM and others",
+        f"train --preset smollm2-135m --data.path {run.data.path}": (
+            f"a larger model: about {takes} at the speed of this demo, minutes on a GPU; Ctrl-C saves and ends"
+        ),
+    }
+    return "\n".join(f"  [bold]colonnade {command}[/bold]\n      {what}" for command, what in rows.items())
+
+
+def _duration(seconds: float) -> str:
+    for unit, length_s in (("days", 86400), ("hours", 3600)):
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{max(1, seconds / 60):.0f} minutes"
 
 
 def settings(folder: Path, corpus: Path) -> RunConfig:

@@ -2,16 +2,17 @@
 
 import asyncio
 import functools
+import re
 import sys
 from collections.abc import Mapping
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from rich.console import Console
 
 from colonnade import api
 from colonnade.checkpoint.found import Opened
-from colonnade.config import AS_TRAINED, Device, ExpertsConfig, ModelConfig, Plan, ServeConfig
+from colonnade.config import AS_TRAINED, Device, ExpertsConfig, ModelConfig, Plan, ServeConfig, nearest
 from colonnade.config.experts import check_generates, check_task
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ColonnadeError
@@ -31,7 +32,13 @@ from colonnade.serve.worker import Load, standing
 CONTINUATION_TOKENS = 256
 """Of a text that need not come to an end by itself."""
 
-HELP = "/reset starts anew, /quit or Ctrl-D ends, Ctrl-C stops an answer"
+COMMANDS = {
+    "/help": "lists these",
+    "/reset": "starts a new conversation",
+    "/quit": "ends (as do /exit and Ctrl-D)",
+}
+"""What a line of a chat may be, beside a message."""
+HELP = "\n".join([*(f"{name:8}{what}" for name, what in COMMANDS.items()), "Ctrl-C  stops an answer"])
 
 
 @dataclass(frozen=True)
@@ -154,10 +161,14 @@ def chat(where: Where, system: str | None, params: SamplingParams) -> None:
             process = engine_process(where.loading(found), where.plan, where.serve, where.device, asyncio.Event())
             engine = runner.run(stack.enter_async_context(process))
         try:
-            console.print(f"[dim]{HELP}[/dim]")
+            console.print("[dim]/help lists the commands; Ctrl-D ends, Ctrl-C stops an answer[/dim]")
             while (said := _read()) not in (None, "/quit", "/exit"):
                 if said == "/reset":
                     messages = list(opening)
+                elif said == "/help":
+                    console.print(HELP, markup=False)
+                elif re.fullmatch(r"/\w+", said):
+                    console.print(f"there is no command {said}{nearest(said, list(COMMANDS))}", markup=False)
                 elif said:
                     messages = _turn(runner, engine, messages, said, params, console)
         finally:
@@ -165,7 +176,10 @@ def chat(where: Where, system: str | None, params: SamplingParams) -> None:
 
 
 def _read() -> str | None:
-    """A line of the user's, or None at the end of the input."""
+    """A line of the user's, or None at the end of the input; on a terminal with line editing and history."""
+    if sys.stdin.isatty():
+        with suppress(ImportError):  # Python may be built without it: then lines are plain
+            import readline  # noqa: F401 - input() uses it once it is imported
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):

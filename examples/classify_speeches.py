@@ -12,12 +12,12 @@ import argparse
 import random
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 
 import colonnade
-from colonnade.config import Plan, TrainConfig
+from colonnade.config import DataConfig, RunConfig, TrainConfig
 from colonnade.data.samples import sotu_documents
-from colonnade.parallel.mesh import Ground, choose_device
 from colonnade.tune import Example, accuracy, classifier, fit
 
 CENTURIES = (19, 20, 21)
@@ -48,22 +48,29 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--held-out", type=int, default=50, help="test passages of each century")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--runs", type=Path, help="where the five runs are kept; by default they are not")
     args = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        return tune(args, args.runs or Path(folder))
 
-    model = colonnade.load(args.model, dtype="float32")
-    encode = lambda rows: [Example(model.tokenizer.encode(text), label) for text, label in rows]  # noqa: E731
+
+def tune(args: argparse.Namespace, runs: Path) -> float:
+    """A run in ``runs`` for each seed; the median accuracy."""
+    tokenizer = colonnade.load(args.model).tokenizer
+    encode = lambda rows: [Example(tokenizer.encode(text), label) for text, label in rows]  # noqa: E731
     train, test = (encode(part) for part in passages(args.per_class, args.held_out))
     steps = max(1, args.epochs * len(train) // 16)
     found: list[float] = []
     for seed in range(args.seeds):
         settings = TrainConfig(
             steps=steps, batch=16, micro_batch=16, lr=args.lr, min_lr=0, warmup=steps // 10, schedule="linear",
-            weight_decay=0.01, beta2=0.999, seed=seed,
+            weight_decay=0.01, beta2=0.999, start=args.model, seed=seed, save_every=0,
         )  # fmt: skip
-        tuned = classifier(model.transformer, classes=len(CENTURIES), seed=seed)
-        losses = fit(tuned, train, settings, Ground.solo(choose_device(Plan(), "auto")))
-        found.append(accuracy(tuned, test))
-        print(f"seed {seed}: loss {losses[0]:.2f} -> {losses[-1]:.2f}, accuracy {found[-1]:.1%}", flush=True)
+        model = classifier(args.model, classes=len(CENTURIES))
+        run = RunConfig(name=f"seed-{seed}", runs=runs, model=model, train=settings, data=DataConfig(seed=seed))
+        fit(run, train)
+        found.append(accuracy(colonnade.load(run.folder, dtype="float32").transformer, test))
+        print(f"seed {seed}: accuracy {found[-1]:.1%}", flush=True)
     median = statistics.median(found)
     print(f"median of {len(found)} seeds: {median:.1%} of {len(test)} passages (chance {1 / len(CENTURIES):.0%})")
     return median

@@ -38,8 +38,6 @@ srun --kill-on-bad-exit=1 torchrun \
     --plan.tp 8 \
     --plan.sequence_parallel \
     --plan.dp 2 \
-    --train.dtype bfloat16 \
-    --train.compile \
     --train.keep 3 \
     --data.path "$shared/corpus" \
     --runs "$shared/runs" \

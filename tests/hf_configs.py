@@ -84,19 +84,19 @@ def _experts(draw: st.DrawFn, fields: dict[str, Any]) -> MoeConfig:
     if family.startswith("deepseek"):
         kept = draw(st.integers(1, groups))
     experts = per_group * groups
-    active = draw(st.integers(2 if family == "mixtral" else 1, per_group * kept))
-    divided = active > 1 and family != "deepseek_v2" and (family == "mixtral" or draw(st.booleans()))
-    router: dict[str, Any] = {"normalise": divided}
-    own: dict[str, Any] = {"balance": "choices", "balance_weight": draw(st.floats(1e-4, 1))}
+    active = draw(st.integers(1, per_group * kept))
+    divided = family != "deepseek_v2" and (family == "mixtral" or draw(st.booleans()))
+    router: dict[str, Any] = {"normalise": divided, "normalise_single": divided and active == 1}
+    own: dict[str, Any] = {"balance": "choices", "balance_over": "model", "balance_weight": draw(st.floats(1e-4, 1))}
     if family.startswith("deepseek"):
         router |= {"groups": groups, "groups_kept": kept, "scale": draw(st.floats(0.1, 20))}
         own |= {"first": draw(st.integers(0, layers))}
     if family == "deepseek_v2":
         router |= {"group_score": "max" if groups > 1 else "top2"}
-        own |= {"balance": "switch", "balance_weight": 0.001}
+        own |= {"balance": "switch", "balance_over": "layer", "balance_weight": 0.001}
     if family == "deepseek_v3":
         router |= {"kind": "sigmoid"}
-        own |= {"balance": "none", "bias_rate": 0.001, "balance_weight": 0.001}
+        own |= {"balance": "none", "balance_over": "layer", "bias_rate": 0.001, "balance_weight": 0.001}
     if family.startswith("qwen"):
         own |= held_layers(draw(st.integers(1, 3)), draw(st.lists(st.integers(0, layers - 1), unique=True)), layers)
     width = fields["ffn_width"] if family in ("mixtral", "olmoe") else draw(st.integers(1, 20))

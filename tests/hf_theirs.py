@@ -59,13 +59,13 @@ def same_as_transformers(
     assert same_gradients(ours, found) == len(found)
 
 
-def same_gradients(ours: Transformer, theirs: dict[str, Tensor]) -> int:
+def same_gradients(ours: Transformer, theirs: dict[str, Tensor], tolerance: float = TOLERANCE) -> int:
     """Every gradient of ours, as a file would hold it, is theirs of that name; how many these are."""
     names = [name for name, _ in ours.named_parameters()]
     forms, compared = stored_parameters(names, FAMILIES[ours.config.family].table, "the gradients"), 0
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None, name
         for their_name, gradient in forms[name].write(parameter.grad, ours.config).items():
-            assert_same(gradient, theirs[their_name], TOLERANCE, their_name)
+            assert_same(gradient, theirs[their_name], tolerance, their_name)
             compared += 1
     return compared

@@ -21,7 +21,7 @@ from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
 
-from colonnade.config import Config
+from colonnade.config import Config, file_suffix
 from colonnade.errors import CheckpointError, ConfigError
 
 MANIFEST = "manifest.json"
@@ -144,7 +144,14 @@ def begin(folder: Path, overwrite: bool = False) -> None:
 
 
 def refuse_existing(folder: Path, overwrite: bool = False) -> None:
-    """Raise :class:`CheckpointError` when ``folder`` exists, unless it is a model and ``overwrite`` lets it go."""
+    """Raise :class:`CheckpointError` when ``folder`` exists, unless it is a model and ``overwrite`` lets it go, and for
+    a name that means one file.
+    """
+    if suffix := file_suffix(folder):
+        raise CheckpointError(
+            f"{folder} names one {suffix} file, which cannot be written: the formats hf and colonnade are folders; "
+            f"leave {suffix} out"
+        )
     if folder.exists() and not overwrite:
         raise CheckpointError(f"{folder} exists already; choose another name, or replace it (--overwrite)")
     if folder.exists() and not any((folder / name).is_file() for name in (MANIFEST, "config.json")):

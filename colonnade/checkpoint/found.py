@@ -72,8 +72,9 @@ def opened(path: str | Path) -> Opened:
     return Opened(place, theirs.config, lambda model, _, put: theirs.fill(model, put), placed, words)
 
 
-def locate(path: str | Path) -> Path:
-    """The folder or file that ``path`` means: itself, a run's newest checkpoint, a package's file, or a download.
+def locate(path: str | Path, *, weights: bool = True) -> Path:
+    """The folder or file that ``path`` means: itself, a run's newest checkpoint, a package's file, or a download, if
+    need be without the ``weights``.
 
     Raises :class:`CheckpointError` when there is nothing of that name.
     """
@@ -98,7 +99,7 @@ def locate(path: str | Path) -> Path:
     near = _models_near(place)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
         try:
-            return fetch(str(path))
+            return fetch(str(path), weights=weights)
         except CheckpointError as error:
             if not place.parent.is_dir():
                 raise CheckpointError(f"{error}{near}") from None

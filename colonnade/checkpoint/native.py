@@ -38,7 +38,7 @@ from colonnade.parallel.mesh import Ground
 META = "checkpoint.json"
 TOKENIZER = "tokenizer"
 SMALL_FILES = 65536
-"""More than checkpoint.json and the manifest's frame take [bytes]."""
+"""More than the manifest's frame takes, and the line breaks of checkpoint.json [bytes]."""
 
 
 class Meta(Config):
@@ -146,7 +146,7 @@ def writing(
                     seal,
                     after,
                     overwrite=overwrite,
-                    seal_bytes=SMALL_FILES + (tokenizer.size_bytes if tokenizer else 0),
+                    seal_bytes=SMALL_FILES + len(meta.model_dump_json()) + (tokenizer.size_bytes if tokenizer else 0),
                 ),
                 planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=group,

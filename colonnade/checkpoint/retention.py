@@ -11,15 +11,15 @@ from colonnade.checkpoint import folder as folders
 from colonnade.errors import CapacityError, CheckpointError
 
 
-def prune(run: Path, keep: int, keep_every: int = 0) -> list[Path]:
+def prune(run: Path, keep: int | None, keep_every: int | None = None) -> list[Path]:
     """Delete all but the newest ``keep`` complete checkpoints of ``run``, and those of every ``keep_every``-th step.
 
-    ``keep`` 0 deletes nothing. Returns what was deleted; raises :class:`CheckpointError` for what cannot be.
+    ``keep`` None deletes nothing. Returns what was deleted; raises :class:`CheckpointError` for what cannot be.
     """
-    if not keep:
+    if keep is None:
         return []
     old = [(step, folder) for step, folder in folders.steps(run) if folders.complete(folder)][keep:]
-    gone = [folder for step, folder in old if not keep_every or step % keep_every]
+    gone = [folder for step, folder in old if keep_every is None or step % keep_every]
     for folder in gone:
         try:
             # Renamed first: a process killed halfway must not leave a folder that looks like a damaged checkpoint.
@@ -28,7 +28,7 @@ def prune(run: Path, keep: int, keep_every: int = 0) -> list[Path]:
             folders.discard(folder)
         except OSError as why:
             raise CheckpointError(
-                f"{folder} cannot be deleted: {why.strerror}; delete it, or set train.keep 0"
+                f"{folder} cannot be deleted: {why.strerror}; delete it, or leave train.keep out"
             ) from why
     return gone
 

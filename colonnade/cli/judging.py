@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from colonnade.talk import Where
 
 
+MOST_WORLD = 64
+"""Processes of one machine; plans of more take long to list."""
 TELL_S = 10.0
 """Where there is no terminal: time between two lines of progress, at least [s]."""
 
@@ -105,7 +107,7 @@ def verify(
     world: int = 4,
     all: bool = False,  # noqa: A002 - the flag's name
     device: Literal["cpu", "cuda"] = "cpu",
-    out: Path = Path("verify.json"),
+    out: Path = Path("runs/verify.json"),
 ) -> None:
     """Prove that every parallel layout computes what one process computes, on this machine's processors or GPUs.
 
@@ -124,8 +126,10 @@ def verify(
     from colonnade.parallel.pipeline import knows
     from colonnade.verify import report
 
-    if world < 1:
-        raise ConfigError(f"--world {world} is not positive; 2, 4 and 8 are usual")
+    if out.suffix not in ("", ".json"):
+        raise ConfigError(f"--out {out} names a {out.suffix} file, and the results are JSON; end it in .json")
+    if not 1 <= world <= MOST_WORLD:
+        raise ConfigError(f"--world {world} is not from 1 to {MOST_WORLD}; 2, 4 and 8 are usual")
     whole = _config_of(model)
     plans = it.all_plans(world, it.shrink(whole, 2 * world))
     config = it.shrink(whole, 1 + max(plan.all_stages for plan in plans))

@@ -19,14 +19,15 @@ from colonnade.cli.files import convert, corpus
 from colonnade.cli.judging import evaluate, verify
 from colonnade.cli.serving import chat, generate, serve
 from colonnade.cli.shared import console
-from colonnade.cli.training import demo, train, train_defaults, with_defaults
+from colonnade.cli.training import demo, presets, train, train_with_defaults
 from colonnade.config import nearest
 from colonnade.config.plugins import load_plugin
 from colonnade.errors import ColonnadeError, ConfigError, Interrupted
 
 ABOUT = """Trains and serves large transformers with one model definition, from a laptop to a cluster.
 
-A mistake is one line on stderr and exit code 1; with --debug, before or after the verb, it is a traceback.
+colonnade help VERB, or colonnade VERB --help, lists a verb's flags. A mistake is one line on stderr and exit code 1;
+with --debug, before or after the verb, it is a traceback.
 --import MODULE, likewise, imports a module of your own first, which may register routers; repeat it for several.
 --version prints the version."""
 
@@ -34,6 +35,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "demo": demo,
     "corpus": corpus,
     "train": train,
+    "presets": presets,
     "eval": evaluate,
     "generate": generate,
     "chat": chat,
@@ -53,14 +55,16 @@ SECTIONS = {
 def parse(argv: list[str]) -> Callable[[], None]:
     """The call that ``argv`` asks for, not made yet; raises SystemExit for words that no verb takes."""
     name, words = (argv or ["--help"])[0], argv[1:]
+    if name == "help":
+        return parse([*words[:1], "--help"])
     # A choice between "none" and a table of settings (rope_scaling) is made in the TOML file.
     options = {"use_underscores": True, "config": (tyro.conf.AvoidSubcommands,)}
     if name in VERBS:
-        verb = with_defaults(train, train_defaults(words)) if name == "train" else VERBS[name]
+        verb = train_with_defaults(words) if name == "train" else VERBS[name]
         return tyro.cli(_later(verb), prog=f"colonnade {name}", args=words, **options)
     if not name.startswith("-"):
         console.print(
-            f"colonnade has no verb '{name}'{nearest(name, list(VERBS))} (see colonnade --help)", soft_wrap=True
+            f"colonnade has no verb '{name}'{nearest(name, [*VERBS, 'help'])} (see colonnade help)", soft_wrap=True
         )
         sys.exit(2)
     verbs = {each: _later(verb) for each, verb in VERBS.items()}

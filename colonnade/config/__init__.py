@@ -1,6 +1,16 @@
 """Typed, frozen configurations; presets; TOML in and out; dotted overrides."""
 
-from colonnade.config.base import Config, check_choice, count, differences, nearest, shown, size
+from colonnade.config.base import (
+    Config,
+    check_choice,
+    count,
+    differences,
+    dtype_name,
+    file_suffix,
+    nearest,
+    shown,
+    size,
+)
 from colonnade.config.experts import AS_TRAINED, ExpertsConfig
 from colonnade.config.latent import LatentConfig
 from colonnade.config.model import ModelConfig, RopeScaling
@@ -31,6 +41,8 @@ __all__ = [
     "check_choice",
     "count",
     "differences",
+    "dtype_name",
+    "file_suffix",
     "nearest",
     "shown",
     "size",

@@ -5,12 +5,22 @@ mistake is a misspelt key and the commonest cure is to read the right one.
 """
 
 import difflib
+import math
 from collections.abc import Collection
-from typing import Any, Self, get_args
+from pathlib import PurePath
+from typing import Any, ClassVar, Self, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError, model_validator
 
+from colonnade.config.derive import HasRules, derive
 from colonnade.errors import ConfigError
+
+MOST_INT = (1 << 63) - 1
+"""No setting is a larger whole number: tensors hold 64 bits."""
+MOST_FLOAT = 1e15
+"""No setting is a larger number: products of a few of them stay finite in float32."""
+MOST_SIZE = 1 << 31
+"""No dimension of a tensor is larger."""
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -32,6 +42,25 @@ def check_choice(name: str, value: object, kind: object) -> None:
         raise ConfigError(f"{name} is {shown(value)}; it must be {', '.join(others)} or {last}")
 
 
+def dtype_name(value: object) -> object:
+    """``"bfloat16"`` for ``torch.bfloat16``; anything else as it is."""
+    name = str(value)
+    return name.removeprefix("torch.") if name.startswith("torch.") else value
+
+
+FILE_SUFFIXES = (
+    ".gguf", ".ggml", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".npz", ".h5", ".msgpack", ".tflite",
+    ".json", ".jsonl", ".ndjson", ".txt", ".md", ".csv", ".parquet", ".arrow", ".toml", ".yaml", ".zip", ".tar", ".gz",
+)  # fmt: skip
+"""Endings of names that mean one file of some format."""
+
+
+def file_suffix(path: PurePath) -> str:
+    """The ending of a name that means one file, such as ".gguf", or "" for what may be a folder."""
+    suffix = path.suffix.lower()
+    return suffix if suffix in FILE_SUFFIXES else ""
+
+
 def count(number: int, what: str) -> str:
     """``"1 document"``, ``"2,717 documents"``."""
     return f"{number:,} {what}" + ("" if number == 1 else "es" if what.endswith("s") else "s")
@@ -47,9 +76,11 @@ def size(n: int) -> str:
     return f"{number:.4g} {unit}"
 
 
-class Config(BaseModel):
-    """A frozen record. Derived sizes are properties; a change is a new object (:meth:`but`)."""
+class Config(HasRules):
+    """A frozen record. A change is a new object (:meth:`but`); fields that follow from others: ``RULES``."""
 
+    MAY_BE_INFINITE: ClassVar[tuple[str, ...]] = ()
+    """Fields for which infinity means something."""
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
     def __init__(self, **values: Any):
@@ -58,9 +89,34 @@ class Config(BaseModel):
         except ValidationError as report:
             raise ConfigError(_one_line(type(self), report)) from None
 
+    @model_validator(mode="after")
+    def _within_bounds(self) -> Self:
+        """Refuse numbers that no setting can mean, before anything computes with them."""
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for one in cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,):
+                said = f"{type(self).__name__}.{name} is {shown(one)}: "
+                if isinstance(one, int) and abs(one) > MOST_INT:
+                    raise ConfigError(f"{said}no setting goes beyond {MOST_INT:,}; lower it")
+                if isinstance(one, float) and not abs(one) <= MOST_FLOAT:
+                    if name in self.MAY_BE_INFINITE and one == math.inf:
+                        continue
+                    raise ConfigError(f"{said}it must be a finite number of {MOST_FLOAT:g} or less")
+        return self
+
     def but(self, **changes: Any) -> Self:
-        """A copy with some fields changed, validated as if it had been written so from the start."""
-        return type(self)(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
+        """A copy with some fields changed, and with those that follow from them (``RULES``); validated as a new one.
+
+        A section that is given whole (``moe=...``) is kept as it is.
+        """
+        values: dict[str, Any] = dict(self) | changes
+        within: dict[str, dict[str, object]] = {}
+        for path, value in derive(self, changes).items():
+            section, _, field = path.rpartition(".")
+            within.setdefault(section, {})[field] = value
+        values |= within.pop("", {})
+        values |= {section: values[section].but(**fields) for section, fields in within.items()}
+        return type(self)(**values)
 
 
 def differences(was: Config, now: Config, leave: Collection[str] = (), prefix: str = "") -> list[str]:

@@ -8,10 +8,10 @@ from pydantic import Field
 
 from colonnade.config.base import Config, count
 from colonnade.config.model import ModelConfig
-from colonnade.config.moe import RouterConfig
+from colonnade.config.moe import MOST_CAPACITY, MOST_EXPERTS, RouterConfig
 from colonnade.errors import ConfigError
 
-Capacity = Annotated[float, Field(allow_inf_nan=False)] | Literal["off"] | None
+Capacity = Annotated[float, Field(ge=-MOST_CAPACITY, le=MOST_CAPACITY, allow_inf_nan=False)] | Literal["off"] | None
 """A capacity factor, "off" for none (dropless), or None: as trained."""
 TOLD = 12
 """Names of tasks that an error lists."""
@@ -20,15 +20,15 @@ TOLD = 12
 class ExpertsConfig(Config):
     """How a mixture of experts works where it is not trained; what is left out stays as it was trained."""
 
-    active: int | None = Field(default=None, ge=1)
+    active: int | None = Field(default=None, ge=1, le=MOST_EXPERTS)
     """A: experts that a token goes to (top-k); None: as trained."""
     capacity: Capacity = None
     """Capacity factor, or off: every token reaches its experts; None: as trained."""
-    task: Annotated[int, Field(ge=0)] | str | None = None
+    task: Annotated[int, Field(ge=0, lt=1 << 16)] | str | None = None
     """Router 'task': the task that all tokens are of: its number, or the name that the corpus gave it, of a file also
     without its folder and ending (colonnade corpus --tasks tells numbers and names; a number is never taken for a
     name)."""
-    resident: int | None = Field(default=None, ge=1)
+    resident: int | None = Field(default=None, ge=1, le=1 << 20)
     """Layers whose experts are in the device's memory at a time; those of all others wait in host memory and come while
     the layers before them compute (2 or more; with 1 nothing overlaps). None: all layers'."""
 

@@ -31,9 +31,10 @@ def check(run: "RunConfig") -> None:
             f"{run.micro_batches} micro-batches of {t.micro_batch}; set train.micro_batch {t.batch}, {without}"
         )
     ragged = run.data.separate_documents or not run.model.causal
-    if ragged and (t.dtype not in ("bfloat16", "float16") or run.model.head_width % HEAD_MULTIPLE):
+    dtype = t.resolved("cuda").dtype
+    if ragged and (dtype not in ("bfloat16", "float16") or run.model.head_width % HEAD_MULTIPLE):
         raise ConfigError(
-            f"train.cuda_graph: sequences of unequal lengths in {t.dtype} with heads of width {run.model.head_width} "
+            f"train.cuda_graph: sequences of unequal lengths in {dtype} with heads of width {run.model.head_width} "
             "run one by one, and the host reads their lengths; set data.separate_documents false for a model of equal "
             f"sequences, or train.dtype bfloat16 and heads of a multiple of {HEAD_MULTIPLE}, {without}"
         )

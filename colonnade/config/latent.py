@@ -2,19 +2,19 @@
 
 from pydantic import Field
 
-from colonnade.config.base import Config
+from colonnade.config.base import MOST_SIZE, Config
 
 
 class LatentConfig(Config):
     """How a token is compressed; the model's head_width is that of queries and keys, rotary part included."""
 
-    kv_rank: int = Field(gt=0)
+    kv_rank: int = Field(gt=0, le=MOST_SIZE)
     """Width of the vector that keys and values of all heads are made of."""
-    rope_width: int = Field(gt=0)
+    rope_width: int = Field(gt=0, le=MOST_SIZE)
     """Of each query and key head, how much at its end is turned by the position; the keys' is one for all heads."""
-    v_width: int = Field(gt=0)
+    v_width: int = Field(gt=0, le=MOST_SIZE)
     """Width of a value head."""
-    q_rank: int = Field(default=0, ge=0)
+    q_rank: int = Field(default=0, ge=0, le=MOST_SIZE)
     """Width of the vector that queries of all heads are made of; 0: they are made of the token itself."""
     norm_eps: float = Field(default=1e-6, gt=0)
     """Added to the variance of the two compressed vectors."""

@@ -5,13 +5,14 @@ RMSNorm, SwiGLU, grouped heads) and BERT (both directions, segments, a top of it
 never the family's name, which only says how :mod:`colonnade.checkpoint.hf` spells the weights on disk.
 """
 
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, cast
 
 from pydantic import Field, model_validator
 
-from colonnade.config.base import Config
+from colonnade.config.base import MOST_SIZE, Config
 from colonnade.config.latent import LatentConfig
 from colonnade.config.moe import MoeConfig
+from colonnade.config.sizes import MODEL_RULES, divisors
 from colonnade.errors import ConfigError
 
 Family = Literal[
@@ -19,6 +20,7 @@ Family = Literal[
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3",
 ]  # fmt: skip
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
+MOST_PARAMETERS = 10**15
 Top = Literal["unembed", "masked", "pretraining", "encoder", "classes", "spans"]
 
 
@@ -30,7 +32,7 @@ class RopeScaling(Config):
     yarn: NTK by parts with an attention temperature (Peng 2023)."""
     factor: float = Field(gt=0)
     """The new context over the original one."""
-    original_context: int = Field(default=8192, gt=0)
+    original_context: int = Field(default=8192, gt=0, le=MOST_SIZE)
     """Context of the first training [tokens]."""
     low_freq_factor: float = Field(default=1.0, gt=0)
     """llama3: wavelengths above original_context / this are divided by the whole factor."""
@@ -40,11 +42,11 @@ class RopeScaling(Config):
     """yarn: rotations within the original context above which a frequency is left as it is."""
     beta_slow: float = Field(default=1.0, gt=0)
     """yarn: rotations below which a frequency is divided by the whole factor."""
-    attention_factor: float | None = None
+    attention_factor: float | None = Field(default=None, gt=0)
     """yarn: multiplies cos and sin; None computes 0.1·ln(factor) + 1 (or mscale's ratio)."""
-    mscale: float | None = None
+    mscale: float | None = Field(default=None, ge=0)
     """yarn, DeepSeek's variant: numerator's coefficient of the attention temperature."""
-    mscale_all_dim: float | None = None
+    mscale_all_dim: float | None = Field(default=None, ge=0)
     """yarn, DeepSeek's variant: denominator's coefficient."""
     truncate: bool = True
     """yarn: round the band's two ends to whole dimensions, as the authors' code does."""
@@ -53,23 +55,25 @@ class RopeScaling(Config):
 class ModelConfig(Config):
     """The sizes and choices of one :class:`colonnade.model.Transformer`."""
 
+    RULES = MODEL_RULES
+
     family: Family = "llama"
     """How the weights are named on disk when saved for Hugging Face."""
-    vocab_size: int = Field(gt=0)
+    vocab_size: int = Field(gt=0, le=MOST_SIZE)
     """V: rows of the embedding; any number, never padded by the plan."""
-    layers: int = Field(gt=0)
+    layers: int = Field(gt=0, le=1 << 20)
     """L: transformer blocks."""
-    width: int = Field(gt=0)
+    width: int = Field(gt=0, le=MOST_SIZE)
     """D: the residual stream."""
-    heads: int = Field(gt=0)
+    heads: int = Field(gt=0, le=MOST_SIZE)
     """N: query heads."""
-    kv_heads: int = Field(default=0, ge=0)
+    kv_heads: int = Field(default=0, ge=0, le=MOST_SIZE)
     """K: key/value heads; 0 means as many as query heads."""
-    head_width: int = Field(default=0, ge=0)
+    head_width: int = Field(default=0, ge=0, le=MOST_SIZE)
     """H: width of a head; 0 means width / heads."""
-    ffn_width: int = Field(gt=0)
+    ffn_width: int = Field(gt=0, le=MOST_SIZE)
     """F: hidden width of the feed-forward part."""
-    context: int = Field(default=1024, gt=0)
+    context: int = Field(default=1024, gt=0, le=MOST_SIZE)
     """The longest sequence, in tokens."""
     positions: Literal["learned", "rotary"] = "rotary"
     """learned: a table added to the embedding (GPT-2). rotary: queries and keys are turned (Su 2021)."""
@@ -104,13 +108,13 @@ class ModelConfig(Config):
     """Latent attention in the place of plain heads (DeepSeek)."""
     tied: bool = False
     """The output projection is the embedding."""
-    window: int | None = Field(default=None, gt=0)
+    window: int | None = Field(default=None, gt=0, le=MOST_SIZE)
     """Sliding window: a query sees itself and window − 1 earlier tokens (Mistral); None sees all."""
-    window_from_layer: int = Field(default=0, ge=0)
+    window_from_layer: int = Field(default=0, ge=0, le=MOST_SIZE)
     """The first layer that has the window (Qwen2's max_window_layers)."""
     causal: bool = True
     """False: every token sees its whole sequence (BERT, and decoders turned into encoders for embeddings)."""
-    segments: int = Field(default=0, ge=0)
+    segments: int = Field(default=0, ge=0, le=MOST_SIZE)
     """Rows of a table of segments added to the embedding (BERT: 2, for its pairs of texts); 0 has no table."""
     embed_norm: bool = False
     """Normalise the sum of the embeddings (the original BERT)."""
@@ -118,7 +122,7 @@ class ModelConfig(Config):
     """What stands on the last block. unembed: the vocabulary's logits. The others need causal = false. masked: logits
     through BERT's transform. pretraining: masked, with a pooler and the order of two sentences. encoder: a pooler
     alone. classes: a pooler and a classifier. spans: the first and the last token of an answer."""
-    classes: int = Field(default=0, ge=0)
+    classes: int = Field(default=0, ge=0, le=MOST_SIZE)
     """Outputs of the classifier (top = classes)."""
     moe: MoeConfig | None = None
     """Experts in the place of the feed-forward part, in some layers or all."""
@@ -155,6 +159,8 @@ class ModelConfig(Config):
             raise ConfigError("rope_scaling belongs to rotary positions; this model has learned ones; remove it")
         self._consistent_latent()
         self._consistent_top()
+        if self.parameters > MOST_PARAMETERS:
+            raise ConfigError(f"{self.parameters:.3g} parameters are more than any machine holds; lower the sizes")
         return self
 
     def _consistent_latent(self) -> None:
@@ -197,15 +203,6 @@ class ModelConfig(Config):
             )
         if not self.tied and self.top in ("encoder", "classes", "spans"):
             raise ConfigError(f"top = '{self.top}' has no output projection that could be untied; set tied to true")
-
-    def but(self, **changes: Any) -> Self:
-        """A copy with some fields changed; sizes that followed from others follow the new ones."""
-        return super().but(**(self.derived(*changes) | changes))
-
-    def derived(self, *given: str) -> dict[str, int]:
-        """The fields that follow from others, back to 0 ("work it out"), unless they are among ``given``."""
-        follows = {"kv_heads": self.kv_heads == self.heads, "head_width": self.head_width * self.heads == self.width}
-        return {name: 0 for name, so in follows.items() if so and name not in given}
 
     @property
     def group(self) -> int:
@@ -319,9 +316,5 @@ class ModelConfig(Config):
         seen = min(sequence, self.window) if self.window else sequence
         widths = self.head_width + (self.latent.v_width if self.latent else self.head_width)
         scores = seen * self.heads * widths * (0.5 if causal and self.causal else 1.0)
-        return 3 * 2 * (self.layers * (self._projections + scores) + ffn + self.width * self.vocab_size)
-
-
-def divisors(n: int) -> list[int]:
-    """The divisors of ``n``, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+        head = self.width * self.vocab_size if self.causal or self.predicts_masked else 0
+        return 3 * 2 * (self.layers * (self._projections + scores) + ffn + head)

@@ -12,9 +12,11 @@ from pydantic import Field, model_validator
 
 from colonnade.config.base import Config, count
 from colonnade.config.model import ModelConfig, divisors
+from colonnade.config.moe import MOST_EXPERTS
 from colonnade.errors import PlanError
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+MOST_RANKS = 1 << 20
 SEVERAL = ("interleaved", "zero_bubble")
 """Schedules in which a rank may have several stages."""
 
@@ -22,7 +24,7 @@ SEVERAL = ("interleaved", "zero_bubble")
 class Plan(Config):
     """How one model is laid over processes."""
 
-    tp: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Tensor parallel: ranks that share each layer's heads, hidden width and vocabulary (Megatron-LM)."""
     sequence_parallel: bool = False
     """Between the tensor-parallel parts each tp rank keeps its share of the tokens only (Korthikanti 2022)."""
@@ -30,45 +32,47 @@ class Plan(Config):
     """Products begin with the rows that are on this rank while copy engines bring the others', and sums are sent off
     while the rest is multiplied; needs sequence_parallel, and GPUs of one machine (a CPU does it one after the other).
     Fast only as a recorded graph: set train.cuda_graph too."""
-    cp: int = Field(default=1, ge=1)
+    cp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Context parallel: ranks that share each sequence's tokens; keys travel round a ring (Liu 2023)."""
-    pp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Pipeline parallel: ranks that hold the layers one after another."""
     schedule: Schedule = "1f1b"
     """Order of a pipeline's micro-batches: gpipe (Huang 2019), 1f1b (Narayanan 2019), interleaved (Narayanan 2021),
     zero_bubble (Qi 2023)."""
-    stages: int = Field(default=1, ge=1)
+    stages: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Pipeline stages on each rank; more than one needs interleaved or zero_bubble."""
-    layers: tuple[int, ...] = ()
+    layers: tuple[Annotated[int, Field(ge=1, le=1 << 20)], ...] = ()
     """Blocks of each pipeline stage in order; empty: as even as possible, the first and the last stage lightest."""
-    dp: int = Field(default=1, ge=1)
+    dp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Data parallel: ranks that hold shards of the weights (FSDP) and read different samples."""
-    replicate: int = Field(default=1, ge=1)
+    replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Copies of the whole data-parallel group, each with samples of its own (hybrid sharding)."""
     reshard: bool = True
     """FSDP gives gathered weights back after the forward pass and gathers them again; False keeps them: faster, larger.
     A pipeline always keeps them until its step is over."""
 
-    ep: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Expert parallel: ranks of a pipeline stage that share a layer's experts among them, whatever else they share."""
-    sh: int = Field(default=1, ge=1)
+    sh: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Ranks that share each expert's hidden units."""
-    degree: Annotated[int, Field(ge=0)] | Literal["auto"] = 1
+    degree: Annotated[int, Field(ge=0, le=MOST_RANKS)] | Literal["auto"] = 1
     """r: 0: all experts' weights are gathered on every rank. r of the divisors of sh: tokens travel, each to r ranks of
     its expert (Tutel). auto: whichever is faster, layer by layer, by measured links and the load (overlap too). What is
     stored where is the same for all."""
-    overlap: int = Field(default=1, ge=1)
+    overlap: int = Field(default=1, ge=1, le=1 << 10)
     """p: parts in which tokens travel to the experts, each while the experts compute the one before."""
 
-    shadows: int = Field(default=0, ge=0)
+    shadows: int = Field(default=0, ge=0, le=MOST_EXPERTS)
     """So many experts, those of the highest load at each step, are gathered on every rank, and their tokens stay where
     they are (FasterMoE's shadowing)."""
-    near: int = Field(default=0, ge=0)
+    near: int = Field(default=0, ge=0, le=MOST_RANKS)
     """Tokens travel in two steps: among so many neighbouring ranks (those of a machine), then across (Tutel's 2DH); 0:
     in one."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Plan":
+        if self.world > MOST_RANKS:
+            raise PlanError(f"the plan needs {self.world:,} processes, more than {MOST_RANKS:,}; lower its axes")
         if self.tp_overlap and not self.sequence_parallel:
             raise PlanError(
                 "tp_overlap moves the rows of which each tensor-parallel rank keeps its share; "

@@ -2,10 +2,7 @@
 
 from typing import Any
 
-from colonnade.config.model import Family, ModelConfig
-
-WITH_EXPERTS: dict[Family, Family] = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
-"""As what a dense family's models can be saved for Hugging Face when they have experts; others keep their name."""
+from colonnade.config.model import ModelConfig
 
 
 def gpt2(layers: int, width: int, heads: int, **fields: Any) -> ModelConfig:

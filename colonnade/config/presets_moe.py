@@ -8,8 +8,8 @@ from colonnade.config.model import ModelConfig, RopeScaling
 from colonnade.config.moe import MoeConfig, RouterConfig
 from colonnade.config.presets_common import gpt2, qwen3
 
-HF_BALANCE: dict[str, Any] = {"balance": "choices", "balance_weight": 0.001}
-"""The balance loss as transformers counts it, and its weight in Qwen's files."""
+HF_BALANCE: dict[str, Any] = {"balance": "choices", "balance_over": "model"}
+"""The balance loss as transformers computes it."""
 
 
 def _mixtral(layers: int, width: int, heads: int, ffn_width: int, context: int, weight: float) -> ModelConfig:
@@ -23,12 +23,12 @@ def _mixtral(layers: int, width: int, heads: int, ffn_width: int, context: int, 
         ffn_width=ffn_width,
         context=context,
         rope_theta=1e6,
-        moe=MoeConfig(experts=8, active=2, ffn_width=ffn_width, balance="choices", balance_weight=weight),
+        moe=MoeConfig(experts=8, active=2, ffn_width=ffn_width, **HF_BALANCE, balance_weight=weight),
     )
 
 
 def _qwen3(layers: int, width: int, heads: int, ffn_width: int, expert_width: int) -> ModelConfig:
-    moe = MoeConfig(experts=128, active=8, ffn_width=expert_width, **HF_BALANCE)
+    moe = MoeConfig(experts=128, active=8, ffn_width=expert_width, **HF_BALANCE, balance_weight=0.001)
     return qwen3(layers, width, heads, ffn_width, family="qwen3_moe", kv_heads=4, moe=moe)
 
 
@@ -84,7 +84,7 @@ MOE_PRESETS: dict[str, Callable[[], ModelConfig]] = {
         qkv_bias=True,
         moe=MoeConfig(
             experts=60, active=4, ffn_width=1408, shared_width=5632, shared_gate=True,
-            router=RouterConfig(normalise=False), **HF_BALANCE,
+            router=RouterConfig(normalise=False), **HF_BALANCE, balance_weight=0.001,
         ),
     ),
     # Qwen/Qwen3-30B-A3B, -235B-A22B
@@ -102,7 +102,7 @@ MOE_PRESETS: dict[str, Callable[[], ModelConfig]] = {
         qk_norm=True,
         qk_norm_over="all",
         moe=MoeConfig(
-            experts=64, active=8, ffn_width=1024, balance="choices", balance_weight=0.01, z_weight=0.001,
+            experts=64, active=8, ffn_width=1024, **HF_BALANCE, balance_weight=0.01, z_weight=0.001,
             router=RouterConfig(normalise=False),
         ),
     ),

@@ -16,7 +16,7 @@ Cache = Literal["stored", "int8", "float8"]
 class ServeConfig(Config):
     """Limits of one serving engine."""
 
-    page_tokens: int | None = Field(default=None, gt=0)
+    page_tokens: int | None = Field(default=None, gt=0, le=1 << 20)
     """Tokens in one page of the key/value cache; None: 16, on a GPU 64."""
     weights: Weights = "stored"
     """How the matrices of a model are kept in memory: as the dtype says, or in fewer bits, quantised while they are
@@ -38,9 +38,9 @@ class ServeConfig(Config):
     """Keep the pages of what was answered until the room is needed: who begins alike starts from there."""
     shared_reading: bool = True
     """Read keys that several requests share once for all of them, where our kernels run and it is faster."""
-    max_requests: int = Field(default=64, gt=0)
+    max_requests: int = Field(default=64, gt=0, le=1 << 16)
     """Requests in one forward pass."""
-    token_budget: int | None = Field(default=None, gt=0)
+    token_budget: int | None = Field(default=None, gt=0, le=1 << 24)
     """Tokens in one forward pass: decodes first, then chunks of prompts; None: 512, on a GPU 2048."""
     run_ahead: bool | None = None
     """Hand the next forward pass to the device before the last one's tokens are known; None does so on a GPU."""
@@ -60,7 +60,7 @@ class ServeConfig(Config):
     """The name clients use; by default the last part of the model's path."""
     max_body_bytes: int = Field(default=8 << 20, gt=0)
     """The largest request body; a larger one is refused (413) [bytes]."""
-    drain_s: float = Field(default=5.0, ge=0)
+    drain_s: float = Field(default=5.0, ge=0, le=1e6)
     """Time that running requests have to finish once the server is asked to stop [s]."""
     log: bool = True
     """A line on stderr for each request: when, who, which path, which status; never what was said."""

@@ -9,12 +9,13 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast
 
 import tomlkit
 from tomlkit.items import Table
 
 from colonnade.config.base import Config
+from colonnade.config.derive import flat, follow, section_of
 from colonnade.errors import ConfigError
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -33,27 +34,41 @@ def write(config: Config, path: Path) -> None:
 
 
 def read(cls: type[AnyConfig], path: Path, base: AnyConfig | None = None) -> AnyConfig:
-    """The config in a TOML file; keys that the file leaves out come from ``base``, then from the defaults.
+    """The config in a TOML file; keys that the file leaves out follow from those it gives, or come from ``base``.
 
     Raises :class:`ConfigError`, naming file and line, for a file that is not TOML or does not describe a ``cls``.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as why:
-        reason = why.strerror if isinstance(why, OSError) else f"not UTF-8 text (byte {why.start})"
-        raise ConfigError(f"{path} cannot be read: {reason}; give a file of settings in TOML") from None
-    return parse(cls, text, str(path), base)
+    return parse(cls, _text(path), str(path), base)
 
 
 def parse(cls: type[AnyConfig], text: str, where: str = "TOML", base: AnyConfig | None = None) -> AnyConfig:
     """The same from a text; ``where`` names it in messages."""
+    values = _loads(text, where)
+    if base is not None:
+        base = follow(base, flat(values))
+    return _build(cls, values, (), _lines(text), where, base)
+
+
+def settings(path: Path) -> dict[str, object]:
+    """The settings that a TOML file gives, by dotted names."""
+    return flat(_loads(_text(path), str(path)))
+
+
+def _text(path: Path) -> str:
     try:
-        values = tomllib.loads(text)
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as why:
+        reason = why.strerror if isinstance(why, OSError) else f"not UTF-8 text (byte {why.start})"
+        raise ConfigError(f"{path} cannot be read: {reason}; give a file of settings in TOML") from None
+
+
+def _loads(text: str, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as why:
         said = re.fullmatch(r"(?P<what>.*) \(at (?:line (?P<line>\d+), column \d+|end of document)\)", str(why))
         line = (said and said["line"]) or len(text.splitlines())
         raise ConfigError(f"{where}:{line}: not TOML: {(said['what'] if said else str(why)).lower()}") from None
-    return _build(cls, values, (), _lines(text), where, base)
 
 
 def _build(
@@ -67,8 +82,8 @@ def _build(
     """Inner tables first, so that a complaint belongs to the table at hand."""
     values: dict[str, Any] = {}
     for key, value in table.items():
-        inner = _config_in(cls, key)
-        if inner is not None and isinstance(value, dict):
+        inner = section_of(cls, key)
+        if inner is not None and issubclass(inner, Config) and isinstance(value, dict):
             within = cast("dict[str, Any]", value)
             values[key] = _build(inner, within, (*at, key), lines, where, getattr(base, key, None))
         else:
@@ -80,15 +95,6 @@ def _build(
         guilty = [key for key in table if re.search(rf"\b{re.escape(key)}\b", str(why))]
         line = lines.get((*at, guilty[0])) if guilty else lines.get(at)
         raise ConfigError(f"{where}:{line or 1}: {why}") from None
-
-
-def _config_in(cls: type[Config], key: str) -> type[Config] | None:
-    """The Config class that a field holds, if it holds one (perhaps optionally)."""
-    if key not in cls.model_fields:
-        return None
-    annotation = cls.model_fields[key].annotation
-    kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
-    return next((kind for kind in kinds if issubclass(kind, Config)), None)
 
 
 def _lines(text: str) -> dict[Key, int]:

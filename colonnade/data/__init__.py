@@ -7,6 +7,7 @@ from colonnade.data.loader import Loader, NextToken
 from colonnade.data.manifest import Manifest
 from colonnade.data.pairs import Pairs
 from colonnade.data.tokenizer import Tokenizer
+from colonnade.data.tokens import TokenData, write_tokens
 from colonnade.data.wordpiece import Pieces
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "NextToken",
     "Pairs",
     "Pieces",
+    "TokenData",
     "Tokenizer",
     "build",
+    "write_tokens",
 ]

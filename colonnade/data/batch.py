@@ -49,6 +49,8 @@ class Batch:
     """int64: the rows of the stream that have a target, and some that have none, so that their count rarely changes."""
     first_R: Tensor | None = None
     """int64: the row at which each sample begins."""
+    stride: int | None = None
+    """How far apart the numbers of two samples' first tokens are in the global batch; None: T / samples."""
     orders_R: Tensor | None = None
     """int64: whether each pair is in order (0) or swapped (1), or IGNORE."""
     tasks_T: Tensor | None = None

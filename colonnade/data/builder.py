@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from colonnade.config import file_suffix
+from colonnade.config.base import MOST_SIZE
 from colonnade.data.division import Division, Drawn, divide
 from colonnade.data.manifest import MANIFEST, SPLITS, Manifest, SplitRecord, token_dtype
 from colonnade.data.progress import Built, Listener
@@ -53,8 +55,8 @@ def build(
     ``separator`` is what stands between the documents of a text file (by default a file is one). ``tasks`` says what
     task a document is of, for a router that decides by it: "source", the one of ``sources`` that it came from, or
     "field:NAME", what that field or column of it holds. ``validation_share``
-    is the share of documents kept from training: at least one, and of a single document the end. ``shard_tokens`` is
-    the size of a file of tokens. ``overwrite`` replaces a corpus that is in the way.
+    is the share of documents kept from training: at least one, and of a single document spans spread over it.
+    ``shard_tokens`` is the size of a file of tokens. ``overwrite`` replaces a corpus that is in the way.
 
     Raises :class:`DataError` for what cannot be read or written and for no documents at all; :class:`ConfigError` for
     settings out of range.
@@ -91,13 +93,14 @@ def build(
             end_id=tokenizer.eos_ids[0],
             tokenizer_sha256=tokenizer.fingerprint,
             validation_share=validation_share,
+            spans=division.spans,
             source_bytes=size_bytes,
             tasks=None if names is None else tuple(names),
             train=train,
             validation=validation,
         )
         manifest.save(folder)
-        _publish(folder, out)
+        publish(folder, out)
     except OSError as error:  # the sources' own are DataErrors by now
         raise DataError(f"cannot write {out}: {error.strerror}; make room, or choose another place") from error
     finally:
@@ -128,6 +131,8 @@ def _check_settings(
         raise ConfigError("a tokenizer is given, and a WordPiece vocabulary is to be learnt; leave out one of them")
     if tokenizer is not None and vocab_size is not None:
         raise ConfigError(f"--tokenizer is given, and --vocab_size {vocab_size} to learn one; leave out one of them")
+    if vocab_size is not None and not 0 < vocab_size <= MOST_SIZE:
+        raise ConfigError(f"--vocab_size {vocab_size} is not from 1 to {MOST_SIZE}; 8192 is usual for a small corpus")
     if not 0 <= validation_share < 1:
         raise ConfigError(f"--validation_share {validation_share} is not in [0, 1); it is a share of the documents")
     if shard_tokens < 1:
@@ -137,6 +142,8 @@ def _check_settings(
 
 
 def _check_free(out: Path, overwrite: bool) -> None:
+    if suffix := file_suffix(out):
+        raise DataError(f"{out} names one {suffix} file, and a corpus is a folder; leave {suffix} out")
     if out.is_dir() and not any(out.iterdir()):
         return
     if (out / MANIFEST).is_file():
@@ -216,7 +223,7 @@ def _number(names: dict[str, int], task: str | None) -> int:
     return names.setdefault(task, len(names))
 
 
-def _publish(folder: Path, out: Path) -> None:
+def publish(folder: Path, out: Path) -> None:
     """Give the finished folder its name; what it replaces is deleted only when it stands there."""
     aside = folder.with_name(f"{folder.name}.old")
     if replaced := (out / MANIFEST).is_file():

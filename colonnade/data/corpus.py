@@ -27,7 +27,8 @@ class Corpus:
             name: Split(self.path, name, record, dtype) for name, record in zip(SPLITS, records, strict=True)
         }
         if verify:
-            self._verify_tokenizer()
+            if self.has_tokenizer:
+                self._verify_tokenizer()
             for split in self._splits.values():
                 split.verify()
 
@@ -43,9 +44,16 @@ class Corpus:
             )
         return split
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """False for tokens that were given without one (:func:`colonnade.data.write_tokens`)."""
+        return self.manifest.tokenizer_sha256 is not None
+
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens; raises :class:`DataError` when its file has changed since."""
+        """The tokenizer that made the tokens; raises :class:`DataError` for none, and for a file that has changed."""
+        if not self.has_tokenizer:
+            raise DataError(f"{self.path} holds tokens without a tokenizer; give it too: Trainer(…, tokenizer=…)")
         self._verify_tokenizer()
         return Tokenizer.from_file(self.path / "tokenizer")
 

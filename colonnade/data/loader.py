@@ -57,7 +57,7 @@ class Loader:
 
     def __init__(
         self,
-        split: Split,
+        split: Split | None,
         config: DataConfig,
         batch: int,
         micro_batch: int,
@@ -65,14 +65,17 @@ class Loader:
         dp_size: int = 1,
         objective: Objective | None = None,
     ):
-        """``objective`` is :class:`NextToken` by default.
+        """``objective`` is :class:`NextToken` of ``split`` by default.
 
         Raises :class:`ConfigError` when the ranks cannot share a batch, :class:`DataError` for too few tokens.
         """
         if batch % dp_size:
             raise ConfigError(f"a batch of {batch} samples does not divide over {dp_size} data ranks; "
                               f"make it a multiple, such as {-(-batch // dp_size) * dp_size}")  # fmt: skip
-        self._objective = objective or NextToken(split, config)
+        if objective is None:
+            assert split is not None, "samples come from a split or from an objective"
+            objective = NextToken(split, config)
+        self._objective = objective
         self.samples = self._objective.samples
         """Samples in the split: one epoch."""
         assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)

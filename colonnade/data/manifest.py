@@ -13,7 +13,7 @@ Equal sources and settings give a byte-identical folder: there are no dates or p
 
 import hashlib
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -52,6 +52,17 @@ class SplitRecord(_Record):
     """Where documents have tasks."""
     shards: tuple[Shard, ...]
 
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Sizes and checksums of its files, in plain values."""
+        return {
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "shards": [shard.sha256 for shard in self.shards],
+            "document_ends": self.documents_sha256,
+            "tasks": self.tasks_sha256,
+        }
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         sizes = [shard.tokens for shard in self.shards]
@@ -67,10 +78,13 @@ class Manifest(_Record):
     version: Literal[1] = 1
     dtype: Literal["uint16", "uint32"]
     vocab_size: int = Field(gt=0)
-    end_id: int = Count
-    """The token after each document."""
-    tokenizer_sha256: str = Sha256
+    end_id: int | None = Field(default=None, ge=0)
+    """The token after each document; None: documents were given as tokens."""
+    tokenizer_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """None: the tokens came without a tokenizer."""
     validation_share: float = Field(ge=0, lt=1)
+    spans: int | None = Field(default=None, gt=0)
+    """Of a corpus of one document: how many spans of it are held out, each a document of its own."""
     source_bytes: int = Count
     tasks: tuple[str, ...] | None = Field(default=None, min_length=1)
     """Their names, by number; None: documents have none."""
@@ -82,6 +96,12 @@ class Manifest(_Record):
         if any((split.tasks_sha256 is None) != (self.tasks is None) for split in (self.train, self.validation)):
             raise ValueError("a split's tasks are known and their names are not, or the other way round")
         return self
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Which tokens in which order, in plain values, without a look at the files."""
+        splits = {name: split.fingerprint for name, split in zip(SPLITS, (self.train, self.validation), strict=True)}
+        return {"tokenizer": self.tokenizer_sha256, **splits}
 
     @property
     def numpy_dtype(self) -> np.dtype:

@@ -1,16 +1,28 @@
-"""BERT's samples: two neighbouring stretches of one document, in order or swapped, with masks.
+"""BERT's samples: two neighbouring runs of sentences of one document, in order or swapped, with masks.
 
     [CLS] first [SEP] second [SEP]            segments 0 0 0 1 1        at most ``sequence`` tokens
 
-A document of n tokens is read in ⌈n / (sequence − 3)⌉ windows of that length, spread evenly, so that only a document
-shorter than one gives a shorter sample. What such samples leave free of a batch is filled up at its end, with sequences
-that no sample sees and that have no targets, so that every batch has as many tokens (torch.compile and pipelines need
-one shape). A window is cut where a sentence ends (where it has
-no such place, between two words), and one time in two its halves change places: to tell is the sentence-order task
-(Lan 2020, arXiv 1909.11942, section 3.1), which replaces BERT's next-sentence task as in Megatron-LM, section 4.2.
+Which of two runs came first is the sentence-order task (Lan 2020, arXiv 1909.11942, section 3.1), which replaces BERT's
+next-sentence task as in Megatron-LM, section 4.2. Only what the runs say may tell the order. So both are treated alike:
 
-Where to cut, whether to swap and what to mask are functions of (seed, number), ``number`` counting all samples that a
-run has seen over all its ranks: the same for any plan and after any resume, and another in each epoch.
+- A sample starts at the first sentence after a random position of its document and takes as many whole sentences as
+  fit. A sentence that does not fit is left out, not cut: the sentence that crosses a bound is longer than others, and
+  its end would always be in the later run.
+- The cut is drawn from all inner ends of sentences. One time in two the runs change places.
+- Two sentences that exceed a sample together are truncated after the swap, the longer first, at its front and its back,
+  to whole words (Devlin 2019, appendix A.2).
+- Where a sentence is longer than a sample, or ends nowhere, the sample is a run of words of twice its length, cut
+  between any two of them and truncated likewise: without its neighbour a word at the cut does not tell the order.
+
+Devlin's ``short_seq_prob`` of the samples aim at a random shorter length. A document of n tokens has
+⌈n / (sequence − 3)⌉ samples an epoch, each in its own share of the document. What samples leave free of a batch is
+filled up at its end with sequences that no sample sees and that have no targets, so that every batch has as many tokens
+(torch.compile and pipelines need one shape).
+
+Where a sample starts, where it is cut, whether it is swapped and what is masked are functions of (seed, number),
+``number`` counting all samples that a run has seen over all its ranks: the same for any plan and after any resume, and
+another in each epoch. To find the sentences a sample reads a few times its length around its start, whatever the
+corpus's size.
 """
 
 from collections.abc import Sequence
@@ -22,6 +34,7 @@ import torch
 from colonnade.config import DataConfig
 from colonnade.data.batch import Batch, power_of_two
 from colonnade.data.masking import budget, key_of, mask, uniforms
+from colonnade.data.sentences import sentence_starts
 from colonnade.data.shards import Split
 from colonnade.data.wordpiece import Pieces
 from colonnade.errors import ConfigError, DataError
@@ -103,31 +116,64 @@ class Pairs:
         )
 
     def sample(self, number: int, key: int) -> Sample:
-        """Sample ``number`` (0 .. samples − 1), cut and ordered by ``key``."""
-        document = int(np.searchsorted(self._before, number, side="right")) - 1
-        which, windows = number - self._before[document], self._before[document + 1] - self._before[document]
-        length, body = int(self._lengths[document]), self._body
-        start = int(self._starts[document])
-        if windows > 1:
-            start += int(which * (length - body) // (windows - 1))
-        window = self._split.read(start, start + min(length, body))
-        where, swap = uniforms(key_of(key, _ORDER), 2)
-        cut = self._cut(window, where)
+        """Sample ``number`` (0 .. samples − 1), placed, cut and ordered by ``key``."""
+        where, short, size, cut, swap = uniforms(key_of(key, _ORDER), 5)
+        target = self._body if short >= self._config.short_seq_prob else 2 + int(size * (self._body - 1))
+        tokens, edges = self._run(number, where, target)
+        middle = int(edges[1 + int(cut * (len(edges) - 2))])
+        halves = tokens[edges[0] : middle], tokens[middle : edges[-1]]
         order = int(swap < 0.5)
-        first, second = (window[cut:], window[:cut]) if order else (window[:cut], window[cut:])
+        first, second = self._truncated(halves[order], halves[1 - order], uniforms(key_of(key, _FRONT), 2))
         cls, sep = [self._pieces.cls], [self._pieces.sep]
         tokens = np.concatenate([cls, first, sep, second, sep]).astype(np.int64)
         return Sample(tokens, (np.arange(len(tokens)) >= len(first) + 2).astype(np.int64), order)
 
-    def _cut(self, window: np.ndarray, where: float) -> int:
-        """Where the second half begins: after a sentence, else before a word, else anywhere; ``where`` in [0, 1)."""
-        inner = np.arange(1, len(window))
-        word = ~self._pieces.continues_V[window[1:]]
-        for places in (inner[word & self._pieces.ends_V[window[:-1]]], inner[word], inner):
-            if len(places):
-                return int(places[int(where * len(places))])
-        raise AssertionError("a window has two tokens or more")
+    def _run(self, number: int, where: float, target: int) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens around a sample, edges in them): it is tokens edges[0] .. edges[-1], cut at one between.
+
+        Starts range from one sample before the document, which is its beginning, to its end, where a sample takes the
+        last sentences: so the tokens of a document are all about equally likely to be in one.
+        """
+        document = int(np.searchsorted(self._before, number, side="right")) - 1
+        share, shares = number - self._before[document], self._before[document + 1] - self._before[document]
+        length, body = int(self._lengths[document]), self._body
+        start = int((share + where) * (length + body) / shares) - body
+        low, high = max(0, start - 2 * body), min(length, start + 3 * body)
+        tokens = self._split.read(int(self._starts[document]) + low, int(self._starts[document]) + high)
+        bounds = [[0] * (low == 0), sentence_starts(tokens, self._pieces), [len(tokens)] * (high == length)]
+        edges, start = np.concatenate(bounds).astype(np.int64), max(start - low, 0)
+
+        at = int(np.searchsorted(edges, start))
+        to_the_end = high == length and len(tokens) - edges[at] <= target
+        if to_the_end:
+            at = int(np.searchsorted(edges, len(tokens) - target))
+        chosen = edges[at : np.searchsorted(edges, edges[at] + target, side="right")] if at < len(edges) else edges[:0]
+        if len(chosen) < 3:
+            chosen = edges[-3:] if to_the_end else edges[at : at + 3]
+        if len(chosen) < 3 or (len(chosen) == 3 and max(np.diff(chosen)) > body):
+            start = min(start, max(len(tokens) - 2 * body, 0))
+            chosen = self._words(tokens, start, min(start + 2 * body, len(tokens)), least=2)
+        return tokens, chosen
+
+    def _words(self, tokens: np.ndarray, start: int, stop: int, least: int) -> np.ndarray:
+        """Where words begin from ``start`` to ``stop``, or where tokens do, if ``least`` words are not there."""
+        begins = np.append(~self._pieces.continues_V[tokens], True)
+        edges = start + np.flatnonzero(begins[start : stop + 1])
+        return edges if len(edges) > least else np.arange(start, stop + 1)
+
+    def _truncated(self, first: np.ndarray, second: np.ndarray, front: np.ndarray) -> list[np.ndarray]:
+        """Both segments, within a sample's length together: the longer loses tokens until they are equally long.
+
+        Of what each loses, ``front`` is the share that is taken off its front.
+        """
+        kept: list[np.ndarray] = []
+        for half, other, share in ((first, second, front[0]), (second, first, front[1])):
+            most = max(self._body - len(other), self._body // 2)
+            start = int(share * (max(len(half) - most, 0) + 1))
+            edges = self._words(half, start, start + most, least=1) if len(half) > most else (0, len(half))
+            kept.append(half[edges[0] : edges[-1]])
+        return kept
 
 
-_BERT, _ORDER = 0xBE27, 0x50B
+_BERT, _ORDER, _FRONT = 0xBE27, 0x50B, 0xF207
 """Keep these draws apart from those of the cursor, and from those of the masks."""

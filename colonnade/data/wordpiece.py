@@ -5,6 +5,7 @@ vocabulary from left to right, every piece but the first spelt with "##" (Wu 201
 2019, section 3). The counting and cutting is the ``tokenizers`` library's.
 """
 
+import string
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,7 +19,11 @@ from colonnade.errors import ConfigError, DataError
 PAD, UNKNOWN, CLS, SEP, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 SPECIAL = (PAD, UNKNOWN, CLS, SEP, MASK)
 CONTINUES = "##"
-SENTENCE_ENDS = (".", "!", "?")
+FULL_STOP = "."
+SENTENCE_ENDS = (FULL_STOP, "!", "?")
+CLOSING = frozenset("\"'”’)]»")
+TITLES = frozenset(["mr", "mrs", "ms", "messrs", "dr", "st", "gen", "col", "capt", "gov", "sen", "rev", "hon", "prof"])
+"""Words after which a full stop ends no sentence."""
 _LEAST = 256
 
 
@@ -69,6 +74,14 @@ class Pieces:
     """Whether a token goes on with the word of the one before."""
     ends_V: np.ndarray
     """Whether a token ends a sentence."""
+    stops_V: np.ndarray
+    """Whether it is a full stop, which may also abbreviate."""
+    closes_V: np.ndarray
+    """Whether it is a closing quote or bracket."""
+    abbreviates_V: np.ndarray
+    """Whether a full stop after it ends no sentence: a single letter, a title."""
+    digits_V: np.ndarray
+    """Whether it is a number, or a part of one."""
     special_V: np.ndarray
     """Whether it is a control token."""
     ordinary: np.ndarray
@@ -94,6 +107,10 @@ class Pieces:
             found[MASK],
             np.array([word.startswith(CONTINUES) for word in spelt]),
             np.array([word in SENTENCE_ENDS for word in spelt]),
+            np.array([word == FULL_STOP for word in spelt]),
+            np.array([word in CLOSING for word in spelt]),
+            np.array([word.lower() in TITLES or (len(word) == 1 and word in string.ascii_letters) for word in spelt]),
+            np.array([word.removeprefix(CONTINUES).isdigit() for word in spelt]),
             special_V,
             np.flatnonzero(~special_V),
         )

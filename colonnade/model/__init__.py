@@ -2,7 +2,7 @@
 
 from colonnade.model.attend import Packed, Paged
 from colonnade.model.cache import KVCache
-from colonnade.model.encoder_heads import Classes, Hidden, Orders, Pooled, Pretraining, Spans
+from colonnade.model.encoder_heads import Classes, ClassLoss, Hidden, Orders, Pooled, Pretraining, Spans
 from colonnade.model.head import Loss, Rows
 from colonnade.model.initialise import initialise
 from colonnade.model.loss import IGNORE
@@ -13,6 +13,7 @@ from colonnade.model.transformer import Transformer
 
 __all__ = [
     "IGNORE",
+    "ClassLoss",
     "Classes",
     "Hidden",
     "KVCache",

@@ -5,11 +5,13 @@ A sequence is known by its first token, [CLS]: ``first_R`` holds where each of R
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.model.head import Loss, Projection
 from colonnade.model.loss import IGNORE
+from colonnade.model.noise import POOLED, PlaceNoise
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,30 @@ class Classes:
 
     def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
         """logits_RC."""
-        assert onto.top is not None, "a causal model has no classifier"
-        assert onto.top.classes is not None, "this model has no classifier"
-        return onto.top.classes(onto.top.pooled(onto.axes.together(x_tD, T)[self.first_R]))
+        return _classified(Pooled(self.first_R)(x_tD, T, onto), onto)
+
+
+@dataclass(frozen=True)
+class ClassLoss:
+    """The summed cross-entropy of a classifier, and the number of labels (``top = classes``)."""
+
+    first_R: Tensor
+    labels_R: Tensor
+    """The class of each sequence, or IGNORE."""
+    smoothing: float = 0.0
+    noise: PlaceNoise | None = None
+    """Of the first tokens: drops elements of the pooled vectors, as BERT's fine-tuning does."""
+
+    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> tuple[Tensor, Tensor]:
+        """(sum of the losses, number of labels) on all tp ranks; in float32, or float64 for a float64 model."""
+        pooled_RD = Pooled(self.first_R)(x_tD, T, onto)
+        if self.noise is not None:
+            pooled_RD = self.noise.drop(pooled_RD, POOLED, self.noise.rates.residual)
+        logits_RC = _classified(pooled_RD, onto)
+        logits_RC = logits_RC.to(torch.promote_types(logits_RC.dtype, torch.float32))
+        options = {"ignore_index": IGNORE, "label_smoothing": self.smoothing}
+        total = F.cross_entropy(logits_RC, self.labels_R, reduction="sum", **options)
+        return total, (self.labels_R != IGNORE).sum()
 
 
 @dataclass(frozen=True)
@@ -88,3 +111,9 @@ class Pretraining:
         order = F.cross_entropy(logits_R2, self.orders_R, ignore_index=IGNORE, reduction="sum")
         weight = self.weight.to(masked.dtype) if isinstance(self.weight, Tensor) else self.weight
         return masked + weight * order, count
+
+
+def _classified(pooled_RD: Tensor, onto: Projection) -> Tensor:
+    assert onto.top is not None, "a causal model has no classifier"
+    assert onto.top.classes is not None, "this model has no classifier"
+    return onto.top.classes(pooled_RD)

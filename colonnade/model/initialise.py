@@ -2,7 +2,7 @@
 
 A parameter's generator is seeded by the run's seed and the parameter's *name*; the whole tensor is drawn on the CPU in
 float32 and each rank keeps its share. So any plan, any order of construction and any thread count start from the same
-numbers (DESIGN §5; drawing 4096² costs 0.1 s).
+numbers (drawing 4096² costs 0.2 s).
 
     matrices, embeddings   N(0, init_std)
     residual outputs       N(0, init_std / √(2L))      (Radford 2019; Megatron-LM, section 4)
@@ -11,9 +11,9 @@ numbers (DESIGN §5; drawing 4096² costs 0.1 s).
 Each expert is drawn by a name of its own.
 """
 
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,26 +21,20 @@ from colonnade.model.quantised import Place, in_place
 from colonnade.model.transformer import Transformer
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of, share
+from colonnade.parallel.randomness import generator
 
 RESIDUAL_OUTPUTS = ("attention.out.weight", "ffn.down.weight", "shared.down.weight", "experts.down")
 
 
-def initialise(model: Transformer, seed: int, place: Place = in_place) -> Transformer:
+def initialise(model: Transformer, seed: int, place: Place = in_place, leave: Container[str] = ()) -> Transformer:
     """Fill ``model`` from ``seed``, one parameter after another, and its buffers with 0; returns it.
 
     ``place`` gets this rank's share of each, before FSDP cuts it: a sharded model needs no more memory than its shards
-    and one parameter (:meth:`colonnade.parallel.fsdp.Masters.place`).
+    and one parameter (:meth:`colonnade.parallel.fsdp.Masters.place`). Names in ``leave`` are left as they are.
     """
     std = model.config.init_std
-    fill(
-        model,
-        model.axes,
-        model.whole_shapes(),
-        seed,
-        place,
-        std=std,
-        residual_std=std / (2 * model.config.layers) ** 0.5,
-    )
+    residual_std = std / (2 * model.config.layers) ** 0.5
+    fill(model, model.axes, model.whole_shapes(), seed, place, leave, std=std, residual_std=residual_std)
     return model
 
 
@@ -51,6 +45,7 @@ def fill(
     shapes: Mapping[str, torch.Size],
     seed: int,
     place: Place = in_place,
+    leave: Container[str] = (),
     *,
     std: float,
     residual_std: float,
@@ -79,12 +74,12 @@ def fill(
         return _share(shape, placement, axes, lambda part, of: _drawn(of, f"{name}{part}", seed, own))
 
     for name, held in (*model.named_parameters(), *model.named_buffers()):
-        place(name, held, mine(name))
+        if name not in leave:
+            place(name, held, mine(name))
 
 
 def _drawn(shape: torch.Size, name: str, seed: int, std: float) -> Tensor:
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+    return torch.from_numpy(generator(seed, name).standard_normal(tuple(shape), dtype=np.float32)).mul_(std)
 
 
 def _share(shape: torch.Size, placement: Placement, axes: Axes, drawn: Callable[[str, torch.Size], Tensor]) -> Tensor:

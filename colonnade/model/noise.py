@@ -20,13 +20,15 @@ from colonnade.parallel.randomness import keys
 
 EMBEDDING, ATTENTION, FFN = 0, 1, 2
 """Sites on the residual stream."""
+POOLED = 3
+"""Site of a classifier's input, at the embedding's place."""
 
 
 class Rates(NamedTuple):
     """The share of elements that is dropped, 0 <= rate < 1."""
 
     residual: float = 0.0
-    """Of what attention and the feed-forward part add to the residual stream."""
+    """Of what attention and the feed-forward part add to the residual stream, and of a classifier's input."""
     attention: float = 0.0
     """Of the attention's probabilities."""
     embedding: float = 0.0

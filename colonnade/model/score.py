@@ -50,8 +50,8 @@ def score(
 
     Raises :class:`~colonnade.errors.RequestError` for fewer than two tokens or a context or stride that cannot be.
     """
-    context = context or model.config.context
-    stride = stride or context
+    context = model.config.context if context is None else context
+    stride = context if stride is None else stride
     if not model.config.causal:
         raise RequestError(
             "perplexity needs a causal model, and this one attends in both directions (causal = False): it sees the "

@@ -29,6 +29,7 @@ from colonnade.model.head import Head, Projection
 from colonnade.model.latent import LatentAttention
 from colonnade.model.linear import Linear
 from colonnade.model.moe import MixtureOfExperts, Report, Routed
+from colonnade.model.moe.losses import attach_pooled
 from colonnade.model.noise import ATTENTION, EMBEDDING, FFN, PlaceNoise, drop
 from colonnade.model.norm import Norm
 from colonnade.model.recompute import again
@@ -192,11 +193,16 @@ class Transformer(nn.Module):
             routed = Routed.at(i, stream.tokens_T, stream.routing) if self.config.experts_of(i) else None
             x_tD, report = block(x_tD, T, turn, sees, noise and noise.at(i), routed)
             if report is not None and stream.routing is not None:
-                stream.routing.reports[i] = report
+                stream.routing.note(i, report)
         if span.stop < self.config.layers:
             return x_tD
         assert self.norm is not None, "the last span ends with the head"
-        return head(self.norm(x_tD), T, self.output)
+        normed_tD: Tensor = self.norm(x_tD)
+        if stream.routing is not None and self.config.moe is not None:
+            moe = stream.routing.moe or self.config.moe
+            layers = moe.layers_among(self.config.layers)
+            normed_tD = attach_pooled(normed_tD, stream.routing, moe, layers, self.axes.grid.tokens)
+        return head(normed_tD, T, self.output)
 
     @property
     def output(self) -> Projection:

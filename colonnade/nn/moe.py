@@ -61,6 +61,10 @@ class MoE(nn.Module):
         super().__init__()
         if axes.sequence_parallel:
             raise PlanError("nn.MoE takes the tokens whole on each tp rank; build the plan without sequence_parallel")
+        if moe.pools_layers:
+            raise ConfigError(
+                "balance_over 'model' is one loss of all layers, and nn.MoE is one layer; set balance_over 'layer'"
+            )
         config = ModelConfig(
             vocab_size=1, layers=1, width=width, heads=1, positions="learned", ffn_width=moe.ffn_width,
             activation=activation, gated=gated, ffn_bias=bias, moe=moe, init_std=init_std,

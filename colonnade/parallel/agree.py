@@ -40,5 +40,13 @@ def agree(settings: Mapping[str, Any], ranks: Axis) -> None:
     )
 
 
+def first_says(text: str, ranks: Axis) -> str:
+    """The first rank's ``text``, on all ``ranks``."""
+    said = text.encode()
+    length = int(ranks.broadcast_(torch.tensor(len(said))))
+    letters = torch.tensor(list(said if ranks.rank == 0 else bytes(length)), dtype=torch.uint8)
+    return bytes(ranks.broadcast_(letters).tolist()).decode() if length else ""
+
+
 def _value(settings: Mapping[str, Any], name: str) -> str:
     return str(settings[name]) if name in settings else "none"

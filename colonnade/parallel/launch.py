@@ -103,6 +103,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def job() -> tuple[str, str]:
+    """(id, attempt) of this process's Slurm job, empty outside one; a requeue keeps the id."""
+    return os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
+
+
 def local_ranks(plan: Plan) -> int:
     """How many of the ranks are on this machine."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if dist.is_torchelastic_launched() else plan.world

@@ -1,8 +1,8 @@
 """Memory that the GPUs of one machine read and write in each other (torch's symmetric memory, over NVLink or PCIe)."""
 
+import hashlib
 import socket
 import warnings
-import zlib
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ def shared(axis: Axis, count: int, device: torch.device) -> tuple[Tensor, Any]:
 
 def reachable(axis: Axis, device: torch.device, *, able: bool = True) -> bool:
     """Whether all ranks of ``axis`` are ``able``, and stand on one machine whose GPUs reach each other's memory."""
-    here = torch.tensor([zlib.crc32(socket.gethostname().encode()), device.index or 0])
+    host = int.from_bytes(hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest(), "big")
+    here = torch.tensor([host, device.index or 0])
     host_R, gpu_R = axis.everyones_(here).T
     able = able and bool((host_R == host_R[0]).all())
     if able:

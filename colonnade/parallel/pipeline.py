@@ -54,10 +54,15 @@ def knows(plan: Plan) -> bool:
     return plan.pp == 1 or plan.schedule != "zero_bubble" or TORCH >= (2, 13)
 
 
-class Stage(nn.Module):
-    """One stage: ``run(x, i)`` is its part of the forward pass of micro-batch ``i``, over the modules it is made of."""
+Run = Callable[[tuple[Tensor, ...], int], tuple[Tensor, ...] | Tensor]
+"""A stage's forward pass of micro-batch ``i``: what the previous stage sent (nothing for the first) to what this one
+sends, or for the last to the result."""
 
-    def __init__(self, number: int, modules: Sequence[nn.Module], run: Callable[[Tensor | None, int], Tensor]):
+
+class Stage(nn.Module):
+    """One stage: ``run(sent, i)`` is its forward pass of micro-batch ``i``, over the modules it is made of."""
+
+    def __init__(self, number: int, modules: Sequence[nn.Module], run: Run):
         super().__init__()
         self.number = number
         self.held = nn.ModuleList(modules)  # what FSDP gathers for this stage, and torch differentiates by
@@ -65,9 +70,9 @@ class Stage(nn.Module):
         self.after_weights: Callable[[], object] = lambda: None
         """Called when a micro-batch's gradients of weights are there, where the schedule computes them apart."""
 
-    def forward(self, x: Tensor, i: Tensor) -> Tensor:
-        """The activations of the previous stage (the first stage has none) to this one's."""
-        return self._run(None if self.number == 0 else x, int(i))
+    def forward(self, *sent: Tensor, i: Tensor) -> tuple[Tensor, ...] | Tensor:
+        """What the previous stage sent (the first stage has nothing) to what this one sends."""
+        return self._run(() if self.number == 0 else sent, int(i))
 
 
 @functools.cache
@@ -89,8 +94,8 @@ def _split() -> "type[PipelineStage]":
 class Pipeline:
     """This rank's stages and how micro-batches go through them.
 
-    ``example`` is an activation tensor of the shape and type that travels between stages for each micro-batch; all
-    micro-batches of a step have the same. The last stage's result is the micro-batch's loss, 0-dim.
+    ``examples`` are tensors of the shapes and types that travel between stages for each micro-batch, the activations
+    first; all micro-batches of a step have the same. The last stage's result is the micro-batch's loss, 0-dim.
     """
 
     def __init__(self, stages: Sequence[Stage], plan: Plan, axis: Axis, device: torch.device):
@@ -99,11 +104,11 @@ class Pipeline:
         self.total = plan.all_stages
         self._schedules: dict[object, Any] = {}
 
-    def step(self, count: int, example: Tensor) -> None:
+    def step(self, count: int, examples: Sequence[Tensor]) -> None:
         """Forward and backward of ``count`` micro-batches."""
-        key = (count, example.shape, example.dtype)
+        key = (count, *((example.shape, example.dtype) for example in examples))
         if key not in self._schedules:  # a schedule serves one shape: gloo aborts the process otherwise
-            self._schedules[key] = self._schedule(count, example)
+            self._schedules[key] = self._schedule(count, examples)
         numbers = torch.arange(count)
         first = any(stage.number == 0 for stage in self.stages)
         last = any(stage.number == self.total - 1 for stage in self.stages)
@@ -111,35 +116,35 @@ class Pipeline:
         self._schedules[key].step(*([numbers] if first else []), i=numbers, target=target, return_outputs=False)
 
     @torch.no_grad()
-    def relay(self, example: Tensor) -> Tensor | None:
+    def relay(self, examples: Sequence[Tensor]) -> Tensor | None:
         """The forward pass of micro-batch 0 alone; its result, where the last stage is."""
         result, i = None, torch.tensor(0)
         for stage in self.stages:
-            x = example
+            sent = examples
             if stage.number > 0:
-                x = collectives.receive(example, (self.axis.rank - 1) % self.axis.size, self.axis.group)
-            y = stage(x, i)
+                sender = (self.axis.rank - 1) % self.axis.size
+                sent = [collectives.receive(example, sender, self.axis.group) for example in examples]
+            given = stage(*sent, i=i)
             if stage.number < self.total - 1:
-                collectives.send(y, (self.axis.rank + 1) % self.axis.size, self.axis.group)
+                for tensor in given:
+                    collectives.send(tensor, (self.axis.rank + 1) % self.axis.size, self.axis.group)
             else:
-                result = y
+                result = given
         return result
 
-    def _schedule(self, count: int, example: Tensor) -> Any:
+    def _schedule(self, count: int, examples: Sequence[Tensor]) -> Any:
         from torch.distributed import pipelining
 
         group = collectives.group_of(self.axis.group)
-        made = [self._stage(stage, example, group) for stage in self.stages]
+        made = [self._stage(stage, examples, group) for stage in self.stages]
         schedule = getattr(pipelining, SCHEDULES[self.plan.schedule])
         held = made if self.plan.schedule in SEVERAL else made[0]
         return schedule(held, count, loss_fn=lambda loss, _: loss.sum(), scale_grads=False)  # type: ignore[arg-type]
 
-    def _stage(self, stage: Stage, example: Tensor, group: dist.ProcessGroup) -> "PipelineStage":
+    def _stage(self, stage: Stage, examples: Sequence[Tensor], group: dist.ProcessGroup) -> "PipelineStage":
         """The shapes are said, not found out: torch would run a forward pass to learn them."""
-        travels = example.detach().to("meta").requires_grad_()
-        takes = torch.arange(1) if stage.number == 0 else travels
-        loss = torch.zeros((), device="meta", dtype=torch.promote_types(example.dtype, torch.float32))
-        gives = travels if stage.number < self.total - 1 else loss
-        return _split()(
-            stage, stage.number, self.total, self.device, input_args=(takes,), output_args=(gives,), group=group
-        )
+        travel = tuple(example.detach().to("meta").requires_grad_() for example in examples)
+        takes = (torch.arange(1),) if stage.number == 0 else travel
+        loss = torch.zeros((), device="meta", dtype=torch.promote_types(examples[0].dtype, torch.float32))
+        gives = travel if stage.number < self.total - 1 else (loss,)
+        return _split()(stage, stage.number, self.total, self.device, input_args=takes, output_args=gives, group=group)

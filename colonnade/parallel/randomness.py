@@ -7,8 +7,14 @@ A generator has a state, so what it gives depends on who drew before. Here what 
 
 and of what else tells its elements apart. Ranks that hold the same token agree about it without a word, ranks that hold
 different ones are independent, a step that is taken again is the same step, and recomputation is safe.
+
+Initial weights are drawn by a generator of their own for each name, whose seed has 128 bits. torch's generator for CPUs
+keeps only the low 32 bits of a seed, of which among 45,000 names two are likely to be equal; so it is numpy's.
 """
 
+import hashlib
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +30,16 @@ def keys(seed: int, step: int, places: int, device: torch.device | str = "cpu") 
     signed = [key - (key >> 63 << 64) for key in found]
     # From memory that is not pinned a copy may wait for all that the device has to do before it.
     return torch.tensor(signed, dtype=torch.int64, pin_memory=gpu).to(device, non_blocking=gpu)
+
+
+def name_seed(seed: int, name: str) -> int:
+    """128 bits that depend on the seed and the name alone, in any process."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), "big")
+
+
+def generator(seed: int, name: str) -> np.random.Generator:
+    """The generator that draws what is called ``name`` in a run of this ``seed``."""
+    return np.random.Generator(np.random.PCG64(name_seed(seed, name)))
 
 
 def _mix(x: int) -> int:

@@ -8,7 +8,8 @@ from colonnade.config import ServeConfig
 from colonnade.errors import CapacityError, ConfigError, PlanError, RequestError
 from colonnade.model import KVCache, Transformer
 from colonnade.model.quantised import kind_of, tensors_of
-from colonnade.serve.memory import FLOAT8, Asked, free_bytes, pages_of, widens_float8
+from colonnade.parallel.device_memory import share_bytes
+from colonnade.serve.memory import FLOAT8, Asked, pages_of, widens_float8
 from colonnade.serve.pages import PagePool
 from colonnade.serve.prompts import check_vocabulary
 from colonnade.serve.room import check_room, told
@@ -58,7 +59,7 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
             device=weight.device, kind=config.cache,
         )  # fmt: skip
     except RuntimeError:  # torch's only type for a failed allocation on a CPU; on a GPU its pieces may not fit
-        raise CapacityError(told(asked, asked.needs(), free_bytes(weight.device) + held)) from None
+        raise CapacityError(told(asked, asked.needs(), share_bytes(weight.device) + held)) from None
 
 
 def check_plan(model: Transformer) -> None:

@@ -9,13 +9,12 @@
 A pass of t tokens (``token_budget``) holds at its highest the stream, its norm and three rows of f hidden units, or
 the projections z and rotated heads; keys and values of one context (s) gathered from their pages; and for each of r
 requests (``max_requests``) v logits, once more in float32 and the sampler's noise in float64. What the allocator wastes
-and libraries take is not in it: for that a part of what is free is not promised (:data:`SHARE`).
+and libraries take is not in it: for that a part of what is free is not promised
+(:data:`~colonnade.parallel.device_memory.SHARE`).
 """
 
-import os
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 
 import torch
 
@@ -30,8 +29,6 @@ from colonnade.serve.settle import Site, settled
 
 FLOAT8 = (8, 9)
 """The least compute capability that widens float8 in a kernel."""
-SHARE = 0.95
-"""Of the memory that is free, what may be promised."""
 
 
 @dataclass(frozen=True)
@@ -181,31 +178,3 @@ def spare_pages(axes: Axes, serve: ServeConfig) -> int:
 def widens_float8(device: torch.device) -> bool:
     """Whether kernels for ``device`` can, as far as this machine tells."""
     return device.type == "cpu" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= FLOAT8
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that may be asked for: on a GPU also what torch holds in reserve, on a CPU what the machine and the
-    container leave.
-    """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(_machine_bytes(Path("/proc/meminfo")), _container_bytes(Path("/sys/fs/cgroup")))
-
-
-def _machine_bytes(meminfo: Path) -> int:
-    """What the machine has available; all that it has, where the system does not tell."""
-    if meminfo.is_file():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines() if ":" in line)
-        if "MemAvailable" in lines:
-            return int(lines["MemAvailable"].split()[0]) << 10
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _container_bytes(group: Path) -> int:
-    """What is left of the limit of a control group (version 2); files that it caches give way."""
-    limit, used, details = (group / name for name in ("memory.max", "memory.current", "memory.stat"))
-    if not (limit.is_file() and used.is_file()) or (most := limit.read_text(encoding="ascii").strip()) == "max":
-        return 1 << 62
-    stat = dict(line.split() for line in details.read_text(encoding="ascii").splitlines()) if details.is_file() else {}
-    return int(most) - int(used.read_text(encoding="ascii")) + int(stat.get("inactive_file", 0))

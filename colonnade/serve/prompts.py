@@ -5,8 +5,9 @@ be told apart is refused here by name, where it would else be answered as someth
 """
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
+from typing import Any
 
 from colonnade.config import shown
 from colonnade.errors import RequestError
@@ -14,6 +15,8 @@ from colonnade.serve.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
 """Text, or token ids as they are."""
+Message = Mapping[str, Any]
+"""{"role": "user", "content": "..."}"""
 
 
 def token_ids(tokens: object, vocab_size: int, what: str, allowed: str = "token ids") -> tuple[int, ...]:
@@ -56,6 +59,22 @@ def several(prompts: object) -> list[Prompt]:
         f"prompts is {shown(prompts)}; give a list of prompts, each a text or a list of token ids: generate([…])",
         param="prompt",
     )
+
+
+def is_list_of_prompts(prompt: object) -> bool:
+    """Whether ``prompt`` is a list of texts or of lists of ids, and not one list of ids."""
+    return _all(prompt, lambda one: isinstance(one, str | Sequence) or getattr(one, "ndim", 0) == 1)
+
+
+def is_conversation(prompt: object) -> bool:
+    """Whether ``prompt`` is a list of messages."""
+    return _all(prompt, lambda one: isinstance(one, Mapping))
+
+
+def _all(prompt: object, right: Callable[[object], bool]) -> bool:
+    """Whether ``prompt`` is a list that is not empty, and all of it ``right``."""
+    each: Sequence[object] = prompt if isinstance(prompt, list | tuple) else ()
+    return bool(each) and all(right(one) for one in each)
 
 
 def checked(params: object) -> SamplingParams:

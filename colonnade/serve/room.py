@@ -15,11 +15,10 @@ from colonnade.config.quantised import check as check_weights
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.model import Transformer
 from colonnade.model.moe.resident import experts_of
+from colonnade.parallel.device_memory import share_bytes
 from colonnade.serve.memory import (
-    SHARE,
     Asked,
     Needs,
-    free_bytes,
     page_bytes_of,
     pages_of,
     spare_pages,
@@ -60,7 +59,7 @@ def check_room(asked: Asked, held: int = 0) -> None:
             f"--serve.cache_bytes {serve.cache_bytes} holds no page of {page} tokens, which takes {page_bytes} bytes; "
             f"give {page_bytes * -(-context // page)} for one whole context of {context} tokens"
         )
-    there = asked.serve.memory_bytes or int(SHARE * free_bytes(asked.device)) + held
+    there = asked.serve.memory_bytes or share_bytes(asked.device) + held
     needs = asked.needs()
     if needs.total > there:
         raise CapacityError(told(asked, needs, there))

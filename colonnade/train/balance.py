@@ -15,7 +15,7 @@ from torch import Tensor
 from colonnade.config import ModelConfig
 from colonnade.model import Transformer
 from colonnade.model.moe import MixtureOfExperts, Report, Spread
-from colonnade.model.moe.routing import blame
+from colonnade.model.moe.routing import Pooled, blame
 from colonnade.parallel.axis import Axis
 
 
@@ -54,8 +54,7 @@ def routed(
         return None
     by_layer = [[report[layer] for report in reports] for layer in layers]
     counts_LC = model.axes.grid.tokens.sum_(torch.stack([_counts(row) for row in by_layer]))
-    some, whole = by_layer[0][0].balance, max(1, sum(tokens))
-    share_M = torch.stack([some.new_full((), n / whole) for n in tokens])  # filled there: a copy would wait
+    share_M = _shares(by_layer[0][0].balance, tokens)
     return Routed(
         layers,
         counts_LC[:, :-2],
@@ -66,6 +65,20 @@ def routed(
         torch.stack([torch.stack([r.finite for r in row]).all() for row in by_layer]),
         [spread[layer if len(spread) > 1 else 0] for layer in layers],
     )
+
+
+def pooled_balance(pooled: Sequence[Pooled], tokens: Sequence[int]) -> Tensor | None:
+    """The balance loss over all layers together, a mean over a step's micro-batches of so many ``tokens``; None on
+    ranks without the last pipeline stage, and where each layer has a loss of its own.
+    """
+    losses = [each.balance for each in pooled if each.balance is not None]
+    return torch.stack(losses) @ _shares(losses[0], tokens) if losses else None
+
+
+def _shares(like: Tensor, tokens: Sequence[int]) -> Tensor:
+    """share_M: each micro-batch's part of the step's tokens, filled on the device, where a copy would wait."""
+    whole = max(1, sum(tokens))
+    return torch.stack([like.new_full((), n / whole) for n in tokens])
 
 
 def _counts(reports: Sequence[Report]) -> Tensor:
@@ -88,8 +101,12 @@ Table = dict[int, dict[str, Any]]
 """By layer, for people and files: its load by expert and the rest, as plain numbers."""
 
 
-def tabled(found: Routed | None, model: ModelConfig, pp: Axis, device: torch.device) -> Table:
-    """What the layers of all pipeline ranks did; waits for the device, and every rank must ask."""
+def tabled(
+    found: Routed | None, model: ModelConfig, pp: Axis, device: torch.device, balance: Tensor | None = None
+) -> Table:
+    """What the layers of all pipeline ranks did, with the same ``balance`` loss for each where it is one of all layers
+    together (of the last stage's ranks); waits for the device, and every rank must ask.
+    """
     if model.moe is None:
         return {}
     E, layers = model.moe.experts, [i for i in range(model.layers) if model.experts_of(i)]
@@ -99,6 +116,8 @@ def tabled(found: Routed | None, model: ModelConfig, pp: Axis, device: torch.dev
         how_L2 = torch.tensor([(it.degree, it.overlap) for it in found.spread_L], device=device)
         columns = (found.dropped_L, found.balance_L, found.z_L, found.sent_bytes_L, *how_L2.unbind(1))
         all_LC[rows] = torch.cat((found.load_LE, *(column[:, None] for column in columns)), 1).double()
+    if balance is not None:
+        all_LC[:, E + 1] = balance
     return {
         layer: {
             "load": [int(n) for n in row[:E]],

@@ -35,10 +35,11 @@ class FusedAdamW(AdamW):
 
     @torch.no_grad()
     def step(
-        self, lr: float, skip: Tensor | None = None, scale: Tensor | None = None, clip: Tensor | None = None
+        self, lr: float | Tensor, skip: Tensor | None = None, scale: Tensor | None = None, clip: Tensor | None = None
     ) -> None:
         """As :meth:`AdamW.step`, after the gradients were multiplied by ``clip``; and write the copies."""
         t, graded = self._train, self._masters.graded
+        self._count(skip)
         skip, factor = self._zero if skip is None else skip, self._one if clip is None else clip
         factor = (factor if scale is None else factor / scale).to(self._one.dtype)
         weights = [

@@ -8,9 +8,22 @@ from torch import Tensor
 
 from colonnade.config import ModelConfig, MoeConfig, TrainConfig
 from colonnade.data import Batch
-from colonnade.model import IGNORE, Loss, Noise, Orders, Packed, Pretraining, Rates, Ring, Stream, Transformer
+from colonnade.model import (
+    IGNORE,
+    ClassLoss,
+    Loss,
+    Noise,
+    Orders,
+    Packed,
+    Pretraining,
+    Rates,
+    Ring,
+    Stream,
+    Transformer,
+)
 from colonnade.model.moe import Report, Routing, Spread, Units
 from colonnade.model.moe.router import draws
+from colonnade.model.moe.routing import Pooled
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,8 @@ class Terms:
     """What they decide by, where it is not the model's own."""
     reports: list[Mapping[int, Report]] = field(default_factory=list)
     """Filled as micro-batches are laid: where their layers of experts will report."""
+    pooled: list[Pooled] = field(default_factory=list)
+    """Likewise: their balance losses over all layers together."""
 
 
 VALIDATION = Terms()
@@ -38,8 +53,8 @@ VALIDATION = Terms()
 
 def lay(
     batch: Batch, model: Transformer, terms: Terms = VALIDATION
-) -> tuple[Stream, Packed | Ring, Loss | Pretraining]:
-    """(stream, attend, head) of ``batch`` on this rank; the head gives (loss sum, its tokens)."""
+) -> tuple[Stream, Packed | Ring, Loss | Pretraining | ClassLoss]:
+    """(stream, attend, head) of ``batch`` on this rank; the head gives (loss sum, number of targets)."""
     T, cp, config, noise = len(batch.tokens_T), model.axes.cp, model.config, terms.noise
     if noise is not None:
         noise = noise.of_tokens(numbers(batch))
@@ -54,6 +69,7 @@ def lay(
         routing = Routing(numbers(batch), terms.router_weight, units=units, steps=terms.steps, moe=terms.moe)
         if terms.router_weight is not None:
             terms.reports.append(routing.reports)
+            terms.pooled.append(routing.pooled)
     stream = Stream(batch.tokens_T, batch.positions_T, batch.segments_T, noise, routing)
     targets_R, rows_R, first_R, orders_R = batch.targets_T, batch.predicted_R, batch.first_R, batch.orders_R
     if rows_R is not None:
@@ -73,6 +89,11 @@ def lay(
             rows_R, targets_R = _on_this_rank(here_T[rows_R], targets_R, len(mine_t))
         if first_R is not None and orders_R is not None:
             first_R, orders_R = _on_this_rank(here_T[first_R], orders_R, len(mine_t))
+    if config.top == "classes":
+        assert rows_R is not None, "a classifier trains on labelled sequences"
+        assert batch.predicted_R is not None
+        pooled = noise and noise.rows(batch.predicted_R[: len(rows_R)]).at_embedding
+        return stream, attend, ClassLoss(rows_R, targets_R, terms.smoothing, pooled)
     tokens = Loss(targets_R, terms.smoothing, rows_R)
     if config.top != "pretraining":
         return stream, attend, tokens
@@ -95,7 +116,8 @@ def numbers(batch: Batch) -> Tensor:
     if batch.first_R is None:
         return batch.first + row_T
     sample_T = torch.searchsorted(batch.first_R, row_T, right=True) - 1
-    return batch.first + sample_T * (len(row_T) // len(batch.first_R)) + row_T - batch.first_R[sample_T]
+    stride = batch.stride or len(row_T) // len(batch.first_R)
+    return batch.first + sample_T * stride + row_T - batch.first_R[sample_T]
 
 
 def _on_this_rank(row_R: Tensor, target_R: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

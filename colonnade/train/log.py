@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from colonnade.checkpoint.folder import FULL
+from colonnade.config import TrainConfig
 from colonnade.errors import CapacityError
 from colonnade.train.breakdown import Breakdown
 from colonnade.train.chips import Throughput
@@ -49,7 +50,7 @@ class Log:
     def __init__(self, session: Session, trackers: Sequence[OpenTracker] = ()):
         self.session, self.run = session, session.run
         self.first = session.ground.rank == 0
-        self.meter = Meter(session.run, session.ground, self._bad)
+        self.meter = Meter(session.run, session.ground, self._bad, session.feed.sample_tokens)
         self.screen = Screen(session.run.train.steps, shown=self.first)
         self.row: Row = {}
         self.validation_loss: float | None = None
@@ -179,15 +180,14 @@ class Log:
 
     def _introduce(self) -> None:
         it, run = self.session, self.run
-        tokens = run.train.batch * run.data.sequence
+        tokens = round(run.train.batch * it.feed.sample_tokens)
         self.screen.line(
             f"{run.name}: {run.model.size}, {run.plan} on {it.ground.device.type}, "
-            f"{run.train.dtype}, {tokens} tokens a step, {run.train.steps} steps"
+            f"{computing(run.train)}, {tokens} tokens a step, {run.train.steps} steps"
         )
         choices = {"float8": run.train.float8, "recompute": run.train.recompute, "offload": run.train.offload}
         said = [f"{name} {value}" for name, value in choices.items() if value not in ("none", "budget")]
-        said += [name for name in ("fused_adamw", "compile", "cuda_graph") if getattr(run.train, name)]
-        if said:
+        if said := said + ["cuda_graph"] * run.train.cuda_graph:
             self.screen.line(", ".join(said))
         if it.recomputed is not None:
             self.screen.line(it.recomputed)
@@ -220,6 +220,13 @@ class Log:
                 f"the disk is full: step {taken} could not be noted in {self.run.folder}; free some space; the same "
                 "command goes on from the newest checkpoint"
             ) from why
+
+
+def computing(train: TrainConfig) -> str:
+    """``"bfloat16 with float32 masters, compiled, fused AdamW"``: how a run with ``train``, resolved, computes."""
+    masters = " with float32 masters" if train.dtype in ("bfloat16", "float16") else ""
+    compiled = ", compiled" if train.compile else ""
+    return f"{train.dtype}{masters}{compiled}" + (", fused AdamW" if train.fused_adamw else "")
 
 
 def _listed(numbers: Sequence[int], most: int = 8) -> str:

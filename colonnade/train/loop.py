@@ -9,23 +9,28 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
 from colonnade.checkpoint import native
 from colonnade.config import RunConfig
+from colonnade.data import TokenData, Tokenizer, write_tokens
+from colonnade.errors import ConfigError, PlanError
 from colonnade.model.moe.router import rule
 from colonnade.parallel.agree import agree
 from colonnade.parallel.axis import world_axis
-from colonnade.parallel.launch import Interrupted, launch
+from colonnade.parallel.launch import Interrupted, launch, launched
 from colonnade.parallel.mesh import Ground, choose_device
 from colonnade.parallel.pipeline import check_schedule
 from colonnade.parallel.watchdog import BACKSTOP, Watchdog
-from colonnade.train.feed import Feed
+from colonnade.train.feed import Feed, MakeFeed
 from colonnade.train.graph import check_device
 from colonnade.train.log import Log, Summary
+from colonnade.train.memory_advice import check_memory
+from colonnade.train.run_lock import RunLock
 from colonnade.train.session import Session
-from colonnade.train.start import check_start
+from colonnade.train.start import check_start, frozen_names
 from colonnade.train.stop import Stop
 from colonnade.train.trackers import OpenTracker, flat, named
 
@@ -40,33 +45,54 @@ def check_settings(run: RunConfig) -> None:
         rule(run.evaluated, otherwise="leave --train.eval_active out")
 
 
-def check_data(run: RunConfig) -> None:
-    """Raise :class:`~colonnade.errors.ColonnadeError` for a corpus, a model to begin with, or a checkpoint to go on
-    from, that does not fit.
+def check_data(run: RunConfig, feed: MakeFeed = Feed) -> None:
+    """Raise :class:`~colonnade.errors.ColonnadeError` for data, a model to begin with, a checkpoint to go on from,
+    or names to freeze, that do not fit.
     """
-    Feed(run)
+    data = feed(run, 0, 1)
+    if run.train.freeze:
+        frozen_names(run.model, run.train.freeze)
     if (checkpoint := native.newest(run.folder)) is not None:
         native.check_model(checkpoint, run.model)
     elif run.train.start:
-        check_start(run)
+        check_start(run, data.corpus)
 
 
 class Trainer:
     """``Trainer(run).fit()`` trains ``run`` to its end, from its newest checkpoint where there is one."""
 
-    def __init__(self, run: RunConfig, trackers: Sequence[OpenTracker] = ()):
-        """``trackers`` get the metrics besides JSON Lines and TensorBoard; workers import them, so no lambdas.
+    def __init__(
+        self,
+        run: RunConfig,
+        trackers: Sequence[OpenTracker] = (),
+        feed: MakeFeed = Feed,
+        *,
+        data: TokenData | None = None,
+        validation: TokenData | None = None,
+        tokenizer: Tokenizer | str | Path | None = None,
+    ):
+        """``trackers`` get the metrics besides JSON Lines and TensorBoard, and ``feed`` opens the data; workers import
+        both, so no lambdas.
 
-        Raises :class:`~colonnade.errors.ColonnadeError` for a plan, a device or a corpus that does not fit, and for a
+        ``data`` are token lists to train on in the place of ``run.data.path``: an iterable of them, or a map-style or
+        iterable PyTorch dataset, read once and kept as a corpus in ``runs/NAME/tokens``; ``validation`` likewise, and
+        ``tokenizer`` is what checkpoints keep. Of data without a length as much is read as the run's steps need.
+
+        Raises :class:`~colonnade.errors.ColonnadeError` for a plan, a device or data that do not fit, and for a
         tracker whose package is missing.
         """
         check_settings(run)
+        if data is not None:
+            run = _with_tokens(run, data, validation, tokenizer)
+        elif validation is not None or tokenizer is not None:
+            raise ConfigError("validation and tokenizer go with data; give data too, or leave them out")
         device = choose_device(run.plan, run.device)
         if run.train.cuda_graph:
             check_device(torch.device(device))
-        check_data(run)
+        check_data(run, feed)
+        check_memory(run, device)
         named(run)
-        self.run, self.trackers = run, tuple(trackers)
+        self.run, self.trackers, self.feed = run, tuple(trackers), feed
 
     def fit(self) -> Summary:
         """Train in as many processes as the plan wants and return rank 0's summary.
@@ -75,7 +101,7 @@ class Trainer:
         checkpoint that does not fit, and for a loss that is not finite.
         """
         try:
-            return launch(train, (self.run, self.trackers), self.run.plan, self.run.train.restarts)
+            return launch(train, (self.run, self.trackers, self.feed), self.run.plan, self.run.train.restarts)
         except Interrupted as stop:
             checkpoint = native.newest(self.run.folder)
             if checkpoint is None:  # the signal came before the first step
@@ -84,7 +110,29 @@ class Trainer:
             return Summary(steps, checkpoint, stopped=signal.Signals(stop.signal).name)
 
 
-def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:
+def _with_tokens(
+    run: RunConfig, data: TokenData, validation: TokenData | None, tokenizer: Tokenizer | str | Path | None
+) -> RunConfig:
+    """``run`` on a corpus of its own with the tokens of ``data``."""
+    if launched():
+        raise PlanError(
+            "each of the processes that torchrun started would read the data; write it once before, with "
+            "colonnade.data.write_tokens(data, FOLDER), and set data.path to FOLDER"
+        )
+    t, folder = run.train, run.folder / "tokens"
+    write_tokens(
+        data,
+        folder,
+        vocab_size=run.model.vocab_size,
+        tokenizer=tokenizer,
+        validation=validation,
+        most_tokens=t.steps * t.batch * run.data.sequence + 1,
+        keep=native.newest(run.folder) is not None,
+    )
+    return run.but(data=run.data.but(path=folder))
+
+
+def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed = Feed) -> Summary:
     """The work of one rank; raises :class:`Interrupted` after a signal, when all is saved, and :class:`PlanError` where
     ranks were started with different settings.
     """
@@ -93,8 +141,9 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = ()) -> Summary:
     with _deterministic(t.deterministic), Ground.build(run.plan, run.device, timeout) as ground:
         agree(_shared(run), world_axis())
         with (
+            RunLock(run.folder, world_axis()) as lock,
             Watchdog(t.timeout_s) as watch,
-            Session(run, ground, watch) as session,
+            Session(run, ground, watch, lock, feed) as session,
             Stop(session.world) as stop,
             Log(session, trackers) as log,
         ):

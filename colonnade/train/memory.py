@@ -1,20 +1,10 @@
-"""What filled the memory when a step ran out of it, and what would help.
+"""What filled the memory when a run ran out of it, and what would help.
 
 The parts that last from step to step are counted from the run's own tensors, no storage twice; the rest of what the
-allocator had given out at its highest in this step are activations and temporaries. What each change would save is
-predicted from these counts:
-
-    micro-batch m → m′     activations · (1 − m′/m)                       they grow with the tokens of a micro-batch
-    recompute full         activations · (1 − 1/L) − L · t · D · bytes    a block's input stays, one block is whole
-    offload                moments − three staging buckets                (offload.py)
-    twice the data ranks   half of masters, gradients, moments            (FSDP; ZeRO-3, arXiv 1910.02054, section 5)
-    context ranks          the same, and half of the activations
-    tp t → t′              their share that is cut over tp · (1 − t/t′); of activations 1 − f(t′)/f(t), where a block
-                           keeps f(t) = 10 + 24/t bytes for each token and unit of width, or 34/t with sequence
-                           parallelism (Korthikanti 2022, arXiv 2205.05198, equations 2 and 4, without scores)
+allocator had given out at its highest in this step are activations and temporaries. What would help is
+:mod:`~colonnade.train.memory_advice`'s: its estimate, in proportion to how much more the run was seen to need.
 """
 
-import os
 import re
 import resource
 import sys
@@ -26,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import RunConfig, size
-from colonnade.errors import CapacityError, ColonnadeError
+from colonnade.errors import CapacityError
+from colonnade.parallel.device_memory import free_host_bytes, host_bytes
 from colonnade.parallel.fsdp import Masters
-from colonnade.parallel.layout import layout_of
-from colonnade.train.offload import BUCKET_BYTES
+from colonnade.parallel.launch import local_ranks
+from colonnade.train.memory_advice import Machine, Need, advice
+from colonnade.train.memory_estimate import estimate
 from colonnade.train.optimizer import AdamW
 
 WANTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)", re.IGNORECASE)
@@ -68,8 +60,11 @@ class Account:
     wanted: int
     """What was asked for; 0 when it is not known."""
     capacity: int
-    sharded_masters: int
-    """Those of :attr:`masters` that tensor parallelism cuts."""
+
+    @property
+    def in_use(self) -> int:
+        """What the run held."""
+        return self.masters + self.weights + self.gradients + self.moments + self.activations
 
     def __str__(self) -> str:
         rows = {
@@ -87,18 +82,6 @@ class Account:
         return "\n".join([*lines, *([wanted] if self.wanted else []), there])
 
 
-@dataclass(frozen=True)
-class Change:
-    """A remedy."""
-
-    flags: str
-    saves: int
-    """Predicted bytes of a rank."""
-    ranks: int
-    """Processes that it takes."""
-    note: str = ""
-
-
 def take_account(
     model: nn.Module, masters: Masters, optimizer: AdamW, device: torch.device, error: BaseException
 ) -> Account:
@@ -108,9 +91,8 @@ def take_account(
     def count(tensors: Iterable[Tensor | None]) -> int:
         return _bytes((x for x in tensors if x is not None), device, counted)
 
-    local, layout = masters.local, layout_of(model)
+    local = masters.local
     in_use = peak_bytes(device)
-    cut = _bytes((w for name, w in local.items() if isinstance(layout.get(name), int)), device, set())
     known = {
         "masters": count(local.values()),
         "gradients": count([*(w.grad for w in local.values()), *(p.grad for p in model.parameters())]),
@@ -126,7 +108,7 @@ def take_account(
     activations = max(in_use - sum(known.values()), 0)
     return Account(
         **known, activations=activations, unused=unused, others=others, wanted=wanted_bytes(error),
-        capacity=capacity, sharded_masters=cut,
+        capacity=capacity,
     )  # fmt: skip
 
 
@@ -136,68 +118,11 @@ def wanted_bytes(error: BaseException) -> int:
     return int(float(found[1]) * UNITS[found[2].lower()]) if found else 0
 
 
-def changes(run: RunConfig, account: Account, device: torch.device) -> list[Change]:
-    """What would help, the best first, that the run's configuration allows: first without more processes."""
-    t, plan, model = run.train, run.plan, run.model
-    held = account.activations + account.wanted
-    state = 2 * account.masters + account.moments  # a gradient is as large as its master
-    kept = 2 if t.dtype in ("bfloat16", "float16") else 8 if t.dtype == "float64" else 4
-    blocks = model.layers // plan.pp
-    found: list[Change] = []
-
-    def offer(flags: str, saves: float, note: str = "", **but: RunConfig | object) -> None:
-        try:
-            other = run.but(**but)
-            other.plan.check(other.model)
-        except ColonnadeError:
-            return
-        if saves > 0:
-            found.append(Change(flags, int(saves), other.plan.world, note))
-
-    def with_plan(saves: float, **but: object) -> None:
-        flags = " ".join(f"--plan.{key} {value}" for key, value in but.items())
-        offer(flags.replace(" True", ""), saves, plan=plan.but(**but))
-
-    micro = min(t.micro_batch, t.batch // plan.data_ranks)
-    if micro > 1:
-        less = micro // 2
-        note = "the same numbers, more passes" if model.moe is None else "more passes; experts are balanced within each"
-        offer(f"--train.micro_batch {less}", held * (1 - less / micro), note, train=t.but(micro_batch=less))
-    if t.recompute != "full" and blocks > 1:
-        tokens = micro * run.data.sequence // plan.cp // (plan.tp if plan.sequence_parallel else 1)
-        saves = held * (1 - 1 / blocks) - blocks * tokens * model.width * kept
-        offer("--train.recompute full", saves, "a third more arithmetic",
-              train=t.but(recompute="full", activation_bytes=0))  # fmt: skip
-    if t.offload == "none" and device.type == "cuda":
-        saves = account.moments - min(account.moments, 3 * BUCKET_BYTES)
-        offer("--train.offload optimizer", saves, "moments in host memory", train=t.but(offload="optimizer"))
-    if t.dtype == "float32" and device.type == "cuda":
-        offer("--train.dtype bfloat16", held / 2 - account.masters / 2, "other rounding",
-              train=t.but(dtype="bfloat16"))  # fmt: skip
-    if account.unused:
-        offer("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", account.unused, "in the environment, at most")
-    if plan.tp > 1 and not plan.sequence_parallel:
-        with_plan(held * (1 - _kept(plan.tp, True) / _kept(plan.tp, False)), sequence_parallel=True)
-    with_plan(state / 2, dp=2 * plan.dp)
-    with_plan(state / 2 + held / 2, cp=2 * plan.cp)
-    cut = account.sharded_masters * state / max(account.masters, 1)
-    on = plan.sequence_parallel
-    with_plan(cut / 2 + held * (1 - _kept(2 * plan.tp, on) / _kept(plan.tp, on)), tp=2 * plan.tp)
-    return sorted(found, key=lambda change: (change.ranks > plan.world, -change.saves))
-
-
-def best(found: list[Change], ranks: int, number: int = 3) -> list[Change]:
-    """Of ``number`` changes the last is one that takes more processes than ``ranks``, where there are both kinds."""
-    here, more = ([c for c in found if (c.ranks > ranks) == larger] for larger in (False, True))
-    chosen = here[: number - 1] if more else here[:number]
-    return chosen + more[: number - len(chosen)]
-
-
 @contextmanager
 def accounted(
     run: RunConfig, model: nn.Module, masters: Masters, optimizer: AdamW, device: torch.device, when: str
 ) -> Iterator[None]:
-    """Turns running out of memory inside, ``"in step 2"``, into a :class:`CapacityError` with three changes."""
+    """Turns running out of memory inside, ``"in step 2"``, into a :class:`CapacityError` with remedies."""
     begin(device)
     try:
         yield
@@ -207,7 +132,9 @@ def accounted(
             raise
         account = take_account(model, masters, optimizer, device, lack)
         wanted = f", which wanted {size(account.wanted)} more" if account.wanted else ""
-        raise CapacityError(told(f"{when}{wanted}. It is filled by", account, run, device)) from error
+        said = f"out of memory on {device} {when}{wanted}. It is filled by\n{account}\n"
+        needed, free = account.in_use + account.wanted, account.in_use + account.unused
+        raise CapacityError(said + _advice(run, device, needed, free)) from error
 
 
 def lack_of_memory(error: BaseException) -> BaseException | None:
@@ -222,22 +149,50 @@ def lack_of_memory(error: BaseException) -> BaseException | None:
     return None
 
 
-def told(when: str, account: Account, run: RunConfig, device: torch.device) -> str:
-    """The account and three changes, for people; ``when`` it was, and what the account is of, are in the first line."""
-    lines = [f"out of memory on {device} {when}", str(account)]
-    advice = best(changes(run, account, device), run.plan.world)
-    if advice:
-        lines.append("what would help, and about how much it would save:")
-    for change in advice:
-        more = f"{change.ranks} processes instead of {run.plan.world}" if change.ranks > run.plan.world else ""
-        notes = ", ".join(note for note in (change.note, more) if note)
-        lines.append(f"  {change.flags:<26}{size(change.saves):>12}" + (f"  ({notes})" if notes else ""))
-    return "\n".join(lines)
+@contextmanager
+def beginning(run: RunConfig, device: torch.device) -> Iterator[None]:
+    """Turns running out of memory inside, where a run is set up, into a :class:`CapacityError` with the estimate."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        lack = lack_of_memory(error)
+        if lack is None:
+            raise
+        wanted, free = wanted_bytes(lack), peak_bytes(device)
+        more = f", which wanted {size(wanted)} more" if wanted else ""
+        need = Need(device.type, _most(run, device), free)
+        said = f"out of memory on {device} before the first step{more}. By the memory estimate a rank takes\n{need}\n"
+        raise CapacityError(said + _advice(run, device, max(need.total, free + wanted), free)) from error
 
 
-def _kept(tp: int, sequence_parallel: bool) -> float:
-    """Bytes that a block keeps in 16 bits, for each token and unit of width."""
-    return 34 / tp if sequence_parallel else 10 + 24 / tp
+@contextmanager
+def copying(name: str) -> Iterator[None]:
+    """The same for the copy in host memory from which checkpoint ``name`` is to be written."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if lack_of_memory(error) is None:
+            raise
+        raise CapacityError(
+            f"there is no host memory for a copy of what {name} is made of, from which it is written while training "
+            "goes on; set --train.no_async_save"
+        ) from error
+
+
+def _advice(run: RunConfig, device: torch.device, needed: int, free: int) -> str:
+    """Remedies that fit a rank into ``free`` bytes if it takes as much more than estimated as ``run``, which needed
+    ``needed``.
+    """
+    ranks = local_ranks(run.plan)
+    scale = max(1.0, needed / sum(_most(run, device).values()))
+    host = ranks * free if device.type == "cpu" else free_host_bytes()
+    return advice(run, Machine(device.type, host, device=free, ranks=ranks, scale=scale))
+
+
+def _most(run: RunConfig, device: torch.device) -> dict[str, int]:
+    """The estimate of the rank that has most on its device."""
+    stages = [estimate(run, device.type, rank).device for rank in range(run.plan.pp)]
+    return max(stages, key=lambda rows: sum(rows.values()))
 
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device, counted: set[int]) -> int:
@@ -255,8 +210,3 @@ def _plain(x: Tensor) -> Tensor:
     """This rank's part of a tensor that FSDP has cut."""
     local = getattr(x, "to_local", None)
     return x if local is None else local()
-
-
-def host_bytes() -> int:
-    """The memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -36,9 +36,14 @@ class Diverged(ColonnadeError):
 class Meter:
     """Collects outcomes and time; hands out rows."""
 
-    def __init__(self, run: RunConfig, ground: Ground, bad: Callable[[int, str], None]):
-        """``bad(steps, diagnosis)`` is told, on every rank alike, of a step that moved nothing, or refuses it."""
+    def __init__(
+        self, run: RunConfig, ground: Ground, bad: Callable[[int, str], None], sample_tokens: float | None = None
+    ):
+        """``bad(steps, diagnosis)`` is told, on every rank alike, of a step that moved nothing, or refuses it.
+        ``sample_tokens`` is the mean length of a sample; by default all have ``data.sequence``.
+        """
         self.run, self.ground, self.bad = run, ground, bad
+        self.sample_tokens = sample_tokens or run.data.sequence
         self.chip = chip_of(ground.device)
         self._pending: list[tuple[int, Outcome]] = []
         self.routing: Table = {}
@@ -67,7 +72,7 @@ class Meter:
         rows: list[tuple[int, Row]] = []
         read = zip(self._pending, table, flags, peaks, strict=True)
         for (steps, outcome), (loss, norm, *scaled), here, peak in read:
-            row = {"loss": loss, "grad_norm": norm, "lr": outcome.lr} | dict(zip(SCALED, scaled, strict=False))
+            row = {"loss": loss, "grad_norm": norm, "lr": float(outcome.lr)} | dict(zip(SCALED, scaled, strict=False))
             row |= {"data_s": outcome.data_s, "memory_peak_bytes": peak}
             finite = {name: value for name, value in row.items() if value - value == 0}
             if len(finite) < len(row) and not scaled:
@@ -76,7 +81,8 @@ class Meter:
                 # Otherwise it overflowed in float16 and is no news, until lowering the scale stops helping.
                 raise Diverged(self._diagnosis(steps, loss, norm, here, outcome.routed) + _collapse(scaled))
             rows.append((steps, finite))
-        self.routing = tabled(outcomes[-1].routed, self.run.model, self.ground.axes.pp, self.ground.device)
+        newest, pp = outcomes[-1], self.ground.axes.pp
+        self.routing = tabled(newest.routed, self.run.model, pp, self.ground.device, newest.balance)
         if self.routing:
             rows[-1][1].update(row_of(self.routing))
         self._pending.clear()
@@ -119,11 +125,11 @@ class Meter:
         run = self.run
         return throughput(
             run.model,
-            sequence=run.data.sequence,
-            tokens_per_s=steps * run.train.batch * run.data.sequence / busy_s,
+            sequence=round(self.sample_tokens),
+            tokens_per_s=steps * run.train.batch * self.sample_tokens / busy_s,
             ranks=self.ground.world,
             chip=self.chip,
-            dtype=run.train.dtype,
+            dtype=run.train.compute_dtype,
         )
 
 

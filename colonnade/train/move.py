@@ -1,7 +1,7 @@
 """The end of a step, whatever the loss was: complete the gradients, take their norm, clip, AdamW, publish.
 
-A step whose loss or norm is not finite moves nothing: weights, moments and Adam's count stay as they were. Nothing
-waits for the device to learn which it was.
+A step whose loss or norm is not finite moves nothing: weights, moments and Adam's count stay as they were, and the
+schedule does not advance. Nothing waits for the device to learn which it was.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from colonnade.train import norm
 from colonnade.train.fused import FusedAdamW
 from colonnade.train.optimizer import AdamW
 from colonnade.train.scaler import LossScaler
-from colonnade.train.schedule import learning_rate
+from colonnade.train.schedule import learning_rate, rate
 
 
 class Moved(NamedTuple):
@@ -26,7 +26,8 @@ class Moved(NamedTuple):
 
     norm: Tensor
     """Global gradient norm before the clip; not finite where nothing moved."""
-    lr: float
+    lr: float | Tensor
+    """On the device where steps may be skipped."""
     skip: Tensor
     """float32: 1 where nothing moved, else 0."""
 
@@ -46,11 +47,12 @@ class Move:
         """``scaler`` where the loss was multiplied by its scale: float16."""
         self.model, self.masters, self.optimizer, self.train = model, masters, optimizer, train
         self.world, self.scaler, self.layout = world, scaler, layout_of(model)
+        self._may_skip = scaler is not None or train.skip_bad_batches > 0
 
     def __call__(self, number: int, loss_sum: Tensor) -> Moved:
         """Move the weights; ``loss_sum`` is this rank's, looked at for whether it is finite."""
         weights, model, axes = self.masters.graded, self.model, self.model.axes
-        lr = learning_rate(number, self.train)
+        lr = self._rate(number)
         self.masters.collect()
         norm.sum_tied(weights, model.config.tied, axes.ends)
         norm.sum_partial(weights, self.layout, axes.tp)
@@ -66,3 +68,10 @@ class Move:
             self.optimizer.step(lr, skip, scale)
             self.masters.publish()
         return Moved(size, lr, skip)
+
+    def _rate(self, number: int) -> float | Tensor:
+        """The rate of the next update. How many updates there were only the device knows where steps may be skipped."""
+        if not self._may_skip:
+            return learning_rate(number, self.train)
+        lr = rate(self.optimizer.updates, self.train)
+        return lr.float() if lr.is_cuda else lr  # torch's fused kernel for GPUs reads a float32

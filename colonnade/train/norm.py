@@ -71,7 +71,8 @@ def gradient_norm(
     owned = [
         w.grad for name, w in weights.items() if w.grad is not None and name not in copies and _owns(layout[name], axes)
     ]
-    some = next(iter(weights.values()))
+    some = next(iter(weights.values()), loss_sum)
+    assert some is not None, "a rank that trains nothing needs the loss to know the type"
     exact = torch.promote_types(some.dtype, torch.float32)
     # A rank that owns nothing still takes part in the sum. torch's get_total_norm would round the norm of each 16-bit
     # gradient to 16 bits.

@@ -73,35 +73,43 @@ class AdamW:
     """Decoupled weight decay, two groups, state made at once so that a checkpoint can be read into it."""
 
     def __init__(self, weights: Mapping[str, Tensor], train: TrainConfig):
+        """``weights`` may be empty: a pipeline rank whose parameters are all frozen only counts the updates."""
         self.weights = weights
         """This rank's float32 shards by parameter name; the optimizer moves them in place."""
+        device = next((w.device for w in weights.values()), None)
+        self.updates = torch.zeros((), dtype=torch.float32, device=device)
+        """Steps that moved the weights; each weight has a count of its own, for it may have had no gradient."""
         decayed = [w for w in weights.values() if w.dim() >= 2]
         rest = [w for w in weights.values() if w.dim() < 2]
         groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-        self._adamw = _FusedAdamW(
-            [group for group in groups if group["params"]],
-            lr=train.lr,
-            betas=(train.beta1, train.beta2),
-            eps=train.eps,
-        )
+        self._adamw = _FusedAdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps)
         moments = self._make_moments()
         for w in weights.values():
             # What the first step would create by itself; made here so that loading needs no dummy step.
-            self._adamw.state[w] = {
-                "step": torch.zeros((), dtype=torch.float32, device=w.device),
-                **moments[w],
-            }
+            self._of(w).update(
+                {
+                    "step": torch.zeros((), dtype=torch.float32, device=w.device),
+                    **moments[w],
+                }
+            )
 
-    def step(self, lr: float, skip: Tensor | None = None, scale: Tensor | None = None) -> None:
+    def step(self, lr: float | Tensor, skip: Tensor | None = None, scale: Tensor | None = None) -> None:
         """Move every weight by its gradient, then drop the gradients.
 
         Where ``skip`` (0-dim, float32, on the weights' device) is 1 the step moves nothing: neither weights nor moments
         nor Adam's own count; nobody waits to learn which it was. ``scale`` is what the gradients are multiplied by.
         """
+        self._count(skip)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._update(scale, skip)
         self._adamw.zero_grad()
+
+    def _count(self, skip: Tensor | None) -> None:
+        if skip is None:
+            self.updates += 1
+        else:
+            self.updates = self.updates.to(skip.device) + (1 - skip)
 
     def _make_moments(self) -> dict[Tensor, dict[str, Tensor]]:
         """Zeros for each weight, where this optimizer keeps them."""
@@ -122,11 +130,12 @@ class AdamW:
 
     @property
     def steps(self) -> int:
-        """Steps taken that moved the weights, the same for every weight (waits for the device)."""
-        return int(self._of(next(iter(self.weights.values())))["step"].item())
+        """Steps taken that moved the weights (waits for the device)."""
+        return int(self.updates.item())
 
     @steps.setter
     def steps(self, taken: int) -> None:
+        self.updates.fill_(taken)
         for w in self.weights.values():
             self._of(w)["step"].fill_(taken)
 

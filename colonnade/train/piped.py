@@ -31,7 +31,7 @@ class Piped:
         without the last stage.
         """
         self._feed(batches, count, terms)
-        self._pipeline.step(len(batches), self._example())
+        self._pipeline.step(len(batches), self._examples())
         return self._sum
 
     @torch.no_grad()
@@ -40,7 +40,7 @@ class Piped:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
             self._feed([batch], torch.ones((), device=self.device), terms)
-            self._pipeline.relay(self._example())
+            self._pipeline.relay(self._examples())
             total += self._sum
         return total
 
@@ -48,7 +48,7 @@ class Piped:
     def forward(self, batch: Batch, head: Head) -> Tensor | None:
         """What ``head`` makes of one micro-batch, on the ranks of the last stage."""
         self._feed([batch], torch.ones((), device=self.device), head=head)
-        return self._pipeline.relay(self._example())
+        return self._pipeline.relay(self._examples())
 
     def _feed(
         self,
@@ -60,18 +60,29 @@ class Piped:
         self._laid = [lay(batch, self.model, terms) for batch in batches]  # once for all stages of this rank
         self._count, self._head = count, head
         self._sum = torch.zeros((), dtype=torch.promote_types(self.compute, torch.float32), device=self.device)
+        moe = self.model.config.moe
+        pools = moe is not None and moe.pools_layers and terms.router_weight is not None
+        self._zero_sums = (self._sum.new_zeros(2 * moe.experts + 1),) if moe is not None and pools else ()
 
-    def _example(self) -> Tensor:
-        """What travels between two stages: this rank's rows of the residual stream of one micro-batch."""
+    def _examples(self) -> list[Tensor]:
+        """What travels between two stages: this rank's rows of the residual stream of one micro-batch, and the sums of
+        a balance loss over all layers.
+        """
         stream, _, _ = self._laid[0]
         rows = self.axes.rows(len(stream.tokens_T))
         size = (rows.stop - rows.start, self.model.config.width)
-        return torch.empty(size, dtype=self.compute, device=self.device)
+        return [torch.empty(size, dtype=self.compute, device=self.device), *self._zero_sums]
 
-    def _run(self, span: range, x_tD: Tensor | None, i: int) -> Tensor:
+    def _run(self, span: range, sent: tuple[Tensor, ...], i: int) -> tuple[Tensor, ...] | Tensor:
         """One stage's part of micro-batch ``i``."""
         stream, attend, loss = self._laid[i]
+        x_tD, *sums = sent or (None, *(zero.requires_grad_() for zero in self._zero_sums))
+        if stream.routing is not None and sums:
+            # A copy: a stage without experts returns it, and torch takes no input for an output.
+            stream.routing.pooled.sums = sums[0].clone()
         out = self.model.run(span, x_tD, stream, attend, self._head or loss)
+        if span.stop < self.model.config.layers:
+            return (out,) if not sums or stream.routing is None else (out, stream.routing.pooled.take())
         if isinstance(out, Tensor):
             return out
         loss_sum, _ = out

@@ -7,22 +7,35 @@
                   constant: lr_max
 
 Steps count from 0. The first step already moves (a rate of exactly 0 would waste it), the peak is reached at step
-``warmup``, and the last step of the run uses ``min_lr`` exactly.
+``warmup``, and the last step of the run uses ``final_lr`` exactly.
+
+s counts the steps that updated the weights: one that was skipped (an overflow of float16, a bad batch) does not advance
+the schedule, as in Megatron-LM, so a run whose loss scale starts too high still warms up. ``train.steps`` counts the
+skipped ones too, so a run that skipped k steps ends k steps before the end of its decay.
 """
 
 import math
+
+import torch
+from torch import Tensor
 
 from colonnade.config import TrainConfig
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
     """The rate of optimizer step ``step`` (from 0); steps past the end stay at the final rate."""
-    if step < train.warmup_steps:
-        return train.lr * (step + 1) / (train.warmup_steps + 1)
-    decay_steps = max(train.steps - 1 - train.warmup_steps, 1)
-    done = min((step - train.warmup_steps) / decay_steps, 1.0)
+    return rate(torch.tensor(step), train).item()
+
+
+def rate(step: Tensor, train: TrainConfig) -> Tensor:
+    """The same on the device of ``step`` (0-dim), in float64, for a step that the host does not know."""
+    step = step.double()
+    rising = train.lr * (step + 1) / (train.warmup_steps + 1)
+    done = ((step - train.warmup_steps) / max(train.steps - 1 - train.warmup_steps, 1)).clamp(0, 1)
     if train.schedule == "cosine":
-        return train.min_lr + (train.lr - train.min_lr) * (1 + math.cos(math.pi * done)) / 2
-    if train.schedule == "linear":
-        return train.lr + (train.min_lr - train.lr) * done
-    return train.lr
+        falling = train.final_lr + (train.lr - train.final_lr) * (1 + torch.cos(math.pi * done)) / 2
+    elif train.schedule == "linear":
+        falling = train.lr + (train.final_lr - train.lr) * done
+    else:
+        falling = torch.full_like(step, train.lr)
+    return torch.where(step < train.warmup_steps, rising, falling)

@@ -1,10 +1,12 @@
 """The state of a run on one rank: model, masters, optimizer, data, and how far it came.
 
 Exact resume: weights, both moments, the step, the data cursor and float16's loss scale are the whole state. The
-schedule is a function of the step and the order of the data one of the cursor, so that a run that was stopped and
+schedule is a function of Adam's count and the order of the data one of the cursor, so that a run that was stopped and
 resumed under the same plan is bit for bit the run that was not; under another plan it is the same run up to rounding.
 """
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -24,10 +26,11 @@ from colonnade.checkpoint.folder import Manifest
 from colonnade.checkpoint.retention import prune
 from colonnade.config import ModelConfig, RunConfig, TrainConfig, differences
 from colonnade.data import Batch
-from colonnade.errors import CheckpointError, ConfigError, DataError
+from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
 from colonnade.model.linear import in_float8
 from colonnade.model.moe import Spread
+from colonnade.parallel.agree import agree
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import Masters, masters
 from colonnade.parallel.mesh import Ground
@@ -35,14 +38,15 @@ from colonnade.parallel.watchdog import Watchdog
 from colonnade.train.activations import arrange
 from colonnade.train.adapt import EVERY, Adaptive, holds_experts
 from colonnade.train.breakdown import READS
-from colonnade.train.feed import Feed
-from colonnade.train.fits import beginning, copying
+from colonnade.train.feed import Feed, MakeFeed, compare
 from colonnade.train.fused import FusedAdamW
 from colonnade.train.graph import check_device
-from colonnade.train.memory import accounted, peak_bytes
+from colonnade.train.memory import accounted, beginning, copying, peak_bytes
+from colonnade.train.memory_advice import check_rank_memory
 from colonnade.train.offload import OffloadedAdamW
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
+from colonnade.train.run_lock import RunLock
 from colonnade.train.scaler import LossScaler
 from colonnade.train.start import begin, freeze
 from colonnade.train.step import Outcome, Step, evaluate
@@ -51,18 +55,30 @@ from colonnade.train.step import Outcome, Step, evaluate
 class Session:
     """A run, begun or resumed from its newest complete checkpoint."""
 
-    def __init__(self, run: RunConfig, ground: Ground, watch: Watchdog | None = None):
-        """``watch`` is told where this rank is, so that others can say when it falls silent."""
-        self.run, self.ground, self.world = run, ground, world_axis()
+    def __init__(
+        self,
+        run: RunConfig,
+        ground: Ground,
+        watch: Watchdog | None = None,
+        lock: RunLock | None = None,
+        feed: MakeFeed = Feed,
+    ):
+        """``watch`` is told where this rank is, so that others can say when it falls silent; ``lock`` is checked before
+        each save; ``feed`` opens the data. Raises :class:`PlanError` where ranks have different data.
+        """
         if run.train.cuda_graph:
             check_device(ground.device)
+        run = run.resolved(ground.device.type)
+        self.run, self.ground, self.world = run, ground, world_axis()
         self.watch = watch or Watchdog(run.train.timeout_s)
-        self._compiled = False
-        self.feed = Feed(run, ground.axes.dp.rank, ground.axes.dp.size)
+        self._compiled, self._lock = False, lock
+        self.feed = feed(run, ground.axes.dp.rank, ground.axes.dp.size)
+        agree({name: _digest(value) for name, value in self.feed.identity.items()}, self.world)
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
         spans = [span for _, span in ground.stages(run.model.layers)]
-        compute: torch.dtype = getattr(torch, run.train.dtype)  # torch's own names
-        with beginning(run, ground):
+        compute: torch.dtype = getattr(torch, run.train.compute_dtype)  # torch's own names
+        check_rank_memory(run, ground)
+        with beginning(run, ground.device):
             self.model = self._build(run.model, kept, spans, cut=ground.sharded)
             self.checkpoint = newest(run.folder, self.world)
             """The newest complete checkpoint, if there is one."""
@@ -76,7 +92,7 @@ class Session:
             )
             """What the backward pass computes again, where that was chosen by measurement."""
             self.piped = Piped(self.model, ground, compute) if run.plan.pp > 1 else None
-            single = run.train.fused_adamw and run.micro_batches == 1 and self.piped is None
+            single = bool(run.train.fused_adamw) and run.micro_batches == 1 and self.piped is None
             self.masters = masters(self.model, ground, compute, self.piped and self.piped.stages, single=single)
             if self.checkpoint is None:
                 begin(self.model, run, ground, self.masters)
@@ -139,12 +155,14 @@ class Session:
         """Begin to write ``runs/NAME/step-N``, which :meth:`settle` ends; no other save may be under way.
 
         Without train.async_save it is written, and returned, before the weights can move. The one that is there is
-        kept when no step was taken since.
+        kept when no step was taken since. Raises :class:`CheckpointError` when another run has taken the folder over.
         """
         self.watch.at(self.taken, "saves", patient=True)
         folder, t = self.run.folder / f"step-{self.taken}", self.run.train
         if folder == self.checkpoint:
             return None
+        if self._lock is not None:
+            self._lock.check()
         with copying(folder.name):
             write = self._writing(folder)
         self._saving.start(folder, write)
@@ -166,7 +184,7 @@ class Session:
             self.ground,
             masters=self.masters,
             optimizer=self.optimizer,
-            tokenizer=self.feed.corpus.tokenizer,
+            tokenizer=self.feed.tokenizer,
             stage=self._saving.stage if t.async_save else dict,
             group=self._saving.group,
             after=lambda: prune(self.run.folder, t.keep, t.keep_every),
@@ -229,46 +247,38 @@ class Session:
             raise CheckpointError(f"{folder} was not written by a training run; use another name for this run")
         if any(type(at := meta.cursor.get(key, 0)) is not int or at < 0 for key in ("seen", "skipped")):
             raise CheckpointError(f"{folder} has the data cursor {meta.cursor}; use another checkpoint")
-        was, now = meta.cursor, self._cursor()
-        if any(was.get(key) != now[key] for key in ("tokens", "tokenizer")):
-            raise DataError(
-                f"{self.run.data.path} is not the corpus that {folder} was trained on; "
-                "use that one, or another run name"
-            )
-        for key in ("sequence", "seed"):
-            if was.get(key) != now[key]:
-                raise ConfigError(
-                    f"data.{key} is {now[key]}, and {folder} was trained with {was.get(key)}: samples would come again "
-                    f"or never; set --data.{key} {was.get(key)}, or use another run name"
-                )
-        self.taken, self.seen = meta.step, meta.cursor["seen"]
+        differs = compare(self.feed, self.run.data, meta.cursor, str(folder))
+        self.taken, self.seen = meta.step, 0 if differs else meta.cursor["seen"]
         self.skipped = meta.cursor.get("skipped", 0)
         if self.scaler is not None:
             overflowed = meta.step - self.optimizer.steps - self.skipped
             self.scaler.restore(meta.loss_scale or self.scaler.state, overflowed)
-        self.changes = differences(meta.run, self.run)
+        self.changes = [*differences(meta.run, self.run), *(f"{what}: the data starts anew" for what in differs)]
+        if not differs and any(meta.cursor.get(name) != value for name, value in self.feed.identity.items()):
+            self.changes.append("other documents are held out: validation losses do not compare")
 
     @property
     def _tasks(self) -> tuple[str, ...]:
         """What the corpus calls the tasks that experts are chosen by."""
-        moe = self.run.model.moe
-        return self.feed.corpus.manifest.tasks or () if moe and moe.router.kind == "task" else ()
+        moe, corpus = self.run.model.moe, self.feed.corpus
+        return corpus.manifest.tasks or () if corpus and moe and moe.router.kind == "task" else ()
 
     def _cursor(self) -> dict[str, Any]:
         """How many samples are behind us, and all that decides which ones these are."""
-        manifest, data = self.feed.corpus.manifest, self.run.data
-        return {
-            "seen": self.seen,
-            "skipped": self.skipped,
-            "tokens": manifest.train.tokens,
-            "tokenizer": manifest.tokenizer_sha256,
-            "sequence": data.sequence,
-            "seed": data.seed,
-        }
+        data = self.run.data
+        where = {"seen": self.seen, "skipped": self.skipped}
+        return where | self.feed.identity | {"sequence": data.sequence, "seed": data.seed}
+
+
+def _digest(value: object) -> str:
+    """A few characters that differ where ``value`` does."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
 def moving(held: Masters, train: TrainConfig) -> AdamW:
-    """The optimizer of ``held`` that ``train`` asks for."""
+    """The optimizer of ``held`` that ``train`` asks for; the plain one where this rank trains nothing."""
+    if not held.local:
+        return AdamW(held.local, train)
     if train.fused_adamw:
         return FusedAdamW(held, train)
     return (AdamW if train.offload == "none" else OffloadedAdamW)(held.local, train)

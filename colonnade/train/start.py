@@ -6,6 +6,12 @@ of itself how experts are chosen and balanced, what is dropped, and how long a c
 (norms, activations, positions) must be the same, and so must the tokens.
 """
 
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from itertools import accumulate
+
 import torch
 
 from colonnade.checkpoint.found import Opened, opened
@@ -15,6 +21,7 @@ from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError
 from colonnade.model import Transformer, initialise
 from colonnade.model.moe import Router
+from colonnade.model.quantised import in_place
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import Experts, layout_of
 from colonnade.parallel.mesh import Ground
@@ -27,36 +34,100 @@ PROBE = 512
 
 def begin(model: Transformer, run: RunConfig, ground: Ground, held: Masters) -> None:
     """Fill the masters ``held`` of ``model`` with this rank's part of the weights of ``train.start``, or with drawn
-    ones.
+    ones; what a new top has and ``train.start`` has not is drawn.
     """
-    if run.train.start:
-        opened(run.train.start).into(model, ground, held)
-    else:
+    if not run.train.start:
         initialise(model, run.train.seed, held.place)
         held.publish()
-
-
-def freeze(model: Transformer, what: str) -> None:
-    """Leave the experts out of training, or all but them. Raises :class:`ConfigError` for a model without any."""
-    if what == "none":
         return
-    if model.config.moe is None:
-        raise ConfigError(f"train.freeze {what} is about experts, and this model has none; leave it out")
-    layout = layout_of(model)
+    it = opened(run.train.start)
+    if not _new_top(it.config, run.model):
+        it.into(model, ground, held)
+        return
+    # The model with the other top is read beside ours, which takes this rank's share of the weights once more.
+    kept = next(iter((held.local | held.frozen).values())).dtype
+    config, spans = it.config.but(tied=run.model.tied), [span for _, span in ground.stages(run.model.layers)]
+    theirs = Transformer(config, ground.axes, spans=spans, device=ground.device, dtype=kept)
+    it.fill(theirs, ground, in_place)
+    found, shapes, wanted = dict(_tensors(theirs)), theirs.whole_shapes(), model.whole_shapes()
+    same = {name: found[name] for name, _ in _tensors(model) if wanted[name] == shapes.get(name)}
+    initialise(model, run.train.seed, held.place, leave=same)
+    for name, tensor in _tensors(model):
+        if name in same:
+            held.place(name, tensor, same[name].detach())
+    held.publish()
+
+
+def _tensors(model: Transformer) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _new_top(theirs: ModelConfig, ours: ModelConfig) -> bool:
+    """Whether a run fine-tunes a top that ``train.start`` has not."""
+    return ours.top == "classes" and (theirs.top, theirs.classes) != (ours.top, ours.classes)
+
+
+def freeze(model: Transformer, patterns: Sequence[str]) -> None:
+    """Take the parameters that ``train.freeze`` names out of training; raises as :func:`frozen_names`."""
+    if not patterns:
+        return
+    names = frozen_names(model.config, patterns)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(isinstance(layout[name], Experts) == (what == "rest"))
-    for module in model.modules():
+        parameter.requires_grad_(name not in names)
+    for name, module in model.named_modules():
         if isinstance(module, Router):
-            module.frozen = what == "rest"
+            module.frozen = f"{name}.bias_E" in names
 
 
-def check_start(run: RunConfig) -> None:
+def frozen_names(config: ModelConfig, patterns: Sequence[str]) -> set[str]:
+    """The parameters and buffers of the whole model that ``patterns`` match.
+
+    Raises :class:`ConfigError` for a pattern that matches none, with the nearest names, and where nothing is left.
+    """
+    whole = Transformer(config, device="meta")
+    layout, parameters = layout_of(whole), [name for name, _ in whole.named_parameters()]
+    names = [*parameters, *(name for name, _ in whole.named_buffers())]
+    experts = {name for name, at in layout.items() if isinstance(at, Experts)}
+    found: set[str] = set()
+    for pattern in patterns:
+        if pattern in ("experts", "rest"):
+            if config.moe is None:
+                raise ConfigError(f"train.freeze {pattern} is about experts, and this model has none; leave it out")
+            matched = experts if pattern == "experts" else set(names) - experts
+        else:
+            matched = {name for name in names if _matches(name, pattern)}
+        if not matched:
+            known = sorted({prefix for name in names for prefix in _prefixes(name)})
+            near = difflib.get_close_matches(pattern.removeprefix("re:"), known, n=3, cutoff=0.3) or known[:3]
+            raise ConfigError(f"train.freeze {pattern!r} matches no parameter; the nearest are {', '.join(near)}")
+        found |= matched
+    if found.issuperset(parameters):
+        raise ConfigError(f"train.freeze {' '.join(patterns)} leaves no parameter to train; leave a pattern out")
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if not pattern.startswith("re:"):
+        return any(fnmatchcase(prefix, pattern) for prefix in _prefixes(name))
+    try:
+        return re.fullmatch(pattern.removeprefix("re:"), name) is not None
+    except re.error as why:
+        raise ConfigError(f"train.freeze {pattern!r} is no regular expression: {why}; mend it") from None
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``: the modules that hold a parameter, and itself."""
+    return accumulate(name.split("."), "{}.{}".format)
+
+
+def check_start(run: RunConfig, corpus: Corpus | None) -> None:
     """Raise :class:`ConfigError` when ``train.start`` is another model than the run's, or reads other tokens, and
     :class:`CheckpointError` when there is none.
     """
     it = opened(run.train.start)
     _same_model(run.train.start, it.config, run.model)
-    _same_tokens(it, run)
+    if corpus is not None:
+        _same_tokens(it, run, corpus)
 
 
 def _same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> None:
@@ -66,10 +137,14 @@ def _same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> None:
             f"first: colonnade convert {start} OUT --format colonnade --upcycle {ours.moe.experts}, then --train.start "
             "OUT"
         )
-    other = differences(theirs, ours, leave=FREE)
+    new_top = _new_top(theirs, ours)
+    other = differences(theirs, ours, leave=(*FREE, "tied") if new_top else FREE)
     if not other:
         shapes, wanted = (dict(Transformer(config, device="meta").whole_shapes()) for config in (theirs, ours))
-        unlike = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
+        names = {
+            name for name in shapes.keys() | wanted.keys() if not (new_top and name.startswith(("top.", "unembed.")))
+        }
+        unlike = sorted(name for name in names if shapes.get(name) != wanted.get(name))
         other = [f"'{name}': {_said(shapes.get(name))} -> {_said(wanted.get(name))}" for name in unlike]
     if other:
         more = f" and {len(other) - 3} more" if len(other) > 3 else ""
@@ -83,14 +158,17 @@ def _said(shape: torch.Size | None) -> str:
     return "absent" if shape is None else str(tuple(shape))
 
 
-def _same_tokens(it: Opened, run: RunConfig) -> None:
+def _same_tokens(it: Opened, run: RunConfig, corpus: Corpus) -> None:
     theirs = Tokenizer.beside(it.words)
-    if theirs is None:  # a folder without one: the vocabulary's size is all that can be compared
+    corpus = Corpus(run.data.path)
+    if (
+        theirs is None or not corpus.has_tokenizer
+    ):  # tokens without one: the vocabulary's size is all that can be compared
         return
-    split = (corpus := Corpus(run.data.path)).split("train")
+    split = corpus.split("train")
     text = corpus.tokenizer.decode(split.read(0, min(PROBE, split.tokens)).tolist())
     if theirs.encode(text) != corpus.tokenizer.encode(text):
         raise ConfigError(
             f"{run.data.path} was made with another tokenizer than that of train.start {run.train.start}; make it "
-            f"again with colonnade corpus … --tokenizer {it.place}"
+            f"again with colonnade corpus … --tokenizer {run.train.start}"
         )

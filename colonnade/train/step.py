@@ -23,7 +23,7 @@ from colonnade.model import IGNORE, Transformer
 from colonnade.model.moe import Spread
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.fsdp import Masters
-from colonnade.train.balance import Routed, rebalance, routed
+from colonnade.train.balance import Routed, pooled_balance, rebalance, routed
 from colonnade.train.graph import Graphed, Passes
 from colonnade.train.lay import VALIDATION, Terms, lay, noise_of
 from colonnade.train.move import Move
@@ -42,14 +42,16 @@ class Outcome:
     """Valid tokens of all data ranks."""
     norm: Tensor
     """Global gradient norm before the clip."""
-    lr: float
-    """Learning rate that the step used."""
+    lr: float | Tensor
+    """Learning rate that the step used; on the device where steps may be skipped."""
     loss_scale: Tensor | None = None
     """In float16: the scale that the step used."""
     skipped: Tensor | None = None
     """In float16: steps of the run that overflowed and moved nothing, this one included; its norm is not finite."""
     routed: Routed | None = None
     """What the layers of experts of this pipeline rank did, over all ranks."""
+    balance: Tensor | None = None
+    """The balance loss over all layers together, on the ranks of the last pipeline stage."""
     data_s: float = 0.0
     """What this rank's samples took to read."""
     memory_bytes: int = 0
@@ -107,9 +109,10 @@ class Step:
         found = routed(self.model, terms.reports, sizes, self.spread)
         if found is not None:
             rebalance(self.model, found, skip)
+        outcome = Outcome(loss_sum, count, gradient_norm, lr, routed=found, balance=pooled_balance(terms.pooled, sizes))
         if self.scaler is None:
-            return Outcome(loss_sum, count, gradient_norm, lr, routed=found)
-        return Outcome(loss_sum, count, gradient_norm, lr, self.scaler.used, self.scaler.skipped, found)
+            return outcome
+        return replace(outcome, loss_scale=self.scaler.used, skipped=self.scaler.skipped)
 
     @property
     def recorded_bytes(self) -> int:

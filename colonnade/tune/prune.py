@@ -18,6 +18,7 @@ from colonnade.config import ModelConfig
 from colonnade.errors import ConfigError, DataError, PlanError
 from colonnade.model import Hidden, Packed, Stream, Transformer
 from colonnade.model.moe import Routing
+from colonnade.model.weight_memory import WeightMemory
 
 
 def check_transformer(model: object) -> None:
@@ -67,6 +68,7 @@ def prune(model: Transformer, load_LE: Tensor, keep: int) -> Transformer:
         raise PlanError(f"pruning takes a whole model on one process, and this is laid over {ranks}; load it alone")
     config = pruned(model.config, load_LE, keep)
     some = next(model.parameters())
+    WeightMemory(config, some.dtype, some.device).check(f"the model with {keep} experts")
     new = Transformer(config, device=some.device, dtype=some.dtype)
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes, before = new.whole_shapes(), model.whole_shapes()

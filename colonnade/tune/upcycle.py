@@ -10,9 +10,9 @@ that come to it. A router draws its first weights by name and seed, as every new
 import torch
 
 from colonnade.config import ModelConfig, MoeConfig
-from colonnade.config.presets_common import WITH_EXPERTS
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model import Transformer, initialise
+from colonnade.model.weight_memory import WeightMemory
 from colonnade.tune.prune import check_transformer
 
 FEED_FORWARD = (
@@ -49,7 +49,7 @@ def upcycled(config: ModelConfig, experts: int, active: int = 2, **moe: object) 
             "a token's weights must sum to 1 and all its experts take it, with none shared, or the outputs change; "
             "leave router.normalise, router.scale, shared_width and capacity as they are by default"
         )
-    return config.but(family=WITH_EXPERTS.get(config.family, config.family), moe=made)
+    return config.but(moe=made)
 
 
 @torch.no_grad()
@@ -57,13 +57,14 @@ def upcycle(model: Transformer, experts: int, active: int = 2, *, seed: int = 0,
     """A new model whose every expert is ``model``'s feed-forward part, and which computes the same until it is trained.
 
     ``model`` is whole, on one process; the result, saved, loads under any layout. Raises :class:`PlanError` for a share
-    of a model, :class:`ConfigError` as :func:`upcycled`.
+    of a model, :class:`ConfigError` as :func:`upcycled`, :class:`CapacityError` when the new model does not fit too.
     """
     check_transformer(model)
     if (ranks := model.axes.grid.tokens.size) > 1:
         raise PlanError(f"upcycling takes a whole model on one process, and this is laid over {ranks}; load it alone")
     config = upcycled(model.config, experts, active, **moe)
     some = next(model.parameters())
+    WeightMemory(config, some.dtype, some.device).check(f"the model with {experts} experts")
     # The router is drawn in float32, as everything is, on the processor.
     new = initialise(Transformer(config, device=some.device, dtype=some.dtype), seed)
     held = dict(model.named_parameters())

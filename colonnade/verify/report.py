@@ -66,4 +66,5 @@ def write(results: Sequence[Result], model: ModelConfig, file: Path, device: str
             for result in results
         ],
     }
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")

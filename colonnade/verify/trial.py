@@ -55,7 +55,7 @@ class _Seen(AdamW):
 
     gradients: dict[str, Tensor]
 
-    def step(self, lr: float, *rest: Any, **options: Any) -> None:
+    def step(self, lr: float | Tensor, *rest: Any, **options: Any) -> None:
         """Keep, then move."""
         self.gradients = {name: w.grad.clone() for name, w in self.weights.items() if w.grad is not None}
         super().step(lr, *rest, **options)

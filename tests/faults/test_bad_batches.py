@@ -16,6 +16,7 @@ from colonnade.parallel.mesh import Ground
 from colonnade.train import Trainer, step
 from colonnade.train.loop import train
 from colonnade.train.metrics import Diverged
+from colonnade.train.schedule import learning_rate
 from colonnade.train.session import Session
 from tests.corpora import tensors
 from tests.worlds import run as in_world
@@ -73,6 +74,8 @@ def test_skipped_batches_are_named_and_survive_a_resume(config: RunConfig, capsy
     assert f"step 7: the loss is nan on data rank 0 of 1; skipped samples {bad} (2 of at most 2 bad batches)" in said
     rows = [json.loads(line) for line in (config.runs / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" not in row and "lr" in row] == [2, 7]
+    updates = [0, 1, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9]  # before each of the 12 steps
+    assert [row["lr"] for row in rows if "lr" in row] == [learning_rate(i, t) for i in updates]
     assert [(row["step"], row["skipped"]) for row in rows if "skipped" in row] == [(2, 1), (7, 2)]
     with spoilt(4, 25):
         Trainer(config.but(train=t.but(steps=8, schedule="constant"))).fit()

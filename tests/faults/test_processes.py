@@ -13,6 +13,7 @@ import pytest
 
 from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint import native
+from colonnade.checkpoint.lock import LOCK
 from colonnade.config import Plan, RunConfig, TrainConfig
 from colonnade.train.loop import train
 from tests.corpora import tensors
@@ -82,6 +83,22 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
+
+
+def test_a_run_that_is_started_twice_goes_on_and_the_second_is_refused(config: RunConfig) -> None:
+    first = start("none", config.but(plan=Plan()))
+    try:
+        wait_for((config.folder / LOCK).exists)
+        os.killpg(first.pid, signal.SIGSTOP)  # so that it does not end before the second begins
+        second = start("none", config)
+        said = finish(second)
+        assert re.search(rf"CheckpointError: (rank \d: )?{config.folder} is in use by process \d+ on", said), said
+        assert "starting again" not in said and second.returncode == 1
+    finally:
+        os.killpg(first.pid, signal.SIGCONT)
+        said = finish(first)
+    assert said.rstrip().endswith("ended 12") and first.returncode == 0, said
+    assert [step for step, _ in folders.steps(config.folder)] == [12, 8, 4]
 
 
 def test_a_rank_killed_in_a_save_and_in_a_step_is_started_again_and_nothing_is_lost(config: RunConfig) -> None:

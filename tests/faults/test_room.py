@@ -13,7 +13,7 @@ import pytest
 from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint import native, retention, storage
 from colonnade.config import Plan, RunConfig
-from colonnade.errors import CapacityError
+from colonnade.errors import CapacityError, ConfigError
 from colonnade.train import Trainer
 from colonnade.train.loop import train
 from colonnade.train.trackers import JsonLines
@@ -118,12 +118,32 @@ def test_what_is_needed_is_what_is_written(config: RunConfig) -> None:
 
 @pytest.mark.parametrize(
     ("keep", "keep_every", "left"),
-    [(0, 0, [12, 10, 8, 6, 4, 2]), (2, 0, [12, 10]), (1, 0, [12]), (1, 4, [12, 8, 4]), (100, 0, [12, 10, 8, 6, 4, 2])],
+    [
+        (None, None, [12, 10, 8, 6, 4, 2]),
+        (2, None, [12, 10]),
+        (1, None, [12]),
+        (1, 4, [12, 8, 4]),
+        (100, None, [12, 10, 8, 6, 4, 2]),
+    ],
 )
-def test_the_newest_stay(config: RunConfig, keep: int, keep_every: int, left: list[int]) -> None:
+def test_the_newest_stay(config: RunConfig, keep: int | None, keep_every: int | None, left: list[int]) -> None:
     Trainer(config.but(train=config.train.but(save_every=2, keep=keep, keep_every=keep_every))).fit()
     assert [step for step, _ in folders.steps(config.folder)] == left
     assert not list(config.folder.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"keep": 0}, "train.keep is 0, and it counts from 1; .* leave it out: then all checkpoints are kept"),
+        ({"keep": -2}, "train.keep is -2"),
+        ({"keep": 2, "keep_every": 0}, "train.keep_every is 0, .* leave it out: then keep alone says"),
+        ({"keep_every": 3}, "without it all are kept; set train.keep, or leave keep_every out"),
+    ],
+)
+def test_a_retention_that_keeps_none_is_refused(config: RunConfig, settings: dict[str, int], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config.train.but(**settings)
 
 
 def test_the_only_good_one_stays(config: RunConfig) -> None:

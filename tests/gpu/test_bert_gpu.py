@@ -40,7 +40,9 @@ def test_steps_do_not_wait_for_the_device(tmp_path: Path) -> None:
     build(texts, tmp_path / "corpus", wordpiece=True, vocab_size=300, validation_share=0.2)
     vocab_size = Corpus(tmp_path / "corpus").manifest.vocab_size
     model = preset("bert-336m").but(vocab_size=vocab_size, layers=2, width=128, heads=4, ffn_width=256, context=64)
-    t = TrainConfig(steps=8, batch=8, micro_batch=4, warmup=2, dtype="bfloat16", eval_every=0)
+    t = TrainConfig(
+        steps=8, batch=8, micro_batch=4, warmup=2, dtype="bfloat16", compile=False, fused_adamw=False, eval_every=0
+    )
     data = DataConfig(path=tmp_path / "corpus", sequence=64)
     run = RunConfig(name="it", runs=tmp_path, device="cuda", model=model, data=data, train=t)
     with Ground.build(run.plan, run.device) as ground:

@@ -26,7 +26,9 @@ MODEL = ModelConfig(vocab_size=300, layers=16, width=512, heads=8, ffn_width=204
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     data = DataConfig(path=corpora.small(tmp_path / "corpus"), sequence=16)
-    t = TrainConfig(steps=3, warmup=1, batch=4, micro_batch=1, dtype="bfloat16", eval_every=0)
+    t = TrainConfig(
+        steps=3, warmup=1, batch=4, micro_batch=1, dtype="bfloat16", compile=False, fused_adamw=False, eval_every=0
+    )
     return RunConfig(name="it", runs=tmp_path, device="cuda", model=MODEL, data=data, train=t)
 
 

@@ -9,9 +9,12 @@ import torch
 
 from colonnade.config import DataConfig, ModelConfig, MoeConfig, RouterConfig, RunConfig, TrainConfig
 from colonnade.data import build
+from colonnade.errors import CapacityError
 from colonnade.parallel.mesh import Ground
 from colonnade.train import Trainer
+from colonnade.train.fused import FusedAdamW
 from colonnade.train.log import Log
+from colonnade.train.memory_estimate import estimate
 from colonnade.train.session import Session
 from colonnade.train.stop import Stop
 
@@ -36,7 +39,17 @@ MODEL = ModelConfig(vocab_size=300, layers=2, width=128, heads=4, kv_heads=2, ff
 def config(tmp_path: Path) -> RunConfig:
     texts = [(str(i), " ".join(WORDS[(i * j + j) % 10] for j in range(8 + 7 * i % 90))) for i in range(200)]
     build(texts, tmp_path / "corpus", vocab_size=300, validation_share=0.2)
-    t = TrainConfig(steps=8, batch=8, micro_batch=4, warmup=2, dtype="bfloat16", save_every=4, eval_every=0)
+    t = TrainConfig(
+        steps=8,
+        batch=8,
+        micro_batch=4,
+        warmup=2,
+        dtype="bfloat16",
+        compile=False,
+        fused_adamw=False,
+        save_every=4,
+        eval_every=0,
+    )
     data = DataConfig(path=tmp_path / "corpus", sequence=64)
     return RunConfig(name="it", runs=tmp_path, device="cuda", model=MODEL, data=data, train=t)
 
@@ -76,3 +89,58 @@ def test_a_deterministic_run_resumes_bit_for_bit(config: RunConfig, experts: str
     Trainer(again).fit()
     for path in sorted((config.folder / "step-8").glob("*.safetensors")):
         assert path.read_bytes() == (again.folder / "step-8" / path.name).read_bytes(), path.name
+
+
+@pytest.mark.parametrize("experts", ["none", "dropless"])
+def test_the_defaults_of_a_gpu(config: RunConfig, experts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """bfloat16 with float32 masters, fused AdamW, a dense model compiled: it learns, and says so in its first line."""
+    dense = experts == "none"
+    t = TrainConfig(steps=30, batch=8, warmup=2, lr=3e-3, min_lr=3e-4, save_every=0, eval_every=0, log_every=1)
+    config = config.but(model=MODEL.but(moe=MOES[experts]), train=t)
+    with Ground.build(config.plan, config.device) as ground:
+        session = Session(config, ground)
+        assert {p.dtype for p in session.model.parameters()} == {torch.bfloat16}
+        assert {w.dtype for w in session.masters.local.values()} == {torch.float32}
+        assert all((block._compiled_call_impl is not None) == dense for block in session.model.blocks)
+        assert isinstance(session.optimizer, FusedAdamW)
+    summary = Trainer(config).fit()
+    compiled = "compiled, " if dense else ""
+    assert f"on cuda, bfloat16 with float32 masters, {compiled}fused AdamW, " in capsys.readouterr().out
+    assert summary.loss is not None and summary.loss < 3
+
+
+def test_deterministic_goes_back(config: RunConfig) -> None:
+    with Ground.build(config.plan, config.device) as ground:
+        session = Session(config.but(train=TrainConfig(deterministic=True)), ground)
+        assert {p.dtype for p in session.model.parameters()} == {torch.float32}
+        assert all(block._compiled_call_impl is None for block in session.model.blocks)
+        assert not isinstance(session.optimizer, FusedAdamW)
+
+
+@pytest.mark.parametrize("settings", [{}, {"deterministic": True}, {"recompute": "full"}], ids=str)
+def test_the_memory_estimate_of_a_gpu(config: RunConfig, settings: dict) -> None:
+    """Within a quarter of what the allocator gave out at most."""
+    model = ModelConfig(vocab_size=4096, layers=6, width=1024, heads=16, kv_heads=16, ffn_width=4096, context=1024)
+    t = TrainConfig(steps=3, batch=8, micro_batch=8, warmup=1, save_every=0, eval_every=0, **settings)
+    data = config.data.but(sequence=512, separate_documents=False)
+    config = config.but(model=model, train=t, data=data)
+    torch.cuda.empty_cache()
+    with Ground.build(config.plan, config.device) as ground:
+        before = torch.cuda.memory_allocated()
+        session = Session(config, ground)
+        peak = max(session.step().memory_bytes for _ in range(3)) - before
+    assert sum(estimate(config, "cuda").device.values()) == pytest.approx(peak, rel=0.25)
+
+
+def test_too_large_a_run_is_refused_by_what_is_free(config: RunConfig) -> None:
+    """Before anything is allocated on the device: nothing more is in use than was before."""
+    huge = MODEL.but(width=16384, heads=128, kv_heads=128, head_width=128, ffn_width=65536, layers=64)
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(CapacityError, match=r"of a GPU's memory, and .* is free; nothing was allocated"):
+        Trainer(config.but(model=huge))
+    with (
+        Ground.build(config.plan, config.device) as ground,
+        pytest.raises(CapacityError, match="nothing was allocated"),
+    ):
+        Session(config.but(model=huge), ground)
+    assert torch.cuda.memory_allocated() <= before  # other tests leave garbage that may be collected meanwhile

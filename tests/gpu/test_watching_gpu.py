@@ -29,7 +29,17 @@ MODEL = ModelConfig(vocab_size=300, layers=4, width=512, heads=8, kv_heads=8, ff
 def config(tmp_path: Path) -> RunConfig:
     texts = [(str(i), " ".join(WORDS[(i * j + j) % 10] for j in range(8 + 7 * i % 900))) for i in range(400)]
     build(texts, tmp_path / "corpus", vocab_size=300, validation_share=0.2)
-    t = TrainConfig(steps=8, batch=32, micro_batch=32, warmup=2, dtype="bfloat16", eval_every=0, profile=3)
+    t = TrainConfig(
+        steps=8,
+        batch=32,
+        micro_batch=32,
+        warmup=2,
+        dtype="bfloat16",
+        compile=False,
+        fused_adamw=False,
+        eval_every=0,
+        profile=3,
+    )
     data = DataConfig(path=tmp_path / "corpus", sequence=512)
     return RunConfig(name="it", runs=tmp_path, device="cuda", model=MODEL, data=data, train=t)
 

@@ -6,11 +6,12 @@ from torch import Tensor
 
 from colonnade.kernels.dropout.reference import Hidden, hidden_units
 from colonnade.kernels.experts.reference import Weights
-from colonnade.model import Transformer
+from colonnade.model import Transformer, transformer
 from colonnade.model.moe import dispatch, dropout, experts, layer, losses
 from colonnade.parallel.axis import SOLO, Axis, Grid
 from colonnade.parallel.layout import Experts
 from colonnade.train import balance, norm, step
+from colonnade.train.piped import Piped
 
 Patch = pytest.MonkeyPatch
 
@@ -59,6 +60,22 @@ def own_tokens_balanced(patch: Patch) -> None:
     """The balance loss counts the load of this rank's tokens only."""
     right = losses.losses
     patch.setattr(layer, "losses", lambda *rest: right(*rest[:4], SOLO, *rest[5:]))
+
+
+def own_tokens_pooled(patch: Patch) -> None:
+    """The balance loss over all layers counts this rank's tokens only."""
+    right = losses.attach_pooled
+    patch.setattr(transformer, "attach_pooled", lambda *rest: right(*rest[:4], SOLO))
+
+
+def own_stage_pooled(patch: Patch) -> None:
+    """It counts the layers of the last pipeline stage only."""
+    right = Piped._run
+
+    def run(self: Piped, span: range, sent: tuple[Tensor, ...], i: int) -> tuple[Tensor, ...] | Tensor:
+        return right(self, span, (*sent[:1], *(0 * sums for sums in sent[1:])), i)
+
+    patch.setattr(Piped, "_run", run)
 
 
 def bias_by_own_load(patch: Patch) -> None:

@@ -145,7 +145,7 @@ def test_it_learns_and_fills_in_the_mask(family: str, tmp_path: Path) -> None:
 def test_what_cannot_be_trained_is_refused(corpus: Path, tmp_path: Path) -> None:
     good = config(corpus, tmp_path)
     with pytest.raises(ConfigError, match="top = 'encoder' predicts no tokens"):
-        good.but(model=good.model.but(top="encoder"))
+        Trainer(good.but(model=good.model.but(top="encoder")))
     build([("", TEXT), ("", TEXT[::-1])], tmp_path / "bytes", vocab_size=257, validation_share=0)
     other = good.but(
         data=good.data.but(path=tmp_path / "bytes"), model=good.model.but(vocab_size=300), train=TRAIN.but(eval_every=0)

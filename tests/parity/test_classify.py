@@ -1,52 +1,207 @@
-"""Fine-tuning: any plan is the same run; a real encoder learns a real task, by the median of five seeds."""
+"""Fine-tuning a classifier: transformers' numbers, the same under any plan, and every setting honoured or refused."""
 
 import importlib.util
+import shutil
 import statistics
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from torch import Tensor
 
+import colonnade
+from colonnade.checkpoint import native
 from colonnade.checkpoint.hf.hub import find_minilm
-from colonnade.config import Plan, TrainConfig
+from colonnade.checkpoint.hf.write import write_hf
+from colonnade.config import DataConfig, MoeConfig, Plan, RouterConfig, RunConfig, TrainConfig
 from colonnade.errors import CheckpointError, ConfigError, DataError
-from colonnade.model import Hidden, Transformer
+from colonnade.model import Hidden
 from colonnade.model.retop import retop
 from colonnade.parallel.layout import layout_of, share
 from colonnade.parallel.mesh import Ground
+from colonnade.train.loop import train
+from colonnade.train.session import Session
+from colonnade.train.trackers import read_rows
 from colonnade.tune import Example, accuracy, classifier, fit
+from colonnade.tune.classify import prepared
+from colonnade.tune.examples import Classified, Examples
 from tests.models import BERTS, build, pairs
-from tests.worlds import assert_same, run
+from tests.worlds import assert_same
+from tests.worlds import run as in_world
 
-TRAIN = TrainConfig(steps=6, batch=6, micro_batch=2, lr=1e-2, min_lr=0, warmup=1, dtype="float64", schedule="linear")
+pytestmark = pytest.mark.xdist_group("worlds")
+
+TRAIN = TrainConfig(
+    steps=6, batch=6, micro_batch=6, lr=1e-2, min_lr=0, warmup=1, dtype="float64", schedule="linear", clip=0.5,
+    save_every=3, eval_every=3, log_every=1,
+)  # fmt: skip
+DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.1, "label_smoothing": 0.1}
 
 
-def examples(count: int = 20, classes: int = 3) -> list[Example]:
-    """Texts of unequal lengths; the class is that of the token that is in the text most."""
+def examples(count: int = 20, classes: int = 3, *, paired: bool = True) -> list[Example]:
+    """Texts of unequal lengths, in two segments if ``paired``; the class is that of the token that is there most."""
     generator = torch.Generator().manual_seed(5)
     found = []
     for i in range(count):
         n = int(torch.randint(1, 12, (1,), generator=generator))
         noise = torch.randint(10, 60, (n,), generator=generator).tolist()
-        found.append(Example([1, *[3 + i % classes] * (n + 1), *noise], i % classes))
+        tokens = [1, *[3 + i % classes] * (n + 1), *noise]
+        found.append(Example(tokens, i % classes, [0] * (n + 2) + [1] * n if paired else None))
     return found
 
 
-def _tune(plan: Plan) -> tuple[list[float], float]:
-    with Ground.build(plan, "cpu") as ground:
-        model = classifier(build(BERTS["post_encoder"], ground.axes), 3, seed=1)
-        losses = fit(model, examples(), TRAIN.but(micro_batch=2 // ground.axes.dp.size), ground)
-        return losses, accuracy(model, examples())
+def start(folder: Path, name: str = "post_encoder") -> Path:
+    """A Hugging Face folder of a small encoder, in float64."""
+    place = folder / name
+    if not place.exists():
+        write_hf(build(BERTS[name]), place)
+    return place
 
 
-@pytest.mark.parametrize("plan", [Plan(tp=2), Plan(dp=2), Plan(tp=3), Plan(tp=2, dp=2)])
-@pytest.mark.xdist_group("worlds")
-def test_any_plan_is_the_same_fine_tuning(plan: Plan) -> None:
-    ((expected, right),) = run(1, _tune, Plan())
-    assert len(set(expected)) == TRAIN.steps
-    for losses, accuracy_there in run(plan.world, _tune, plan):
-        assert losses == pytest.approx(expected, rel=1e-9)
-        assert accuracy_there == right
+def config(runs: Path, place: Path, **train: object) -> RunConfig:
+    return RunConfig(
+        name="it", runs=runs, device="cpu", model=classifier(place, classes=3), data=DataConfig(sequence=32),
+        train=TRAIN.but(start=str(place), **train),
+    )  # fmt: skip
+
+
+def weights(run: RunConfig) -> dict[str, Tensor]:
+    return colonnade.load(run.folder, device="cpu", dtype="float64").transformer.state_dict()
+
+
+def history(run: RunConfig) -> list[float]:
+    return [row[key] for row in read_rows(run.folder) for key in ("loss", "grad_norm", "validation_loss") if key in row]
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize(("name", "smoothing"), [("post_encoder", 0.0), ("pre_pretraining", 0.0), ("post_masked", 0.1)])
+def test_losses_gradients_and_steps_are_those_of_transformers(
+    name: str, smoothing: float, paired: bool, tmp_path: Path
+) -> None:
+    """Single texts and pairs; of padded batches there, of texts laid end to end here."""
+    given = examples(paired=paired)
+    run = config(tmp_path, start(tmp_path, name), label_smoothing=smoothing, eval_every=0)
+    with Ground.build(run.plan, "cpu") as ground, Session(run, ground, feed=prepared(run, given)) as session:
+        write_hf(session.model, tmp_path / "drawn")
+        auto = transformers.AutoModelForSequenceClassification
+        theirs = auto.from_pretrained(tmp_path / "drawn", dtype=torch.float64, attn_implementation="eager").eval()
+        groups = [[p for p in theirs.parameters() if (p.dim() >= 2) == matrix] for matrix in (True, False)]
+        decays = [run.train.weight_decay, 0.0]
+        optimizer = torch.optim.AdamW(
+            [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)],
+            betas=(run.train.beta1, run.train.beta2), eps=run.train.eps,
+        )  # fmt: skip
+        for number in range(4):
+            loss = _their_loss(theirs, [given[i] for i in session.feed.samples.numbers(session.seen)], smoothing)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), run.train.clip)
+            outcome = session.step()
+            assert_same(outcome.loss_sum / outcome.count, loss.detach(), 1e-6, f"loss {number}")
+            assert_same(outcome.norm, norm, 1e-6, f"gradient norm {number}")
+            for group in optimizer.param_groups:
+                group["lr"] = outcome.lr
+            optimizer.step()
+            optimizer.zero_grad()
+        write_hf(session.model, tmp_path / "tuned")
+    tuned = auto.from_pretrained(tmp_path / "tuned", dtype=torch.float64)
+    for (what, ours), (_, parameter) in zip(tuned.named_parameters(), theirs.named_parameters(), strict=True):
+        assert_same(ours.detach(), parameter.detach(), 1e-6, what)
+
+
+def _their_loss(theirs: transformers.PreTrainedModel, given: list[Example], smoothing: float) -> Tensor:
+    longest = max(len(example.tokens) for example in given)
+    padded = lambda row: [*row, *[0] * (longest - len(row))]  # noqa: E731
+    logits = theirs(
+        input_ids=torch.tensor([padded(example.tokens) for example in given]),
+        attention_mask=torch.tensor([padded([1] * len(example.tokens)) for example in given]),
+        token_type_ids=torch.tensor([padded(example.segments or []) for example in given]),
+    ).logits
+    labels = torch.tensor([example.label for example in given])
+    return torch.nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+
+
+def _fit(run: RunConfig) -> None:
+    """The work of one rank."""
+    train(run, (), prepared(run, examples(), examples(7)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "then"),
+    [
+        (Plan(tp=2), Plan(dp=2)),
+        (Plan(tp=3), Plan(cp=2)),
+        (Plan(tp=2, dp=2, sequence_parallel=True), Plan(pp=2)),
+        (Plan(pp=2, cp=2), Plan()),
+        (Plan(dp=3, reshard=False), Plan(tp=2, cp=2)),
+    ],
+    ids=str,
+)
+def test_any_plan_is_the_same_fine_tuning(plan: Plan, then: Plan, tmp_path: Path) -> None:
+    """With dropout, the second half resumed under another plan; validations included."""
+    alone = config(tmp_path / "alone", start(tmp_path), **DROPOUT)
+    _fit(alone)
+    several = alone.but(runs=tmp_path / "several")
+    for laid in (plan, then):
+        leg = several.but(plan=laid, train=alone.train.but(micro_batch=1 if laid.pp > 1 else 2))
+        in_world(laid.world, _fit, leg)
+        if laid is plan:
+            shutil.rmtree(leg.folder / "step-6")
+    assert len(history(alone)) == 6 + 6 + 2
+    assert history(several) == pytest.approx(history(alone), rel=1e-9)
+    mine = weights(several)
+    for name, x in weights(alone).items():
+        assert_same(mine[name], x, 1e-9, name)
+
+
+def test_a_mixture_of_experts_is_tuned_alike_on_any_grid(tmp_path: Path) -> None:
+    moe = MoeConfig(
+        experts=4, active=2, ffn_width=12, balance_weight=0.1, bias_rate=0.01, router=RouterConfig(noise=1.0)
+    )
+    alone = config(tmp_path / "alone", start(tmp_path))
+    alone = alone.but(model=alone.model.but(moe=moe), train=alone.train.but(start="", expert_dropout=0.1))
+    _fit(alone)
+    for number, plan in enumerate((Plan(dp=2, ep=2), Plan(tp=2, sh=2))):
+        several = alone.but(
+            runs=tmp_path / str(number), plan=plan, train=alone.train.but(micro_batch=6 // plan.data_ranks)
+        )
+        in_world(plan.world, _fit, several)
+        assert history(several) == pytest.approx(history(alone), rel=1e-9)
+
+
+def test_a_tuned_model_loads_and_goes_on(tmp_path: Path) -> None:
+    """From our own format and from Hugging Face's; with as many classes its classifier is kept, with others redrawn."""
+    run = config(tmp_path, start(tmp_path))
+    _fit(run)
+    with colonnade.load(run.folder, device="cpu", dtype="float64") as model:
+        right = accuracy(model.transformer, examples())
+        tuned = colonnade.save(model, tmp_path / "hf", format="hf")
+    loaded = colonnade.load(tuned, device="cpu", dtype="float64").transformer
+    assert accuracy(loaded, examples()) == right
+    before = weights(run)
+    for place in (run.folder, tuned):
+        for classes, kept in ((3, True), (5, False)):
+            again = config(tmp_path, place, steps=1, warmup=0, lr=1e-12, save_every=0, eval_every=0)
+            again = again.but(name=f"again-{place.name}-{classes}", model=classifier(place, classes))
+            fit(again, examples())
+            after = weights(again)
+            assert (after["top.classes.weight"].shape == before["top.classes.weight"].shape) == kept
+            for name in before.keys() - (set() if kept else {"top.classes.weight", "top.classes.bias"}):
+                assert_same(after[name], before[name], 1e-9, name)
+
+
+@pytest.mark.parametrize("name", ["pre_pretraining", "post_masked"])
+@pytest.mark.parametrize("plan", [Plan(pp=2, tp=2), Plan(dp=4)], ids=str)
+def test_every_part_of_the_start_is_taken_under_any_plan(name: str, plan: Plan, tmp_path: Path) -> None:
+    """From a checkpoint of ours with another top; what is new is drawn from the seed."""
+    whole = build(BERTS[name])
+    place = tmp_path / "start"
+    native.save(place, whole, native.Meta(model=whole.config), Ground.solo())
+    run = config(tmp_path, place, steps=1, batch=4, micro_batch=1, warmup=0, lr=1e-12, save_every=0, eval_every=0)
+    in_world(plan.world, _fit, run.but(plan=plan))
+    found, drawn = weights(run), retop(whole, "classes", classes=3, seed=run.train.seed).state_dict()
+    for key, x in drawn.items():
+        assert_same(found[key], x, 1e-9, key)
 
 
 @pytest.mark.parametrize("name", ["post_encoder", "pre_classes", "post_pretraining"])
@@ -59,6 +214,8 @@ def test_another_top_keeps_the_rest(name: str) -> None:
     one, two = (retop(model, "classes", classes=7, seed=seed) for seed in (0, 1))
     assert torch.equal(one.top.pooler.weight, model.top.pooler.weight)
     assert not torch.equal(one.top.classes.weight, two.top.classes.weight)
+    with pytest.raises(ConfigError, match=r"top = 'classes' and classes = 0"):
+        retop(model, "classes")
 
 
 def _shares() -> None:
@@ -75,34 +232,58 @@ def _solo():
     return Ground.solo().axes
 
 
-@pytest.mark.xdist_group("worlds")
 def test_another_top_under_tensor_parallelism() -> None:
-    run(2, _shares)
+    in_world(2, _shares)
 
 
-def test_it_learns_a_toy_task() -> None:
+def test_it_learns_a_toy_task(tmp_path: Path) -> None:
     """In float16 as well, with a loss scale."""
-    settings = TrainConfig(steps=40, batch=10, micro_batch=10, lr=3e-3, min_lr=0, warmup=4, schedule="linear")
+    settings = {"steps": 60, "batch": 10, "micro_batch": 10, "lr": 1e-2, "warmup": 4, "clip": 1.0, "seed": 1}
     losses = {}
     for dtype in ("float32", "float16"):
-        model = classifier(build(BERTS["post_encoder"], dtype=torch.float32), 3, seed=0)
-        losses[dtype] = fit(model, examples(), settings.but(dtype=dtype), Ground.solo())
-        assert accuracy(model, examples(30)) >= 0.9
-    assert losses["float16"] == pytest.approx(losses["float32"], abs=0.05)
+        run = config(tmp_path / dtype, start(tmp_path), dtype=dtype, save_every=0, eval_every=0, **settings)
+        fit(run, examples())
+        losses[dtype] = [row["loss"] for row in read_rows(run.folder) if "loss" in row]
+        assert accuracy(colonnade.load(run.folder, device="cpu", dtype="float32").transformer, examples()) >= 0.9
+    assert losses["float16"] == pytest.approx(losses["float32"], abs=0.1)
 
 
-def test_what_cannot_be_learnt_is_refused() -> None:
-    model: Transformer = classifier(build(BERTS["post_encoder"]), 3, seed=0)
+def test_micro_batches_of_one_shape_change_no_number() -> None:
+    """What fills them up is seen by no example and counts for nothing."""
+    given, options = Examples(examples(5)), {"config": DataConfig(sequence=32), "segments": True}
+    exact, filled = (Classified(given, **options, fixed=fixed) for fixed in (False, True))  # type: ignore[arg-type]
+    order = torch.arange(5).numpy()
+    one, other = exact.pack(order, order), filled.pack(order, order)
+    T = len(one.tokens_T)
+    assert len(other.tokens_T) == 5 * 32 and sum(len(example.tokens) for example in examples(5)) == T
+    for name in ("tokens_T", "positions_T", "targets_T", "segments_T"):
+        assert torch.equal(getattr(other, name)[:T], getattr(one, name)), name
+    assert torch.equal(other.predicted_R, one.predicted_R) and (other.targets_T[T:] < 0).all()
+    assert other.cu_seqlens[5] == T, "no sequence reaches into what fills up"
+
+
+def test_what_cannot_be_learnt_is_refused(tmp_path: Path) -> None:
+    run = config(tmp_path, start(tmp_path))
     for wrong, message in (
         ([], "no examples"),
         ([Example([1], 0), Example([1], 3)], "example 1 has the label 3, and there are 3 classes"),
-        ([Example([1] * 65, 0)], "example 0 has 65 tokens; give 1 to 64"),
+        ([Example([1] * 33, 0)], "example 0 has 33 tokens; give 1 to 32"),
         ([Example([], 0)], "example 0 has 0 tokens"),
+        ([Example([1, 67], 0)], "example 0 has tokens from 1 to 67, and the vocabulary is 0 to 66"),
+        ([Example([1, 2], 0, [0])], "example 0 has 1 segments for 2 tokens"),
+        ([Example([1, 2], 0, [0, 2])], "segments from 0 to 2, and the model knows 2; use 0 to 1"),
     ):
         with pytest.raises(DataError, match=message):
-            fit(model, wrong, TRAIN, Ground.solo())
-    with pytest.raises(ConfigError, match=r"top = 'classes' and classes = 0"):
-        retop(model, "classes")
+            fit(run, wrong)
+    with pytest.raises(DataError, match="held-out example 0 has 0 tokens"):
+        fit(run, examples(), [Example([], 0)])
+    with pytest.raises(DataError, match=r"eval_every is 3, and no examples are held out"):
+        fit(run, examples())
+    fit(run, examples(), examples(7))
+    with pytest.raises(DataError, match=r"this list of examples is not the data that .* was trained on"):
+        fit(run.but(train=run.train.but(steps=9)), examples()[::-1], examples(7))
+    with pytest.raises(DataError, match="no examples"):
+        accuracy(colonnade.load(run.folder, device="cpu").transformer, [])
 
 
 def _example():
@@ -124,12 +305,14 @@ def test_the_passages_are_balanced_and_no_speech_is_on_both_sides() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_the_century_of_a_speech_by_the_median_of_five_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_century_of_a_speech_by_the_median_of_five_seeds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     try:
         find_minilm()
     except CheckpointError as why:
         pytest.skip(str(why))
-    median = _example().main(["--per-class", "60", "--held-out", "40"])
+    median = _example().main(["--per-class", "60", "--held-out", "40", "--runs", str(tmp_path)])
     said = capsys.readouterr().out
     each = [float(line.split()[-1].rstrip("%")) / 100 for line in said.splitlines() if line.startswith("seed")]
     assert len(each) == 5

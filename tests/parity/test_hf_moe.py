@@ -51,6 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0, 2], "num_hidden_layers": 4,
     },
     "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 1},
+    "olmoe-one": {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 1, "norm_topk_prob": True},
+    "mixtral-one": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1},
     "olmoe-clipped": {
         "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.8, "norm_topk_prob": True,
         "num_key_value_heads": 6,
@@ -241,37 +243,47 @@ def test_a_missing_or_an_extra_expert_is_named(case: str, tmp_path: Path) -> Non
         HFFolder(tmp_path)
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
-def test_the_balance_loss_is_transformers_and_so_is_its_gradient(case: str, tmp_path: Path) -> None:
-    """Of one layer: with several, theirs multiplies shares and probabilities of different layers with each other."""
-    settings = (
-        COMMON | CASES[case] | {"num_hidden_layers": 1, "output_router_logits": True, "router_aux_loss_coef": 0.7}
-    )
-    theirs = random_model(settings.pop("model_type"), settings, seed=1)
+@pytest.mark.parametrize("layers", [1, 2, 4])
+@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "qwen3_moe-biases-window"])
+def test_the_balance_loss_is_transformers_and_so_is_its_gradient(case: str, layers: int, tmp_path: Path) -> None:
+    """Over all layers with experts together, without the padding that a batch of theirs has."""
+    settings = COMMON | CASES[case] | {"num_hidden_layers": layers, "router_aux_loss_coef": 0.7}
+    if "mlp_only_layers" in settings:
+        dense = [0, 2] if layers > 2 else [0] if layers > 1 else []
+        settings |= {"mlp_only_layers": dense, "use_sliding_window": False}  # their window makes NaN of padding
+    theirs = random_model(settings.pop("model_type"), settings | {"output_router_logits": True}, seed=1)
     theirs.save_pretrained(tmp_path / "hf")
     files = HFFolder(tmp_path / "hf")
     moe = files.config.moe
     assert moe is not None
-    assert (moe.balance, moe.balance_weight) == ("choices", 0.7)
+    assert (moe.balance, moe.balance_over, moe.balance_weight) == ("choices", "model", 0.7)
     ours = Transformer(files.config.but(moe=moe.but(z_weight=0)), dtype=torch.float64)  # OLMoE's authors had one
     files.fill(ours)
-    text = documents(ours.config.vocab_size)[2]
-    stream, attend, targets = stream_of([text])
-    routing = Routing(torch.arange(len(text)), weight=1 / len(text))
+    texts = sorted(documents(ours.config.vocab_size), key=len)[-2:]
+    stream, attend, targets = stream_of(texts)
+    T = len(targets)
+    routing = Routing(torch.arange(T), weight=1 / T)
     total, count = ours(stream._replace(routing=routing), attend, Loss(targets))
     (total / count).backward()
 
-    out = theirs(input_ids=text[None], labels=text[None])
+    padded, labels = (torch.nn.utils.rnn.pad_sequence(texts, True, value) for value in (0, -100))
+    assert padded.numel() > T
+    out = theirs(input_ids=padded, labels=labels, attention_mask=(labels >= 0).long())
     out.loss.backward()
-    assert_same(routing.reports[0].balance, out.aux_loss.detach().double(), TOLERANCE, "balance loss")
-    assert_same(total.detach() / count + 0.7 * routing.reports[0].balance, out.loss.detach(), TOLERANCE, "loss")
-    same_gradients(ours, gradients_by_file_name(theirs))
+    balance = routing.pooled.balance
+    assert balance is not None
+    assert_same(balance, out.aux_loss.detach().double(), TOLERANCE, "balance loss")
+    assert_same(total.detach() / count + 0.7 * balance, out.loss.detach(), TOLERANCE, "loss")
+    same_gradients(ours, gradients_by_file_name(theirs), 4 * TOLERANCE)  # each layer of theirs rounds to float32
 
 
 def test_the_balance_loss_of_each_layer_is_that_of_its_scores(tmp_path: Path) -> None:
     theirs = reference("qwen3_moe")
     theirs.save_pretrained(tmp_path / "hf")
-    ours = load(tmp_path / "hf")
+    files = HFFolder(tmp_path / "hf")
+    assert files.config.moe is not None
+    ours = Transformer(files.config.but(moe=files.config.moe.but(balance_over="layer")), dtype=torch.float64)
+    files.fill(ours)
     text = documents(ours.config.vocab_size)[2]
     stream, attend, targets = stream_of([text])
     routing = Routing(torch.arange(len(text)), weight=1.0)

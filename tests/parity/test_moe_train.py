@@ -51,23 +51,25 @@ def config(corpus: Path, runs: Path, **train: object) -> RunConfig:
 
 
 def history(run: RunConfig) -> list[float]:
-    return [row[key] for row in read_rows(run.folder) for key in ("loss", "grad_norm", "validation_loss") if key in row]
+    keys = ("loss", "grad_norm", "validation_loss", "moe/balance")
+    return [row[key] for row in read_rows(run.folder) for key in keys if key in row]
 
 
 @pytest.mark.parametrize(
-    ("plan", "then"),
+    ("plan", "then", "over"),
     [
-        (Plan(dp=2, ep=2), Plan(tp=2, sh=2, degree=2)),
-        (Plan(dp=4, ep=2, sh=2, degree=0), Plan()),
-        (Plan(tp=2, dp=2, ep=4, sequence_parallel=True, overlap=2), Plan(dp=2)),
-        (Plan(pp=2, dp=2, sh=2, degree=2), Plan(replicate=2, dp=2, ep=2)),
-        (Plan(cp=2, replicate=2, ep=2, reshard=False), Plan(pp=2, schedule="gpipe")),
+        (Plan(dp=2, ep=2), Plan(tp=2, sh=2, degree=2), "layer"),
+        (Plan(dp=4, ep=2, sh=2, degree=0), Plan(), "model"),
+        (Plan(tp=2, dp=2, ep=4, sequence_parallel=True, overlap=2), Plan(dp=2), "layer"),
+        (Plan(pp=2, dp=2, sh=2, degree=2), Plan(replicate=2, dp=2, ep=2), "model"),
+        (Plan(cp=2, replicate=2, ep=2, reshard=False), Plan(pp=2, schedule="gpipe"), "layer"),
     ],
     ids=str,
 )
-def test_any_plan_is_the_same_run(plan: Plan, then: Plan, corpus: Path, tmp_path: Path) -> None:
-    """Under one plan, its second half again under another."""
+def test_any_plan_is_the_same_run(plan: Plan, then: Plan, over: str, corpus: Path, tmp_path: Path) -> None:
+    """Under one plan, its second half again under another; with a balance loss of each layer or of all together."""
     alone = config(corpus, tmp_path / "alone")
+    alone = alone.but(model=alone.model.but(moe=MOE.but(balance_over=over)))
     Trainer(alone).fit()
     several = alone.but(runs=tmp_path / "several")
     for laid in (plan, then):

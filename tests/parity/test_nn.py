@@ -202,6 +202,8 @@ def test_errors_name_the_numbers_and_the_remedy() -> None:
         layer(torch.randn(3, 5))
     with pytest.raises(PlanError, match="without sequence_parallel"):
         MoE(D, EXPERTS, Axes(sequence_parallel=True))
+    with pytest.raises(ConfigError, match=r"nn\.MoE is one layer; set balance_over 'layer'"):
+        MoE(D, EXPERTS.but(balance_over="model"))
     cache = PagedCache(layers=1, kv_heads=1, head_width=4, pages=2, page_tokens=4)
     with pytest.raises(CapacityError, match="request 0 has 9 tokens and 2 pages of 4; give it 3"):
         cache.batch([[0, 1]], [9], [1])

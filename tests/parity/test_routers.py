@@ -155,7 +155,7 @@ def test_a_capacity_that_holds_nothing_is_refused_on_all_ranks_alike():
 
 # -- whole runs ------------------------------------------------------------------------------------------------------
 
-KEYS = ("loss", "grad_norm", "validation_loss")
+KEYS = ("loss", "grad_norm", "validation_loss", "moe/balance")
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +171,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("noisy", {"capacity": 1.0, "priority": True}, Plan(tp=2, ep=2, sequence_parallel=True)),
         ("gshard", {"jitter": 0.1}, Plan(pp=2, dp=2, sh=2)),
         ("topology", {"balance": "sequence"}, Plan(tp=2, dp=2, ep=2)),
+        ("softmax", {"balance": "choices", "balance_over": "model", "dense": (1,)}, Plan(pp=2, dp=2, ep=2)),
     ],
 )
 def test_a_run_is_the_same_under_a_plan(
@@ -191,5 +192,5 @@ def test_a_run_is_the_same_under_a_plan(
     numbers, expected = (
         [row[key] for row in read_rows(of.folder) for key in KEYS if key in row] for of in (laid, alone)
     )
-    assert len(expected) == 7
+    assert len(expected) == 8
     assert numbers == pytest.approx(expected, rel=1e-9)

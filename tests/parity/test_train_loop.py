@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,8 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint import native
 from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
-from colonnade.data import build
-from colonnade.errors import CheckpointError, ConfigError, DataError
+from colonnade.data import Corpus, Manifest, build
+from colonnade.errors import CheckpointError, ConfigError, DataError, PlanError
 from colonnade.parallel.axis import world_axis
 from colonnade.train import Trainer
 from colonnade.train.loop import train
@@ -96,7 +97,7 @@ def test_what_a_run_leaves_behind(config: RunConfig, capsys: pytest.CaptureFixtu
     board = EventAccumulator(str(config.folder / "tensorboard")).Reload()
     assert [point.step for point in board.Scalars("loss")] == list(range(1, 13))
     meta = native.read_meta(summary.checkpoint)
-    assert meta.run == config
+    assert meta.run == config.resolved("cpu"), "with what the device decided"
     assert meta.cursor["seen"] == 12 * 4
     assert (summary.checkpoint / "tokenizer" / "tokenizer.json").is_file()
     text = capsys.readouterr().out
@@ -245,12 +246,53 @@ def test_runs_that_cannot_be(config: RunConfig, tmp_path: Path) -> None:
     other = tmp_path / "other"
     words = corpora.TEXT.split()
     build([(str(i), " ".join(words[: 5 + i % 7])) for i in range(90)], other, vocab_size=300, validation_share=0.2)
-    with pytest.raises(DataError, match="is not the corpus that"):
+    with pytest.raises(DataError, match=r"is not the data that .* was trained on: it has another tokenizer; use that"):
         Trainer(short.but(data=DataConfig(path=other, sequence=16))).fit()
-    with pytest.raises(ConfigError, match=r"data.seed is 7, and .* trained with 0: .* set --data.seed 0, or"):
+    with pytest.raises(ConfigError, match=r"data.seed is 7, and .* trained with 0: .* set --data.seed 0, start the"):
         Trainer(short.but(data=short.data.but(seed=7))).fit()
     with pytest.raises(ConfigError, match=r"data.sequence is 8, and .* trained with 16"):
         Trainer(short.but(data=short.data.but(sequence=8))).fit()
+
+
+def test_a_resume_checks_its_corpus(config: RunConfig, corpus: Path, tmp_path: Path) -> None:
+    """The same documents in another order have the same numbers of tokens and documents, and are other samples."""
+    split, tokenizer = Corpus(corpus).split("train"), Corpus(corpus).tokenizer
+    documents = [("", tokenizer.decode(split.document(i).tolist())) for i in range(split.documents)]
+    for name, texts in (("forth", documents), ("back", documents[::-1])):
+        build(texts, tmp_path / name, tokenizer=tokenizer, validation_share=0.2)
+    manifests = [Manifest.load(tmp_path / name) for name in ("forth", "back")]
+    assert manifests[0].train.tokens == manifests[1].train.tokens and manifests[0] != manifests[1]
+
+    def fit(name: str, steps: int, **data) -> int:
+        data = DataConfig(path=tmp_path / name, sequence=16, **data)
+        Trainer(config.but(data=data, train=TRAIN.but(steps=steps, eval_every=0))).fit()
+        return native.read_meta(config.folder / f"step-{steps}").cursor["seen"] // TRAIN.batch
+
+    assert fit("forth", 4) == 4
+    shutil.copytree(tmp_path / "forth", tmp_path / "copy")
+    assert fit("copy", 5) == 5, "another place is no other corpus"
+    refused = r"back is not the data that .*step-5 was trained on: shard 0 of 1 .* order; .* --data.restart"
+    with pytest.raises(DataError, match=refused):
+        fit("back", 6)
+    assert fit("back", 6, restart=True) == 1, "the data starts anew"
+    assert fit("back", 8, restart=True) == 3, "and goes on where the corpus is the checkpoint's"
+    assert fit("back", 9, restart=True, seed=4) == 1
+
+
+def _fitted(by_rank: list[RunConfig]) -> str:
+    try:
+        train(by_rank[world_axis().rank])
+    except PlanError as error:
+        return str(error)
+    return "trained"
+
+
+def test_ranks_read_the_same_corpus(config: RunConfig, corpus: Path, tmp_path: Path) -> None:
+    corpora.small(tmp_path / "other", corpora.TEXT.upper())
+    one = config.but(plan=Plan(dp=2), train=TRAIN.but(steps=4, eval_every=0))
+    other = one.but(data=DataConfig(path=tmp_path / "other", sequence=16))
+    (said,) = set(in_world(2, _fitted, [one, other]))
+    assert re.search(r"rank 1 has corpus [0-9a-f]{12} instead of [0-9a-f]{12};", said), said
 
 
 def test_bfloat16_and_deterministic_runs_learn(config: RunConfig) -> None:

@@ -245,10 +245,11 @@ def test_a_checkpoint_is_verified_by_its_config(tmp_path: Path, monkeypatch: pyt
     assert (found["kv_heads"], found["qk_norm"], found["window"]) == (1, True, 7)
 
 
-def test_one_process_is_a_plan_as_well(tmp_path: Path) -> None:
-    out = tmp_path / "verify.json"
-    assert _verify("bert-tour", "--world", "1", "--out", out) == 0
-    assert _read(out, 1)["plans"][0]["name"] == "one process"
+def test_one_process_is_a_plan_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _verify("bert-tour", "--world", "1") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"], "results go where runs do"
+    assert _read(tmp_path / "runs" / "verify.json", 1)["plans"][0]["name"] == "one process"
     assert gc.get_freeze_count() == 0
 
 

@@ -60,6 +60,41 @@ def test_a_few_plans_of_four_processes(tmp_path: Path) -> None:
     in_parts(4, MODEL, list(filter(knows, plans)), tmp_path, 3)
 
 
+POOLED = MODEL.but(
+    layers=4,
+    moe=MODEL.moe.but(balance_over="model", balance_weight=3.0, dense=(3,)),  # type: ignore[union-attr]
+)
+"""One balance loss of layers 1 and 2; the first and last stages of four have no experts."""
+POOLED_PLANS = [
+    Plan(dp=2, ep=2),
+    Plan(cp=2, sh=2),
+    Plan(tp=2, ep=2, sequence_parallel=True),
+    Plan(pp=2),
+    Plan(pp=2, schedule="gpipe"),
+    Plan(pp=2, schedule="interleaved", stages=2),
+    Plan(pp=2, schedule="zero_bubble", stages=2),
+]
+
+
+def test_a_balance_loss_over_all_layers(tmp_path: Path) -> None:
+    """Under every kind of rank and schedule."""
+    for results in run(2, compared, POOLED, list(filter(knows, POOLED_PLANS)), tmp_path, None):
+        assert {str(result.plan): result.errors for result in results if not result.ok} == {}
+
+
+@pytest.mark.parametrize(
+    ("fault", "plan"),
+    [
+        (faults.own_tokens_pooled, Plan(dp=2, ep=2)),
+        (faults.own_tokens_pooled, Plan(cp=2)),
+        (faults.own_stage_pooled, Plan(pp=2)),
+    ],
+)
+def test_a_balance_loss_over_some_layers_or_ranks_is_found(fault: Callable, plan: Plan, tmp_path: Path) -> None:
+    for (result,) in run(2, compared, POOLED, [plan], tmp_path, fault):
+        assert not result.errors["gradients"] <= TOLERANCE
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_covering_set_of_four_processes(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import colonnade
 from colonnade.checkpoint import native
 from colonnade.cli import VERBS, main, parse
 from colonnade.config import ModelConfig, Plan, TrainConfig, count
-from colonnade.config.presets import preset
+from colonnade.config.presets import PRESETS, preset
 from colonnade.data import Corpus, build
 from colonnade.errors import ColonnadeError, Interrupted, PlanError
 from colonnade.model import Transformer, initialise
@@ -96,6 +96,32 @@ def test_unknown_flag_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> 
     said = refused(capsys, "train", "--model.layres", "3", code=2)
     assert "--model.layers" in said
     assert "run colonnade train --help" in said
+
+
+def test_help_is_a_verb_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, usage in (
+        (["help"], "usage: colonnade [-h]"),
+        (["help", "convert"], "usage: colonnade convert"),
+        (["help", "train"], "usage: colonnade train"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 0
+        assert usage in capsys.readouterr().out
+    assert "no verb 'convret'; did you mean 'convert'?" in refused(capsys, "help", "convret", code=2)
+
+
+def test_presets_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["presets"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["name", "family", "total", "active", "layers", "width", "context"]
+    assert [row[0] for row in rows[1:] if row and row[0] in PRESETS] == list(PRESETS)
+    assert ["smollm2-135m", "llama", "135", "M", "135", "M", "30", "576", "8,192"] in rows
+    assert ["mixtral-8x7b", "mixtral", "46.7", "B", "12.9", "B", "32", "4,096", "32,768"] in rows
+    assert not any("…" in word for row in rows for word in row), "nothing is cut off"
+    main(["presets", "--match", "qwen3_moe"])
+    assert "qwen3-30b-a3b" in (said := capsys.readouterr().out) and "tour" not in said
+    assert "no preset or family has 'llma' in its name; did you mean" in refused(capsys, "presets", "--match", "llma")
 
 
 def test_unknown_verb_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,6 +241,17 @@ def test_world_size_mismatch(tmp_path: Path, corpus: Path) -> None:
     assert expected in done.stderr
     assert f"traceback : {expected}" in done.stderr[done.stderr.index("Root Cause") :], "torchrun ends with it, too"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("sentences", "said"), [(40, "its end is held out"), (9000, "spans spread evenly over it are")]
+)
+def test_a_corpus_of_one_file_says_what_is_held_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, sentences: int, said: str
+) -> None:
+    (tmp_path / "book.txt").write_text("The quick brown fox jumps. " * sentences)
+    main(["corpus", str(tmp_path / "book.txt"), "--out", str(tmp_path / "book"), "--vocab_size", "260"])
+    assert f"the sources are one document: {said}" in capsys.readouterr().err
 
 
 def test_empty_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -567,8 +604,8 @@ def test_experts_for_a_dense_preset(capsys: pytest.CaptureFixture[str], corpus: 
         assert "is about experts, and this model has none; say how many with --model.moe.experts" in said
     said = refused(capsys, *words, "--model.latent.kv_rank", "8")
     assert "write the whole table [model.latent] into a file for --config" in said
-    main([*words, "--name", "dense", "--train.fused_adamw"])
-    assert "\nfused_adamw\n" in capsys.readouterr().out, "the first lines say what the run uses"
+    main([*words, "--name", "dense", "--train.fused_adamw", "True"])
+    assert "on cpu, float32, fused AdamW, " in capsys.readouterr().out, "the first lines say what the run uses"
     said = refused(capsys, *words, "--train.start", tmp_path / "dense", "--model.moe.experts", "3")
     assert f"colonnade convert {tmp_path / 'dense'} OUT --format colonnade --upcycle 3" in said
 
@@ -745,7 +782,7 @@ def test_python_surface(hf: Path, tmp_path: Path) -> None:
         (lambda m: m.logits(torch.tensor([[1, 2]])), r"tokens is tensor\(\[\[1, 2\]\]\); give a list"),
         (lambda m: m.hidden([1, 2], [0]), "1 segment for 2 tokens; give one for each"),
         (lambda m: m.score(["a", "b"]), r"the text is \['a', 'b'\]; give a text, or a list of token ids"),
-        (lambda m: m.generate(["a", "b"]), r"the prompt is \['a', 'b'\]; give one text"),
+        (lambda m: m.generate([["a"], "b"]), r"the prompt is \['a'\]; give one text"),
         (lambda m: m.generate("a", temprature=0), "unknown parameter 'temprature'; did you mean 'temperature'?"),
         (
             lambda m: colonnade.Engine("smollm2"),

@@ -24,7 +24,7 @@ def test_a_run_of_every_preset_reads_back_equal(name: str, tmp_path: Path) -> No
 
 @given(
     name=st.text(min_size=1),
-    lr=st.floats(1e-300, 1e300),
+    lr=st.floats(1e-300, 1e15),
     scaling=st.none() | st.builds(RopeScaling, kind=st.just("yarn"), factor=st.floats(1, 9), truncate=st.booleans()),
 )
 def test_any_value_survives(name: str, lr: float, scaling: RopeScaling | None) -> None:

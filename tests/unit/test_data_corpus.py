@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.filesize import decimal
 
-from colonnade.data import Corpus, Manifest, Tokenizer, build, samples
+from colonnade.data import Corpus, Manifest, Tokenizer, build, division, samples
 from colonnade.data.progress import Built, shown
 from colonnade.data.samples import sotu_documents
 from colonnade.errors import ConfigError, DataError
@@ -124,17 +124,38 @@ def test_at_least_one_document_is_held_out_and_not_all(tmp_path, share, held_out
 
 @pytest.mark.parametrize("pieces", [1, 7])
 @pytest.mark.parametrize("share", [0.05, 0.5])
-def test_of_a_single_document_the_end_is_held_out(tmp_path, monkeypatch, share, pieces):
-    text = " ".join(f"{i}: {text}" for i, (_, text) in enumerate(SPEECHES))
+def test_of_a_short_document_the_end_is_held_out(tmp_path, monkeypatch, share, pieces):
+    text = " ".join(f"{i}: {text}" for i, (_, text) in enumerate(SPEECHES[:8]))
+    assert len(text) * share < 2 * division.SPAN_CHARACTERS
     monkeypatch.setattr("colonnade.data.sources.PIECE_CHARACTERS", len(text) // pieces + 1)
     (tmp_path / "book.txt").write_text(text)
     manifest = build([tmp_path / "book.txt"], tmp_path / "c", tokenizer=tokens.byte_level(), validation_share=share)
-    assert (manifest.train.documents, manifest.validation.documents) == (1, 1)
+    assert (manifest.train.documents, manifest.validation.documents, manifest.spans) == (1, 1, 1)
     corpus = Corpus(tmp_path / "c", verify=True)
     (head,), (tail,) = texts(corpus, "train"), texts(corpus, "validation")
     assert head + tail == text
-    assert abs(len(tail) - share * len(text)) < 20
-    assert head.endswith(" "), "between words"
+    assert abs(len(tail) - share * len(text)) < 120
+    assert head[-1].isspace(), "between words"
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+@pytest.mark.parametrize(
+    ("joint", "expected"), [("\n \n", ["\n \n"] * 9), (" ", [". "] * 9)], ids=["paragraphs", "sentences"]
+)
+def test_of_a_long_document_spans_are_held_out(tmp_path, monkeypatch, pieces, joint, expected):
+    """Spread evenly, of whole paragraphs or sentences, and the same however the file is read."""
+    paragraph = "This is the {}th sentence of a book. It goes on to say: nothing (at all)."
+    text = joint.join(paragraph.format(i) for i in range(1400))
+    monkeypatch.setattr("colonnade.data.sources.PIECE_CHARACTERS", len(text) // pieces + 1)
+    (tmp_path / "book.txt").write_text(text)
+    manifest = build([tmp_path / "book.txt"], tmp_path / "c", tokenizer=tokens.byte_level(), validation_share=0.2)
+    assert (manifest.train.documents, manifest.validation.documents, manifest.spans) == (5, 5, 5)
+    corpus = Corpus(tmp_path / "c", verify=True)
+    spans = [one for both in zip(texts(corpus, "train"), texts(corpus, "validation"), strict=True) for one in both]
+    assert "".join(spans) == text
+    assert [span[-len(end) :] for span, end in zip(spans[:-1], expected, strict=True)] == expected
+    lengths = np.array([len(span) for span in spans]) / len(text)
+    assert lengths == pytest.approx([0.16, 0.04] * 5, abs=0.003)
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path):

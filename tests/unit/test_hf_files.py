@@ -137,8 +137,12 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
 def test_an_absurd_config_is_refused_before_memory_is_asked_for(tmp_path: Path) -> None:
     path = folder(tmp_path / "x")
     raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 10**12}))
-    refused(path, "they belong to different models")
+    for layers, says in (
+        (10**6, "they belong to different models"),
+        (10**12, "layers is 1000000000000: input should be"),
+    ):
+        (path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": layers}))
+        refused(path, says)
 
 
 def test_shards_and_their_index(tmp_path: Path) -> None:

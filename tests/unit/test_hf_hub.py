@@ -33,6 +33,9 @@ for model_id in sys.argv[1:]:
 """
 
 
+TOKENIZER = b'{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 2}, "unk_token": "a"}}'
+
+
 def git_id(contents: bytes) -> str:
     """The Hub's name of a file's contents."""
     return hashlib.sha1(b"blob %d\0" % len(contents) + contents).hexdigest()
@@ -44,6 +47,7 @@ def hub(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     write_hf(build(LLAMA), tmp_path / "tiny")
     (tmp_path / "tiny" / "pytorch_model.bin").write_bytes(b"never")
     (tmp_path / "tiny" / "modeling.py").write_text("raise SystemExit")
+    (tmp_path / "tiny" / "tokenizer.json").write_bytes(TOKENIZER)
     files = {path.name: path.read_bytes() for path in (tmp_path / "tiny").iterdir()}
     asked: list[str] = []
 
@@ -89,18 +93,12 @@ def hub(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     thread.join()
 
 
-def ask(address: str, model_ids: str, home: Path, **more: str) -> str:
+def ask(address: str, model_ids: str, home: Path, script: str = SCRIPT, **more: str) -> str:
     """What a fresh process prints, which fetches one after another."""
     keep = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     env = keep | {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **more}
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *model_ids.split()],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
+    command = [sys.executable, "-c", script, *model_ids.split()]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=True)
     return run.stdout.strip()
 
 
@@ -108,11 +106,18 @@ def test_weights_and_settings_are_fetched_and_nothing_that_runs(hub: tuple[str, 
     address, asked = hub
     home = tmp_path / "home"
     said = ask(address, "us/tiny", home)
-    assert said == "config.json generation_config.json model.safetensors 2", asked
+    assert said == "config.json generation_config.json model.safetensors tokenizer.json 2", asked
     assert not any(path.endswith((".bin", ".py")) for path in asked)
     asked.clear()
     offline = ask(address, "us/tiny", home, HF_HUB_OFFLINE="1")
-    assert offline == "config.json generation_config.json model.safetensors 2" and asked == []
+    assert offline == "config.json generation_config.json model.safetensors tokenizer.json 2" and asked == []
+
+
+def test_a_tokenizer_is_fetched_without_weights(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    address, asked = hub
+    words = "import sys, colonnade; print(colonnade.load_tokenizer(sys.argv[1]).vocab_size)"
+    assert ask(address, "us/tiny", tmp_path / "home", words) == "3"
+    assert asked and not any(path.endswith(".safetensors") for path in asked)
 
 
 def test_what_goes_wrong_is_one_line(hub: tuple[str, list[str]], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from colonnade.errors import ConfigError
 from colonnade.model.moe import Choice, Units
 from colonnade.model.moe.losses import load, losses
 from colonnade.parallel.axis import SOLO
-from tests.routers import EXPERTS, SEQUENCES, TOKENS, moe_of
+from tests.routers import EXPERTS, SEQUENCES, TOKENS, moe_of, router_of, tokens
 from tests.worlds import assert_same
 
 E, T = EXPERTS, TOKENS
@@ -86,6 +86,42 @@ def test_a_loss_is_its_formula_and_its_slope_is_autograds(balance, with_noise, a
     for got, wanted in zip(leaves, plain_leaves, strict=True):
         assert_same(got.grad if got.grad is not None else torch.zeros_like(got),
                     wanted.grad if wanted.grad is not None else torch.zeros_like(wanted), what="slope")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("sigmoid", {"active": 2}), ("sigmoid_groups", {}), ("softmax_biased", {}), ("softmax", {"groups": 2})],
+)
+def test_the_loss_of_sequences_counts_the_highest_scores_without_bias_or_groups(name, changes):
+    """DeepSeek-V3, equations 17 to 20, token by token: s ∈ Topk, s' = s/Σs, f = E/(A·T)·Σ_t, P = 1/T·Σ_t."""
+    moe = moe_of(name, balance="sequence", **changes)
+    router, (x_TD, tokens_T, index_T, units) = router_of(moe), tokens()
+    if router.bias_E is not None:
+        router.bias_E.zero_()[:2] = 0.3
+    choice, logits_TE = router(x_TD, tokens_T, index_T, None, training=True, units=units)
+    _, value, _ = losses(choice, load(choice.ids_TA, E), logits_TE, moe, SOLO, units)
+    logits_TE = logits_TE.detach()
+    parts, biased = [], 0
+    for s in set(OF_T.tolist()):
+        f, P = [0.0] * E, [0.0] * E
+        mine = [t for t in range(T) if OF_T[t] == s]
+        for t in mine:
+            scores = logits_TE[t].sigmoid() if "sigmoid" in name else logits_TE[t].softmax(0)
+            best = sorted(range(E), key=lambda e, scores=scores: -scores[e])[: moe.active]
+            biased += set(best) != set(choice.ids_TA[t].tolist())
+            for e in range(E):
+                f[e] += E / (moe.active * len(mine)) * (e in best)
+                P[e] += float(scores[e] / scores.sum()) / len(mine)
+        parts.append(sum(a * b for a, b in zip(f, P, strict=True)))
+    assert biased, "the bias or the groups changed no choice"
+    assert value.item() == pytest.approx(sum(parts) / len(parts), rel=1e-12)
+
+
+def test_a_load_under_noise_that_a_router_does_not_know_is_refused():
+    moe = moe_of("topology", balance="importance", noise=1.0)
+    choice = Choice(draw(2)[1], torch.ones(T, 2), torch.ones(T, E))
+    with pytest.raises(ConfigError, match=r"router 'topology' does not give it; set model\.moe\.router\.noise to 0"):
+        losses(choice, load(choice.ids_TA, E), None, moe, SOLO)
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,13 @@ def test_nothing_measured_or_not_a_number_is_refused(tmp_path):
 def test_headlines_and_rows_are_rendered(tmp_path):
     machine = {"cpu": "A Processor", "cores": 2, "gpu": None}
     records = [record(tmp_path, machine=machine, date="2026-01-02 03:04 UTC")]
-    readme = table.with_headlines(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n", records)
+    topics = {"Serving": [("decode", 0, "one request"), ("missing", 0, "another")], "Training": [("missing", 1, "x")]}
+    shown = table.headlines(records, topics)
+    readme = table.between("before\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n", "results", shown)
+    assert "| **Serving** |  |  |  |" in shown and "Training" not in shown and "another" not in shown
     row = (
-        "| decode, batch 1 | 1,234 tokens/s | transformers 987.6 tokens/s | A Processor, 2 cores "
-        "| [2026-01-02](benchmarks/results/decode.json) |"
+        "| one request | 1,234 tokens/s | transformers 987.6 tokens/s "
+        "| [A Processor, 2 cores](benchmarks/results/decode.json) |"
     )
     assert row in readme.splitlines()
     assert "old" not in readme
@@ -83,6 +86,21 @@ def test_toys_are_not_kept_among_the_results(tmp_path, monkeypatch):
     assert _report.folder_of(None, toy=True).parent == tmp_path
     assert _report.folder_of(None, toy=False) == _report.RESULTS
     assert _report.folder_of(tmp_path / "x", toy=True) == _report.folder_of(tmp_path / "x", toy=False) == tmp_path / "x"
+
+
+def test_ratios_say_how_many_times_as_fast(tmp_path):
+    found = record(tmp_path)
+    rows = [("decode", 0, "Decoding", "transformers"), ("decode", 0, f"Decoding{table.LOWER}", "transformers")]
+    shown = table.comparison([found], rows)
+    assert "| Decoding | transformers | 1.25 × |" in shown and "| Decoding | transformers | 0.80 × |" in shown
+
+
+def test_the_readme_shows_at_most_25_rows_that_exist():
+    by_stem = {record["file"].removesuffix(".json"): record for record in table.load()}
+    rows = [row for topic in table.TOPICS.values() for row in topic]
+    assert len(rows) <= 25
+    for stem, line, _ in rows:
+        assert line < len(by_stem[stem]["headlines"]), stem
 
 
 def test_the_tables_in_the_tree_are_what_the_results_say():

@@ -86,7 +86,7 @@ def test_scores_are_in_float32_at_least(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("T", "E", "A"), CHOICES)
 def test_the_plain_choice(T: int, E: int, A: int) -> None:
-    """Against Python's sort, which leaves equals in their order; others with other equals."""
+    """Against Python's sort, which leaves equals in their order."""
 
     def by_hand(compared_TE, scores_TE, active, *, normalise, scale):
         ids = [sorted(range(E), key=lambda e, row=row: -row[e])[:active] for row in compared_TE.tolist()]
@@ -99,6 +99,17 @@ def test_the_plain_choice(T: int, E: int, A: int) -> None:
     for name in ("normal", "ties", "infinite", "all equal"):
         for normalise in (False, True):
             same_choice(by_hand, reference.best, scores[name], A, normalise=normalise, scale=1.7)
+
+
+def test_equal_and_not_finite_scores_are_ordered_as_by_a_stable_sort() -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randint(-4, 4, (200, 9), generator=generator).float()
+    x[::3] += torch.rand(67, 9, generator=generator)  # rows without equals among them
+    x[::7, 2], x[::11, 4], x[::13, 6] = float("nan"), float("-inf"), float("nan")
+    x[5] = 0.0
+    x[5, ::2] = -0.0
+    for count in (1, 4, 8, 9):
+        assert torch.equal(reference.top(x, count), x.sort(dim=1, descending=True, stable=True).indices[:, :count])
 
 
 def test_a_choice_counts_as_its_score_where_nothing_is_asked() -> None:

@@ -161,6 +161,23 @@ def test_a_router_is_its_formula(name):
         assert not choice.weights_TA[t, len(real) :].any()
 
 
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "hash"])
+def test_equal_scores_go_to_the_lowest_index(name):
+    """Of experts, of groups, and of tokens where experts choose; in float32 and float64."""
+    moe = moe_of(name, experts=60, noise=0.0, jitter=0.0)
+    for dtype in (torch.float32, torch.float64):
+        router = router_of(moe).to(dtype)
+        for tensor in router.state_dict().values():
+            tensor.zero_()
+        x_TD, tokens_T, index_T, units = tokens()
+        ids_TA = router(x_TD.to(dtype), tokens_T, index_T, None, units=units)[0].ids_TA
+        if name == "expert_choice":
+            assert torch.equal(ids_TA[:1], torch.arange(60)[None])  # one token an expert: the first
+            assert (ids_TA[1:] == 60).all()
+        else:
+            assert torch.equal(ids_TA, torch.arange(moe.active).expand(TOKENS, -1))
+
+
 def test_the_cases_use_every_router_of_the_registry():
     # Other tests, and the documentation's, register routers of their own in the same process.
     ours = {name for name, rule in RULES.items() if rule.choose.__module__.startswith("colonnade.")}
@@ -237,6 +254,32 @@ def test_the_noisy_routers_load_is_the_share_of_draws_that_choose_an_expert():
         rows[:, e] = clean_TE[t, e] + sigma_TE[t, e] * drawn
         share = (rows.topk(moe.active).indices == e).any(1).double().mean()
         assert abs(share - choice.expected_TE[t, e]) < 0.015
+
+
+@pytest.mark.parametrize("name", ["softmax_tutel_noise", "cosine", "sigmoid", "sequence"])
+def test_the_load_under_added_noise_is_the_chance_to_be_among_the_highest(name):
+    """Of the others' noisy scores; the mean noise of n tokens of a sequence is √n times narrower."""
+    moe = moe_of(name, noise=1.5, balance="importance", bias_rate=0.0)
+    router, (x_TD, tokens_T, index_T, units) = router_of(moe), tokens()
+    choice, noisy_TE = router(x_TD, tokens_T, index_T, noise_for(moe, index_T), training=True, units=units)
+    _, clean_TE = router(x_TD, tokens_T, index_T, None, units=units)
+    sizes = torch.bincount(units.of_T)[units.of_T].tolist() if name == "sequence" else [1] * TOKENS
+    for t, (clean, noisy) in enumerate(zip(clean_TE.tolist(), noisy_TE.tolist(), strict=True)):
+        for e in range(E):
+            least = sorted(noisy[:e] + noisy[e + 1 :], reverse=True)[moe.active - 1]
+            z = (clean[e] - least) / (1.5 / E / math.sqrt(sizes[t]))
+            assert choice.expected_TE[t, e].item() == pytest.approx(math.erfc(-z / math.sqrt(2)) / 2, abs=1e-12)
+
+
+def test_a_single_weight_is_1_where_it_is_normalised_and_has_no_gradient():
+    for name, scale in (("softmax", 1.0), ("switch", 1.7), ("sigmoid", 2.5)):
+        for single in (True, False):
+            moe = moe_of(name, active=1, normalise_single=single, jitter=0.0, scale=scale)
+            router = router_of(moe)
+            weights_TA = chosen(name, moe, router).weights_TA
+            assert (weights_TA == scale).all() if single else (weights_TA < scale).all()
+            (weights_TA * torch.randn(TOKENS, 1, generator=torch.Generator().manual_seed(0))).sum().backward()
+            assert router.gates[0].weight.grad.any() == (not single)
 
 
 def test_the_cosines_factor_stops_at_100():
@@ -406,6 +449,21 @@ def test_a_router_of_ones_own_needs_one_function():
         ({"nodes": 7}, {}, "6 experts are not at home on 7 nodes"),
         ({}, {"active": 7}, "a token cannot go to 7 of 6 experts"),
         ({"groups": 4}, {}, "6 experts do not divide into 4 groups"),
+        (
+            {"noise": 1.0},
+            {"balance": "importance", "bias_rate": 0.1},
+            r"not implemented with model\.moe\.bias_rate; set that to 0, model\.moe\.router\.noise to 0, or",
+        ),
+        (
+            {"noise": 1.0, "groups": 2},
+            {"balance": "importance"},
+            r"not implemented with model\.moe\.router\.groups; set that to 1",
+        ),
+        (
+            {},
+            {"balance": "gshard", "balance_over": "model"},
+            r"is a loss of one layer; set model\.moe\.balance_over to",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_remedy(router, moe, message):

@@ -18,7 +18,7 @@ from colonnade.model.quantised import weight_bytes
 from colonnade.parallel.axis import SOLO_AXES, Axes, Axis
 from colonnade.parallel.mesh import Ground
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.memory import Asked, _container_bytes, _machine_bytes, free_bytes
+from colonnade.serve.memory import Asked
 from colonnade.serve.room import check_room, remedies, together
 from tests.serve import tiny
 
@@ -199,20 +199,14 @@ def test_memory_that_is_not_there_after_all_has_the_same_table() -> None:
         Engine(tiny.model(), tiny.tokenizer(), serve)
 
 
-def test_what_is_free_is_what_machine_and_container_leave(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemAvailable:    700 kB\n")
-    assert _machine_bytes(tmp_path / "meminfo") == 700 << 10
-    assert _machine_bytes(tmp_path / "none") > 1 << 20
-    assert _container_bytes(tmp_path) == 1 << 62
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("3000\n")
-    assert _container_bytes(tmp_path) == 1 << 62
-    (tmp_path / "memory.max").write_text("10000\n")
-    assert _container_bytes(tmp_path) == 7000
-    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 2000\n")
-    assert _container_bytes(tmp_path) == 9000
-    assert 0 < free_bytes(CPU) < 1 << 50
-    check_room(asked(tiny.model(), ServeConfig()))
+def test_ranks_of_one_host_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = ServeConfig(cache_bytes=1 << 20)
+    needed = asked(tiny.model(), serve).needs().total
+    monkeypatch.setattr("colonnade.parallel.device_memory.free_host_bytes", lambda: 2 * needed)
+    check_room(asked(tiny.model(), serve))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(CapacityError, match="does not fit into a rank's memory on cpu"):
+        check_room(asked(tiny.model(), serve))
 
 
 def test_ranks_that_share_a_cache_have_a_part_of_it_and_a_page_that_is_nobodys():

@@ -11,6 +11,7 @@ from colonnade.parallel.fsdp import masters
 from colonnade.parallel.mesh import Ground
 from colonnade.train.optimizer import AdamW
 from colonnade.train.scaler import HIGHEST, LossScaler
+from colonnade.train.schedule import learning_rate
 from colonnade.train.step import Step
 from tests.parity.train_cases import ragged
 
@@ -70,12 +71,13 @@ class Training:
 
 def test_an_overflow_moves_nothing_and_is_got_over() -> None:
     it = Training(scale=2.0**28)
-    counts, scales, losses = [], [], []
+    counts, scales, losses, rates = [], [], [], []
     for i in range(24):
         before = it.all()
         out = it.step(i, [ragged(i % 3, it.model.config), ragged(i % 3 + 50, it.model.config)])
         assert out.skipped is not None and out.loss_scale is not None
         counts.append(int(out.skipped))
+        rates.append(float(out.lr))
         scales.append(float(out.loss_scale))
         losses.append(float(out.loss_sum / out.count))
         moved = [name for name, now in it.all().items() if not torch.equal(now, before[name])]
@@ -83,6 +85,9 @@ def test_an_overflow_moves_nothing_and_is_got_over() -> None:
     assert counts[:4] == [1, 2, 3, 4] and counts[12:] == counts[12:13] * 12, "too high at first, and then no more"
     assert scales == [2.0 ** (28 - skipped) for skipped in (0, *counts[:-1])]
     assert it.optimizer.steps == 24 - counts[-1]
+    updates = [i - skipped for i, skipped in enumerate((0, *counts[:-1]))]
+    assert updates[:6] != list(range(6))
+    assert rates == [learning_rate(i, it.train) for i in updates], "a skipped step does not advance the schedule"
     assert losses[-1] < losses[0] - 0.2
 
 

@@ -1,6 +1,8 @@
 """Which plans `verify` tries, and the likeness of a model on which it tries them."""
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from colonnade.config import ModelConfig, MoeConfig, Plan, RouterConfig
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import PlanError
+from colonnade.parallel.pipeline import knows
 from colonnade.verify import all_plans, covering, shrink
 from colonnade.verify.plans import pairs
 
@@ -138,3 +141,12 @@ def test_a_router_of_tasks_is_told_one() -> None:
     assert tour.moe is not None
     likeness = shrink(tour.but(moe=tour.moe.but(router=RouterConfig(kind="task", tasks=3))), 4)
     assert likeness.moe is not None and likeness.moe.router.task == 0
+
+
+def test_the_readme_has_todays_number_of_plans() -> None:
+    tour, readme = preset("tour"), (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    plans = covering(all_plans(2, shrink(tour, 4)))
+    (said,) = re.findall(r"under (\d+) plans of 2 processes", readme)
+    assert f"{said} of {said} plans equal one process" in readme
+    every = knows(Plan(pp=2, schedule="zero_bubble"))  # which needs torch 2.13
+    assert int(said) == len(plans) if every else int(said) > len(plans)

@@ -184,7 +184,7 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
             "n_shared_experts": moe.shared_width // moe.ffn_width,
             "first_k_dense_replace": moe.first,
             "routed_scaling_factor": moe.router.scale,
-            "norm_topk_prob": moe.router.normalise and moe.active > 1,
+            "norm_topk_prob": moe.normalises,
         }
     return raw
 

@@ -95,7 +95,7 @@ def shared(place: str) -> Table:
 GATE = "blocks.{i}.ffn.router.gates.0.weight"
 """Our name of a layer's router."""
 
-TRAINING = ("balance", "balance_weight", "z_weight")
+TRAINING = ("balance", "balance_over", "balance_weight", "z_weight")
 TRAINING_ROUTER = ("jitter", "noise", "dtype")
 """Settings of a run that no logit depends on; a file need not be able to say them."""
 
@@ -107,19 +107,27 @@ def moe_from_hf(
     the key that says what the balance loss counts.
     """
     active = keys.size("num_experts_per_tok")
-    if normalise and active == 1:
-        raise keys.refuse("num_experts_per_tok", "a single weight divided by itself teaches a router nothing")
     keys.flag("output_router_logits", False)  # whether their loss has the balance loss in it; ours always may
-    router = {"normalise": normalise, "jitter": keys.number("router_jitter_noise", 0.0)} | fields.pop("router", {})
+    router = {"normalise": normalise, "normalise_single": normalise and active == 1}
+    router |= {"jitter": keys.number("router_jitter_noise", 0.0)} | fields.pop("router", {})
+    if "balance" not in fields:
+        fields |= {"balance": "choices", "balance_over": "model"}  # transformers' load_balancing_loss_func
     return MoeConfig(
         experts=experts,
         active=active,
         ffn_width=ffn_width,
-        balance=fields.pop("balance", "choices"),
         balance_weight=keys.number(weight, 0.001),
         router=RouterConfig(**router),
         **fields,
     )
+
+
+def balance_to_hf(moe: MoeConfig) -> dict[str, Any]:
+    """``router_aux_loss_coef`` of transformers' loss, which is ``choices`` over all layers: ``switch`` is 1/A of it.
+    Of other balance losses the weight alone can be written.
+    """
+    share = moe.active if moe.balance == "switch" else 1
+    return {"router_aux_loss_coef": 0.0 if moe.balance == "none" else moe.balance_weight / share}
 
 
 def held_layers(step: int, dense: list[int], layers: int) -> dict[str, Any]:
@@ -145,8 +153,8 @@ def expressible(config: ModelConfig) -> dict[str, Any]:
     unused = ("capacity_over", "priority", "dropped") if moe.capacity is None else ()
     for name in (*follow, *unused):
         fields.pop(f"moe.{name}")
-    if moe.active == 1:
-        fields.pop("moe.router.normalise")  # a single weight is never divided by itself here
+    fields.pop("moe.router.normalise_single")
+    fields["moe.router.normalise"] = moe.normalises
     if moe.router.groups == 1:
         fields.pop("moe.router.group_score")
     return fields | {"layers with experts": has, "moe.bias_rate": bool(moe.bias_rate)}

@@ -24,8 +24,10 @@ def find_minilm() -> Path:
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
-def fetch(model_id: str, *, revision: str | None = None) -> Path:
+def fetch(model_id: str, *, revision: str | None = None, weights: bool = True) -> Path:
     """The folder of ``model_id`` ("owner/name") in the Hub's cache, downloaded where it is not there yet.
+
+    ``weights`` False leaves the weights where they are.
 
     Raises :class:`CheckpointError` when the extra is not installed, the id is unknown, or the Hub cannot be reached.
     """
@@ -38,7 +40,7 @@ def fetch(model_id: str, *, revision: str | None = None) -> Path:
             "pip install 'colonnade[hub]'"
         ) from None
     try:
-        return Path(snapshot_download(model_id, revision=revision, allow_patterns=PATTERNS))
+        return Path(snapshot_download(model_id, revision=revision, allow_patterns=PATTERNS[not weights :]))
     except HFValidationError:
         raise CheckpointError(f"'{model_id}' is neither a file or folder here nor a Hub id (owner/name)") from None
     except LocalEntryNotFoundError:

@@ -5,7 +5,7 @@ Files of the Hub call the layer ``block_sparse_moe`` and an expert's matrices w1
 
 from typing import Any
 
-from colonnade.checkpoint.hf.experts import GATE, moe_from_hf, per_expert, stacked
+from colonnade.checkpoint.hf.experts import GATE, balance_to_hf, moe_from_hf, per_expert, stacked
 from colonnade.checkpoint.hf.keys import Keys
 from colonnade.checkpoint.hf.llama import BUFFERS, common_from_hf, common_to_hf
 from colonnade.checkpoint.hf.llama import TABLE as LLAMA
@@ -35,7 +35,7 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": moe.ffn_width,
         "num_local_experts": moe.experts,
         "num_experts_per_tok": moe.active,
-        "router_aux_loss_coef": moe.balance_weight,
+        **balance_to_hf(moe),
         "router_jitter_noise": moe.router.jitter,
     })  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from colonnade.checkpoint.hf.experts import GATE, moe_from_hf, per_expert, stacked
+from colonnade.checkpoint.hf.experts import GATE, balance_to_hf, moe_from_hf, per_expert, stacked
 from colonnade.checkpoint.hf.keys import Keys
 from colonnade.checkpoint.hf.llama import BUFFERS, common_from_hf, common_to_hf
 from colonnade.checkpoint.hf.names import Family
@@ -39,8 +39,8 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": moe.ffn_width,
         "num_experts": moe.experts,
         "num_experts_per_tok": moe.active,
-        "norm_topk_prob": moe.router.normalise and moe.active > 1,
-        "router_aux_loss_coef": moe.balance_weight,
+        "norm_topk_prob": moe.normalises,
+        **balance_to_hf(moe),
     })  # fmt: skip
 
 

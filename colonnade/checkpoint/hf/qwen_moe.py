@@ -8,7 +8,15 @@
 
 from typing import Any
 
-from colonnade.checkpoint.hf.experts import GATE, held_layers, moe_from_hf, per_expert, shared, stacked
+from colonnade.checkpoint.hf.experts import (
+    GATE,
+    balance_to_hf,
+    held_layers,
+    moe_from_hf,
+    per_expert,
+    shared,
+    stacked,
+)
 from colonnade.checkpoint.hf.keys import Keys
 from colonnade.checkpoint.hf.llama import BUFFERS, common_from_hf, common_to_hf
 from colonnade.checkpoint.hf.names import Family
@@ -57,8 +65,8 @@ def _moe_to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_experts": moe.experts,
         "num_experts_per_tok": moe.active,
         "moe_intermediate_size": moe.ffn_width,
-        "norm_topk_prob": moe.router.normalise and moe.active > 1,
-        "router_aux_loss_coef": moe.balance_weight,
+        "norm_topk_prob": moe.normalises,
+        **balance_to_hf(moe),
         "decoder_sparse_step": step,
         "mlp_only_layers": [i for i in range(step - 1, config.layers, step) if i not in with_experts],
     }

@@ -17,7 +17,7 @@ from colonnade.checkpoint import folder as folders
 from colonnade.checkpoint.hf.families import FAMILIES, config_to_hf
 from colonnade.checkpoint.hf.read import CONFIG, INDEX, SINGLE
 from colonnade.checkpoint.stored import Stored, stored_parameters
-from colonnade.errors import CheckpointError, ColonnadeError
+from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
 from colonnade.model import Transformer
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of
@@ -61,6 +61,8 @@ def write_hf(
     when the folder exists already or cannot be written, or when the family cannot express the model; nothing is left
     behind then.
     """
+    if shard_bytes < 1:
+        raise ConfigError(f"shard_bytes {shard_bytes} is not positive; 5000000000 is usual")
     path = Path(path).absolute()
     dtype = dtype or next(model.parameters()).dtype
     shapes = model.whole_shapes()

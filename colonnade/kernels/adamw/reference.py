@@ -31,7 +31,7 @@ class Weight(NamedTuple):
 
 
 def rates(
-    steps_P: Tensor, decay_P: Tensor, dtype: torch.dtype, *, lr: float, beta1: float, beta2: float
+    steps_P: Tensor, decay_P: Tensor, dtype: torch.dtype, *, lr: float | Tensor, beta1: float, beta2: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(a, b, c) of each weight in ``dtype``, from its count of steps, this one included, and its decay; in float64
     before they are rounded, for 1 − β₂ᵗ is a small difference.

@@ -21,7 +21,7 @@ HELD = 2048
 ROWS = 16
 """Tokens of a program, at most."""
 MOST_EXPERTS = 4096
-"""With more, a token's numbers would not fit the registers, and torch's topk takes them."""
+"""With more, a token's numbers would not fit the registers, and torch sorts them."""
 HIGHEST, NONE = tl.constexpr(2**31 - 1), tl.constexpr(-(2**31))
 LEAST = tl.constexpr(reference.LEAST)
 

@@ -16,7 +16,7 @@ from colonnade.model.moe.capacity import admit
 from colonnade.model.moe.dispatch import through_experts, where_all_are
 from colonnade.model.moe.dropout import ExpertDropout
 from colonnade.model.moe.experts import Experts
-from colonnade.model.moe.losses import load, losses
+from colonnade.model.moe.losses import load, losses, pool
 from colonnade.model.moe.router import Router
 from colonnade.model.moe.routing import Report, Routed, Spread, attach
 from colonnade.model.noise import PlaceNoise
@@ -86,7 +86,8 @@ class MixtureOfExperts(nn.Module):
         if routing is not None and routing.weight is not None:
             surrogate, balance, z = losses(choice, load_E, logits_tE, moe, self.axes.grid.tokens, units)
             out_tD = attach(out_tD, surrogate, routing.weight)
-            report = report._replace(balance=balance, z=z)
+            pooled = pool(choice, load_E) if moe.pools_layers else None
+            report = report._replace(balance=balance, z=z, pool=pooled)
         if moe.dropped == "residual":
             lost_t1 = (choice.weights_TA * (admitted.ids_TA == moe.experts)).sum(1, keepdim=True)
             lost_tD = x_tD * self.axes.rejoin(lost_t1, T) if summed else own_tD * lost_t1

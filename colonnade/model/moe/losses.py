@@ -4,12 +4,18 @@
     switch      E · Σ_e f_e · P_e,  f_e = Σ_tj [i_tj = e] / (T·A)   1 when uniform     Switch, arXiv 2101.03961, eq. 4
     choices     the same with f_e = Σ_tj [i_tj = e] / T             A when uniform     as Hugging Face has it
     sequence    the mean over sequences of each one's own switch    1 when uniform     DeepSeek-V3, 2412.19437, eq. 17
+                f by the A highest scores, whatever bias or groups decided (eq. 18)
     importance  CV²(Σ_t p_te) + CV²(Σ_t P_te)                       0 when uniform     Shazeer, 1701.06538, eq. 6-11
 
 with P_e = Σ_t p_te / T, CV²(s) = E·Σ_e s_e² / (Σ_e s_e)² − 1, and P_te the probability that the router's noise sends
 t to e, where it has some (:mod:`colonnade.model.moe.routers.noisy`); and the z-loss mean_t logsumexp(logits_t)²
 (ST-MoE, arXiv 2202.08906, eq. 5). T counts the tokens of all ranks in this forward pass; counts of choices carry no
 gradient.
+
+With ``balance_over`` "layer" the losses of all layers are added. With "model" (switch, choices) there is one loss, and
+its sums run over the tokens of all L layers with experts: choices is then E/(L·T)² · Σ_e (Σ_lt p_lte)(Σ_ltj [i_ltj =
+e]), transformers' load_balancing_loss_func. Its slopes depend on every layer, so the layers' sums (:func:`pool`) are
+added along the model, sent between pipeline stages like the activations, and :func:`attach_pooled` follows the last.
 
 Each loss is a function of Σ_t p_te (and Σ_t P_te) alone where gradients are concerned, so a rank needs the slopes
 ∂loss/∂(Σ_t p_te) and its own tokens: one sum over the ranks, without a gradient, is all that is exchanged.
@@ -24,8 +30,8 @@ from torch import Tensor
 from colonnade.config import MoeConfig
 from colonnade.errors import ConfigError
 from colonnade.kernels.choose import choose
-from colonnade.model.moe.router import Choice
-from colonnade.model.moe.routing import Units
+from colonnade.model.moe.router import Choice, top
+from colonnade.model.moe.routing import Routing, Units, attach
 from colonnade.parallel.axis import Axis
 
 
@@ -63,13 +69,18 @@ def losses(
     choice: Choice, load_E: Tensor, logits_TE: Tensor | None, moe: MoeConfig, over: Axis, units: Units | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(surrogate, balance, z): a sum over this rank's tokens whose gradient is that of (weighted losses · T), and the
-    two losses themselves, means over the tokens of all ranks ``over``. Raises :class:`ConfigError` where the loss is
-    one of sequences and the ``units`` are not known.
+    two losses themselves, means over the tokens of all ranks ``over``; without a balance loss where that is not one of
+    this layer alone. Raises :class:`ConfigError` where the loss is one of sequences and the ``units`` are not known.
     """
     E = moe.experts
     # 16 bits could not count beyond 256.
     exact = torch.promote_types(choice.probs_TE.dtype, torch.float32)
     probs_TE = choice.probs_TE.to(exact)
+    if moe.balance == "importance" and moe.router.noise and choice.expected_TE is None:
+        raise ConfigError(
+            "model.moe.balance 'importance' needs the probability that noise sends a token to each expert, and router "
+            f"'{moe.router.kind}' does not give it; set model.moe.router.noise to 0, or model.moe.balance to switch"
+        )
     expected_TE = None if choice.expected_TE is None else choice.expected_TE.to(exact)
     z_T = None if logits_TE is None else logits_TE.to(exact).logsumexp(1).square()
     none_E = probs_TE.new_zeros(E)
@@ -86,16 +97,38 @@ def losses(
     prob_E, expected_E, load_all_E, top_E = parts
     sums = Sums(prob_E, expected_E, load_all_E, top_E, count.clamp(min=1))
     if moe.balance == "sequence":
-        value, slope_TE = _by_sequence(choice, probs_TE.detach(), moe, over, units)
+        value, slope_TE = _by_sequence(choice, probs_TE.detach(), logits_TE, moe, over, units)
         slope_expected_E = None
     else:
-        value, slope_TE, slope_expected_E = _BALANCES[moe.balance](sums, moe)
+        value, slope_TE, slope_expected_E = _BALANCES["none" if moe.pools_layers else moe.balance](sums, moe)
     surrogate = moe.balance_weight * (probs_TE * (slope_TE * sums.T)).sum()
     if expected_TE is not None and slope_expected_E is not None:
         surrogate = surrogate + moe.balance_weight * (expected_TE * (slope_expected_E * sums.T)).sum()
     if z_T is not None and moe.z_weight:
         surrogate = surrogate + moe.z_weight * z_T.sum()
     return surrogate, value.sum(), (z / sums.T).sum()
+
+
+def pool(choice: Choice, load_E: Tensor) -> Tensor:
+    """(2E + 1,): Σ_t p_te, differentiable, choices by expert, and tokens, of this rank's part of one layer."""
+    probs_TE = choice.probs_TE.to(torch.promote_types(choice.probs_TE.dtype, torch.float32))
+    return torch.cat((probs_TE.sum(0), load_E.to(probs_TE.dtype), probs_TE.new_full((1,), len(probs_TE))))
+
+
+def attach_pooled(x_tD: Tensor, routing: Routing, moe: MoeConfig, layers: int, over: Axis) -> Tensor:
+    """``x_tD``, of the model's end, whose backward pass adds the gradient of the balance loss over all ``layers`` with
+    experts; the loss itself goes to ``routing.pooled``.
+    """
+    pooled, E = routing.pooled, moe.experts
+    if pooled.sums is None or routing.weight is None:
+        return x_tD
+    mine = pooled.take()
+    prob_E, load_E, count = over.sum_(mine.detach()).split([E, E, 1])
+    zero_E = torch.zeros_like(prob_E)
+    sums = Sums(prob_E, zero_E, load_E, zero_E, count.clamp(min=1))
+    pooled.balance, slope_E, _ = _BALANCES[moe.balance](sums, moe)
+    surrogate = moe.balance_weight * (mine[:E] * slope_E * count / layers).sum()
+    return attach(x_tD, surrogate, routing.weight)
 
 
 def _none(sums: Sums, moe: MoeConfig) -> Balance:  # noqa: ARG001
@@ -133,7 +166,7 @@ def _variation(sum_E: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_sequence(
-    choice: Choice, probs_TE: Tensor, moe: MoeConfig, over: Axis, units: Units | None
+    choice: Choice, probs_TE: Tensor, logits_TE: Tensor | None, moe: MoeConfig, over: Axis, units: Units | None
 ) -> tuple[Tensor, Tensor]:
     """The loss, and its slope by each token's p_te."""
     if units is None:
@@ -141,9 +174,12 @@ def _by_sequence(
             "model.moe.balance 'sequence' is a loss of sequences, and the stream does not say which tokens are of "
             "which; give its Routing the units, or use 'switch'"
         )
-    E = moe.experts
+    E, ids_TA = moe.experts, choice.ids_TA
+    if moe.bias_rate or moe.router.groups > 1:
+        # All scores grow with their logits, which do not become equal where probabilities round to 0 or 1.
+        ids_TA = top(probs_TE if logits_TE is None else logits_TE, moe.active)
     chosen_TE = probs_TE.new_zeros(len(probs_TE), E + 1).scatter_add(
-        1, choice.ids_TA, torch.ones_like(choice.ids_TA, dtype=probs_TE.dtype)
+        1, ids_TA, torch.ones_like(ids_TA, dtype=probs_TE.dtype)
     )[:, :E]
     ones_T1 = probs_TE.new_ones(len(probs_TE), 1)
     sum_U = over.sum_(units.sum_(torch.cat([probs_TE, chosen_TE, ones_T1], 1)))

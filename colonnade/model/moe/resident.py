@@ -140,13 +140,3 @@ def device_bytes(model: nn.Module, resident: int | None = None, weigh: Weigh = p
     if resident is None or resident >= len(layers):
         return whole
     return whole - (len(layers) - resident) * weigh(layers[0])
-
-
-def too_large(model: nn.Module, resident: int | None, source: str, weigh: Weigh = plain_bytes) -> str:
-    """What is to be said when there is no room for a model's weights: the numbers, and what would need less."""
-    remedy = "use more ranks (--plan.tp), or a smaller --dtype"
-    if (layers := len(experts_of(model))) > 1 and resident != 1:
-        fewer = 2 if layers > 2 and resident not in (1, 2) else 1
-        remedy = f"--experts.resident {fewer} takes {device_bytes(model, fewer, weigh):,}; or {remedy}"
-    takes = device_bytes(model, resident, weigh)
-    return f"no room for the weights of {source}, {takes:,} bytes on a rank's device; {remedy}"

@@ -169,8 +169,18 @@ def best(moe: MoeConfig, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor
     scores, divided by their sum where the config says so, and scaled.
     """
     run = choose("best_experts", compared_TE.device.type, compared_TE.dtype)
-    normalise = moe.router.normalise and moe.active > 1
-    return run(compared_TE, scores_TE, moe.active, normalise=normalise, scale=moe.router.scale)
+    ids_TA, weights_TA = run(compared_TE, scores_TE, moe.active, normalise=moe.normalises, scale=moe.router.scale)
+    if moe.normalises and moe.active == 1:
+        # Always 1: what gradient it has is rounding, which Adam would make as large as any other.
+        weights_TA = weights_TA.detach() + 0 * weights_TA
+    return ids_TA, weights_TA
+
+
+def top(x_TE: Tensor, count: int) -> Tensor:
+    """int64 (T, count): indices of each row's highest, highest first, the lower index first of equals."""
+    x_TE = x_TE.detach()
+    run = choose("best_experts", x_TE.device.type, x_TE.dtype)
+    return run(x_TE, x_TE, count, normalise=False, scale=1)[0]
 
 
 class Gate(nn.Module):

@@ -20,7 +20,7 @@ class Report(NamedTuple):
     load_E: Tensor
     """int64: choices of this rank's tokens by expert, dropped ones included."""
     balance: Tensor
-    """The balance loss, a mean over all ranks' tokens."""
+    """The balance loss, a mean over all ranks' tokens; 0 where it is taken over all layers together."""
     z: Tensor
     """The router z-loss, likewise."""
     dropped: Tensor
@@ -29,6 +29,24 @@ class Report(NamedTuple):
     """What this rank handed to others for its forward pass: tokens there and back, and weights."""
     finite: Tensor
     """bool: whether all scores of this rank's tokens are finite."""
+    pool: Tensor | None = None
+    """This layer's sums for a balance loss over all layers (:func:`colonnade.model.moe.losses.pool`)."""
+
+
+@dataclass
+class Pooled:
+    """The balance loss over all layers of one forward pass (``model.moe.balance_over`` "model")."""
+
+    sums: Tensor | None = None
+    """The layers' pools so far, added up, those of earlier pipeline stages included."""
+    balance: Tensor | None = None
+    """The loss over all ranks, once the last layer has run here."""
+
+    def take(self) -> Tensor:
+        """The sums, which are not kept: their graph would outlive the backward pass."""
+        assert self.sums is not None, "no layer of experts has run"
+        sums, self.sums = self.sums, None
+        return sums
 
 
 def blame(by_rank: list[list[bool]]) -> str | None:
@@ -114,6 +132,15 @@ class Routing:
     """What the layers decide by, where it is not what they were built with: another A, or another capacity."""
     reports: dict[int, Report] = field(default_factory=dict)
     """Filled by the forward pass: each layer's report, by block number."""
+    pooled: Pooled = field(default_factory=Pooled)
+    """Likewise: what is summed over the layers."""
+
+    def note(self, layer: int, report: Report) -> None:
+        """Keep the report of block ``layer``, and add its pool to the others."""
+        if report.pool is not None:
+            sums = self.pooled.sums
+            self.pooled.sums = report.pool if sums is None else sums + report.pool
+        self.reports[layer] = report._replace(pool=None)
 
     def rows(self, part: slice | Tensor) -> "Routing":
         """The same for some of the tokens; reports go to the same place."""

@@ -9,7 +9,7 @@ question: -∞, not the 0 that Hugging Face's port writes there, which beats a k
 
 from torch import Tensor
 
-from colonnade.model.moe.router import Seen, best
+from colonnade.model.moe.router import Seen, best, top
 
 
 def highest(seen: Seen, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,6 +23,6 @@ def highest(seen: Seen, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor,
     if router.groups > 1:
         by_group = compared_TE.unflatten(1, (router.groups, -1))
         score = by_group.topk(min(1 if router.group_score == "max" else 2, by_group.shape[2]), dim=2).values.sum(2)
-        out = by_group.new_ones(score.shape).bool().scatter(1, score.topk(router.groups_kept, dim=1).indices, False)
+        out = by_group.new_ones(score.shape).bool().scatter(1, top(score, router.groups_kept), False)
         compared_TE = by_group.masked_fill(out.unsqueeze(2), float("-inf")).flatten(1)
     return best(seen.moe, compared_TE, scores_TE)

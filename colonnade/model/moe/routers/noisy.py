@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from colonnade.model.moe.router import SCORES, Choice, Own, Seen, router
+from colonnade.model.moe.router import SCORES, Choice, Own, Seen, router, top
 
 
 @router("noisy", lambda config, moe: {"noise": Own((moe.experts, config.width), 0.0)}, random=True)
@@ -24,11 +24,24 @@ def noisy(seen: Seen) -> Choice:
     if noise is not None:
         sigma_TE = F.softplus(F.linear(seen.x_TD, seen.own["noise"])) + 1e-2
         h_TE = clean_TE + noise.normal(seen.moe.experts, SCORES).to(clean_TE.dtype) * sigma_TE
-    kept_TA, ids_TA = h_TE.topk(A, dim=1)
-    weights_TA = kept_TA.softmax(1)
+    ids_TA = top(h_TE, A)
+    weights_TA = h_TE.gather(1, ids_TA).softmax(1)
     probs_TE = torch.zeros_like(h_TE).scatter(1, ids_TA, weights_TA)
     expected_TE = None if sigma_TE is None else expected(clean_TE, h_TE, sigma_TE, ids_TA)
     return Choice(ids_TA, weights_TA * seen.moe.router.scale, probs_TE, expected_TE=expected_TE)
+
+
+def expected_load(
+    seen: Seen, logits_TE: Tensor, clean_TE: Tensor, ids_TA: Tensor, sigma_T1: Tensor | None = None
+) -> Tensor | None:
+    """P_TE of routers that take the highest logits under ``moe.router.noise``, where the balance loss asks for it;
+    ``sigma_T1`` is the noise's standard deviation (None: that of one token's scores).
+    """
+    moe = seen.moe
+    if seen.noise is None or not moe.router.noise or moe.balance != "importance":
+        return None
+    sigma_T1 = clean_TE.new_full((1, 1), moe.router.noise / moe.experts) if sigma_T1 is None else sigma_T1
+    return expected(clean_TE, logits_TE, sigma_T1, ids_TA)
 
 
 def expected(clean_TE: Tensor, h_TE: Tensor, sigma_TE: Tensor, ids_TA: Tensor) -> Tensor:
@@ -38,8 +51,8 @@ def expected(clean_TE: Tensor, h_TE: Tensor, sigma_TE: Tensor, ids_TA: Tensor) -
     A = ids_TA.shape[1]
     if h_TE.shape[1] == A:
         return torch.ones_like(h_TE)
-    top = h_TE.topk(A + 1, dim=1).values
+    high = h_TE.gather(1, top(h_TE, A + 1))
     inside_TE = torch.zeros_like(h_TE, dtype=torch.bool).scatter(1, ids_TA, True)
     # Without one of the A highest, the k-th highest of the others is the next one.
-    other_TE = torch.where(inside_TE, top[:, A:], top[:, A - 1 : A])
+    other_TE = torch.where(inside_TE, high[:, A:], high[:, A - 1 : A])
     return torch.special.ndtr((clean_TE - other_TE) / sigma_TE)

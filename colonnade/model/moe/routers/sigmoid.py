@@ -8,6 +8,7 @@ at the scores.
 
 from colonnade.model.moe.router import Choice, Seen, router
 from colonnade.model.moe.routers.groups import highest
+from colonnade.model.moe.routers.noisy import expected_load
 
 
 @router("sigmoid", biased=True)
@@ -16,4 +17,5 @@ def sigmoid(seen: Seen) -> Choice:
     scores_TE = seen.logits_TE.sigmoid()
     ids_TA, weights_TA = highest(seen, scores_TE, scores_TE)
     probs_TE = scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=1e-20)
-    return Choice(ids_TA, weights_TA, probs_TE)
+    expected_TE = expected_load(seen, seen.logits_TE, seen.clean_TE, ids_TA)  # σ keeps the order of the logits
+    return Choice(ids_TA, weights_TA, probs_TE, expected_TE=expected_TE)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from colonnade.model.moe.router import Choice, Seen, router
 from colonnade.model.moe.routers.groups import highest
-from colonnade.model.moe.routers.noisy import expected
+from colonnade.model.moe.routers.noisy import expected_load
 
 
 @router("softmax", biased=True)
@@ -25,15 +25,13 @@ def switch(seen: Seen) -> Choice:
     return by_softmax(seen, seen.logits_TE, seen.clean_TE)
 
 
-def by_softmax(seen: Seen, logits_TE: Tensor, clean_TE: Tensor) -> Choice:
-    """The choice by some scores; ``clean_TE`` are the same without noise."""
+def by_softmax(seen: Seen, logits_TE: Tensor, clean_TE: Tensor, sigma_T1: Tensor | None = None) -> Choice:
+    """The choice by some scores; ``clean_TE`` are the same without noise, whose standard deviation is ``sigma_T1``
+    (None: that of one token's scores).
+    """
     moe = seen.moe
     probs_TE = logits_TE.softmax(1)
     # Probabilities of experts far apart can be equal, 0 or 1, where their logits are not.
     compared_TE = logits_TE if seen.bias_E is None and moe.router.groups == 1 else probs_TE
     ids_TA, weights_TA = highest(seen, compared_TE, probs_TE)
-    choice = Choice(ids_TA, weights_TA, probs_TE)
-    if seen.noise is None or not moe.router.noise or moe.balance != "importance":
-        return choice
-    sigma_TE = clean_TE.new_full((1, 1), moe.router.noise / moe.experts)
-    return choice._replace(expected_TE=expected(clean_TE, logits_TE, sigma_TE, ids_TA))
+    return Choice(ids_TA, weights_TA, probs_TE, expected_TE=expected_load(seen, logits_TE, clean_TE, ids_TA, sigma_T1))

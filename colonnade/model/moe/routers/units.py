@@ -21,16 +21,18 @@ def sequence(seen: Seen) -> Choice:
     """The A experts of the highest mean score of all the sequence's tokens, those of other ranks too."""
     units = _units(seen)
 
+    count_U1 = seen.over.sum_(units.sum_(seen.logits_TE.new_ones(len(seen.logits_TE), 1))).clamp(min=1)
+
     def mean(logits_TE: Tensor) -> Tensor:
-        counted = logits_TE.new_ones(len(logits_TE), 1)
-        sum_UE, count_U1 = units.sum_(logits_TE), units.sum_(counted)
         # Each rank goes on with the whole sum for its own tokens: its gradient is a sum over the ranks, too.
-        sum_UE = seen.over.fan_out(seen.over.fan_in(sum_UE))
-        return (sum_UE / seen.over.sum_(count_U1).clamp(min=1))[units.of_T]
+        sum_UE = seen.over.fan_out(seen.over.fan_in(units.sum_(logits_TE)))
+        return (sum_UE / count_U1)[units.of_T]
 
     logits_TE = mean(seen.logits_TE)
     clean_TE = logits_TE if seen.clean_TE is seen.logits_TE else mean(seen.clean_TE)
-    return by_softmax(seen, logits_TE, clean_TE)._replace(logits_TE=logits_TE)
+    # The mean of n tokens' noise is √n times narrower than one token's.
+    sigma_T1 = seen.moe.router.noise / seen.moe.experts / count_U1.sqrt()[units.of_T]
+    return by_softmax(seen, logits_TE, clean_TE, sigma_T1)._replace(logits_TE=logits_TE)
 
 
 @router("task", lambda config, moe: {"table": Own((moe.router.tasks, moe.experts))}, gate=False, biased=True)

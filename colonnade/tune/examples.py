@@ -1,0 +1,204 @@
+"""Labelled examples as a run's data: checked, in arrays, and packed into micro-batches of any layout."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from colonnade.checkpoint import native
+from colonnade.checkpoint.found import opened
+from colonnade.config import DataConfig, ModelConfig, RunConfig
+from colonnade.data import Batch, Loader, Tokenizer
+from colonnade.data.batch import power_of_two
+from colonnade.errors import ConfigError, DataError
+from colonnade.model import IGNORE
+from colonnade.train.feed import EVAL_EVERY
+
+
+class Example(NamedTuple):
+    """A text, or a pair of texts, and its class."""
+
+    tokens: list[int]
+    """With the tokenizer's control tokens, [CLS] first."""
+    label: int
+    """0 .. classes − 1."""
+    segments: list[int] | None = None
+    """The segment of each token, as ``tokenizer.encode_pair`` gives it; None: segment 0 everywhere."""
+
+
+class Examples:
+    """Examples one after another in flat arrays, which travel to other processes."""
+
+    def __init__(self, examples: Sequence[Example]):
+        self._starts = np.cumsum([0, *(len(example.tokens) for example in examples)])
+        self._tokens_T = _flat(example.tokens for example in examples)
+        self._segments_T = _flat(example.segments or [0] * len(example.tokens) for example in examples)
+        self._labels = np.array([example.label for example in examples], np.int64)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def at(self, number: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """(tokens, segments, label) of one."""
+        span = slice(self._starts[number], self._starts[number + 1])
+        return self._tokens_T[span], self._segments_T[span], int(self._labels[number])
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of an example, on average."""
+        return len(self._tokens_T) / max(len(self), 1)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of all that they are made of, in their order."""
+        digest = hashlib.sha256()
+        for part in (self._starts, self._tokens_T, self._segments_T, self._labels):
+            digest.update(part.tobytes())
+        return digest.hexdigest()
+
+
+def _flat(parts: Any) -> np.ndarray:
+    return np.array([number for part in parts for number in part], np.int64)
+
+
+class Classified:
+    """The classifier's samples: the target of each example's first token is its label.
+
+    Examples are laid end to end without padding. Where every micro-batch must have the same shape (``fixed``), it is
+    filled up to ``data.sequence`` tokens a sample, with sequences that no sample sees and that have no target.
+    """
+
+    def __init__(self, examples: Examples, config: DataConfig, *, segments: bool, fixed: bool):
+        self._examples, self._sequence = examples, config.sequence
+        self._segments, self._fixed = segments, fixed
+        self.samples = len(examples)
+        """One epoch."""
+
+    def pack(self, samples: np.ndarray, numbers: np.ndarray) -> Batch:
+        """The batch of these examples; nothing is drawn."""
+        rows = [self._examples.at(int(i)) for i in samples]
+        lengths = [len(tokens) for tokens, _, _ in rows]
+        first = np.cumsum([0, *lengths])[:-1]
+        rest = len(rows) * self._sequence - sum(lengths) if self._fixed else 0
+        fill = [min(self._sequence, rest - start) for start in range(0, rest, self._sequence)]
+        lengths, empty = [*lengths, *fill], np.zeros(rest, np.int64)
+        T = sum(lengths)
+        longest = self._sequence if self._fixed else max(lengths)
+        equal = set(lengths) == {longest}
+        starts = np.cumsum([0, *lengths])
+        if not equal:
+            starts = np.pad(starts, (0, power_of_two(len(lengths)) - len(lengths)), constant_values=T)
+        targets = np.full(T, IGNORE)
+        targets[first] = [label for _, _, label in rows]
+        segments = np.concatenate([*(segments for _, segments, _ in rows), empty])
+        return Batch(
+            tokens_T=torch.from_numpy(np.concatenate([*(tokens for tokens, _, _ in rows), empty])),
+            positions_T=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])),
+            targets_T=torch.from_numpy(targets),
+            cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+            longest=longest,
+            equal=equal,
+            segments_T=torch.from_numpy(segments) if self._segments else None,
+            predicted_R=torch.from_numpy(first),
+            first_R=torch.from_numpy(first),
+            stride=self._sequence,
+        )
+
+
+class ExampleFeed:
+    """The examples of a run, of data rank ``rank`` of ``ranks``; see :class:`colonnade.train.feed.DataFeed`.
+
+    Raises :class:`DataError` for examples that the model cannot be given, :class:`ConfigError` for settings that
+    fine-tuning has no use for.
+    """
+
+    def __init__(self, examples: Examples, held_out: Examples, run: RunConfig, rank: int = 0, ranks: int = 1):
+        self.name, self.corpus, self.sample_tokens = "this list of examples", None, examples.mean_tokens
+        fixed = check_settings(run)
+        self._sha256 = examples.sha256
+        self.tokenizer = _tokenizer(run)
+
+        def loader(part: Examples) -> Loader:
+            t = run.train
+            objective = Classified(part, run.data, segments=run.model.segments > 0, fixed=fixed)
+            return Loader(None, run.data, t.batch, t.micro_batch, rank, ranks, objective)
+
+        self.samples, every = loader(examples), run.train.eval_every
+        if every and not len(held_out):
+            raise DataError(
+                f"train.eval_every is {every}, and no examples are held out; give some as held_out, or leave it out"
+            )
+        self.why_off = "no examples are held out" if every is None and not len(held_out) else None
+        self.eval_every = 0 if self.why_off else EVAL_EVERY if every is None else every
+        self.held_out = loader(held_out) if self.eval_every else None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The training examples, in their order."""
+        return {"examples": self._sha256}
+
+    def difference(self, was: Mapping[str, Any]) -> str | None:
+        """Whether a checkpoint was trained on other examples."""
+        return None if was.get("examples") == self._sha256 else "other examples, or another order of them"
+
+
+def check_examples(examples: Sequence[Example], model: ModelConfig, longest: int, what: str = "example") -> None:
+    """Raise :class:`DataError` for examples that ``model`` cannot be given, or of more than ``longest`` tokens."""
+    for number, (tokens, label, segments) in enumerate(examples):
+        if not 0 < len(tokens) <= longest:
+            raise DataError(f"{what} {number} has {len(tokens)} tokens; give 1 to {longest}, cut where need be")
+        if not 0 <= label < model.classes:
+            raise DataError(f"{what} {number} has the label {label}, and there are {model.classes} classes from 0 on")
+        if not (min(tokens) >= 0 and max(tokens) < model.vocab_size):
+            raise DataError(
+                f"{what} {number} has tokens from {min(tokens)} to {max(tokens)}, and the vocabulary is 0 to "
+                f"{model.vocab_size - 1}; encode it with the model's tokenizer"
+            )
+        if segments is None:
+            continue
+        if len(segments) != len(tokens):
+            raise DataError(f"{what} {number} has {len(segments)} segments for {len(tokens)} tokens; give one for each")
+        if not (min(segments) >= 0 and max(segments) < max(model.segments, 1)):
+            raise DataError(
+                f"{what} {number} has segments from {min(segments)} to {max(segments)}, and the model knows "
+                f"{model.segments}; use 0 to {max(model.segments, 1) - 1}, or leave segments out"
+            )
+
+
+def check_settings(run: RunConfig) -> bool:
+    """Raise :class:`ConfigError` for settings that fine-tuning has no use for; whether all micro-batches must have the
+    same shape.
+    """
+    model, t, plain = run.model, run.train, DataConfig()
+    if model.top != "classes":
+        raise ConfigError(
+            f"fine-tuning a classifier needs a model with top = 'classes', not '{model.top}'; make its config with "
+            "colonnade.tune.classifier(START, classes)"
+        )
+    for name in ("path", "separate_documents", "mask_share", "mask_ngram"):
+        if (value := getattr(run.data, name)) != (default := getattr(plain, name)):
+            raise ConfigError(
+                f"data.{name} is {value}, and is about text: fine-tuning is given its examples; leave it at {default}"
+            )
+    if model.moe is not None and model.moe.router.kind == "task":
+        raise ConfigError(
+            "router 'task' needs to know the task of each token, and examples have none; use another router"
+        )
+    fixed = {"plan.pp": run.plan.pp > 1, "train.compile": t.compile, "train.cuda_graph": t.cuda_graph,
+             "train.recompute budget": t.recompute == "budget"}  # fmt: skip
+    why = [name for name, so in fixed.items() if so]
+    if why and model.moe is not None:
+        raise ConfigError(
+            f"{why[0]} needs micro-batches of one shape, and experts would be balanced over what fills them up; leave "
+            "it out, or fine-tune a dense model"
+        )
+    return bool(why)
+
+
+def _tokenizer(run: RunConfig) -> Tokenizer | None:
+    """That of the checkpoint that is resumed, or of the model that the run begins with."""
+    place = native.newest(run.folder) or run.train.start
+    return Tokenizer.beside(opened(place).words) if place else None

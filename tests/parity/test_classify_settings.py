@@ -1,0 +1,226 @@
+"""Fine-tuning honours each setting of a run or refuses it: none is passed over, and a new one must be entered here."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import colonnade
+from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
+from colonnade.errors import ConfigError
+from colonnade.model import Transformer, initialise
+from colonnade.parallel.mesh import Ground
+from colonnade.train.log import Log
+from colonnade.train.metrics import Row
+from colonnade.train.session import Session
+from colonnade.train.trackers import read_rows
+from colonnade.tune import fit
+from colonnade.tune.classify import prepared
+from tests.parity.test_classify import examples, start
+
+MODEL = ModelConfig(
+    family="bert", vocab_size=67, layers=2, width=32, heads=4, ffn_width=32, context=64, causal=False, segments=2,
+    positions="learned", norm="layernorm", norm_order="post", embed_norm=True, gated=False, activation="gelu",
+    qkv_bias=True, out_bias=True, ffn_bias=True, tied=True, top="classes", classes=3,
+)  # fmt: skip
+TRAIN = TrainConfig(
+    steps=4, batch=4, micro_batch=2, lr=1e-2, min_lr=1e-3, warmup=1, dtype="float64", clip=0.5, save_every=2,
+    eval_every=2, eval_samples=7, log_every=1,
+)  # fmt: skip
+MOE = {"moe": MoeConfig(experts=4, active=2, ffn_width=16, capacity=1.0)}
+HALF = {"dtype": "bfloat16"}
+
+
+class Watched:
+    """A tracker that notes how torch was set."""
+
+    deterministic: list[bool] = []  # noqa: RUF012 - read by the test
+
+    def __init__(self, folder: Path, taken: int):
+        pass
+
+    def record(self, step: int, values: Row) -> None:
+        self.deterministic.append(torch.are_deterministic_algorithms_enabled())
+
+    def close(self) -> None:
+        pass
+
+
+def config(runs: Path, train: dict[str, Any], data: dict[str, Any], model: dict[str, Any]) -> RunConfig:
+    return RunConfig(
+        name="it", runs=runs, device="cpu", model=MODEL.but(**model),
+        data=DataConfig(**{"sequence": 32} | data), train=TRAIN.but(**train),
+    )  # fmt: skip
+
+
+def tuned(run: RunConfig) -> tuple[dict[str, Tensor], list[float]]:
+    """(weights, validation losses) of the run when it has ended."""
+    fit(run, examples(), examples(7), [Watched])
+    found = colonnade.load(run.folder, device="cpu", dtype="float64").transformer.state_dict()
+    return found, [row["validation_loss"] for row in read_rows(run.folder) if "validation_loss" in row]
+
+
+NUMBERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "steps": (3, {}, {}), "batch": (6, {}, {}), "lr": (2e-2, {}, {}), "min_lr": (2e-3, {}, {}), "warmup": (2, {}, {}),
+    "schedule": ("linear", {}, {}), "weight_decay": (0.3, {}, {}), "beta1": (0.8, {}, {}), "beta2": (0.9, {}, {}),
+    "eps": (1e-4, {}, {}), "clip": (0.1, {}, {}), "freeze": (("embed", "blocks.0"), {}, {}),
+    "label_smoothing": (0.1, {}, {}), "dropout": (0.1, {}, {}), "attention_dropout": (0.1, {}, {}),
+    "embedding_dropout": (0.1, {}, {}), "expert_dropout": (0.1, {}, MOE), "dtype": ("float32", {}, {}),
+    "loss_scale": (8.0, {"dtype": "float16"}, {}),
+    "loss_scale_steps": (1, {"dtype": "float16", "loss_scale": 2.0**14}, {}),
+    "float8": ("rowwise", HALF, {}), "seed": (1, {}, {}), "start": ("post_encoder", {}, {}),
+}  # fmt: skip
+"""Settings of [train] that change the weights: the changed value, and what else differs from the base in both runs."""
+
+VALIDATION: dict[str, tuple[Any, dict[str, Any]]] = {
+    "eval_every": (1, {}), "eval_samples": (3, {}), "eval_active": (1, MOE), "eval_capacity": (0.25, MOE),
+}  # fmt: skip
+"""Those that change validations alone."""
+
+
+def _steps(run: RunConfig) -> list[str]:
+    return sorted(path.name for path in run.folder.glob("step-*"))
+
+
+SAME: dict[str, tuple[dict[str, Any], Callable[[RunConfig], bool]]] = {
+    "micro_batch": ({"micro_batch": 4}, lambda run: run.micro_batches == 1),
+    "recompute": ({"recompute": "full"}, lambda run: all(block.recompute for block in _session(run).model.blocks)),
+    "activation_bytes": (
+        {"recompute": "budget", "activation_bytes": 100_000},
+        lambda run: "allowed for a micro-batch" in (_session(run).recomputed or ""),
+    ),
+    "offload": ({"offload": "optimizer"}, lambda run: type(_session(run).optimizer).__name__ == "OffloadedAdamW"),
+    "fused_adamw": ({"fused_adamw": True}, lambda run: type(_session(run).optimizer).__name__ == "FusedAdamW"),
+    "profile": ({"profile": 1}, lambda run: (run.folder / "profile").is_dir()),
+    "save_every": ({"save_every": 1}, lambda run: _steps(run) == ["step-1", "step-2", "step-3", "step-4"]),
+    "keep": ({"keep": 1}, lambda run: _steps(run) == ["step-4"]),
+    "keep_every": ({"save_every": 1, "keep": 1, "keep_every": 2}, lambda run: _steps(run) == ["step-2", "step-4"]),
+    "async_save": ({"async_save": False}, lambda run: _steps(run) == ["step-2", "step-4"]),
+    "log_every": ({"log_every": 3}, lambda run: len([row for row in read_rows(run.folder) if "loss" in row]) == 4),
+    "skip_bad_batches": ({"skip_bad_batches": 2}, lambda run: _session(run)._step.move._may_skip),
+    "timeout_s": ({"timeout_s": 77.0}, lambda run: _session(run).watch.timeout_s == 77),
+    "deterministic": ({"deterministic": True}, lambda run: Watched.deterministic[-1]),
+}
+"""Those that change no weight, and how one sees that they were honoured."""
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "cuda_graph": ({"cuda_graph": True, "micro_batch": 4, "dtype": "bfloat16"}, {}, "train.cuda_graph needs a GPU"),
+    "path": ({}, {"path": Path("elsewhere")}, r"data.path is elsewhere, and is about text"),
+    "separate_documents": ({}, {"separate_documents": False}, r"data.separate_documents is False, and is about text"),
+    "mask_share": ({}, {"mask_share": 0.2}, r"data.mask_share is 0.2, and is about text"),
+    "mask_ngram": ({}, {"mask_ngram": 2}, r"data.mask_ngram is 2, and is about text"),
+}
+"""Those that are refused: where there is no GPU, or always."""
+
+ELSEWHERE = {"compile", "trackers", "restarts", "sequence", "seed (data)"}
+"""Those that have a test of their own below."""
+
+
+def _session(run: RunConfig) -> Session:
+    with Ground.build(run.plan, "cpu") as ground:
+        return Session(run, ground, feed=prepared(run, examples(), examples(7)))
+
+
+def test_every_field_is_entered() -> None:
+    fields = set(TrainConfig.model_fields) | {
+        "seed (data)" if name == "seed" else name for name in DataConfig.model_fields
+    }
+    entered = [*NUMBERS, *VALIDATION, *SAME, *REFUSED, *ELSEWHERE]
+    assert sorted(entered) == sorted(fields), "a new setting is honoured or refused in fine-tuning, and entered here"
+    known = {"name", "runs", "device", "model", "plan", "data", "train"}
+    assert set(RunConfig.model_fields) == known, "a new section of a run must be honoured or refused in fine-tuning"
+
+
+Tuned = tuple[dict[str, Tensor], list[float]]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tuned]:
+    """What a run gives without the change, once for all tests that compare with it."""
+    known: dict[str, Tuned] = {}
+
+    def given(train: dict[str, Any], model: dict[str, Any]) -> Tuned:
+        key = repr((train, model))
+        if key not in known:
+            known[key] = tuned(config(tmp_path_factory.mktemp("base"), train, {}, model))
+        return known[key]
+
+    return given
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_changes_the_weights(name: str, base: Callable[..., Tuned], tmp_path: Path) -> None:
+    value, train, model = NUMBERS[name]
+    if name == "start":
+        value, model = str(start(tmp_path)), {"width": 24, "heads": 12, "ffn_width": 26, "norm_eps": 1e-12}
+    (expected, _), (changed, _) = base(train, model), tuned(config(tmp_path, train | {name: value}, {}, model))
+    assert any(not torch.equal(x, changed[key]) for key, x in expected.items()), f"train.{name} is passed over"
+    if name == "freeze":
+        drawn = initialise(Transformer(MODEL, dtype=torch.float64), 0).state_dict()
+        still = {key for key, x in changed.items() if torch.equal(x, drawn[key])}
+        assert still == {key for key in drawn if key.startswith(("embed.", "blocks.0."))}
+
+
+@pytest.mark.parametrize("name", VALIDATION)
+def test_what_changes_validations(name: str, base: Callable[..., Tuned], tmp_path: Path) -> None:
+    value, model = VALIDATION[name]
+    (expected, losses), (changed, others) = base({}, model), tuned(config(tmp_path, {name: value}, {}, model))
+    assert all(torch.equal(x, changed[key]) for key, x in expected.items())
+    assert losses != others, f"train.{name} is passed over"
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_changes_no_weight(name: str, base: Callable[..., Tuned], tmp_path: Path) -> None:
+    train, honoured = SAME[name]
+    run = config(tmp_path, train, {}, {})
+    (expected, _), (changed, _) = base({}, {}), tuned(run)
+    for key, x in expected.items():
+        torch.testing.assert_close(changed[key], x, rtol=1e-9, atol=1e-9)
+    assert honoured(run), f"train.{name} is passed over"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str, tmp_path: Path) -> None:
+    train, data, said = REFUSED[name]
+    with pytest.raises(ConfigError, match=said):
+        fit(config(tmp_path, train, data, {}), examples(), examples(7))
+
+
+def test_blocks_are_compiled_where_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[torch.nn.Module] = []
+
+    def note(module: torch.nn.Module) -> None:
+        compiled.append(module)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", note)
+    assert compiled == [*_session(config(tmp_path, {"compile": True}, {}, {})).model.blocks]
+
+
+def test_trackers_and_restarts_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config(tmp_path, {"trackers": ("mlflow",), "restarts": 2}, {}, {})
+    assert len(Log(_session(run))._open_trackers) == 3, "besides JSON lines and TensorBoard"
+    monkeypatch.setattr("colonnade.train.loop.launch", lambda *asked: asked)
+    _, (passed, _, _), plan, restarts = fit(run, examples(), examples(7))  # type: ignore[misc]
+    assert (passed, plan, restarts) == (run, run.plan, 2)
+
+
+def test_the_data_sections_sequence_and_seed(base: Callable[..., Tuned], tmp_path: Path) -> None:
+    """The sequence bounds examples and numbers their tokens for the dropout; the seed orders them."""
+    expected, _ = base({}, {})
+    longer, other = (tuned(config(tmp_path / str(data), {}, data, {}))[0] for data in ({"sequence": 48}, {"seed": 1}))
+    assert all(torch.equal(x, longer[key]) for key, x in expected.items())
+    assert any(not torch.equal(x, other[key]) for key, x in expected.items())
+    with pytest.raises(ConfigError, match=r"data.sequence is 32, and .* was trained with 48"):
+        tuned(config(tmp_path / str({"sequence": 48}), {"steps": 5}, {}, {}))
+
+
+def test_another_model_or_plan_is_refused_where_it_cannot_be(tmp_path: Path) -> None:
+    good = config(tmp_path, {}, {}, {})
+    with pytest.raises(ConfigError, match=r"needs a model with top = 'classes', not 'encoder'"):
+        fit(good.but(model=MODEL.but(top="encoder", classes=0)), examples())
+    mixed = good.but(model=MODEL.but(**MOE), plan=Plan(pp=2))
+    with pytest.raises(ConfigError, match=r"plan.pp needs micro-batches of one shape"):
+        fit(mixed, examples())

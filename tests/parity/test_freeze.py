@@ -1,0 +1,132 @@
+"""``train.freeze`` by patterns of names: under any plan and on a resume the rest trains as on one process."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import colonnade
+from colonnade.checkpoint import native
+from colonnade.checkpoint.storage import Index
+from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
+from colonnade.data import Corpus
+from colonnade.errors import ConfigError
+from colonnade.model import Transformer, initialise
+from colonnade.parallel.mesh import Ground
+from colonnade.train import Trainer
+from colonnade.train.loop import train
+from colonnade.train.session import Session
+from colonnade.train.start import frozen_names
+from colonnade.train.trackers import read_rows
+from tests.corpora import small
+from tests.worlds import run as in_world
+
+pytestmark = pytest.mark.xdist_group("worlds")
+
+MOE = MoeConfig(experts=4, active=2, ffn_width=12, first=1, balance_weight=0.1, bias_rate=0.01)
+LOWER = ("embed", "blocks.[01]")
+"""The first of two pipeline ranks has nothing to train."""
+SOME = ("embed.tokens.weight", "blocks.2", "*.norm1.weight", r"re:.*\.(qkv|out)\.weight", "*.router")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small(tmp_path_factory.mktemp("data") / "corpus")
+
+
+def config(corpus: Path, runs: Path, *freeze: str, **train: object) -> RunConfig:
+    model = ModelConfig(
+        vocab_size=Corpus(corpus).manifest.vocab_size, layers=4, width=16, heads=4, ffn_width=20, context=32, moe=MOE,
+        tied=True,
+    )  # fmt: skip
+    settings = TrainConfig(
+        steps=4, batch=4, micro_batch=4, lr=1e-2, min_lr=1e-3, warmup=1, dtype="float64", eval_every=0, save_every=2,
+        clip=0.1, freeze=freeze,
+    )  # fmt: skip
+    data = DataConfig(path=corpus, sequence=16)
+    return RunConfig(name="it", runs=runs, device="cpu", model=model, data=data, train=settings.but(**train))
+
+
+def _weights(run: RunConfig) -> dict[str, torch.Tensor]:
+    return colonnade.load(run.folder, device="cpu", dtype="float64").transformer.state_dict()
+
+
+def _history(run: RunConfig) -> list[tuple[float, float]]:
+    return [(row["loss"], row["grad_norm"]) for row in read_rows(run.folder) if "loss" in row]
+
+
+@pytest.mark.parametrize(
+    ("freeze", "plan", "options"),
+    [
+        (SOME, Plan(tp=2, dp=2, ep=2, sequence_parallel=True), {}),
+        (SOME, Plan(pp=2, replicate=2, sh=2), {"skip_bad_batches": 1}),
+        (LOWER, Plan(dp=2, ep=2), {}),
+        (LOWER, Plan(pp=2, schedule="gpipe"), {"offload": "optimizer"}),
+        (LOWER, Plan(pp=2, dp=2), {"fused_adamw": True}),
+        (LOWER, Plan(pp=2, stages=2, schedule="interleaved"), {}),
+        (LOWER, Plan(pp=2, stages=2, schedule="zero_bubble"), {}),
+    ],
+    ids=str,
+)
+def test_any_plan_freezes_the_same(
+    freeze: tuple[str, ...], plan: Plan, options: dict[str, object], corpus: Path, tmp_path: Path
+) -> None:
+    """Cut after two of four steps and resumed, against one process in one go."""
+    micro = 1 if plan.pp > 1 else 4 // plan.data_ranks
+    alone = config(corpus, tmp_path / "alone", *freeze, micro_batch=micro * plan.data_ranks, **options)
+    Trainer(alone).fit()
+    several = alone.but(runs=tmp_path / "several", plan=plan, train=alone.train.but(micro_batch=micro))
+    in_world(plan.world, train, several)
+    shutil.rmtree(several.folder / "step-4")
+    in_world(plan.world, train, several)
+    assert len(_history(alone)) == 4
+    for found, expected in zip(_history(several), _history(alone), strict=True):
+        assert found == pytest.approx(expected, rel=1e-9)
+    start = initialise(Transformer(alone.model, dtype=torch.float64), alone.train.seed).state_dict()
+    frozen, mine, theirs = frozen_names(alone.model, freeze), _weights(several), _weights(alone)
+    for name, was in start.items():
+        assert torch.equal(mine[name], was) == (name in frozen), name
+        torch.testing.assert_close(mine[name], theirs[name], rtol=1e-9, atol=1e-9)
+    meta, saved = native.read_meta(several.folder / "step-4"), Index.read(several.folder / "step-4").tensors
+    assert meta.updates == 4
+    moments = {key.partition("/")[2] for key in saved if not key.startswith("weights/")}
+    assert moments == {name for name in start if not name.endswith("bias_E")} - frozen
+
+
+def test_nothing_is_computed_or_kept_for_what_is_frozen(corpus: Path, tmp_path: Path) -> None:
+    run = config(corpus, tmp_path, *LOWER)
+    with Ground.build(run.plan, "cpu") as ground, Session(run, ground) as session:
+        asked = []
+        for name, parameter in session.model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda grad, name=name: asked.append(name))
+        batches = session.feed.samples.at(0)
+        outcome = session._step(0, batches)
+        names = {name for name, _ in session.model.named_parameters()}
+        frozen = frozen_names(run.model, LOWER) & names
+        assert frozen and set(asked) == names - frozen == set(session.masters.local)
+        assert {key.partition("/")[2] for key in session.optimizer.state} == names - frozen
+        assert float(outcome.norm) > 0
+
+
+def test_what_matches_nothing_is_refused_with_the_nearest_names(corpus: Path, tmp_path: Path) -> None:
+    for pattern, said in (
+        ("block.0", r"train.freeze 'block.0' matches no parameter; the nearest are blocks.0, "),
+        ("blocks.0.atention", r"the nearest are blocks.0.attention, "),
+        ("re:embed", r"'re:embed' matches no parameter; the nearest are embed, "),
+        ("re:(", r"'re:\(' is no regular expression: missing \)"),
+        ("*", r"train.freeze norm \* leaves no parameter to train"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Trainer(config(corpus, tmp_path, "norm", pattern))
+    dense = config(corpus, tmp_path, "experts")
+    with pytest.raises(ConfigError, match=r"train\.freeze experts is about experts, and this model has none"):
+        Trainer(dense.but(model=dense.model.but(moe=None)))
+
+
+def test_one_pattern_is_a_list_of_one() -> None:
+    assert TrainConfig(freeze="none").freeze == TrainConfig().freeze == ()  # type: ignore[arg-type]
+    assert TrainConfig(freeze="experts").freeze == ("experts",)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="freeze"):
+        TrainConfig(freeze=3)  # type: ignore[arg-type]

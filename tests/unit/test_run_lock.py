@@ -1,0 +1,187 @@
+"""A run's lock between real processes: started twice, killed, requeued, and owners on machines that cannot be seen."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from colonnade.checkpoint.lock import LOCK, Lock
+from colonnade.errors import CheckpointError
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from colonnade.checkpoint.lock import Lock
+from colonnade.errors import CheckpointError
+run, job, attempt, stale_s = sys.argv[1:]
+lock = Lock(Path(run), (job, attempt), beat_s=0.1, stale_s=float(stale_s))
+try:
+    lock.acquire()
+except CheckpointError as error:
+    sys.exit(f"refused: {error}")
+print("owns", flush=True)
+sys.stdin.readline()
+lock.check()
+lock.release()
+print("released", flush=True)
+"""
+
+
+class Starter:
+    """Starts owners of a folder's lock, and ends them all."""
+
+    def __init__(self, run: Path):
+        self.run = run
+        self.started: list[subprocess.Popen[str]] = []
+
+    def __call__(self, job: str = "", attempt: str = "", stale_s: float = 60.0) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(self.run), job, attempt, str(stale_s)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONPATH": "."},
+        )  # fmt: skip
+        self.started.append(process)
+        return process
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Starter]:
+    starter = Starter(tmp_path / "runs" / "it")
+    yield starter
+    for process in starter.started:
+        process.kill()
+        process.communicate()
+
+
+def owns(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "owns\n"
+
+
+def ends(process: subprocess.Popen[str]) -> None:
+    said, complaint = process.communicate("\n", timeout=60)
+    assert (said, process.returncode) == ("released\n", 0), complaint
+
+
+def refused(process: subprocess.Popen[str]) -> str:
+    said, complaint = process.communicate(timeout=60)
+    assert (said, process.returncode) == ("", 1)
+    return complaint
+
+
+def elsewhere(run: Path, **changes: str) -> str:
+    """The lock of a process on a machine that cannot be asked; its heart does not beat."""
+    run.mkdir(parents=True, exist_ok=True)
+    held = {"host": "node-7", "machine": "another boot", "pid": 1, "started": "5", "token": "t", "job": "", "since": ""}
+    (run / LOCK).write_text(text := json.dumps(held | changes))
+    return text
+
+
+def test_a_second_start_is_refused_until_the_first_ends(start: Starter) -> None:
+    owns(first := start())
+    complaint = refused(start())
+    assert f"{start.run} is in use by process {first.pid} on " in complaint
+    assert "use another --name" in complaint and f"delete {start.run / LOCK}" in complaint
+    ends(first)
+    assert not list(start.run.iterdir())
+    owns(third := start())
+    ends(third)
+
+
+def test_a_killed_owner_is_replaced_at_once(start: Starter) -> None:
+    owns(first := start())
+    first.send_signal(signal.SIGKILL)  # and not waited for: it stays a zombie
+    owns(second := start())
+    assert json.loads((start.run / LOCK).read_text())["pid"] == second.pid
+    ends(second)
+
+
+def test_one_of_many_takes_a_stale_lock(start: Starter) -> None:
+    owns(first := start())
+    first.kill()
+    others = [start() for _ in range(6)]
+    first_lines = [process.stdout.readline() for process in others if process.stdout]
+    assert sorted(first_lines) == [""] * 5 + ["owns\n"]
+    ends(others[first_lines.index("owns\n")])
+    assert not list(start.run.iterdir())
+
+
+def test_a_requeued_job_waits_for_its_predecessor(start: Starter) -> None:
+    owns(first := start("77", ""))
+    assert ", job 77, since 20" in refused(start("77", "")), "the same attempt twice"
+    assert "is in use by" in refused(start("78", "1")), "another job"
+    assert "is in use by" in refused(start("77", "1", stale_s=0.5)), "it waits for a bounded time"
+    second = start("77", "1")
+    assert second.stderr is not None
+    assert second.stderr.readline().startswith(f"waiting for {start.run}, in use by process {first.pid}")
+    ends(first)
+    owns(second)
+    ends(second)
+
+
+def test_the_pid_of_another_process_is_no_owner(start: Starter) -> None:
+    owns(first := start())
+    held = json.loads((start.run / LOCK).read_text())
+    (start.run / LOCK).write_text(json.dumps(held | {"started": "1"}))  # the pid was used before
+    owns(second := start())
+    ends(second)
+    assert "is no longer this run's: its lock was deleted" in first.communicate("\n")[1]
+
+
+@pytest.mark.parametrize("text", ["elsewhere", "", "half of {", '{"pid": 1}', "[]"])
+def test_a_machine_that_cannot_be_asked_and_does_not_beat_is_replaced(tmp_path: Path, capsys, text: str) -> None:
+    held = text if text != "elsewhere" else elsewhere(tmp_path)
+    for silent_s, waits in ((0, True), (500, False)):
+        (tmp_path / LOCK).write_text(held)
+        os.utime(tmp_path / LOCK, (time.time() - silent_s,) * 2)
+        lock = Lock(tmp_path, stale_s=1.0 if waits else 120.0)
+        lock.acquire()
+        assert ("waiting for" in capsys.readouterr().err) == waits
+        lock.check()
+        lock.release()
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_machine_whose_heart_beats_is_refused(tmp_path: Path, capsys) -> None:
+    elsewhere(tmp_path, job="5")
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.1):
+            os.utime(tmp_path / LOCK)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(CheckpointError, match="in use by process 1 on node-7, job 5"):
+            Lock(tmp_path, stale_s=60).acquire()
+    finally:
+        over.set()
+        thread.join()
+    assert "waiting for" in capsys.readouterr().err
+
+
+def test_an_owner_that_lost_its_lock_does_not_write(tmp_path: Path) -> None:
+    lock = Lock(tmp_path, beat_s=0.05)
+    lock.acquire()
+    before = (tmp_path / LOCK).stat().st_mtime_ns
+    while (tmp_path / LOCK).stat().st_mtime_ns == before:  # its heart beats
+        time.sleep(0.01)
+    text = elsewhere(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no longer this run's: process 1 on node-7.* has it"):
+        lock.check()
+    lock.release()
+    assert (tmp_path / LOCK).read_text() == text, "what is another's stays"
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot be locked: .*; make it writable, or use other --runs"):
+        Lock(tmp_path / "file").acquire()

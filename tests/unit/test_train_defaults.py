@@ -1,0 +1,90 @@
+"""Settings that depend on the device: on a GPU bfloat16, compiled, fused AdamW; on a CPU float32 and neither."""
+
+from pathlib import Path
+
+import pytest
+
+from colonnade.cli.program import main
+from colonnade.config import ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
+from colonnade.config.toml import dumps, parse
+from colonnade.errors import ConfigError
+from colonnade.parallel.mesh import Ground
+from colonnade.train import Trainer
+from colonnade.train.log import computing
+from colonnade.train.session import Session
+from tests import corpora
+
+MODEL = ModelConfig(vocab_size=300, layers=2, width=16, heads=2, kv_heads=1, ffn_width=32, context=512)
+CPU, GPU = ("float32", False, False), ("bfloat16", True, True)
+
+
+def decided(device: str, plan: Plan | None = None, **settings: object) -> tuple[str, object, object]:
+    model = MODEL.but(moe=MoeConfig(experts=4, active=2, ffn_width=8)) if plan is not None and plan.ep > 1 else MODEL
+    t = RunConfig(model=model, plan=plan or Plan(), train=TrainConfig(**settings)).resolved(device).train
+    return t.dtype, t.compile, t.fused_adamw
+
+
+def test_what_is_left_open_follows_the_device() -> None:
+    assert decided("cpu") == CPU
+    assert decided("cuda") == GPU
+    assert decided("cuda", deterministic=True) == CPU, "one flag goes back"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_what_is_set_stays(device: str, dtype: str) -> None:
+    for on in (False, True):
+        assert decided(device, dtype=dtype, compile=on, fused_adamw=on) == (dtype, on, on)
+        assert decided(device, dtype=dtype, compile=on, fused_adamw=on, deterministic=True) == (dtype, on, on)
+
+
+def test_what_cannot_be_is_not_the_default() -> None:
+    assert decided("cuda", offload="optimizer") == ("bfloat16", True, False)
+    assert decided("cuda", Plan(pp=2, schedule="zero_bubble"), micro_batch=16) == ("bfloat16", False, True)
+    assert decided("cuda", Plan(dp=2, ep=2)) == ("bfloat16", False, True), "experts' loads change from step to step"
+    assert decided("cuda", float8="rowwise") == GPU
+    assert decided("cpu", float8="rowwise") == ("bfloat16", False, False)
+    graph = {"cuda_graph": True, "batch": 8, "micro_batch": 8}
+    assert decided("cuda", **graph) == GPU, "ragged sequences in 16 bits can be recorded"
+    with pytest.raises(ConfigError, match="sequences of unequal lengths in float32"):
+        decided("cuda", deterministic=True, **graph)
+
+
+def test_a_file_leaves_open_what_the_run_left_open() -> None:
+    run = RunConfig(model=MODEL)
+    assert parse(RunConfig, dumps(run)) == run
+    assert parse(RunConfig, dumps(run.resolved("cuda"))).train.fused_adamw is True
+
+
+def test_the_first_line_says_what_was_decided() -> None:
+    t = TrainConfig()
+    assert computing(t.resolved("cpu")) == "float32"
+    assert computing(t.resolved("cuda")) == "bfloat16 with float32 masters, compiled, fused AdamW"
+    assert computing(t.but(dtype="float16", compile=False).resolved("cuda")) == (
+        "float16 with float32 masters, fused AdamW"
+    )
+
+
+def test_a_run_on_a_cpu_is_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = corpora.small(tmp_path / "corpus")
+    train = TrainConfig(steps=1, batch=1, warmup=0, eval_every=0)
+    run = RunConfig(runs=tmp_path, device="cpu", model=MODEL, train=train)
+    run = run.but(data=run.data.but(path=corpus, sequence=16))
+    Trainer(run).fit()
+    assert "one process on cpu, float32, 16 tokens a step" in capsys.readouterr().out
+    with Ground.build(run.plan, "cpu") as ground:
+        t = Session(run, ground).run.train
+        assert (t.dtype, t.compile, t.fused_adamw) == CPU, "and so is what its checkpoint says"
+
+
+def test_a_dry_run_says_what_would_be_decided_and_what_it_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = corpora.small(tmp_path / "corpus")
+    words = ["train", "--preset", "llama-3-8b", "--data.path", str(corpus), "--dry_run"]
+    main([*words, "--device", "cpu"])
+    said = capsys.readouterr()
+    assert 'dtype = "auto"' in said.out
+    assert "on cpu: float32; memory estimate: 23" in said.err
+    main([*words, "--device", "cuda"])
+    assert "on cuda: bfloat16 with float32 masters, compiled, fused AdamW; memory estimate: " in capsys.readouterr().err
