@@ -1,6 +1,7 @@
 """What every test may rely on: one thread a process, no network, repeatable examples, no GPU tests without a GPU."""
 
 import os
+from pathlib import Path
 
 # Before torch is imported, here and in every child process: two workers on two cores, one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,7 +21,22 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000
 hypothesis.settings.load_profile("ci")
 
 
+TESTS = Path(__file__).parent
+SLOWEST = (
+    "unit/test_triton.py", "faults/test_processes.py", "serve/test_serve_life.py", "parity/test_dropout_parity.py",
+    "parity/test_verify.py", "unit/test_docs.py", "parity/test_train_loop.py", "unit/test_triton_compiles.py",
+    "parity/test_precision_runs.py", "parity/test_train_step.py", "unit/test_launch.py", "parity/test_moe_train.py",
+    "parity/test_bert_train.py", "parity/test_upcycle.py", "parity/test_experts.py", "parity/test_watching.py",
+    "parity/test_hosts.py", "parity/test_verify_moe.py", "parity/test_train_checkpoint.py", "unit/test_dropout.py",
+    "unit/test_benchmarks.py", "parity/test_smollm2.py", "unit/test_float8.py", "unit/test_hf_hub.py",
+)  # fmt: skip
+"""Files of more than about ten seconds, the longest first. A worker takes file after file (--dist loadfile): one of
+these among the last would leave the others without work."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {TESTS / name: i for i, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -67,7 +67,7 @@ def check_exchange() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(ranks):
             Path(folder, str(rank)).write_bytes(bytes(2 * SLOT_BYTES + 4 * BLOCKS * ranks))
-        start = mp.get_context("spawn").Process
+        start = mp.get_context("fork").Process
         processes = [start(target=exchange, args=(rank, ranks, folder)) for rank in range(ranks)]
         for process in processes:
             process.start()

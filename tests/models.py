@@ -1,5 +1,7 @@
 """Tiny models with odd sizes, and ragged data for them: what parity tests are made of."""
 
+from collections.abc import Iterable
+
 import torch
 
 from colonnade.config import LatentConfig, ModelConfig, MoeConfig, RopeScaling
@@ -110,6 +112,15 @@ def pairs(config: ModelConfig, lengths: list[int] = LENGTHS, seed: int = 0) -> t
     segments = torch.cat([(torch.arange(n) >= n // 2).long() for n in lengths])
     targets[torch.rand(len(targets), generator=torch.Generator().manual_seed(seed)) < 0.6] = IGNORE
     return stream._replace(segments_T=segments), Packed.of(lengths, causal=False), targets
+
+
+def pairwise(names: Iterable[str]) -> list[tuple[str, int, bool]]:
+    """(name, tp, sequence_parallel), so that each name meets each value and each two values meet over several names."""
+    found = []
+    for i, name in enumerate(names):
+        sequence = (i % 2 == 1, i % 2 == 0, i // 2 % 2 == 1)
+        found += [(name, 1, False)] + [(name, tp, sp) for tp, sp in zip((2, 3, 4), sequence, strict=True)]
+    return found
 
 
 _EXPERTS = {"experts": 6, "ffn_width": 12, "balance_weight": 0.3, "z_weight": 0.2}

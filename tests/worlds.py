@@ -64,8 +64,14 @@ class _Pool:
         self.workers: list[tuple[Any, Connection]] = []
         self.folder = tempfile.TemporaryDirectory()
         context = mp.get_context("forkserver")
-        # The fork server imports torch once; its children start in milliseconds.
-        context.set_forkserver_preload(["torch.distributed.pipelining", "colonnade.train.loop", "colonnade.verify.run"])
+        # The fork server imports torch once, and what is otherwise imported when it is first used; its children start
+        # in milliseconds.
+        context.set_forkserver_preload(
+            [
+                "torch.distributed.pipelining", "torch.distributed.fsdp", "colonnade.checkpoint.storage",
+                "colonnade.parallel.copies", "colonnade.train.loop", "colonnade.verify.run",
+            ]
+        )  # fmt: skip
         self.context = context
         atexit.register(self.close)
 

@@ -6,6 +6,7 @@ process killed at any moment leaves either no ``step-200`` or a complete one, an
 (A folder that is overwritten is first moved aside, to ``.step-200.old``, and deleted when its successor stands.)
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,8 @@ from colonnade.errors import CheckpointError, ConfigError
 MANIFEST = "manifest.json"
 FORMAT = "colonnade"
 VERSION = 1
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The operating system's words for a full disk: no space left, quota exceeded."""
 
 
 class Digest(Config):

@@ -22,13 +22,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from colonnade.checkpoint import folder as folders
-from colonnade.checkpoint.folder import Manifest
-from colonnade.checkpoint.storage import DTYPES, FULL, INDEX, Index, Reader, Writer, part_of
+from colonnade.checkpoint.folder import FULL, Manifest
+from colonnade.checkpoint.index import DTYPES, INDEX, Index, part_of
 from colonnade.checkpoint.view import Moments, local_tensors, parameter_of, storage_view, storage_views
 from colonnade.config import Config, ModelConfig, RunConfig, differences
 from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
@@ -120,6 +117,11 @@ def writing(
     ``stage`` copies this rank's tensors if they will move meanwhile; ``group`` is for the thread's own collectives;
     ``after`` is what rank 0 does when the folder is there.
     """
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    from colonnade.checkpoint.storage import Writer
+
     if optimizer is not None:
         meta = meta.but(updates=optimizer.steps)
         if optimizer.steps > meta.step:
@@ -176,6 +178,11 @@ def load(
     optimizer the types must agree, or the run would not be the same run. Raises :class:`CheckpointError`, which names
     the file, for anything missing, damaged or foreign.
     """
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    from colonnade.checkpoint.storage import Reader
+
     manifest, meta, index = _open(folder)
     _same(folder, meta, trained or model.config)
     local = local_tensors(model, masters, optimizer)
@@ -278,6 +285,8 @@ def _version(package: str) -> str:
 
 def _dcp(folder: Path, work: Callable[..., Any], views: dict[str, Tensor], **options: Any) -> None:
     """Run torch's save or load; turn its failures, which are no ``Exception``s, into ours."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         with warnings.catch_warnings() if options["no_dist"] else nullcontext():
             # Says that a single process was meant, when a single process was asked for. (Not in a thread beside

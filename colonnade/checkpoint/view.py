@@ -10,7 +10,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from colonnade.model import Transformer
 from colonnade.parallel.fsdp import Masters
@@ -72,6 +71,8 @@ def storage_view(local: Tensor, placement: Placement, whole: torch.Size, ground:
     without a word). ``sharded`` says whether FSDP cut it. Shape and stride are given because uneven shares cannot tell
     them.
     """
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # a second to import
+
     stride = torch.empty(whole, device="meta").stride()
     # A DTensor moves what is not on its mesh's device, and would then alias nothing: moments in host memory.
     here = local.device.type == ground.device.type

@@ -7,11 +7,15 @@ With ``Axes.mover`` (plan.tp_overlap) the communication goes on beside the produ
 ranks have as many rows.
 """
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from colonnade.model.linear import Linear
 from colonnade.parallel.axis import Axes
-from colonnade.parallel.ringed import Mover, gather_products, product_scatter
+
+if TYPE_CHECKING:
+    from colonnade.parallel.ringed import Mover
 
 
 def entered(axes: Axes, x_tD: Tensor, T: int, *linears: Linear) -> list[Tensor]:
@@ -20,6 +24,8 @@ def entered(axes: Axes, x_tD: Tensor, T: int, *linears: Linear) -> list[Tensor]:
     if mover is None:
         x_TD = axes.enter(x_tD, T)
         return [linear(x_TD) for linear in linears]
+    from colonnade.parallel.ringed import gather_products
+
     ys = gather_products(x_tD, [linear.weight for linear in linears], mover)
     return [y if linear.bias is None else y + linear.bias for y, linear in zip(ys, linears, strict=True)]
 
@@ -27,11 +33,16 @@ def entered(axes: Axes, x_tD: Tensor, T: int, *linears: Linear) -> list[Tensor]:
 def left(axes: Axes, x_Tz: Tensor, linear: Linear) -> Tensor:
     """y_tD of ``linear``, the bias added once, behind the sum over ranks."""
     mover = _mover(axes, len(x_Tz), (linear,))
-    y_tD = axes.leave(linear.product(x_Tz)) if mover is None else product_scatter(x_Tz, linear.weight, mover)
+    if mover is None:
+        y_tD = axes.leave(linear.product(x_Tz))
+    else:
+        from colonnade.parallel.ringed import product_scatter
+
+        y_tD = product_scatter(x_Tz, linear.weight, mover)
     return y_tD if linear.bias is None else y_tD + linear.bias
 
 
-def _mover(axes: Axes, T: int, linears: tuple[Linear, ...]) -> Mover | None:
+def _mover(axes: Axes, T: int, linears: tuple[Linear, ...]) -> "Mover | None":
     """What moves rows beside these products, if anything does."""
     if axes.mover is None or T == 0 or T % axes.tp.size:
         return None

@@ -18,8 +18,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from colonnade.parallel.layout import Experts, layout_of
 from colonnade.parallel.mesh import Ground
@@ -163,6 +161,9 @@ class Sharded:
     """
 
     def __init__(self, model: nn.Module, ground: Ground, compute: torch.dtype, roots: Sequence[nn.Module]):
+        # A second of imports, for sharded runs alone.
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
         # A pipeline runs many micro-batches through a stage before it may let go of the weights (layout rule 8).
         mesh, reshard = ground.fsdp_mesh, ground.plan.reshard and ground.plan.pp == 1
         kept = next(model.parameters()).dtype
@@ -230,6 +231,8 @@ class Sharded:
 
 
 def _shard(x: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
     detached = x.detach()
     assert isinstance(detached, DTensor)
     return detached.to_local()

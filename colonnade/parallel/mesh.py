@@ -24,7 +24,6 @@ from colonnade.errors import PlanError
 from colonnade.parallel.agree import agree
 from colonnade.parallel.axis import SOLO, Axes, Axis, Grid, group_name, world_axis
 from colonnade.parallel.collectives import abandon_groups, forget_meshes, urgent
-from colonnade.parallel.copies import mover_of
 from colonnade.parallel.graphs import end_graphs
 from colonnade.parallel.launch import local_ranks, place
 from colonnade.parallel.meet import fresh_store
@@ -216,7 +215,11 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> tuple[Ground, 
         return named("ends", group)
 
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    tp = axis("tp", 4)
+    tp, mover = axis("tp", 4), None
+    if plan.tp_overlap and plan.tp > 1:
+        from colonnade.parallel.copies import mover_of  # imports torch.compile's tracer, most of a second
+
+        mover = mover_of(tp, device)
     axes = Axes(
         tp=tp,
         cp=axis("cp", 3),
@@ -227,7 +230,7 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> tuple[Ground, 
         ends=ends(),
         model=axis("model", 3, 4),
         sequence_parallel=plan.sequence_parallel and plan.tp > 1,
-        mover=mover_of(tp, device) if plan.tp_overlap and plan.tp > 1 else None,
+        mover=mover,
         grid=grid(),
     )
     return Ground(plan, axes, device, dist.get_rank(), mesh, expert_mesh), laid

@@ -12,31 +12,29 @@ micro-batch's number travels through torch, as an index tensor. Torch would cut 
 and hand anything else whole to every micro-batch (docs/decisions/0004-ground-check-on-h200.md).
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
 
 from colonnade.config.plan import SEVERAL, Plan
 from colonnade.errors import PlanError
 from colonnade.parallel import collectives
 from colonnade.parallel.axis import Axis
 
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
 SCHEDULES = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero_bubble": "ScheduleInterleavedZeroBubble",
 }
+"""torch's classes by name: to import them takes a second, which plans without a pipeline do not wait for."""
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
@@ -77,13 +75,20 @@ class Stage(nn.Module):
         return self._run(() if self.number == 0 else sent, int(i))
 
 
-class _Split(PipelineStage):
-    """Says when a zero-bubble schedule has added a micro-batch's gradients up, which calls none of autograd's hooks."""
+@functools.cache
+def _split() -> "type[PipelineStage]":
+    """torch's stage, which says when a zero-bubble schedule has added a micro-batch's gradients up: that calls none of
+    autograd's hooks.
+    """
+    from torch.distributed.pipelining import PipelineStage
 
-    def backward_weight_one_chunk(self, *args: Any, **options: Any) -> None:
-        super().backward_weight_one_chunk(*args, **options)
-        assert isinstance(self.submod, Stage)
-        self.submod.after_weights()
+    class Split(PipelineStage):
+        def backward_weight_one_chunk(self, *args: Any, **options: Any) -> None:
+            super().backward_weight_one_chunk(*args, **options)
+            assert isinstance(self.submod, Stage)
+            self.submod.after_weights()
+
+    return Split
 
 
 class Pipeline:
@@ -128,16 +133,18 @@ class Pipeline:
         return result
 
     def _schedule(self, count: int, examples: Sequence[Tensor]) -> Any:
+        from torch.distributed import pipelining
+
         group = collectives.group_of(self.axis.group)
         made = [self._stage(stage, examples, group) for stage in self.stages]
-        schedule = SCHEDULES[self.plan.schedule]
+        schedule = getattr(pipelining, SCHEDULES[self.plan.schedule])
         held = made if self.plan.schedule in SEVERAL else made[0]
         return schedule(held, count, loss_fn=lambda loss, _: loss.sum(), scale_grads=False)  # type: ignore[arg-type]
 
-    def _stage(self, stage: Stage, examples: Sequence[Tensor], group: dist.ProcessGroup) -> PipelineStage:
+    def _stage(self, stage: Stage, examples: Sequence[Tensor], group: dist.ProcessGroup) -> "PipelineStage":
         """The shapes are said, not found out: torch would run a forward pass to learn them."""
         travel = tuple(example.detach().to("meta").requires_grad_() for example in examples)
         takes = (torch.arange(1),) if stage.number == 0 else travel
         loss = torch.zeros((), device="meta", dtype=torch.promote_types(examples[0].dtype, torch.float32))
         gives = travel if stage.number < self.total - 1 else (loss,)
-        return _Split(stage, stage.number, self.total, self.device, input_args=takes, output_args=gives, group=group)
+        return _split()(stage, stage.number, self.total, self.device, input_args=takes, output_args=gives, group=group)

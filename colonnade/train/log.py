@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from colonnade.checkpoint.storage import FULL
+from colonnade.checkpoint.folder import FULL
 from colonnade.config import TrainConfig
 from colonnade.errors import CapacityError
 from colonnade.train.breakdown import Breakdown

@@ -175,9 +175,11 @@ def _shared(run: RunConfig) -> dict[str, str]:
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
     """Only algorithms that give the same bits each time, for as long as the run lasts."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(wanted or before)
+    if not wanted or torch.are_deterministic_algorithms_enabled():  # to set it imports torch.compile, a second
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(False)

@@ -53,7 +53,6 @@ class OffloadedAdamW(AdamW):
         self._bucket_bytes = bucket_bytes
         self._buckets: list[Bucket] = []
         super().__init__(weights, train)
-        assert self._adamw is not None
         self._group_of = {w: group for group in self._adamw.param_groups for w in group["params"]}
         largest = max(bucket.home.numel() for bucket in self._buckets)
         some = self._buckets[0].weights[0]
@@ -123,7 +122,6 @@ class OffloadedAdamW(AdamW):
 
     def _move(self, bucket: Bucket, flat: Tensor, scale: Tensor | None, skip: Tensor | None) -> None:
         """AdamW on the weights of a bucket, whose moments are in ``flat``."""
-        assert self._adamw is not None
         first, second = bucket.moments(flat)
         for group in self._adamw.param_groups:
             chosen = [i for i, w in enumerate(bucket.weights) if self._group_of[w] is group and w.grad is not None]

@@ -9,16 +9,64 @@ for its own loop over DTensors). Weight decay λ pulls matrices and embeddings t
 vectors, it leaves alone, for they scale and shift, and shrinking them only changes what the next matrix must undo.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from colonnade.config import TrainConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """torch's names of m and v, under which a checkpoint stores them."""
+
+
+class _FusedAdamW:
+    """What :class:`torch.optim.AdamW` does with ``fused=True``. A ``torch.optim.Optimizer`` imports torch.compile when
+    it is made, a second in each process.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any):
+        self.param_groups = [{**options, **group} for group in groups]
+        self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        self.grad_scale: Tensor | None = None
+        self.found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move the weights that have gradients."""
+        for group in self.param_groups:
+            weights = [w for w in group["params"] if w.grad is not None]
+            if not weights:
+                continue
+            states = [self.state[w] for w in weights]
+            first, second = ([state[moment] for state in states] for moment in MOMENTS)
+            adamw(
+                weights,
+                [w.grad for w in weights if w.grad is not None],
+                first,
+                second,
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for group in self.param_groups:
+            for w in group["params"]:
+                w.grad = None
 
 
 class AdamW:
@@ -34,9 +82,7 @@ class AdamW:
         decayed = [w for w in weights.values() if w.dim() >= 2]
         rest = [w for w in weights.values() if w.dim() < 2]
         groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
-        options = {"lr": train.lr, "betas": (train.beta1, train.beta2), "eps": train.eps, "fused": True}
-        self._adamw = torch.optim.AdamW(groups, **options) if groups else None
+        self._adamw = _FusedAdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps)
         moments = self._make_moments()
         for w in weights.values():
             # What the first step would create by itself; made here so that loading needs no dummy step.
@@ -54,12 +100,10 @@ class AdamW:
         nor Adam's own count; nobody waits to learn which it was. ``scale`` is what the gradients are multiplied by.
         """
         self._count(skip)
-        if self._adamw is None:
-            return
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._update(scale, skip)
-        self._adamw.zero_grad(set_to_none=True)
+        self._adamw.zero_grad()
 
     def _count(self, skip: Tensor | None) -> None:
         if skip is None:
@@ -75,7 +119,6 @@ class AdamW:
         }
 
     def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
-        assert self._adamw is not None
         # torch's own gradient scaler hands these two to a fused optimizer in the same way.
         vars(self._adamw).update(grad_scale=scale, found_inf=skip)
         self._adamw.step()
@@ -97,5 +140,4 @@ class AdamW:
             self._of(w)["step"].fill_(taken)
 
     def _of(self, weight: Tensor) -> dict[str, Any]:
-        assert self._adamw is not None
         return self._adamw.state[weight]

@@ -1,4 +1,4 @@
-"""A run whose rank 1 meets its fate, once: ``python faulty.py FATE CONFIG``, by our launcher or under torchrun."""
+"""A run whose rank 1 meets its fates, each once: ``python faulty.py FATE,FATE CONFIG``, by our launcher or torchrun."""
 
 import os
 import signal
@@ -18,14 +18,15 @@ AT = 9
 """Steps taken when it strikes; the checkpoint of step 4 is complete by then, because that of step 8 was begun."""
 
 
-def work(fate: str, run: RunConfig) -> int:
+def work(fates: str, run: RunConfig) -> int:
     """Train; rank 1 strikes in the middle of step 10, or while it writes step 8, the first time that it comes there."""
-    rank, struck = int(os.environ["RANK"]), run.runs / "struck"
+    rank = int(os.environ["RANK"])
     run.runs.mkdir(parents=True, exist_ok=True)
     (run.runs / f"pid-{rank}").write_text(str(os.getpid()))
 
-    def strike() -> None:
-        if rank == 1 and not struck.exists():
+    def strike(fate: str) -> None:
+        struck = run.runs / f"struck by {fate}"
+        if rank == 1 and fate in fates.split(",") and not struck.exists():
             struck.touch()
             if fate == "stuck":
                 time.sleep(1000)
@@ -34,13 +35,14 @@ def work(fate: str, run: RunConfig) -> int:
     real_write, real_on_device = Writer.write_data, Session._on_device
 
     def write_data(self: Writer, *args: Any) -> Any:
-        if fate == "kill in save" and self.folder.name == "step-8":
-            strike()
+        if self.folder.name == "step-8":
+            strike("kill in save")
         return real_write(self, *args)
 
     def on_device(self: Session, batches: Any) -> Any:
-        if fate != "kill in save" and self.taken == AT:
-            strike()
+        if self.taken == AT:
+            for fate in ("kill in step", "stop", "stuck"):
+                strike(fate)
         return real_on_device(self, batches)
 
     with patch.object(Writer, "write_data", write_data), patch.object(Session, "_on_device", on_device):
@@ -48,9 +50,9 @@ def work(fate: str, run: RunConfig) -> int:
 
 
 if __name__ == "__main__":
-    fate, run = sys.argv[1], RunConfig.model_validate_json(sys.argv[2])
+    fates, run = sys.argv[1], RunConfig.model_validate_json(sys.argv[2])
     try:
-        print("ended", launch(work, (fate, run), run.plan, run.train.restarts), flush=True)
+        print("ended", launch(work, (fates, run), run.plan, run.train.restarts), flush=True)
     except ColonnadeError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         sys.exit(1)

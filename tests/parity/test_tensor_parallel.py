@@ -8,7 +8,7 @@ from colonnade.errors import PlanError
 from colonnade.model import Loss, Packed, Rows, Stream
 from colonnade.parallel.layout import PARTIAL, layout_of, share
 from colonnade.parallel.mesh import Ground
-from tests.models import CONFIGS, THREE_KV_HEADS, build, ragged
+from tests.models import CONFIGS, THREE_KV_HEADS, build, pairwise, ragged
 from tests.worlds import assert_same, run
 
 
@@ -47,9 +47,7 @@ def greedy(model, steps: int = 6) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence_parallel"])
+@pytest.mark.parametrize(("name", "world", "sequence_parallel"), pairwise(CONFIGS))
 @pytest.mark.xdist_group("worlds")
 def test_equals_one_process(name: str, world: int, sequence_parallel: bool) -> None:
     run(world, _check, CONFIGS[name], world, sequence_parallel)

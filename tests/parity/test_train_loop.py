@@ -193,8 +193,8 @@ def test_two_ranks_are_killed_and_stopped_and_go_on(config: RunConfig, tmp_path:
     second = newest_step()
     assert f"resumed {config.folder}/step-{first}" in said
     assert f"ended {second} SIGTERM" in said and stopped.returncode == 0
-    for it in (config, config.but(name="whole", train=slow.but(save_every=0))):
-        in_world(2, train, it)
+    for name in (config.name, "whole"):
+        in_world(2, train, config.but(name=name, train=slow.but(save_every=0)))
     assert tensors(config.folder / "step-60") == tensors(config.runs / "whole" / "step-60")
 
 

@@ -14,7 +14,7 @@ from colonnade.model import IGNORE, Packed, Transformer, initialise
 from colonnade.model.moe import Spread
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.fsdp import Masters, masters
-from colonnade.parallel.layout import Experts, layout_of, share
+from colonnade.parallel.layout import Experts, Placement, layout_of, share
 from colonnade.parallel.mesh import Ground
 from colonnade.train.optimizer import AdamW
 from colonnade.train.piped import Piped
@@ -113,9 +113,13 @@ class Run:
             found.append((loss.item(), out.norm.item()))
         return found
 
+    @functools.cached_property
+    def layout(self) -> dict[str, Placement]:
+        return layout_of(self.model)
+
     def mine(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a whole tensor: cut by the layout over tp, then by rows over data and context ranks."""
-        placement = layout_of(self.model)[name]
+        placement = self.layout[name]
         part = share(whole, placement, self.ground.axes)
         if isinstance(placement, Experts):
             return part

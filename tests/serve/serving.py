@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import openai
+from typing import TYPE_CHECKING, Any
 
 from colonnade.config import Plan, ServeConfig
 from colonnade.errors import ColonnadeError, Interrupted
-from colonnade.serve.server import serve
 from tests.serve import tiny
+
+if TYPE_CHECKING:  # an engine's process imports this module too, and needs neither a client nor a server
+    import openai
 
 
 @dataclass
@@ -31,11 +31,15 @@ class Running:
     greeting: str = ""
 
     @property
-    def client(self) -> openai.OpenAI:
+    def client(self) -> "openai.OpenAI":
+        import openai
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     @property
-    def async_client(self) -> openai.AsyncOpenAI:
+    def async_client(self) -> "openai.AsyncOpenAI":
+        import openai
+
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     def engine_pids(self) -> list[int]:
@@ -93,6 +97,8 @@ def server(load: dict[str, Any] | None = None, plan: dict[str, Any] | None = Non
 
 def main() -> None:
     """What ``colonnade serve`` does, for a tiny model: errors are one line and a code."""
+    from colonnade.serve.server import serve
+
     asked = json.loads(sys.argv[1])
     try:
         serve(

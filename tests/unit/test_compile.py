@@ -40,10 +40,9 @@ def loss_of(model, lengths: list[int], step: int | None = None) -> torch.Tensor:
     return total / count
 
 
-@pytest.mark.parametrize("layers", [2, 12])
-def test_blocks_share_one_graph(layers: int) -> None:
+def test_blocks_share_one_graph() -> None:
     """A layer's number inside the block would make one graph a layer, and none after the eighth."""
-    plain, model = build(config(layers)), build(config(layers))
+    plain, model = build(config(12)), build(config(12))
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.blocks:
         block.compile(backend=counter, fullgraph=True)
@@ -57,10 +56,9 @@ def test_blocks_share_one_graph(layers: int) -> None:
     assert counter.frame_count <= 3  # one, then at most one each for another T and another batch
 
 
-@pytest.mark.parametrize("layers", [2, 12])
-def test_blocks_with_dropout_share_one_graph(layers: int) -> None:
+def test_blocks_with_dropout_share_one_graph() -> None:
     """Keys and indices are tensors, so neither a layer nor a step makes a graph of its own."""
-    plain, model = build(config(layers)), build(config(layers))
+    plain, model = build(config(12)), build(config(12))
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.blocks:
         block.compile(backend=counter, fullgraph=True)

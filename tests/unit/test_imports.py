@@ -5,6 +5,9 @@ environment in the command line and the launcher; nothing unpickles or evaluates
 """
 
 import ast
+import functools
+import subprocess
+import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -38,7 +41,12 @@ PRIVATE = (
 )  # fmt: skip
 
 
-def names_used(source: str) -> Iterator[tuple[str, int]]:
+@functools.cache
+def names_used(source: str) -> tuple[tuple[str, int], ...]:
+    return tuple(_names_used(source))
+
+
+def _names_used(source: str) -> Iterator[tuple[str, int]]:
     """Each dotted name that ``source`` imports, or reads through an import, with its line."""
     tree = ast.parse(source)
     bound: dict[str, str] = {name: name for name in ("eval", "exec")}
@@ -84,6 +92,29 @@ def test_reach(name):
         if lines := offences(file.read_text(), path, name):
             found[path] = sorted(lines)
     assert not found, f"{name} may be used in {REACH[name] or 'no file'} only"
+
+
+HEAVY = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.pipelining")
+"""Half a second to two seconds each, for plans, checkpoints and compilations that a process may never meet."""
+
+TRAINS = """
+import torch
+from colonnade.config import TrainConfig
+from colonnade.train import loop
+from colonnade.train.optimizer import AdamW
+w = torch.ones(2, 3, requires_grad=True)
+w.grad = torch.ones(2, 3)
+with loop._deterministic(False):
+    AdamW({"w": w}, TrainConfig()).step(0.1)
+"""
+
+
+@pytest.mark.parametrize("code", [TRAINS, "import colonnade.serve.server", "import colonnade.verify.run"])
+def test_what_few_processes_need_is_imported_by_those(code):
+    """Each rank of a run imports what it uses before its first step."""
+    command = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
+    assert set(HEAVY) & set(ran.stdout.split()) == set()
 
 
 def private_names(source: str) -> set[str]:

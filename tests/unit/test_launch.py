@@ -35,13 +35,20 @@ def work(how: str) -> tuple[list[float], int, int]:
         return tp.fan_in(met).tolist(), *where()
 
 
+def well() -> tuple[str, list[float], int, int]:
+    """What each of the ranks chooses on a machine with one GPU, and a run on what it chose."""
+    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
+    return choose_device(TWO, "auto"), *work("well")
+
+
 def where() -> tuple[int, int]:
     return os.getpid(), torch.get_num_threads()
 
 
 def test_result_of_rank_0_and_workers_share_the_cores() -> None:
-    sums, pid, threads = launch(work, ("well",), TWO)
-    assert sums == [6.0, 6.0]
+    """On a machine with one GPU all ranks are on the CPU."""
+    chosen, sums, pid, threads = launch(well, (), TWO)
+    assert chosen == "cpu" and sums == [6.0, 6.0]
     assert pid != os.getpid()
     assert threads == max(1, len(os.sched_getaffinity(0)) // 2)
 
@@ -111,19 +118,6 @@ def test_more_gpus_than_there_are() -> None:
         pytest.skip("needs fewer than 64 GPUs")
     with pytest.raises(PlanError, match="puts 64 ranks on this machine, which has"), Ground.build(Plan(dp=64), "cuda"):
         pass
-
-
-def chosen() -> list[str]:
-    """What each of the ranks chooses on a machine with one GPU."""
-    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
-    mine = choose_device(TWO, "auto")
-    with Ground.build(TWO, "cpu") as ground:
-        cuda = torch.tensor(float(mine == "cuda"))
-        return [mine, str(ground.axes.tp.sum_(cuda).item())]
-
-
-def test_fewer_gpus_than_ranks_puts_all_ranks_on_the_cpu() -> None:
-    assert launch(chosen, (), TWO) == ["cpu", "0.0"]
 
 
 def test_wrong_world() -> None:

@@ -1,15 +1,29 @@
 """Kernels written in Triton, checked without a GPU by its interpreter (tests/interpreted.py and its neighbour)."""
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[subprocess.Popen[str]]:
+    """One process for all modules, because to import torch and Triton takes seconds."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.interpreter"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    ) as process:  # fmt: skip
+        yield process
+        process.kill()
 
 
 @pytest.mark.slow
@@ -28,14 +42,15 @@ ROOT = Path(__file__).parents[2]
         ("interpreted_ranks", 3),
     ],
 )
-def test_interpreted_kernels_equal_their_references(module: str, checks: int) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-m", f"tests.{module}"],
-        check=False, cwd=ROOT, capture_output=True, text=True, timeout=170,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.count(" cases") == checks, ran.stdout
+def test_interpreted_kernels_equal_their_references(
+    interpreter: subprocess.Popen[str], module: str, checks: int
+) -> None:
+    assert interpreter.stdin is not None and interpreter.stdout is not None
+    interpreter.stdin.write(f"tests.{module}\n")
+    interpreter.stdin.flush()
+    code, said = json.loads(interpreter.stdout.readline())
+    assert code == 0, said
+    assert said.count(" cases") == checks, said
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="guards memory by Linux's mprotect")

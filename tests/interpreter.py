@@ -1,0 +1,98 @@
+"""Triton's interpreter, made quicker, and a process that runs modules of interpreted kernels in it one after another.
+
+    TRITON_INTERPRET=1 python -m tests.interpreter            names of modules come in, a line of JSON goes out for each
+
+At each launch, and at each call of a function inside a kernel, the interpreter searches triton.language for its
+builtins; for each value it builds a table of all types. Together that was 40% of the time of our kernels, which call
+many small functions. Here both are done once. What a kernel computes is the same.
+
+Each module runs in a child of its own, forked when torch and Triton have been imported.
+"""
+
+import functools
+import inspect
+import json
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+from typing import Any
+
+MODULES = ("torch._dynamo", "colonnade.kernels.choose")
+
+
+def quicken() -> None:
+    """Let the interpreter remember what it looks up; needs Triton imported under TRITON_INTERPRET=1."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    found = {
+        package: [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+        for package in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
+    }
+
+    def patch_language(_: Any) -> Any:
+        """For one launch, whatever its kernel calls: Triton's own functions use tl.core."""
+        scope = interpreter._LangPatchScope()
+        for package, names in found.items():
+            for name in names:
+                interpreter._patch_attr(package, name, getattr(package, name), interpreter.interpreter_builder, scope)
+        interpreter._patch_lang_tensor(tl.tensor, scope)
+        for language in (tl, tl.core):
+            interpreter._patch_lang_core(language, scope)
+        return scope
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        """A function inside a kernel, whose launch has patched the language."""
+        return self.rewrite()(*args, **options)
+
+    number = functools.cache(interpreter._get_np_dtype)
+
+    def numpy_type(kind: Any) -> Any:
+        """Of one number of ``kind``; blocks and pointers cannot be remembered themselves."""
+        return number(tl.uint64 if kind.scalar.is_ptr() else kind.scalar)
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_language, numpy_type
+    interpreter.InterpretedFunction.__call__ = call
+
+
+def run(module: str) -> tuple[int, str]:
+    """(exit code or minus the signal, output) of a module run as a program in a fork of this process."""
+    with tempfile.TemporaryFile() as said:
+        if not (child := os.fork()):
+            code = 1
+            try:
+                for stream in (1, 2):
+                    os.dup2(said.fileno(), stream)
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said.seek(0)
+        return code, said.read().decode(errors="replace")
+
+
+def main() -> None:
+    """Modules by name, a line each, until there are no more."""
+    import faulthandler
+    import importlib
+
+    import torch
+
+    torch.set_num_threads(1)
+    faulthandler.enable()
+    for module in MODULES:
+        importlib.import_module(module)
+    quicken()
+    for line in sys.stdin:
+        print(json.dumps(run(line.strip())), flush=True)
+
+
+if __name__ == "__main__":
+    main()
