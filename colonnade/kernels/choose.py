@@ -5,6 +5,7 @@ which is how anyone can tell a kernel's bug from a model's. The contract test is
 kernel is tested by being listed.
 """
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ def _decoding() -> tuple[Row, ...]:
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     return (
         Row("paged_attention", "mixed", mixed.paged, **on),
+        Row("paged_attention", "cuda", functools.partial(triton_decode.paged, kernels="auto"), **on),
         Row("paged_attention", "triton", triton_decode.paged, **on),
         Row("held_attention", "triton", triton_decode.held_state, **on),
         Row("merge_states", "triton", triton_held.merged, devices=("cuda",), dtypes=(torch.float32,)),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.kernels.attention import reference, split_reference
 from colonnade.kernels.attention.pages import PageTable
-from colonnade.kernels.attention.split_plan import FIELDS, Capacity, Costs, Item, Plan, Shape, places
+from colonnade.kernels.attention.split_plan import FIELDS, SHARE, Capacity, Costs, Item, Plan, Shape, places
 from colonnade.kernels.attention.splits import plan
 from tests.worlds import assert_same
 
@@ -254,7 +254,15 @@ def assert_flat(flat: Sequence[int], room: Capacity, found: Plan) -> None:
     for w in range(room.workers):
         count = flat[starts + w + 1] - flat[starts + w]
         row = list(flat[firsts + w * FIELDS : firsts + (w + 1) * FIELDS])
-        assert row == ([*found.items[flat[starts + w]], count, 0] if count else [0] * FIELDS)
+        first = flat[starts + w]
+        share = flat[items + first * FIELDS + SHARE]
+        assert row == ([*found.items[first], count, share] if count else [0] * FIELDS)
+    if found.chunk is None:
+        lines = {line[:3]: line for line in found.merges}
+        for i, item in enumerate(found.items):
+            line = lines.get(item[:3])
+            share = (item.slot - line.first) * 2**16 + line.end - line.first if line else 0
+            assert flat[items + i * FIELDS + SHARE] == share
 
 
 @given(

@@ -85,6 +85,10 @@ class Item(NamedTuple):
     and writes the output itself."""
 
 
+SHARE = 7
+"""Field of an item in the flat form: which piece of its line it is times 2^16, plus how many the line has."""
+
+
 class Merge(NamedTuple):
     """A line that was cut: the states in slots first .. end − 1, in the order of their keys; of none, the identity."""
 

@@ -86,6 +86,10 @@ def plan(
         found = _in_chunks(lines, shape.tile, workers, costs, chunk, runs)
     else:
         found = [_given_out(_whole(lines), prices, [1] * len(prices), workers)]
+        # As many workers as give each line the same number of pieces, or each worker the same number of lines.
+        even = workers // len(prices) * len(prices) if prices else 0
+        if 0 < even < workers:
+            found.append(_cut(lines, prices, shape.tile, even, costs, costs.tile // 8))
         fewer = workers
         while prices and fewer > 0 and (fewer == workers or fewer > len(prices)):
             # An eighth of a tile is nearer than the costs are known.
@@ -264,12 +268,16 @@ def _written(
             at[i] = slots
             slots += parts
     place: dict[_Piece, int] = {}
+    share: dict[_Piece, int] = {}
+    begun = at[:]
     for piece in sorted([piece for taken in found.pieces for piece in taken if at[piece[0]] >= 0]):
         i, first, end = piece
         place[piece] = at[i]
+        if chunk is None:
+            share[piece] = (at[i] - begun[i]) * 2**16 + found.parts[i]
         at[i] += 1 if chunk is None else -(-end // chunk) - first // chunk
     items = [
-        (*lines.names[i], first, end, place.get((i, first, end), -1))
+        (*lines.names[i], first, end, place.get((i, first, end), -1), 0, share.get((i, first, end), 0))
         for taken in found.pieces
         for i, first, end in taken
     ]
