@@ -14,7 +14,6 @@ from colonnade.kernels.attention.split_plan import Costs, Plan
 from colonnade.kernels.softmax_state import State
 from tests.guarded import guarded
 
-
 KERNELS: list[Kernels] = ["auto"]
 """Which kernel reads requests of few rows; a test of one that does not take its case is skipped."""
 

@@ -247,6 +247,7 @@ def test_every_plan(
 def assert_flat(flat: Sequence[int], room: Capacity, found: Plan) -> None:
     starts, items, merges, firsts, _ = places(room)
     assert flat[0] == len(found.merges)
+    assert flat[1] == sum(line.first == line.end for line in found.merges)
     assert tuple(flat[starts : starts + len(found.starts)]) == found.starts
     for at, rows in ((items, found.items), (merges, found.merges)):
         for i, row in enumerate(rows):
@@ -475,3 +476,15 @@ def test_very_many_lines_are_planned_for_one_head() -> None:
     assert_covers(found, lengths, [1] * 253, shape)
     assert found.finish < 1.05 * found.ideal
     assert sum(a == b for a, b in itertools.pairwise(found.starts)) == 8
+
+
+@pytest.mark.parametrize("lengths", [[65_536], [32_768] * 2, [4096] * 16, [70_000, 900, 4000], [5, 0, 7], [17]])
+def test_no_worker_merges_two_lines_where_that_costs(lengths: list[int]) -> None:
+    """And equal lines are cut alike."""
+    shape, costs = SEED._replace(rows=8, tile=16), Costs(tile=260, start=1000, merge=2000, part=10, twice=3000)
+    found = plan(lengths, [1] * len(lengths), shape, 132, costs)
+    assert_covers(found, lengths, [1] * len(lengths), shape)
+    assert all(b - a <= 1 for a, b in itertools.pairwise(found.starts))
+    assert len({line.end - line.first for line in found.merges if lengths.count(lengths[line.request]) > 1}) <= 1
+    without = plan(lengths, [1] * len(lengths), shape, 132, costs._replace(twice=0))
+    assert found.finish <= without.finish + costs.twice

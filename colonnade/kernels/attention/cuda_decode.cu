@@ -41,8 +41,13 @@ constexpr int CHUNKS = H * (CACHE ? 1 : 2) / 16;  // 16-byte chunks of a token
 constexpr bool SWIZZLED = CHUNKS % 8 == 0;
 constexpr int ROW_BYTES = SWIZZLED ? CHUNKS * 16 : (CHUNKS | 1) * 16;
 constexpr int TILE_BYTES = TOKENS * ROW_BYTES, STAGE_BYTES = 2 * TILE_BYTES;
-constexpr int O_ROW = H + 4;
+// Rows of states that warps leave for each other, and of queries, lie in different banks, too.
+constexpr int O_ROW = H % 32 ? H + 4 : H, Q_CHUNKS = H / 8, Q_ROW_BYTES = 16 * (Q_CHUNKS % 8 ? Q_CHUNKS | 1 : Q_CHUNKS);
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES, O_BYTES = WARPS * 8 * O_ROW * 4;
+__device__ __forceinline__ int o_place(int row, int d) { return row * O_ROW + (H % 32 ? d : d ^ (row & 6) << 2); }
+__device__ __forceinline__ int q_place(int row, int chunk) {
+  return row * Q_ROW_BYTES + (Q_CHUNKS % 8 ? chunk : chunk ^ row) * 16;
+}
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 #define INF __int_as_float(0x7f800000)
 // Weights are kept this many powers of 2 above the usual, so that small ones are normal numbers of float16.
@@ -51,13 +56,10 @@ constexpr float LIFT = BF16 && !CACHE ? 0.f : 10.f;
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void copy16(u32 to, const char* from, int bytes, u64 policy) {
-  // Fewer bytes than 16 are filled up with zeros: none is read of a token that is not there.
-  if (H * (CACHE ? 1 : 2) % 256 == 0)
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;"
-                 ::"r"(to), "l"(from), "r"(bytes), "l"(policy));
-  else
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
-                 ::"r"(to), "l"(from), "r"(bytes), "l"(policy));
+  // Fewer bytes than 16 are filled up with zeros: none is read of a token that is not there. Keys are read once, and
+  // evicted first; a hint to prefetch 256 bytes at a time costs 7% of a large cache's speed.
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+               ::"r"(to), "l"(from), "r"(bytes), "l"(policy));
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N)); }
@@ -105,6 +107,11 @@ __device__ __forceinline__ float power2(float x) {
 __device__ __forceinline__ float log_2(float x) {
   float r;
   asm("lg2.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+__device__ __forceinline__ float inverse(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
 __device__ __forceinline__ float finite_or_0(float top) { return top == -INF ? 0.f : top; }
@@ -165,7 +172,7 @@ __device__ __forceinline__ void write_output(const Args& a, const Item& item, in
   total = total * shrink + power2(sink - base);
   top = higher;
 #endif
-  const float each = total == 0.f ? 0.f : 1.f / total;
+  const float each = total == 0.f ? 0.f : inverse(total);
   const i64 line = (i64)(start + m / GROUP) * a.heads + n;
   *(uint2*)(a.o + line * H + d) = make_uint2(pack_output(o.x * each, o.y * each), pack_output(o.z * each, o.w * each));
   if (d == 0) a.lse[line] = total == 0.f ? -INF : (top + log_2(total)) * LN2;
@@ -185,7 +192,7 @@ __device__ __forceinline__ int rows_of(const Item& item, int queries) {
 __device__ __forceinline__ void merge(const Args& a, const Item& item, int start, int queries, float v_scale, int warp,
                                       int lane) {
   const int parts = item.share & 0xffff, part = item.share >> 16, units = rows_of(item, queries) * QUADS;
-  const int from = (int)((i64)part * units / parts), to = (int)((i64)(part + 1) * units / parts);
+  const int each = (u32)(units + parts - 1) / (u32)parts, from = part * each, to = min(units, from + each);
   int sharing = 1;  // lanes that share the parts of one unit
   while (sharing < parts && sharing < 32) sharing <<= 1;
   const int per_warp = 32 / sharing, mine = lane / sharing, sub = lane % sharing;
@@ -257,7 +264,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   float* const shared_o = (float*)(smem + RING_BYTES);
   float2* const shared_ml = (float2*)(smem + RING_BYTES + O_BYTES);
-#if NT > 1
+#if NT == 1
+  char* const shared_q = smem + RING_BYTES + O_BYTES + WARPS * 64;
+#else
   uint2* const shared_q = (uint2*)(smem + RING_BYTES + O_BYTES + WARPS * 64);
   float* const shared_factor = (float*)(shared_q + NT * KSTEPS * 32);
 #endif
@@ -269,9 +278,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
   const int4* const first_item = (const int4*)(a.plan + a.firsts_at + (int)blockIdx.x * FIELDS);
   const int4 f0 = __ldg(first_item), f1 = __ldg(first_item + 1);
   const int count = f1.z;
+#if MERGE
+  const int nothing = __ldg(a.plan + 1);
+#endif
   const int4* const items = (const int4*)(a.plan + a.items_at) + (i64)__ldg(a.plan + 4 + blockIdx.x) * 2;
 #if EARLY
   asm volatile("griddepcontrol.launch_dependents;");
+#endif
+
+#if NT == 1
+  // Queries pass through shared memory, 16 bytes a thread; the next piece's are on their way while this one is read.
+  constexpr int Q_EACH = (8 * Q_CHUNKS + THREADS - 1) / THREADS;
+  uint4 q_next[Q_EACH];
+  auto ask_queries = [&](const Item& item, const Queries& who) {
+#pragma unroll
+    for (int i = 0; i < Q_EACH; i++) {
+      const int e = threadIdx.x + i * THREADS, row = e / Q_CHUNKS, m = item.block * 8 + row;
+      q_next[i] = make_uint4(0, 0, 0, 0);
+      if (row < 8 && m < who.count * GROUP) {
+        const char* const q = a.q + (i64)(who.start + m / GROUP) * a.q_t + (item.head * GROUP + m % GROUP) * a.q_n;
+        q_next[i] = __ldg((const uint4*)q + e % Q_CHUNKS);
+      }
+    }
+  };
+  auto put_queries = [&]() {
+#pragma unroll
+    for (int i = 0; i < Q_EACH; i++) {
+      const int e = threadIdx.x + i * THREADS, row = e / Q_CHUNKS, chunk = e % Q_CHUNKS;
+      if (row >= 8) break;
+      const uint4 x = q_next[i];
+#if CACHE
+      // In the order in which a product has the keys' numbers: those of a lane, 4t to 4t + 3, as two pairs.
+      *(uint2*)(shared_q + q_place(row, chunk & ~1) + chunk % 2 * 8) = make_uint2(x.x, x.z);
+      *(uint2*)(shared_q + q_place(row, chunk | 1) + chunk % 2 * 8) = make_uint2(x.y, x.w);
+#else
+      *(uint4*)(shared_q + q_place(row, chunk)) = x;
+#endif
+    }
+  };
+#else
+  // Queries as the tensor cores take them: row g of 8, two pairs for each 16 numbers.
+  auto raw_queries = [&](u32 (*to)[2], int n, const Item& item, const Queries& who) {
+    const int m = item.block * ROWS + n * 8 + g;
+    const bool there = m < who.count * GROUP;
+    const char* const q = a.q + (i64)(who.start + m / GROUP) * a.q_t + (i64)(item.head * GROUP + m % GROUP) * a.q_n;
+#pragma unroll
+    for (int s = 0; s < KSTEPS; s++) {
+#if CACHE
+      const uint2 x = there ? __ldg((const uint2*)q + s * 4 + t) : make_uint2(0, 0);
+      to[s][0] = x.x; to[s][1] = x.y;
+#else
+      to[s][0] = there ? __ldg((const u32*)q + s * 8 + t) : 0;
+      to[s][1] = there ? __ldg((const u32*)q + s * 8 + 4 + t) : 0;
+#endif
+    }
+  };
 #endif
 
   // -- loading: which tile is next, and its page, looked up a tile ahead
@@ -328,33 +389,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
     commit();
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   };
+  // What is waited for comes late in the program: copies begin two dependent reads after the start.
   if (tile < last) {
     const int column = tile * TOKENS / PAGE;
     page = column < a.columns ? __ldg(table + column) : -1;
-  } else {  // a short first piece has no tile for this warp
-    if (lane < count) {
-      n0 = __ldg(items + 2 * lane);
-      n1 = __ldg(items + 2 * lane + 1);
-    }
-    seek();
   }
-  int4 m0, m1;  // the same, for the products
-  Queries of;
+  if (lane < count) {
+    n0 = __ldg(items + 2 * lane);
+    n1 = __ldg(items + 2 * lane + 1);
+  }
+  Item item, item_next;
+  item_next.request = f0.x; item_next.head = f0.y; item_next.block = f0.z; item_next.first = f0.w;
+  item_next.end = f1.x; item_next.slot = f1.y; item_next.share = f1.w;
+  Queries who, who_next = {0, 0, 0};
+  if (count) who_next = queries_of(a, f0.x);
+#if NT == 1
+  if (SINGLE && count) ask_queries(item_next, who_next);
+#endif
+  if (tile >= last) seek();  // a short first piece has no tile for this warp
+#pragma unroll 1
+  for (int i = 0; i < STAGES - 1; i++) load();
+#if NT == 1
+  if (!SINGLE && count) ask_queries(item_next, who_next);
+#endif
+  int4 m0 = n0, m1 = n1;  // the same, for the products
+  Queries of = {0, 0, 0};
   auto look_up = [&](int i) {
     if (i + lane < count) {
-      m0 = __ldg(items + 2 * (i + lane));
-      m1 = __ldg(items + 2 * (i + lane) + 1);
+      if (i) {
+        m0 = __ldg(items + 2 * (i + lane));
+        m1 = __ldg(items + 2 * (i + lane) + 1);
+      }
       of = queries_of(a, m0.x);
     }
   };
-  look_up(0);
-  if (lane < count) { n0 = m0; n1 = m1; }
-#pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) load();
 
 #if MERGE
-  // Lines of no keys, while the first keys are on their way.
-  const int merges = __ldg(a.plan);
+  // Lines of no keys, where there are any, while the first keys are on their way.
+  const int merges = nothing ? __ldg(a.plan) : 0;
   for (int i = blockIdx.x; i < merges; i += gridDim.x) {
     const int* const line = a.plan + a.merges_at + i * FIELDS;
     if (__ldg(line + 3) == __ldg(line + 4)) {
@@ -365,9 +437,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
         write_output(a, none, who.start, unit / QUADS, unit % QUADS * 4, -INF, 0, make_float4(0, 0, 0, 0));
     }
   }
-  Item cut[2];  // a block's first and last piece may be parts of lines
-  int cut_start[2], cut_queries[2];
-  cut[0].slot = cut[1].slot = -1;
+  Item cut_first, cut_last;  // a block's first and last piece may be parts of lines
+  Queries who_first, who_last;
+  cut_first.slot = cut_last.slot = -1;
 #endif
 
   // -- where this lane's rows of matrices lie in a tile
@@ -381,22 +453,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
               ((SWIZZLED ? (2 * i + v_chunk) ^ (v_token & 7) : 2 * i + v_chunk) << 4);
   }
 
-  // Queries as the tensor cores take them: row g of 8, two pairs for each 16 numbers.
-  auto raw_queries = [&](u32 (*to)[2], int n, const Item& item, const Queries& who) {
-    const int m = item.block * ROWS + n * 8 + g;
-    const bool there = m < who.count * GROUP;
-    const char* const q = a.q + (i64)(who.start + m / GROUP) * a.q_t + (i64)(item.head * GROUP + m % GROUP) * a.q_n;
-#pragma unroll
-    for (int s = 0; s < KSTEPS; s++) {
-#if CACHE
-      const uint2 x = there ? __ldg((const uint2*)q + s * 4 + t) : make_uint2(0, 0);
-      to[s][0] = x.x; to[s][1] = x.y;
-#else
-      to[s][0] = there ? __ldg((const u32*)q + s * 8 + t) : 0;
-      to[s][1] = there ? __ldg((const u32*)q + s * 8 + 4 + t) : 0;
-#endif
-    }
-  };
   // With a cache of 8 bits products are of float16: each row becomes a power of 2 times numbers up to 512.
 #if CACHE
   auto to_half = [&](u32 (*q)[2]) -> float {
@@ -437,18 +493,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
     return r;
   };
 
-#if NT == 1
-  u32 q[KSTEPS][2], q_next[KSTEPS][2];
-#endif
   int used = 0;  // the stage of the next tile
-  Queries who, who_next;
-  Item item, item_next;
-  if (count) {
-    item_next = item_at(0, who_next);
 #if NT == 1
-    raw_queries(q_next, 0, item_next, who_next);
+  u32 q[2 * ((KSTEPS + 1) / 2)][2];
+  if (count) put_queries();
+  __syncthreads();
 #endif
-  }
   for (int i = 0; i < count; i++) {
     item = item_next;
     who = who_next;
@@ -456,7 +506,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
     const float scale = a.scale * (SCALED ? __ldg(a.k_scale + item.head) : 1.f) * (CAPPED || SLOPES ? 1.f : LOG2E);
 #if NT == 1
 #pragma unroll
-    for (int s = 0; s < KSTEPS; s++) { q[s][0] = q_next[s][0]; q[s][1] = q_next[s][1]; }
+    for (int s = 0; s < KSTEPS; s += 2)  // behind an odd last one lies another row's, which is not used
+      load_matrices(q[s], shared_address(shared_q + q_place(lane % 8, 2 * s + lane / 8)));
     factor[0][0] = factor[0][1] = scale;
 #if CACHE
     const float back = to_half(q);
@@ -481,14 +532,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
       factor[n][1] = scale * (CACHE ? shared_factor[n * 8 + 2 * t + 1] : 1.f);
     }
 #endif
-    // The next piece is looked up, and its queries, while this one is read.
-    if (i + 1 < count) {
-      if ((i + 1) % 32 == 0) look_up(i + 1);
-      item_next = item_at(i + 1, who_next);
-#if NT == 1
-      raw_queries(q_next, 0, item_next, who_next);
-#endif
-    }
     const int row0 = item.block * ROWS, rows = rows_of(item, who.count), high = min(item.end, who.length);
     const int before = who.length - who.count;  // the position of the first query
     // Every row sees all tokens from ``plain_from`` up to ``plain_to``.
@@ -514,7 +557,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
       for (int d = 0; d < KSTEPS; d++) o[n][d][0] = o[n][d][1] = o[n][d][2] = o[n][d][3] = 0;
     }
 
-    for (int mine = first_tile(item.first, warp); mine < end_tile; mine += WARPS) {
+    bool ahead = i + 1 < count;
+    for (int mine = first_tile(item.first, warp); mine < end_tile || ahead; mine += WARPS) {
+      // The next piece, and its queries, are looked up beside this one's first tile.
+      if (ahead && i % 32 == 31) look_up(i + 1);
+      if (ahead && i == 0) look_up(0);
+      const bool look = ahead;
+      ahead = false;
+      if (mine < end_tile) {
       wait<STAGES - 2>();
       __syncwarp();
 #if COMPUTE
@@ -583,7 +633,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
         for (int e = 0; e < 4; e++) {
           x[e] = (s[n][0][e] + s[n][1][e]) * factor[n][e % 2];
 #if CAPPED
-          x[e] = a.cap * (1.f - 2.f / (power2(x[e] * (2.f * LOG2E / a.cap)) + 1.f));  // cap tanh(x / cap)
+          x[e] = a.cap * (1.f - 2.f * inverse(power2(x[e] * (2.f * LOG2E / a.cap)) + 1.f));  // cap tanh(x / cap)
 #endif
 #if SLOPES
           const int row = row0 + n * 8 + 2 * t + e % 2;
@@ -653,6 +703,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
       __syncwarp();
       load();
       used = used + 1 == STAGES ? 0 : used + 1;
+      }
+      if (look) {
+        item_next = item_at(i + 1, who_next);
+#if NT == 1
+        ask_queries(item_next, who_next);
+#endif
+      }
     }
 
 #if COMPUTE
@@ -665,15 +722,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
         total[n][0] += __shfl_xor_sync(~0u, total[n][0], w);
         total[n][1] += __shfl_xor_sync(~0u, total[n][1], w);
       }
-      float* const mine = shared_o + (warp * 8 + 2 * t) * O_ROW;
+      float* const mine = shared_o + warp * 8 * O_ROW;
 #pragma unroll
       for (int d = 0; d < KSTEPS; d++) {
         // Products of 8 bits have numbers 2g and 2g + 1 in rows g and g + 8.
         const int low = d * 16 + (CACHE ? 2 * g : g), high_d = CACHE ? low + 1 : low + 8;
-        mine[low] = o[n][d][0];
-        mine[O_ROW + low] = o[n][d][1];
-        mine[high_d] = o[n][d][2];
-        mine[O_ROW + high_d] = o[n][d][3];
+        mine[o_place(2 * t, low)] = o[n][d][0];
+        mine[o_place(2 * t + 1, low)] = o[n][d][1];
+        mine[o_place(2 * t, high_d)] = o[n][d][2];
+        mine[o_place(2 * t + 1, high_d)] = o[n][d][3];
       }
       if (g == 0) {
         shared_ml[warp * 8 + 2 * t] = make_float2(top[n][0], total[n][0]);
@@ -692,7 +749,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
         for (int w = 0; w < WARPS; w++) {
           const float2 ml = shared_ml[w * 8 + row8];
           const float e = power2(ml.x - base);
-          const float4 x = *(const float4*)(shared_o + (w * 8 + row8) * O_ROW + d);
+          const float4 x = *(const float4*)(shared_o + w * 8 * O_ROW + o_place(row8, d));
           weights += ml.y * e;
           sum.x += x.x * e; sum.y += x.y * e; sum.z += x.z * e; sum.w += x.w * e;
         }
@@ -708,7 +765,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
 #if !MERGE
         if (item.slot >= 0) {
           const i64 line = (i64)item.slot * ROWS + row;
-          const float each = weights == 0.f ? 0.f : 1.f / weights;
+          const float each = weights == 0.f ? 0.f : inverse(weights);
           *(float4*)(a.slot_o + line * H + d) = make_float4(sum.x * each, sum.y * each, sum.z * each, sum.w * each);
           if (d == 0) a.slot_lse[line] = weights == 0.f ? -INF : (highest + log_2(weights)) * LN2;
           continue;
@@ -716,25 +773,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
 #endif
         write_output(a, item, who.start, row, d, highest, weights, sum);
       }
+#if NT == 1
+      if (i + 1 < count) put_queries();
+#endif
       if (n + 1 < NT || i + 1 < count) __syncthreads();
     }
 #if MERGE
-    if (item.slot >= 0) {
-      if (i == 0) {
-        cut[0] = item; cut_start[0] = who.start; cut_queries[0] = who.count;
-      } else {
-        cut[1] = item; cut_start[1] = who.start; cut_queries[1] = who.count;
-      }
-    }
+    if (item.slot >= 0 && i == 0) { cut_first = item; who_first = who; }
+    if (item.slot >= 0 && i > 0) { cut_last = item; who_last = who; }
 #endif
 #endif
   }
 #if MERGE && COMPUTE
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    if (cut[i].slot >= 0) {
-      const float v_scale = SCALED ? __ldg(a.v_scale + cut[i].head) : 1.f;
-      merge(a, cut[i], cut_start[i], cut_queries[i], v_scale, warp, lane);
+#pragma unroll 1
+  for (int i = 0; i < 2; i++) {
+    if (cut_first.slot >= 0) {
+      const float v_scale = SCALED ? __ldg(a.v_scale + cut_first.head) : 1.f;
+      merge(a, cut_first, who_first.start, who_first.count, v_scale, warp, lane);
     }
+    cut_first = cut_last;
+    who_first = who_last;
+    cut_last.slot = -1;
+  }
 #endif
 }

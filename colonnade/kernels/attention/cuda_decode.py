@@ -54,8 +54,9 @@ def memory(width: int, cache_bytes: int, rows: int, sizes: Sizes) -> int:
     chunks = width * cache_bytes // 16
     row_bytes = 16 * (chunks if chunks % 8 == 0 else chunks | 1)
     ring = sizes.warps * sizes.stages * 2 * TOKENS * row_bytes
-    queries = rows * width * 2 + rows * 4 if rows > 8 else 0
-    return ring + sizes.warps * 8 * (width + 4) * 4 + sizes.warps * 64 + queries
+    odd = width // 8 % 8 != 0
+    queries = rows * (width * 2 + 4) if rows > 8 else 8 * 16 * (width // 8 | odd) + 16 * odd
+    return ring + sizes.warps * (32 * (width + 4 * (width % 32 != 0)) + 64) + queries
 
 
 @functools.cache

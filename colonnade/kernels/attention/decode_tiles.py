@@ -67,4 +67,4 @@ def costs(
     known = table()["cuda_costs" if cuda else "costs"]
     tile_bytes, flops = copies * tiles.tile * width * element_bytes, 4 * rows * tiles.tile * width
     tile_ns = max(1, round(max(tile_bytes / known["bytes_a_ns"], flops / known["flops_a_ns"]) * workers))
-    return Costs(tile_ns, known["start_ns"], known["merge_ns"], known["part_ns"], known["row_ns"])
+    return Costs(tile_ns, known["start_ns"], known["merge_ns"], known["part_ns"], known["row_ns"], known["twice_ns"])

@@ -35,6 +35,8 @@ class Costs(NamedTuple):
     """Each piece of the line that has most."""
     row: int = 0
     """Each row that is merged."""
+    twice: int = 0
+    """A worker with pieces of two cut lines, where workers merge themselves."""
 
 
 class Shape(NamedTuple):
@@ -181,7 +183,8 @@ class Plan:
         return Capacity(len(self.starts) - 1, len(self.item_rows) // FIELDS, len(self.merge_rows) // FIELDS, self.slots)
 
     def flat(self, capacity: Capacity | None = None) -> "array[int]":
-        """The plan as one array for a kernel: merges' number, starts, items, merges, firsts, from :func:`places` on.
+        """The plan as one array for a kernel: merges' number and that of those of nothing, starts, items,
+        merges, firsts, from :func:`places` on.
 
         The firsts are each worker's first item once more, and behind it how many the worker has, so that it can begin
         without looking up where its items stand.
@@ -197,6 +200,8 @@ class Plan:
         starts.extend(starts[-1:] * (room.workers - own.workers))
         flat = array("i", [0]) * total
         flat[0] = own.merges
+        spans = zip(self.merge_rows[3::FIELDS], self.merge_rows[4::FIELDS], strict=True)
+        flat[1] = sum(first == end for first, end in spans)
         for at, numbers in ((first_start, starts), (first_item, self.item_rows), (first_merge, self.merge_rows)):
             flat[at : at + len(numbers)] = numbers
         for w, (i, end) in enumerate(itertools.pairwise(self.starts)):

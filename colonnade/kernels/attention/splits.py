@@ -16,7 +16,8 @@ and the two contradict each other. Work is thus balanced whatever the lengths ar
 little more than a whole number of rounds.
 
 **Not cutting.** Lines are given out whole, longest first, each to whoever ends first (Graham 1969). What ends earlier,
-its merge included, is the plan; with few lines fewer workers are tried too, whose merge has fewer pieces.
+its merge included, is the plan; with few lines fewer workers are tried too, whose merge has fewer pieces. Where
+workers merge what they cut (``twice``), so is one piece for each worker, so that nobody merges two lines.
 
 **Fixed cuts** (``chunk``): lines are cut at the multiples of ``chunk`` keys, whoever else is in the batch; who reads a
 chunk does not change its numbers, and chunks merge in their order. A request's result is then the same bits alone and
@@ -86,17 +87,15 @@ def plan(
         found = _in_chunks(lines, shape.tile, workers, costs, chunk, runs)
     else:
         found = [_given_out(_whole(lines), prices, [1] * len(prices), workers)]
-        # As many workers as give each line the same number of pieces, or each worker the same number of lines.
-        even = workers // len(prices) * len(prices) if prices else 0
-        if 0 < even < workers:
-            found.append(_cut(lines, prices, shape.tile, even, costs, costs.tile // 8))
+        if costs.twice and 0 < len(prices) <= workers:
+            found.append(_apart(lines, shape.tile, workers, costs))
         fewer = workers
         while prices and fewer > 0 and (fewer == workers or fewer > len(prices)):
             # An eighth of a tile is nearer than the costs are known.
             found.append(_cut(lines, prices, shape.tile, fewer, costs, costs.tile // 8))
             fewer //= 2
     used = shape.filled(max(queries, default=0))
-    finish = [each.read + _merging(each.parts, lines, costs, used) for each in found]
+    finish = [each.read + _merging(each, lines, costs, used) for each in found]
     best = min(range(len(found)), key=finish.__getitem__)
     return _written(lines, found[best], finish[best], workers, empty, -(-sum(prices) // workers), chunk)
 
@@ -224,6 +223,24 @@ def _cut(lines: _Lines, prices: list[int], tile: int, workers: int, costs: Costs
     return _Found(pieces, parts, longest)
 
 
+def _apart(lines: _Lines, tile: int, workers: int, costs: Costs) -> _Found:
+    """One piece for a worker, of at most as many tiles as is possible; the pieces of a line are equal."""
+    low, high = 0, max(lines.tiles)  # tiles of a piece: too few, enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        if sum(-(-n // middle) for n in lines.tiles) <= workers:
+            high = middle
+        else:
+            low = middle
+    pieces: list[list[_Piece]] = []
+    parts = [-(-n // high) for n in lines.tiles]
+    for i, (n, first, end) in enumerate(zip(parts, lines.firsts, lines.ends, strict=True)):
+        at = [(first // tile + part * lines.tiles[i] // n) * tile for part in range(1, n)]
+        pieces += [[(i, *piece)] for piece in pairwise([first, *at, end])]
+    pieces += [[] for _ in range(workers - len(pieces))]
+    return _Found(pieces, parts, costs.start + high * costs.tile)
+
+
 def _filled(tiles: list[int], before: list[int], limit: int, costs: Costs) -> list[tuple[int, int]]:
     """Where each worker begins, as a line and tiles of it, when workers are filled up to a limit.
 
@@ -244,8 +261,9 @@ def _filled(tiles: list[int], before: list[int], limit: int, costs: Costs) -> li
     return begins
 
 
-def _merging(parts: list[int], lines: _Lines, costs: Costs, used: int) -> int:
+def _merging(found: _Found, lines: _Lines, costs: Costs, used: int) -> int:
     """What a merge costs of blocks of ``used`` rows."""
+    parts = found.parts
     joins = any(lines.joined)
     most = max(parts, default=0) + joins
     if most <= 1:
@@ -253,7 +271,10 @@ def _merging(parts: list[int], lines: _Lines, costs: Costs, used: int) -> int:
     merged = len(parts) - parts.count(1)
     if joins:
         merged = sum(n > 1 or joined for n, joined in zip(parts, lines.joined, strict=True))
-    return costs.merge + costs.part * most + costs.row * merged * used
+    # Only at its ends has a worker parts of lines.
+    ends = [(taken[0][0], taken[-1][0]) for taken in found.pieces if len(taken) > 1] if costs.twice else []
+    twice = costs.twice if any(parts[i] > 1 and parts[j] > 1 for i, j in ends) else 0
+    return costs.merge + costs.part * most + costs.row * merged * used + twice
 
 
 def _written(
