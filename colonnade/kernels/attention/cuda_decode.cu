@@ -1,16 +1,17 @@
 // Flash-Decoding in CUDA C++: split-KV attention over a paged cache, compiled at run time (cuda_decode.py).
 //
-// A block takes the pieces of keys that a plan gives it, in order. Its warps take the piece's tiles of 16 tokens in
-// turn. Each warp has its own ring of tiles in shared memory, filled by 16-byte asynchronous copies, so that the loop
-// has no block barrier and the next piece's keys are loading while a piece ends. Tokens are the M dimension of the
+// The warps of a block form teams; a team is one of the plan's workers and takes the pieces of keys that the plan gives
+// it, in order. Its warps take a piece's tiles of 16 tokens in turn. Each warp has its own ring of tiles in shared
+// memory, filled by 16-byte asynchronous copies, so that the loop has no barrier and the next piece's keys are loading
+// while a piece ends. Tokens are the M dimension of the
 // tensor cores' products, S^T = K Q^T and O^T = V^T P^T, query rows are N: 8 rows fill a product.
 //
 // The warps' states are combined in shared memory. A piece that is a whole line writes the output. The others' states
-// go to slots: with MERGE each block of a cut line merges a share of the output itself, else another kernel does.
+// go to slots: with MERGE each team of a cut line merges a share of the output itself, else another kernel does.
 //
 // MERGE needs no fence, counter or second launch. Slots hold NaN (all bits 1) before and after each launch. A state is
 // written with plain stores and read by exactly one thread, which polls until no word is that NaN, then resets the
-// slot. A block writes all its states before it polls, so nothing can wait in a circle once all blocks are resident;
+// slot. A team writes all its states before it polls, so nothing can wait in a circle once all blocks are resident;
 // the cooperative launch guarantees that they are.
 //
 // Lengths and page ids are checked here: tokens at or beyond the length and pages outside the cache read nothing.
@@ -20,9 +21,9 @@ typedef unsigned short u16;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// Macros from the host: H, GROUP, NT (8 query rows each), PAGE, WARPS, STAGES, BLOCKS (per multiprocessor), BF16,
+// Macros from the host: H, GROUP, NT (8 query rows each), PAGE, WARPS, TEAM (warps of a team), STAGES, BF16,
 // CACHE (0: 16 bits as the queries, 1: float8 e4m3, 2: int8), WINDOWED, CAPPED, SLOPES, SINKS, SCALED, SINGLE, MERGE,
-// EARLY (launch the dependent kernel), PARTS (blocks of a line per lane of a merging warp), COMPUTE (0: loads alone).
+// EARLY (launch the dependent kernel), COMPUTE (0: loads alone).
 
 struct Args {
   const char *q, *k, *v;
@@ -35,19 +36,18 @@ struct Args {
   float scale, cap;
 };
 
-constexpr int TOKENS = 16, FIELDS = 8, ROWS = 8 * NT, KSTEPS = H / 16, QUADS = H / 4, THREADS = 32 * WARPS;
+constexpr int TOKENS = 16, FIELDS = 8, ROWS = 8 * NT, KSTEPS = H / 16, QUADS = H / 4;
+constexpr int THREADS = 32 * WARPS, TEAMS = WARPS / TEAM;
+constexpr int PARTS = 4;  // states of a line that a lane holds at once
 constexpr int CHUNKS = H * (CACHE ? 1 : 2) / 16;  // 16-byte chunks of a token
 // Rows of 8 chunks are swizzled; others have an odd number, so that 8 rows lie in different banks.
 constexpr bool SWIZZLED = CHUNKS % 8 == 0;
 constexpr int ROW_BYTES = SWIZZLED ? CHUNKS * 16 : (CHUNKS | 1) * 16;
 constexpr int TILE_BYTES = TOKENS * ROW_BYTES, STAGE_BYTES = 2 * TILE_BYTES;
-// Rows of states that warps leave for each other, and of queries, lie in different banks, too.
-constexpr int O_ROW = H % 32 ? H + 4 : H, Q_CHUNKS = H / 8, Q_ROW_BYTES = 16 * (Q_CHUNKS % 8 ? Q_CHUNKS | 1 : Q_CHUNKS);
+// Rows of states that warps leave for each other lie in different banks, too.
+constexpr int O_ROW = H % 32 ? H + 4 : H;
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES, O_BYTES = WARPS * 8 * O_ROW * 4;
 __device__ __forceinline__ int o_place(int row, int d) { return row * O_ROW + (H % 32 ? d : d ^ (row & 6) << 2); }
-__device__ __forceinline__ int q_place(int row, int chunk) {
-  return row * Q_ROW_BYTES + (Q_CHUNKS % 8 ? chunk : chunk ^ row) * 16;
-}
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 #define INF __int_as_float(0x7f800000)
 // Weights are kept this many powers of 2 above the usual, so that small ones are normal numbers of float16.
@@ -157,13 +157,19 @@ __device__ __forceinline__ Queries queries_of(const Args& a, int request) {
 }
 
 // The first tile from token ``first`` on that is this warp's: tiles are assigned by position, whatever the piece is.
-__device__ __forceinline__ int first_tile(int first, int warp) {
+__device__ __forceinline__ int first_tile(int first, int member) {
   const int tile = first / TOKENS;
-  return tile + (warp + WARPS - tile % WARPS) % WARPS;
+  return tile + (member + TEAM - tile % TEAM) % TEAM;
+}
+
+__device__ __forceinline__ void team_barrier(int team) {
+  if (TEAMS == 1) __syncthreads();
+  else if (TEAM == 1) __syncwarp();
+  else asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(TEAM * 32) : "memory");
 }
 
 __device__ __forceinline__ void write_output(const Args& a, const Item& item, int start, int row, int d, float top,
-                                             float total, float4 o) {
+                                             float total, float4 o, bool real = true) {
   const int m = item.block * ROWS + row, n = item.head * GROUP + m % GROUP;
 #if SINKS
   const float sink = __ldg(a.sinks + n) * LOG2E, higher = fmaxf(top, sink), base = finite_or_0(higher);
@@ -174,8 +180,9 @@ __device__ __forceinline__ void write_output(const Args& a, const Item& item, in
 #endif
   const float each = total == 0.f ? 0.f : inverse(total);
   const i64 line = (i64)(start + m / GROUP) * a.heads + n;
-  *(uint2*)(a.o + line * H + d) = make_uint2(pack_output(o.x * each, o.y * each), pack_output(o.z * each, o.w * each));
-  if (d == 0) a.lse[line] = total == 0.f ? -INF : (top + log_2(total)) * LN2;
+  const uint2 out = make_uint2(pack_output(o.x * each, o.y * each), pack_output(o.z * each, o.w * each));
+  if (real) *(uint2*)(a.o + line * H + d) = out;
+  if (real && d == 0) a.lse[line] = total == 0.f ? -INF : (top + log_2(total)) * LN2;
 }
 
 // A word that is never the pattern of an empty slot.
@@ -188,85 +195,94 @@ __device__ __forceinline__ int rows_of(const Item& item, int queries) {
   return min(ROWS, queries * GROUP - item.block * ROWS);
 }
 
-// This block's share of a cut line: groups of 4 numbers, each with the largest score and the sum of weights.
-__device__ __forceinline__ void merge(const Args& a, const Item& item, int start, int queries, float v_scale, int warp,
-                                      int lane) {
-  const int parts = item.share & 0xffff, part = item.share >> 16, units = rows_of(item, queries) * QUADS;
-  const int each = (u32)(units + parts - 1) / (u32)parts, from = part * each, to = min(units, from + each);
+// This team's share of a cut line: groups of 4 numbers, each with the largest score and the sum of weights.
+__device__ __forceinline__ void merge(const Args& a, const Item& item, int start, int queries, float v_scale,
+                                      int member, int lane, bool real) {
+  const int parts = real ? item.share & 0xffff : 1, part = item.share >> 16, units = rows_of(item, queries) * QUADS;
   int sharing = 1;  // lanes that share the parts of one unit
   while (sharing < parts && sharing < 32) sharing <<= 1;
   const int per_warp = 32 / sharing, mine = lane / sharing, sub = lane % sharing;
+  const int each = (u32)(units + parts - 1) / (u32)parts, from = part * each;
+  const int to = real ? min(units, from + each) : from + TEAM * per_warp;
   float* const slots = a.slot_o + (i64)(item.slot - part) * ROWS * QUADS * 8;
-  for (int unit0 = from + warp * per_warp; unit0 < to; unit0 += WARPS * per_warp) {
+#pragma unroll 1
+  for (int unit0 = from + member * per_warp; unit0 < to; unit0 += TEAM * per_warp) {
     const int unit = unit0 + mine;
-    const bool in = unit < to;
+    const bool in = real && unit < to;
     float* const at = slots + (i64)unit * 8;
-    float4 o[PARTS];
-    float2 ml[PARTS];
-#pragma unroll
-    for (int i = 0; i < PARTS; i++) {
-      o[i] = make_float4(0, 0, 0, 0);
-      ml[i] = make_float2(-INF, 0);
-    }
-    bool missing;
-    do {
-      missing = false;
-#pragma unroll
-      for (int i = 0; i < PARTS; i++) {
-        const int p = sub + i * 32;
-        if (in && p < parts) {
-          float* x = at + (i64)p * ROWS * QUADS * 8;
-          asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
-                       : "=f"(o[i].x), "=f"(o[i].y), "=f"(o[i].z), "=f"(o[i].w) : "l"(x) : "memory");
-          asm volatile("ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];"
-                       : "=f"(ml[i].x), "=f"(ml[i].y) : "l"(x + 4) : "memory");
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < PARTS; i++)
-        missing |= empty(o[i].x) || empty(o[i].y) || empty(o[i].z) || empty(o[i].w) || empty(ml[i].x) || empty(ml[i].y);
-    } while (missing);
     float top = -INF, total = 0;
     float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int first = sub; first < parts; first += 32 * PARTS) {
+      float4 o[PARTS];
+      float2 ml[PARTS];
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) {
-      const int p = sub + i * 32;
-      if (in && p < parts) {
-        float* x = at + (i64)p * ROWS * QUADS * 8;
-        const float nan = __uint_as_float(~0u);
-        __stcg((float4*)x, make_float4(nan, nan, nan, nan));
-        __stcg((float2*)(x + 4), make_float2(nan, nan));
+      for (int i = 0; i < PARTS; i++) {
+        o[i] = make_float4(0, 0, 0, 0);
+        ml[i] = make_float2(-INF, 0);
       }
-      top = fmaxf(top, ml[i].x);
-    }
-    for (int w = 1; w < sharing; w <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, w));
-    const float base = finite_or_0(top);
+      bool missing;
+      do {
+        missing = false;
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) {
-      const float e = power2(ml[i].x - base);
-      total += ml[i].y * e;
-      sum.x += o[i].x * e; sum.y += o[i].y * e; sum.z += o[i].z * e; sum.w += o[i].w * e;
+        for (int i = 0; i < PARTS; i++) {
+          const int p = first + i * 32;
+          if (in && p < parts) {
+            float* x = at + (i64)p * ROWS * QUADS * 8;
+            asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
+                         : "=f"(o[i].x), "=f"(o[i].y), "=f"(o[i].z), "=f"(o[i].w) : "l"(x) : "memory");
+            asm volatile("ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];"
+                         : "=f"(ml[i].x), "=f"(ml[i].y) : "l"(x + 4) : "memory");
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < PARTS; i++)
+          missing |= empty(o[i].x) || empty(o[i].y) || empty(o[i].z) || empty(o[i].w) || empty(ml[i].x) || empty(ml[i].y);
+      } while (missing);
+      float higher = top;
+#pragma unroll
+      for (int i = 0; i < PARTS; i++) {
+        const int p = first + i * 32;
+        if (in && p < parts) {
+          float* x = at + (i64)p * ROWS * QUADS * 8;
+          const float nan = __uint_as_float(~0u);
+          __stcg((float4*)x, make_float4(nan, nan, nan, nan));
+          __stcg((float2*)(x + 4), make_float2(nan, nan));
+        }
+        higher = fmaxf(higher, ml[i].x);
+      }
+      const float base = finite_or_0(higher), shrink = power2(top - base);
+      top = higher;
+      total *= shrink;
+      sum.x *= shrink; sum.y *= shrink; sum.z *= shrink; sum.w *= shrink;
+#pragma unroll
+      for (int i = 0; i < PARTS; i++) {
+        const float e = power2(ml[i].x - base);
+        total += ml[i].y * e;
+        sum.x += o[i].x * e; sum.y += o[i].y * e; sum.z += o[i].z * e; sum.w += o[i].w * e;
+      }
     }
+    float higher = top;
+    for (int w = 1; w < sharing; w <<= 1) higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, w));
+    const float shrink = power2(top - finite_or_0(higher));
+    total *= shrink;
+    sum.x *= shrink * v_scale; sum.y *= shrink * v_scale; sum.z *= shrink * v_scale; sum.w *= shrink * v_scale;
     for (int w = 1; w < sharing; w <<= 1) {
       total += __shfl_xor_sync(~0u, total, w);
       sum.x += __shfl_xor_sync(~0u, sum.x, w); sum.y += __shfl_xor_sync(~0u, sum.y, w);
       sum.z += __shfl_xor_sync(~0u, sum.z, w); sum.w += __shfl_xor_sync(~0u, sum.w, w);
     }
-    if (in && sub == 0) {
-      sum.x *= v_scale; sum.y *= v_scale; sum.z *= v_scale; sum.w *= v_scale;
-      write_output(a, item, start, unit / QUADS, unit % QUADS * 4, top, total, sum);
-    }
+    if (sub == 0) write_output(a, item, start, unit / QUADS, unit % QUADS * 4, higher, total, sum, in);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Args a) {
   extern __shared__ __align__(1024) char smem[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  float* const shared_o = (float*)(smem + RING_BYTES);
-  float2* const shared_ml = (float2*)(smem + RING_BYTES + O_BYTES);
-#if NT == 1
-  char* const shared_q = smem + RING_BYTES + O_BYTES + WARPS * 64;
-#else
+  const int team = warp / TEAM, member = warp % TEAM, worker = team * gridDim.x + blockIdx.x;
+  float* const shared_o = (float*)(smem + RING_BYTES) + team * TEAM * 8 * O_ROW;
+  float2* const shared_ml = (float2*)(smem + RING_BYTES + O_BYTES) + team * TEAM * 8;
+#if NT > 1
   uint2* const shared_q = (uint2*)(smem + RING_BYTES + O_BYTES + WARPS * 64);
   float* const shared_factor = (float*)(shared_q + NT * KSTEPS * 32);
 #endif
@@ -274,49 +290,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
 
-  // A block's first item stands where it is found without looking up where the others are.
-  const int4* const first_item = (const int4*)(a.plan + a.firsts_at + (int)blockIdx.x * FIELDS);
+  // A worker's first item stands where it is found without looking up where the others are.
+  const int4* const first_item = (const int4*)(a.plan + a.firsts_at + worker * FIELDS);
   const int4 f0 = __ldg(first_item), f1 = __ldg(first_item + 1);
   const int count = f1.z;
 #if MERGE
   const int nothing = __ldg(a.plan + 1);
 #endif
-  const int4* const items = (const int4*)(a.plan + a.items_at) + (i64)__ldg(a.plan + 4 + blockIdx.x) * 2;
+  const int4* const items = (const int4*)(a.plan + a.items_at) + (i64)__ldg(a.plan + 4 + worker) * 2;
 #if EARLY
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 
-#if NT == 1
-  // Queries pass through shared memory, 16 bytes a thread; the next piece's are on their way while this one is read.
-  constexpr int Q_EACH = (8 * Q_CHUNKS + THREADS - 1) / THREADS;
-  uint4 q_next[Q_EACH];
-  auto ask_queries = [&](const Item& item, const Queries& who) {
-#pragma unroll
-    for (int i = 0; i < Q_EACH; i++) {
-      const int e = threadIdx.x + i * THREADS, row = e / Q_CHUNKS, m = item.block * 8 + row;
-      q_next[i] = make_uint4(0, 0, 0, 0);
-      if (row < 8 && m < who.count * GROUP) {
-        const char* const q = a.q + (i64)(who.start + m / GROUP) * a.q_t + (item.head * GROUP + m % GROUP) * a.q_n;
-        q_next[i] = __ldg((const uint4*)q + e % Q_CHUNKS);
-      }
-    }
-  };
-  auto put_queries = [&]() {
-#pragma unroll
-    for (int i = 0; i < Q_EACH; i++) {
-      const int e = threadIdx.x + i * THREADS, row = e / Q_CHUNKS, chunk = e % Q_CHUNKS;
-      if (row >= 8) break;
-      const uint4 x = q_next[i];
-#if CACHE
-      // In the order in which a product has the keys' numbers: those of a lane, 4t to 4t + 3, as two pairs.
-      *(uint2*)(shared_q + q_place(row, chunk & ~1) + chunk % 2 * 8) = make_uint2(x.x, x.z);
-      *(uint2*)(shared_q + q_place(row, chunk | 1) + chunk % 2 * 8) = make_uint2(x.y, x.w);
-#else
-      *(uint4*)(shared_q + q_place(row, chunk)) = x;
-#endif
-    }
-  };
-#else
   // Queries as the tensor cores take them: row g of 8, two pairs for each 16 numbers.
   auto raw_queries = [&](u32 (*to)[2], int n, const Item& item, const Queries& who) {
     const int m = item.block * ROWS + n * 8 + g;
@@ -333,10 +318,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
 #endif
     }
   };
-#endif
 
   // -- loading: which tile is next, and its page, looked up a tile ahead
-  int next = 0, head = f0.y, end = f1.x, tile = count ? first_tile(f0.w, warp) : 0, last = (end + TOKENS - 1) / TOKENS;
+  int next = 0, head = f0.y, end = f1.x, tile = count ? first_tile(f0.w, member) : 0, last = (end + TOKENS - 1) / TOKENS;
   const int* table = a.pages + (i64)f0.x * a.pages_r;
   int page = 0, stage = 0;
   u32 pages_there = 0;  // a bit for each stage
@@ -352,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
       table = a.pages + (i64)__shfl_sync(~0u, n0.x, from) * a.pages_r;
       head = __shfl_sync(~0u, n0.y, from);
       end = __shfl_sync(~0u, n1.x, from);
-      tile = first_tile(__shfl_sync(~0u, n0.w, from), warp);
+      tile = first_tile(__shfl_sync(~0u, n0.w, from), member);
       last = (end + TOKENS - 1) / TOKENS;
     }
     if (tile < last) {
@@ -383,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
         const u32 place = token * ROW_BYTES + ((SWIZZLED ? chunk ^ (token & 7) : chunk) << 4);
         copy16(to + TILE_BYTES + place, v + token * a.v_p + chunk * 16, token < left ? 16 : 0, policy);
       }
-      tile += WARPS;
+      tile += TEAM;
       seek();
     }
     commit();
@@ -404,22 +388,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
   Queries who, who_next = {0, 0, 0};
   if (count) who_next = queries_of(a, f0.x);
 #if NT == 1
-  if (SINGLE && count) ask_queries(item_next, who_next);
+  u32 q[KSTEPS][2], q_next[KSTEPS][2];
+  if (SINGLE && count) raw_queries(q_next, 0, item_next, who_next);
 #endif
   if (tile >= last) seek();  // a short first piece has no tile for this warp
 #pragma unroll 1
   for (int i = 0; i < STAGES - 1; i++) load();
 #if NT == 1
-  if (!SINGLE && count) ask_queries(item_next, who_next);
+  if (!SINGLE && count) raw_queries(q_next, 0, item_next, who_next);
 #endif
-  int4 m0 = n0, m1 = n1;  // the same, for the products
+  int4 m0, m1;  // the same, for the products
   Queries of = {0, 0, 0};
   auto look_up = [&](int i) {
     if (i + lane < count) {
-      if (i) {
-        m0 = __ldg(items + 2 * (i + lane));
-        m1 = __ldg(items + 2 * (i + lane) + 1);
-      }
+      m0 = __ldg(items + 2 * (i + lane));
+      m1 = __ldg(items + 2 * (i + lane) + 1);
       of = queries_of(a, m0.x);
     }
   };
@@ -437,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
         write_output(a, none, who.start, unit / QUADS, unit % QUADS * 4, -INF, 0, make_float4(0, 0, 0, 0));
     }
   }
-  Item cut_first, cut_last;  // a block's first and last piece may be parts of lines
+  Item cut_first, cut_last;  // a worker's first and last piece may be parts of lines
   Queries who_first, who_last;
   cut_first.slot = cut_last.slot = -1;
 #endif
@@ -494,28 +477,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
   };
 
   int used = 0;  // the stage of the next tile
-#if NT == 1
-  u32 q[2 * ((KSTEPS + 1) / 2)][2];
-  if (count) put_queries();
-  __syncthreads();
-#endif
-  for (int i = 0; i < count; i++) {
-    item = item_next;
-    who = who_next;
+  // The first pass is of a piece of nothing, while the first keys are on their way: it brings the instructions that
+  // end a piece, and merge, into the multiprocessor's cache.
+#pragma unroll 1
+  for (int i = -1; i < count; i++) {
+    const bool real = i >= 0;
+    if (real) {
+      item = item_next;
+      who = who_next;
+    } else {
+      item.request = item.head = item.block = item.first = item.end = item.share = 0;
+      item.slot = -1;
+      who.length = who.start = 0;
+      who.count = ROWS;
+    }
     float factor[NT][2];
     const float scale = a.scale * (SCALED ? __ldg(a.k_scale + item.head) : 1.f) * (CAPPED || SLOPES ? 1.f : LOG2E);
 #if NT == 1
+    if (real) {
 #pragma unroll
-    for (int s = 0; s < KSTEPS; s += 2)  // behind an odd last one lies another row's, which is not used
-      load_matrices(q[s], shared_address(shared_q + q_place(lane % 8, 2 * s + lane / 8)));
+      for (int s = 0; s < KSTEPS; s++) { q[s][0] = q_next[s][0]; q[s][1] = q_next[s][1]; }
+    }
     factor[0][0] = factor[0][1] = scale;
 #if CACHE
-    const float back = to_half(q);
+    const float back = real ? to_half(q) : 1.f;
     factor[0][0] *= __shfl_sync(~0u, back, 8 * t);
     factor[0][1] *= __shfl_sync(~0u, back, 8 * t + 4);
 #endif
 #else
-    for (int n = warp; n < NT; n += WARPS) {
+    for (int n = real ? warp : NT; n < NT; n += WARPS) {
       u32 x[KSTEPS][2];
       raw_queries(x, n, item, who);
 #if CACHE
@@ -557,8 +547,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
       for (int d = 0; d < KSTEPS; d++) o[n][d][0] = o[n][d][1] = o[n][d][2] = o[n][d][3] = 0;
     }
 
-    bool ahead = i + 1 < count;
-    for (int mine = first_tile(item.first, warp); mine < end_tile || ahead; mine += WARPS) {
+    bool ahead = real && i + 1 < count;
+    for (int mine = first_tile(item.first, member); mine < end_tile || ahead; mine += TEAM) {
       // The next piece, and its queries, are looked up beside this one's first tile.
       if (ahead && i % 32 == 31) look_up(i + 1);
       if (ahead && i == 0) look_up(0);
@@ -707,7 +697,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
       if (look) {
         item_next = item_at(i + 1, who_next);
 #if NT == 1
-        ask_queries(item_next, who_next);
+        raw_queries(q_next, 0, item_next, who_next);
 #endif
       }
     }
@@ -722,7 +712,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
         total[n][0] += __shfl_xor_sync(~0u, total[n][0], w);
         total[n][1] += __shfl_xor_sync(~0u, total[n][1], w);
       }
-      float* const mine = shared_o + warp * 8 * O_ROW;
+      float* const mine = shared_o + member * 8 * O_ROW;
 #pragma unroll
       for (int d = 0; d < KSTEPS; d++) {
         // Products of 8 bits have numbers 2g and 2g + 1 in rows g and g + 8.
@@ -733,20 +723,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
         mine[o_place(2 * t + 1, high_d)] = o[n][d][3];
       }
       if (g == 0) {
-        shared_ml[warp * 8 + 2 * t] = make_float2(top[n][0], total[n][0]);
-        shared_ml[warp * 8 + 2 * t + 1] = make_float2(top[n][1], total[n][1]);
+        shared_ml[member * 8 + 2 * t] = make_float2(top[n][0], total[n][0]);
+        shared_ml[member * 8 + 2 * t + 1] = make_float2(top[n][1], total[n][1]);
       }
-      __syncthreads();
-      for (int unit = threadIdx.x; unit < 8 * QUADS; unit += THREADS) {
+      team_barrier(team);
+      for (int unit = member * 32 + lane; unit < 8 * QUADS; unit += 32 * TEAM) {
         const int row8 = unit / QUADS, d = unit % QUADS * 4, row = n * 8 + row8;
         if (row >= rows) continue;
         float highest = -INF, weights = 0;
         float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, shared_ml[w * 8 + row8].x);
+        for (int w = 0; w < TEAM; w++) highest = fmaxf(highest, shared_ml[w * 8 + row8].x);
         const float base = finite_or_0(highest);
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) {
+        for (int w = 0; w < TEAM; w++) {
           const float2 ml = shared_ml[w * 8 + row8];
           const float e = power2(ml.x - base);
           const float4 x = *(const float4*)(shared_o + w * 8 * O_ROW + o_place(row8, d));
@@ -754,11 +744,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
           sum.x += x.x * e; sum.y += x.y * e; sum.z += x.z * e; sum.w += x.w * e;
         }
 #if MERGE
-        if (item.slot >= 0) {
+        if (item.slot >= 0 || !real) {
           float* const slot = a.slot_o + (((i64)item.slot * ROWS + row) * QUADS + d / 4) * 8;
-          __stcg((float4*)slot, make_float4(posted(sum.x), posted(sum.y), posted(sum.z), posted(sum.w)));
-          __stcg((float2*)(slot + 4), make_float2(posted(highest), posted(weights)));
-          continue;
+          const float4 o4 = make_float4(posted(sum.x), posted(sum.y), posted(sum.z), posted(sum.w));
+          if (real) {
+            __stcg((float4*)slot, o4);
+            __stcg((float2*)(slot + 4), make_float2(posted(highest), posted(weights)));
+            continue;
+          }
         }
 #endif
         sum.x *= v_scale; sum.y *= v_scale; sum.z *= v_scale; sum.w *= v_scale;
@@ -771,29 +764,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
           continue;
         }
 #endif
-        write_output(a, item, who.start, row, d, highest, weights, sum);
+        write_output(a, item, who.start, row, d, highest, weights, sum, real);
       }
-#if NT == 1
-      if (i + 1 < count) put_queries();
-#endif
-      if (n + 1 < NT || i + 1 < count) __syncthreads();
+      if (n + 1 < NT || i + 1 < count) team_barrier(team);
     }
 #if MERGE
     if (item.slot >= 0 && i == 0) { cut_first = item; who_first = who; }
     if (item.slot >= 0 && i > 0) { cut_last = item; who_last = who; }
-#endif
-#endif
-  }
-#if MERGE && COMPUTE
+    if (!real) { cut_first = item; who_first = who; }
+    if (!real || i + 1 == count) {
 #pragma unroll 1
-  for (int i = 0; i < 2; i++) {
-    if (cut_first.slot >= 0) {
-      const float v_scale = SCALED ? __ldg(a.v_scale + cut_first.head) : 1.f;
-      merge(a, cut_first, who_first.start, who_first.count, v_scale, warp, lane);
+      for (int c = 0; c < 2; c++) {
+        if (cut_first.slot >= 0 || !real) {
+          const float scale_v = SCALED ? __ldg(a.v_scale + cut_first.head) : 1.f;
+          merge(a, cut_first, who_first.start, who_first.count, scale_v, member, lane, real);
+        }
+        cut_first = cut_last;
+        who_first = who_last;
+        if (!real) break;
+        cut_last.slot = -1;
+      }
     }
-    cut_first = cut_last;
-    who_first = who_last;
-    cut_last.slot = -1;
-  }
 #endif
+#endif
+  }
 }

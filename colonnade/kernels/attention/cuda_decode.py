@@ -39,7 +39,8 @@ CACHES = {torch.float8_e4m3fn: 1, torch.int8: 2}
 ARGUMENTS = struct.Struct("15Q8q8i2f")
 HOPPER_BYTES = 227 * 1024
 CHOSEN: list["Sizes"] = []
-"""Where there is one, it stands above :func:`sizes`: for the tool that measures, and for tests."""
+TEAMS: list[int] = []
+"""Where there is one, it stands above what is found here: for the tool that measures, and for tests."""
 
 
 class Sizes(NamedTuple):
@@ -54,8 +55,7 @@ def memory(width: int, cache_bytes: int, rows: int, sizes: Sizes) -> int:
     chunks = width * cache_bytes // 16
     row_bytes = 16 * (chunks if chunks % 8 == 0 else chunks | 1)
     ring = sizes.warps * sizes.stages * 2 * TOKENS * row_bytes
-    odd = width // 8 % 8 != 0
-    queries = rows * (width * 2 + 4) if rows > 8 else 8 * 16 * (width // 8 | odd) + 16 * odd
+    queries = rows * (width * 2 + 4) if rows > 8 else 0
     return ring + sizes.warps * (32 * (width + 4 * (width % 32 != 0)) + 64) + queries
 
 
@@ -69,12 +69,19 @@ def sizes(width: int, cache_bytes: int, rows: int, most_bytes: int = HOPPER_BYTE
     return None
 
 
-def tiles(rows: int, width: int, cache_bytes: int) -> Tiles:
-    """What plans and the merge of slots are made for."""
+def tiles(rows: int, width: int, cache_bytes: int, lines: int, blocks: int) -> Tiles:
+    """What plans and the merge of slots are made for, where there are so many lines, and ``blocks`` multiprocessors.
+
+    Where lines are many a block is cut into teams that read one each: a team that has no second line need not stop
+    between two, which takes as long as reading 20 KB.
+    """
     found = CHOSEN[0] if CHOSEN else sizes(width, cache_bytes, rows)
     assert found is not None, "asked only for what is taken"
+    teams = TEAMS[0] if TEAMS else 1
+    while not TEAMS and rows == 8 and teams * blocks < lines and found.warps % (2 * teams) == 0:
+        teams *= 2
     of_merge = pick(16, width, 2, cache_bytes)
-    return of_merge._replace(tile=TOKENS, warps=found.warps, stages=found.stages, workers=1)
+    return of_merge._replace(tile=TOKENS, warps=found.warps, stages=found.stages, workers=teams)
 
 
 @functools.cache
@@ -123,15 +130,15 @@ def _kernel(constants: tuple[tuple[str, int], ...], shared: int, device: torch.d
 def constants(
     q_TNH: Tensor, k_PpKH: Tensor, group: int, rows: int, tiles: Tiles, *, window: bool = False, cap: bool = False,
     slopes: bool = False, sinks: bool = False, scaled: bool = False, single: bool = True, merge: bool = True,
-    early: bool = False, parts: int = 5, compute: bool = True,
+    early: bool = False, compute: bool = True,
 ) -> dict[str, int]:  # fmt: skip
     """Macros of a variant."""
     return {
         "H": q_TNH.shape[2], "GROUP": group, "NT": rows // 8, "PAGE": k_PpKH.shape[1], "WARPS": tiles.warps,
-        "STAGES": tiles.stages, "BLOCKS": tiles.workers, "BF16": int(q_TNH.dtype == torch.bfloat16),
+        "TEAM": tiles.warps // tiles.workers, "STAGES": tiles.stages, "BF16": int(q_TNH.dtype == torch.bfloat16),
         "CACHE": CACHES.get(k_PpKH.dtype, 0), "WINDOWED": int(window), "CAPPED": int(cap), "SLOPES": int(slopes),
         "SINKS": int(sinks), "SCALED": int(scaled), "SINGLE": int(single), "MERGE": int(merge), "EARLY": int(early),
-        "PARTS": parts, "COMPUTE": int(compute),
+        "COMPUTE": int(compute),
     }  # fmt: skip
 
 
@@ -169,7 +176,7 @@ def attend(
         q_TNH, k_PpKH, shape.group, shape.rows, layout.tiles, window=bool(window), cap=cap is not None,
         slopes=slopes_N is not None, sinks=sinks_N is not None, scaled=scales_K is not None,
         single=table.longest_query == 1 and len(table.lengths_R) == T, merge=slots is None,
-        early=slots is not None and ready.overlaps, parts=-(-workers // 32), compute=compute,
+        early=slots is not None and ready.overlaps, compute=compute,
     )  # fmt: skip
     sized = Sizes(layout.tiles.warps, layout.tiles.stages)
     shared = memory(H, k_PpKH.element_size(), shape.rows, sized)
@@ -190,4 +197,4 @@ def attend(
     )  # fmt: skip
     kernel = _kernel(tuple(macros.items()), shared, device)
     with torch.cuda.device(device):
-        kernel.launch(workers, 32 * layout.tiles.warps, arguments, cooperative=slots is None)
+        kernel.launch(workers // layout.tiles.workers, 32 * layout.tiles.warps, arguments, cooperative=slots is None)

@@ -82,7 +82,9 @@ class Layout:
                 f"the kernel in CUDA C++ takes no {rows} rows of {H} numbers of {q_TNH.dtype} and {k_PpKH.dtype} here"
             )
         if cuda:
-            tiles = cuda_decode.tiles(rows, H, size)
+            # Fixed cuts are the same bits among any number of requests.
+            lines = 1 if chunk else len(q_TNH) // queries * K
+            tiles = cuda_decode.tiles(rows, H, size, lines, processors(q_TNH.device))
         else:
             rows = min(FEW, max(16, triton.next_power_of_2(N // K * queries)))
             tiles = pick(rows, H, q_TNH.element_size(), size)
