@@ -23,7 +23,7 @@ typedef long long i64;
 
 // Macros from the host: H, GROUP, NT (8 query rows each), PAGE, WARPS, TEAM (warps of a team), STAGES, BF16,
 // CACHE (0: 16 bits as the queries, 1: float8 e4m3, 2: int8), WINDOWED, CAPPED, SLOPES, SINKS, SCALED, SINGLE, MERGE,
-// EARLY (launch the dependent kernel), COMPUTE (0: loads alone).
+// EARLY (launch the dependent kernel), SHARED_Q (queries pass through shared memory), COMPUTE (0: loads alone).
 
 struct Args {
   const char *q, *k, *v;
@@ -46,6 +46,10 @@ constexpr int ROW_BYTES = SWIZZLED ? CHUNKS * 16 : (CHUNKS | 1) * 16;
 constexpr int TILE_BYTES = TOKENS * ROW_BYTES, STAGE_BYTES = 2 * TILE_BYTES;
 // Rows of states that warps leave for each other lie in different banks, too.
 constexpr int O_ROW = H % 32 ? H + 4 : H;
+constexpr int Q_CHUNKS = H / 8, Q_ROW_BYTES = 16 * (Q_CHUNKS % 8 ? Q_CHUNKS | 1 : Q_CHUNKS);
+__device__ __forceinline__ int q_place(int row, int chunk) {
+  return row * Q_ROW_BYTES + (Q_CHUNKS % 8 ? chunk : chunk ^ row) * 16;
+}
 constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES, O_BYTES = WARPS * 8 * O_ROW * 4;
 __device__ __forceinline__ int o_place(int row, int d) { return row * O_ROW + (H % 32 ? d : d ^ (row & 6) << 2); }
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
@@ -169,7 +173,7 @@ __device__ __forceinline__ void team_barrier(int team) {
 }
 
 __device__ __forceinline__ void write_output(const Args& a, const Item& item, int start, int row, int d, float top,
-                                             float total, float4 o, bool real = true) {
+                                             float total, float4 o) {
   const int m = item.block * ROWS + row, n = item.head * GROUP + m % GROUP;
 #if SINKS
   const float sink = __ldg(a.sinks + n) * LOG2E, higher = fmaxf(top, sink), base = finite_or_0(higher);
@@ -180,9 +184,8 @@ __device__ __forceinline__ void write_output(const Args& a, const Item& item, in
 #endif
   const float each = total == 0.f ? 0.f : inverse(total);
   const i64 line = (i64)(start + m / GROUP) * a.heads + n;
-  const uint2 out = make_uint2(pack_output(o.x * each, o.y * each), pack_output(o.z * each, o.w * each));
-  if (real) *(uint2*)(a.o + line * H + d) = out;
-  if (real && d == 0) a.lse[line] = total == 0.f ? -INF : (top + log_2(total)) * LN2;
+  *(uint2*)(a.o + line * H + d) = make_uint2(pack_output(o.x * each, o.y * each), pack_output(o.z * each, o.w * each));
+  if (d == 0) a.lse[line] = total == 0.f ? -INF : (top + log_2(total)) * LN2;
 }
 
 // A word that is never the pattern of an empty slot.
@@ -197,18 +200,18 @@ __device__ __forceinline__ int rows_of(const Item& item, int queries) {
 
 // This team's share of a cut line: groups of 4 numbers, each with the largest score and the sum of weights.
 __device__ __forceinline__ void merge(const Args& a, const Item& item, int start, int queries, float v_scale,
-                                      int member, int lane, bool real) {
-  const int parts = real ? item.share & 0xffff : 1, part = item.share >> 16, units = rows_of(item, queries) * QUADS;
+                                      int member, int lane) {
+  const int parts = item.share & 0xffff, part = item.share >> 16, units = rows_of(item, queries) * QUADS;
   int sharing = 1;  // lanes that share the parts of one unit
   while (sharing < parts && sharing < 32) sharing <<= 1;
   const int per_warp = 32 / sharing, mine = lane / sharing, sub = lane % sharing;
   const int each = (u32)(units + parts - 1) / (u32)parts, from = part * each;
-  const int to = real ? min(units, from + each) : from + TEAM * per_warp;
+  const int to = min(units, from + each);
   float* const slots = a.slot_o + (i64)(item.slot - part) * ROWS * QUADS * 8;
 #pragma unroll 1
   for (int unit0 = from + member * per_warp; unit0 < to; unit0 += TEAM * per_warp) {
     const int unit = unit0 + mine;
-    const bool in = real && unit < to;
+    const bool in = unit < to;
     float* const at = slots + (i64)unit * 8;
     float top = -INF, total = 0;
     float4 sum = make_float4(0, 0, 0, 0);
@@ -272,7 +275,7 @@ __device__ __forceinline__ void merge(const Args& a, const Item& item, int start
       sum.x += __shfl_xor_sync(~0u, sum.x, w); sum.y += __shfl_xor_sync(~0u, sum.y, w);
       sum.z += __shfl_xor_sync(~0u, sum.z, w); sum.w += __shfl_xor_sync(~0u, sum.w, w);
     }
-    if (sub == 0) write_output(a, item, start, unit / QUADS, unit % QUADS * 4, higher, total, sum, in);
+    if (in && sub == 0) write_output(a, item, start, unit / QUADS, unit % QUADS * 4, higher, total, sum);
   }
 }
 
@@ -302,6 +305,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 
+#if !SHARED_Q
   // Queries as the tensor cores take them: row g of 8, two pairs for each 16 numbers.
   auto raw_queries = [&](u32 (*to)[2], int n, const Item& item, const Queries& who) {
     const int m = item.block * ROWS + n * 8 + g;
@@ -318,6 +322,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
 #endif
     }
   };
+#endif
+
+#if SHARED_Q
+  // A block that is one team has them from shared memory, 16 bytes a thread: fewer loads wait in line behind the keys.
+  char* const shared_q = smem + RING_BYTES + O_BYTES + WARPS * 64;
+  constexpr int Q_EACH = (8 * Q_CHUNKS + THREADS - 1) / THREADS;
+  uint4 q_next[Q_EACH];
+  auto ask_queries = [&](const Item& item, const Queries& who) {
+#pragma unroll
+    for (int i = 0; i < Q_EACH; i++) {
+      const int e = threadIdx.x + i * THREADS, row = e / Q_CHUNKS, m = item.block * 8 + row;
+      q_next[i] = make_uint4(0, 0, 0, 0);
+      if (row < 8 && m < who.count * GROUP) {
+        const char* const q = a.q + (i64)(who.start + m / GROUP) * a.q_t + (item.head * GROUP + m % GROUP) * a.q_n;
+        q_next[i] = __ldg((const uint4*)q + e % Q_CHUNKS);
+      }
+    }
+  };
+  auto put_queries = [&]() {
+#pragma unroll
+    for (int i = 0; i < Q_EACH; i++) {
+      const int e = threadIdx.x + i * THREADS, row = e / Q_CHUNKS, chunk = e % Q_CHUNKS;
+      if (row >= 8) break;
+      const uint4 x = q_next[i];
+#if CACHE
+      // In the order in which a product has the keys' numbers: those of a lane, 4t to 4t + 3, as two pairs.
+      *(uint2*)(shared_q + q_place(row, chunk & ~1) + chunk % 2 * 8) = make_uint2(x.x, x.z);
+      *(uint2*)(shared_q + q_place(row, chunk | 1) + chunk % 2 * 8) = make_uint2(x.y, x.w);
+#else
+      *(uint4*)(shared_q + q_place(row, chunk)) = x;
+#endif
+    }
+  };
+#elif NT == 1
+  u32 q_next[KSTEPS][2];
+  auto ask_queries = [&](const Item& item, const Queries& who) { raw_queries(q_next, 0, item, who); };
+#endif
 
   // -- loading: which tile is next, and its page, looked up a tile ahead
   int next = 0, head = f0.y, end = f1.x, tile = count ? first_tile(f0.w, member) : 0, last = (end + TOKENS - 1) / TOKENS;
@@ -388,14 +429,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   Queries who, who_next = {0, 0, 0};
   if (count) who_next = queries_of(a, f0.x);
 #if NT == 1
-  u32 q[KSTEPS][2], q_next[KSTEPS][2];
-  if (SINGLE && count) raw_queries(q_next, 0, item_next, who_next);
+  if (SINGLE && count) ask_queries(item_next, who_next);
 #endif
   if (tile >= last) seek();  // a short first piece has no tile for this warp
 #pragma unroll 1
   for (int i = 0; i < STAGES - 1; i++) load();
 #if NT == 1
-  if (!SINGLE && count) raw_queries(q_next, 0, item_next, who_next);
+  if (!SINGLE && count) ask_queries(item_next, who_next);
 #endif
   int4 m0, m1;  // the same, for the products
   Queries of = {0, 0, 0};
@@ -477,35 +517,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   };
 
   int used = 0;  // the stage of the next tile
-  // The first pass is of a piece of nothing, while the first keys are on their way: it brings the instructions that
-  // end a piece, and merge, into the multiprocessor's cache.
+#if NT == 1
+  u32 q[2 * ((KSTEPS + 1) / 2)][2];
+#if SHARED_Q
+  if (count) put_queries();
+  __syncthreads();
+#endif
+#endif
 #pragma unroll 1
-  for (int i = -1; i < count; i++) {
-    const bool real = i >= 0;
-    if (real) {
-      item = item_next;
-      who = who_next;
-    } else {
-      item.request = item.head = item.block = item.first = item.end = item.share = 0;
-      item.slot = -1;
-      who.length = who.start = 0;
-      who.count = ROWS;
-    }
+  for (int i = 0; i < count; i++) {
+    item = item_next;
+    who = who_next;
     float factor[NT][2];
     const float scale = a.scale * (SCALED ? __ldg(a.k_scale + item.head) : 1.f) * (CAPPED || SLOPES ? 1.f : LOG2E);
 #if NT == 1
-    if (real) {
+#if SHARED_Q
 #pragma unroll
-      for (int s = 0; s < KSTEPS; s++) { q[s][0] = q_next[s][0]; q[s][1] = q_next[s][1]; }
-    }
+    for (int s = 0; s < KSTEPS; s += 2)  // behind an odd last one lies another row's, which is not used
+      load_matrices(q[s], shared_address(shared_q + q_place(lane % 8, 2 * s + lane / 8)));
+#else
+#pragma unroll
+    for (int s = 0; s < KSTEPS; s++) { q[s][0] = q_next[s][0]; q[s][1] = q_next[s][1]; }
+#endif
     factor[0][0] = factor[0][1] = scale;
 #if CACHE
-    const float back = real ? to_half(q) : 1.f;
+    const float back = to_half(q);
     factor[0][0] *= __shfl_sync(~0u, back, 8 * t);
     factor[0][1] *= __shfl_sync(~0u, back, 8 * t + 4);
 #endif
 #else
-    for (int n = real ? warp : NT; n < NT; n += WARPS) {
+    for (int n = warp; n < NT; n += WARPS) {
       u32 x[KSTEPS][2];
       raw_queries(x, n, item, who);
 #if CACHE
@@ -547,7 +588,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
       for (int d = 0; d < KSTEPS; d++) o[n][d][0] = o[n][d][1] = o[n][d][2] = o[n][d][3] = 0;
     }
 
-    bool ahead = real && i + 1 < count;
+    bool ahead = i + 1 < count;
     for (int mine = first_tile(item.first, member); mine < end_tile || ahead; mine += TEAM) {
       // The next piece, and its queries, are looked up beside this one's first tile.
       if (ahead && i % 32 == 31) look_up(i + 1);
@@ -697,7 +738,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
       if (look) {
         item_next = item_at(i + 1, who_next);
 #if NT == 1
-        raw_queries(q_next, 0, item_next, who_next);
+        ask_queries(item_next, who_next);
 #endif
       }
     }
@@ -744,14 +785,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
           sum.x += x.x * e; sum.y += x.y * e; sum.z += x.z * e; sum.w += x.w * e;
         }
 #if MERGE
-        if (item.slot >= 0 || !real) {
+        if (item.slot >= 0) {
           float* const slot = a.slot_o + (((i64)item.slot * ROWS + row) * QUADS + d / 4) * 8;
-          const float4 o4 = make_float4(posted(sum.x), posted(sum.y), posted(sum.z), posted(sum.w));
-          if (real) {
-            __stcg((float4*)slot, o4);
-            __stcg((float2*)(slot + 4), make_float2(posted(highest), posted(weights)));
-            continue;
-          }
+          __stcg((float4*)slot, make_float4(posted(sum.x), posted(sum.y), posted(sum.z), posted(sum.w)));
+          __stcg((float2*)(slot + 4), make_float2(posted(highest), posted(weights)));
+          continue;
         }
 #endif
         sum.x *= v_scale; sum.y *= v_scale; sum.z *= v_scale; sum.w *= v_scale;
@@ -764,28 +802,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
           continue;
         }
 #endif
-        write_output(a, item, who.start, row, d, highest, weights, sum, real);
+        write_output(a, item, who.start, row, d, highest, weights, sum);
       }
+#if SHARED_Q
+      if (i + 1 < count) put_queries();
+#endif
       if (n + 1 < NT || i + 1 < count) team_barrier(team);
     }
 #if MERGE
     if (item.slot >= 0 && i == 0) { cut_first = item; who_first = who; }
     if (item.slot >= 0 && i > 0) { cut_last = item; who_last = who; }
-    if (!real) { cut_first = item; who_first = who; }
-    if (!real || i + 1 == count) {
-#pragma unroll 1
-      for (int c = 0; c < 2; c++) {
-        if (cut_first.slot >= 0 || !real) {
-          const float scale_v = SCALED ? __ldg(a.v_scale + cut_first.head) : 1.f;
-          merge(a, cut_first, who_first.start, who_first.count, scale_v, member, lane, real);
-        }
-        cut_first = cut_last;
-        who_first = who_last;
-        if (!real) break;
-        cut_last.slot = -1;
-      }
-    }
 #endif
 #endif
   }
+#if MERGE && COMPUTE
+#pragma unroll 1
+  for (int c = 0; c < 2; c++) {
+    if (cut_first.slot >= 0) {
+      const float v_scale = SCALED ? __ldg(a.v_scale + cut_first.head) : 1.f;
+      merge(a, cut_first, who_first.start, who_first.count, v_scale, member, lane);
+    }
+    cut_first = cut_last;
+    who_first = who_last;
+    cut_last.slot = -1;
+  }
+#endif
 }

@@ -50,13 +50,14 @@ class Sizes(NamedTuple):
     stages: int
 
 
-def memory(width: int, cache_bytes: int, rows: int, sizes: Sizes) -> int:
-    """Bytes of shared memory that a block takes, as in cuda_decode.cu."""
+def memory(width: int, cache_bytes: int, rows: int, sizes: Sizes, *, queries: bool = False) -> int:
+    """Bytes of shared memory that a block takes, as in cuda_decode.cu; ``queries`` of 8 rows may pass through it."""
     chunks = width * cache_bytes // 16
     row_bytes = 16 * (chunks if chunks % 8 == 0 else chunks | 1)
     ring = sizes.warps * sizes.stages * 2 * TOKENS * row_bytes
-    queries = rows * (width * 2 + 4) if rows > 8 else 0
-    return ring + sizes.warps * (32 * (width + 4 * (width % 32 != 0)) + 64) + queries
+    odd = width // 8 % 8 != 0
+    held = rows * (width * 2 + 4) if rows > 8 else queries * 16 * (8 * (width // 8 | odd) + odd)
+    return ring + sizes.warps * (32 * (width + 4 * (width % 32 != 0)) + 64) + held
 
 
 @functools.cache
@@ -172,16 +173,18 @@ def attend(
     slopes_N, sinks_N = (None if x is None else x.float().contiguous() for x in (slopes_N, sinks_N))
     device = q_TNH.device
     workers = ready.capacity.workers
-    macros = constants(
+    sized = Sizes(layout.tiles.warps, layout.tiles.stages)
+    room, size = shared_bytes(device), k_PpKH.element_size()
+    queries = layout.tiles.workers == 1 and memory(H, size, shape.rows, sized, queries=True) <= room
+    shared = memory(H, size, shape.rows, sized, queries=queries)
+    assert shared <= room
+    assert workers <= layout.tiles.workers * processors(device), "blocks that are not resident at once"
+    macros = {"SHARED_Q": int(queries and shape.rows == 8)} | constants(
         q_TNH, k_PpKH, shape.group, shape.rows, layout.tiles, window=bool(window), cap=cap is not None,
         slopes=slopes_N is not None, sinks=sinks_N is not None, scaled=scales_K is not None,
         single=table.longest_query == 1 and len(table.lengths_R) == T, merge=slots is None,
         early=slots is not None and ready.overlaps, compute=compute,
     )  # fmt: skip
-    sized = Sizes(layout.tiles.warps, layout.tiles.stages)
-    shared = memory(H, k_PpKH.element_size(), shape.rows, sized)
-    assert shared <= shared_bytes(device)
-    assert workers <= layout.tiles.workers * processors(device), "blocks that are not resident at once"
     posts = (ready.empty_posts(), None) if slots is None else slots
     _, items_at, merges_at, firsts_at, _ = places(ready.capacity)
     pointers = (
