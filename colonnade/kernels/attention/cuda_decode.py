@@ -63,7 +63,7 @@ def memory(width: int, cache_bytes: int, rows: int, sizes: Sizes, *, queries: bo
 @functools.cache
 def sizes(width: int, cache_bytes: int, rows: int, most_bytes: int = HOPPER_BYTES) -> Sizes | None:
     """The most warps whose rings have three stages; None where not even three warps have them."""
-    for warps in range(8, 2, -1):
+    for warps in [*([12] if width * cache_bytes <= 128 and rows == 8 else []), *range(8, 2, -1)]:
         fitting = [s for s in range(3, STAGES + 1) if memory(width, cache_bytes, rows, Sizes(warps, s)) <= most_bytes]
         if fitting:
             return Sizes(warps, max(fitting))
@@ -79,8 +79,10 @@ def tiles(rows: int, width: int, cache_bytes: int, lines: int, blocks: int) -> T
     found = CHOSEN[0] if CHOSEN else sizes(width, cache_bytes, rows)
     assert found is not None, "asked only for what is taken"
     teams = TEAMS[0] if TEAMS else 1
-    while not TEAMS and rows == 8 and teams * blocks < lines and found.warps % (2 * teams) == 0:
+    while not TEAMS and rows == 8 and teams * blocks < lines and 4 * teams <= found.warps:
         teams *= 2
+    if not TEAMS and rows == 8 and found.warps > 4 and found.warps * blocks < lines:
+        teams = found.warps
     of_merge = pick(16, width, 2, cache_bytes)
     return of_merge._replace(tile=TOKENS, warps=found.warps, stages=found.stages, workers=teams)
 
@@ -98,6 +100,11 @@ def _runs_on(device: torch.device) -> bool:
 def rows_of(group: int, queries: int) -> int:
     """Rows of a block that holds all of a request's."""
     return -(-group * queries // 8) * 8
+
+
+def faster(rows: int) -> bool:
+    """Whether blocks of so many rows are read sooner than by the kernel in Triton: those of one product's 8."""
+    return rows == 8
 
 
 def takes(q_TNH: Tensor, k_PpKH: Tensor, rows: int) -> bool:

@@ -68,7 +68,7 @@ class Layout:
     ) -> "Layout":
         """For such tensors, and up to ``longest_query`` queries a request.
 
-        With "auto" the kernel in CUDA C++ reads where it takes them, and elsewhere the one in Triton. With ``chunk``
+        With "auto" the kernel in CUDA C++ reads what it reads faster than the one in Triton. With ``chunk``
         keys are cut at its multiples only and blocks of rows do not depend on the number of queries: a request's
         numbers are then the same bits whoever else is in the batch, and so nobody ``shares``.
         """
@@ -76,7 +76,8 @@ class Layout:
         queries = 1 if chunk else max(1, longest_query)
         # Fixed cuts are for chunks of prompts too: in blocks of 8 rows their keys would be read twice as often.
         rows = max(16 if chunk else 8, cuda_decode.rows_of(N // K, queries))
-        cuda = kernels != "triton" and cuda_decode.takes(q_TNH, k_PpKH, rows)
+        wanted = kernels == "cuda" or (kernels == "auto" and cuda_decode.faster(rows))
+        cuda = wanted and cuda_decode.takes(q_TNH, k_PpKH, rows)
         if kernels == "cuda" and not cuda:
             raise LookupError(
                 f"the kernel in CUDA C++ takes no {rows} rows of {H} numbers of {q_TNH.dtype} and {k_PpKH.dtype} here"

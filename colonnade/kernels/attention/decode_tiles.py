@@ -67,4 +67,9 @@ def costs(
     known = table()["cuda_costs" if cuda else "costs"]
     tile_bytes, flops = copies * tiles.tile * width * element_bytes, 4 * rows * tiles.tile * width
     tile_ns = max(1, round(max(tile_bytes / known["bytes_a_ns"], flops / known["flops_a_ns"]) * workers))
-    return Costs(tile_ns, known["start_ns"], known["merge_ns"], known["part_ns"], known["row_ns"], known["twice_ns"])
+    lone_ns = 0
+    if cuda:
+        # A part of a multiprocessor's warps has fewer tiles on their way.
+        lone_ns = min(tile_ns, round(tile_bytes / known["lone_bytes_a_ns"] * min(2, tiles.workers)))
+    prices = (known[f"{what}_ns"] for what in ("start", "merge", "part", "row", "twice"))
+    return Costs(tile_ns, *prices, lone=lone_ns)

@@ -37,6 +37,8 @@ class Costs(NamedTuple):
     """Each row that is merged."""
     twice: int = 0
     """A worker with pieces of two cut lines, where workers merge themselves."""
+    lone: int = 0
+    """A tile while few workers read, the least that one can take; 0: as much as while all read."""
 
 
 class Shape(NamedTuple):

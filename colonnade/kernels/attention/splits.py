@@ -87,14 +87,16 @@ def plan(
         found = _in_chunks(lines, shape.tile, workers, costs, chunk, runs)
     else:
         found = [_given_out(_whole(lines), prices, [1] * len(prices), workers)]
-        if costs.twice and 0 < len(prices) <= workers:
-            found.append(_apart(lines, shape.tile, workers, costs))
         fewer = workers
         while prices and fewer > 0 and (fewer == workers or fewer > len(prices)):
+            if costs.twice and len(prices) <= fewer:
+                found.append(_apart(lines, shape.tile, fewer, workers, costs))
             # An eighth of a tile is nearer than the costs are known.
             found.append(_cut(lines, prices, shape.tile, fewer, costs, costs.tile // 8))
             fewer //= 2
     used = shape.filled(max(queries, default=0))
+    if costs.lone and chunk is None:
+        found = [each._replace(read=_sharing(each, shape.tile, workers, costs)) for each in found]
     finish = [each.read + _merging(each, lines, costs, used) for each in found]
     best = min(range(len(found)), key=finish.__getitem__)
     return _written(lines, found[best], finish[best], workers, empty, -(-sum(prices) // workers), chunk)
@@ -223,12 +225,25 @@ def _cut(lines: _Lines, prices: list[int], tile: int, workers: int, costs: Costs
     return _Found(pieces, parts, longest)
 
 
-def _apart(lines: _Lines, tile: int, workers: int, costs: Costs) -> _Found:
-    """One piece for a worker, of at most as many tiles as is possible; the pieces of a line are equal."""
+def _sharing(found: _Found, tile: int, workers: int, costs: Costs) -> int:
+    """When all is read where few workers, or those that end last, read a tile sooner, down to ``lone``."""
+    loads = [
+        (sum(-(-end // tile) - first // tile for _, first, end in taken), len(taken)) for taken in found.pieces if taken
+    ]
+    read, before = 0, 0
+    for done, (tiles, _) in enumerate(sorted(loads)):
+        busy = len(loads) - done
+        read += (tiles - before) * (costs.lone + (costs.tile - costs.lone) * busy // workers)
+        before = tiles
+    return read + costs.start * max((pieces for tiles, pieces in loads if tiles == before), default=0)
+
+
+def _apart(lines: _Lines, tile: int, most: int, workers: int, costs: Costs) -> _Found:
+    """One piece for each of at most ``most`` workers, of the fewest tiles; the pieces of a line are equal."""
     low, high = 0, max(lines.tiles)  # tiles of a piece: too few, enough
     while high - low > 1:
         middle = (low + high) // 2
-        if sum(-(-n // middle) for n in lines.tiles) <= workers:
+        if sum(-(-n // middle) for n in lines.tiles) <= most:
             high = middle
         else:
             low = middle
