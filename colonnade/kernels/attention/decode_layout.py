@@ -15,7 +15,7 @@ from torch import Tensor
 
 from colonnade.kernels.attention import cascade, cuda_decode, splits
 from colonnade.kernels.attention.cascade import Cascade, Reader, Room
-from colonnade.kernels.attention.decode_tiles import Tiles, costs, pick
+from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles, costs, pick
 from colonnade.kernels.attention.split_plan import Capacity, Plan, Shape, rows
 from colonnade.kernels.device import processors, upload, upload_into
 
@@ -76,7 +76,8 @@ class Layout:
         queries = 1 if chunk else max(1, longest_query)
         # Fixed cuts are for chunks of prompts too: in blocks of 8 rows their keys would be read twice as often.
         rows = max(16 if chunk else 8, cuda_decode.rows_of(N // K, queries))
-        wanted = kernels == "cuda" or (kernels == "auto" and cuda_decode.faster(rows))
+        # Tiles that somebody chose are those of the kernel in Triton.
+        wanted = kernels == "cuda" or (kernels == "auto" and not CHOSEN and cuda_decode.faster(rows))
         cuda = wanted and cuda_decode.takes(q_TNH, k_PpKH, rows)
         if kernels == "cuda" and not cuda:
             raise LookupError(
