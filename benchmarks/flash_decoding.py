@@ -46,8 +46,9 @@ rows of one head, whichever they do better, eager torch, and (with --flex) flex_
 installed, reads the same scattered pages as ours: by CUDA cores and by tensor cores, planned for these lengths alone or
 ("graph mode") as for a graph that other lengths would use too. Plans are made before the timing, ours and FlashInfer's,
 though a server makes them for each step. "Fixed cuts" is the batch-invariant mode. Ours is the kernel in CUDA C++,
-"Triton" the one for other cells and GPUs; "loads alone" is the kernel in CUDA C++ without its arithmetic, the least that
-its time can be on this clock. TB/s count keys and values read once, and of_read sets that against the read bandwidth."""
+"Triton" the one for other cells and GPUs; "loads alone" is the kernel in CUDA C++ without its arithmetic, the least
+that its time can be on this clock. TB/s count keys and values read once, and of_read sets that against the read
+bandwidth."""
 ARTICLE = (
     (256, 256), (128, 512), (64, 1024), (32, 2048), (16, 4096), (8, 8192), (4, 16384), (2, 32768), (1, 65536),
     (1, 131072), (16, 65536),
