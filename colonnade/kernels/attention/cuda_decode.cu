@@ -38,6 +38,7 @@ struct Args {
 
 constexpr int TOKENS = 16, FIELDS = 8, ROWS = 8 * NT, KSTEPS = H / 16, QUADS = H / 4;
 constexpr int THREADS = 32 * WARPS, TEAMS = WARPS / TEAM;
+static_assert(WARPS % TEAM == 0 && (NT == 1 || TEAMS == 1), "teams are equal, and share queries of many rows");
 constexpr int PARTS = 4;  // states of a line that a lane holds at once
 constexpr int CHUNKS = H * (CACHE ? 1 : 2) / 16;  // 16-byte chunks of a token
 // Rows of 8 chunks are swizzled; others have an odd number, so that 8 rows lie in different banks.

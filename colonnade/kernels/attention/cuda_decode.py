@@ -63,7 +63,8 @@ def memory(width: int, cache_bytes: int, rows: int, sizes: Sizes, *, queries: bo
 @functools.cache
 def sizes(width: int, cache_bytes: int, rows: int, most_bytes: int = HOPPER_BYTES) -> Sizes | None:
     """The most warps whose rings have three stages; None where not even three warps have them."""
-    for warps in [*([12] if width * cache_bytes <= 128 and rows == 8 else []), *range(8, 2, -1)]:
+    small = rows == 8 and width * cache_bytes == 128 and cache_bytes == 2
+    for warps in (12, 8, 6, 4, 3) if small else (8, 6, 4, 3):
         fitting = [s for s in range(3, STAGES + 1) if memory(width, cache_bytes, rows, Sizes(warps, s)) <= most_bytes]
         if fitting:
             return Sizes(warps, max(fitting))
@@ -78,11 +79,11 @@ def tiles(rows: int, width: int, cache_bytes: int, lines: int, blocks: int) -> T
     """
     found = CHOSEN[0] if CHOSEN else sizes(width, cache_bytes, rows)
     assert found is not None, "asked only for what is taken"
-    teams = TEAMS[0] if TEAMS else 1
-    while not TEAMS and rows == 8 and teams * blocks < lines and 4 * teams <= found.warps:
-        teams *= 2
-    if not TEAMS and rows == 8 and found.warps > 4 and found.warps * blocks < lines:
-        teams = found.warps
+    teams = next((n for n in (1, 2, 4) if n * blocks >= lines), 4 if found.warps * blocks >= lines else found.warps)
+    teams = min(teams, found.warps // 2) if found.warps <= 4 else teams
+    if rows > 8 or found.warps % teams:
+        teams = 1
+    teams = TEAMS[0] if TEAMS else teams
     of_merge = pick(16, width, 2, cache_bytes)
     return of_merge._replace(tile=TOKENS, warps=found.warps, stages=found.stages, workers=teams)
 
@@ -129,16 +130,20 @@ def _aligned(x: Tensor) -> bool:
 @functools.cache
 def _kernel(constants: tuple[tuple[str, int], ...], shared: int, device: torch.device) -> nvrtc.Kernel:
     """Compiled for these macros."""
-    options = ["--std=c++17", *(f"-D{name}={value}" for name, value in constants)]
-    binary = nvrtc.compiled(SOURCE.read_text(encoding="utf-8"), options, "sm_{}{}".format(*ARCH))
+    binary = nvrtc.compiled(SOURCE.read_text(encoding="utf-8"), options(dict(constants)), "sm_{}{}".format(*ARCH))
     with torch.cuda.device(device):
         return nvrtc.Kernel(binary, "attend", shared)
+
+
+def options(constants: dict[str, int]) -> list[str]:
+    """What the compiler is told."""
+    return ["--std=c++17", *(f"-D{name}={value}" for name, value in constants.items())]
 
 
 def constants(
     q_TNH: Tensor, k_PpKH: Tensor, group: int, rows: int, tiles: Tiles, *, window: bool = False, cap: bool = False,
     slopes: bool = False, sinks: bool = False, scaled: bool = False, single: bool = True, merge: bool = True,
-    early: bool = False, compute: bool = True,
+    early: bool = False, queries: bool = False, compute: bool = True,
 ) -> dict[str, int]:  # fmt: skip
     """Macros of a variant."""
     return {
@@ -146,7 +151,7 @@ def constants(
         "TEAM": tiles.warps // tiles.workers, "STAGES": tiles.stages, "BF16": int(q_TNH.dtype == torch.bfloat16),
         "CACHE": CACHES.get(k_PpKH.dtype, 0), "WINDOWED": int(window), "CAPPED": int(cap), "SLOPES": int(slopes),
         "SINKS": int(sinks), "SCALED": int(scaled), "SINGLE": int(single), "MERGE": int(merge), "EARLY": int(early),
-        "COMPUTE": int(compute),
+        "SHARED_Q": int(queries), "COMPUTE": int(compute),
     }  # fmt: skip
 
 
@@ -182,15 +187,16 @@ def attend(
     workers = ready.capacity.workers
     sized = Sizes(layout.tiles.warps, layout.tiles.stages)
     room, size = shared_bytes(device), k_PpKH.element_size()
-    queries = layout.tiles.workers == 1 and memory(H, size, shape.rows, sized, queries=True) <= room
+    queries = shape.rows == 8 and layout.tiles.workers == 1
+    queries = queries and memory(H, size, shape.rows, sized, queries=True) <= room
     shared = memory(H, size, shape.rows, sized, queries=queries)
     assert shared <= room
     assert workers <= layout.tiles.workers * processors(device), "blocks that are not resident at once"
-    macros = {"SHARED_Q": int(queries and shape.rows == 8)} | constants(
+    macros = constants(
         q_TNH, k_PpKH, shape.group, shape.rows, layout.tiles, window=bool(window), cap=cap is not None,
         slopes=slopes_N is not None, sinks=sinks_N is not None, scaled=scales_K is not None,
         single=table.longest_query == 1 and len(table.lengths_R) == T, merge=slots is None,
-        early=slots is not None and ready.overlaps, compute=compute,
+        early=slots is not None and ready.overlaps, queries=queries, compute=compute,
     )  # fmt: skip
     posts = (ready.empty_posts(), None) if slots is None else slots
     _, items_at, merges_at, firsts_at, _ = places(ready.capacity)
