@@ -69,7 +69,10 @@ def table(cells: Sequence[tuple[int, int]], device: str, read: float, args: argp
     return rows
 
 
-MANNERS = (", heads as rows", ", graph mode", ", fixed cuts", ", loads alone", ", Triton")
+MANNERS: dict[str, Any] = {
+    ", heads as rows": ":", ", graph mode": ":", ", fixed cuts": ":", ", loads alone": (0, (1, 4)), ", Triton": "--",
+}  # fmt: skip
+"""How lines are dashed."""
 
 
 def draw_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -88,7 +91,7 @@ def draw_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
         kernel = next((who.removesuffix(end) for end in MANNERS if who.endswith(end)), who)
         axes.loglog(
             *zip(*at, strict=True), color=colours.setdefault(kernel, f"C{len(colours)}"), marker="o", markersize=3,
-            linewidth=2.4 if kernel == "colonnade" else 1.1, linestyle="-" if kernel == who else ":", label=who,
+            linewidth=2.4 if who == "colonnade" else 1.1, linestyle=MANNERS.get(who.removeprefix(kernel), "-"), label=who,
         )  # fmt: skip
     if whole == 65_536:
         theirs = [(S, us) for (B, S), us in A100.items() if whole == B * S]

@@ -62,6 +62,10 @@ def main(device: str) -> None:
             print(f"{what}, in CUDA C++", flush=True)
         same(Case([900, 0, 333], [1, 1, 1], K=2, group=8, H=64, page=16, sinks=True, **HALF).made(device), "cut lines")
         same(Case([40] * 200, [1] * 200, K=4, group=2, H=64, page=16, **HALF).made(device), "teams of warps")
+        made = next(case for name, case, _ in CASES if name == "decodes").made(device)
+        for wrong in (-1, 10**8, 2**31 - 1, -(2**31)):
+            made.table.pages_RP[0, ::2] = wrong
+            assert not made.run().o.isnan().any()
         KERNELS[:] = ["auto"]
     CHOSEN[:] = [SMALL]
     named = {what: case for what, case, _ in CASES}

@@ -129,7 +129,8 @@ def test_teams_divide_a_block_and_its_memory_fits() -> None:
                 sized = cuda_decode.Sizes(tiles.warps, tiles.stages)
                 assert cuda_decode.memory(width, size, 8, sized) <= cuda_decode.HOPPER_BYTES
     assert cuda_decode.tiles(8, 128, 2, 132, 132).workers == 1
-    assert cuda_decode.tiles(8, 128, 2, 2000, 132).workers == 8
+    assert cuda_decode.tiles(8, 128, 2, 133, 132).workers == 2
+    assert cuda_decode.tiles(8, 128, 2, 2000, 132).workers == 4
 
 
 def test_no_gpu_no_kernel_in_cuda() -> None:

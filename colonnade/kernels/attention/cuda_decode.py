@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cu")
 TOKENS = 16
 """Tokens of a tile; a tile is one warp's, and lies within one page."""
-STAGES = 6
-"""Tiles of a warp's ring at most, the one in use among them."""
+STAGES = 4
+"""Tiles of a warp's ring at most, the one in use among them: with more each load waits longer in line."""
 ARCH = (9, 0)
 CACHES = {torch.float8_e4m3fn: 1, torch.int8: 2}
 ARGUMENTS = struct.Struct("15Q8q8i2f")
@@ -79,10 +79,9 @@ def tiles(rows: int, width: int, cache_bytes: int, lines: int, blocks: int) -> T
     """
     found = CHOSEN[0] if CHOSEN else sizes(width, cache_bytes, rows)
     assert found is not None, "asked only for what is taken"
-    teams = next((n for n in (1, 2, 4) if n * blocks >= lines), 4 if found.warps * blocks >= lines else found.warps)
-    teams = min(teams, found.warps // 2) if found.warps <= 4 else teams
-    if rows > 8 or found.warps % teams:
-        teams = 1
+    teams = 1
+    while rows == 8 and teams * blocks < lines and teams < 4 and found.warps % (4 * teams) == 0:
+        teams *= 2
     teams = TEAMS[0] if TEAMS else teams
     of_merge = pick(16, width, 2, cache_bytes)
     return of_merge._replace(tile=TOKENS, warps=found.warps, stages=found.stages, workers=teams)
@@ -103,9 +102,12 @@ def rows_of(group: int, queries: int) -> int:
     return -(-group * queries // 8) * 8
 
 
-def faster(rows: int) -> bool:
-    """Whether blocks of so many rows are read sooner than by the kernel in Triton: those of one product's 8."""
-    return rows == 8
+def faster(rows: int, width: int) -> bool:
+    """Whether most cells of so many rows are read sooner than by the kernel in Triton: those of one product's 8.
+
+    Heads of 256 leave room for four warps: of 15 random cells with such heads 6 were faster, and all together slower.
+    """
+    return rows == 8 and width < 256
 
 
 def takes(q_TNH: Tensor, k_PpKH: Tensor, rows: int) -> bool:

@@ -77,7 +77,7 @@ class Layout:
         # Fixed cuts are for chunks of prompts too: in blocks of 8 rows their keys would be read twice as often.
         rows = max(16 if chunk else 8, cuda_decode.rows_of(N // K, queries))
         # Tiles that somebody chose are those of the kernel in Triton.
-        wanted = kernels == "cuda" or (kernels == "auto" and not CHOSEN and cuda_decode.faster(rows))
+        wanted = kernels == "cuda" or (kernels == "auto" and not CHOSEN and cuda_decode.faster(rows, H))
         cuda = wanted and cuda_decode.takes(q_TNH, k_PpKH, rows)
         if kernels == "cuda" and not cuda:
             raise LookupError(
