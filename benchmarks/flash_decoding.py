@@ -91,7 +91,8 @@ def draw_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
         kernel = next((who.removesuffix(end) for end in MANNERS if who.endswith(end)), who)
         axes.loglog(
             *zip(*at, strict=True), color=colours.setdefault(kernel, f"C{len(colours)}"), marker="o", markersize=3,
-            linewidth=2.4 if who == "colonnade" else 1.1, linestyle=MANNERS.get(who.removeprefix(kernel), "-"), label=who,
+            linewidth=2.4 if who == "colonnade" else 1.1, label=who,
+            linestyle=MANNERS.get(who.removeprefix(kernel), "-"),
         )  # fmt: skip
     if whole == 65_536:
         theirs = [(S, us) for (B, S), us in A100.items() if whole == B * S]
