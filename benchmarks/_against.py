@@ -5,14 +5,16 @@ from typing import Any
 
 import torch
 
-from _decode import Cell, Tensors, error, exact, flashinfer, ours, peers, seconds
+from _decode import Cell, Tensors, error, exact, flashinfer, loads, ours, peers, seconds
 from _rows import figures, line
 
 TOLERANCE = 6e-4
 
 
-def measured(cell: Cell, device: str, read: float, *, flex: bool, chunk: int | None = None) -> list[dict[str, Any]]:
-    """Rows of one cell: ours and all peers that run."""
+def measured(
+    cell: Cell, device: str, read: float, *, flex: bool, chunk: int | None = None, floor: bool = False
+) -> list[dict[str, Any]]:
+    """Rows of one cell: ours and all peers that run; with ``floor`` the loads of ours alone, too."""
     tensors = Tensors(cell, device)
     right = exact(tensors)
     # Scattered pages are other keys than a contiguous cache's, so what is checked is the same call on pages in order.
@@ -22,6 +24,8 @@ def measured(cell: Cell, device: str, read: float, *, flex: bool, chunk: int | N
     who = [("colonnade", ours(tensors))]
     if chunk:
         who.append(("colonnade, fixed cuts", ours(tensors, chunk=chunk)))
+    if floor and (run := loads(tensors)):
+        who += [("colonnade, loads alone", run), ("colonnade, Triton", ours(tensors, kernels="triton"))]
     rows = []
     in_order = dict(flashinfer(tensors, in_order=True)) if device == "cuda" else {}
     for name, run in [*who, *(peers(tensors, flex=flex) if device == "cuda" else [])]:

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from colonnade.kernels.attention import split_reference, triton_decode
-from colonnade.kernels.attention.decode_layout import Layout
+from colonnade.kernels.attention import cuda_decode, split_reference, triton_decode
+from colonnade.kernels.attention.decode_layout import Kernels, Layout
 from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.softmax_state import State
 
 COLD_BYTES, CALLS = 2**28, 256
 WARM_S = 0.02
@@ -97,11 +98,11 @@ class Tensors:
         return PageTable(pages[copy], cu, lengths_R, self.cell.page, 1, max(lengths))
 
 
-def ours(tensors: Tensors, *, chunk: int | None = None, in_order: bool = False) -> Run:
+def ours(tensors: Tensors, *, chunk: int | None = None, in_order: bool = False, kernels: Kernels = "auto") -> Run:
     """Our kernels; on a CPU the plain executor of the same plan."""
     cell = tensors.cell
     k, v = (x.flatten(0, 2).unflatten(0, (-1, cell.page)) for x in (tensors.k, tensors.v))
-    layout = Layout.of(tensors.q_BNH, k, 1, chunk=chunk)
+    layout = Layout.of(tensors.q_BNH, k, 1, chunk=chunk, kernels=kernels)
     plan = layout.plan(cell.lengths, [1] * len(cell.lengths))
     pages = tensors.pages if in_order else tensors.scattered
     tables = [tensors.table(copy, pages) for copy in range(tensors.copies)]
@@ -109,6 +110,19 @@ def ours(tensors: Tensors, *, chunk: int | None = None, in_order: bool = False) 
         return lambda copy: split_reference.run(plan, layout.shape, tensors.q_BNH, k, v, tables[copy]).o
     ready = layout.prepare(plan, tensors.device)
     return lambda copy: triton_decode.attend(tensors.q_BNH, k, v, tables[copy], ready).o
+
+
+def loads(tensors: Tensors) -> Run | None:
+    """The loads of our kernel in CUDA C++ without its arithmetic; None where that kernel does not read this cell."""
+    cell, q_BNH = tensors.cell, tensors.q_BNH
+    k, v = (x.flatten(0, 2).unflatten(0, (-1, cell.page)) for x in (tensors.k, tensors.v))
+    layout = Layout.of(q_BNH, k, 1)
+    if not layout.cuda:
+        return None
+    tables = [tensors.table(copy, tensors.scattered) for copy in range(tensors.copies)]
+    ready = layout.prepare(layout.plan(cell.lengths, [1] * len(cell.lengths)), tensors.device)
+    state, bends = State(torch.empty_like(q_BNH), q_BNH.new_empty(q_BNH.shape[:2], dtype=torch.float32)), (None,) * 5
+    return lambda copy: cuda_decode.attend(q_BNH, k, v, state, None, tables[copy], ready, bends, compute=False)
 
 
 def peers(tensors: Tensors, *, flex: bool = False) -> Iterator[tuple[str, Run]]:

@@ -50,7 +50,9 @@ def too_much() -> tuple[type[Exception], ...]:
 def mean_s(cells: Sequence[Tensors]) -> float:
     """The geometric mean of our times; infinite where the chip cannot."""
     try:
-        return statistics.geometric_mean(seconds(ours(tensors), tensors, rounds=7) for tensors in cells)
+        return statistics.geometric_mean(
+            seconds(ours(tensors, kernels="triton"), tensors, rounds=7) for tensors in cells
+        )
     except too_much():
         return math.inf
 
@@ -118,7 +120,7 @@ def tune_eight(out: Path, widths: Sequence[int]) -> None:
             decode_tiles.CHOSEN[:] = [how]
             try:
                 times = [
-                    replayed(_eight.call(t, k, v, None), t.copies, "cuda", rounds=7)
+                    replayed(_eight.call(t, k, v, None, kernels="triton"), t.copies, "cuda", rounds=7)
                     for t, (k, v) in zip(tensors, caches, strict=True)
                 ]
             except too_much():
@@ -158,6 +160,6 @@ def written(record: dict[str, Any]) -> str:
         + " }"
         for row in record["rows"]
     )
-    costs = ", ".join(f'"{name}": {value}' for name, value in record["costs"].items())
-    head = f'{{\n  "measured_on": {json.dumps(record["measured_on"])},\n  "costs": {{ {costs} }},\n'
+    costs = "".join(f'  "{name}": {json.dumps(record[name])},\n' for name in ("costs", "cuda_costs"))
+    head = f'{{\n  "measured_on": {json.dumps(record["measured_on"])},\n{costs}'
     return f'{head}  "rows": [\n{rows}\n  ]\n}}\n'

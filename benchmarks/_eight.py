@@ -15,7 +15,7 @@ from torch import Tensor
 from _decode import Cell, Run, Tensors, error, exact, replayed
 from _rows import figures, line
 from colonnade.kernels.attention import split_reference, triton_decode
-from colonnade.kernels.attention.decode_layout import Layout
+from colonnade.kernels.attention.decode_layout import Kernels, Layout
 
 CELLS = ((256, 256), (32, 2048), (4, 16_384), (1, 65_536), (1, 131_072), (16, 65_536))
 TINY = ((2, 60),)
@@ -33,11 +33,13 @@ def rounded(x: Tensor, kind: torch.dtype, *, scaled: bool) -> tuple[Tensor, Tens
     return (y.round() if kind == torch.int8 else y).clamp(-most, most).to(kind), scale_K
 
 
-def call(tensors: Tensors, k: Tensor, v: Tensor, scales: Scales, *, in_order: bool = False) -> Run:
+def call(
+    tensors: Tensors, k: Tensor, v: Tensor, scales: Scales, *, in_order: bool = False, kernels: Kernels = "auto"
+) -> Run:
     """Our kernel on a cache of such numbers; on a CPU the plain executor of the same plan."""
     cell, q = tensors.cell, tensors.q_BNH
     k, v = (x.flatten(0, 2).unflatten(0, (-1, cell.page)) for x in (k, v))
-    layout = Layout.of(q, k, 1)
+    layout = Layout.of(q, k, 1, kernels=kernels)
     plan = layout.plan(cell.lengths, [1] * len(cell.lengths))
     pages = tensors.pages if in_order else tensors.scattered
     tables = [tensors.table(i, pages) for i in range(tensors.copies)]

@@ -45,8 +45,10 @@ tokens that lie scattered; peers read a contiguous cache: SDPA's backends with g
 rows of one head, whichever they do better, eager torch, and (with --flex) flex_attention. FlashInfer, where it is
 installed, reads the same scattered pages as ours: by CUDA cores and by tensor cores, planned for these lengths alone or
 ("graph mode") as for a graph that other lengths would use too. Plans are made before the timing, ours and FlashInfer's,
-though a server makes them for each step. "Fixed cuts" is the batch-invariant mode. TB/s count keys and values read
-once, and of_read sets that against the read bandwidth."""
+though a server makes them for each step. "Fixed cuts" is the batch-invariant mode. Ours is the kernel in CUDA C++,
+"Triton" the one for other cells and GPUs; "loads alone" is the kernel in CUDA C++ without its arithmetic, the least
+that its time can be on this clock. TB/s count keys and values read once, and of_read sets that against the read
+bandwidth."""
 ARTICLE = (
     (256, 256), (128, 512), (64, 1024), (32, 2048), (16, 4096), (8, 8192), (4, 16384), (2, 32768), (1, 65536),
     (1, 131072), (16, 65536),
@@ -63,11 +65,14 @@ def table(cells: Sequence[tuple[int, int]], device: str, read: float, args: argp
     rows = []
     for B, S in cells:
         cell = Cell((S,) * B, page=16 if args.tiny else 256)
-        rows += measured(cell, device, read, flex=args.flex, chunk=args.fixed_cuts)
+        rows += measured(cell, device, read, flex=args.flex, chunk=args.fixed_cuts, floor=True)
     return rows
 
 
-MANNERS = (", heads as rows", ", graph mode", ", fixed cuts")
+MANNERS: dict[str, Any] = {
+    ", heads as rows": ":", ", graph mode": ":", ", fixed cuts": ":", ", loads alone": (0, (1, 4)), ", Triton": "--",
+}  # fmt: skip
+"""How lines are dashed."""
 
 
 def draw_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -86,7 +91,8 @@ def draw_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
         kernel = next((who.removesuffix(end) for end in MANNERS if who.endswith(end)), who)
         axes.loglog(
             *zip(*at, strict=True), color=colours.setdefault(kernel, f"C{len(colours)}"), marker="o", markersize=3,
-            linewidth=2.4 if kernel == "colonnade" else 1.1, linestyle="-" if kernel == who else ":", label=who,
+            linewidth=2.4 if who == "colonnade" else 1.1, label=who,
+            linestyle=MANNERS.get(who.removeprefix(kernel), "-"),
         )  # fmt: skip
     if whole == 65_536:
         theirs = [(S, us) for (B, S), us in A100.items() if whole == B * S]

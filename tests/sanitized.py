@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import torch
 
-from colonnade.kernels.attention import latents, triton_keep, triton_place
+from colonnade.kernels import nvrtc
+from colonnade.kernels.attention import cuda_decode, latents, triton_keep, triton_place
 from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
-from tests.decoding import Case, Made
+from tests.decoding import KERNELS, Case, Made
 from tests.latent_decoding import LatentCase, LatentMade
 
 HALF = {"dtype": torch.float16}
@@ -37,6 +38,10 @@ CASES: list[tuple[str, Case | LatentCase, Tiles]] = [
 ]  # fmt: skip
 
 
+IN_CUDA = ("decodes", "several queries", "fixed cuts", "many fixed cuts", "8 bits")
+"""Cases that the kernel in CUDA C++ takes too."""
+
+
 def same(made: Made | LatentMade, what: str) -> None:
     """As float64, by norm."""
     got, exact = made.run().o.double(), made.exact().o
@@ -49,6 +54,20 @@ def main(device: str) -> None:
         CHOSEN[:] = [tiles]
         same(case.made(device), what)
         print(what, flush=True)
+    CHOSEN.clear()
+    if device == "cuda" and torch.cuda.get_device_capability() == cuda_decode.ARCH and nvrtc.unavailable() is None:
+        KERNELS[:] = ["cuda"]
+        for what in IN_CUDA:
+            same(next(case for name, case, _ in CASES if name == what).made(device), what)
+            print(f"{what}, in CUDA C++", flush=True)
+        same(Case([900, 0, 333], [1, 1, 1], K=2, group=8, H=64, page=16, sinks=True, **HALF).made(device), "cut lines")
+        same(Case([40] * 200, [1] * 200, K=4, group=2, H=64, page=16, **HALF).made(device), "teams of warps")
+        made = next(case for name, case, _ in CASES if name == "decodes").made(device)
+        for wrong in (-1, 10**8, 2**31 - 1, -(2**31)):
+            made.table.pages_RP[0, ::2] = wrong
+            assert not made.run().o.isnan().any()
+        KERNELS[:] = ["auto"]
+    CHOSEN[:] = [SMALL]
     named = {what: case for what, case, _ in CASES}
     for case in (named["decodes"], replace(named["decodes"], many=True), named["chunks"], named["shared prefixes"]):
         made = case.made(device)

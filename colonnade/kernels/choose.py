@@ -6,6 +6,7 @@ kernel is tested by being listed.
 """
 
 import difflib
+import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -130,6 +131,7 @@ def _decoding() -> tuple[Row, ...]:
     on = {"devices": ("cuda",), "dtypes": (torch.float32, torch.bfloat16, torch.float16)}
     return (
         Row("paged_attention", "mixed", mixed.paged, **on),
+        Row("paged_attention", "cuda", functools.partial(triton_decode.paged, kernels="auto"), **on),
         Row("paged_attention", "triton", triton_decode.paged, **on),
         Row("held_attention", "triton", triton_decode.held_state, **on),
         Row("merge_states", "triton", triton_held.merged, devices=("cuda",), dtypes=(torch.float32,)),

@@ -4,6 +4,7 @@ pytest -q tests/gpu/test_decode_gpu.py        # about four minutes, most of it c
 """
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,17 +12,25 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
-from colonnade.kernels.attention import sdpa
+from colonnade.kernels.attention import cuda_decode, sdpa
 from colonnade.kernels.attention.decode_layout import Layout
 from colonnade.kernels.attention.triton_decode import attend
 from colonnade.kernels.choose import choose
-from tests.decoding import Case, Made, by_itself, every_code, far_apart
+from tests.decoding import KERNELS, Case, Made, by_itself, every_code, far_apart
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """Rounding the output alone costs 1.7e-3 in bfloat16. The log-sum-exp is float32 of products of rounded numbers."""
 LENGTHS = [1, 4000, 300, 17, 1025, 0]
+
+
+@pytest.fixture(params=["triton", "cuda"], autouse=True)
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test is of both kernels; what the one in CUDA C++ does not take is skipped."""
+    KERNELS[:] = [request.param]
+    yield request.param
+    KERNELS[:] = ["auto"]
 
 
 def same(made: Made, tolerance: float) -> None:
@@ -212,11 +221,11 @@ def test_a_cache_of_more_than_two_billion_numbers() -> None:
 
 
 @pytest.mark.parametrize("queries", [[1, 1, 1], [1, 4, 1], [300, 1, 1]], ids=str)
-def test_the_row_of_the_table(queries: list[int]) -> None:
+def test_the_row_of_the_table(queries: list[int], kernels: str) -> None:
     """Asked for by name; a long prompt is of many rows."""
     made = Case([5000, 40, 900], queries, K=2, group=4, H=128, page=16, dtype=torch.bfloat16).made("cuda")
     made.k, made.v = made.k.nan_to_num(), made.v.nan_to_num()
-    run = choose("paged_attention", "cuda", torch.bfloat16, "triton")
+    run = choose("paged_attention", "cuda", torch.bfloat16, kernels)
     exact = made.exact().o
     for window in (None, 100):
         made.layout = Layout.of(made.q, made.k, max(queries), window=window)
@@ -243,10 +252,94 @@ def test_random_cells() -> None:
         same(case.made("cuda"), 4e-3)
 
 
-def test_every_tiling_that_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tiling_that_is_tuned(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    if kernels == "cuda":
+        pytest.skip("its warps and stages follow from the shared memory")
     import _decode_tune
     from colonnade.kernels.attention import decode_tiles
 
     for how, width in itertools.product(_decode_tune.CANDIDATES, (64, 128)):
         monkeypatch.setattr(decode_tiles, "CHOSEN", [how])
         same(Case(LENGTHS, [1] * 6, K=2, group=8, H=width, page=16, dtype=torch.bfloat16).made("cuda"), 4e-3)
+
+
+def test_what_the_cuda_kernel_takes(kernels: str) -> None:
+    """Where it can run it is chosen, so that no test above is skipped for nothing."""
+    here = torch.cuda.get_device_capability() == cuda_decode.ARCH and cuda_decode.nvrtc.unavailable() is None
+    if kernels == "triton" or not here:
+        pytest.skip("not of this kernel, or none can be compiled here")
+    for width, group, cache in itertools.product(
+        (64, 80, 96, 112, 128, 192), (1, 5, 8), (torch.float16, torch.int8, torch.float8_e4m3fn)
+    ):
+        q = torch.empty(1, group, width, dtype=torch.float16, device="cuda")
+        k = torch.empty(1, 16, 1, width, dtype=cache, device="cuda")
+        assert Layout.of(q, k, 1).cuda, (width, group, cache)
+    q = torch.empty(1, 8, 128, dtype=torch.float16, device="cuda")
+    k = torch.empty(1, 16, 1, 128, dtype=torch.float16, device="cuda")
+    assert Layout.of(q, k, 1, chunk=512, kernels="cuda").cuda
+
+
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
+@pytest.mark.parametrize("lines", [100, 140, 300, 600, 1100])
+def test_every_number_of_teams(width: int, lines: int) -> None:
+    """As lines become more than multiprocessors, blocks are cut into teams, down to two or three warps."""
+    lengths = [(31 * i) % 200 for i in range(lines - 1)] + [3000]
+    same(Case(lengths, [1] * lines, K=1, group=5, H=width, page=16, dtype=torch.float16).made("cuda"), 6e-4)
+
+
+def test_a_thousand_launches_leak_nothing() -> None:
+    """Of random lengths, cut and whole, one after another without waiting."""
+    draw = torch.Generator().manual_seed(1)
+    before = 0
+    for i in range(200):
+        most = [30, 3000, 30_000][i % 3]
+        lengths = torch.randint(0, most, (int(torch.randint(1, 9, (), generator=draw)),), generator=draw).tolist()
+        case = Case(lengths, [1] * len(lengths), K=2, group=8, H=64, page=16, dtype=torch.bfloat16)
+        made = case.made("cuda")
+        states = [attend(made.q, made.k, made.v, made.table, made.ready) for _ in range(5)]
+        assert all(torch.equal(state.o, states[0].o) for state in states[1:])
+        if i % 20 == 0:
+            same(made, 4e-3)
+        del made, states
+        if i == 20:
+            before = torch.cuda.memory_allocated()
+    assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+def test_beside_streams_that_fill_the_gpu() -> None:
+    """Blocks that wait for each other's states are resident together, or not at all: nothing hangs."""
+    mades = [
+        Case([40_000, n], [1, 1], K=2, group=8, H=128, page=16, dtype=torch.bfloat16).made("cuda") for n in (9, 77)
+    ]
+    alone = [made.run().o for made in mades]
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1, 0)]
+    torch.cuda.synchronize()
+    found: list[torch.Tensor] = []
+    for _ in range(50):
+        with torch.cuda.stream(streams[2]):
+            for _ in range(3):
+                torch.mm(x, x)
+        for made, stream in zip(mades, streams, strict=False):
+            with torch.cuda.stream(stream):
+                found += [attend(made.q, made.k, made.v, made.table, made.ready).o for _ in range(4)]
+    torch.cuda.synchronize()
+    assert len(found) == 400
+    for i, o in enumerate(found):
+        assert torch.equal(o, alone[i // 4 % 2])
+
+
+def test_a_graph_that_nothing_ran_before() -> None:
+    """Its slots are emptied by the graph itself; they stay usable outside of it."""
+    made = Case([20_000, 0, 300], [1, 1, 1], K=2, group=8, H=64, page=16, dtype=torch.bfloat16).made("cuda")
+    exact = made.run().o
+    made.ready = replace(made.ready)  # nothing of the run before
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = attend(made.q, made.k, made.v, made.table, made.ready).o
+    assert torch.equal(made.run().o, exact)
+    for _ in range(3):
+        o.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(o, exact)

@@ -25,8 +25,10 @@ PROGRAM = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer",
 def test_kernels_are_clean(tool: str) -> None:
     assert PROGRAM is not None
     path = os.pathsep.join([str(ROOT), *sys.path])
+    # cuda-bindings asks the driver for functions that it may not have, which is no error of ours.
+    more = ["--report-api-errors", "no"] if tool == "memcheck" else []
     ran = subprocess.run(
-        [PROGRAM, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "tests.sanitized"],
+        [PROGRAM, "--tool", tool, *more, "--error-exitcode", "9", sys.executable, "-m", "tests.sanitized"],
         check=False, cwd=ROOT, capture_output=True, text=True, timeout=590,
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": path},
     )  # fmt: skip

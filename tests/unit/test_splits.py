@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.kernels.attention import reference, split_reference
 from colonnade.kernels.attention.pages import PageTable
-from colonnade.kernels.attention.split_plan import FIELDS, Capacity, Costs, Item, Plan, Shape, places
+from colonnade.kernels.attention.split_plan import FIELDS, SHARE, Capacity, Costs, Item, Plan, Shape, places
 from colonnade.kernels.attention.splits import plan
 from tests.worlds import assert_same
 
@@ -247,6 +247,7 @@ def test_every_plan(
 def assert_flat(flat: Sequence[int], room: Capacity, found: Plan) -> None:
     starts, items, merges, firsts, _ = places(room)
     assert flat[0] == len(found.merges)
+    assert flat[1] == sum(line.first == line.end for line in found.merges)
     assert tuple(flat[starts : starts + len(found.starts)]) == found.starts
     for at, rows in ((items, found.items), (merges, found.merges)):
         for i, row in enumerate(rows):
@@ -254,7 +255,15 @@ def assert_flat(flat: Sequence[int], room: Capacity, found: Plan) -> None:
     for w in range(room.workers):
         count = flat[starts + w + 1] - flat[starts + w]
         row = list(flat[firsts + w * FIELDS : firsts + (w + 1) * FIELDS])
-        assert row == ([*found.items[flat[starts + w]], count, 0] if count else [0] * FIELDS)
+        first = flat[starts + w]
+        share = flat[items + first * FIELDS + SHARE]
+        assert row == ([*found.items[first], count, share] if count else [0] * FIELDS)
+    if found.chunk is None:
+        lines = {line[:3]: line for line in found.merges}
+        for i, item in enumerate(found.items):
+            line = lines.get(item[:3])
+            share = (item.slot - line.first) * 2**16 + line.end - line.first if line else 0
+            assert flat[items + i * FIELDS + SHARE] == share
 
 
 @given(
@@ -467,3 +476,15 @@ def test_very_many_lines_are_planned_for_one_head() -> None:
     assert_covers(found, lengths, [1] * 253, shape)
     assert found.finish < 1.05 * found.ideal
     assert sum(a == b for a, b in itertools.pairwise(found.starts)) == 8
+
+
+@pytest.mark.parametrize("lengths", [[65_536], [32_768] * 2, [4096] * 16, [70_000, 900, 4000], [5, 0, 7], [17]])
+def test_no_worker_merges_two_lines_where_that_costs(lengths: list[int]) -> None:
+    """And equal lines are cut alike."""
+    shape, costs = SEED._replace(rows=8, tile=16), Costs(tile=260, start=1000, merge=2000, part=10, twice=3000)
+    found = plan(lengths, [1] * len(lengths), shape, 132, costs)
+    assert_covers(found, lengths, [1] * len(lengths), shape)
+    assert all(b - a <= 1 for a, b in itertools.pairwise(found.starts))
+    assert len({line.end - line.first for line in found.merges if lengths.count(lengths[line.request]) > 1}) <= 1
+    without = plan(lengths, [1] * len(lengths), shape, 132, costs._replace(twice=0))
+    assert found.finish <= without.finish + costs.twice

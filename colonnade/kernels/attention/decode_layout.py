@@ -6,20 +6,24 @@ that is known before the lengths are, so that a captured graph finds the next st
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 import triton
 from torch import Tensor
 
-from colonnade.kernels.attention import cascade, splits
+from colonnade.kernels.attention import cascade, cuda_decode, splits
 from colonnade.kernels.attention.cascade import Cascade, Reader, Room
-from colonnade.kernels.attention.decode_tiles import Tiles, costs, pick
+from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles, costs, pick
 from colonnade.kernels.attention.split_plan import Capacity, Plan, Shape, rows
 from colonnade.kernels.device import processors, upload, upload_into
 
 FEW = 64
 """Rows, queries times heads of a group, up to which a request is read and not multiplied."""
+
+
+Kernels = Literal["auto", "triton", "cuda"]
 
 
 def few(queries: int, group: int) -> bool:
@@ -48,6 +52,8 @@ class Layout:
     """Rows of a block that any request has, where it is known to be fewer than there is room for; 0: all."""
     shared: "Layout | None" = None
     """How groups that share a prefix read it; None: nobody shares."""
+    cuda: bool = False
+    """Whether the kernel in CUDA C++ reads (:mod:`cuda_decode`), and not the one in Triton."""
 
     @staticmethod
     def of(
@@ -58,15 +64,32 @@ class Layout:
         window: int | None = None,
         chunk: int | None = None,
         shares: bool = False,
+        kernels: Kernels = "auto",
     ) -> "Layout":
         """For such tensors, and up to ``longest_query`` queries a request.
 
-        With ``chunk`` keys are cut at its multiples only and blocks of rows do not depend on the number of queries:
-        a request's numbers are then the same bits whoever else is in the batch, and so nobody ``shares``.
+        With "auto" the kernel in CUDA C++ reads what it reads faster than the one in Triton. With ``chunk``
+        keys are cut at its multiples only and blocks of rows do not depend on the number of queries: a request's
+        numbers are then the same bits whoever else is in the batch, and so nobody ``shares``.
         """
         (_, N, H), K, size = q_TNH.shape, k_PpKH.shape[2], k_PpKH.element_size()
-        rows = min(FEW, max(16, triton.next_power_of_2(N // K * (1 if chunk else max(1, longest_query)))))
-        tiles = pick(rows, H, q_TNH.element_size(), size)
+        queries = 1 if chunk else max(1, longest_query)
+        # Fixed cuts are for chunks of prompts too: in blocks of 8 rows their keys would be read twice as often.
+        rows = max(16 if chunk else 8, cuda_decode.rows_of(N // K, queries))
+        # Tiles that somebody chose are those of the kernel in Triton.
+        wanted = kernels == "cuda" or (kernels == "auto" and not CHOSEN and cuda_decode.faster(rows, H))
+        cuda = wanted and cuda_decode.takes(q_TNH, k_PpKH, rows)
+        if kernels == "cuda" and not cuda:
+            raise LookupError(
+                f"the kernel in CUDA C++ takes no {rows} rows of {H} numbers of {q_TNH.dtype} and {k_PpKH.dtype} here"
+            )
+        if cuda:
+            # Fixed cuts are the same bits among any number of requests.
+            lines = 1 if chunk else len(q_TNH) // queries * K
+            tiles = cuda_decode.tiles(rows, H, size, lines, processors(q_TNH.device))
+        else:
+            rows = min(FEW, max(16, triton.next_power_of_2(N // K * queries)))
+            tiles = pick(rows, H, q_TNH.element_size(), size)
         workers = tiles.workers * processors(q_TNH.device)
         shared = None
         if chunk is not None:
@@ -77,8 +100,8 @@ class Layout:
         # Under fixed cuts the layout is of any number of queries, whatever is the longest of this step.
         shape = Shape(K, N // K, rows, tiles.tile, window)
         most = 0 if chunk is not None else shape.filled(max(1, longest_query))
-        runs = chunk is not None and rows == 16
-        return Layout(shape, tiles, H, size, workers, chunk, runs=runs, most=most, shared=shared)
+        runs = chunk is not None and rows == 16 and not cuda
+        return Layout(shape, tiles, H, size, workers, chunk, runs=runs, most=most, shared=shared, cuda=cuda)
 
     @staticmethod
     def of_many(q_TNH: Tensor, k_PpKH: Tensor, *, window: int | None = None) -> "Layout":
@@ -111,7 +134,9 @@ class Layout:
     @property
     def reader(self) -> Reader:
         """Shape, workers and costs."""
-        prices = costs(self.tiles, self.shape.rows, self.width, self.element_bytes, self.workers, self.copies)
+        prices = costs(
+            self.tiles, self.shape.rows, self.width, self.element_bytes, self.workers, self.copies, cuda=self.cuda
+        )
         return Reader(self.shape, self.workers, prices)
 
     def capacity(self, requests: int, queries: int, context: int) -> Capacity:
@@ -202,6 +227,19 @@ class Prepared:
     def overlaps(self) -> bool:
         """Whether the merge is started while the reading goes on, which no interpreter does."""
         return self.flat.is_cuda and self.layout.tiles.overlap and self.merges and not self.layout.many
+
+    @cached_property
+    def posts(self) -> Tensor:
+        """Where blocks of :mod:`cuda_decode` leave states for each other; all bits are 1 before and after a launch."""
+        shape = self.layout.shape
+        count = 2 * max(1, self.capacity.slots) * shape.rows * self.layout.width
+        return torch.full((count,), -1, dtype=torch.int32, device=self.flat.device)
+
+    def empty_posts(self) -> Tensor:
+        """:attr:`posts`; new ones where they would be made by a graph that is being captured, which may never run."""
+        if "posts" not in vars(self) and torch.cuda.is_current_stream_capturing():
+            return replace(self).posts
+        return self.posts
 
     @property
     def early(self) -> dict[str, Any]:

@@ -56,12 +56,20 @@ def pick(rows: int, width: int, query_bytes: int, cache_bytes: int) -> Tiles:
     return Tiles(**found[0].get("eight", found[0]["tiles"])) if cache_bytes == 1 else tiles
 
 
-def costs(tiles: Tiles, rows: int, width: int, element_bytes: int, workers: int, copies: int = 2) -> Costs:
-    """Nanoseconds of a tile of keys and values, while ``workers`` workers share the chip, and of the rest.
+def costs(
+    tiles: Tiles, rows: int, width: int, element_bytes: int, workers: int, copies: int = 2, *, cuda: bool = False
+) -> Costs:
+    """Nanoseconds of a tile of keys and values, while ``workers`` workers share the chip, and of the rest; those of
+    the kernel in CUDA C++, or in Triton.
 
     Whatever takes longer counts: reading its ``copies`` times width numbers, or two products with ``rows`` rows.
     """
-    known = table()["costs"]
+    known = table()["cuda_costs" if cuda else "costs"]
     tile_bytes, flops = copies * tiles.tile * width * element_bytes, 4 * rows * tiles.tile * width
     tile_ns = max(1, round(max(tile_bytes / known["bytes_a_ns"], flops / known["flops_a_ns"]) * workers))
-    return Costs(tile_ns, known["start_ns"], known["merge_ns"], known["part_ns"], known["row_ns"])
+    lone_ns = 0
+    if cuda:
+        # A part of a multiprocessor's warps has fewer tiles on their way.
+        lone_ns = min(tile_ns, round(tile_bytes / known["lone_bytes_a_ns"] * min(2, tiles.workers)))
+    prices = (known[f"{what}_ns"] for what in ("start", "merge", "part", "row", "twice"))
+    return Costs(tile_ns, *prices, lone=lone_ns)

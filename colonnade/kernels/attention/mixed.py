@@ -71,7 +71,7 @@ def paged(
     long = [r for r, (new, length) in enumerate(zip(*table.host, strict=True)) if new == length >= LONG]
     latents = values is not None and v_PpKH is k_PpKH
     if latents or not long or (window is not None and window < table.longest_context):
-        how = {"window": window, "values": values, "scales_Pp2": scales_Pp2}
+        how = {"window": window, "values": values, "scales_Pp2": scales_Pp2, "kernels": "auto"}
         return triton_decode.paged(q_TNH, k_PpKH, v_PpKH, table, **how)
     if "parts" not in table.prepared:
         rest = [r for r, new in enumerate(table.host[0]) if new and r not in long]
@@ -81,7 +81,7 @@ def paged(
     for rows, part in table.prepared["parts"]:
         o_TNH[rows] = _whole(q_TNH[rows], k_PpKH, v_PpKH, part)
     for rows, part in table.prepared["rest"]:
-        o_TNH[rows] = triton_decode.paged(q_TNH[rows], k_PpKH, v_PpKH, part, window=window)
+        o_TNH[rows] = triton_decode.paged(q_TNH[rows], k_PpKH, v_PpKH, part, window=window, kernels="auto")
     return o_TNH[..., :values]
 
 

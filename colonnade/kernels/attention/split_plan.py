@@ -35,6 +35,10 @@ class Costs(NamedTuple):
     """Each piece of the line that has most."""
     row: int = 0
     """Each row that is merged."""
+    twice: int = 0
+    """A worker with pieces of two cut lines, where workers merge themselves."""
+    lone: int = 0
+    """A tile while few workers read, the least that one can take; 0: as much as while all read."""
 
 
 class Shape(NamedTuple):
@@ -83,6 +87,10 @@ class Item(NamedTuple):
     slot: int
     """Where its state goes, to be merged, that of its first chunk where it is a run of them; −1: it is the whole line,
     and writes the output itself."""
+
+
+SHARE = 7
+"""Field of an item in the flat form: which piece of its line it is times 2^16, plus how many the line has."""
 
 
 class Merge(NamedTuple):
@@ -177,7 +185,8 @@ class Plan:
         return Capacity(len(self.starts) - 1, len(self.item_rows) // FIELDS, len(self.merge_rows) // FIELDS, self.slots)
 
     def flat(self, capacity: Capacity | None = None) -> "array[int]":
-        """The plan as one array for a kernel: merges' number, starts, items, merges, firsts, from :func:`places` on.
+        """The plan as one array for a kernel: merges' number and that of those of nothing, starts, items,
+        merges, firsts, from :func:`places` on.
 
         The firsts are each worker's first item once more, and behind it how many the worker has, so that it can begin
         without looking up where its items stand.
@@ -193,6 +202,8 @@ class Plan:
         starts.extend(starts[-1:] * (room.workers - own.workers))
         flat = array("i", [0]) * total
         flat[0] = own.merges
+        spans = zip(self.merge_rows[3::FIELDS], self.merge_rows[4::FIELDS], strict=True)
+        flat[1] = sum(first == end for first, end in spans)
         for at, numbers in ((first_start, starts), (first_item, self.item_rows), (first_merge, self.merge_rows)):
             flat[at : at + len(numbers)] = numbers
         for w, (i, end) in enumerate(itertools.pairwise(self.starts)):

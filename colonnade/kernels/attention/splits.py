@@ -16,7 +16,8 @@ and the two contradict each other. Work is thus balanced whatever the lengths ar
 little more than a whole number of rounds.
 
 **Not cutting.** Lines are given out whole, longest first, each to whoever ends first (Graham 1969). What ends earlier,
-its merge included, is the plan; with few lines fewer workers are tried too, whose merge has fewer pieces.
+its merge included, is the plan; with few lines fewer workers are tried too, whose merge has fewer pieces. Where
+workers merge what they cut (``twice``), so is one piece for each worker, so that nobody merges two lines.
 
 **Fixed cuts** (``chunk``): lines are cut at the multiples of ``chunk`` keys, whoever else is in the batch; who reads a
 chunk does not change its numbers, and chunks merge in their order. A request's result is then the same bits alone and
@@ -88,11 +89,15 @@ def plan(
         found = [_given_out(_whole(lines), prices, [1] * len(prices), workers)]
         fewer = workers
         while prices and fewer > 0 and (fewer == workers or fewer > len(prices)):
+            if costs.twice and len(prices) <= fewer:
+                found.append(_apart(lines, shape.tile, fewer, workers, costs))
             # An eighth of a tile is nearer than the costs are known.
             found.append(_cut(lines, prices, shape.tile, fewer, costs, costs.tile // 8))
             fewer //= 2
     used = shape.filled(max(queries, default=0))
-    finish = [each.read + _merging(each.parts, lines, costs, used) for each in found]
+    if costs.lone and chunk is None:
+        found = [each._replace(read=_sharing(each, shape.tile, workers, costs)) for each in found]
+    finish = [each.read + _merging(each, lines, costs, used) for each in found]
     best = min(range(len(found)), key=finish.__getitem__)
     return _written(lines, found[best], finish[best], workers, empty, -(-sum(prices) // workers), chunk)
 
@@ -220,6 +225,37 @@ def _cut(lines: _Lines, prices: list[int], tile: int, workers: int, costs: Costs
     return _Found(pieces, parts, longest)
 
 
+def _sharing(found: _Found, tile: int, workers: int, costs: Costs) -> int:
+    """When all is read where few workers, or those that end last, read a tile sooner, down to ``lone``."""
+    loads = [
+        (sum(-(-end // tile) - first // tile for _, first, end in taken), len(taken)) for taken in found.pieces if taken
+    ]
+    read, before = 0, 0
+    for done, (tiles, _) in enumerate(sorted(loads)):
+        busy = len(loads) - done
+        read += (tiles - before) * (costs.lone + (costs.tile - costs.lone) * busy // workers)
+        before = tiles
+    return read + costs.start * max((pieces for tiles, pieces in loads if tiles == before), default=0)
+
+
+def _apart(lines: _Lines, tile: int, most: int, workers: int, costs: Costs) -> _Found:
+    """One piece for each of at most ``most`` workers, of the fewest tiles; the pieces of a line are equal."""
+    low, high = 0, max(lines.tiles)  # tiles of a piece: too few, enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        if sum(-(-n // middle) for n in lines.tiles) <= most:
+            high = middle
+        else:
+            low = middle
+    pieces: list[list[_Piece]] = []
+    parts = [-(-n // high) for n in lines.tiles]
+    for i, (n, first, end) in enumerate(zip(parts, lines.firsts, lines.ends, strict=True)):
+        at = [(first // tile + part * lines.tiles[i] // n) * tile for part in range(1, n)]
+        pieces += [[(i, *piece)] for piece in pairwise([first, *at, end])]
+    pieces += [[] for _ in range(workers - len(pieces))]
+    return _Found(pieces, parts, costs.start + high * costs.tile)
+
+
 def _filled(tiles: list[int], before: list[int], limit: int, costs: Costs) -> list[tuple[int, int]]:
     """Where each worker begins, as a line and tiles of it, when workers are filled up to a limit.
 
@@ -240,8 +276,9 @@ def _filled(tiles: list[int], before: list[int], limit: int, costs: Costs) -> li
     return begins
 
 
-def _merging(parts: list[int], lines: _Lines, costs: Costs, used: int) -> int:
+def _merging(found: _Found, lines: _Lines, costs: Costs, used: int) -> int:
     """What a merge costs of blocks of ``used`` rows."""
+    parts = found.parts
     joins = any(lines.joined)
     most = max(parts, default=0) + joins
     if most <= 1:
@@ -249,7 +286,10 @@ def _merging(parts: list[int], lines: _Lines, costs: Costs, used: int) -> int:
     merged = len(parts) - parts.count(1)
     if joins:
         merged = sum(n > 1 or joined for n, joined in zip(parts, lines.joined, strict=True))
-    return costs.merge + costs.part * most + costs.row * merged * used
+    # Only at its ends has a worker parts of lines.
+    ends = [(taken[0][0], taken[-1][0]) for taken in found.pieces if len(taken) > 1] if costs.twice else []
+    twice = costs.twice if any(parts[i] > 1 and parts[j] > 1 for i, j in ends) else 0
+    return costs.merge + costs.part * most + costs.row * merged * used + twice
 
 
 def _written(
@@ -264,12 +304,16 @@ def _written(
             at[i] = slots
             slots += parts
     place: dict[_Piece, int] = {}
+    share: dict[_Piece, int] = {}
+    begun = at[:]
     for piece in sorted([piece for taken in found.pieces for piece in taken if at[piece[0]] >= 0]):
         i, first, end = piece
         place[piece] = at[i]
+        if chunk is None:
+            share[piece] = (at[i] - begun[i]) * 2**16 + found.parts[i]
         at[i] += 1 if chunk is None else -(-end // chunk) - first // chunk
     items = [
-        (*lines.names[i], first, end, place.get((i, first, end), -1))
+        (*lines.names[i], first, end, place.get((i, first, end), -1), 0, share.get((i, first, end), 0))
         for taken in found.pieces
         for i, first, end in taken
     ]

@@ -21,8 +21,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from colonnade.kernels.attention import held, sdpa, triton_eight, triton_latent, triton_rows, triton_splits
-from colonnade.kernels.attention.decode_layout import Layout, Prepared, few
+from colonnade.kernels.attention import cuda_decode, held, sdpa, triton_eight, triton_latent, triton_rows, triton_splits
+from colonnade.kernels.attention.decode_layout import Kernels, Layout, Prepared, few
 from colonnade.kernels.attention.decode_tiles import Tiles
 from colonnade.kernels.attention.pages import PageTable
 from colonnade.kernels.attention.split_plan import places
@@ -64,6 +64,9 @@ def attend(
     if not T:
         return state
     bends = (cap, slopes_N, sinks_N, scales_K, layout.shape.window)
+    if layout.cuda and shared is None and layout.chunk is None:
+        cuda_decode.attend(q_TNH, k_PpKH, v_PpKH, state, None, table, ready, bends)
+        return state
     slots, theirs = slots_of(state.o, ready), None
     _read(q_TNH, k_PpKH, v_PpKH, state, slots, table, ready, bends, ready.flat, None)
     if shared is not None:
@@ -89,6 +92,9 @@ def _read(
     """All pieces of a plan. With ``groups`` its requests are groups: what was launched before, beside which they are
     read, and where they begin in ``members``.
     """
+    if ready.layout.cuda:
+        cuda_decode.attend(q_TNH, k_PpKH, v_PpKH, state, slots, table, ready, bends)
+        return
     (_, N, H), (P, page_tokens) = q_TNH.shape, k_PpKH.shape[:2]
     pages_RP = table.pages_RP if table.pages_RP.stride(-1) == 1 else table.pages_RP.contiguous()
     layout = ready.layout
@@ -163,17 +169,19 @@ def paged(
     window: int | None = None,
     values: int | None = None,
     scales_Pp2: Tensor | None = None,
+    kernels: Kernels = "triton",
 ) -> Tensor:
     """o_TNH of requests whose keys lie in pages (see :func:`reference.paged`); heads over 256 wide are SDPA's.
 
-    But those of latent attention, whose one head is key and value in one, may have any width.
+    But those of latent attention, whose one head is key and value in one, may have any width. With ``kernels`` "auto"
+    requests of few rows are read by the kernel in CUDA C++ where it takes them.
     """
     if v_PpKH is k_PpKH and k_PpKH.shape[2] == 1 and values is not None:
         return triton_latent.paged_state(q_TNH, k_PpKH, values, table, window=window, scales_Pp2=scales_Pp2).o
     assert scales_Pp2 is None, "8 bits with a scale a token are for latents"
     if q_TNH.shape[2] > WIDEST:
         return sdpa.paged(q_TNH, k_PpKH, v_PpKH, table, window=window, values=values)
-    return _by_plans(q_TNH, k_PpKH, v_PpKH, table, window).o[..., :values]
+    return _by_plans(q_TNH, k_PpKH, v_PpKH, table, window, kernels).o[..., :values]
 
 
 def held_state(
@@ -191,15 +199,17 @@ def held_state(
     assert scales_Pp2 is None, "8 bits with a scale a token are for latents"
     if q_TNH.shape[2] > WIDEST:
         return held.attend(q_TNH, k_PpKH, v_PpKH, table, values=values)
-    o_TNH, lse_TN = _by_plans(q_TNH, k_PpKH, v_PpKH, table, None)
+    o_TNH, lse_TN = _by_plans(q_TNH, k_PpKH, v_PpKH, table, None, "auto")
     return State(o_TNH[..., :values], lse_TN)
 
 
-def _by_plans(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, window: int | None) -> State:
+def _by_plans(
+    q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, window: int | None, kernels: Kernels
+) -> State:
     """By the table's plans, which are made when the first such layer asks."""
-    key = q_TNH.shape[1], k_PpKH.shape[2], q_TNH.shape[2], q_TNH.dtype, k_PpKH.dtype, window
+    key = q_TNH.shape[1], k_PpKH.shape[2], q_TNH.shape[2], q_TNH.dtype, k_PpKH.dtype, window, kernels
     if key not in table.prepared:
-        table.prepared[key] = prepared(q_TNH, k_PpKH, table, window)
+        table.prepared[key] = prepared(q_TNH, k_PpKH, table, window, kernels)
     first, *rest = table.prepared[key]
     state = attend(q_TNH, k_PpKH, v_PpKH, table, first)
     for ready in rest:
@@ -207,7 +217,9 @@ def _by_plans(q_TNH: Tensor, k_PpKH: Tensor, v_PpKH: Tensor, table: PageTable, w
     return state
 
 
-def prepared(q_TNH: Tensor, k_PpKH: Tensor, table: PageTable, window: int | None) -> tuple[Prepared, ...]:
+def prepared(
+    q_TNH: Tensor, k_PpKH: Tensor, table: PageTable, window: int | None, kernels: Kernels = "auto"
+) -> tuple[Prepared, ...]:
     """Plans for the requests of few rows and for those of many, on the device; either may be missing.
 
     Raises CapacityError where a request is longer than its table.
@@ -219,7 +231,8 @@ def prepared(q_TNH: Tensor, k_PpKH: Tensor, table: PageTable, window: int | None
     many = [count - small for count, small in zip(new, some, strict=True)]
     made: list[Prepared] = []
     if any(some) or not any(many):
-        layout = Layout.of(q_TNH, k_PpKH, max(some, default=1), window=window, shares=table.share)
+        longest = max(some, default=1)
+        layout = Layout.of(q_TNH, k_PpKH, longest, window=window, shares=table.share, kernels=kernels)
         made.append(_planned(layout, table, lengths, some, room, device))
     if any(many):
         layout = Layout.of_many(q_TNH, k_PpKH, window=window)

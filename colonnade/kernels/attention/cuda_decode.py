@@ -1,0 +1,218 @@
+"""Flash-Decoding in CUDA C++ for Hopper (cuda_decode.cu): what it takes, its tiles, its launch.
+
+It follows the same plans as the Triton kernel (:mod:`triton_splits`), which stays for all that this one does not take:
+float32, more query rows a request than its registers hold, pages of less than 16 tokens, other GPUs, and machines where
+nothing can be compiled at run time. One block stays on each multiprocessor; what it can have in flight, not its
+arithmetic, decides its speed, so that warps and stages of a warp's ring are as many as shared memory holds.
+
+Lines that were cut are merged in the same launch (``merge``), unless cuts are fixed or a prefix is shared: then states
+go to slots and :mod:`triton_merge` adds them up, in an order that depends on nobody else.
+"""
+
+import functools
+import logging
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from colonnade.kernels import nvrtc
+from colonnade.kernels.attention.decode_tiles import Tiles, pick
+from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.split_plan import places
+from colonnade.kernels.device import processors, shared_bytes
+from colonnade.kernels.softmax_state import State
+
+if TYPE_CHECKING:
+    from colonnade.kernels.attention.decode_layout import Prepared
+
+log = logging.getLogger(__name__)
+SOURCE = Path(__file__).with_suffix(".cu")
+TOKENS = 16
+"""Tokens of a tile; a tile is one warp's, and lies within one page."""
+STAGES = 4
+"""Tiles of a warp's ring at most, the one in use among them: with more each load waits longer in line."""
+ARCH = (9, 0)
+CACHES = {torch.float8_e4m3fn: 1, torch.int8: 2}
+ARGUMENTS = struct.Struct("15Q8q8i2f")
+HOPPER_BYTES = 227 * 1024
+CHOSEN: list["Sizes"] = []
+TEAMS: list[int] = []
+"""Where there is one, it stands above what is found here: for the tool that measures, and for tests."""
+
+
+class Sizes(NamedTuple):
+    """How a block is cut up."""
+
+    warps: int
+    stages: int
+
+
+def memory(width: int, cache_bytes: int, rows: int, sizes: Sizes, *, queries: bool = False) -> int:
+    """Bytes of shared memory that a block takes, as in cuda_decode.cu; ``queries`` of 8 rows may pass through it."""
+    chunks = width * cache_bytes // 16
+    row_bytes = 16 * (chunks if chunks % 8 == 0 else chunks | 1)
+    ring = sizes.warps * sizes.stages * 2 * TOKENS * row_bytes
+    odd = width // 8 % 8 != 0
+    held = rows * (width * 2 + 4) if rows > 8 else queries * 16 * (8 * (width // 8 | odd) + odd)
+    return ring + sizes.warps * (32 * (width + 4 * (width % 32 != 0)) + 64) + held
+
+
+@functools.cache
+def sizes(width: int, cache_bytes: int, rows: int, most_bytes: int = HOPPER_BYTES) -> Sizes | None:
+    """The most warps whose rings have three stages; None where not even three warps have them."""
+    small = rows == 8 and width * cache_bytes == 128 and cache_bytes == 2
+    for warps in (12, 8, 6, 4, 3) if small else (8, 6, 4, 3):
+        fitting = [s for s in range(3, STAGES + 1) if memory(width, cache_bytes, rows, Sizes(warps, s)) <= most_bytes]
+        if fitting:
+            return Sizes(warps, max(fitting))
+    return None
+
+
+def tiles(rows: int, width: int, cache_bytes: int, lines: int, blocks: int) -> Tiles:
+    """What plans and the merge of slots are made for, where there are so many lines, and ``blocks`` multiprocessors.
+
+    Where lines are many a block is cut into teams that read one each: a team that has no second line need not stop
+    between two, which takes as long as reading 20 KB.
+    """
+    found = CHOSEN[0] if CHOSEN else sizes(width, cache_bytes, rows)
+    assert found is not None, "asked only for what is taken"
+    teams = 1
+    while rows == 8 and teams * blocks < lines and teams < 4 and found.warps % (4 * teams) == 0:
+        teams *= 2
+    teams = TEAMS[0] if TEAMS else teams
+    of_merge = pick(16, width, 2, cache_bytes)
+    return of_merge._replace(tile=TOKENS, warps=found.warps, stages=found.stages, workers=teams)
+
+
+@functools.cache
+def _runs_on(device: torch.device) -> bool:
+    """Whether this GPU is one that the kernel is for, and something can be compiled; says once why not."""
+    found = torch.cuda.get_device_capability(device)
+    why = nvrtc.unavailable() if found == ARCH else f"it is for compute capability 9.0, and {device} has {found}"
+    if why is not None:
+        log.warning("decode attention runs in Triton, not in CUDA C++: %s", why)
+    return why is None
+
+
+def rows_of(group: int, queries: int) -> int:
+    """Rows of a block that holds all of a request's."""
+    return -(-group * queries // 8) * 8
+
+
+def faster(rows: int, width: int) -> bool:
+    """Whether most cells of so many rows are read sooner than by the kernel in Triton: those of one product's 8.
+
+    Heads of 256 leave room for four warps: of 15 random cells with such heads 6 were faster, and all together slower.
+    """
+    return rows == 8 and width < 256
+
+
+def takes(q_TNH: Tensor, k_PpKH: Tensor, rows: int) -> bool:
+    """Whether the kernel reads such a cache for such queries, in blocks of ``rows`` rows."""
+    H, page_tokens, size = q_TNH.shape[2], k_PpKH.shape[1], k_PpKH.element_size()
+    kinds = k_PpKH.dtype == q_TNH.dtype or k_PpKH.dtype in CACHES
+    # Sums of more numbers than these, rows times width, do not fit into registers.
+    fits = H % 16 == 0 and 64 <= H <= 256 and rows * H <= 4096 and rows <= 48 and sizes(H, size, rows) is not None
+    return (
+        q_TNH.is_cuda and q_TNH.dtype in (torch.float16, torch.bfloat16) and kinds and fits
+        and page_tokens % TOKENS == 0 and _aligned(k_PpKH) and _runs_on(q_TNH.device)
+    )  # fmt: skip
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether rows can be copied 16 bytes at once."""
+    size = x.element_size()
+    whole = all(stride * size % 16 == 0 for stride in x.stride()[:-1])
+    return x.stride(-1) == 1 and whole and x.data_ptr() % 16 == 0
+
+
+@functools.cache
+def _kernel(constants: tuple[tuple[str, int], ...], shared: int, device: torch.device) -> nvrtc.Kernel:
+    """Compiled for these macros."""
+    binary = nvrtc.compiled(SOURCE.read_text(encoding="utf-8"), options(dict(constants)), "sm_{}{}".format(*ARCH))
+    with torch.cuda.device(device):
+        return nvrtc.Kernel(binary, "attend", shared)
+
+
+def options(constants: dict[str, int]) -> list[str]:
+    """What the compiler is told."""
+    return ["--std=c++17", *(f"-D{name}={value}" for name, value in constants.items())]
+
+
+def constants(
+    q_TNH: Tensor, k_PpKH: Tensor, group: int, rows: int, tiles: Tiles, *, window: bool = False, cap: bool = False,
+    slopes: bool = False, sinks: bool = False, scaled: bool = False, single: bool = True, merge: bool = True,
+    early: bool = False, queries: bool = False, compute: bool = True,
+) -> dict[str, int]:  # fmt: skip
+    """Macros of a variant."""
+    return {
+        "H": q_TNH.shape[2], "GROUP": group, "NT": rows // 8, "PAGE": k_PpKH.shape[1], "WARPS": tiles.warps,
+        "TEAM": tiles.warps // tiles.workers, "STAGES": tiles.stages, "BF16": int(q_TNH.dtype == torch.bfloat16),
+        "CACHE": CACHES.get(k_PpKH.dtype, 0), "WINDOWED": int(window), "CAPPED": int(cap), "SLOPES": int(slopes),
+        "SINKS": int(sinks), "SCALED": int(scaled), "SINGLE": int(single), "MERGE": int(merge), "EARLY": int(early),
+        "SHARED_Q": int(queries), "COMPUTE": int(compute),
+    }  # fmt: skip
+
+
+Bends = tuple[float | None, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, int | None]
+"""Soft cap, slopes, sinks, scales of keys and of values, window."""
+
+
+def attend(
+    q_TNH: Tensor,
+    k_PpKH: Tensor,
+    v_PpKH: Tensor,
+    state: State,
+    slots: State | None,
+    table: PageTable,
+    ready: "Prepared",
+    bends: Bends,
+    *,
+    compute: bool = True,
+) -> None:
+    """All pieces of a plan: whole lines into ``state``, states of the others into ``slots``.
+
+    Without ``slots`` the others are merged here, and lines of no keys written; :attr:`Prepared.posts`, where blocks
+    leave states for each other, is one plan's, so that a plan is for one stream at a time. Without ``compute`` the
+    loads alone, for a benchmark: how fast memory answers them.
+    """
+    (T, N, H), layout = q_TNH.shape, ready.layout
+    shape = layout.shape
+    q_TNH, k_PpKH, v_PpKH = (x if _aligned(x) else x.contiguous().clone() for x in (q_TNH, k_PpKH, v_PpKH))
+    pages_RP = table.pages_RP if table.pages_RP.stride(-1) == 1 else table.pages_RP.contiguous()
+    cap, slopes_N, sinks_N, scales_K, window = bends
+    slopes_N, sinks_N = (None if x is None else x.float().contiguous() for x in (slopes_N, sinks_N))
+    device = q_TNH.device
+    workers = ready.capacity.workers
+    sized = Sizes(layout.tiles.warps, layout.tiles.stages)
+    room, size = shared_bytes(device), k_PpKH.element_size()
+    queries = shape.rows == 8 and layout.tiles.workers == 1
+    queries = queries and memory(H, size, shape.rows, sized, queries=True) <= room
+    shared = memory(H, size, shape.rows, sized, queries=queries)
+    assert shared <= room
+    assert workers <= layout.tiles.workers * processors(device), "blocks that are not resident at once"
+    macros = constants(
+        q_TNH, k_PpKH, shape.group, shape.rows, layout.tiles, window=bool(window), cap=cap is not None,
+        slopes=slopes_N is not None, sinks=sinks_N is not None, scaled=scales_K is not None,
+        single=table.longest_query == 1 and len(table.lengths_R) == T, merge=slots is None,
+        early=slots is not None and ready.overlaps, queries=queries, compute=compute,
+    )  # fmt: skip
+    posts = (ready.empty_posts(), None) if slots is None else slots
+    _, items_at, merges_at, firsts_at, _ = places(ready.capacity)
+    pointers = (
+        q_TNH, k_PpKH, v_PpKH, *state, *posts, ready.flat, pages_RP, table.cu_queries, table.lengths_R,
+        slopes_N, sinks_N, *(scales_K or (None, None)),
+    )  # fmt: skip
+    q_bytes, k_bytes, v_bytes = (x.element_size() for x in (q_TNH, k_PpKH, v_PpKH))
+    arguments = ARGUMENTS.pack(
+        *(0 if x is None else x.data_ptr() for x in pointers),
+        *(stride * q_bytes for stride in q_TNH.stride()[:2]), *(stride * k_bytes for stride in k_PpKH.stride()[:3]),
+        *(stride * v_bytes for stride in v_PpKH.stride()[:3]), pages_RP.stride(0), pages_RP.shape[1], len(k_PpKH),
+        items_at, firsts_at, merges_at, N, window or 0, H**-0.5, 1.0 if cap is None else cap,
+    )  # fmt: skip
+    kernel = _kernel(tuple(macros.items()), shared, device)
+    with torch.cuda.device(device):
+        kernel.launch(workers // layout.tiles.workers, 32 * layout.tiles.warps, arguments, cooperative=slots is None)
