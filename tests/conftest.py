@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-# Before torch is imported, here and in every child process: two workers on two cores, one thread each.
+# Before torch is imported, here and in every child process: several workers share the cores, one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
