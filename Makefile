@@ -3,7 +3,7 @@
 
 PYTHON  ?= python3
 VENV    ?= .venv
-WORKERS ?= 3
+WORKERS ?= 2
 ARGS    ?=
 
 BIN := $(VENV)/bin
@@ -11,8 +11,7 @@ KEY := $(shell cat pyproject.toml assets.txt | cksum | tr -cd '0-9')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SCRIPTS := $(filter-out benchmarks/_% benchmarks/table.py,$(sort $(wildcard benchmarks/*.py)))
 
-# Three test workers on two cores, because tests of servers and of processes that are killed wait a good part of their
-# time; they must not each start a thread per core. Nothing in a test may call home.
+# Two test workers on two cores must not each start a thread per core; nothing in a test may call home.
 QUIET := NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 # $(call step,NAME,COMMAND): runs COMMAND and says how long it took.
@@ -23,7 +22,7 @@ step = @started=$$(date +%s); if $(2); then echo "  $(1): $$(( $$(date +%s) - st
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@echo "Colonnade: make TARGET [PYTHON=python3.12] [WORKERS=3] [ARGS=...]"
+	@echo "Colonnade: make TARGET [PYTHON=python3.12] [WORKERS=2] [ARGS=...]"
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
 
 install: $(VENV)/.test-$(KEY)  ## everything that the tests, the documentation and the benchmarks use
