@@ -65,8 +65,8 @@ def corpus(
         soft_wrap=True,
     )
     if manifest.spans:
-        where = "spans spread evenly over it are" if manifest.spans > 1 else "its end is"
-        console.print(f"the sources are one document: {where} held out, a document each", soft_wrap=True)
+        what = f"{manifest.spans} spans of it are" if manifest.spans > 1 else "its end is"
+        console.print(f"one document was given: {what} held out for validation", soft_wrap=True)
     if manifest.tasks:
         named = ", ".join(f"{number} {name}" for number, name in enumerate(manifest.tasks))
         console.print(f"{count(len(manifest.tasks), 'task')}: {named}", soft_wrap=True)

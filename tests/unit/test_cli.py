@@ -243,15 +243,13 @@ def test_world_size_mismatch(tmp_path: Path, corpus: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("sentences", "said"), [(40, "its end is held out"), (9000, "spans spread evenly over it are")]
-)
+@pytest.mark.parametrize(("sentences", "said"), [(40, "its end is held out"), (9000, r"\d+ spans of it are held out")])
 def test_a_corpus_of_one_file_says_what_is_held_out(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, sentences: int, said: str
 ) -> None:
     (tmp_path / "book.txt").write_text("The quick brown fox jumps. " * sentences)
     main(["corpus", str(tmp_path / "book.txt"), "--out", str(tmp_path / "book"), "--vocab_size", "260"])
-    assert f"the sources are one document: {said}" in capsys.readouterr().err
+    assert re.search(f"one document was given: {said} for validation", capsys.readouterr().err)
 
 
 def test_empty_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
