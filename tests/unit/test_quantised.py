@@ -187,7 +187,7 @@ def test_what_cannot_be_is_refused() -> None:
         ({"weights": 8}, "weights is 8; it must be 'stored'"),
         ({"weights": "int4", "weight_group": 48}, "weight_group is 48; it must be 32, 64 or 128"),
         ({"dtype": "float31"}, "dtype is 'float31'; it must be 'auto', 'float32'"),
-        ({"dtype": torch.float16}, "dtype is torch.float16; it must be 'auto'"),
+        ({"dtype": torch.int8}, "dtype is 'int8'; it must be 'auto'"),
         ({"device": "tpu"}, "device is 'tpu'; it must be 'auto', 'cpu' or 'cuda'"),
     ],
 )
