@@ -22,7 +22,7 @@ ComputeType = Literal["float32", "bfloat16", "float16", "float64"]
 MOST_SAMPLES = 1 << 24
 """Samples of one step."""
 SEQUENCE = 512
-"""Tokens in one sample, unless the model's context is shorter or somebody says otherwise."""
+"""Tokens in one sample, unless the model's context is shorter or another number is set."""
 
 
 def _sequence(was: "RunConfig", now: "RunConfig") -> object:

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from colonnade.config import TrainConfig
-from colonnade.train.optimizer import MOMENTS, AdamW
+from colonnade.train.optimizer import MOMENTS, AdamW, move_group
 
 BUCKET_BYTES = 1 << 28
 """Moments that travel together: large enough for the link's full speed; three times this is staging memory. A weight
@@ -126,24 +125,5 @@ class OffloadedAdamW(AdamW):
         for group in self._adamw.param_groups:
             chosen = [i for i, w in enumerate(bucket.weights) if self._group_of[w] is group and w.grad is not None]
             weights = [bucket.weights[i] for i in chosen]
-            if not weights:
-                continue
-            with torch.no_grad():
-                adamw(
-                    weights,
-                    [w.grad for w in weights if w.grad is not None],
-                    [first[i] for i in chosen],
-                    [second[i] for i in chosen],
-                    [],
-                    [self._of(w)["step"] for w in weights],
-                    fused=True,
-                    grad_scale=scale,
-                    found_inf=skip,
-                    amsgrad=False,
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
+            counts = [self._of(w)["step"] for w in weights]
+            move_group(group, weights, [first[i] for i in chosen], [second[i] for i in chosen], counts, scale, skip)

@@ -23,6 +23,39 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """torch's names of m and v, under which a checkpoint stores them."""
 
 
+@torch.no_grad()
+def move_group(
+    group: Mapping[str, Any],
+    weights: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    counts: list[Tensor],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Move ``weights``, all of which have gradients, by torch's fused kernel with the settings of ``group``."""
+    if not weights:
+        return
+    adamw(
+        weights,
+        [w.grad for w in weights if w.grad is not None],
+        first,
+        second,
+        [],
+        counts,
+        fused=True,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
 class _FusedAdamW:
     """What :class:`torch.optim.AdamW` does with ``fused=True``. A ``torch.optim.Optimizer`` imports torch.compile when
     it is made, a second in each process.
@@ -34,33 +67,13 @@ class _FusedAdamW:
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
 
-    @torch.no_grad()
     def step(self) -> None:
         """Move the weights that have gradients."""
         for group in self.param_groups:
             weights = [w for w in group["params"] if w.grad is not None]
-            if not weights:
-                continue
             states = [self.state[w] for w in weights]
-            first, second = ([state[moment] for state in states] for moment in MOMENTS)
-            adamw(
-                weights,
-                [w.grad for w in weights if w.grad is not None],
-                first,
-                second,
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                grad_scale=self.grad_scale,
-                found_inf=self.found_inf,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            first, second, counts = ([state[name] for state in states] for name in (*MOMENTS, "step"))
+            move_group(group, weights, first, second, counts, self.grad_scale, self.found_inf)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
