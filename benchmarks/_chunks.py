@@ -14,9 +14,9 @@ import torch
 import _decode
 from _rows import figures, line
 from colonnade.kernels.attention import sdpa, split_reference, triton_decode
-from colonnade.kernels.attention.decode_layout import Layout
+from colonnade.kernels.attention.decode_plan import Layout
 from colonnade.kernels.attention.decode_tiles import Tiles
-from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.page_table import PageTable
 
 TOLERANCE = 6e-4
 CANDIDATES = [

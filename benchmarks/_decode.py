@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from colonnade.kernels.attention import cuda_decode, split_reference, triton_decode
-from colonnade.kernels.attention.decode_layout import Kernels, Layout
-from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.decode_plan import Kernels, Layout
+from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.softmax_state import State
 
 COLD_BYTES, CALLS = 2**28, 256

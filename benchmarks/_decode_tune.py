@@ -18,7 +18,7 @@ import _chunks
 import _eight
 from _decode import Cell, Tensors, ours, replayed, seconds
 from colonnade.kernels.attention import decode_tiles
-from colonnade.kernels.attention.decode_layout import FEW
+from colonnade.kernels.attention.decode_plan import FEW
 from colonnade.kernels.attention.decode_tiles import Tiles
 
 CANDIDATES = [

@@ -15,7 +15,7 @@ from torch import Tensor
 from _decode import Cell, Run, Tensors, error, exact, replayed
 from _rows import figures, line
 from colonnade.kernels.attention import split_reference, triton_decode
-from colonnade.kernels.attention.decode_layout import Kernels, Layout
+from colonnade.kernels.attention.decode_plan import Kernels, Layout
 
 CELLS = ((256, 256), (32, 2048), (4, 16_384), (1, 65_536), (1, 131_072), (16, 65_536))
 TINY = ((2, 60),)

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from colonnade.kernels.choose import choose
 from colonnade.kernels.experts import triton_products as products
 from colonnade.kernels.experts.tiles import Kernel, Tiles
+from colonnade.kernels.registry import choose
 
 FORWARD: tuple[Kernel, ...] = ("gated_up", "down")
 BACKWARD: tuple[Kernel, ...] = ("hidden_back", "rows_back", "gated_weights_back", "weights_back")

@@ -18,7 +18,7 @@ from colonnade.config import ModelConfig, Plan
 from colonnade.errors import ColonnadeError
 from colonnade.model import IGNORE, Packed, Transformer, initialise
 from colonnade.parallel.axis import SOLO_AXES, Axes
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 
 EXACT = 1e-10
 """Tolerance of float64 parity, relative to the larger of 1 and the reference."""
@@ -59,16 +59,16 @@ class Row:
 class Table:
     """Runs checks; rank 0 prints and writes each row at once, in case a later check kills the run."""
 
-    def __init__(self, ground: Ground, stack: ExitStack, scratch: str, compiler: str, kept: str):
+    def __init__(self, ground: DistributedContext, stack: ExitStack, scratch: str, compiler: str, kept: str):
         self.ground, self.scratch, self.compiler, self.kept = ground, scratch, compiler, Path(kept)
         self._control = dist.new_group(backend="gloo") if ground.world > 1 else None
         self._stack = stack
-        self._grounds: dict[Plan, Ground] = {}
+        self._grounds: dict[Plan, DistributedContext] = {}
 
-    def on(self, plan: Plan) -> Ground:
+    def on(self, plan: Plan) -> DistributedContext:
         """This world laid out by ``plan``; made once, since each lays its own communicators."""
         if plan not in self._grounds:
-            self._grounds[plan] = self._stack.enter_context(Ground.build(plan, self.ground.device.type))
+            self._grounds[plan] = self._stack.enter_context(DistributedContext.build(plan, self.ground.device.type))
         return self._grounds[plan]
 
     def run(self, part: str, check: str, work: Callable[[], tuple[str, str]]) -> None:

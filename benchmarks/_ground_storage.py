@@ -12,18 +12,18 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.fsdp import fully_shard
 
 from _ground import EXACT, MODELS, Batch, Table, build, difference, exact, first_line, ragged
-from colonnade.checkpoint import folder as folders
+from colonnade.checkpoint import atomic_folder as folders
 from colonnade.checkpoint import native
-from colonnade.checkpoint.storage import Writer
-from colonnade.checkpoint.view import storage_view
+from colonnade.checkpoint.dcp_storage import Writer
+from colonnade.checkpoint.dtensor_view import storage_view
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.model import Transformer
 from colonnade.parallel.axis import SOLO, Axis, world_axis
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, Sharded, masters
 from colonnade.parallel.layout import layout_of, share
-from colonnade.parallel.mesh import Ground
 from colonnade.train.optimizer import AdamW
-from colonnade.train.step import Step
+from colonnade.train.train_step import Step
 
 TRAIN = TrainConfig(steps=20, warmup=2, lr=3e-3, min_lr=1e-4, clip=0.1, label_smoothing=0.05)
 STEPS = 3
@@ -38,11 +38,13 @@ class Run:
     masters: Masters
     optimizer: AdamW
     step: Step
-    ground: Ground
+    ground: DistributedContext
     total: int
 
     @staticmethod
-    def start(config: ModelConfig, ground: Ground, total: int, compute: torch.dtype = torch.float64) -> "Run":
+    def start(
+        config: ModelConfig, ground: DistributedContext, total: int, compute: torch.dtype = torch.float64
+    ) -> "Run":
         """``total`` micro-batches make a step, over all data ranks."""
         kept = torch.float64 if compute == torch.float64 else torch.float32
         model = build(config, ground.device, ground.axes, dtype=kept)
@@ -88,7 +90,7 @@ def check(table: Table) -> None:
     total = 2 * ground.world  # at least two micro-batches on every data rank
     ones: dict[str, tuple[Run, list[tuple[float, float]]]] = {}
     for name, config in MODELS.items():
-        one = Run.start(config, Ground.solo(ground.device), total)
+        one = Run.start(config, DistributedContext.solo(ground.device), total)
         ones[name] = one, one.go(0, STEPS)
         for plan in PLANS[ground.world]:
             table.run("a", f"{name}: {STEPS} steps, {_label(plan)}", lambda p=plan, n=name: _trains(p, n, ones, table))
@@ -132,7 +134,7 @@ def _trains(plan: Plan, name: str, ones: dict[str, tuple[Run, list[tuple[float, 
 
 
 def _gpu_against_cpu(config: ModelConfig, total: int, tolerance: float):
-    gpu, cpu = (Run.start(config, Ground.solo(device), total) for device in ("cuda", "cpu"))
+    gpu, cpu = (Run.start(config, DistributedContext.solo(device), total) for device in ("cuda", "cpu"))
     losses = [run.go(0, STEPS) for run in (gpu, cpu)]
     moved = (difference(w.cpu(), cpu.masters.local[name]) for name, w in gpu.masters.local.items())
     return exact(max(spread(*losses), *moved), tolerance)
@@ -159,12 +161,12 @@ def _pairs(table: Table, total: int):
     plans: list[Plan | None] = [*PLANS[world]] + ([None] if world > 1 else [])
     worst, configs = 0.0, list(MODELS.values())
 
-    def on(plan: Plan | None, work: Callable[[Ground], float]) -> float:
-        return work(Ground.solo(device) if plan is None else table.on(plan))
+    def on(plan: Plan | None, work: Callable[[DistributedContext], float]) -> float:
+        return work(DistributedContext.solo(device) if plan is None else table.on(plan))
 
     after: dict[tuple[int, int], list[tuple[float, float]]] = {}
 
-    def save(number: int, which: int, ground: Ground) -> float:
+    def save(number: int, which: int, ground: DistributedContext) -> float:
         it = Run.start(configs[which], ground, total)
         it.go(0, STEPS)
         # In a world of several, the run of one process is rank 0's, which the others repeat without writing.
@@ -175,7 +177,7 @@ def _pairs(table: Table, total: int):
         after[number, which] = it.go(STEPS, 2 * STEPS)
         return 0.0
 
-    def load(number: int, which: int, ground: Ground) -> float:
+    def load(number: int, which: int, ground: DistributedContext) -> float:
         it = Run.start(configs[which], ground, total)
         it.go(0, 1)  # something to overwrite
         native.load(root / f"{which}-{number}", it.model, ground, masters=it.masters, optimizer=it.optimizer)
@@ -217,7 +219,7 @@ def _async(table: Table, total: int):
     want = it.go(STEPS, 2 * STEPS)
     writing.result()
     table.everybody("")
-    one = Run.start(config, Ground.solo(table.ground.device), total)
+    one = Run.start(config, DistributedContext.solo(table.ground.device), total)
     native.load(path, one.model, one.ground, masters=one.masters, optimizer=one.optimizer)
     return exact(spread(one.go(STEPS, 2 * STEPS), want))
 
@@ -247,7 +249,7 @@ def _low(table: Table, plan: Plan, dtype: torch.dtype, tolerance: float, total: 
     """Heads of 8, which a GPU's 16-bit kernels take as they are."""
     worst = 0.0
     for config in (config.but(head_width=8) for config in MODELS.values()):
-        want = Run.start(config, Ground.solo(table.ground.device), total).go(0, STEPS)
+        want = Run.start(config, DistributedContext.solo(table.ground.device), total).go(0, STEPS)
         got = Run.start(config, table.on(plan), total, dtype).go(0, STEPS)
         worst = max(worst, *(abs(a - b) / b for (a, _), (b, _) in zip(got, want, strict=True)))
     return exact(worst, tolerance)

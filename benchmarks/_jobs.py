@@ -29,17 +29,17 @@ from _report import folder_of
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import Packed, Transformer
+from colonnade.model.activation_checkpointing import recompute
 from colonnade.model.linear import in_float8
-from colonnade.model.recompute import recompute
 from colonnade.parallel.axis import world_axis
+from colonnade.parallel.cuda_graphs import capture
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
-from colonnade.parallel.graphs import capture
 from colonnade.parallel.launch import launch
-from colonnade.parallel.mesh import Ground
-from colonnade.train.breakdown import Breakdown, breakdown
-from colonnade.train.piped import Piped
+from colonnade.train.pipeline_step import PipelineStep
+from colonnade.train.profiler import Breakdown, breakdown
 from colonnade.train.session import moving
-from colonnade.train.step import Step
+from colonnade.train.train_step import Step
 
 Row = dict[str, Any]
 """Of a table: words and numbers."""
@@ -71,7 +71,7 @@ class Job:
         """All that the numbers depend on."""
         return repr(self)
 
-    def start(self, ground: Ground) -> Callable[[int], Tensor]:
+    def start(self, ground: DistributedContext) -> Callable[[int], Tensor]:
         """``step(i)``: takes a step and gives the mean loss of all its tokens."""
         self.plan.check(self.config)
         config, train = self.config, self.train
@@ -83,7 +83,7 @@ class Job:
         recompute(model.blocks, [train.recompute for _ in model.blocks])
         self.ready(model, ground)
         compute: torch.dtype = getattr(torch, train.dtype)
-        piped = Piped(model, ground, compute) if ground.plan.pp > 1 else None
+        piped = PipelineStep(model, ground, compute) if ground.plan.pp > 1 else None
         held = masters(model, ground, compute, piped and piped.stages, single=train.fused_adamw and piped is None)
         run = Step(model, held, moving(held, train), train, world_axis(), piped, graphed=train.cuda_graph)
         seeds = (2 * ground.axes.dp.rank, 2 * ground.axes.dp.rank + 1)
@@ -95,11 +95,11 @@ class Job:
 
         return step
 
-    def model(self, ground: Ground, spans: Sequence[range]) -> Transformer:
+    def model(self, ground: DistributedContext, spans: Sequence[range]) -> Transformer:
         """Uninitialised."""
         return Transformer(self.config, ground.axes, spans=spans, device=ground.device)
 
-    def ready(self, model: Transformer, ground: Ground) -> None:
+    def ready(self, model: Transformer, ground: DistributedContext) -> None:
         """Compile what is to be compiled."""
         if self.train.compile:
             for block in model.blocks:
@@ -126,9 +126,9 @@ def kept(keep: Path | None) -> dict[str, Any]:
 def work(jobs: Sequence[Job], device: str, keep: Path | None = None) -> list[Row]:
     """On every rank of one world: its jobs, one after another."""
     rows: list[Row] = []
-    with Ground.build(Plan(dp=jobs[0].plan.world), device) as ground:
+    with DistributedContext.build(Plan(dp=jobs[0].plan.world), device) as ground:
         for job in jobs:
-            with Ground.build(job.plan, device) as laid:
+            with DistributedContext.build(job.plan, device) as laid:
                 row: Row = {"what": job.name, "plan": str(job.plan), "ranks": job.plan.world, **measured(job, laid)}
             rows.append(row)
             if ground.rank == 0:
@@ -140,7 +140,7 @@ def work(jobs: Sequence[Job], device: str, keep: Path | None = None) -> list[Row
     return rows
 
 
-def measured(job: Job, ground: Ground) -> Row:
+def measured(job: Job, ground: DistributedContext) -> Row:
     """The speed of one job; the same on every rank, but for the breakdown, which is this rank's."""
     if ground.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(ground.device)

@@ -12,9 +12,9 @@ import torch
 
 import _decode
 from _rows import figures, line
-from colonnade.kernels.attention import reference, sdpa, split_reference, triton_latent
-from colonnade.kernels.attention.decode_layout import Layout
-from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention import reference, sdpa, split_reference, triton_mla_decode
+from colonnade.kernels.attention.decode_plan import Layout
+from colonnade.kernels.attention.page_table import PageTable
 
 RANK, ROPE, TOLERANCE = 512, 64, 4e-3
 CELLS = ((128, 32, 8192), (128, 1, 65_536), (128, 128, 1024), (16, 32, 8192), (16, 1, 65_536))
@@ -45,7 +45,7 @@ def rows(cells: Sequence[tuple[int, int, int]], device: str, read: float, *, pag
             q, k, table, plan, layout, ready = case
             if q.device.type == "cpu":
                 return split_reference.run(plan, layout.shape, q, k, k, table).o[..., :RANK]
-            return triton_latent.attend(q, k, RANK, table, ready).o
+            return triton_mla_decode.attend(q, k, RANK, table, ready).o
 
         def theirs(_: int, case: tuple[Any, ...] = (q, k, table)) -> torch.Tensor:
             q, k, table = case

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from _jobs import Job, random_batch
 from colonnade.config import ModelConfig
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 
 
 class Attention(nn.Module):
@@ -134,7 +134,7 @@ class TorchJob(Job):
     asynchronous: bool = False
     """Inductor's overlapping operators; needs GPUs and sequence parallelism."""
 
-    def start(self, ground: Ground) -> Callable[[int], Tensor]:
+    def start(self, ground: DistributedContext) -> Callable[[int], Tensor]:
         """``step(i)``: takes a step and gives the mean loss of all its tokens."""
         dtype: torch.dtype = getattr(torch, self.train.dtype)
         torch.manual_seed(0)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from colonnade.kernels.experts import grouped
+from colonnade.kernels.experts import grouped_mm
 
 
 class _Rows(torch.autograd.Function):
@@ -44,8 +44,8 @@ def layer(x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, both_egD: Tensor, do
     expert_R = torch.arange(e, device=x_tD.device).repeat(W).repeat_interleave(theirs.flatten(), output_size=len(rows))
     by_R = expert_R.argsort(stable=True)
     ends_e = theirs.sum(0).cumsum(0).int()
-    gate, up = grouped.product(rows[by_R], both_egD.transpose(1, 2), ends_e).chunk(2, 1)
-    y_RD = grouped.product(F.silu(gate) * up, down_eFD, ends_e)
+    gate, up = grouped_mm.product(rows[by_R], both_egD.transpose(1, 2), ends_e).chunk(2, 1)
+    y_RD = grouped_mm.product(F.silu(gate) * up, down_eFD, ends_e)
     back_R = torch.empty_like(by_R).scatter_(0, by_R, torch.arange(len(by_R), device=by_R.device))
     home_RD = _Rows.apply(y_RD[back_R], receive, send)
     weighted = home_RD * weights_tA.flatten()[order_R].unsqueeze(1).to(home_RD.dtype)

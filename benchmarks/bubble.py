@@ -41,13 +41,13 @@ from colonnade.config.plan import SEVERAL
 from colonnade.config.presets import preset
 from colonnade.model import Transformer
 from colonnade.parallel.axis import world_axis
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.launch import launch
-from colonnade.parallel.mesh import Ground
 from colonnade.parallel.pipeline import knows
-from colonnade.train.lay import VALIDATION
-from colonnade.train.piped import Piped
-from colonnade.train.step import forward
+from colonnade.train.model_inputs import VALIDATION
+from colonnade.train.pipeline_step import PipelineStep
+from colonnade.train.train_step import forward
 
 STAGES = 2
 """v, of the schedules that have several."""
@@ -93,9 +93,9 @@ def waits(plan: Plan) -> float:
 def work(world: int, size: Sizes, device: str) -> list[Row]:
     """On every rank of one world: the step time of each schedule at each number of micro-batches."""
     rows: list[Row] = []
-    with Ground.build(Plan(dp=world), device) as whole:
+    with DistributedContext.build(Plan(dp=world), device) as whole:
         for plan in plans(world):
-            with Ground.build(plan, device) as ground:
+            with DistributedContext.build(plan, device) as ground:
                 for m, seconds in timed(size, ground):
                     rows.append({"schedule": plan.schedule if world > 1 else "one rank", "ranks": world,
                                  "stages": plan.stages, "micro_batches": m, "step_ms": round(1e3 * seconds, 2),
@@ -117,12 +117,12 @@ def whole_world(world: int, size: Sizes, device: str, keep: Path | None) -> list
     return there[key]
 
 
-def timed(size: Sizes, ground: Ground) -> list[tuple[int, float]]:
+def timed(size: Sizes, ground: DistributedContext) -> list[tuple[int, float]]:
     """(micro-batches, seconds of a step) of one schedule."""
     config, plan = size.config, ground.plan
     spans = [span for _, span in ground.stages(config.layers)]
     model = filled(Transformer(config, ground.axes, spans=spans, device=ground.device))
-    piped = Piped(model, ground, size.dtype) if plan.pp > 1 else None
+    piped = PipelineStep(model, ground, size.dtype) if plan.pp > 1 else None
     held = masters(model, ground, size.dtype, piped and piped.stages)
     one = torch.ones((), device=ground.device)
     found = []

@@ -27,7 +27,7 @@ from _rows import line
 from _turns import Neighbours, turns
 from colonnade.api import Model
 from colonnade.config import ServeConfig
-from colonnade.serve.sampling import SamplingParams
+from colonnade.serve.sampling_params import SamplingParams
 
 TEXT = """A colonnade is a row of columns that carries a roof or an arcade. In the cities of the ancient world it gave
 shade to those who walked along the street, and shelter to those who sold there. The first were made of wood, and later

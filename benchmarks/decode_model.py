@@ -39,19 +39,19 @@ from _decode import read_bandwidth
 from _report import RESULTS, ROOT, Cell, Headline, report
 from _rows import line
 from colonnade.config import ModelConfig, Plan, WeightGroup, Weights
+from colonnade.config.feature_checks import check_quantised
 from colonnade.config.presets import preset
-from colonnade.config.quantised import check
 from colonnade.model import KVCache, Transformer
 from colonnade.model.linear import Linear
-from colonnade.model.quantised import build
+from colonnade.model.weight_only_quant import build
 from colonnade.parallel.axis import Axes
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
-from colonnade.parallel.mesh import Ground
-from colonnade.parallel.small import with_small
-from colonnade.serve.batch import Drawn, Runner
-from colonnade.serve.fixed import FixedSteps
-from colonnade.serve.invariant import prepare
-from colonnade.serve.sampling import Draw, SamplingParams
+from colonnade.parallel.small_allreduce import with_small
+from colonnade.serve.batch_invariance import prepare
+from colonnade.serve.cuda_graph_runner import CudaGraphRunner
+from colonnade.serve.model_inputs import Drawn, Runner
+from colonnade.serve.sampling_params import Draw, SamplingParams
 from colonnade.serve.scheduler import Slice, Work
 from table import load
 
@@ -105,7 +105,7 @@ def stepper(
         pool.normal_()
     fixed = None
     if not invariant or device.type == "cuda":
-        fixed = FixedSteps(model, cache, batch, each * page, share=not invariant, kernels=invariant)
+        fixed = CudaGraphRunner(model, cache, batch, each * page, share=not invariant, kernels=invariant)
     run = Runner(model, cache, fixed, share=not invariant, invariant=invariant)
     pages = [tuple(range(r * each, (r + 1) * each)) for r in range(batch)]
 
@@ -150,11 +150,11 @@ def ours(
     small: bool,
 ) -> list[dict[str, Any]]:
     """On every rank; a row for each context."""
-    with Ground.build(plan, device) as ground:
+    with DistributedContext.build(plan, device) as ground:
         config = (TINY if name == "tiny" else preset(name)).but(context=max(contexts) + 8 * steps)
         plan.check(config)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        check(config, weights, group, plan.tp)
+        check_quantised(config, weights, group, plan.tp)
         axes = ground.axes.serving()
         axes = with_small(axes, ground.device) if small else axes
         model = made(config, axes, ground.device, dtype, weights, group)

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from _report import Headline, report
 from _turns import Neighbours, timed, turns
-from colonnade.kernels.choose import choose
-from colonnade.kernels.dropout.reference import Pairs
-from colonnade.parallel.randomness import keys
+from colonnade.kernels.dropout import Pairs
+from colonnade.kernels.registry import choose
+from colonnade.parallel.rng_keys import keys
 
 RATE = 0.1
 

@@ -36,7 +36,7 @@ from _turns import turns
 from colonnade.config import ServeConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.serve import Engine, SamplingParams
-from colonnade.train.breakdown import length, union
+from colonnade.train.profiler import length, union
 
 
 class Load(NamedTuple):

@@ -43,16 +43,16 @@ from _jobs import enough, filled, forget, parser, place, settle
 from _report import Headline, report
 from _rows import Row, Rows
 from colonnade.config import ModelConfig, MoeConfig, Plan
-from colonnade.kernels.experts import grouped
+from colonnade.kernels.experts import grouped_mm
 from colonnade.model import Transformer
 from colonnade.model.moe import MixtureOfExperts, Spread
 from colonnade.model.moe.dispatch import through_experts
 from colonnade.model.moe.losses import load as load_of
 from colonnade.parallel import collectives
 from colonnade.parallel.axis import world_axis
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
-from colonnade.parallel.mesh import Ground
-from colonnade.train.adapt import OVERLAPS, Adaptive
+from colonnade.train.moe_autotune import OVERLAPS, MoeAutotuner
 from moe_layer import SHAPES, TINY, Shape, choices
 
 TIMEOUT = datetime.timedelta(seconds=90)
@@ -82,7 +82,7 @@ class Task(NamedTuple):
 class Bench:
     """One layer under one plan, at one load."""
 
-    def __init__(self, task: Task, shape: Shape, ground: Ground, model: Transformer, load: str):
+    def __init__(self, task: Task, shape: Shape, ground: DistributedContext, model: Transformer, load: str):
         layer = model.blocks.get_submodule("0.ffn")
         assert isinstance(layer, MixtureOfExperts)
         self.task, self.ground, self.experts = task, ground, layer.experts
@@ -211,12 +211,12 @@ def work(world: int, task: Task, device: str) -> list[Row]:
     """On every rank: all shapes, plans and loads; the rows are rank 0's."""
     rows: list[Row] = []
     began = time.perf_counter()
-    with Ground.build(Plan(dp=world), device, TIMEOUT) as ground:
+    with DistributedContext.build(Plan(dp=world), device, TIMEOUT) as ground:
         kept = Rows(f"{task.name}_{world}", task.folder) if ground.rank == 0 else None
         for name in task.shapes:
             shape = (TINY if task.tiny else SHAPES)[name]
             for plan in plans(world, task):
-                with Ground.build(plan, device, TIMEOUT) as laid:
+                with DistributedContext.build(plan, device, TIMEOUT) as laid:
                     config = config_of(shape, task.tiny)
                     dtype = torch.float32 if task.tiny else torch.bfloat16
                     model = filled(Transformer(config, laid.axes, device=laid.device, dtype=dtype))
@@ -259,7 +259,7 @@ def measured(bench: Bench, name: str, shape: Shape, plan: Plan, load: str, model
                 if task.cut and p > 1:
                     row["cut_ms"] = bench.compute_ms(way, what)
                 yield rounded(row | {"hidden": hidden, "tflops_per_rank": flops / ms / 1e9})
-        if plan.sh == 1 and grouped.available:
+        if plan.sh == 1 and grouped_mm.available:
             yield rounded(head | {"pass": what} | beside(bench, what) | {"tflops_per_rank": None})
     yield rounded(head | {"pass": PASSES[1]} | picked(bench, model, both))
     ways = [
@@ -290,7 +290,7 @@ def beside(bench: Bench, what: str) -> Row:
 def picked(bench: Bench, model: Transformer, both: dict[Spread, float]) -> Row:
     """What auto does with this load, and how much longer that takes than the best of the table."""
     began = time.perf_counter()
-    adaptive = Adaptive(model)
+    adaptive = MoeAutotuner(model)
     mine_E = load_of(bench.ids_tA, bench.experts.count)
     load_E = bench.ground.axes.grid.tokens.sum_(mine_E).tolist()
     for _ in range(2):

@@ -31,9 +31,9 @@ from _ground import Row, Table
 from _report import report
 from colonnade.config import Plan
 from colonnade.errors import ColonnadeError
-from colonnade.parallel import mesh
+from colonnade.parallel import distributed_context
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
-from colonnade.parallel.mesh import Ground
 
 PARTS = {"a": _ground_storage.check, "d": _ground_compile.check, "e": _ground_recompute.check}
 PARTS["c"] = _ground_pipeline.check  # last: the likeliest to hang
@@ -41,9 +41,13 @@ PARTS["c"] = _ground_pipeline.check  # last: the likeliest to hang
 
 def work(world: int, parts: str, device: str, compiler: str, kept: str) -> None:
     """All checks of one world; rank 0 appends the rows to the file ``kept``, one by one."""
-    mesh.TIMEOUT = datetime.timedelta(seconds=60)
+    distributed_context.TIMEOUT = datetime.timedelta(seconds=60)
     warnings.filterwarnings("ignore", message=".*(reduce_op|device_id|single.process|no_dist|barrier).*")
-    with Ground.build(Plan(tp=world), device) as ground, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with (
+        DistributedContext.build(Plan(tp=world), device) as ground,
+        tempfile.TemporaryDirectory() as folder,
+        ExitStack() as stack,
+    ):
         scratch = [folder]
         if world > 1:
             dist.broadcast_object_list(scratch, device=torch.device("cpu"))

@@ -18,10 +18,10 @@ from _rows import line
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import Packed, Transformer, initialise
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, Sharded, Whole
-from colonnade.parallel.mesh import Ground
 from colonnade.train.optimizer import AdamW
-from colonnade.train.step import Step
+from colonnade.train.train_step import Step
 
 MODEL = ModelConfig(vocab_size=4096, layers=6, width=192, heads=6, kv_heads=3, ffn_width=512, context=256, tied=True)
 SHAPES = ((1, 2, 128), (1, 8, 256), (4, 2, 256))  # micro-batches, samples in each, tokens in each
@@ -35,7 +35,7 @@ def batch(samples: int, sequence: int) -> Batch:
     return Batch(tokens_T, positions_T, tokens_T.roll(-1), packed.cu_seqlens, packed.longest, packed.equal)
 
 
-def trainer(ground: Ground, make: Callable[[Transformer], Masters]) -> Callable[[list[Batch]], float]:
+def trainer(ground: DistributedContext, make: Callable[[Transformer], Masters]) -> Callable[[list[Batch]], float]:
     model = initialise(Transformer(MODEL), 0)
     held = make(model)
     step = Step(model, held, AdamW(held.local, TrainConfig()), TrainConfig(), ground.axes.dp)
@@ -51,7 +51,7 @@ def trainer(ground: Ground, make: Callable[[Transformer], Masters]) -> Callable[
 def main() -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Cell]] = []
-    with Ground.build(Plan(), "cpu") as ground:
+    with DistributedContext.build(Plan(), "cpu") as ground:
         for compute in (torch.float32, torch.bfloat16):
             whole = trainer(ground, lambda model, compute=compute: Whole(model.named_parameters(), compute))
             sharded = trainer(ground, lambda model, compute=compute: Sharded(model, ground, compute, [model]))

@@ -22,9 +22,9 @@ from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
 
 from _report import Cell, Headline, folder_of, report
 from _turns import Neighbours, timed, turns
-from colonnade.kernels.choose import choose
 from colonnade.kernels.experts.loop import across
 from colonnade.kernels.experts.reference import Weights
+from colonnade.kernels.registry import choose
 
 
 class Shape(NamedTuple):

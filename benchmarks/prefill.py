@@ -23,8 +23,8 @@ from _rows import line
 from colonnade.config import ModelConfig
 from colonnade.config.presets import preset
 from colonnade.model import KVCache, Transformer
-from colonnade.serve.batch import Runner
-from colonnade.serve.sampling import Draw, SamplingParams
+from colonnade.serve.model_inputs import Runner
+from colonnade.serve.sampling_params import Draw, SamplingParams
 from colonnade.serve.scheduler import Slice, Work
 
 TINY = ModelConfig(vocab_size=97, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=128, family="llama")

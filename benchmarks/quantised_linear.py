@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from _decode import read_bandwidth, replayed
 from _report import RESULTS, Cell, Headline, report
 from _rows import line
-from colonnade.kernels.linear import quantised
+from colonnade.kernels.linear import reference
 from colonnade.kernels.linear.quantise import Quantised, quantise
 
 SHAPES = {"qkv": (12288, 4096), "out": (4096, 4096), "up": (11008, 4096), "down": (4096, 11008)}
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.tiny:
         weight = quantise(torch.randn(40, 64), "int4", 32)
-        print(quantised.linear(torch.randn(2, 64), weight).shape)
+        print(reference.quantised_linear(torch.randn(2, 64), weight).shape)
         return
     found = measure(args.rows, args.tune)
     best = max(float(row["times_bfloat16"]) for row in found if row["rows"] == 1 and row["weights"] == "int4")

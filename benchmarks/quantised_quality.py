@@ -29,10 +29,10 @@ import colonnade
 from _report import RESULTS, Cell, Headline, report
 from colonnade.api import Model
 from colonnade.config import WeightGroup, Weights
-from colonnade.data.samples import sotu_documents
+from colonnade.data.sample_packages import sotu_documents
 from colonnade.kernels.linear.quantise import Kind, stored_bytes
 from colonnade.model import Transformer
-from colonnade.model.quantised import matrices
+from colonnade.model.weight_only_quant import matrices
 
 STORED, SHUFFLED = "as in the file", "shuffled"
 

@@ -1,8 +1,8 @@
 """Sums and gathers of small messages between GPUs: one kernel over the peers' memory, NCCL, torch's one-shot sum.
 
     python benchmarks/small_reduce.py            2 and 4 GPUs (--worlds 2 with two), messages of 4 KiB to 1 MiB
-    python benchmarks/small_reduce.py --tune     the same, and colonnade/parallel/small.json written anew by it
-    python benchmarks/small_reduce.py --tiny     in small over gloo, to see that it runs
+    python benchmarks/small_reduce.py --tune     the same, and colonnade/parallel/small_allreduce.json written anew by
+    it python benchmarks/small_reduce.py --tiny     in small over gloo, to see that it runs
 
 bfloat16. 40 operations, each on what the one before gave, as a decoding step has them, are recorded as one CUDA graph;
 ``us`` is the median of 30 replays, for one operation, on the slowest rank. ``bytes`` are those of one rank's message.
@@ -21,10 +21,10 @@ from torch import Tensor
 from _jobs import Row, durations, enough, parser, place, replays
 from _report import Headline, report
 from colonnade.config import Plan
-from colonnade.parallel import collectives, small
+from colonnade.parallel import collectives, small_allreduce
 from colonnade.parallel.axis import Axis
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
-from colonnade.parallel.mesh import Ground
 
 OPERATIONS, REPLAYS = 40, 30
 OURS, NCCL, THEIRS = "one kernel", "NCCL", "torch one_shot_all_reduce"
@@ -35,7 +35,7 @@ def work(world: int, tiny: bool, device: str) -> list[Row]:
     """On every rank."""
     rows: list[Row] = []
     sizes = (4096, 16384) if tiny else tuple(4096 << i for i in range(9))
-    with Ground.build(Plan(tp=world), device) as ground:
+    with DistributedContext.build(Plan(tp=world), device) as ground:
         tp, on = ground.axes.tp, ground.device
         for size in sizes:
             x = torch.zeros(
@@ -50,13 +50,13 @@ def work(world: int, tiny: bool, device: str) -> list[Row]:
     return rows
 
 
-_SMALL: dict[str, small.Small | None] = {}
+_SMALL: dict[str, small_allreduce.SmallAllReduce | None] = {}
 
 
-def _small(tp: Axis, on: torch.device) -> small.Small | None:
+def _small(tp: Axis, on: torch.device) -> small_allreduce.SmallAllReduce | None:
     if tp.group not in _SMALL:
-        most = (small.MOST_BYTES, small.MOST_BYTES)
-        _SMALL[tp.group] = small.small_of(tp, on, most) if on.type == "cuda" else None
+        most = (small_allreduce.MOST_BYTES, small_allreduce.MOST_BYTES)
+        _SMALL[tp.group] = small_allreduce.small_of(tp, on, most) if on.type == "cuda" else None
     return _SMALL[tp.group]
 
 
@@ -120,7 +120,7 @@ def limits_of(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
 
 def tune(rows: Sequence[Row], machine: str) -> None:
     """Write the table of the limits; those of numbers of ranks that were not measured stay."""
-    path = Path(small.__file__).with_name("small.json")
+    path = Path(small_allreduce.__file__).with_name("small.json")
     table = json.loads(path.read_text(encoding="utf-8"))
     for what, limits in limits_of(rows).items():
         table[what] |= limits

@@ -19,12 +19,12 @@ from _rows import line
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.model import Loss, Packed, Stream, Transformer, initialise
 from colonnade.parallel.axis import world_axis
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.launch import launch
 from colonnade.parallel.layout import PARTIAL, layout_of
-from colonnade.parallel.mesh import Ground
 from colonnade.train.optimizer import AdamW
-from colonnade.train.step import Step
+from colonnade.train.train_step import Step
 from train_gpt2 import SEQUENCE, Batch, config_of
 
 PARITY = ModelConfig(
@@ -36,7 +36,7 @@ LENGTHS = [300, 1, 77, 512]
 
 def gradients(plan: Plan, dtype: torch.dtype) -> dict[str, np.ndarray]:
     """The loss and every whole gradient, in float64 on the CPU."""
-    with Ground.build(plan, "cuda") as ground:
+    with DistributedContext.build(plan, "cuda") as ground:
         tp = ground.axes.tp
         model = initialise(Transformer(PARITY, ground.axes, device=ground.device, dtype=dtype), 0)
         generator = torch.Generator().manual_seed(0)
@@ -73,7 +73,7 @@ def relative(got: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> fl
 
 def speed(plan: Plan, batch: int, steps: int) -> dict[str, float]:
     """One step's median time."""
-    with Ground.build(plan, "cuda") as ground:
+    with DistributedContext.build(plan, "cuda") as ground:
         config = config_of("1.2b")
         plan.check(config)
         model = initialise(Transformer(config, ground.axes, device=ground.device), 0)

@@ -30,10 +30,10 @@ from torch import Tensor
 from _decode import read_bandwidth, replayed
 from _report import RESULTS, Cell, Headline, report
 from _rows import line
-from colonnade.kernels.linear import fused, thin_tiles
-from colonnade.kernels.linear.fused import Gate, Matrix, Scale
+from colonnade.kernels.linear import reference, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import quantise
-from colonnade.kernels.linear.thin_tiles import Tiles
+from colonnade.kernels.linear.reference import Gate, Matrix, Scale
+from colonnade.kernels.linear.skinny_gemm_tiles import Tiles
 
 COLD_BYTES = 2**28
 SHAPES = {
@@ -60,13 +60,14 @@ CELLS = [
     Product(name, kind, rows)
     for rows, kind, name in itertools.product((1, 2, 4, 8, 16), KINDS, SHAPES)
     # An output projection of four bits has eight; of bfloat16 the library multiplies more rows well.
-    if (name != "unembed" or (rows == 1 and kind != "int4")) and (kind != "plain" or rows <= thin_tiles.IN_REGISTERS)
+    if (name != "unembed" or (rows == 1 and kind != "int4"))
+    and (kind != "plain" or rows <= skinny_gemm_tiles.IN_REGISTERS)
 ]
 
 
 def candidates(cell: Product) -> list[Tiles]:
     """Ways to cut it up, in registers for few rows, and on the matrix units for quantised weights."""
-    return (in_registers(cell) if cell.rows <= thin_tiles.IN_REGISTERS else []) + on_units(cell)
+    return (in_registers(cell) if cell.rows <= skinny_gemm_tiles.IN_REGISTERS else []) + on_units(cell)
 
 
 def in_registers(cell: Product) -> list[Tiles]:
@@ -140,13 +141,13 @@ def tensors(
 
 def compile_all(cell: Product, tiles: Sequence[Tiles]) -> int:
     """Have the kernels of some tiles in the cache on disk; how many the chip takes."""
-    from colonnade.kernels.linear import thin_gpu
+    from colonnade.kernels.linear import skinny_gemm
 
     x, ((weight, parts),), _ = tensors(cell, "cuda", copies=1)
     done = 0
     for how in tiles:
         try:
-            thin_gpu.launch(x, weight, tiles=how, **parts)
+            skinny_gemm.launch(x, weight, tiles=how, **parts)
             done += 1
         except Exception as why:  # noqa: BLE001 - too large a tile for the chip is one of many
             print(cell, how, str(why).splitlines()[0][:80], flush=True)
@@ -157,21 +158,21 @@ def tuned(cell: Product, hows: Sequence[Tiles]) -> dict[str, Any]:
     """The cell's row of the table: the best tiles, or none."""
     from triton.runtime.errors import OutOfResources
 
-    from colonnade.kernels.linear import thin_gpu
+    from colonnade.kernels.linear import skinny_gemm
 
     x, copies, size = tensors(cell, "cuda")
 
     def seconds(how: Tiles) -> float:
         def run(copy: int) -> Tensor:
             weight, parts = copies[copy]
-            return thin_gpu.launch(x, weight, tiles=how, **parts)
+            return skinny_gemm.launch(x, weight, tiles=how, **parts)
 
         try:
             return replayed(run, len(copies), "cuda", rounds=7)
         except OutOfResources:
             return float("inf")
 
-    library_s = replayed(lambda copy: thin_gpu.composed(x, copies[copy][0], **copies[copy][1]), len(copies), "cuda")
+    library_s = replayed(lambda copy: skinny_gemm.composed(x, copies[copy][0], **copies[copy][1]), len(copies), "cuda")
     took = {how: seconds(how) for how in hows}
     for how in sorted(took, key=lambda how: took[how])[:2]:
         for programs in () if how.units else (1, 2, 3, 4):
@@ -197,7 +198,7 @@ def to_measure(cells: Sequence[Product], *, units: bool) -> tuple[list[dict[str,
         return [], {cell: candidates(cell) for cell in cells}
     ways = {cell: on_units(cell) + present(cell) for cell in cells if cell.kind != "plain"}
     measured = {"float8", *(cell.kind for cell in ways)}
-    return [row for row in thin_tiles.table() if row["kind"] not in measured], ways
+    return [row for row in skinny_gemm_tiles.table() if row["kind"] not in measured], ways
 
 
 def tune(path: Path, cells: Sequence[Product], *, units: bool) -> None:
@@ -220,7 +221,7 @@ def tune(path: Path, cells: Sequence[Product], *, units: bool) -> None:
 def present(cell: Product) -> list[Tiles]:
     """The table's own tiles for a cell, if they are not the library's."""
     F, D, _ = SHAPES[cell.name]
-    tiles = thin_tiles.pick(cell.kind, cell.rows, F, D, gated=cell.gated)
+    tiles = skinny_gemm_tiles.pick(cell.kind, cell.rows, F, D, gated=cell.gated)
     return [tiles] if tiles and tiles not in on_units(cell) else []
 
 
@@ -231,16 +232,16 @@ def written(measured_on: str, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def measure() -> list[dict[str, Cell]]:
-    from colonnade.kernels.linear import thin_gpu
+    from colonnade.kernels.linear import skinny_gemm
 
     bandwidth, found = read_bandwidth("cuda"), []
     for cell in CELLS:
         x, copies, size = tensors(cell, "cuda")
         ours, theirs = (
             replayed(lambda i, run=run: run(x, copies[i][0], **copies[i][1]), len(copies), "cuda")  # noqa: B023 - called at once
-            for run in (thin_gpu.product, thin_gpu.composed)
+            for run in (skinny_gemm.product, skinny_gemm.composed)
         )
-        tiles = thin_tiles.pick(cell.kind, cell.rows, *SHAPES[cell.name][:2], gated=cell.gated)
+        tiles = skinny_gemm_tiles.pick(cell.kind, cell.rows, *SHAPES[cell.name][:2], gated=cell.gated)
         found.append(
             {
                 "matrix": cell.name, "beside": SHAPES[cell.name][2], "weights": cell.kind, "rows": cell.rows,
@@ -258,13 +259,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tune", action="store_true", help="measure tiles, not the table")
     parser.add_argument("--units", action="store_true", help="to tune, the matrix units' tiles only")
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS), help="to tune, for a look; else all")
-    parser.add_argument("--tiles", type=Path, default=Path(thin_tiles.__file__).with_name("thin_tiles.json"))
+    parser.add_argument("--tiles", type=Path, default=Path(skinny_gemm_tiles.__file__).with_name("thin_tiles.json"))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--tiny", action="store_true", help="the reference on a CPU; nothing is kept")
     args = parser.parse_args(argv)
     if args.tiny:
         x, ((weight, parts), _), _ = tensors(Product("qkv", "int4", 2), "cpu", copies=2, shape=(48, 64, "norm"))
-        print(fused.linear(x, weight, **parts).shape, candidates(Product("down", "int4", 1))[0])
+        print(reference.fused_linear(x, weight, **parts).shape, candidates(Product("down", "int4", 1))[0])
         return
     if not torch.cuda.is_available():
         print("thin_linear.py needs a GPU, and this machine has none; --tiny shows that it runs")

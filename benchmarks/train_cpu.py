@@ -27,10 +27,10 @@ from colonnade.config.presets import preset
 from colonnade.data import Batch
 from colonnade.model import IGNORE, Packed, Transformer, initialise
 from colonnade.parallel.axis import SOLO
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
-from colonnade.parallel.mesh import Ground
 from colonnade.train.optimizer import AdamW
-from colonnade.train.step import Step
+from colonnade.train.train_step import Step
 
 CONFIG = preset("tour")
 TRAIN = TrainConfig(lr=3e-4, warmup=0, schedule="constant", clip=1.0)
@@ -49,7 +49,7 @@ def batch(number: int, samples: int, sequence: int) -> Batch:
 
 
 def ours(model: Transformer, batches: list[Batch], losses: list[float]) -> Callable[[int], None]:
-    weights = masters(model, Ground.solo("cpu"), torch.float32)
+    weights = masters(model, DistributedContext.solo("cpu"), torch.float32)
     step = Step(model, weights, AdamW(weights.local, TRAIN), TRAIN, SOLO)
 
     def run(i: int) -> None:

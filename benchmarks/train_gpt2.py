@@ -25,10 +25,10 @@ from colonnade.config import ModelConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import Transformer
 from colonnade.parallel.axis import SOLO
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
-from colonnade.parallel.mesh import Ground
 from colonnade.train.session import moving
-from colonnade.train.step import Step
+from colonnade.train.train_step import Step
 
 SHAPES = {"124m": (12, 768, 12), "355m": (24, 1024, 16), "1.2b": (40, 1536, 16)}
 VOCAB, SEQUENCE = 50257, 1024
@@ -44,7 +44,7 @@ def config_of(name: str) -> ModelConfig:
 
 
 def ours(config: ModelConfig, batches: list[Batch], asked: TrainConfig):
-    ground = Ground.solo("cuda")
+    ground = DistributedContext.solo("cuda")
     model = filled(Transformer(config, device="cuda"))
     weights = masters(model, ground, torch.bfloat16, single=asked.fused_adamw)
     step = Step(model, weights, moving(weights, asked), asked, SOLO, graphed=asked.cuda_graph)

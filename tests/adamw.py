@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from colonnade.kernels.adamw.reference import Weight, rates
+from colonnade.kernels.adamw import Weight, rates
 
 SIZES = ((3, 7), (1024,), (0, 4), (5, 4099), (1,), (16384 + 1024,))
 """Blocks that are whole, cut off, one after another, and none."""

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from colonnade.kernels.attention import cascade, reference, splits, triton_decode
+from colonnade.kernels.attention import cascade, reference, split_planner, triton_decode
 from colonnade.kernels.attention.cascade import Cascade, Reader
-from colonnade.kernels.attention.decode_layout import Kernels, Layout, Prepared
-from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.decode_plan import Kernels, Layout, Prepared
+from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import Costs, Plan
 from colonnade.kernels.softmax_state import State
 from tests.guarded import guarded
@@ -205,7 +205,7 @@ class Case:
             many = Reader(layout.shared.shape, layout.shared.workers, Costs(tile=2, start=1, merge=0, part=0))
             plan = cascade.plan(pages.tolist(), self.lengths, self.queries, self.page, few, many, ahead=ahead)
         else:
-            plan = splits.plan(
+            plan = split_planner.plan(
                 self.lengths, self.queries, layout.shape, layout.workers, cheap,
                 chunk=layout.chunk, runs=layout.runs, ahead=ahead,
             )  # fmt: skip

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade.kernels.dropout.reference import Hidden, choices, hidden_units
-from colonnade.kernels.experts.later import Later
+from colonnade.kernels import permute
+from colonnade.kernels.dropout import Hidden, choices, hidden_units
+from colonnade.kernels.experts.deferred_wgrad import Later
 from colonnade.kernels.experts.quantised import Stacks
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.linear.quantise import Kind, Quantised, dequantise, quantise
-from colonnade.kernels.permute import reference as permute
 
 LOADS = ("even", "skewed", "one", "some dropped", "bounded", "all dropped")
 NAMES = ("y", "x", "routing", *Weights._fields)

@@ -10,8 +10,8 @@ from colonnade.checkpoint.hf.write import write_hf
 from colonnade.config import Plan
 from colonnade.model import IGNORE, Packed, Rows, Stream, Transformer
 from colonnade.parallel.axis import SOLO_AXES, Axes
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
-from colonnade.parallel.mesh import Ground
 
 LENGTHS = [9, 2, 14]
 
@@ -39,7 +39,7 @@ def load(folder: Path, axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float6
 
 def relay(folder: Path, plan: Plan, out: Path) -> Tensor:
     """In a worker: load ``folder`` under ``plan``, save it again as ``out`` in small shards, return the logits."""
-    with Ground.build(plan, "cpu") as ground:
+    with DistributedContext.build(plan, "cpu") as ground:
         model = load(folder, ground.axes)
         masters(model, ground, torch.float64)
         write_hf(model, out, shard_bytes=4000)
@@ -51,7 +51,7 @@ def fail_to_write(folder: Path, plan: Plan, out: Path) -> str:
     """In a worker: save where nothing can be saved; the message that this rank gets."""
     from colonnade.errors import CheckpointError
 
-    with Ground.build(plan, "cpu") as ground:
+    with DistributedContext.build(plan, "cpu") as ground:
         try:
             write_hf(load(folder, ground.axes), out)
         except CheckpointError as error:
@@ -63,7 +63,7 @@ def pass_on(folder: Path, plan: Plan, out: Path) -> tuple[dict[str, int], Tensor
     """In a worker: load ``folder`` under ``plan`` and save it again as ``out``; how much of each stack of experts this
     rank has, and the logits.
     """
-    with Ground.build(plan, "cpu") as ground:
+    with DistributedContext.build(plan, "cpu") as ground:
         model = load(folder, ground.axes)
         write_hf(model, out, shard_bytes=4000)
         stream, attend, _ = stream_of(documents(model.config.vocab_size), causal=model.config.causal)

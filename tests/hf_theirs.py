@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from colonnade.checkpoint.hf.families import FAMILIES
-from colonnade.checkpoint.stored import stored_parameters
+from colonnade.checkpoint.weight_mapping import stored_parameters
 from colonnade.model import Loss, Rows, Transformer
 from tests.hf import documents, stream_of
 from tests.worlds import assert_same

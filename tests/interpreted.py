@@ -9,13 +9,13 @@ import warnings
 
 import torch
 
-from colonnade.kernels.adamw import reference as adamw_reference
-from colonnade.kernels.adamw import triton_adamw
-from colonnade.kernels.adamw.reference import Weight
+from colonnade.kernels import adamw as adamw_reference
+from colonnade.kernels import dropout as dropout_reference
+from colonnade.kernels import triton_adamw
+from colonnade.kernels import triton_dropout as triton_elements
+from colonnade.kernels.adamw import Weight
 from colonnade.kernels.attention import reference, triton_dropout
-from colonnade.kernels.dropout import reference as dropout_reference
-from colonnade.kernels.dropout import triton_elements
-from colonnade.kernels.dropout.reference import Pairs
+from colonnade.kernels.dropout import Pairs
 from tests.adamw import drawn, moved
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 6e-4}

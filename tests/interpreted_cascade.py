@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from colonnade.errors import CapacityError, ConfigError
-from colonnade.kernels.attention import cascade_reference, decode_tiles, mixed, reference, triton_decode
+from colonnade.kernels.attention import cascade_reference, decode_tiles, dispatch, reference, triton_decode
 from colonnade.kernels.attention.cascade import Cascade
-from colonnade.kernels.attention.decode_layout import Layout
+from colonnade.kernels.attention.decode_plan import Layout
 from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
 from tests.decoding import Case, Made
 from tests.interpreted_decode import same
@@ -139,14 +139,14 @@ def check_mixed_batches() -> int:
 def check_long_prompts_apart() -> int:
     """Whole prompts from so many tokens on by SDPA, all else by ours, whatever their order; not under a window."""
     CHOSEN[:] = [Tiles(32, 4, 2, 1, 4, 16)]
-    mixed.LONG, mixed.STEP = 40, 16
+    dispatch.LONG, dispatch.STEP = 40, 16
     batches = (
         ([200, 90, 70, 40], [1, 1, 70, 40], 2), ([90, 200, 64, 77, 30], [80, 1, 0, 2, 30], 0), ([48], [48], 1),
         ([90, 70, 3, 41], [60, 70, 3, 41], 2), ([30, 90, 31], [1, 60, 1], 0),
     )  # fmt: skip
     for (lengths, new, whole), window in itertools.product(batches, (None, 25, 500)):
         made = Case(lengths, new, K=2, group=4, H=16, page=16, window=window or 0).made(prepared=False)
-        got = mixed.paged(made.q, made.k, made.v, made.table, window=window)
+        got = dispatch.paged(made.q, made.k, made.v, made.table, window=window)
         exact = reference.paged(*(x.double() for x in (made.q, made.k, made.v)), made.table, window=window)
         assert got.shape == exact.shape and (got.double() - exact).norm() < 1e-5 * exact.norm(), (lengths, new, window)
         assert len(made.table.prepared.get("parts", ())) == (0 if window == 25 else whole)

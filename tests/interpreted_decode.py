@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from colonnade.kernels.attention import reference, split_reference, triton_decode, triton_eight, triton_merge
-from colonnade.kernels.attention.decode_layout import Layout
+from colonnade.kernels.attention import reference, split_reference, triton_decode, triton_kv8, triton_merge
+from colonnade.kernels.attention.decode_plan import Layout
 from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
 from tests.decoding import Case, Made, by_itself, every_code, far_apart, scaled
 from tests.rounding import rows_alike
@@ -80,7 +80,7 @@ def check_types() -> int:
 
 
 def kind(made: Made) -> str | None:
-    return triton_eight.kind_of(made.q, made.k, made.v)
+    return triton_kv8.kind_of(made.q, made.k, made.v)
 
 
 def check_eight_bits() -> int:
@@ -95,7 +95,7 @@ def check_eight_bits() -> int:
     for i, case in enumerate(cases):
         for j, (dtype, near) in enumerate(((torch.float16, 6e-4), (torch.bfloat16, 4e-3))):
             CHOSEN[:] = [HOW[i % 3]]
-            cache, name = list(triton_eight.KINDS.items())[(i // 2 + j) % 2]
+            cache, name = list(triton_kv8.KINDS.items())[(i // 2 + j) % 2]
             made = replace(case, dtype=dtype, cache=cache)
             assert kind(made.made()) == name
             same(made, near)
@@ -118,7 +118,7 @@ def check_every_code() -> int:
     """Values come out to the bit, keys to float32's: subnormal numbers and the largest ones too."""
     CHOSEN[:] = [HOW[0]]
     for dtype in (torch.float16, torch.bfloat16):
-        for cache, name in triton_eight.KINDS.items():
+        for cache, name in triton_kv8.KINDS.items():
             made = every_code(cache, dtype)
             assert kind(made) == name
             assert torch.allclose(made.run().lse.double(), made.exact().lse, rtol=1e-6, atol=3e-6), cache
@@ -181,7 +181,7 @@ def check_runs_of_chunks() -> int:
     eight = {"dtype": torch.float16, "sinks": True, "chunk": 32}
     cases += [
         (HOW[0], Case([200, 33], [1, 2], K=2, group=2, H=64, page=16, cache=cache, **eight), 6e-4)
-        for cache in triton_eight.KINDS
+        for cache in triton_kv8.KINDS
     ]
     runs = 0
     for how, case, near in cases:

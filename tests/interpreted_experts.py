@@ -12,14 +12,11 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from colonnade.kernels.experts import reference, tiles, triton_experts, triton_few
-from colonnade.kernels.experts.later import Later
+from colonnade.kernels import permute, routing, triton_permute, triton_routing, triton_sort
+from colonnade.kernels.experts import reference, tiles, triton_experts, triton_few_tokens
+from colonnade.kernels.experts.deferred_wgrad import Later
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.experts.tiles import Kernel, Tiles
-from colonnade.kernels.permute import reference as permute
-from colonnade.kernels.permute import triton_moves, triton_sort
-from colonnade.kernels.routing import reference as routing
-from colonnade.kernels.routing import triton_best
 from tests.experts import LOADS, Case, experts_of_rows, gradients, routed_experts, routed_in_parts
 from tests.routers import CHOICES, hard_scores, same_choice
 
@@ -52,9 +49,9 @@ def check_experts() -> int:
     """Tokens to tokens, each load and each shape once or more, each way to cut with either of two shapes; the rows of
     choices looked for, and known to all who move rows.
     """
-    count, searched = 0, triton_moves.SEARCHED
+    count, searched = 0, triton_permute.SEARCHED
     for i, load in enumerate(LOADS):
-        shape, triton_moves.SEARCHED = SHAPES[i % 2], searched * (i % 2)
+        shape, triton_permute.SEARCHED = SHAPES[i % 2], searched * (i % 2)
         cut(HOW[i % 5])
         gated, biased = i % 4 != 1, i % 3 == 1
         same(
@@ -62,7 +59,7 @@ def check_experts() -> int:
             Case(*shape, load=load, gated=gated, biased=biased, activation=ACTIVATIONS[i % 4]),
         )
         count += 1
-    triton_moves.SEARCHED = searched
+    triton_permute.SEARCHED = searched
     for load in ("even", "some dropped"):  # one token: each row is a tile
         same(routed_experts(triton_experts.routed), Case(1, 3, 5, 16, 24, load, biased=load == "even"))
         count += 1
@@ -112,8 +109,8 @@ def check_few() -> int:
     """Choices as they come: without an expert, of one expert, with biases, rows that are no multiple of anything, and
     of several steps; the second of each token an expert that another rank has.
     """
-    triton_few.UP.update(BN=8, BK=64)
-    triton_few.DOWN.update(BF=32)
+    triton_few_tokens.UP.update(BN=8, BK=64)
+    triton_few_tokens.DOWN.update(BF=32)
     cases = [
         Case(1, 2, 4, 32, 24), Case(1, 8, 16, 64, 40, biased=True), Case(4, 8, 16, 80, 16, "one"),
         Case(3, 2, 5, 48, 33, "some dropped", gated=False, biased=True, activation="gelu"),
@@ -124,7 +121,7 @@ def check_few() -> int:
         x, routing, *stacks = (None if it is None else it.detach() for it in case.leaves(torch.float32, "cpu"))
         weights, ids = Weights(*stacks), case.ids()
         for there in (ids, torch.where(torch.arange(case.A) % 2 == 1, case.E, ids)):
-            got = triton_few.few(x, there, routing, weights, case.activation)
+            got = triton_few_tokens.few(x, there, routing, weights, case.activation)
             exact = reference.few(x.double(), there, routing.double(), weights.each(Tensor.double), case.activation)
             assert got.shape == exact.shape
             assert (got.double() - exact).norm() <= 1e-6 * exact.norm(), case
@@ -216,11 +213,11 @@ def check_choice() -> int:
         for name, scores in hard_scores(T, E).items():
             if T > 100 and name != "normal":
                 continue
-            same_choice(triton_best.best, routing.best, scores, A, normalise=normalise, scale=1 + 1.5 * normalise)
+            same_choice(triton_routing.best, routing.best, scores, A, normalise=normalise, scale=1 + 1.5 * normalise)
             count += 1
     logits = torch.randn(5, 12)  # what is compared is a slice, and not what counts
     for got, exact in zip(
-        triton_best.best(logits[:, 1:7], logits.T[:6].T, 3, normalise=True, scale=1.0),
+        triton_routing.best(logits[:, 1:7], logits.T[:6].T, 3, normalise=True, scale=1.0),
         routing.best(logits[:, 1:7], logits.T[:6].T, 3, normalise=True, scale=1.0),
         strict=True,
     ):
@@ -235,13 +232,13 @@ def check_moves() -> int:
     count = 0
     draw = torch.Generator().manual_seed(0)
     shapes = ((13, 2, 1100, None), (5, 3, 7, 9), (1, 1, 1, None), (0, 2, 4, None), (4, 2, 8, 0))
-    for (T, A, D, rows), searched in itertools.product(shapes, (triton_moves.SEARCHED, 0)):
-        triton_moves.SEARCHED = searched
+    for (T, A, D, rows), searched in itertools.product(shapes, (triton_permute.SEARCHED, 0)):
+        triton_permute.SEARCHED = searched
         order_R = torch.randperm(T * A, generator=draw)[:rows]
         wide = torch.randn(max(T, T * A), D + 3, generator=draw)
         weights, R = torch.rand(T, A, generator=draw), len(order_R)
         results = []
-        for module in (triton_moves, permute):
+        for module in (triton_permute, permute):
             x, y, w = (t.detach().clone().requires_grad_() for t in (wide[:T], wide[:R], weights))
             got = module.gather(x[:, 1 : D + 1], order_R, A)
             back = module.combine(y[:, 2 : D + 2], order_R, w)

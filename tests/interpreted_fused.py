@@ -10,16 +10,15 @@ import warnings
 import torch
 from torch import Tensor
 
-from colonnade.kernels.attention import place, triton_place
-from colonnade.kernels.linear import fused, thin_gpu, thin_tiles
-from colonnade.kernels.linear.fused import Gate, Matrix, Scale
+from colonnade.kernels import rotary as rotary_reference
+from colonnade.kernels import sampling as sample_reference
+from colonnade.kernels import triton_rotary, triton_sampling
+from colonnade.kernels.attention import cache_write, triton_cache_write
+from colonnade.kernels.linear import reference, skinny_gemm, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import quantise
-from colonnade.kernels.linear.thin_tiles import Tiles
-from colonnade.kernels.rotary import reference as rotary_reference
-from colonnade.kernels.rotary import triton_rotary
-from colonnade.kernels.rotary.reference import Rotation
-from colonnade.kernels.sample import reference as sample_reference
-from colonnade.kernels.sample import triton_greedy, triton_tell
+from colonnade.kernels.linear.reference import Gate, Matrix, Scale
+from colonnade.kernels.linear.skinny_gemm_tiles import Tiles
+from colonnade.kernels.rotary import Rotation
 
 DRAW = torch.Generator().manual_seed(0)
 
@@ -42,11 +41,11 @@ def case(
     x, gain = draw(rows, 2 * D).to(dtype)[:, :D], draw(D).to(dtype)
     more = draw(rows, F).to(dtype) if "r" in parts else None
     act = "silu" if rows % 2 else "gelu_tanh"
-    got = thin_gpu.launch(
+    got = skinny_gemm.launch(
         x, weights[0], biases[0], tiles=tiles, norm=Scale(gain, 1e-5) if "n" in parts else None,
         gate=Gate(weights[1], biases[1], act) if "g" in parts else None, more_TF=more,
     )  # fmt: skip
-    wanted = fused.linear(
+    wanted = reference.fused_linear(
         x.double(), exact[0], exactly(biases[0]), norm=Scale(gain.double(), 1e-5) if "n" in parts else None,
         gate=Gate(exact[1], exactly(biases[1]), act) if "g" in parts else None, more_TF=exactly(more),
     )  # fmt: skip
@@ -74,7 +73,7 @@ def check_bits() -> int:
     w, x = draw(50, 90), draw(2, 90)
     for weight in (w, quantise(w, "int4", 32)):
         one, two, all_at_once = (
-            thin_gpu.launch(x, weight, tiles=Tiles(4, 32, 1, 2, programs)) for programs in (1, 2, 0)
+            skinny_gemm.launch(x, weight, tiles=Tiles(4, 32, 1, 2, programs)) for programs in (1, 2, 0)
         )
         assert torch.equal(one, two) and torch.equal(one, all_at_once)
     return 2
@@ -87,27 +86,27 @@ def check_rows_of_the_table() -> int:
     for weight in (w, quantise(w, "int4", 32)):
         exact = weight.double() if isinstance(weight, Tensor) else weight
         bias, gate = draw(24), Gate(weight, draw(24), "silu")
-        for rows in (0, 1, 3, thin_tiles.MOST + 1):
+        for rows in (0, 1, 3, skinny_gemm_tiles.MOST + 1):
             x, more, norm = draw(rows, 70), draw(rows, 24), Scale(draw(70), 1e-6)
             for parts in ({}, {"norm": norm}, {"more_TF": more}, {"gate": gate, "norm": norm, "more_TF": more}):
                 b = bias if "gate" in parts or not parts else None
-                got = thin_gpu.product(x, weight, b, **parts)
+                got = skinny_gemm.product(x, weight, b, **parts)
                 doubled = {
                     "norm": Scale(norm.weight_D.double(), 1e-6), "more_TF": more.double(),
                     "gate": Gate(exact, exactly(gate.bias_F), "silu"),
                 }  # fmt: skip
-                wanted = fused.linear(x.double(), exact, exactly(b), **{k: doubled[k] for k in parts})
+                wanted = reference.fused_linear(x.double(), exact, exactly(b), **{k: doubled[k] for k in parts})
                 assert got.shape == wanted.shape and (got - wanted).norm() <= 1e-4 * wanted.norm(), (rows, parts)
                 count += 1
         for rows in (1, 9):  # what is added to may be written over
             x, more = draw(rows, 70), draw(rows, 24)
-            wanted = fused.linear(x.double(), exact, more_TF=more.double())
-            assert (thin_gpu.product(x, weight, more_TF=more, own=True) - wanted).norm() < 1e-4 * wanted.norm()
+            wanted = reference.fused_linear(x.double(), exact, more_TF=more.double())
+            assert (skinny_gemm.product(x, weight, more_TF=more, own=True) - wanted).norm() < 1e-4 * wanted.norm()
         x = draw(2, 1, 70)
-        wanted = fused.linear(x.double(), exact)
-        assert (thin_gpu.linear(x, weight) - wanted).norm() < 1e-4 * wanted.norm()
+        wanted = reference.fused_linear(x.double(), exact)
+        assert (skinny_gemm.linear(x, weight) - wanted).norm() < 1e-4 * wanted.norm()
     wants = draw(2, 70).requires_grad_()
-    thin_gpu.product(wants, draw(3, 70)).sum().backward()
+    skinny_gemm.product(wants, draw(3, 70)).sum().backward()
     assert wants.grad is not None
     return count + 3
 
@@ -124,32 +123,32 @@ def check_heads() -> int:
         norms = (Scale(draw(H), 1e-5), Scale(draw(H), 1e-3)) if normed else None
         slots = torch.tensor([13, 0, 6])
         pools = [torch.zeros(5, page, 2 * K, H, dtype=pool)[:, :, ::2] for _ in range(4)]
-        q = triton_place.place(qkv, pools[0], pools[1], slots, turn=turn, norms=norms)
-        wanted = place.place(qkv, pools[2].contiguous(), pools[3].contiguous(), slots, turn=turn, norms=norms)
+        q = triton_cache_write.place(qkv, pools[0], pools[1], slots, turn=turn, norms=norms)
+        wanted = cache_write.place(qkv, pools[2].contiguous(), pools[3].contiguous(), slots, turn=turn, norms=norms)
         k, v = torch.zeros(5, page, K, H, dtype=pool), torch.zeros(5, page, K, H, dtype=pool)
-        place.place(qkv, k, v, slots, turn=turn, norms=norms)
+        cache_write.place(qkv, k, v, slots, turn=turn, norms=norms)
         near = {"atol": 1e-5 if pool == torch.float32 else 4e-3, "rtol": 1e-5 if pool == torch.float32 else 2e-3}
         assert torch.allclose(q, wanted, atol=1e-5)
         assert torch.allclose(pools[0], k, **near) and torch.equal(pools[1], v)
         count += 1
     # A slot outside of the pool, and no token at all.
     k, v = torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8)
-    triton_place.place(draw(2, 24), k, v, torch.tensor([-1, 8]))
+    triton_cache_write.place(draw(2, 24), k, v, torch.tensor([-1, 8]))
     assert not k.any() and not v.any()
-    assert triton_place.place(draw(0, 24), k, v, torch.tensor([], dtype=torch.int64)).shape == (0, 1, 8)
+    assert triton_cache_write.place(draw(0, 24), k, v, torch.tensor([], dtype=torch.int64)).shape == (0, 1, 8)
     return count + 2
 
 
 def check_greedy() -> int:
     """Ties, infinities, NaN, odd sizes, more than a block, rows that are not neighbours."""
     count = 0
-    for R, V in ((3, 7), (1, triton_greedy.MOST + 5), (2, 1), (0, 9)):
+    for R, V in ((3, 7), (1, triton_sampling.MOST + 5), (2, 1), (0, 9)):
         logits = draw(R, 2 * V)[:, :V]
-        assert torch.equal(triton_greedy.greedy(logits, -5), sample_reference.greedy(logits, -5))
+        assert torch.equal(triton_sampling.greedy(logits, -5), sample_reference.greedy(logits, -5))
         count += 1
     inf = float("inf")
     rows = [[1.0, 3, 3, 2], [1, inf, 3, inf], [1, 2, float("nan"), 3], [-inf] * 4, [-inf, -7, -inf, -7]]
-    for run in (triton_greedy.greedy, sample_reference.greedy):
+    for run in (triton_sampling.greedy, sample_reference.greedy):
         assert run(torch.tensor(rows), -5).tolist() == [1, -5, -5, -5, 1]
     return count + 1
 
@@ -160,7 +159,7 @@ def check_tell() -> int:
         last[R // 2] = -7  # none, whose request ends
         ids = torch.where(torch.rand(T) < 0.6, -1 - torch.randint(0, R, (T,)), torch.randint(0, 50_000, (T,)))
         ours, theirs = ids.clone(), ids.clone()
-        triton_tell.tell_(ours, last)
+        triton_sampling.tell_(ours, last)
         sample_reference.tell_(theirs, last)
         assert torch.equal(ours, theirs) and (ours >= 0).all()
     return 4

@@ -8,7 +8,14 @@ import warnings
 
 import torch
 
-from colonnade.kernels.attention import latents, reference, sdpa, triton_decode, triton_keep, triton_latent
+from colonnade.kernels.attention import (
+    cache_write,
+    reference,
+    sdpa,
+    triton_cache_write,
+    triton_decode,
+    triton_mla_decode,
+)
 from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
 from tests.latent_decoding import LatentCase
 
@@ -74,13 +81,13 @@ def check_store() -> int:
         x = torch.randn(40, rank + rope + 5, generator=draw) * torch.randn(40, 1, generator=draw).exp() ** 6
         x[3], x[4, :rank], x[5, rank:] = 0, 0, 1e-30
         if kind == "float8":
-            values, kept = latents.keep(x[:, : rank + rope], rank, kind)
-            x[:, : rank + rope] = latents.written_out(values[:, None], kept, rank, torch.float32)[:, 0]
+            values, kept = cache_write.keep(x[:, : rank + rope], rank, kind)
+            x[:, : rank + rope] = cache_write.written_out(values[:, None], kept, rank, torch.float32)[:, 0]
         x[6, 1], x[7, rank] = torch.inf, torch.nan
         slots = torch.randperm(48, generator=draw)[:40]
         pools = []
-        for run in (triton_keep.store, latents.store):
-            pool = torch.full((3, 16, 1, rank + rope), 99, dtype=torch.uint8).view(latents.DTYPES[kind])
+        for run in (triton_cache_write.store, cache_write.store):
+            pool = torch.full((3, 16, 1, rank + rope), 99, dtype=torch.uint8).view(cache_write.DTYPES[kind])
             scales = torch.full((3, 16, 2), 7.0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the interpreter's numpy minds what is not finite
@@ -121,7 +128,7 @@ def check_the_row_of_the_table() -> int:
     how = {"N": 4, "rank": 16, "rope": 8, "page": 16, "chunk": 16}
     alone, among = (LatentCase(*batch, **how).made().run() for batch in (([50], [1]), ([9, 50, 80], [2, 1, 1])))
     assert torch.equal(alone.o[0], among.o[2])
-    assert triton_latent.attend(made.q[:0], made.k, 16, made.table, made.ready).o.shape == (0, 4, 16)
+    assert triton_mla_decode.attend(made.q[:0], made.k, 16, made.table, made.ready).o.shape == (0, 4, 16)
     return 3
 
 

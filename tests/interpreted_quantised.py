@@ -10,20 +10,20 @@ from unittest import mock
 
 import torch
 
-from colonnade.kernels.attention import decode_tiles, fixed
+from colonnade.kernels import norm as norm_reference
+from colonnade.kernels import permute, triton_norm
+from colonnade.kernels.attention import batch_invariant, decode_tiles
 from colonnade.kernels.attention import reference as attention_reference
-from colonnade.kernels.attention.pages import PageTable
-from colonnade.kernels.experts import quantised_gpu as experts_gpu
+from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.experts import reference
+from colonnade.kernels.experts import triton_quantised as experts_gpu
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.experts.tiles import Tiles as ExpertTiles
-from colonnade.kernels.linear import quantised, quantised_gpu, triton_fixed
+from colonnade.kernels.linear import quantised_gpu, triton_batch_invariant
 from colonnade.kernels.linear import reference as linear_reference
+from colonnade.kernels.linear import reference as quantised
 from colonnade.kernels.linear.quantise import dequantise, quantise
 from colonnade.kernels.linear.quantised_gpu import Tiles
-from colonnade.kernels.norm import reference as norm_reference
-from colonnade.kernels.norm import triton_rows
-from colonnade.kernels.permute import reference as permute
 from tests.experts import LOADS, Case, in_fewer_bits, written_out
 from tests.rounding import rows_alike
 
@@ -35,7 +35,7 @@ def case(kind: str, rows: int, outputs: int, inputs: int, group: int, splits: in
     draw = torch.Generator().manual_seed(rows + outputs)
     weight = quantise(torch.randn(outputs, inputs, generator=draw), kind, group)
     x = torch.randn(rows, 2 * inputs, generator=draw).to(dtype)[:, :inputs]
-    exact = quantised.linear(x.double(), weight)
+    exact = quantised.quantised_linear(x.double(), weight)
     got = quantised_gpu.few_rows(x, weight, HOW[kind], splits)
     error = float((got.double() - exact).norm() / exact.norm())
     # One row of int4 is summed beside 2048 times itself; the matrix units are given weights rounded to the type of x.
@@ -68,7 +68,7 @@ def check_the_row_of_the_table() -> int:
     weight, bias = quantise(torch.randn(24, 70), "int4", 32), torch.randn(24)
     for shape in ((70,), (1, 70), (3, 70), (2, 5, 70), (65, 70), (0, 70)):
         x = torch.randn(shape)
-        exact = quantised.linear(x.double(), weight, bias.double())
+        exact = quantised.quantised_linear(x.double(), weight, bias.double())
         got = quantised_gpu.linear(x, weight, bias)
         assert got.shape == exact.shape and (got - exact).norm() <= 1e-4 * exact.norm()
     return 6
@@ -123,13 +123,13 @@ def check_fixed_products() -> int:
     for rows, dtype, biased in ((1, torch.float32, True), (70, torch.float32, False), (3, torch.float16, True)):
         x = torch.randn(rows, 2, 150).to(dtype)[:, 0]
         b = bias.to(dtype) if biased else None
-        got = triton_fixed.linear(x, weight.to(dtype), b)
+        got = triton_batch_invariant.linear(x, weight.to(dtype), b)
         exact = linear_reference.linear(x.double(), weight.to(dtype).double(), None if b is None else b.double())
         assert (got - exact).norm() < (1e-6 if dtype == torch.float32 else 1e-3) * exact.norm()
         for r in {0, rows // 2, rows - 1}:
-            assert torch.equal(triton_fixed.linear(x[r : r + 1], weight.to(dtype), b)[0], got[r])
-    assert triton_fixed.linear(torch.randn(2, 3, 150), weight).shape == (2, 3, 40)
-    assert triton_fixed.linear(torch.randn(0, 150), weight).shape == (0, 40)
+            assert torch.equal(triton_batch_invariant.linear(x[r : r + 1], weight.to(dtype), b)[0], got[r])
+    assert triton_batch_invariant.linear(torch.randn(2, 3, 150), weight).shape == (2, 3, 40)
+    assert triton_batch_invariant.linear(torch.randn(0, 150), weight).shape == (0, 40)
     return 5
 
 
@@ -147,19 +147,19 @@ def check_fixed_attention() -> int:
         mine = pages[first : first + len(new)]
         table = PageTable(mine, cu, torch.tensor(lengths).int(), 16, max(new), max(lengths))
         exact = attention_reference.paged(queries.double(), k.double(), v.double(), table, window=window)
-        got = fixed.paged(queries, k, v, table, window=window)
+        got = batch_invariant.paged(queries, k, v, table, window=window)
         assert (got - exact).norm() < 1e-6 * exact.norm()
         return got
 
     whole = run(q, [70], [70], 0)
     assert torch.equal(run(q[60:], [10], [70], 0), whole[60:])
     assert torch.equal(run(torch.cat((q[:1], q[:3])), [1, 3], [1, 200], 0)[:1], whole[:1])
-    with mock.patch.object(fixed, "CHUNK", 32):  # cut, and so merged
+    with mock.patch.object(batch_invariant, "CHUNK", 32):  # cut, and so merged
         whole = run(q, [70], [70], 0)
         assert torch.equal(run(q[60:], [10], [70], 0), whole[60:])
     # A block of several queries, of which each sees its first key in another chunk than the one before.
     with (
-        mock.patch.object(fixed, "CHUNK", 16),
+        mock.patch.object(batch_invariant, "CHUNK", 16),
         mock.patch.object(decode_tiles, "CHOSEN", [decode_tiles.Tiles(16, 4, 2, 2, 16, 16)]),
     ):
         whole = run(q[:20], [20], [250], 0, window=200)
@@ -173,9 +173,9 @@ def check_norms() -> int:
         w, b = torch.randn(width), torch.randn(width)
         x = torch.randn(5, 2, width)
         for bias in (None, b):
-            got, exact = (norm(x, w, bias, 1e-5) for norm in (triton_rows.norm, norm_reference.norm))
+            got, exact = (norm(x, w, bias, 1e-5) for norm in (triton_norm.norm, norm_reference.norm))
             assert torch.allclose(got, exact, atol=1e-5)
-            assert torch.equal(triton_rows.norm(x[3:4], w, bias, 1e-5), got[3:4])
+            assert torch.equal(triton_norm.norm(x[3:4], w, bias, 1e-5), got[3:4])
     return 6
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from colonnade.kernels.attention import held, triton_decode, triton_held
+from colonnade.kernels.attention import sharded_cache, triton_decode, triton_merge
 from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
-from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.softmax_state import State
 from colonnade.parallel.axis import Axis
-from colonnade.parallel.small import Small
+from colonnade.parallel.small_allreduce import SmallAllReduce
 
 SLOT_BYTES, BLOCKS = 1024, 16
 SIZES = ((50,), (9, 20), (7,), (4, 48), (1, 1))
@@ -36,7 +36,7 @@ def exchange(rank: int, ranks: int, folder: str) -> None:
     held_by = [torch.from_file(f"{folder}/{r}", shared=True, size=size, dtype=torch.uint8) for r in range(ranks)]
     addresses = torch.tensor([memory.data_ptr() for memory in held_by])
     calls = torch.full((BLOCKS,), CALLS, dtype=torch.int32)
-    small = Small(
+    small = SmallAllReduce(
         ranks, rank, addresses, addresses + 2 * SLOT_BYTES, calls, (SLOT_BYTES, SLOT_BYTES), held_by, SLOT_BYTES, 16
     )
     axis = Axis("ranks", ranks, rank, "nobody's", small)
@@ -88,13 +88,15 @@ def check_merge() -> int:
         if T:
             for state in states:
                 state.lse[0], state.o[0] = -torch.inf, 0
-        each = torch.stack([held.packed(state) for state in states])
+        each = torch.stack([sharded_cache.packed(state) for state in states])
         for dtype in (torch.float32, torch.float16):
-            got, right = triton_held.merged(each, [], dtype), held.merged(each, [], dtype)
+            got, right = triton_merge.merge_states(each, [], dtype), sharded_cache.merge_states(each, [], dtype)
             assert got.dtype == right.dtype == dtype
             assert torch.allclose(got, right, atol=1e-6 if dtype == torch.float32 else 1e-3), (ranks, T, N, H)
         more = [State(states[0].o + 1, states[0].lse)]
-        assert torch.equal(triton_held.merged(each, more, torch.float32), held.merged(each, more, torch.float32))
+        assert torch.equal(
+            triton_merge.merge_states(each, more, torch.float32), sharded_cache.merge_states(each, more, torch.float32)
+        )
         count += 1
     return count
 
@@ -108,17 +110,19 @@ def check_held() -> int:
     k, v = torch.randn(2, 40, page, 2, 16, generator=draw)
     q = torch.randn(4, 6, 16, generator=draw)
     table = PageTable(pages_RP, torch.arange(5).int(), torch.tensor(lengths).int(), page, 1, 37)
-    got, right = triton_decode.held_state(q, k, v, table), held.attend(q, k, v, table)
+    got, right = triton_decode.held_state(q, k, v, table), sharded_cache.attend(q, k, v, table)
     for a, b in zip(got, right, strict=True):
         assert torch.equal(a.isfinite(), b.isfinite())
         assert torch.allclose(a[a.isfinite()], b[b.isfinite()], atol=1e-5)
     assert got.lse[1].isneginf().all()
     wide = [torch.randn(*shape, generator=draw) for shape in ((1, 2, 300), (40, page, 1, 300), (40, page, 1, 300))]
     alone = PageTable(pages_RP[:1], torch.arange(2).int(), torch.tensor([9]).int(), page, 1, 9)
-    assert torch.equal(triton_decode.held_state(*wide, alone).o, held.attend(*wide, alone).o)
+    assert torch.equal(triton_decode.held_state(*wide, alone).o, sharded_cache.attend(*wide, alone).o)
     latent = torch.randn(40, page, 1, 24, generator=draw)
     q = torch.randn(4, 6, 24, generator=draw)
-    got, right = (attend(q, latent, latent, table, values=16) for attend in (triton_decode.held_state, held.attend))
+    got, right = (
+        attend(q, latent, latent, table, values=16) for attend in (triton_decode.held_state, sharded_cache.attend)
+    )
     for a, b in zip(got, right, strict=True):
         assert a.shape == b.shape
         assert torch.equal(a.isfinite(), b.isfinite())

@@ -10,10 +10,10 @@ import warnings
 import torch
 from torch import Tensor
 
-from colonnade.kernels.linear import fused, thin_gpu, thin_tiles
-from colonnade.kernels.linear.fused import Gate, Scale
+from colonnade.kernels.linear import reference, skinny_gemm, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import Quantised, quantise
-from colonnade.kernels.linear.thin_tiles import Tiles
+from colonnade.kernels.linear.reference import Gate, Scale
+from colonnade.kernels.linear.skinny_gemm_tiles import Tiles
 from tests.interpreted_fused import draw, exactly
 from tests.units import codes, tolerance
 
@@ -29,11 +29,11 @@ def case(
     biases = [draw(F).to(dtype) if "b" in parts else None for _ in range(2)]
     x, gain = draw(rows, 2 * D).to(dtype)[:, :D], draw(D).to(dtype)
     more = draw(rows, F).to(dtype) if "r" in parts else None
-    got = thin_gpu.launch(
+    got = skinny_gemm.launch(
         x, weights[0], biases[0], tiles=tiles, norm=Scale(gain, 1e-5) if "n" in parts else None,
         gate=Gate(weights[1], biases[1], "silu") if "g" in parts else None, more_TF=more,
     )  # fmt: skip
-    wanted = fused.linear(
+    wanted = reference.fused_linear(
         x.double(), weights[0], exactly(biases[0]), norm=Scale(gain.double(), 1e-5) if "n" in parts else None,
         gate=Gate(weights[1], exactly(biases[1]), "silu") if "g" in parts else None, more_TF=exactly(more),
     )  # fmt: skip
@@ -62,26 +62,26 @@ def check_bits() -> int:
     for kind in ("int8", "float8", "int4"):
         weight = quantise(draw(50, 192), kind, 32)
         tiles = Tiles(16, 32 if kind == "int4" else 128, 2, 2, units=True)
-        one, two, at_once = (thin_gpu.launch(x, weight, tiles=tiles._replace(a_processor=n)) for n in (1, 2, 0))
+        one, two, at_once = (skinny_gemm.launch(x, weight, tiles=tiles._replace(a_processor=n)) for n in (1, 2, 0))
         assert torch.equal(one, two) and torch.equal(one, at_once)
         others = torch.cat((x[:4], 50 * draw(3, 192).half()))
-        assert torch.equal(thin_gpu.launch(others, weight, tiles=tiles)[:4], one[:4])
+        assert torch.equal(skinny_gemm.launch(others, weight, tiles=tiles)[:4], one[:4])
     return 3
 
 
 def check_what_is_not_for_them() -> int:
     """float32, rows of an odd number of bytes and more than sixteen rows go to other kernels, whatever the table."""
     count = 0
-    thin_tiles.CHOSEN.append(Tiles(16, 32, 2, 2, units=True))
+    skinny_gemm_tiles.CHOSEN.append(Tiles(16, 32, 2, 2, units=True))
     for (kind, inputs), rows, dtype in itertools.product(
         (("int4", 70), ("int8", 70), ("int8", 61)), (2, 9, 17), (torch.float32, torch.float16)
     ):
         x, weight = draw(rows, inputs).to(dtype), quantise(draw(20, inputs), kind, 32)  # type: ignore[arg-type]
-        got, wanted = thin_gpu.product(x, weight), fused.linear(x.double(), weight)
+        got, wanted = skinny_gemm.product(x, weight), reference.fused_linear(x.double(), weight)
         room = 2e-3 if dtype == torch.float16 else 1e-4  # the library's widen weights to float16
         assert got.dtype == dtype and (got - wanted).norm() < room * wanted.norm(), (kind, inputs, rows, dtype)
         count += 1
-    thin_tiles.CHOSEN.clear()
+    skinny_gemm_tiles.CHOSEN.clear()
     return count
 
 
@@ -91,7 +91,7 @@ def check_every_code() -> int:
     for dtype, weight in itertools.product(DTYPES, codes("cpu")):
         x, exact = torch.eye(weight.inputs, dtype=dtype), one_by_one(weight)
         tiles = Tiles(16, weight.values.shape[1], 2, 2, units=True)
-        got = torch.cat([thin_gpu.launch(some, weight, tiles=tiles) for some in x.split(16)]).T
+        got = torch.cat([skinny_gemm.launch(some, weight, tiles=tiles) for some in x.split(16)]).T
         if weight.kind == "float8" and dtype == torch.bfloat16:
             # 2^−120 of these is below bfloat16's normal numbers, which the interpreter reads wrongly; see tests/gpu.
             exact, got = (torch.where(exact.abs() < 2**-6, 0, x) for x in (exact, got))
@@ -101,7 +101,7 @@ def check_every_code() -> int:
 
 
 def one_by_one(weight: Quantised) -> Tensor:
-    return fused.linear(torch.eye(weight.inputs, dtype=torch.float64), weight).T
+    return reference.fused_linear(torch.eye(weight.inputs, dtype=torch.float64), weight).T
 
 
 if __name__ == "__main__":

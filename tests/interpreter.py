@@ -19,7 +19,7 @@ import tempfile
 import traceback
 from typing import Any
 
-MODULES = ("torch._dynamo", "colonnade.kernels.choose")
+MODULES = ("torch._dynamo", "colonnade.kernels.registry")
 
 
 def quicken() -> None:

@@ -12,14 +12,14 @@ from _jobs import filled, random_batch
 from colonnade.config import ModelConfig, Plan
 from colonnade.config.presets import preset
 from colonnade.model import Transformer
-from colonnade.model.recompute import recompute
+from colonnade.model.activation_checkpointing import recompute
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import layout_of
-from colonnade.parallel.mesh import Ground
-from colonnade.parallel.ringed import Mover
-from colonnade.train import norm
-from colonnade.train.graph import Graphed
-from colonnade.train.lay import Terms
-from colonnade.train.step import passes
+from colonnade.parallel.overlapped_matmul import Mover
+from colonnade.train import grad_norm
+from colonnade.train.cuda_graph import Graphed
+from colonnade.train.model_inputs import Terms
+from colonnade.train.train_step import passes
 
 GPT2 = preset("gpt2").but(vocab_size=208, layers=3, width=64, heads=4, ffn_width=96, context=16)
 """Pre-norm, biases, one product at the entry of the feed-forward part."""
@@ -28,7 +28,7 @@ LLAMA = ModelConfig(vocab_size=208, layers=2, width=64, heads=8, kv_heads=4, ffn
 
 
 def gradients(
-    ground: Ground,
+    ground: DistributedContext,
     config: ModelConfig,
     dtype: torch.dtype,
     mover: Mover | None,
@@ -64,12 +64,12 @@ def gradients(
         model.zero_grad(set_to_none=True)
         loss = step(batch, torch.tensor(size[0] * size[1], device=ground.device), Terms(0.1))
     # Which rank has which token differs, so only the sums of what each rank adds are the same.
-    norm.sum_partial(dict(model.named_parameters()), layout_of(model), ground.axes.tp)
+    grad_norm.sum_partial(dict(model.named_parameters()), layout_of(model), ground.axes.tp)
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return found | {"loss": loss}
 
 
-def laid(device: str) -> AbstractContextManager[Ground]:
+def laid(device: str) -> AbstractContextManager[DistributedContext]:
     """All processes of the world as tensor ranks."""
     plan = Plan(tp=torch.distributed.get_world_size(), sequence_parallel=True, tp_overlap=True)
-    return Ground.build(plan, device)
+    return DistributedContext.build(plan, device)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from colonnade.config import RunConfig
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.memory_estimate import estimate
 from colonnade.train.session import Session
 
@@ -21,7 +21,7 @@ def measured(run: RunConfig) -> int:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5", "ascii")  # the peak begins anew
     before = resident("VmRSS")
-    with Ground.build(run.plan, run.device) as ground, Session(run, ground) as session:
+    with DistributedContext.build(run.plan, run.device) as ground, Session(run, ground) as session:
         for _ in range(run.train.steps):
             session.step()
             if run.train.async_save:

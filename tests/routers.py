@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from colonnade.config import ModelConfig, MoeConfig, RouterConfig
-from colonnade.model import Noise, Rates
+from colonnade.model import Dropout, DropoutRates
+from colonnade.model.dropout import BlockDropout
 from colonnade.model.moe import Router, Units
 from colonnade.model.moe.router import draws
-from colonnade.model.noise import PlaceNoise
 from colonnade.parallel.axis import SOLO_AXES, Axes
 
 WIDTH, EXPERTS, TOKENS, VOCAB = 10, 6, 29, 40
@@ -76,9 +76,9 @@ def tokens(T: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, U
     return x_TD, tokens_T, index_T, Units(of_T[:T], len(SEQUENCES))
 
 
-def noise_for(moe: MoeConfig, index_T: torch.Tensor) -> PlaceNoise | None:
+def noise_for(moe: MoeConfig, index_T: torch.Tensor) -> BlockDropout | None:
     """What a step of training gives the router: nothing unless it draws."""
-    return Noise.of(11, 4, 1, index_T, Rates()).at(0) if draws(moe) else None
+    return Dropout.of(11, 4, 1, index_T, DropoutRates()).at(0) if draws(moe) else None
 
 
 CHOICES = [

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from colonnade.kernels import nvrtc
-from colonnade.kernels.attention import cuda_decode, latents, triton_keep, triton_place
+from colonnade.kernels.attention import cache_write, cuda_decode, triton_cache_write
 from colonnade.kernels.attention.decode_tiles import CHOSEN, Tiles
 from tests.decoding import KERNELS, Case, Made
 from tests.latent_decoding import LatentCase, LatentMade
@@ -78,10 +78,10 @@ def main(device: str) -> None:
     on = {"device": device, "dtype": torch.float16}
     pools = [torch.zeros(4, 16, 2, 64, **on) for _ in range(2)]
     slots = torch.tensor([63, 0, -1, 64, 2**40], device=device)
-    assert triton_place.place(torch.randn(5, 2 * 5 * 64, **on), *pools, slots).shape == (5, 6, 64)
+    assert triton_cache_write.place(torch.randn(5, 2 * 5 * 64, **on), *pools, slots).shape == (5, 6, 64)
     pool, scales = torch.zeros(4, 16, 1, 80, device=device, dtype=torch.int8), torch.zeros(4, 16, 2, device=device)
-    triton_keep.store(torch.randn(2, 80, **on), slots[:2], 64, pool, scales)
-    assert latents.kind_of(pool) == "int8" and pool[3, 15].any() and pool[0, 0].any()
+    triton_cache_write.store(torch.randn(2, 80, **on), slots[:2], 64, pool, scales)
+    assert cache_write.kind_of(pool) == "int8" and pool[3, 15].any() and pool[0, 0].any()
     print("writes", flush=True)
     if device == "cuda":
         torch.cuda.synchronize()

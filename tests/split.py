@@ -10,10 +10,10 @@ from colonnade.config import ModelConfig, Plan
 from colonnade.kernels.attention import reference
 from colonnade.model import KVCache
 from colonnade.parallel.axis import Axes
-from colonnade.parallel.mesh import Ground
-from colonnade.parallel.small import with_small
-from colonnade.serve.batch import arguments
-from colonnade.serve.held import Holding
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.parallel.small_allreduce import with_small
+from colonnade.serve.cache_shard import CacheShard
+from colonnade.serve.model_inputs import arguments
 from colonnade.serve.scheduler import Slice, Work
 
 STEPS = {
@@ -34,7 +34,7 @@ def errors(
 ) -> dict[torch.dtype, dict[str, float]]:
     """On each rank: of each step the error by norm, relative to the exact output's."""
     found: dict[torch.dtype, dict[str, float]] = {dtype: {} for dtype in dtypes}
-    with Ground.build(Plan(cp=cp), device) as ground:
+    with DistributedContext.build(Plan(cp=cp), device) as ground:
         axes = with_small(ground.axes.serving(), ground.device)
         for dtype, (H, page, window), (step, requests) in itertools.product(dtypes, shapes, STEPS.items()):
             config = ModelConfig(
@@ -56,7 +56,7 @@ def _error(
     cache = KVCache(config, axes, pages=local, page_tokens=page, dtype=dtype, device=on)
     for pool in (*cache.k, *cache.v):
         pool.fill_(torch.nan)  # what nobody wrote is not to be read
-    held = Holding(axes.cp, cache, frozenset({config.window}))
+    held = CacheShard(axes.cp, cache, frozenset({config.window}))
     slices, given, exact = [], [], []
     for (start, new), count in zip(requests, counts, strict=True):
         pages, order = order[:count], order[count:]

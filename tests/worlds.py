@@ -68,8 +68,8 @@ class _Pool:
         # in milliseconds.
         context.set_forkserver_preload(
             [
-                "torch.distributed.pipelining", "torch.distributed.fsdp", "colonnade.checkpoint.storage",
-                "colonnade.parallel.copies", "colonnade.train.loop", "colonnade.verify.run",
+                "torch.distributed.pipelining", "torch.distributed.fsdp", "colonnade.checkpoint.dcp_storage",
+                "colonnade.parallel.copy_engine", "colonnade.train.loop", "colonnade.verify.run",
             ]
         )  # fmt: skip
         self.context = context

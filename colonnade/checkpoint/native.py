@@ -7,8 +7,8 @@
                                 exp_avg_sq-… of the optimizer
     tokenizer/                  the tokenizer's files
 
-torch.distributed.checkpoint sees every tensor through the *storage view* (:mod:`colonnade.checkpoint.view`). What is
-stored is always the whole tensor in pieces, whatever the plan that wrote it.
+torch.distributed.checkpoint sees every tensor through the *storage view* (:mod:`colonnade.checkpoint.dtensor_view`).
+What is stored is always the whole tensor in pieces, whatever the plan that wrote it.
 """
 
 import importlib.metadata
@@ -23,17 +23,17 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from colonnade.checkpoint import folder as folders
-from colonnade.checkpoint.folder import FULL, Manifest
-from colonnade.checkpoint.index import DTYPES, INDEX, Index, part_of
-from colonnade.checkpoint.view import Moments, local_tensors, parameter_of, storage_view, storage_views
+from colonnade.checkpoint import atomic_folder as folders
+from colonnade.checkpoint.atomic_folder import FULL, Manifest
+from colonnade.checkpoint.dcp_storage import DTYPES, INDEX, Index, part_of
+from colonnade.checkpoint.dtensor_view import Moments, local_tensors, parameter_of, storage_view, storage_views
 from colonnade.config import Config, ModelConfig, RunConfig, differences
 from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
 from colonnade.model import Transformer
-from colonnade.model.quantised import Place, in_place
+from colonnade.model.weight_only_quant import Place, in_place
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import layout_of
-from colonnade.parallel.mesh import Ground
 
 META = "checkpoint.json"
 TOKENIZER = "tokenizer"
@@ -81,7 +81,7 @@ def save(
     folder: Path,
     model: Transformer,
     meta: Meta,
-    ground: Ground,
+    ground: DistributedContext,
     *,
     masters: Masters | None = None,
     optimizer: Moments | None = None,
@@ -102,7 +102,7 @@ def writing(
     folder: Path,
     model: Transformer,
     meta: Meta,
-    ground: Ground,
+    ground: DistributedContext,
     *,
     masters: Masters | None = None,
     optimizer: Moments | None = None,
@@ -120,7 +120,7 @@ def writing(
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-    from colonnade.checkpoint.storage import Writer
+    from colonnade.checkpoint.dcp_storage import Writer
 
     if optimizer is not None:
         meta = meta.but(updates=optimizer.steps)
@@ -163,7 +163,7 @@ def writing(
 def load(
     folder: Path,
     model: Transformer,
-    ground: Ground,
+    ground: DistributedContext,
     *,
     masters: Masters | None = None,
     optimizer: Moments | None = None,
@@ -181,7 +181,7 @@ def load(
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-    from colonnade.checkpoint.storage import Reader
+    from colonnade.checkpoint.dcp_storage import Reader
 
     manifest, meta, index = _open(folder)
     _same(folder, meta, trained or model.config)

@@ -6,6 +6,6 @@ A mistake of the user's is one line on stderr and a non-zero exit; ``--debug``, 
 Modules that need torch are imported by the verb that needs them, so that ``--help`` is instant.
 """
 
-from colonnade.cli.program import VERBS, main, parse
+from colonnade.cli.main import VERBS, main, parse
 
 __all__ = ["VERBS", "main", "parse"]

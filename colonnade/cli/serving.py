@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from colonnade.cli.shared import Log, ServingPlacing, Writer, speaks, start_alone
+from colonnade.cli.common import Log, ServingPlacing, Writer, speaks, start_alone
 from colonnade.config import Cache as CacheKind
 from colonnade.config import ServeConfig, WeightGroup, Weights
 from colonnade.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from colonnade.serve.sampling import SamplingParams
+    from colonnade.serve.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Sampling:
 
     def params(self) -> "SamplingParams":
         """The same for the engine, checked."""
-        from colonnade.serve.sampling import SamplingParams
+        from colonnade.serve.sampling_params import SamplingParams
 
         return SamplingParams(**vars(self))
 
@@ -93,7 +93,7 @@ def generate(
         serve: Room for the text's keys and values.
     """
     params, where = sampling.params(), placing.where(model, serve.limits)
-    from colonnade import talk
+    from colonnade import chat as talk
 
     talk.generate(where, _read() if prompt == "-" and speaks() else prompt, params)
 
@@ -123,7 +123,7 @@ def chat(
     """
     start_alone("chat")
     params, where = sampling.params(), placing.where(model, serve.limits)
-    from colonnade import talk
+    from colonnade import chat as talk
 
     talk.chat(where, system, params)
 
@@ -142,7 +142,7 @@ def serve(
     """
     start_alone("serve")
     where = placing.where(model, serve)
-    from colonnade.talk import company
+    from colonnade.chat import company
 
     found = where.writer()
     try:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import arg
 
-from colonnade.cli.shared import console, speaks, start_alone
+from colonnade.cli.common import console, speaks, start_alone
 from colonnade.config import ModelConfig, RunConfig, nearest, size
 from colonnade.config.derive import derive, followed, replaced
 from colonnade.config.presets import PRESETS, preset
@@ -125,9 +125,9 @@ def _train(args: TrainArgs, follows: Callable[[RunConfig], str] = lambda _: "") 
 
 def _decided(run: RunConfig) -> str:
     """What ``run`` leaves to its device, and the memory that it would take; no GPU is needed to ask."""
-    from colonnade.parallel.mesh import choose_device
-    from colonnade.train.log import computing
+    from colonnade.parallel.distributed_context import choose_device
     from colonnade.train.memory_estimate import estimate
+    from colonnade.train.run_log import computing
 
     device = "cuda" if run.train.cuda_graph else run.device
     device = choose_device(run.plan, device) if device == "auto" else device
@@ -209,10 +209,10 @@ def _check_sections(model: ModelConfig, flags: Collection[str]) -> None:
 
 def _started(start: str) -> ModelConfig | None:
     """The model that a run begins with; one that is not there is for the trainer to complain of."""
-    from colonnade.checkpoint.found import opened
+    from colonnade.checkpoint.open_model import open_model
 
     try:
-        return opened(start).config
+        return open_model(start).config
     except CheckpointError:
         return None
 

@@ -12,11 +12,10 @@ from colonnade.config.base import (
     size,
 )
 from colonnade.config.experts import AS_TRAINED, ExpertsConfig
-from colonnade.config.latent import LatentConfig
-from colonnade.config.model import ModelConfig, RopeScaling
+from colonnade.config.feature_checks import WeightGroup, Weights
+from colonnade.config.model import LatentConfig, ModelConfig, RopeScaling
 from colonnade.config.moe import MoeConfig, RouterConfig
 from colonnade.config.plan import Plan
-from colonnade.config.quantised import WeightGroup, Weights
 from colonnade.config.run import DataConfig, Device, RunConfig, TrainConfig
 from colonnade.config.serve import Cache, ServeConfig
 

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from colonnade.config.latent import LatentConfig
-from colonnade.config.model import ModelConfig, RopeScaling
+from colonnade.config.model import LatentConfig, ModelConfig, RopeScaling
 from colonnade.config.moe import MoeConfig, RouterConfig
 from colonnade.config.presets_common import gpt2, qwen3
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from colonnade.config import float8, graph
+from colonnade.config import feature_checks
 from colonnade.config.base import MOST_SIZE, Config, dtype_name
 from colonnade.config.derive import KEEP, Rule
 from colonnade.config.experts import AS_TRAINED, Capacity, ExpertsConfig
@@ -313,14 +313,14 @@ class RunConfig(Config):
             )
         _ = self.evaluated
         if self.train.cuda_graph:
-            graph.check(self)
+            feature_checks.check_cuda_graph(self)
         if self.train.float8 != "none" and self.plan.tp_overlap:
             raise ConfigError(
                 f"train.float8 {self.train.float8} scales whole operands, and plan.tp_overlap multiplies parts as they "
                 "arrive; set train.float8 none or plan.tp_overlap False"
             )
         if self.train.float8 != "none":
-            float8.check(self.model, self.plan.tp, self.plan.sh)
+            feature_checks.check_float8(self.model, self.plan.tp, self.plan.sh)
         if self.data.sequence > self.model.context:
             raise ConfigError(
                 f"data.sequence {self.data.sequence} is longer than the model's context {self.model.context}; "

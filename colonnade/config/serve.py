@@ -5,8 +5,8 @@ from typing import Literal
 from pydantic import Field
 
 from colonnade.config.base import Config
+from colonnade.config.feature_checks import WeightGroup, Weights
 from colonnade.config.model import ModelConfig
-from colonnade.config.quantised import WeightGroup, Weights
 from colonnade.errors import ConfigError
 
 Cache = Literal["stored", "int8", "float8"]
@@ -67,7 +67,7 @@ class ServeConfig(Config):
 
     @property
     def page(self) -> int:
-        """``page_tokens``, where it is decided (:mod:`colonnade.serve.settle`)."""
+        """``page_tokens``, where it is decided (:mod:`colonnade.serve.resolve_config`)."""
         assert self.page_tokens is not None, "settled"
         return self.page_tokens
 

@@ -1,9 +1,11 @@
-"""A corpus folder, opened for reading. :func:`build` writes one; :mod:`manifest` draws what is inside."""
+"""A corpus folder, opened for reading. :func:`build` writes one; :mod:`~colonnade.data.manifest` draws what is
+inside.
+"""
 
 import functools
 from pathlib import Path
 
-from colonnade.data.builder import build
+from colonnade.data.corpus_builder import build
 from colonnade.data.manifest import SPLITS, Manifest, sha256_of
 from colonnade.data.shards import Split
 from colonnade.data.tokenizer import Tokenizer

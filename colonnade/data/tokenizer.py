@@ -17,9 +17,9 @@ from typing import Any, Self
 import tokenizers
 
 from colonnade.data.bpe import END, byte_level_bpe, train_bpe
-from colonnade.data.chat import ChatTemplate, Message
+from colonnade.data.chat_template import ChatTemplate, Message
 from colonnade.data.detokenize import Detokenizer
-from colonnade.data.forged import Unforged
+from colonnade.data.template_injection import Unforged
 from colonnade.errors import DataError, RequestError
 
 _OURS = "colonnade"  # key of tokenizer_config.json under which we keep ids, which transformers leaves alone

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from colonnade.data.kinds import kinds_of
+from colonnade.data.token_classes import kinds_of
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import RequestError
-from colonnade.model.moe.specialities import Speciality, examples, recorded, specialities
+from colonnade.model.moe.expert_specialization import Specialization, examples, recorded, specializations
 from colonnade.model.score import Score, score
 from colonnade.model.transformer import Transformer
 
@@ -24,7 +24,7 @@ class Routed(NamedTuple):
     """How one text went through the experts of a model."""
 
     score: Score
-    layers: dict[int, Speciality]
+    layers: dict[int, Specialization]
     """By block number."""
     texts: dict[int, list[list[str]]]
     """By block number and expert: the tokens that it takes most beyond its share."""
@@ -43,7 +43,7 @@ def follow(model: Transformer, tokenizer: Tokenizer, tokens: Sequence[int], cont
     with recorded(model) as ids:
         found = score(model, list(tokens), context=context)
     pieces = [tokenizer.decode([token]) for token in tokens[:-1]]  # the last one is predicted and not read
-    layers = specialities(ids, kinds_of(pieces), moe.experts)
+    layers = specializations(ids, kinds_of(pieces), moe.experts)
     return Routed(found, layers, {layer: examples(ids_TA, pieces, moe.experts) for layer, ids_TA in ids.items()})
 
 
@@ -52,7 +52,7 @@ def tables(routed: Routed) -> list[Table]:
     return [_table(layer, it, routed.texts[layer]) for layer, it in routed.layers.items()]
 
 
-def _table(layer: int, it: Speciality, texts: list[list[str]]) -> Table:
+def _table(layer: int, it: Specialization, texts: list[list[str]]) -> Table:
     told = f"layer {layer}: the expert tells {it.told:.1%} of what kind a token is"
     made = Table("expert", "share", "takes more than its share of", "such as", title=told)
     by_expert = list(zip(*it.counts, strict=True))

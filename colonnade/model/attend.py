@@ -14,13 +14,13 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from colonnade.kernels.attention.pages import PageTable
-from colonnade.kernels.choose import choose
-from colonnade.kernels.dropout.reference import Pairs
-from colonnade.kernels.linear.fused import Scale
-from colonnade.kernels.rotary.reference import Rotation
+from colonnade.kernels.attention.page_table import PageTable
+from colonnade.kernels.dropout import Pairs
+from colonnade.kernels.linear.reference import Scale
+from colonnade.kernels.registry import choose
+from colonnade.kernels.rotary import Rotation
 from colonnade.model.cache import KVCache, Pools
-from colonnade.model.noise import Noise
+from colonnade.model.dropout import Dropout
 
 
 class Attend(Protocol):
@@ -62,7 +62,7 @@ class Packed:
     causal: bool = True
     window: int | None = None
     kernels: str = "auto"
-    noise: Noise | None = None
+    noise: Dropout | None = None
     head: int = 0
     dropout: Pairs | None = None
 

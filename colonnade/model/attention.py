@@ -3,23 +3,44 @@
     q, k, v = split(x W_qkvᵀ)        o = attend(rot(q), rot(k), v)        y = o W_outᵀ
 
 Each rank has n = N/tp query heads and k = K/tp key/value heads: W_qkv is cut by rows, W_out by columns, with one
-collective before and one after (Megatron-LM, arXiv 1909.08053, section 3, figure 3b; :mod:`colonnade.model.edges`).
-The rows of W_qkv are grouped by key/value head (its query heads, its key, its value), so that a cut between groups is
-one contiguous range and three projections are one product. Grouped heads: Ainslie et al., arXiv 2305.13245;
-query/key norms: Qwen3,
-over all heads OLMoE. Latent attention is another module (:mod:`colonnade.model.latent`).
+collective before and one after (Megatron-LM, arXiv 1909.08053, section 3, figure 3b;
+:mod:`colonnade.model.tensor_parallel`). The rows of W_qkv are grouped by key/value head (its query heads, its key, its
+value), so that a cut between groups is one contiguous range and three projections are one product. Grouped heads:
+Ainslie et al., arXiv 2305.13245; query/key norms: Qwen3,
+over all heads OLMoE. Latent attention is another module (:mod:`colonnade.model.attention`).
+
+Multi-head latent attention, tensor-parallel by heads (DeepSeek-V2, arXiv 2405.04434, section 2.1; MLA).
+
+    c = norm(W_down x), r = rot(W_rope x)             one short vector and one rotary key a token, for all heads
+    [k_n; v_n] = W_up,n c                             keys and values of head n; its whole key is [k_n; r]
+    [q_n; p_n] = W_q,n (norm(W_q,down x) or x)        its query is [q_n; rot(p_n)]
+    o_n = attend([q_n; rot(p_n)], [k_n; r], v_n)      scores times H^-½ · mscale², H the whole width of a query
+    y = Σ_n W_out,n o_n
+
+Each rank has its share of the heads; W_down, W_rope, W_q,down and their norms are on every rank, for its heads alone,
+so that their gradients are sums over ranks. Scores do not care in which order a head's numbers stand, so rotary pairs
+are ours, (i, i + width/2), here as everywhere; DeepSeek's files have them side by side.
+
+Two forms of the same product. Where nothing outlives the call (training, scoring) keys and values are written out, N
+heads of them, which is the least arithmetic. An ``attend`` that ``keeps`` them (a cache) gets c and r instead, as one
+key for all heads, whose first numbers are the value too: q_n·(W_up,n c) = (W_up,nᵀ q_n)·c, and the up-projection of
+values comes after the softmax (section 2.1.2, "absorbed"). So a token costs kv_rank + rope_width numbers a layer in the
+cache, in V2 576 for 2 · 128 · 192 = 49,152 of the written-out form; a long prompt pays for it with 3.4 times the
+arithmetic of its scores. The whole W_up stays on its rank's heads, and the cached vector is on every tp rank.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from colonnade.config import ModelConfig
-from colonnade.kernels.rotary.reference import Rotation, rotate
+from colonnade.kernels.rotary import Rotation, rotate
+from colonnade.model.activation_checkpointing import again
 from colonnade.model.attend import Attend
-from colonnade.model.edges import entered, left
 from colonnade.model.linear import Linear
 from colonnade.model.norm import HeadsNorm, Norm
-from colonnade.model.recompute import again
+from colonnade.model.rotary import score_factor
+from colonnade.model.tensor_parallel import column_parallel, row_parallel
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import PARTIAL, Placement, on_rows
 
@@ -52,9 +73,9 @@ class Attention(nn.Module):
 
     def forward(self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend) -> Tensor:
         """y_tD for the residual stream of T tokens; ``turn`` is None where positions are learned."""
-        (qkv_Tz,) = entered(self.axes, x_tD, T, self.qkv)
+        (qkv_Tz,) = column_parallel(self.axes, x_tD, T, self.qkv)
         o_Tz = again(self._core, qkv_Tz, turn, attend) if self.recompute else self._core(qkv_Tz, turn, attend)
-        return left(self.axes, o_Tz, self.out)
+        return row_parallel(self.axes, o_Tz, self.out)
 
     def _core(self, qkv_Tz: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
         """All between the two projections; z is the share of the rows of W_qkv, then of the columns of W_out."""
@@ -68,3 +89,81 @@ class Attention(nn.Module):
         if turn is not None:
             q_TnH, k_TkH = rotate(q_TnH, turn), rotate(k_TkH, turn)
         return attend(q_TnH, k_TkH, v_TkH).flatten(1)
+
+
+class LatentAttention(nn.Module):
+    """x_tD to y_tD, as :class:`~colonnade.model.attention.Attention`."""
+
+    def __init__(self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        latent = config.latent
+        assert latent is not None, "a config without latent attention"
+        self.axes, self.H, self.rope, self.rank = axes, config.head_width, latent.rope_width, latent.kv_rank
+        self.plain, self.v_width = config.head_width - latent.rope_width, latent.v_width
+        # attend divides by the root of the width that it sees; the rest of the factor is in the queries.
+        self.factor = score_factor(config.rope_scaling)
+        n, bias = config.heads // axes.tp.size, config.qkv_bias
+        on = {"device": device, "dtype": dtype}
+        alone = {"placement": PARTIAL, "eps": latent.norm_eps, **on}
+        self.layout: dict[str, Placement] = {}
+        self.q = self.q_down = self.q_norm = self.q_up = None
+        if latent.q_rank:
+            self.q_down = Linear(config.width, latent.q_rank, bias=bias, **on)
+            self.q_norm = Norm(config, latent.q_rank, **alone)
+            self.q_up = Linear(latent.q_rank, n * self.H, bias=False, **on)
+            self.layout |= {"q_down.weight": PARTIAL, "q_up.weight": 0} | ({"q_down.bias": PARTIAL} if bias else {})
+        else:
+            self.q = Linear(config.width, n * self.H, bias=False, **on)
+            self.layout["q.weight"] = 0
+        self.kv_down = Linear(config.width, latent.kv_rank + latent.rope_width, bias=bias, **on)
+        self.kv_norm = Norm(config, latent.kv_rank, **alone)
+        self.kv_up = Linear(latent.kv_rank, n * (self.plain + latent.v_width), bias=False, **on)
+        self.kv_up.as_stored = True
+        self.out = Linear(n * latent.v_width, config.width, bias=config.out_bias, **on)
+        self.layout |= {"kv_down.weight": PARTIAL, "kv_up.weight": 0, "out.weight": 1}
+        self.layout |= {"kv_down.bias": PARTIAL} if bias else {}
+        self.layout |= {"out.bias": on_rows(axes)} if config.out_bias else {}
+        self.recompute = False
+
+    def forward(self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend) -> Tensor:
+        """y_tD for the residual stream of T tokens."""
+        assert turn is not None, "latent attention has rotary positions"
+        if self.q is not None:
+            q_Tz, kv_Tz = column_parallel(self.axes, x_tD, T, self.q, self.kv_down)
+        else:
+            assert self.q_down is not None
+            assert self.q_norm is not None
+            assert self.q_up is not None
+            down_Tz, kv_Tz = column_parallel(self.axes, x_tD, T, self.q_down, self.kv_down)
+            q_Tz = self.q_up(self.q_norm(down_Tz))
+        core = self._kept if attend.keeps else self._written_out
+        o_Tz = again(core, q_Tz, kv_Tz, turn, attend) if self.recompute else core(q_Tz, kv_Tz, turn, attend)
+        return row_parallel(self.axes, o_Tz, self.out)
+
+    def _parts(self, q_Tz: Tensor, kv_Tz: Tensor, turn: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(plain part of the queries by head, their rotary part, compressed vector, rotary key of one head)."""
+        q_TnH, p_TnH = q_Tz.unflatten(-1, (-1, self.H)).split([self.plain, self.rope], -1)
+        c_Tz, r_TH = kv_Tz.split([self.rank, self.rope], -1)
+        return q_TnH, rotate(p_TnH, turn), self.kv_norm(c_Tz), rotate(r_TH[:, None], turn)
+
+    def _written_out(self, q_Tz: Tensor, kv_Tz: Tensor, turn: Rotation, attend: Attend) -> Tensor:
+        q_TnH, p_TnH, c_Tz, r_T1H = self._parts(q_Tz, kv_Tz, turn)
+        k_TnH, v_TnH = (
+            self.kv_up(c_Tz).unflatten(-1, (-1, self.plain + self.v_width)).split([self.plain, self.v_width], -1)
+        )
+        k_TnH = torch.cat((k_TnH, r_T1H.expand(-1, k_TnH.shape[1], -1)), -1)
+        q_TnH = torch.cat((q_TnH, p_TnH), -1) * self.factor
+        # Kernels, rings and caches take values as wide as keys; the zeros beside them stay zeros.
+        o_TnH = attend(q_TnH, k_TnH, F.pad(v_TnH, (0, self.H - self.v_width)))
+        return o_TnH[..., : self.v_width].flatten(1)
+
+    def _kept(self, q_Tz: Tensor, kv_Tz: Tensor, turn: Rotation, attend: Attend) -> Tensor:
+        q_TnH, p_TnH, c_Tz, r_T1H = self._parts(q_Tz, kv_Tz, turn)
+        up_nHz, v_nHz = self.kv_up.weight.unflatten(0, (-1, self.plain + self.v_width)).split(
+            [self.plain, self.v_width], 1
+        )
+        width = self.rank + self.rope
+        q_Tnz = torch.cat((torch.einsum("tnh,nhz->tnz", q_TnH, up_nHz), p_TnH), -1)
+        k_T1z = torch.cat((c_Tz[:, None], r_T1H), -1)
+        o_Tnz = attend(q_Tnz * (self.factor * (width / self.H) ** 0.5), k_T1z, k_T1z)
+        return torch.einsum("tnz,nhz->tnh", o_Tnz[..., : self.rank], v_nHz).flatten(1)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from colonnade.config import Cache, ModelConfig
-from colonnade.kernels.attention import kept, latents
-from colonnade.kernels.choose import choose
+from colonnade.kernels.attention import cache_write
+from colonnade.kernels.registry import choose
 from colonnade.parallel.axis import SOLO_AXES, Axes
 
 
@@ -21,7 +21,7 @@ class Pools:
     values: int | None = None
     """Of a cached vector, how many numbers are its value; None: those of ``v_PpKH``."""
     scales_Pp2: Tensor | None = None
-    """Of latents in 8 bits (:mod:`~colonnade.kernels.attention.latents`)."""
+    """Of latents in 8 bits (:mod:`~colonnade.kernels.attention.cache_write`)."""
 
     def write(self, slots_T: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> None:
         """Put new tokens into their slots (page · page_tokens + offset)."""
@@ -29,30 +29,30 @@ class Pools:
             store = choose("store_latents", k_TkH.device.type, k_TkH.dtype)
             store(k_TkH[:, 0], slots_T, self.values, self.k_PpKH, self.scales_Pp2)
             return
-        kept.write(self.k_PpKH, slots_T, k_TkH)
+        cache_write.write(self.k_PpKH, slots_T, k_TkH)
         if self.v_PpKH is not self.k_PpKH:
-            kept.write(self.v_PpKH, slots_T, v_TkH)
+            cache_write.write(self.v_PpKH, slots_T, v_TkH)
 
     def rounded(self, k_TkH: Tensor, v_TkH: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of new tokens as those see them who read what was written."""
         if self.scales_Pp2 is None:
             if self.k_PpKH.element_size() > 1:
                 return k_TkH, v_TkH
-            k_TkH, v_TkH = (kept.as_kept(x, self.k_PpKH.dtype).to(x.dtype) for x in (k_TkH, v_TkH))
+            k_TkH, v_TkH = (cache_write.as_kept(x, self.k_PpKH.dtype).to(x.dtype) for x in (k_TkH, v_TkH))
             return k_TkH, v_TkH
         assert self.values is not None, "scales are for latents"
-        values_TH, scales_T2 = latents.keep(k_TkH[:, 0], self.values, latents.kind_of(self.k_PpKH))
-        k_T1H = latents.written_out(values_TH[:, None], scales_T2, self.values, k_TkH.dtype)
+        values_TH, scales_T2 = cache_write.keep(k_TkH[:, 0], self.values, cache_write.kind_of(self.k_PpKH))
+        k_T1H = cache_write.written_out(values_TH[:, None], scales_T2, self.values, k_TkH.dtype)
         return k_T1H, k_T1H
 
     def read(self, slots_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(k_SkH, v_SkH) of what is in these slots, in ``dtype``."""
         if self.scales_Pp2 is None:
-            k_SkH, v_SkH = (kept.read(pool, slots_S, dtype) for pool in (self.k_PpKH, self.v_PpKH))
+            k_SkH, v_SkH = (cache_write.read(pool, slots_S, dtype) for pool in (self.k_PpKH, self.v_PpKH))
             return k_SkH, v_SkH[..., : self.values]
         assert self.values is not None, "scales are for latents"
         pools = self.k_PpKH.flatten(0, 1), self.scales_Pp2.flatten(0, 1)
-        k_SkH = latents.gathered(*pools, slots_S, self.values, dtype)
+        k_SkH = cache_write.gathered(*pools, slots_S, self.values, dtype)
         return k_SkH, k_SkH[..., : self.values]
 
     @property
@@ -67,7 +67,7 @@ class KVCache:
 
     Latent attention keeps one vector for all heads, on every rank, which is key and value in one (``v[i] is k[i]``);
     ``kind`` may keep it in 8 bits, with two float32 scales a token in ``scales[i]``. Keys and values of other attention
-    may be float8, without scales (:mod:`.kernels.attention.kept`).
+    may be float8, without scales (:mod:`~colonnade.kernels.attention.cache_write`).
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class KVCache:
         self.pages, self.page_tokens = pages, page_tokens
         shape = (pages, page_tokens, *_head_shape(config, axes))
         # Zeros, not empty: a masked-out key times a weight of zero must not be NaN.
-        held = latents.DTYPES.get(kind, dtype)
+        held = cache_write.DTYPES.get(kind, dtype)
         self.k = [torch.zeros(shape, dtype=held, device=device) for _ in range(config.layers)]
         self.v = self.k if config.latent else [torch.zeros_like(k) for k in self.k]
         self.values = config.latent.kv_rank if config.latent else None
         """Of a cached vector, how many numbers are its value; None: those of ``v``."""
         self.scales: list[Tensor] | None = None
         if kind != "stored" and config.latent:
-            two = (pages, page_tokens, latents.SCALES)
+            two = (pages, page_tokens, cache_write.SCALES)
             self.scales = [torch.zeros(two, dtype=torch.float32, device=device) for _ in range(config.layers)]
 
     def at(self, layer: int) -> Pools:
@@ -105,9 +105,9 @@ class KVCache:
     ) -> int:
         """Memory of one page over all layers on one rank [bytes]."""
         heads, width = _head_shape(config, axes)
-        token = heads * width * latents.DTYPES.get(kind, dtype).itemsize
+        token = heads * width * cache_write.DTYPES.get(kind, dtype).itemsize
         if kind != "stored" and config.latent:
-            token += latents.SCALES * torch.float32.itemsize
+            token += cache_write.SCALES * torch.float32.itemsize
         return (1 if config.latent else 2) * config.layers * page_tokens * token
 
     @property

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from colonnade.model.dropout import POOLED, BlockDropout
 from colonnade.model.head import Loss, Projection
 from colonnade.model.loss import IGNORE
-from colonnade.model.noise import POOLED, PlaceNoise
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ClassLoss:
     labels_R: Tensor
     """The class of each sequence, or IGNORE."""
     smoothing: float = 0.0
-    noise: PlaceNoise | None = None
+    noise: BlockDropout | None = None
     """Of the first tokens: drops elements of the pooled vectors, as BERT's fine-tuning does."""
 
     def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> tuple[Tensor, Tensor]:

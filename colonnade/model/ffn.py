@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from colonnade.config import ModelConfig
 from colonnade.kernels.experts.reference import ACTIVATIONS
-from colonnade.model.edges import entered, left
 from colonnade.model.linear import Linear
+from colonnade.model.tensor_parallel import column_parallel, row_parallel
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, on_rows
 
@@ -42,8 +42,8 @@ class FeedForward(nn.Module):
     def forward(self, x_tD: Tensor, T: int) -> Tensor:
         """y_tD for the residual stream of T tokens."""
         if self.gate is None:
-            (up_Tf,) = entered(self.axes, x_tD, T, self.up)
-            return left(self.axes, self.act(up_Tf), self.down)
-        gate_Tf, up_Tf = entered(self.axes, x_tD, T, self.gate, self.up)
+            (up_Tf,) = column_parallel(self.axes, x_tD, T, self.up)
+            return row_parallel(self.axes, self.act(up_Tf), self.down)
+        gate_Tf, up_Tf = column_parallel(self.axes, x_tD, T, self.gate, self.up)
         gate_Tf = self.act(gate_Tf)  # serving holds three such tensors at once, not four
-        return left(self.axes, gate_Tf * up_Tf, self.down)
+        return row_parallel(self.axes, gate_Tf * up_Tf, self.down)

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from colonnade.kernels.linear.quantise import Quantised, dequantise
+from colonnade.model.bert_heads import BertLayers
 from colonnade.model.linear import Matrix, linear
 from colonnade.model.loss import IGNORE, cross_entropy_sum
-from colonnade.model.top import Top
 from colonnade.parallel.axis import Axes
 
 
@@ -20,7 +20,7 @@ class Projection(NamedTuple):
     axes: Axes
     vocab_size: int
     """V, over all ranks."""
-    top: Top | None = None
+    top: BertLayers | None = None
     """An encoder's."""
     kernels: str = "auto"
     """Which implementation multiplies."""

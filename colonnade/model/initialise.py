@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from colonnade.model.quantised import Place, in_place
 from colonnade.model.transformer import Transformer
+from colonnade.model.weight_only_quant import Place, in_place
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of, share
-from colonnade.parallel.randomness import generator
+from colonnade.parallel.rng_keys import generator
 
 RESIDUAL_OUTPUTS = ("attention.out.weight", "ffn.down.weight", "shared.down.weight", "experts.down")
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.kernels.choose import choose
-from colonnade.kernels.experts.scaled_grouped_mm import CAPABILITY, available
+from colonnade.kernels.experts.grouped_mm import CAPABILITY, scaled_available
 from colonnade.kernels.linear import float8
 from colonnade.kernels.linear.quantise import Kind, Quantised, quantise
+from colonnade.kernels.registry import choose
 
 Float8 = Literal["tensorwise", "rowwise"]
 
@@ -40,7 +40,7 @@ class Linear(InFloat8):
     quantised: Quantised | None = None
     """What stands in the place of :attr:`weight`; no buffer, so that a cast of the model leaves it alone."""
     kernels = "auto"
-    """Which implementation multiplies (:mod:`~colonnade.kernels.choose`)."""
+    """Which implementation multiplies (:mod:`~colonnade.kernels.registry`)."""
     as_stored = False
     """Whether :attr:`weight` is never quantised: somebody multiplies with parts of it, or it decides about a token."""
 
@@ -100,11 +100,11 @@ def in_float8(blocks: nn.Module, scaling: Float8, device: torch.device | None = 
     modules = [module for module in blocks.modules() if isinstance(module, InFloat8)]
     if device.type == "cuda" and any(module.grouped for module in modules):
         has = torch.cuda.get_device_capability(device)
-        if has != CAPABILITY or not available:
+        if has != CAPABILITY or not scaled_available:
             raise ConfigError(
                 f"float8 experts need torch's grouped product for compute capability {CAPABILITY[0]}.{CAPABILITY[1]} "
                 f"(Hopper), and this {torch.cuda.get_device_name(device)} has {has[0]}.{has[1]} and torch "
-                f"{torch.__version__} {'has it' if available else 'lacks it'}; set train.float8 none"
+                f"{torch.__version__} {'has it' if scaled_available else 'lacks it'}; set train.float8 none"
             )
     for module in modules:
         if not isinstance(module, Linear) or len(module.weight) > 1:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import ModelConfig
-from colonnade.kernels.choose import choose
+from colonnade.kernels.registry import choose
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.layout import WHOLE, Placement
 
@@ -13,7 +13,7 @@ class Norm(nn.Module):
     """RMSNorm: x / √(mean(x²) + ε) · w. LayerNorm: (x − mean) / √(var + ε) · w + b."""
 
     kernels = "auto"
-    """Which implementation computes it (:mod:`~colonnade.kernels.choose`)."""
+    """Which implementation computes it (:mod:`~colonnade.kernels.registry`)."""
 
     def __init__(
         self,

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from colonnade.model.moe.routing import Routing
-from colonnade.model.noise import Noise
+from colonnade.model.dropout import Dropout
+from colonnade.model.moe.routing_context import Routing
 
 
 class Stream(NamedTuple):
@@ -17,7 +17,7 @@ class Stream(NamedTuple):
     """int64 position of each token within its own sequence."""
     segments_T: Tensor | None = None
     """int64 segment of each token, for a model that has a table of them; None is segment 0 everywhere."""
-    noise: Noise | None = None
+    noise: Dropout | None = None
     """What is random in this step of training; None drops nothing."""
     routing: Routing | None = None
     """What concerns the routers of a mixture of experts; None is inference."""

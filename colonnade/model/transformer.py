@@ -18,24 +18,23 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import ModelConfig, MoeConfig
-from colonnade.kernels.choose import choose
-from colonnade.kernels.rotary.reference import Rotation
-from colonnade.model import fused
+from colonnade.kernels.registry import choose
+from colonnade.kernels.rotary import Rotation
+from colonnade.model import fused_block
+from colonnade.model.activation_checkpointing import again
 from colonnade.model.attend import Attend, Attending
-from colonnade.model.attention import Attention
+from colonnade.model.attention import Attention, LatentAttention
+from colonnade.model.bert_heads import BertLayers
+from colonnade.model.dropout import ATTENTION, EMBEDDING, FFN, BlockDropout, drop
 from colonnade.model.embedding import Embedding
 from colonnade.model.ffn import FeedForward
 from colonnade.model.head import Head, Projection
-from colonnade.model.latent import LatentAttention
 from colonnade.model.linear import Linear
 from colonnade.model.moe import MixtureOfExperts, Report, Routed
 from colonnade.model.moe.losses import attach_pooled
-from colonnade.model.noise import ATTENTION, EMBEDDING, FFN, PlaceNoise, drop
 from colonnade.model.norm import Norm
-from colonnade.model.recompute import again
 from colonnade.model.rotary import frequencies
 from colonnade.model.stream import Stream
-from colonnade.model.top import Top
 from colonnade.parallel.axis import SOLO_AXES, Axes
 from colonnade.parallel.layout import Placement, on_rows
 
@@ -71,7 +70,7 @@ class Block(nn.Module):
         self.axes, self.post = axes, config.norm_order == "post"
         self.recompute = False
         self.fused = False
-        """Whether steps go by :mod:`fused`, where they can: serving asks for it."""
+        """Whether steps go by :mod:`~colonnade.model.fused_block`, where they can: serving asks for it."""
 
     def forward(
         self,
@@ -79,7 +78,7 @@ class Block(nn.Module):
         T: int,
         turn: Rotation | None,
         attend: Attend,
-        noise: PlaceNoise | None = None,
+        noise: BlockDropout | None = None,
         routed: Routed | None = None,
     ) -> tuple[Tensor, Report | None]:
         """x_tD to x_tD: the residual stream of T tokens, or this rank's rows of it, which ``noise`` is of too; beside
@@ -95,25 +94,25 @@ class Block(nn.Module):
         T: int,
         turn: Rotation | None,
         attend: Attend,
-        noise: PlaceNoise | None,
+        noise: BlockDropout | None,
         routed: Routed | None,
     ) -> tuple[Tensor, Report | None]:
         if self.post:
             x_tD = self.norm1(x_tD + drop(self.attention(x_tD, T, turn, attend), noise, ATTENTION))
             y_tD, report = self._feed_forward(x_tD, T, noise, routed)
             return self.norm2(x_tD + drop(y_tD, noise, FFN)), report
-        own = self.fused and noise is None and fused.attends(self, x_tD, attend)
+        own = self.fused and noise is None and fused_block.attends(self, x_tD, attend)
         if own:
-            x_tD = fused.attended(self, x_tD, turn, attend)
+            x_tD = fused_block.attended(self, x_tD, turn, attend)
         else:
             x_tD = x_tD + drop(self.attention(self.norm1(x_tD), T, turn, attend), noise, ATTENTION)
-        if self.fused and noise is None and fused.feeds(self, x_tD, attend):
-            return fused.fed(self, x_tD, own=own), None
+        if self.fused and noise is None and fused_block.feeds(self, x_tD, attend):
+            return fused_block.fed(self, x_tD, own=own), None
         y_tD, report = self._feed_forward(self.norm2(x_tD), T, noise, routed)
         return x_tD + drop(y_tD, noise, FFN), report
 
     def _feed_forward(
-        self, x_tD: Tensor, T: int, noise: PlaceNoise | None, routed: Routed | None
+        self, x_tD: Tensor, T: int, noise: BlockDropout | None, routed: Routed | None
     ) -> tuple[Tensor, Report | None]:
         if isinstance(self.ffn, FeedForward):
             return self.ffn(x_tD, T), None
@@ -126,7 +125,7 @@ class Transformer(nn.Module):
 
     kernels = "auto"
     """Which implementation turns positions into angles, and multiplies with the output projection
-    (:mod:`~colonnade.kernels.choose`).
+    (:mod:`~colonnade.kernels.registry`).
     """
 
     def __init__(
@@ -139,7 +138,9 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         experts_on: torch.device | None = None,
     ):
-        """``experts_on``: where experts are stored, if not on ``device`` (:mod:`colonnade.model.moe.resident`)."""
+        """``experts_on``: where experts are stored, if not on ``device``
+        (:mod:`colonnade.model.moe.expert_offload`).
+        """
         super().__init__()
         self.config, self.axes = config, axes
         on = {"device": torch.device(device), "dtype": dtype}
@@ -160,7 +161,7 @@ class Transformer(nn.Module):
         if last:  # in post-norm order the last block ends with a norm of its own
             pre = config.norm_order == "pre"
             self.norm = Norm(config, config.width, placement=on_rows(axes), **on) if pre else nn.Identity()
-        self.top = Top(config, axes, **on) if last and config.top != "unembed" else None
+        self.top = BertLayers(config, axes, **on) if last and config.top != "unembed" else None
         self.unembed = None
         self.layout: dict[str, Placement] = {}
         if last and not config.tied:

@@ -6,11 +6,11 @@ from functools import partial
 import torch
 
 from colonnade.config import ModelConfig, Plan, WeightGroup, Weights, size
-from colonnade.config.quantised import check as check_quantised
+from colonnade.config.feature_checks import check_quantised
 from colonnade.errors import CapacityError, ColonnadeError
-from colonnade.model.moe.resident import device_bytes
-from colonnade.model.quantised import kept_bytes
+from colonnade.model.moe.expert_offload import device_bytes
 from colonnade.model.transformer import Transformer
+from colonnade.model.weight_only_quant import kept_bytes
 from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.parallel.device_memory import SHARE, free_host_bytes, share_bytes
 

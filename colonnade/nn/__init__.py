@@ -12,17 +12,17 @@ Gradients are sums over ranks: divide each rank's loss by the global count of wh
 :func:`reduce_gradients` between ``backward()`` and the optimizer's step.
 """
 
-from colonnade.kernels.choose import kernel_names
+from colonnade.kernels.registry import kernel_names
 from colonnade.model.attend import Packed, Paged
 from colonnade.model.moe import Choice, Own, Seen, Units, router
-from colonnade.nn.attention import PagedCache
 from colonnade.nn.gradients import clip_gradients, reduce_gradients
 from colonnade.nn.linear import ColumnParallelLinear, RowParallelLinear
 from colonnade.nn.moe import MoE, MoEOutput
+from colonnade.nn.paged_attention import PagedCache
 from colonnade.parallel.axis import SOLO, SOLO_AXES, Axes, Axis
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 
-distributed_context = Ground.build
+distributed_context = DistributedContext.build
 
 __all__ = [
     "SOLO", "SOLO_AXES", "Axes", "Axis", "Choice", "ColumnParallelLinear", "MoE", "MoEOutput", "Own", "Packed", "Paged",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import WHOLE, Experts, Placement, placements
-from colonnade.train.norm import clip_, gradient_norm, sum_experts, sum_partial
+from colonnade.train.grad_norm import clip_, gradient_norm, sum_experts, sum_partial
 
 
 def reduce_gradients(model: nn.Module, axes: Axes) -> None:

@@ -14,9 +14,9 @@ from torch.autograd import Function
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.config.model import Activation
 from colonnade.errors import ConfigError, PlanError
+from colonnade.model.dropout import Dropout, DropoutRates
 from colonnade.model.initialise import fill
 from colonnade.model.moe import MixtureOfExperts, Routed, Routing, Units, draws
-from colonnade.model.noise import Noise, Rates
 from colonnade.nn.linear import common_seed
 from colonnade.parallel.axis import SOLO_AXES, Axes
 
@@ -106,7 +106,7 @@ class MoE(nn.Module):
         noise = None
         if noisy:
             step = self._step if step is None else step
-            noise = Noise.of(self._seed, step, 1, index_T, Rates()).at(0)
+            noise = Dropout.of(self._seed, step, 1, index_T, DropoutRates()).at(0)
             self._step += 1
         if not self.training:
             y_TD, report = self.layer(x_TD, T, Routed(ids_T, Routing(index_T, units=units), None), noise)

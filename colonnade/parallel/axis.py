@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.parallel import collectives, conjugates
-from colonnade.parallel.conjugates import Journey
+from colonnade.parallel import autograd_collectives, collectives
+from colonnade.parallel.autograd_collectives import Journey
 
 if TYPE_CHECKING:
-    from colonnade.parallel.ringed import Mover
+    from colonnade.parallel.overlapped_matmul import Mover
 
 
 class SmallMessages(Protocol):
@@ -66,7 +66,7 @@ class Axis:
     rank: int = 0
     group: str = ""
     small: "SmallMessages | None" = field(default=None, compare=False)
-    """Another way for small messages, in serving on GPUs (:mod:`colonnade.parallel.small`)."""
+    """Another way for small messages, in serving on GPUs (:mod:`colonnade.parallel.small_allreduce`)."""
 
     def part(self, n: int, rank: int | None = None) -> tuple[int, int]:
         """(start, stop) of a rank's share of ``n`` rows, by torch.chunk's rule; this process's own by default."""
@@ -78,44 +78,44 @@ class Axis:
 
     def fan_out(self, x: Tensor) -> Tensor:
         """Hand a replicated ``x`` to each rank's own share of the work; the gradients of all shares are summed."""
-        return x if self.size == 1 else conjugates.fan_out(x, self.group)
+        return x if self.size == 1 else autograd_collectives.fan_out(x, self.group)
 
     def fan_in(self, x: Tensor) -> Tensor:
         """Sum the ranks' partial results; the result is replicated."""
         if self.small is not None and self.small.sums(x):
             return self.small.sum(x)
-        return x if self.size == 1 else conjugates.fan_in(x, self.group)
+        return x if self.size == 1 else autograd_collectives.fan_in(x, self.group)
 
     def gather(self, x: Tensor, dim: int, n: int) -> Tensor:
         """Lay the shares of a dimension of whole size ``n`` together, for ranks that use it differently."""
-        return x if self.size == 1 else conjugates.gather(x, self, dim, n)
+        return x if self.size == 1 else autograd_collectives.gather(x, self, dim, n)
 
     def scatter_sum(self, x: Tensor, dim: int) -> Tensor:
         """Sum the ranks' partial results and keep this rank's share of dimension ``dim``."""
-        return x if self.size == 1 else conjugates.scatter_sum(x, self, dim)
+        return x if self.size == 1 else autograd_collectives.scatter_sum(x, self, dim)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """This rank's share of a replicated ``x``."""
-        return x if self.size == 1 else conjugates.split(x, self, dim)
+        return x if self.size == 1 else autograd_collectives.split(x, self, dim)
 
     def join(self, x: Tensor, dim: int, n: int) -> Tensor:
         """Lay the shares of a dimension of whole size ``n`` together, for ranks that all use it alike."""
-        return x if self.size == 1 else conjugates.join(x, self, dim, n)
+        return x if self.size == 1 else autograd_collectives.join(x, self, dim, n)
 
     def exchange(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Send ``send[r]`` rows to each rank r and lay the ``receive[r]`` rows from each together."""
-        return x if self.size == 1 else conjugates.exchange(x, send, receive, self.group)
+        return x if self.size == 1 else autograd_collectives.exchange(x, send, receive, self.group)
 
     def begin_exchange(self, x: Tensor, send: list[int], receive: list[int]) -> tuple[Tensor, Journey | None]:
         """:meth:`exchange` of which the result may be used only after :meth:`finish_exchange`; so backward too."""
         if self.size == 1:
             return x, None
         journey = Journey(send, receive, self.group)
-        return conjugates.begin(x, journey), journey
+        return autograd_collectives.begin(x, journey), journey
 
     def finish_exchange(self, x: Tensor, journey: Journey | None) -> Tensor:
         """What :meth:`begin_exchange` returned, when it is there."""
-        return x if journey is None else conjugates.finish(x, journey)
+        return x if journey is None else autograd_collectives.finish(x, journey)
 
     # -- the ring: a tensor travels from each rank to the next, for Functions that write their own backward -----------
 
@@ -153,14 +153,14 @@ class Axis:
         if self.size == 1:
             return x.detach()
         most = max(counts)
-        rows = collectives.all_gather(conjugates.padded(x.detach(), 0, most), self.size, self.group)
+        rows = collectives.all_gather(autograd_collectives.padded(x.detach(), 0, most), self.size, self.group)
         return torch.cat([part[:n] for part, n in zip(rows.split(most), counts, strict=True)]) if most else rows
 
     def everyones_(self, x: Tensor) -> Tensor:
         """(ranks, …): the ``x`` of every rank, of one shape, without a gradient."""
         if self.size == 1:
             return x.detach()[None]
-        return conjugates.all_gather(x.detach()[None], self)
+        return autograd_collectives.all_gather(x.detach()[None], self)
 
     def firsts_(self, x: Tensor) -> Tensor:
         """The ``x`` of rank 0, on every rank, without a gradient: what ranks must agree on to the bit."""

@@ -19,8 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import Experts, layout_of
-from colonnade.parallel.mesh import Ground
 from colonnade.parallel.pipeline import Stage
 
 
@@ -58,7 +58,7 @@ class Masters(Protocol):
 
 def masters(
     model: nn.Module,
-    ground: Ground,
+    ground: DistributedContext,
     compute: torch.dtype,
     roots: Sequence[nn.Module] | None = None,
     *,
@@ -66,8 +66,8 @@ def masters(
 ) -> Masters:
     """Prepare ``model``, whose weights are in the master type, to train in ``compute`` on this ground.
 
-    It may be on the meta device where :attr:`Ground.sharded`: then this rank's shards are all that is ever made, and
-    wait to be filled (by :meth:`Masters.place`, or from a checkpoint).
+    It may be on the meta device where :attr:`DistributedContext.sharded`: then this rank's shards are all that is ever
+    made, and wait to be filled (by :meth:`Masters.place`, or from a checkpoint).
 
     ``model.blocks`` are gathered one by one; everything else belongs to its root and stays gathered from its first
     use to the end of the backward pass. ``roots`` are the modules that are called: the stages of a pipeline, or
@@ -160,7 +160,7 @@ class Sharded:
     (layout rule 10), so that their masters are :class:`Whole` on each.
     """
 
-    def __init__(self, model: nn.Module, ground: Ground, compute: torch.dtype, roots: Sequence[nn.Module]):
+    def __init__(self, model: nn.Module, ground: DistributedContext, compute: torch.dtype, roots: Sequence[nn.Module]):
         # A second of imports, for sharded runs alone.
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 

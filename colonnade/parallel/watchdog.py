@@ -37,7 +37,7 @@ LONGEST_PAUSE_S = 30.0
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """What a rank tells the others."""
 
     number: int
@@ -78,7 +78,7 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         if dist.is_initialized() and dist.get_world_size() > 1:
-            ears = Ears(collectives.store(), dist.get_rank(), dist.get_world_size(), self.timeout_s / 8)
+            ears = HeartbeatListener(collectives.store(), dist.get_rank(), dist.get_world_size(), self.timeout_s / 8)
             self._thread = threading.Thread(target=self._watch, args=(ears,), name="watchdog", daemon=True)
             self._thread.start()
         return self
@@ -88,7 +88,7 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join()
 
-    def _watch(self, ears: "Ears") -> None:
+    def _watch(self, ears: "HeartbeatListener") -> None:
         number, stands_s, last, then_s = 0, 0.0, self._mark, time.monotonic()
         while True:
             over = self._over.wait(self._pause_s)
@@ -98,7 +98,7 @@ class Watchdog:
             stands_s = stands_s + passed_s if self._mark == last else 0.0
             last, number = self._mark, number + 1
             marks, step, doing, limit_s = last
-            mine = Beat(number, marks, step, doing, stands_s, limit_s, over)
+            mine = Heartbeat(number, marks, step, doing, stands_s, limit_s, over)
             try:
                 ears.tell(mine)
                 if over:
@@ -115,7 +115,7 @@ class Watchdog:
                 self.end(WorkerError(what))
 
 
-class Ears:
+class HeartbeatListener:
     """What one rank knows of the others' beats."""
 
     def __init__(self, store: Any, rank: int, world: int, patience_s: float):
@@ -123,12 +123,12 @@ class Ears:
         self.store = dist.PrefixStore("colonnade/beats", store.clone())
         self.store.set_timeout(timedelta(seconds=max(patience_s, 0.1)))
         self.rank, self.world = rank, world
-        self.beats: dict[int, Beat] = {}
+        self.beats: dict[int, Heartbeat] = {}
         self.silent_s: dict[int, float] = {}
         self.deaf_s, self.reason = 0.0, ""
         self._known: list[str] = []
 
-    def tell(self, mine: Beat) -> None:
+    def tell(self, mine: Heartbeat) -> None:
         """Let the others know."""
         self.store.set(str(self.rank), json.dumps(asdict(mine)))
         self.deaf_s = 0.0
@@ -142,7 +142,7 @@ class Ears:
         """Hear what the others say now, ``passed_s`` after the last time."""
         peers = [rank for rank in range(self.world) if rank != self.rank and self.store.check([str(rank)])]
         for rank, said in zip(peers, self.store.multi_get([str(rank) for rank in peers]), strict=True):
-            beat, before = Beat(**json.loads(said)), self.beats.get(rank)
+            beat, before = Heartbeat(**json.loads(said)), self.beats.get(rank)
             same = before is not None and beat.number == before.number and not beat.over
             self.silent_s[rank] = self.silent_s.get(rank, 0.0) + passed_s if same else 0.0
             self.beats[rank] = beat
@@ -154,7 +154,7 @@ class Ears:
         """The store did not answer."""
         self.deaf_s, self.reason = self.deaf_s + passed_s, str(why).splitlines()[0]
 
-    def verdict(self, mine: Beat, timeout_s: float) -> str | None:
+    def verdict(self, mine: Heartbeat, timeout_s: float) -> str | None:
         """Who is missing, in a line, when somebody is; ``mine`` stands for the limit at least."""
         enough_s = 0.75 * timeout_s
         here = f"step {mine.step}: rank {self.rank} {mine.doing} and has waited for {mine.stands_s:.3g} s"

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from colonnade.serve.engine import Engine
     from colonnade.serve.output import Completion, Output
-    from colonnade.serve.sampling import SamplingParams
+    from colonnade.serve.sampling_params import SamplingParams
 
 __all__ = ["Completion", "Engine", "Output", "SamplingParams"]
 
-_HOME = {"Completion": "output", "Engine": "engine", "Output": "output", "SamplingParams": "sampling"}
+_HOME = {"Completion": "output", "Engine": "engine", "Output": "output", "SamplingParams": "sampling_params"}
 
 
 def __getattr__(name: str) -> Any:

@@ -23,22 +23,21 @@ from colonnade.config.experts import check_generates
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import RequestError
 from colonnade.model import Transformer
-from colonnade.serve import wire
-from colonnade.serve.batch import Drawn, Runner
-from colonnade.serve.fixed import FixedSteps
-from colonnade.serve.invariant import prepare
-from colonnade.serve.limits import build_cache, check_model, check_plan, limit_tokens
-from colonnade.serve.memory import spare_pages
-from colonnade.serve.output import Completion, FinishReason, Output, Timing, not_finite
-from colonnade.serve.pages import PagePool
+from colonnade.serve import work_broadcast
+from colonnade.serve.batch_invariance import prepare
+from colonnade.serve.cuda_graph_runner import CudaGraphRunner
+from colonnade.serve.engine_limits import build_cache, check_model, check_plan, limit_tokens
+from colonnade.serve.memory_estimate import spare_pages
+from colonnade.serve.model_inputs import Drawn, Runner
+from colonnade.serve.output import Completion, FinishReason, Output, Stats, Timing, not_finite
+from colonnade.serve.page_pool import PagePool
 from colonnade.serve.prompts import Prompt, checked, checked_each, several, token_ids
 from colonnade.serve.request import Request
+from colonnade.serve.resolve_config import Site, check_steps, resolve_config
 from colonnade.serve.sampler import NOT_FINITE
-from colonnade.serve.sampling import SamplingParams
+from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.scheduler import Scheduler, Work
-from colonnade.serve.settle import Site, check_steps, settled
-from colonnade.serve.stats import Stats
-from colonnade.serve.text import TextStream
+from colonnade.serve.text_stream import TextStream
 
 
 @dataclass(slots=True)
@@ -64,7 +63,7 @@ class Engine:
         check_plan(model)
         site, config = Site.of(model), config or ServeConfig()
         check_steps(config, site)
-        self.config = settled(config, site)
+        self.config = resolve_config(config, site)
         check_model(model, self.config)
         self.cache = build_cache(model, self.config)
         invariant = prepare(model) if self.config.batch_invariant else None
@@ -73,7 +72,9 @@ class Engine:
         if self.config.fixed_steps:
             context = min(model.config.context, pages * self.cache.page_tokens)
             share = self.config.shared_reading and not invariant
-            fixed = FixedSteps(model, self.cache, self.config.max_requests, context, share=share, kernels=invariant)
+            fixed = CudaGraphRunner(
+                model, self.cache, self.config.max_requests, context, share=share, kernels=invariant
+            )
         self.scheduler = Scheduler(
             PagePool(pages, self.cache.page_tokens, ranks, counted=self.config.pages is not None),
             max_requests=self.config.max_requests,
@@ -162,7 +163,7 @@ class Engine:
         now_s = time.monotonic()
         for live in (self._live[request.id] for request in work.requests):
             live.admitted_s = now_s if live.admitted_s is None else live.admitted_s
-        wire.send(self.model.axes.same, wire.RUN, work)
+        work_broadcast.send(self.model.axes.same, work_broadcast.RUN, work)
         return self._runner(work)
 
     def _commit(self, work: Work, drawn: Drawn) -> list[Output]:
@@ -261,14 +262,14 @@ class Engine:
 
     def follow(self) -> None:
         """On ranks above 0: run the work that rank 0 broadcasts, until it stops."""
-        while (message := wire.receive(self.model.axes.same))[0] != wire.STOP:
+        while (message := work_broadcast.receive(self.model.axes.same))[0] != work_broadcast.STOP:
             if message[1] is not None:
                 self._runner(message[1])
 
     def beat(self) -> None:
         """On rank 0, while idle: a sign of life, because a collective that waits too long gives up."""
-        wire.send(self.model.axes.same, wire.IDLE)
+        work_broadcast.send(self.model.axes.same, work_broadcast.IDLE)
 
     def stop(self) -> None:
         """On rank 0, at the end: the other ranks leave :meth:`follow`."""
-        wire.send(self.model.axes.same, wire.STOP)
+        work_broadcast.send(self.model.axes.same, work_broadcast.STOP)

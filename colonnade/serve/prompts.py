@@ -11,7 +11,7 @@ from typing import Any
 
 from colonnade.config import shown
 from colonnade.errors import RequestError
-from colonnade.serve.sampling import SamplingParams
+from colonnade.serve.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
 """Text, or token ids as they are."""

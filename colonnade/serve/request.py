@@ -9,7 +9,7 @@ when the next pass is made ready while the last one still runs: then it is the d
 from dataclasses import dataclass, field
 from enum import Enum
 
-from colonnade.serve.sampling import SamplingParams
+from colonnade.serve.sampling_params import SamplingParams
 
 
 class Status(Enum):
@@ -25,7 +25,7 @@ class Status(Enum):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Request:
-    """The scheduler's and the sampler's view of one generation (the text is :mod:`colonnade.serve.text`'s)."""
+    """The scheduler's and the sampler's view of one generation (the text is :mod:`colonnade.serve.text_stream`'s)."""
 
     id: str
     prompt: tuple[int, ...]
@@ -38,7 +38,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     """The page table: token i lives in pages[i // page_tokens]."""
     names: list[bytes] = field(default_factory=list)
-    """What the full pages of ``ids`` hold, as far as anybody asked (:mod:`colonnade.serve.pages`)."""
+    """What the full pages of ``ids`` hold, as far as anybody asked (:mod:`colonnade.serve.page_pool`)."""
     named: int = 0
     """Pages, from the first on, of which the pool was told what they hold."""
     computed: int = 0
@@ -48,7 +48,7 @@ class Request:
     row: int = 0
     """Which of the last work's draws was this request's."""
     place: int = -1
-    """The row of a step of fixed shape that is its own (:mod:`.places`); negative for none."""
+    """The row of a step of fixed shape that is its own (:mod:`~colonnade.serve.batch_slots`); negative for none."""
     status: Status = Status.WAITING
 
     def __post_init__(self):

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from colonnade.kernels.choose import choose
 from colonnade.kernels.device import upload
-from colonnade.kernels.dropout.reference import column_hash, mix
+from colonnade.kernels.dropout import column_hash, mix
+from colonnade.kernels.registry import choose
 from colonnade.model.head import Projection, shares
 from colonnade.parallel.axis import SOLO, Axis
-from colonnade.serve.sampling import Draw
+from colonnade.serve.sampling_params import Draw
 
 SMALLEST_TEMPERATURE = 1e-5
 """Colder is the same as greedy in float32, but divides by zero."""

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from colonnade.errors import RequestError
-from colonnade.serve.pages import PagePool, extend_names
-from colonnade.serve.places import Places
+from colonnade.serve.batch_slots import BatchSlots
+from colonnade.serve.page_pool import PagePool, extend_names
 from colonnade.serve.request import Request, Status
-from colonnade.serve.sampling import Draw
+from colonnade.serve.sampling_params import Draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Slice:
     draw: Draw | None
     """How the next token is chosen from the last row's logits, when ``tokens`` reach the end of what is known."""
     place: int = -1
-    """The row of a step of fixed shape, where places were dealt out (:mod:`.places`)."""
+    """The row of a step of fixed shape, where places were dealt out (:mod:`~colonnade.serve.batch_slots`)."""
 
     def slots(self, page_tokens: int) -> list[int]:
         """Where in the cache each token's key and value go: page · page_tokens + place within the page."""
@@ -76,7 +76,7 @@ class Scheduler:
         self.pool, self.prefix_cache = pool, prefix_cache
         self.max_requests, self.token_budget, self.max_waiting = max_requests, token_budget, max_waiting
         self.running: list[Request] = []
-        self.places = Places(max_requests)
+        self.places = BatchSlots(max_requests)
         self.waiting: deque[Request] = deque()
         self.preemptions = 0
         self.looked_up = self.found = 0

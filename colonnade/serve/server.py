@@ -21,10 +21,10 @@ import uvicorn
 from colonnade.config import Plan, ServeConfig
 from colonnade.config.base import count
 from colonnade.errors import ConfigError, Interrupted, PlanError
-from colonnade.serve.api.app import build_app
-from colonnade.serve.api.log import ACCESS_LOG
-from colonnade.serve.client import EngineClient
-from colonnade.serve.process import engine_process, first
+from colonnade.serve.api.middleware import ACCESS_LOG
+from colonnade.serve.api.routes import build_app
+from colonnade.serve.engine_client import EngineClient
+from colonnade.serve.engine_process import engine_process, first
 from colonnade.serve.worker import Load
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -20,12 +20,12 @@ from colonnade.config import Plan, ServeConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ColonnadeError, RequestError
 from colonnade.model import Transformer
-from colonnade.parallel.mesh import Ground, choose_device
+from colonnade.parallel.distributed_context import DistributedContext, choose_device
 from colonnade.serve.engine import Engine
-from colonnade.serve.line import Message, error_message, from_line, plain_output, to_line
-from colonnade.serve.sampling import SamplingParams
+from colonnade.serve.ipc import Message, error_message, from_line, plain_output, to_line
+from colonnade.serve.sampling_params import SamplingParams
 
-Load = Callable[[Ground], tuple[Transformer, Tokenizer]]
+Load = Callable[[DistributedContext], tuple[Transformer, Tokenizer]]
 """Called in each engine process with the ground it stands on; must be picklable (a module's function or a partial)."""
 
 BEAT_S = 20.0
@@ -63,12 +63,12 @@ def _settled() -> Iterator[None]:
 
 
 @contextmanager
-def standing(plan: Plan, device: str) -> Iterator[Ground]:
+def standing(plan: Plan, device: str) -> Iterator[DistributedContext]:
     """The ground of a process that serves."""
     if plan.world == 1:
-        yield Ground.solo(choose_device(plan, device))
+        yield DistributedContext.solo(choose_device(plan, device))
     else:
-        with Ground.build(plan, device) as ground:
+        with DistributedContext.build(plan, device) as ground:
             yield ground
 
 

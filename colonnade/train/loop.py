@@ -18,20 +18,20 @@ from colonnade.config import RunConfig
 from colonnade.data import TokenData, Tokenizer, write_tokens
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model.moe.router import rule
-from colonnade.parallel.agree import agree
 from colonnade.parallel.axis import world_axis
+from colonnade.parallel.config_check import agree
+from colonnade.parallel.distributed_context import DistributedContext, choose_device
 from colonnade.parallel.launch import Interrupted, launch, launched
-from colonnade.parallel.mesh import Ground, choose_device
 from colonnade.parallel.pipeline import check_schedule
 from colonnade.parallel.watchdog import BACKSTOP, Watchdog
-from colonnade.train.feed import Feed, MakeFeed
-from colonnade.train.graph import check_device
-from colonnade.train.log import Log, Summary
+from colonnade.train.cuda_graph import check_device
+from colonnade.train.data_feed import CorpusFeed, MakeFeed
+from colonnade.train.initial_weights import check_start, frozen_names
 from colonnade.train.memory_advice import check_memory
 from colonnade.train.run_lock import RunLock
+from colonnade.train.run_log import RunLog, Summary
 from colonnade.train.session import Session
-from colonnade.train.start import check_start, frozen_names
-from colonnade.train.stop import Stop
+from colonnade.train.stop_signal import StopSignal
 from colonnade.train.trackers import OpenTracker, flat, named
 
 
@@ -45,7 +45,7 @@ def check_settings(run: RunConfig) -> None:
         rule(run.evaluated, otherwise="leave --train.eval_active out")
 
 
-def check_data(run: RunConfig, feed: MakeFeed = Feed) -> None:
+def check_data(run: RunConfig, feed: MakeFeed = CorpusFeed) -> None:
     """Raise :class:`~colonnade.errors.ColonnadeError` for data, a model to begin with, a checkpoint to go on from,
     or names to freeze, that do not fit.
     """
@@ -65,7 +65,7 @@ class Trainer:
         self,
         run: RunConfig,
         trackers: Sequence[OpenTracker] = (),
-        feed: MakeFeed = Feed,
+        feed: MakeFeed = CorpusFeed,
         *,
         data: TokenData | None = None,
         validation: TokenData | None = None,
@@ -132,20 +132,20 @@ def _with_tokens(
     return run.but(data=run.data.but(path=folder))
 
 
-def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed = Feed) -> Summary:
+def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed = CorpusFeed) -> Summary:
     """The work of one rank; raises :class:`Interrupted` after a signal, when all is saved, and :class:`PlanError` where
     ranks were started with different settings.
     """
     t = run.train
     timeout = timedelta(seconds=t.timeout_s * BACKSTOP)
-    with _deterministic(t.deterministic), Ground.build(run.plan, run.device, timeout) as ground:
+    with _deterministic(t.deterministic), DistributedContext.build(run.plan, run.device, timeout) as ground:
         agree(_shared(run), world_axis())
         with (
             RunLock(run.folder, world_axis()) as lock,
             Watchdog(t.timeout_s) as watch,
             Session(run, ground, watch, lock, feed) as session,
-            Stop(session.world) as stop,
-            Log(session, trackers) as log,
+            StopSignal(session.world) as stop,
+            RunLog(session, trackers) as log,
         ):
             eval_every = session.feed.eval_every
             stopped = None

@@ -16,8 +16,8 @@ from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.device_memory import SHARE, free_bytes, free_host_bytes
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import local_ranks
-from colonnade.parallel.mesh import Ground
 from colonnade.train.memory_estimate import PROGRAM_BYTES, estimate
 
 SPARE = 0.9
@@ -96,7 +96,7 @@ def check_memory(run: RunConfig, device: str) -> None:
     check(run, machine)
 
 
-def check_rank_memory(run: RunConfig, ground: Ground) -> None:
+def check_rank_memory(run: RunConfig, ground: DistributedContext) -> None:
     """Raise :class:`CapacityError` for a run that cannot fit; all ranks call this before any of them allocates."""
     machine = Machine(ground.device.type, free_host_bytes(), ranks=local_ranks(run.plan))
     if ground.device.type == "cuda":

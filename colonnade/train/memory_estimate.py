@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 from colonnade.config import ModelConfig, Plan, RunConfig
 from colonnade.model import Transformer
+from colonnade.model.activation_checkpointing import Kind
 from colonnade.model.loss import CHUNK_BYTES, CHUNK_ROWS
-from colonnade.model.recompute import Kind
 from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.parallel.layout import Experts, layout_of
-from colonnade.train.offload import BUCKET_BYTES
-from colonnade.train.start import freeze
+from colonnade.train.initial_weights import freeze
+from colonnade.train.optimizer_offload import BUCKET_BYTES
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 PROGRAM_BYTES = 400 << 20

@@ -16,11 +16,11 @@ from torch import Tensor
 from colonnade.config import RunConfig
 from colonnade.errors import ColonnadeError
 from colonnade.parallel.axis import world_axis
-from colonnade.parallel.mesh import Ground
-from colonnade.train.balance import Routed, Table, blamed, row_of, tabled
-from colonnade.train.chips import Throughput, chip_of, throughput
-from colonnade.train.scaler import LOWEST
-from colonnade.train.step import Outcome
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.train.loss_scaler import LOWEST
+from colonnade.train.mfu import Throughput, chip_of, throughput
+from colonnade.train.moe_stats import Routed, Table, blamed, row_of, tabled
+from colonnade.train.train_step import Outcome
 
 Row = dict[str, float]
 """Names and values of one step, as trackers get them; what was not finite in a skipped step is left out."""
@@ -37,7 +37,11 @@ class Meter:
     """Collects outcomes and time; hands out rows."""
 
     def __init__(
-        self, run: RunConfig, ground: Ground, bad: Callable[[int, str], None], sample_tokens: float | None = None
+        self,
+        run: RunConfig,
+        ground: DistributedContext,
+        bad: Callable[[int, str], None],
+        sample_tokens: float | None = None,
     ):
         """``bad(steps, diagnosis)`` is told, on every rank alike, of a step that moved nothing, or refuses it.
         ``sample_tokens`` is the mean length of a sample; by default all have ``data.sequence``.

@@ -5,10 +5,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from colonnade.checkpoint.lock import Lock
+from colonnade.checkpoint.file_lock import Lock
 from colonnade.errors import CheckpointError
-from colonnade.parallel.agree import first_says
 from colonnade.parallel.axis import Axis
+from colonnade.parallel.config_check import first_says
 from colonnade.parallel.launch import job
 
 

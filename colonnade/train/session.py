@@ -19,37 +19,35 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from colonnade.checkpoint import folder as folders
+from colonnade.checkpoint import atomic_folder as folders
 from colonnade.checkpoint import native
-from colonnade.checkpoint.background import Background
-from colonnade.checkpoint.folder import Manifest
-from colonnade.checkpoint.retention import prune
+from colonnade.checkpoint.async_save import AsyncSave
+from colonnade.checkpoint.atomic_folder import Manifest, prune
 from colonnade.config import ModelConfig, RunConfig, TrainConfig, differences
 from colonnade.data import Batch
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
 from colonnade.model.linear import in_float8
 from colonnade.model.moe import Spread
-from colonnade.parallel.agree import agree
 from colonnade.parallel.axis import Axis, world_axis
+from colonnade.parallel.config_check import agree
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, masters
-from colonnade.parallel.mesh import Ground
 from colonnade.parallel.watchdog import Watchdog
-from colonnade.train.activations import arrange
-from colonnade.train.adapt import EVERY, Adaptive, holds_experts
-from colonnade.train.breakdown import READS
-from colonnade.train.feed import Feed, MakeFeed, compare
-from colonnade.train.fused import FusedAdamW
-from colonnade.train.graph import check_device
-from colonnade.train.memory import accounted, beginning, copying, peak_bytes
+from colonnade.train.activation_memory import arrange
+from colonnade.train.cuda_graph import check_device
+from colonnade.train.data_feed import CorpusFeed, MakeFeed, compare
+from colonnade.train.initial_weights import begin, freeze
+from colonnade.train.loss_scaler import LossScaler
 from colonnade.train.memory_advice import check_rank_memory
-from colonnade.train.offload import OffloadedAdamW
-from colonnade.train.optimizer import AdamW
-from colonnade.train.piped import Piped
+from colonnade.train.moe_autotune import EVERY, MoeAutotuner, holds_experts
+from colonnade.train.optimizer import AdamW, FusedAdamW
+from colonnade.train.optimizer_offload import OffloadedAdamW
+from colonnade.train.out_of_memory import accounted, beginning, copying, peak_bytes
+from colonnade.train.pipeline_step import PipelineStep
+from colonnade.train.profiler import READS
 from colonnade.train.run_lock import RunLock
-from colonnade.train.scaler import LossScaler
-from colonnade.train.start import begin, freeze
-from colonnade.train.step import Outcome, Step, evaluate
+from colonnade.train.train_step import Outcome, Step, evaluate
 
 
 class Session:
@@ -58,10 +56,10 @@ class Session:
     def __init__(
         self,
         run: RunConfig,
-        ground: Ground,
+        ground: DistributedContext,
         watch: Watchdog | None = None,
         lock: RunLock | None = None,
-        feed: MakeFeed = Feed,
+        feed: MakeFeed = CorpusFeed,
     ):
         """``watch`` is told where this rank is, so that others can say when it falls silent; ``lock`` is checked before
         each save; ``feed`` opens the data. Raises :class:`PlanError` where ranks have different data.
@@ -91,14 +89,14 @@ class Session:
                 self.world,
             )
             """What the backward pass computes again, where that was chosen by measurement."""
-            self.piped = Piped(self.model, ground, compute) if run.plan.pp > 1 else None
+            self.piped = PipelineStep(self.model, ground, compute) if run.plan.pp > 1 else None
             single = bool(run.train.fused_adamw) and run.micro_batches == 1 and self.piped is None
             self.masters = masters(self.model, ground, compute, self.piped and self.piped.stages, single=single)
             if self.checkpoint is None:
                 begin(self.model, run, ground, self.masters)
             self.optimizer = moving(self.masters, run.train)
         self.scaler = LossScaler(run.train, ground.device) if run.train.dtype == "float16" else None
-        self._adaptive = Adaptive(self.model) if run.plan.degree == "auto" and holds_experts(self.model) else None
+        self._adaptive = MoeAutotuner(self.model) if run.plan.degree == "auto" and holds_experts(self.model) else None
         spread = [
             Spread() if run.plan.degree == "auto" else Spread(run.plan.degree, run.plan.overlap, run.plan.shadows)
         ]
@@ -112,7 +110,7 @@ class Session:
         """Optimizer steps taken."""
         self.seen = 0
         """Samples consumed by all ranks."""
-        self._saving = Background(ground.device)
+        self._saving = AsyncSave(ground.device)
         self.skipped = 0
         """Steps of the run that were not finite and moved nothing, as far as anybody looked."""
         self.changes: list[str] = []

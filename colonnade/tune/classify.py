@@ -8,7 +8,7 @@ A run like any other: the training session of :mod:`colonnade.train` with labell
 that plans, precision, clipping, dropout, recomputation, checkpoints, resumption and trackers are those of pre-training.
 A step's loss is the mean over its examples. The order of examples is a seeded permutation an epoch.
 
-Another task is another head in :mod:`colonnade.train.lay` and another feed beside :class:`ExampleFeed`.
+Another task is another head in :mod:`colonnade.train.model_inputs` and another feed beside :class:`ExampleFeed`.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from colonnade.checkpoint.found import opened
+from colonnade.checkpoint.open_model import open_model
 from colonnade.config import ModelConfig, RunConfig
 from colonnade.errors import DataError
 from colonnade.model import Classes, Packed, Stream, Transformer
-from colonnade.train.feed import MakeFeed
-from colonnade.train.log import Summary
+from colonnade.train.data_feed import MakeFeed
 from colonnade.train.loop import Trainer
+from colonnade.train.run_log import Summary
 from colonnade.train.trackers import OpenTracker
 from colonnade.tune.examples import Example, ExampleFeed, Examples, check_examples, check_settings
 
@@ -35,7 +35,7 @@ def classifier(start: str | Path, classes: int) -> ModelConfig:
     A run of it begins with the weights of ``train.start``; what is new in it is drawn from ``train.seed``. Raises
     :class:`CheckpointError` where there is no such model, :class:`ConfigError` for one that is no encoder.
     """
-    return opened(start).config.but(top="classes", classes=classes, tied=True)
+    return open_model(start).config.but(top="classes", classes=classes, tied=True)
 
 
 def fit(

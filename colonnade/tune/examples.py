@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from colonnade.checkpoint import native
-from colonnade.checkpoint.found import opened
+from colonnade.checkpoint.open_model import open_model
 from colonnade.config import DataConfig, ModelConfig, RunConfig
 from colonnade.data import Batch, Loader, Tokenizer
 from colonnade.data.batch import power_of_two
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import IGNORE
-from colonnade.train.feed import EVAL_EVERY
+from colonnade.train.data_feed import EVAL_EVERY
 
 
 class Example(NamedTuple):
@@ -109,7 +109,7 @@ class Classified:
 
 
 class ExampleFeed:
-    """The examples of a run, of data rank ``rank`` of ``ranks``; see :class:`colonnade.train.feed.DataFeed`.
+    """The examples of a run, of data rank ``rank`` of ``ranks``; see :class:`colonnade.train.data_feed.DataFeed`.
 
     Raises :class:`DataError` for examples that the model cannot be given, :class:`ConfigError` for settings that
     fine-tuning has no use for.
@@ -201,4 +201,4 @@ def check_settings(run: RunConfig) -> bool:
 def _tokenizer(run: RunConfig) -> Tokenizer | None:
     """That of the checkpoint that is resumed, or of the model that the run begins with."""
     place = native.newest(run.folder) or run.train.start
-    return Tokenizer.beside(opened(place).words) if place else None
+    return Tokenizer.beside(open_model(place).words) if place else None

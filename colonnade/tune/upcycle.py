@@ -13,7 +13,7 @@ from colonnade.config import ModelConfig, MoeConfig
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model import Transformer, initialise
 from colonnade.model.weight_memory import WeightMemory
-from colonnade.tune.prune import check_transformer
+from colonnade.tune.prune_experts import check_transformer
 
 FEED_FORWARD = (
     ("gate.weight", "gate"), ("up.weight", "up"), ("down.weight", "down"),

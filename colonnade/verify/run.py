@@ -21,8 +21,8 @@ from torch import Tensor
 
 from colonnade.config import ModelConfig, Plan
 from colonnade.parallel.axis import Axis, world_axis
+from colonnade.parallel.distributed_context import DistributedContext, choose_device, fresh_group, own_device
 from colonnade.parallel.launch import launch
-from colonnade.parallel.mesh import Ground, choose_device, fresh_group, own_device
 from colonnade.train.optimizer import MOMENTS
 from colonnade.verify.trial import Trial
 
@@ -90,7 +90,7 @@ class _One:
     @staticmethod
     def of(model: ModelConfig, processes: int, data_ranks: int = 1, device: torch.device | str = "cpu") -> "_One":
         """``data_ranks`` of which each takes one of what is one micro-batch here, where that makes a difference."""
-        trial = Trial.start(model, Ground.solo(device), processes, merged=data_ranks).train()
+        trial = Trial.start(model, DistributedContext.solo(device), processes, merged=data_ranks).train()
         return _One(trial, trial.greedy())
 
 
@@ -115,7 +115,7 @@ def _one_after_another(
     writer, saved = next(iter(ones.values())), folder / "one"
     results: list[Result] = []
     for number, plan in enumerate(plans):
-        with fresh_group(folder / f"meet-{number}", device), Ground.build(plan, device) as ground:
+        with fresh_group(folder / f"meet-{number}", device), DistributedContext.build(plan, device) as ground:
             if number == 0:
                 if ground.rank == 0:
                     writer.trial.save(saved)
@@ -145,7 +145,9 @@ def _merged(model: ModelConfig, plan: Plan) -> int:
     return 1 if model.moe is None else plan.data_ranks
 
 
-def _compare(model: ModelConfig, ground: Ground, one: _One, saved: Path, writer: _One) -> tuple[Result, Trial]:
+def _compare(
+    model: ModelConfig, ground: DistributedContext, one: _One, saved: Path, writer: _One
+) -> tuple[Result, Trial]:
     """All checks of one plan; the worst of all ranks, the same on each. ``saved`` holds what ``writer`` computed."""
     result, mine = Result(ground.plan), Trial.start(model, ground, ground.world).train()
     for check, here, there in (("loss", mine.losses, one.trial.losses), ("norm", mine.norms, one.trial.norms)):

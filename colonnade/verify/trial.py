@@ -19,13 +19,13 @@ from colonnade.data.batch import together
 from colonnade.model import IGNORE, Packed, Rows, Transformer, initialise
 from colonnade.model.moe import Spread
 from colonnade.parallel.axis import SOLO, Axis, world_axis
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, masters
 from colonnade.parallel.layout import Experts, layout_of, share
-from colonnade.parallel.mesh import Ground
-from colonnade.train.lay import lay
+from colonnade.train.model_inputs import model_inputs
 from colonnade.train.optimizer import AdamW
-from colonnade.train.piped import Piped
-from colonnade.train.step import Outcome, Step
+from colonnade.train.pipeline_step import PipelineStep
+from colonnade.train.train_step import Outcome, Step
 
 MICRO_BATCHES = 4
 """In one step, over all data ranks, at least; and two a process, so that each data rank adds several up, and a pipeline
@@ -65,9 +65,9 @@ class _Seen(AdamW):
 class Trial:
     """One model in training on some ground."""
 
-    ground: Ground
+    ground: DistributedContext
     model: Transformer
-    piped: Piped | None
+    piped: PipelineStep | None
     masters: Masters
     optimizer: _Seen
     world: Axis
@@ -82,12 +82,14 @@ class Trial:
     """Of the first step, as the optimizer gets them; nothing was clipped."""
 
     @staticmethod
-    def start(config: ModelConfig, ground: Ground, processes: int, seed: int = 0, merged: int = 1) -> "Trial":
+    def start(
+        config: ModelConfig, ground: DistributedContext, processes: int, seed: int = 0, merged: int = 1
+    ) -> "Trial":
         """With initial weights by ``seed``, which no plan changes; ``processes`` of all plans, not of this ground."""
         spans = [span for _, span in ground.stages(config.layers)]
         device = "meta" if ground.sharded else ground.device
         model = Transformer(config, ground.axes, spans=spans, device=device, dtype=torch.float64)
-        piped = Piped(model, ground, torch.float64) if ground.plan.pp > 1 else None
+        piped = PipelineStep(model, ground, torch.float64) if ground.plan.pp > 1 else None
         held = masters(model, ground, torch.float64, piped and piped.stages)
         initialise(model, seed, held.place)
         held.publish()
@@ -150,7 +152,7 @@ class Trial:
         ids, T, axes = torch.tensor(tokens), len(tokens), self.ground.axes
         packed = Packed.of([T])
         text = Batch(ids, torch.arange(T), ids, packed.cu_seqlens, T, equal=True).to(self.ground.device)
-        stream, attend, _ = lay(text, self.model)
+        stream, attend, _ = model_inputs(text, self.model)
         # Of the context ranks one has the last token.
         places = text.positions_T if axes.cp.size == 1 else attend.index_t  # type: ignore[union-attr]
         head = Rows((places == T - 1).nonzero().flatten())

@@ -7,7 +7,7 @@ import time
 from typing import Any
 from unittest.mock import patch
 
-from colonnade.checkpoint.storage import Writer
+from colonnade.checkpoint.dcp_storage import Writer
 from colonnade.config import RunConfig
 from colonnade.errors import ColonnadeError
 from colonnade.parallel.launch import launch

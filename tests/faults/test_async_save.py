@@ -8,12 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from colonnade.checkpoint import folder as folders
+from colonnade.checkpoint import atomic_folder as folders
 from colonnade.checkpoint import native
-from colonnade.checkpoint.storage import Writer
+from colonnade.checkpoint.dcp_storage import Writer
 from colonnade.config import Plan, RunConfig
 from colonnade.errors import CheckpointError
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
 from colonnade.train.loop import train
 from colonnade.train.session import Session
@@ -33,7 +33,7 @@ def _save_at_two(config: RunConfig) -> int:
         assert gate.wait(60)
         return real(self, *args)
 
-    with Ground.build(config.plan, "cpu") as ground, Session(config, ground) as session:
+    with DistributedContext.build(config.plan, "cpu") as ground, Session(config, ground) as session:
         with patch.object(Writer, "write_data", write_data):
             for _ in range(2):
                 session.step()

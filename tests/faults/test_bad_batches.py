@@ -12,11 +12,11 @@ from torch import Tensor
 from colonnade.checkpoint import native
 from colonnade.config import Plan, RunConfig
 from colonnade.data import Corpus, Loader
-from colonnade.parallel.mesh import Ground
-from colonnade.train import Trainer, step
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.train import Trainer, train_step
 from colonnade.train.loop import train
+from colonnade.train.lr_schedule import learning_rate
 from colonnade.train.metrics import Diverged
-from colonnade.train.schedule import learning_rate
 from colonnade.train.session import Session
 from tests.corpora import tensors
 from tests.worlds import run as in_world
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("worlds")
 @contextmanager
 def spoilt(*calls: int, value: float = float("nan")) -> Iterator[None]:
     """The given forward passes of this process, counted from 0, lose their loss to ``value``."""
-    real, count = step.forward, iter(range(10**6))
+    real, count = train_step.forward, iter(range(10**6))
 
     def forward(*args: object) -> Tensor:
         loss_sum = real(*args)  # type: ignore[arg-type]
@@ -36,13 +36,13 @@ def spoilt(*calls: int, value: float = float("nan")) -> Iterator[None]:
         # An infinite loss whose gradient is finite, as a logit of -inf makes one; or one that is NaN all through.
         return loss_sum + value if value == float("inf") else loss_sum * value
 
-    with patch.object(step, "forward", forward):
+    with patch.object(train_step, "forward", forward):
         yield
 
 
 def _moves_nothing(config: RunConfig, value: float) -> None:
     """Data rank 1 of 2 spoils the second micro-batch of step 3 of a run over tp=2 and dp=2."""
-    with Ground.build(config.plan, "cpu") as ground:
+    with DistributedContext.build(config.plan, "cpu") as ground:
         session = Session(config, ground)
         guilty = ground.axes.dp.rank == 1
         with spoilt(*([2 * 2 + 1] if guilty else []), value=value):

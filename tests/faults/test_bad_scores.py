@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from colonnade.config import MoeConfig, Plan, RunConfig
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.metrics import Meter
 from colonnade.train.session import Session
 from tests.worlds import run as in_world
@@ -20,7 +20,7 @@ def _spoil(module: object, inputs: object, scores: Tensor) -> Tensor:
 def _said(config: RunConfig, guilty: int, layer: int) -> list[str]:
     """The diagnoses of three steps, in the second of which the scores of ``layer`` break on rank ``guilty``."""
     said: list[str] = []
-    with Ground.build(config.plan, "cpu") as ground:
+    with DistributedContext.build(config.plan, "cpu") as ground:
         session = Session(config, ground)
         meter = Meter(config, ground, lambda steps, diagnosis: said.append(diagnosis))
         for number in (1, 2, 3):

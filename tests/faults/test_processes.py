@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from colonnade.checkpoint import folder as folders
+from colonnade.checkpoint import atomic_folder as folders
 from colonnade.checkpoint import native
-from colonnade.checkpoint.lock import LOCK
+from colonnade.checkpoint.file_lock import LOCK
 from colonnade.config import Plan, RunConfig, TrainConfig
 from colonnade.train.loop import train
 from tests.corpora import tensors

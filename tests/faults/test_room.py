@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import pytest
 
-from colonnade.checkpoint import folder as folders
-from colonnade.checkpoint import native, retention, storage
+from colonnade.checkpoint import atomic_folder, dcp_storage, native
+from colonnade.checkpoint import atomic_folder as folders
 from colonnade.config import Plan, RunConfig
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.train import Trainer
@@ -77,11 +77,11 @@ def test_a_disk_that_fills_up_midway_leaves_nothing_half(config: RunConfig, smal
     hog = small_disk / "hog"
 
     def looked_at(folder: Path, needs_bytes: int) -> None:
-        retention.check_room(folder, needs_bytes)
+        atomic_folder.check_room(folder, needs_bytes)
         hog.write_bytes(bytes(shutil.disk_usage(small_disk).free - 40_000))
 
     with (
-        patch.object(storage, "check_room", looked_at),
+        patch.object(dcp_storage, "check_room", looked_at),
         pytest.raises(CapacityError, match=r"the disk is full: .*step-8"),
     ):
         Trainer(it).fit()
@@ -109,7 +109,7 @@ def test_a_full_disk_under_the_metrics_is_told_as_one(config: RunConfig) -> None
 
 def test_what_is_needed_is_what_is_written(config: RunConfig) -> None:
     asked: list[int] = []
-    with patch.object(storage, "check_room", lambda folder, needs_bytes: asked.append(needs_bytes)):
+    with patch.object(dcp_storage, "check_room", lambda folder, needs_bytes: asked.append(needs_bytes)):
         Trainer(config.but(train=config.train.but(save_every=0))).fit()
     written = config.folder / "step-12"
     whole_bytes = sum(path.stat().st_size for path in written.rglob("*") if path.is_file())
@@ -151,6 +151,6 @@ def test_the_only_good_one_stays(config: RunConfig) -> None:
     Trainer(config.but(train=config.train.but(save_every=2))).fit()
     for step in (12, 10, 8, 6):
         (config.folder / f"step-{step}" / "weights-00000.safetensors").unlink()
-    assert [folder.name for folder in retention.prune(config.folder, 1)] == ["step-2"]
+    assert [folder.name for folder in atomic_folder.prune(config.folder, 1)] == ["step-2"]
     assert [step for step, _ in folders.steps(config.folder)] == [12, 10, 8, 6, 4]
-    assert retention.prune(config.folder, 1) == []
+    assert atomic_folder.prune(config.folder, 1) == []

@@ -6,15 +6,15 @@ from threading import Thread
 import pytest
 import torch.distributed as dist
 
-from colonnade.parallel.meet import agree
-from colonnade.parallel.watchdog import Beat, Ears
+from colonnade.parallel.rendezvous import agree
+from colonnade.parallel.watchdog import Heartbeat, HeartbeatListener
 
 LIMIT_S = 8.0
 PATIENT_S = 80.0
 
 
-def beat(number: int, marks: int, stands_s: float, limit_s: float = LIMIT_S, *, over: bool = False) -> Beat:
-    return Beat(number, marks, 7, "computes" if marks == 20 else "reads samples", stands_s, limit_s, over)
+def beat(number: int, marks: int, stands_s: float, limit_s: float = LIMIT_S, *, over: bool = False) -> Heartbeat:
+    return Heartbeat(number, marks, 7, "computes" if marks == 20 else "reads samples", stands_s, limit_s, over)
 
 
 class World:
@@ -22,19 +22,19 @@ class World:
 
     def __init__(self) -> None:
         store = dist.HashStore()
-        self.ears = [Ears(store, rank, 3, 1.0) for rank in range(3)]
+        self.ears = [HeartbeatListener(store, rank, 3, 1.0) for rank in range(3)]
         self.numbers = {1: 0, 2: 0}
 
-    def go(self, seconds: int, one: Beat | None, two: Beat | None) -> None:
+    def go(self, seconds: int, one: Heartbeat | None, two: Heartbeat | None) -> None:
         """The others say this, with a new number each second, or nothing (None)."""
         for _ in range(seconds):
             for rank, said in ((1, one), (2, two)):
                 if said is not None:
                     self.numbers[rank] += 1
-                    self.ears[rank].tell(Beat(**{**vars(said), "number": self.numbers[rank]}))
+                    self.ears[rank].tell(Heartbeat(**{**vars(said), "number": self.numbers[rank]}))
             self.ears[0].listen(1.0)
 
-    def verdict(self, mine: Beat) -> str | None:
+    def verdict(self, mine: Heartbeat) -> str | None:
         return self.ears[0].verdict(mine, LIMIT_S)
 
 
@@ -72,7 +72,7 @@ def test_a_rank_that_is_behind_and_stands_is_named() -> None:
     [beat(1, 19, 2), beat(1, 19, 60, PATIENT_S), beat(1, 20, 79, PATIENT_S)],
     ids=["came there just now", "may be slow there", "compiles"],
 )
-def test_no_false_alarm_for_a_rank_that_may_be_slow(slow: Beat) -> None:
+def test_no_false_alarm_for_a_rank_that_may_be_slow(slow: Heartbeat) -> None:
     world = World()
     world.go(60, beat(1, 20, 60), slow)
     assert world.verdict(beat(1, 20, 60)) is None

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from colonnade.kernels.choose import TABLE
+from colonnade.kernels.registry import TABLE
 
 
 def rows(operation: str) -> list[Any]:

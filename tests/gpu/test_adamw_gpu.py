@@ -4,15 +4,14 @@ import pytest
 import torch
 
 from colonnade.config import ModelConfig, TrainConfig
-from colonnade.kernels.adamw import reference
-from colonnade.kernels.choose import choose
+from colonnade.kernels import adamw
+from colonnade.kernels.registry import choose
 from colonnade.model import Loss, Packed, Stream, Transformer, initialise
 from colonnade.parallel.axis import SOLO
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
-from colonnade.parallel.mesh import Ground
-from colonnade.train.fused import FusedAdamW
-from colonnade.train.move import Move
-from colonnade.train.optimizer import AdamW
+from colonnade.train.optimizer import AdamW, FusedAdamW
+from colonnade.train.optimizer_step import OptimizerStep
 from tests.adamw import SIZES, drawn, moved
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -27,8 +26,8 @@ def test_the_kernel_has_the_bits_of_its_reference(gradient: torch.dtype, copy: t
     """Of many weights, whole blocks and parts; a skipped step moves nothing, though its gradients are infinite."""
     weights = drawn(gradient, copy, "cuda", (*SIZES, (3000, 1001), (70000,)))
     run = choose("adamw", "cuda", torch.float32)
-    assert run is not reference.adamw
-    for got, exact in zip(moved(run, weights), moved(reference.adamw, weights), strict=True):
+    assert run is not adamw.adamw
+    for got, exact in zip(moved(run, weights), moved(adamw.adamw, weights), strict=True):
         assert torch.equal(got, exact)
     broken = [weight._replace(gradient=weight.gradient * torch.inf) for weight in weights]
     for got, was in zip(moved(run, broken, skip=1), (x for w in weights for x in w[1:] if x is not None), strict=True):
@@ -40,7 +39,7 @@ def test_unaligned_neighbours_stay() -> None:
     before, one = flat.clone(), torch.ones(1, device="cuda")
     parts = flat.view(4, 70_000)[:, 1:60_002]
     run = choose("adamw", "cuda", torch.float32)
-    run([reference.Weight(*parts)], one, one, one, one[0], one[0] - 1, beta1=0.9, beta2=0.95, eps=1e-8)
+    run([adamw.Weight(*parts)], one, one, one, one[0], one[0] - 1, beta1=0.9, beta2=0.95, eps=1e-8)
     changed = (flat != before).view(4, 70_000)
     assert not changed[0].any() and changed[1:, 1:60_002].all() and int(changed.sum()) == 3 * 60_001
 
@@ -50,8 +49,8 @@ def test_it_moves_as_torchs_fused_adamw_and_waits_for_nothing(single: bool) -> N
     held_by, norms = [], []
     for fused in (False, True):
         model = initialise(Transformer(MODEL, device="cuda"), 0)
-        held = masters(model, Ground.solo("cuda"), torch.bfloat16, single=single and fused)
-        move = Move(model, held, FusedAdamW(held, TRAIN) if fused else AdamW(held.local, TRAIN), TRAIN, SOLO)
+        held = masters(model, DistributedContext.solo("cuda"), torch.bfloat16, single=single and fused)
+        move = OptimizerStep(model, held, FusedAdamW(held, TRAIN) if fused else AdamW(held.local, TRAIN), TRAIN, SOLO)
         tokens = torch.arange(64, device="cuda")
         attend = Packed.of([64], "cuda")
         for i in range(4):

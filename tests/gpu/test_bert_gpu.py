@@ -9,7 +9,7 @@ from colonnade.config import DataConfig, RunConfig, TrainConfig
 from colonnade.config.presets import preset
 from colonnade.data import Corpus, build
 from colonnade.model import Hidden, Packed, Stream, Transformer, initialise
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.session import Session
 
 # The loss compiles its two passes on a GPU, and the compiler warns of its own doings.
@@ -45,7 +45,7 @@ def test_steps_do_not_wait_for_the_device(tmp_path: Path) -> None:
     )
     data = DataConfig(path=tmp_path / "corpus", sequence=64)
     run = RunConfig(name="it", runs=tmp_path, device="cuda", model=model, data=data, train=t)
-    with Ground.build(run.plan, run.device) as ground:
+    with DistributedContext.build(run.plan, run.device) as ground:
         session = Session(run, ground)
         session.step()
         torch.cuda.set_sync_debug_mode("error")

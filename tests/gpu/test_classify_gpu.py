@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from colonnade.parallel.mesh import Ground
-from colonnade.train.schedule import learning_rate
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.train.lr_schedule import learning_rate
 from colonnade.train.session import Session
 from colonnade.train.trackers import read_rows
 from colonnade.tune import Example, fit
@@ -48,7 +48,10 @@ def test_a_recorded_step_is_the_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_skipped_steps_do_not_wait_and_keep_the_schedule(fused: bool, tmp_path: Path) -> None:
     run = config(tmp_path, dtype="float16", loss_scale=2.0**40, fused_adamw=fused, steps=40)
-    with Ground.build(run.plan, run.device) as ground, Session(run, ground, feed=prepared(run, EXAMPLES)) as session:
+    with (
+        DistributedContext.build(run.plan, run.device) as ground,
+        Session(run, ground, feed=prepared(run, EXAMPLES)) as session,
+    ):
         outcomes = [session.step()]
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -13,9 +13,9 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from colonnade.kernels.attention import cuda_decode, sdpa
-from colonnade.kernels.attention.decode_layout import Layout
+from colonnade.kernels.attention.decode_plan import Layout
 from colonnade.kernels.attention.triton_decode import attend
-from colonnade.kernels.choose import choose
+from colonnade.kernels.registry import choose
 from tests.decoding import KERNELS, Case, Made, by_itself, every_code, far_apart
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]

@@ -5,11 +5,11 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from colonnade.config import ModelConfig
+from colonnade.kernels import dropout as dropout_reference
 from colonnade.kernels.attention import reference
-from colonnade.kernels.choose import choose
-from colonnade.kernels.dropout import reference as dropout_reference
-from colonnade.kernels.dropout.reference import Pairs
-from colonnade.model import Loss, Noise, Packed, Rates, Stream, Transformer, initialise
+from colonnade.kernels.dropout import Pairs
+from colonnade.kernels.registry import choose
+from colonnade.model import Dropout, DropoutRates, Loss, Packed, Stream, Transformer, initialise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -108,7 +108,7 @@ def test_blocks_share_one_graph(lengths: list[int]) -> None:
                 block.compile(backend=counter, fullgraph=True)
         tokens = torch.arange(128, device="cuda") % 67
         for step in range(3):
-            noise = Noise.of(0, step, 10, torch.arange(128, device="cuda"), Rates(0.1, 0.2, 0.3))
+            noise = Dropout.of(0, step, 10, torch.arange(128, device="cuda"), DropoutRates(0.1, 0.2, 0.3))
             packed = Packed.of(lengths, "cuda", noise=noise)
             loss, _ = model(Stream(tokens, tokens, noise), packed, Loss((tokens + 1) % 67))
             loss.backward()

@@ -12,8 +12,8 @@ from colonnade.model import Transformer
 from colonnade.model.moe import Spread
 from colonnade.model.moe.dispatch import through_experts
 from colonnade.model.moe.experts import Experts
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
-from colonnade.parallel.mesh import Ground
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +41,7 @@ def _waits(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], int]:
 
 
 def _check(plan: Plan) -> dict[str, float]:
-    with Ground.build(plan, "cuda") as ground:
+    with DistributedContext.build(plan, "cuda") as ground:
         model = Transformer(CONFIG, ground.axes, device=ground.device, dtype=torch.bfloat16)
         experts = model.blocks.get_submodule("0.ffn.experts")
         assert isinstance(experts, Experts)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from colonnade.config import ModelConfig, MoeConfig
-from colonnade.kernels import choose as chosen
-from colonnade.kernels.choose import TABLE, Row, choose
+from colonnade.kernels import permute
+from colonnade.kernels import registry as chosen
 from colonnade.kernels.experts import reference
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.experts.tiles import CHOSEN, Kernel, Tiles
-from colonnade.kernels.permute import reference as permute
+from colonnade.kernels.registry import TABLE, Row, choose
 from colonnade.model.moe import MixtureOfExperts, Routed
 from colonnade.parallel.axis import SOLO_AXES
 from tests.experts import LOADS, Case, experts_of_rows, experts_with_dropout, gradients, routed_experts

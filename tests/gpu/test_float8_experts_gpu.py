@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from colonnade.kernels.choose import choose
-from colonnade.kernels.experts import float8, reference, scaled_grouped, scaled_grouped_mm
-from colonnade.kernels.experts.grouped import sums
+from colonnade.kernels.experts import float8, grouped_mm, reference
+from colonnade.kernels.experts.grouped_mm import sums
 from colonnade.kernels.linear.float8 import FORWARD, quantise
+from colonnade.kernels.registry import choose
 from tests.experts import Case, gradients, routed_experts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 hopper = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != scaled_grouped_mm.CAPABILITY,
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != grouped_mm.CAPABILITY,
     reason="torch's float8 grouped product is for compute capability 9.0",
 )
 
@@ -43,11 +43,13 @@ def test_the_product_is_its_reference(sizes: list[int]) -> None:
     b, b_scale = quantise(torch.randn(E * N, K, device="cuda", generator=draw).bfloat16(), FORWARD, row_wise=True)
     ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
     operands = a, b.view(E, N, K), a_scale, b_scale.view(E, N, 1), ends, torch.bfloat16
-    got, wanted = (run(*operands)[: sum(sizes)] for run in (scaled_grouped_mm.product, scaled_grouped.product))
+    got, wanted = (
+        run(*operands)[: sum(sizes)] for run in (grouped_mm.scaled_product, grouped_mm.scaled_product_reference)
+    )
     # Fast accumulation keeps some 14 bits.
     assert error(got, wanted) < 6e-3
     p, q = (torch.randn(R, n, device="cuda", generator=draw).bfloat16() for n in (K, N))
-    assert error(sums(p, q, ends), scaled_grouped.sums(p.double(), q.double(), ends)) < 4e-3
+    assert error(sums(p, q, ends), grouped_mm.sums_reference(p.double(), q.double(), ends)) < 4e-3
 
 
 @hopper

@@ -12,17 +12,16 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from colonnade.config import ServeConfig
-from colonnade.kernels.attention import place, triton_place
-from colonnade.kernels.linear import fused, thin_gpu, thin_tiles
-from colonnade.kernels.linear.fused import Gate, Scale
+from colonnade.kernels import rotary as rotary_reference
+from colonnade.kernels import sampling as sample_reference
+from colonnade.kernels import triton_rotary, triton_sampling
+from colonnade.kernels.attention import cache_write, triton_cache_write
+from colonnade.kernels.linear import reference, skinny_gemm, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import quantise
-from colonnade.kernels.linear.thin_tiles import Tiles
-from colonnade.kernels.rotary import reference as rotary_reference
-from colonnade.kernels.rotary import triton_rotary
-from colonnade.kernels.sample import reference as sample_reference
-from colonnade.kernels.sample import triton_greedy, triton_tell
-from colonnade.model import fused as steps
-from colonnade.model.quantised import quantisable
+from colonnade.kernels.linear.reference import Gate, Scale
+from colonnade.kernels.linear.skinny_gemm_tiles import Tiles
+from colonnade.model import fused_block as steps
+from colonnade.model.weight_only_quant import quantisable
 from colonnade.serve import Engine, SamplingParams
 from tests.serve import tiny
 from tests.unit.test_fused import SHAPES
@@ -67,18 +66,22 @@ def test_products(how: tuple[str, int], size: tuple[int, int], dtype: torch.dtyp
                 "norm": Scale(gain.weight_D.double(), 1e-5), "more_TF": more.double(),
                 "gate": Gate(doubled(made[1]), None, "silu"),
             }  # fmt: skip
-            wanted = fused.linear(
+            wanted = reference.fused_linear(
                 x.double(), doubled(made[0]), None if b is None else b.double(), **{k: exact[k] for k in way}
             )
-            got = thin_gpu.product(x, made[0], b, **way)
+            got = skinny_gemm.product(x, made[0], b, **way)
             error = float((got.double() - wanted).norm() / wanted.norm())
             # The library's kernels round at every step, and widen quantised weights to the type of x.
-            ours = thin_tiles.pick(kind, rows, F, D, gated="gate" in way) if rows <= thin_tiles.MOST else None
+            ours = (
+                skinny_gemm_tiles.pick(kind, rows, F, D, gated="gate" in way)
+                if rows <= skinny_gemm_tiles.MOST
+                else None
+            )
             room = 1 if ours else 3
             if ours and ours.units and kind == "int4" and dtype == torch.float16 and "gate" in way:
                 room = 2  # matrix units sum nibbles beside 1024 times x, for both products of a gate
             assert got.dtype == dtype and error < room * TOLERANCE[dtype], (rows, list(way), error)
-            assert torch.equal(got, thin_gpu.product(x, made[0], b, **way))
+            assert torch.equal(got, skinny_gemm.product(x, made[0], b, **way))
 
 
 @pytest.mark.parametrize(
@@ -102,11 +105,11 @@ def test_any_tiles(tiles: Tiles, kind: str) -> None:
     for rows in (1, 4):
         x, more = drawn(rows, 4096, dtype=torch.bfloat16), drawn(rows, 1000, dtype=torch.bfloat16)
         norm = Scale(drawn(4096, dtype=torch.bfloat16), 1e-5)
-        got = thin_gpu.launch(x, weight, tiles=tiles, norm=norm, more_TF=more)
+        got = skinny_gemm.launch(x, weight, tiles=tiles, norm=norm, more_TF=more)
         exact = Scale(norm.weight_D.double(), 1e-5)
-        wanted = fused.linear(x.double(), doubled(weight), norm=exact, more_TF=more.double())
+        wanted = reference.fused_linear(x.double(), doubled(weight), norm=exact, more_TF=more.double())
         assert (got.double() - wanted).norm() < 4e-3 * wanted.norm()
-        poisoned = [thin_gpu.launch(x, weight, tiles=tiles, norm=norm, more_TF=more) for _ in range(3)]
+        poisoned = [skinny_gemm.launch(x, weight, tiles=tiles, norm=norm, more_TF=more) for _ in range(3)]
         assert all(torch.equal(got, again) for again in poisoned)
 
 
@@ -140,16 +143,16 @@ def test_matrix_units(tiles: Tiles, how: tuple[str, int], size: tuple[int, int],
         ways: list[dict[str, Any]] = [{}, {"more_TF": more, "norm": gain}, {"norm": gain, "gate": exact["gate"]}]
         way = ways[(i + turn) % 3]
         b = None if way else drawn(F, dtype=dtype)
-        wanted = fused.linear(
+        wanted = reference.fused_linear(
             x.double(), made[0], None if b is None else b.double(),
             **{k: exact.get(k, more.double()) for k in way},
         )  # fmt: skip
-        got = thin_gpu.launch(x, made[0], b, tiles=tiles, **way)
+        got = skinny_gemm.launch(x, made[0], b, tiles=tiles, **way)
         error = float((got.double() - wanted).norm() / wanted.norm())
         most = (2 if "gate" in way else 1.5) * tolerance(dtype)  # a gate multiplies two rounded products
         assert got.dtype == dtype and error < most, (rows, list(way), error)
         others = torch.cat((x[: rows // 2], 50 * x[rows // 2 :]))
-        assert torch.equal(thin_gpu.launch(others, made[0], b, tiles=tiles, **way)[: rows // 2], got[: rows // 2])
+        assert torch.equal(skinny_gemm.launch(others, made[0], b, tiles=tiles, **way)[: rows // 2], got[: rows // 2])
 
 
 @pytest.mark.parametrize("group", [32, 128])
@@ -157,7 +160,7 @@ def test_matrix_units_with_other_groups(group: int) -> None:
     weight = quantise(drawn(334, 1000, dtype=torch.float32) / 32, "int4", group)
     for rows, tiles in itertools.product((1, 3, 8, 16), (UNITS[0], UNITS[3])):
         x = drawn(rows, 1000, dtype=torch.bfloat16)
-        got, wanted = thin_gpu.launch(x, weight, tiles=tiles), fused.linear(x.double(), weight)
+        got, wanted = skinny_gemm.launch(x, weight, tiles=tiles), reference.fused_linear(x.double(), weight)
         assert (got.double() - wanted).norm() < tolerance(x.dtype) * wanted.norm(), (rows, tiles)
 
 
@@ -166,9 +169,9 @@ def test_matrix_units_know_every_number_of_a_format(dtype: torch.dtype) -> None:
     """One at a time: the smallest of float8 as bfloat16 are below its normal numbers, which a unit must not drop."""
     for weight in codes("cuda"):
         x = torch.eye(weight.inputs, dtype=dtype, device="cuda")
-        exact = fused.linear(x.double(), weight).T
+        exact = reference.fused_linear(x.double(), weight).T
         tiles = Tiles(16, weight.values.shape[1], 2, 2, units=True)
-        got = torch.cat([thin_gpu.launch(some, weight, tiles=tiles) for some in x.split(16)]).T
+        got = torch.cat([skinny_gemm.launch(some, weight, tiles=tiles) for some in x.split(16)]).T
         near = 4e-3 if dtype == torch.bfloat16 else 6e-4
         assert torch.allclose(got.double(), exact, rtol=near, atol=1e-7), weight.kind
         assert weight.kind == "int4" or torch.equal(got.double(), exact), weight.kind
@@ -184,8 +187,8 @@ def test_heads_on_their_way(pool: torch.dtype, group: int, K: int, H: int, norme
     norms = (Scale(drawn(H, dtype=dtype), 1e-5), Scale(drawn(H, dtype=dtype, seed=3), 1e-6)) if normed else None
     slots = torch.randperm(20 * 16, device="cuda")[:T]
     ours, theirs = ([torch.zeros(20, 16, K, H, device="cuda", dtype=pool) for _ in range(2)] for _ in range(2))
-    q = triton_place.place(qkv, *ours, slots, turn=turn, norms=norms)
-    wanted = place.place(qkv, *theirs, slots, turn=turn, norms=norms)
+    q = triton_cache_write.place(qkv, *ours, slots, turn=turn, norms=norms)
+    wanted = cache_write.place(qkv, *theirs, slots, turn=turn, norms=norms)
     assert (q.double() - wanted.double()).norm() < 6e-3 * wanted.double().norm()
     for a, b in zip(ours, theirs, strict=True):
         assert (a.double() - b.double()).norm() < (6e-3 if pool == dtype else 4e-2) * b.double().norm()
@@ -217,12 +220,12 @@ def test_the_engine_says_what_it_says_on_a_cpu(name: str, recorded: bool, weight
 def test_the_likeliest_tokens(dtype: torch.dtype, R: int, V: int) -> None:
     logits = drawn(R, V, dtype=dtype)
     right = logits.cpu().max(1).values
-    tokens = triton_greedy.greedy(logits, -1)
+    tokens = triton_sampling.greedy(logits, -1)
     assert torch.equal(logits.gather(1, tokens[:, None]).squeeze(1).cpu(), right)
     for row, top, token in zip(logits.cpu(), right, tokens.tolist(), strict=True):
         assert int((row == top).nonzero()[0]) == token  # the first of several
     logits[0, V // 2] = torch.nan
-    assert triton_greedy.greedy(logits, -1)[0] == -1
+    assert triton_sampling.greedy(logits, -1)[0] == -1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -239,7 +242,7 @@ def test_tokens_are_told() -> None:
     for T in (1, 1000):
         ids = torch.arange(T, device="cuda") % 7 - 3
         theirs = ids.clone()
-        triton_tell.tell_(ids, last)
+        triton_sampling.tell_(ids, last)
         sample_reference.tell_(theirs, last)
         assert torch.equal(ids, theirs)
 

@@ -10,9 +10,9 @@ import torch
 
 from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
 from colonnade.data import build
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
-from colonnade.train.graph import Graphed
+from colonnade.train.cuda_graph import Graphed
 from colonnade.train.session import Session
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
@@ -82,7 +82,7 @@ def test_ragged_documents_have_recordings_of_their_own(config: RunConfig) -> Non
 
 def test_it_replays_waits_for_nothing_and_tells_its_memory(config: RunConfig) -> None:
     config = config.but(train=config.train.but(cuda_graph=True, deterministic=False, fused_adamw=True, steps=20))
-    with Ground.build(config.plan, config.device) as ground:
+    with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config, ground)
         outcomes = [session.step() for _ in range(4)]
         passes = session._step.passes

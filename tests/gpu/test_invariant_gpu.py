@@ -10,12 +10,12 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 
 from colonnade.config import ServeConfig
 from colonnade.errors import ConfigError
-from colonnade.kernels.attention.fixed import CHUNK
+from colonnade.kernels import norm as norm_reference
+from colonnade.kernels import triton_norm
+from colonnade.kernels.attention.batch_invariant import CHUNK
 from colonnade.kernels.attention.triton_merge import FEW_PIECES
 from colonnade.kernels.linear import reference as linear_reference
-from colonnade.kernels.linear import triton_fixed
-from colonnade.kernels.norm import reference as norm_reference
-from colonnade.kernels.norm import triton_rows
+from colonnade.kernels.linear import triton_batch_invariant
 from colonnade.serve import Engine
 from tests.decoding import Case, by_itself
 from tests.serve import test_serve_invariant as cpu
@@ -32,11 +32,11 @@ TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-6}
 def test_products(dtype: torch.dtype, outputs: int, inputs: int) -> None:
     w, b = torch.randn(outputs, inputs, device="cuda").to(dtype), torch.randn(outputs, device="cuda").to(dtype)
     x = torch.randn(300, inputs, device="cuda").to(dtype)
-    whole = triton_fixed.linear(x, w, b)
+    whole = triton_batch_invariant.linear(x, w, b)
     exact = linear_reference.linear(x.double(), w.double(), b.double())
     assert (whole - exact).norm() < TOLERANCE[dtype] * exact.norm()
     for first, last in ((0, 1), (63, 65), (1, 300), (299, 300), (100, 228)):
-        assert torch.equal(triton_fixed.linear(x[first:last], w, b), whole[first:last])
+        assert torch.equal(triton_batch_invariant.linear(x[first:last], w, b), whole[first:last])
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -46,11 +46,11 @@ def test_norms(dtype: torch.dtype, width: int, biased: bool) -> None:
     w = torch.randn(width, device="cuda").to(dtype)
     b = torch.randn(width, device="cuda").to(dtype) if biased else None
     x = torch.randn(300, width, device="cuda").to(dtype)
-    whole = triton_rows.norm(x, w, b, 1e-5)
+    whole = triton_norm.norm(x, w, b, 1e-5)
     exact = norm_reference.norm(x.double(), w.double(), None if b is None else b.double(), 1e-5)
     assert (whole - exact).norm() < TOLERANCE[dtype] * exact.norm()
     for first, last in ((0, 1), (5, 7), (1, 300)):
-        assert torch.equal(triton_rows.norm(x[first:last], w, b, 1e-5), whole[first:last])
+        assert torch.equal(triton_norm.norm(x[first:last], w, b, 1e-5), whole[first:last])
 
 
 @pytest.mark.parametrize("chunks", [1, FEW_PIECES, 100])

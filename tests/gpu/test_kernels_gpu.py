@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from colonnade.kernels.attention import reference
-from colonnade.kernels.attention.pages import PageTable
-from colonnade.kernels.choose import Row
+from colonnade.kernels.attention.page_table import PageTable
+from colonnade.kernels.registry import Row
 from tests.gpu.rows import rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]

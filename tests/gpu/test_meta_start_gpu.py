@@ -11,8 +11,8 @@ import torch
 
 from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
 from colonnade.errors import CapacityError
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
-from colonnade.parallel.mesh import Ground
 from colonnade.train import Trainer
 from colonnade.train.session import Session
 from tests import corpora
@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 def _peak(run: RunConfig) -> float:
     """The most that was in use while a session began, in whole models; then it takes a step."""
-    with Ground.build(run.plan, "cuda") as ground:
+    with DistributedContext.build(run.plan, "cuda") as ground:
         torch.cuda.reset_peak_memory_stats()
         with Session(run, ground) as session:
             peak = torch.cuda.max_memory_allocated() / (4 * MODEL.parameters)

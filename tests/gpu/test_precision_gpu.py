@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from colonnade.config import RunConfig, TrainConfig
-from colonnade.kernels.choose import choose
 from colonnade.kernels.linear import float8
-from colonnade.parallel.mesh import Ground
-from colonnade.train.activations import kept_bytes
-from colonnade.train.log import Log
-from colonnade.train.offload import OffloadedAdamW
+from colonnade.kernels.registry import choose
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.train.activation_memory import kept_bytes
+from colonnade.train.loss_scaler import LossScaler
 from colonnade.train.optimizer import AdamW
-from colonnade.train.scaler import LossScaler
+from colonnade.train.optimizer_offload import OffloadedAdamW
+from colonnade.train.run_log import RunLog
 from colonnade.train.session import Session
-from colonnade.train.step import forward
+from colonnade.train.train_step import forward
 from tests.gpu.test_train_gpu import config  # noqa: F401  (a fixture)
 
 # The loss compiles its two passes on a GPU, and the compiler warns of its own doings.
@@ -72,9 +72,9 @@ def test_steps_do_not_wait_for_the_device(config: RunConfig, name: str) -> None:
     # Equal sequences: under a compiler new lengths make new graphs, and making them is not what is tested.
     data, t = config.data.but(separate_documents="compile" not in OPTIONS[name]), config.train.but(**OPTIONS[name])
     config = config.but(data=data, train=t)
-    with Ground.build(config.plan, config.device) as ground:
+    with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config, ground)
-        with Log(session) as log:
+        with RunLog(session) as log:
             log.note(session.step())
             log.note(session.step())
             torch.cuda.set_sync_debug_mode("error")
@@ -118,7 +118,7 @@ def test_a_budget_is_kept(config: RunConfig, compiled: bool) -> None:  # noqa: F
     """What the blocks of the real model keep is what was chosen, within what is shared by all of them."""
     t = config.train.but(recompute="budget", activation_bytes=1_500_000, compile=compiled)
     config = config.but(model=config.model.but(layers=6), train=t)
-    with Ground.build(config.plan, config.device) as ground:
+    with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config, ground)
         assert session.recomputed is not None and "full" in session.recomputed
         batch = session.feed.samples.at(0)[0].to("cuda")

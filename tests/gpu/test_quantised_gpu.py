@@ -11,13 +11,14 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 from colonnade import api
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.config import ExpertsConfig, MoeConfig, ServeConfig
-from colonnade.kernels.experts import quantised_gpu as experts_gpu
+from colonnade.kernels import permute
 from colonnade.kernels.experts import reference
+from colonnade.kernels.experts import triton_quantised as experts_gpu
 from colonnade.kernels.experts.reference import Weights
-from colonnade.kernels.linear import quantised, quantised_gpu
+from colonnade.kernels.linear import quantised_gpu
+from colonnade.kernels.linear import reference as quantised
 from colonnade.kernels.linear.quantise import quantise
-from colonnade.kernels.permute import reference as permute
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import SamplingParams
 from colonnade.serve.engine import Engine
 from tests.experts import LOADS, Case, in_fewer_bits, written_out
@@ -39,7 +40,7 @@ def test_any_number_of_rows(kind: str, group: int, shape: tuple[int, int], dtype
     bias = torch.randn(shape[0], generator=draw, device="cuda").to(dtype)
     for rows in (0, 1, 2, 7, 16, 33, 64, 65, 300):
         x = torch.randn(rows, shape[1], generator=draw, device="cuda").to(dtype)
-        exact = quantised.linear(x.double(), weight, bias.double())
+        exact = quantised.quantised_linear(x.double(), weight, bias.double())
         got = quantised_gpu.linear(x, weight, bias)
         assert got.shape == exact.shape and got.dtype == dtype
         tolerance = TOLERANCE[dtype]
@@ -55,7 +56,7 @@ def test_every_number_of_splits(kind: str, group: int) -> None:
     weight = quantise(torch.randn(96, 5000, device="cuda"), kind, group)
     for rows in (1, 5):
         x = torch.randn(rows, 5000, device="cuda", dtype=torch.bfloat16)
-        exact = quantised.linear(x.double(), weight)
+        exact = quantised.quantised_linear(x.double(), weight)
         for splits in (1, 2, 3, 9):
             got = quantised_gpu.few_rows(x, weight, splits=splits)
             assert (got.double() - exact).norm() < 4e-3 * exact.norm()
@@ -80,7 +81,7 @@ def test_no_more_memory_than_the_bits_take(tmp_path) -> None:
     """While it is read too: one matrix at a time is there as it was stored."""
     shape = tiny.config(layers=8, width=1024, ffn_width=4096, heads=8, kv_heads=8, head_width=128, init_std=0.02)
     from colonnade.model import Transformer, initialise
-    from colonnade.model.quantised import weight_bytes
+    from colonnade.model.weight_only_quant import weight_bytes
 
     write_hf(initialise(Transformer(shape, dtype=torch.bfloat16), seed=0), tmp_path / "m")
     torch.cuda.empty_cache()
@@ -122,7 +123,7 @@ def test_a_mixture_says_what_it_says_on_a_cpu(weights: str, how: str, tmp_path) 
     """Steps that are recorded wait for no load; of experts in host memory those of two layers are on the device."""
     moe = MoeConfig(experts=8, active=2, ffn_width=40, shared_width=12, shared_gate=True)
     whole = tiny.model(dtype=torch.float32, layers=4, moe=moe)
-    api.save(api.Model(whole, None, Ground.solo(torch.device("cpu")), "m"), tmp_path / "m")
+    api.save(api.Model(whole, None, DistributedContext.solo(torch.device("cpu")), "m"), tmp_path / "m")
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     said = []
     for device in ("cpu", "cuda"):

@@ -12,12 +12,12 @@ import torch
 from colonnade.config import MoeConfig, Plan, ServeConfig
 from colonnade.errors import ConfigError
 from colonnade.parallel.axis import Axes, Axis
-from colonnade.parallel.graphs import capture
+from colonnade.parallel.cuda_graphs import capture
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
-from colonnade.parallel.mesh import Ground
-from colonnade.parallel.small import MOST_BYTES, small_of, with_small
+from colonnade.parallel.small_allreduce import MOST_BYTES, small_of, with_small
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.settle import Site, settled
+from colonnade.serve.resolve_config import Site, resolve_config
 from tests.serve import tiny
 from tests.split import errors
 
@@ -33,7 +33,7 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 def exchange(world: int) -> int:
     """Sums and gathers of every size and type, some late on one rank, launched and replayed; how many were compared."""
     compared = 0
-    with Ground.build(Plan(tp=world), "cuda") as ground:
+    with DistributedContext.build(Plan(tp=world), "cuda") as ground:
         plain = ground.axes.tp
         small = small_of(plain, ground.device, (MOST_BYTES, MOST_BYTES))
         assert small is not None, "the GPUs of one machine reach each other"
@@ -107,7 +107,7 @@ MOE = {"moe": MoeConfig(experts=4, active=2, ffn_width=8, shared_width=3, shared
 
 def says(plan: Plan, changes: dict) -> list[list[tuple[int, ...]]]:
     """Twice by steps as they come, waiting for each; three times ahead, by recorded ones."""
-    with Ground.build(plan, "cuda") as ground:
+    with DistributedContext.build(plan, "cuda") as ground:
         axes = with_small(ground.axes.serving(), ground.device)
         assert (axes.tp if plan.tp > 1 else axes.cp).small is not None
         model = tiny.model(axes, dtype=torch.float32, **changes).to(ground.device)
@@ -148,4 +148,4 @@ def test_what_is_not_recorded_says_so() -> None:
     model = tiny.model(axes, dtype=torch.float32, window=7).to("cuda")
     with pytest.raises(ConfigError, match=r"steps of attention with a window over cp=2 are not recorded as graphs yet"):
         Engine(model, tiny.tokenizer(), LIMITS.but(fixed_steps=True))
-    assert settled(LIMITS, Site.of(model)).fixed_steps is False
+    assert resolve_config(LIMITS, Site.of(model)).fixed_steps is False

@@ -9,10 +9,10 @@ import colonnade
 from colonnade import api
 from colonnade.config import ExpertsConfig, MoeConfig, ServeConfig
 from colonnade.model import Packed, Rows, Stream, Transformer
-from colonnade.model.moe import Resident, experts_of
+from colonnade.model.moe import OffloadedExperts, experts_of
+from colonnade.model.moe.expert_offload import device_bytes
 from colonnade.model.moe.layer import MixtureOfExperts
-from colonnade.model.moe.resident import device_bytes
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
 from tests.serve import tiny
 
@@ -35,7 +35,9 @@ def waiting(model: Transformer, buffers: int) -> Transformer:
     """One whose experts wait in host memory."""
     other = Transformer(model.config, device="cuda", dtype=torch.float32, experts_on=torch.device("cpu"))
     other.load_state_dict(model.state_dict())
-    Resident(experts_of(other.requires_grad_(False)), buffers, torch.device("cuda", torch.cuda.current_device()))
+    OffloadedExperts(
+        experts_of(other.requires_grad_(False)), buffers, torch.device("cuda", torch.cuda.current_device())
+    )
     return other
 
 
@@ -55,13 +57,13 @@ def test_the_same_bits(buffers: int, slow: str, monkeypatch: pytest.MonkeyPatch)
     plain, model = on_gpu(model), waiting(model, buffers)
     expected = [logits(plain, T) for T in (1, 100, 7, 33)]
     if slow == "copies":
-        copy = Resident._copy
+        copy = OffloadedExperts._copy
 
-        def late(self: Resident, *which: int) -> None:
+        def late(self: OffloadedExperts, *which: int) -> None:
             torch.cuda._sleep(LATE)
             copy(self, *which)
 
-        monkeypatch.setattr(Resident, "_copy", late)
+        monkeypatch.setattr(OffloadedExperts, "_copy", late)
     if slow == "experts":
         for layer in model.modules():
             if isinstance(layer, MixtureOfExperts):
@@ -85,7 +87,7 @@ def test_serving_requests_that_come_and_go() -> None:
 
 def test_loaded_so_it_takes_as_much_as_predicted(tmp_path: Path) -> None:
     model = tiny.model(dtype=torch.float32, **SIZES, family="mixtral")
-    colonnade.save(api.Model(model, None, Ground.solo(torch.device("cpu")), "it"), tmp_path / "it")
+    colonnade.save(api.Model(model, None, DistributedContext.solo(torch.device("cpu")), "it"), tmp_path / "it")
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     with colonnade.load(tmp_path / "it", dtype="float32", device="cuda", experts=ExpertsConfig(resident=2)) as it:

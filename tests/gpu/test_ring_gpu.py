@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from colonnade.kernels.attention import chunk_flash, reference
+from colonnade.kernels.attention import chunk, reference
 from colonnade.kernels.softmax_state import State, merge
 from colonnade.model.attend import Packed
-from colonnade.model.ring import shares
+from colonnade.model.ring_attention import shares
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -42,12 +42,12 @@ def test_folded_chunks_equal_attention(dtype: torch.dtype, kv: int, causal: bool
                 calls.append((mine.late(at), there, mine.second, theirs.both, False))
         whole = State(torch.zeros(T, N, H, device="cuda"), torch.full((T, N), -torch.inf, device="cuda"))
         for rows, cols, queries, keys, diagonal in calls:
-            part = chunk_flash.forward(q[rows], k[cols], v[cols], queries, keys, causal=diagonal)
+            part = chunk.flash_forward(q[rows], k[cols], v[cols], queries, keys, causal=diagonal)
             merged = merge(State(whole.o[rows], whole.lse[rows]), part)
             whole.o[rows], whole.lse[rows] = merged.o, merged.lse
         o[at] = whole.o[at].double()
         for rows, cols, queries, keys, diagonal in calls:
-            a, b, c = chunk_flash.backward(
+            a, b, c = chunk.flash_backward(
                 do[rows], q[rows], k[cols], v[cols], whole.o[rows], whole.lse[rows], queries, keys, causal=diagonal
             )
             dq[rows] += a.double()

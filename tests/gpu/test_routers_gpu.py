@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from colonnade.kernels.choose import Row, choose
-from colonnade.kernels.permute import reference as permute
-from colonnade.kernels.routing import reference
+from colonnade.kernels import permute, routing
+from colonnade.kernels.registry import Row, choose
 from colonnade.model.moe.capacity import admit
 from colonnade.model.moe.layer import _finite
 from colonnade.model.moe.losses import load, losses
@@ -71,7 +70,7 @@ def test_scores(row: Row, dtype: torch.dtype, T: int, E: int, D: int, biased: bo
     draw = torch.Generator("cuda").manual_seed(0)
     leaves = [torch.randn(n, device="cuda", generator=draw).to(dtype) for n in ((T, D), (E, D), (E,))][: 2 + biased]
     g_TE, results = torch.randn(T, E, device="cuda", generator=draw), []
-    for run, kind in ((row.run, dtype), (reference.scores, torch.float64)):
+    for run, kind in ((row.run, dtype), (routing.scores, torch.float64)):
         inputs = [leaf.detach().to(kind).requires_grad_() for leaf in leaves]
         logits_TE = run(*inputs)
         logits_TE.backward(g_TE.to(logits_TE.dtype))
@@ -88,7 +87,7 @@ def test_choice(row: Row, dtype: torch.dtype, T: int, E: int, A: int, normalise:
     """In 16 bits, of numbers that these hold; the plain division rounds more often than ours."""
     for name, scores_TE in hard_scores(T, E).items():
         if dtype == torch.float32 or (name in ("normal", "ties", "zeros of both signs") and not normalise):
-            same_choice(row.run, reference.best, scores_TE.to(dtype).cuda(), A, normalise=normalise, scale=1.7)
+            same_choice(row.run, routing.best, scores_TE.to(dtype).cuda(), A, normalise=normalise, scale=1.7)
 
 
 @pytest.mark.parametrize(("row", "dtype"), rows("count_choices"))

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from colonnade.config import Plan
-from colonnade.parallel.copies import CopyEngines
+from colonnade.parallel.copy_engine import CopyEngines
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
-from colonnade.parallel.mesh import Ground
 from tests.overlapped import GPT2, LLAMA, gradients, laid
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -25,7 +25,7 @@ WAYS = {"launched": {}, "compiled": {"compiled": "inductor"}, "a graph": {"graph
 def errors(world: int) -> dict[str, float]:
     """The largest relative error by norm of each way, in float32."""
     worst = {}
-    with Ground.build(Plan(dp=world), "cuda"), laid("cuda") as ground:
+    with DistributedContext.build(Plan(dp=world), "cuda"), laid("cuda") as ground:
         mover = ground.axes.mover
         assert isinstance(mover, CopyEngines)
         for name, config in (("GPT-2", GPT2), ("Llama", LLAMA)):

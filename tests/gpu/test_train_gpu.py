@@ -10,13 +10,13 @@ import torch
 from colonnade.config import DataConfig, ModelConfig, MoeConfig, RouterConfig, RunConfig, TrainConfig
 from colonnade.data import build
 from colonnade.errors import CapacityError
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
-from colonnade.train.fused import FusedAdamW
-from colonnade.train.log import Log
 from colonnade.train.memory_estimate import estimate
+from colonnade.train.optimizer import FusedAdamW
+from colonnade.train.run_log import RunLog
 from colonnade.train.session import Session
-from colonnade.train.stop import Stop
+from colonnade.train.stop_signal import StopSignal
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
 
@@ -65,9 +65,9 @@ def test_steps_do_not_wait_for_the_device(
     config = config.but(model=MODEL.but(moe=MOES[experts]))
     data, t = config.data.but(separate_documents=separate_documents), config.train.but(dtype=dtype)
     config = config.but(data=data, train=t)
-    with Ground.build(config.plan, config.device) as ground:
+    with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config, ground)
-        with Stop(session.world) as stop, Log(session) as log:
+        with StopSignal(session.world) as stop, RunLog(session) as log:
             log.note(session.step())
             torch.cuda.set_sync_debug_mode("error")
             try:
@@ -97,7 +97,7 @@ def test_the_defaults_of_a_gpu(config: RunConfig, experts: str, capsys: pytest.C
     dense = experts == "none"
     t = TrainConfig(steps=30, batch=8, warmup=2, lr=3e-3, min_lr=3e-4, save_every=0, eval_every=0, log_every=1)
     config = config.but(model=MODEL.but(moe=MOES[experts]), train=t)
-    with Ground.build(config.plan, config.device) as ground:
+    with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config, ground)
         assert {p.dtype for p in session.model.parameters()} == {torch.bfloat16}
         assert {w.dtype for w in session.masters.local.values()} == {torch.float32}
@@ -110,7 +110,7 @@ def test_the_defaults_of_a_gpu(config: RunConfig, experts: str, capsys: pytest.C
 
 
 def test_deterministic_goes_back(config: RunConfig) -> None:
-    with Ground.build(config.plan, config.device) as ground:
+    with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config.but(train=TrainConfig(deterministic=True)), ground)
         assert {p.dtype for p in session.model.parameters()} == {torch.float32}
         assert all(block._compiled_call_impl is None for block in session.model.blocks)
@@ -125,7 +125,7 @@ def test_the_memory_estimate_of_a_gpu(config: RunConfig, settings: dict) -> None
     data = config.data.but(sequence=512, separate_documents=False)
     config = config.but(model=model, train=t, data=data)
     torch.cuda.empty_cache()
-    with Ground.build(config.plan, config.device) as ground:
+    with DistributedContext.build(config.plan, config.device) as ground:
         before = torch.cuda.memory_allocated()
         session = Session(config, ground)
         peak = max(session.step().memory_bytes for _ in range(3)) - before
@@ -139,7 +139,7 @@ def test_too_large_a_run_is_refused_by_what_is_free(config: RunConfig) -> None:
     with pytest.raises(CapacityError, match=r"of a GPU's memory, and .* is free; nothing was allocated"):
         Trainer(config.but(model=huge))
     with (
-        Ground.build(config.plan, config.device) as ground,
+        DistributedContext.build(config.plan, config.device) as ground,
         pytest.raises(CapacityError, match="nothing was allocated"),
     ):
         Session(config.but(model=huge), ground)

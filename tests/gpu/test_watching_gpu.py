@@ -13,7 +13,7 @@ from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from colonnade.data import build
 from colonnade.errors import CapacityError
 from colonnade.train import Trainer
-from colonnade.train.memory import UNITS
+from colonnade.train.out_of_memory import UNITS
 from colonnade.train.trackers import read_rows
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

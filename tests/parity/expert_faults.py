@@ -4,33 +4,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from colonnade.kernels.dropout.reference import Hidden, hidden_units
+from colonnade.kernels.dropout import Hidden, hidden_units
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model import Transformer, transformer
-from colonnade.model.moe import dispatch, dropout, experts, layer, losses
+from colonnade.model.moe import dispatch, experts, layer, losses
+from colonnade.model.moe import experts as dropout
 from colonnade.parallel.axis import SOLO, Axis, Grid
 from colonnade.parallel.layout import Experts
-from colonnade.train import balance, norm, step
-from colonnade.train.piped import Piped
+from colonnade.train import grad_norm, moe_stats, train_step
+from colonnade.train.pipeline_step import PipelineStep
 
 Patch = pytest.MonkeyPatch
 
 
 def copies_not_summed(patch: Patch) -> None:
     """Ranks that hold the same experts keep the gradients of their own tokens."""
-    patch.setattr(norm, "sum_experts", lambda *_: None)
+    patch.setattr(grad_norm, "sum_experts", lambda *_: None)
 
 
 def output_bias_of_own_tokens(patch: Patch) -> None:
     """An output's bias, which each rank of an expert has whole, gets the gradient of some tokens only."""
-    right = norm.sum_experts
-    patch.setattr(norm, "sum_experts", lambda w, layout, grid: right(w, layout, Grid(copies=grid.copies)))
+    right = grad_norm.sum_experts
+    patch.setattr(grad_norm, "sum_experts", lambda w, layout, grid: right(w, layout, Grid(copies=grid.copies)))
 
 
 def copies_counted(patch: Patch) -> None:
     """The norm counts every copy of an expert."""
-    right = norm._owns
-    patch.setattr(norm, "_owns", lambda at, axes: isinstance(at, Experts) or right(at, axes))
+    right = grad_norm._owns
+    patch.setattr(grad_norm, "_owns", lambda at, axes: isinstance(at, Experts) or right(at, axes))
 
 
 def every_slice_adds_the_bias(patch: Patch) -> None:
@@ -70,23 +71,23 @@ def own_tokens_pooled(patch: Patch) -> None:
 
 def own_stage_pooled(patch: Patch) -> None:
     """It counts the layers of the last pipeline stage only."""
-    right = Piped._run
+    right = PipelineStep._run
 
-    def run(self: Piped, span: range, sent: tuple[Tensor, ...], i: int) -> tuple[Tensor, ...] | Tensor:
+    def run(self: PipelineStep, span: range, sent: tuple[Tensor, ...], i: int) -> tuple[Tensor, ...] | Tensor:
         return right(self, span, (*sent[:1], *(0 * sums for sums in sent[1:])), i)
 
-    patch.setattr(Piped, "_run", run)
+    patch.setattr(PipelineStep, "_run", run)
 
 
 def bias_by_own_load(patch: Patch) -> None:
     """The balancing bias moves by a load that is not that of all ranks."""
-    right = step.rebalance
+    right = train_step.rebalance
 
-    def rebalance(model: Transformer, found: balance.Routed, skip: Tensor) -> None:
+    def rebalance(model: Transformer, found: moe_stats.Routed, skip: Tensor) -> None:
         alone = model.axes.grid.tokens.size == 1
         right(model, found if alone else found._replace(load_LE=found.load_LE.flip(1)), skip)
 
-    patch.setattr(step, "rebalance", rebalance)
+    patch.setattr(train_step, "rebalance", rebalance)
 
 
 def shadows_keep_their_gradient(patch: Patch) -> None:

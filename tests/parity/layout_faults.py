@@ -17,10 +17,10 @@ from colonnade.checkpoint import native
 from colonnade.config import ModelConfig, Plan
 from colonnade.data import Batch
 from colonnade.kernels.attention import chunk
-from colonnade.kernels.choose import choose
-from colonnade.model import IGNORE, Noise, loss, ring
+from colonnade.kernels.registry import choose
+from colonnade.model import IGNORE, Dropout, loss, ring_attention
 from colonnade.parallel.axis import Axis
-from colonnade.train import norm, step
+from colonnade.train import grad_norm, train_step
 from colonnade.verify import run as verifying
 
 Patch = pytest.MonkeyPatch
@@ -28,25 +28,27 @@ Patch = pytest.MonkeyPatch
 
 def partial_gradients_not_summed(patch: Patch) -> None:
     """Norms under sequence parallelism keep the gradient of this rank's tokens."""
-    patch.setattr(norm, "sum_partial", lambda *_: None)
+    patch.setattr(grad_norm, "sum_partial", lambda *_: None)
 
 
 def replicated_counted_by_all(patch: Patch) -> None:
     """The norm counts a parameter that tp ranks share once for each of them."""
-    right = norm.gradient_norm
-    patch.setattr(norm, "gradient_norm", lambda weights, layout, *rest: right(weights, dict.fromkeys(layout, 0), *rest))
+    right = grad_norm.gradient_norm
+    patch.setattr(
+        grad_norm, "gradient_norm", lambda weights, layout, *rest: right(weights, dict.fromkeys(layout, 0), *rest)
+    )
 
 
 def tied_gradients_not_summed(patch: Patch) -> None:
     """Each end of a pipeline keeps its own gradient of the tied weight."""
-    patch.setattr(norm, "sum_tied", lambda *_: None)
+    patch.setattr(grad_norm, "sum_tied", lambda *_: None)
 
 
 def copies_counted(patch: Patch) -> None:
     """The norm counts the tied weight at both ends of a pipeline."""
-    right = norm.gradient_norm
+    right = grad_norm.gradient_norm
     patch.setattr(
-        norm,
+        grad_norm,
         "gradient_norm",
         lambda weights, layout, axes, world, copies, loss_sum: right(weights, layout, axes, world, (), loss_sum),
     )
@@ -62,24 +64,24 @@ def ring_backward_by_chunks(patch: Patch) -> None:
     def chosen(operation: str, *rest: Any) -> Callable[..., Any]:
         return backward if operation == "chunk_backward" else choose(operation, *rest)
 
-    patch.setattr(ring, "choose", chosen)
+    patch.setattr(ring_attention, "choose", chosen)
 
 
 def tokens_counted_by_data_rank(patch: Patch) -> None:
     """The loss is divided by this data rank's own tokens: a mean of means."""
-    right = step.valid_tokens
-    patch.setattr(step, "valid_tokens", lambda batches, dp: right(batches, Axis("mine")) * dp.size)
+    right = train_step.valid_tokens
+    patch.setattr(train_step, "valid_tokens", lambda batches, dp: right(batches, Axis("mine")) * dp.size)
 
 
 def tokens_counted_by_context_rank(patch: Patch) -> None:
     """The loss is the mean over context ranks of the means over their own tokens."""
 
     def forward(model: Any, batch: Batch, terms: Any) -> Tensor:
-        stream, attend, head = step.lay(batch, model, terms)
+        stream, attend, head = train_step.model_inputs(batch, model, terms)
         loss_sum, own = model(stream, attend, head)
         return loss_sum * (batch.targets_T != IGNORE).sum() / (own * model.axes.cp.size).clamp(min=1)
 
-    patch.setattr(step, "forward", forward)
+    patch.setattr(train_step, "forward", forward)
 
 
 def fsdp_takes_the_mean(patch: Patch) -> None:
@@ -90,11 +92,11 @@ def fsdp_takes_the_mean(patch: Patch) -> None:
 def dropout_by_local_row(patch: Patch) -> None:
     """A mask is drawn for a token's place on its rank, not in the global batch."""
 
-    def rows(self: Noise, part: slice | Tensor) -> Noise:
+    def rows(self: Dropout, part: slice | Tensor) -> Dropout:
         count = len(self.index_T[part])
         return self.of_tokens(self.index_T[:count])
 
-    patch.setattr(Noise, "rows", rows)
+    patch.setattr(Dropout, "rows", rows)
 
 
 def smoothing_over_own_vocabulary(patch: Patch) -> None:
@@ -130,25 +132,25 @@ def second_moment_not_loaded(patch: Patch) -> None:
 
 def a_gradient_missing(patch: Patch) -> None:
     """One parameter gets no gradient on ranks that have company."""
-    right = norm.sum_partial
+    right = grad_norm.sum_partial
 
     def lose(weights: dict[str, Tensor], layout: Any, tp: Axis) -> None:
         right(weights, layout, tp)
         if tp.size > 1:
             weights["blocks.0.norm1.weight"].grad = None
 
-    patch.setattr(norm, "sum_partial", lose)
+    patch.setattr(grad_norm, "sum_partial", lose)
 
 
 def not_a_number(patch: Patch) -> None:
     """The loss of the last data rank is NaN, and so is all that follows."""
-    right = step.forward
+    right = train_step.forward
 
     def forward(model: Any, batch: Batch, terms: Any) -> Tensor:
         dp = model.axes.dp
         return right(model, batch, terms) * (torch.nan if dp.size > 1 and dp.rank == dp.size - 1 else 1)
 
-    patch.setattr(step, "forward", forward)
+    patch.setattr(train_step, "forward", forward)
 
 
 def work(

@@ -8,9 +8,9 @@ import torch
 from colonnade.compat.tutel import moe
 from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
 from colonnade.errors import PlanError
-from colonnade.parallel.agree import agree
 from colonnade.parallel.axis import SOLO, world_axis
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.config_check import agree
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.loop import train
 from tests.corpora import TEXT, small
 from tests.worlds import run
@@ -41,7 +41,7 @@ def test_who_differs_in_what_is_said_on_all_ranks() -> None:
 
 
 def _laid(plans: list[Plan]) -> str:
-    with pytest.raises(PlanError) as refused, Ground.build(plans[world_axis().rank]):
+    with pytest.raises(PlanError) as refused, DistributedContext.build(plans[world_axis().rank]):
         pass
     return str(refused.value)
 

@@ -5,7 +5,7 @@ import torch
 
 from colonnade.config import Plan
 from colonnade.parallel.axis import SOLO, Axis
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from tests.worlds import assert_same, run
 
 N = 7  # rows: divides by no world but 1
@@ -16,7 +16,7 @@ def data(seed: int, rows: int = N) -> torch.Tensor:
 
 
 def _fan(world: int) -> None:
-    with Ground.build(Plan(tp=world)) as ground:
+    with DistributedContext.build(Plan(tp=world)) as ground:
         tp = ground.axes.tp
         x = data(0).requires_grad_()
         weights = [data(1 + r) for r in range(world)]  # each rank multiplies by its own, then all are summed
@@ -29,7 +29,7 @@ def _fan(world: int) -> None:
 
 
 def _gather_and_scatter(world: int, dim: int) -> None:
-    with Ground.build(Plan(tp=world)) as ground:
+    with DistributedContext.build(Plan(tp=world)) as ground:
         tp = ground.axes.tp
         whole = data(0).movedim(0, dim).contiguous()
         start, stop = tp.part(N)
@@ -45,7 +45,7 @@ def _gather_and_scatter(world: int, dim: int) -> None:
 
 
 def _split_and_join(world: int, dim: int) -> None:
-    with Ground.build(Plan(tp=world)) as ground:
+    with DistributedContext.build(Plan(tp=world)) as ground:
         tp = ground.axes.tp
         whole = data(0).movedim(0, dim).contiguous()
         x = whole.clone().requires_grad_()
@@ -58,7 +58,7 @@ def _split_and_join(world: int, dim: int) -> None:
 
 
 def _exchange(world: int) -> None:
-    with Ground.build(Plan(tp=world)) as ground:
+    with DistributedContext.build(Plan(tp=world)) as ground:
         tp = ground.axes.tp
         counts = [[(r + 2 * s) % 3 for s in range(world)] for r in range(world)]  # r sends counts[r][s] rows to s
         send, receive = counts[tp.rank], [counts[r][tp.rank] for r in range(world)]
@@ -71,7 +71,7 @@ def _exchange(world: int) -> None:
 
 
 def _reductions(world: int) -> None:
-    with Ground.build(Plan(tp=world)) as ground:
+    with DistributedContext.build(Plan(tp=world)) as ground:
         tp = ground.axes.tp
         x = data(tp.rank).requires_grad_()
         every = torch.stack([data(r) for r in range(world)])
@@ -82,7 +82,7 @@ def _reductions(world: int) -> None:
 
 
 def _compiled(world: int) -> None:
-    with Ground.build(Plan(tp=world)) as ground:
+    with DistributedContext.build(Plan(tp=world)) as ground:
         tp = ground.axes.tp
 
         def work(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ def test_gather_where_join_is_meant_doubles_the_gradient() -> None:
 
 
 def _wrong_pair() -> float:
-    with Ground.build(Plan(tp=2)) as ground:
+    with DistributedContext.build(Plan(tp=2)) as ground:
         tp = ground.axes.tp
         x = data(0).requires_grad_()
         tp.gather(tp.split(x, 0), 0, N).sum().backward()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from colonnade.checkpoint.hf.families import FAMILIES, config_from_hf, config_to_hf
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.checkpoint.stored import stored_parameters
+from colonnade.checkpoint.weight_mapping import stored_parameters
 from colonnade.config import ModelConfig, Plan
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.model import (
@@ -29,8 +29,8 @@ from colonnade.model import (
     Stream,
     Transformer,
 )
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import PARTIAL, layout_of, share
-from colonnade.parallel.mesh import Ground
 from tests.hf import LENGTHS, load
 from tests.models import BERTS, build, pairs, pairwise
 from tests.worlds import assert_same, run
@@ -74,7 +74,7 @@ def results(model: Transformer) -> dict[str, Tensor]:
 
 
 def _check(config: ModelConfig, world: int, sequence_parallel: bool) -> None:
-    with Ground.build(Plan(tp=world, sequence_parallel=sequence_parallel)) as ground:
+    with DistributedContext.build(Plan(tp=world, sequence_parallel=sequence_parallel)) as ground:
         whole, mine = build(config), build(config, ground.axes)
         layout = layout_of(mine)
         expected, got = results(whole), results(mine)
@@ -195,7 +195,7 @@ def test_outputs_and_every_gradient_equal_transformers(name: str, tmp_path: Path
 
 
 def _relay(folder: Path, plan: Plan, out: Path) -> dict[str, Tensor]:
-    with Ground.build(plan, "cpu") as ground:
+    with DistributedContext.build(plan, "cpu") as ground:
         model = load(folder, ground.axes)
         write_hf(model, out, shard_bytes=4000)
         return {name: value.detach() for name, value in ours_of(model).items()}

@@ -12,14 +12,14 @@ from torch import Tensor
 
 import colonnade
 from colonnade.checkpoint import native
-from colonnade.checkpoint.hf.hub import find_minilm
+from colonnade.checkpoint.hf.read import find_minilm
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.config import DataConfig, MoeConfig, Plan, RouterConfig, RunConfig, TrainConfig
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Hidden
-from colonnade.model.retop import retop
+from colonnade.model.replace_head import replace_head
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import layout_of, share
-from colonnade.parallel.mesh import Ground
 from colonnade.train.loop import train
 from colonnade.train.session import Session
 from colonnade.train.trackers import read_rows
@@ -82,7 +82,10 @@ def test_losses_gradients_and_steps_are_those_of_transformers(
     """Single texts and pairs; of padded batches there, of texts laid end to end here."""
     given = examples(paired=paired)
     run = config(tmp_path, start(tmp_path, name), label_smoothing=smoothing, eval_every=0)
-    with Ground.build(run.plan, "cpu") as ground, Session(run, ground, feed=prepared(run, given)) as session:
+    with (
+        DistributedContext.build(run.plan, "cpu") as ground,
+        Session(run, ground, feed=prepared(run, given)) as session,
+    ):
         write_hf(session.model, tmp_path / "drawn")
         auto = transformers.AutoModelForSequenceClassification
         theirs = auto.from_pretrained(tmp_path / "drawn", dtype=torch.float64, attn_implementation="eager").eval()
@@ -196,10 +199,10 @@ def test_every_part_of_the_start_is_taken_under_any_plan(name: str, plan: Plan, 
     """From a checkpoint of ours with another top; what is new is drawn from the seed."""
     whole = build(BERTS[name])
     place = tmp_path / "start"
-    native.save(place, whole, native.Meta(model=whole.config), Ground.solo())
+    native.save(place, whole, native.Meta(model=whole.config), DistributedContext.solo())
     run = config(tmp_path, place, steps=1, batch=4, micro_batch=1, warmup=0, lr=1e-12, save_every=0, eval_every=0)
     in_world(plan.world, _fit, run.but(plan=plan))
-    found, drawn = weights(run), retop(whole, "classes", classes=3, seed=run.train.seed).state_dict()
+    found, drawn = weights(run), replace_head(whole, "classes", classes=3, seed=run.train.seed).state_dict()
     for key, x in drawn.items():
         assert_same(found[key], x, 1e-9, key)
 
@@ -207,21 +210,21 @@ def test_every_part_of_the_start_is_taken_under_any_plan(name: str, plan: Plan, 
 @pytest.mark.parametrize("name", ["post_encoder", "pre_classes", "post_pretraining"])
 def test_another_top_keeps_the_rest(name: str) -> None:
     model = build(BERTS[name])
-    other = retop(model, "spans")
+    other = replace_head(model, "spans")
     stream, attend, _ = pairs(model.config)
     assert_same(other(stream, attend, Hidden()), model(stream, attend, Hidden()))
     assert {n for n, _ in other.named_parameters() if n.startswith("top.")} == {"top.spans.weight", "top.spans.bias"}
-    one, two = (retop(model, "classes", classes=7, seed=seed) for seed in (0, 1))
+    one, two = (replace_head(model, "classes", classes=7, seed=seed) for seed in (0, 1))
     assert torch.equal(one.top.pooler.weight, model.top.pooler.weight)
     assert not torch.equal(one.top.classes.weight, two.top.classes.weight)
     with pytest.raises(ConfigError, match=r"top = 'classes' and classes = 0"):
-        retop(model, "classes")
+        replace_head(model, "classes")
 
 
 def _shares() -> None:
-    with Ground.build(Plan(tp=2)) as ground:
+    with DistributedContext.build(Plan(tp=2)) as ground:
         whole, mine = (
-            retop(build(BERTS["post_masked"], axes), "classes", classes=2) for axes in (_solo(), ground.axes)
+            replace_head(build(BERTS["post_masked"], axes), "classes", classes=2) for axes in (_solo(), ground.axes)
         )
         layout = layout_of(mine)
         for name, p in whole.named_parameters():
@@ -229,7 +232,7 @@ def _shares() -> None:
 
 
 def _solo():
-    return Ground.solo().axes
+    return DistributedContext.solo().axes
 
 
 def test_another_top_under_tensor_parallelism() -> None:

@@ -12,9 +12,9 @@ import colonnade
 from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
 from colonnade.errors import CapacityError, ConfigError, DataError
 from colonnade.model import Transformer, initialise
-from colonnade.parallel.mesh import Ground
-from colonnade.train.log import Log
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.metrics import Row
+from colonnade.train.run_log import RunLog
 from colonnade.train.session import Session
 from colonnade.train.trackers import read_rows
 from colonnade.tune import fit
@@ -121,7 +121,7 @@ ELSEWHERE = {"compile", "trackers", "restarts", "sequence", "seed (data)", "chec
 
 
 def _session(run: RunConfig) -> Session:
-    with Ground.build(run.plan, "cpu") as ground:
+    with DistributedContext.build(run.plan, "cpu") as ground:
         return Session(run, ground, feed=prepared(run, examples(), examples(7)))
 
 
@@ -202,7 +202,7 @@ def test_blocks_are_compiled_where_asked(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_trackers_and_restarts_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = config(tmp_path, {"trackers": ("mlflow",), "restarts": 2}, {}, {})
-    assert len(Log(_session(run))._open_trackers) == 3, "besides JSON lines and TensorBoard"
+    assert len(RunLog(_session(run))._open_trackers) == 3, "besides JSON lines and TensorBoard"
     monkeypatch.setattr("colonnade.train.loop.launch", lambda *asked: asked)
     _, (passed, _, _), plan, restarts = fit(run, examples(), examples(7))  # type: ignore[misc]
     assert (passed, plan, restarts) == (run, run.plan, 2)

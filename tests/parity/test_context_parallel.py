@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from colonnade.config import Plan
-from colonnade.model import Noise, Rates
+from colonnade.model import Dropout, DropoutRates
 from colonnade.model.attend import Packed
-from colonnade.model.ring import Ring
+from colonnade.model.ring_attention import Ring
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import PARTIAL, layout_of, share
-from colonnade.parallel.mesh import Ground
-from colonnade.train.step import forward
+from colonnade.train.train_step import forward
 from colonnade.verify.trial import batch
 from tests.models import BERTS, CONFIGS, build
 from tests.worlds import assert_same, run
@@ -29,7 +29,7 @@ CASES = {
 
 
 def _ring(world: int) -> None:
-    with Ground.build(Plan(cp=world)) as ground:
+    with DistributedContext.build(Plan(cp=world)) as ground:
         for (name, lengths), causal, window, rate in itertools.product(
             CASES.items(), (True, False), (None, 1, 4), (0.0, 0.3)
         ):
@@ -39,7 +39,7 @@ def _ring(world: int) -> None:
             q, k, v, go = (
                 torch.randn(T, heads, H, generator=draw, dtype=torch.float64).requires_grad_() for heads in (N, K, K, N)
             )
-            noise = Noise.of(0, 1, 3, torch.arange(T) + 50, Rates(attention=rate))
+            noise = Dropout.of(0, 1, 3, torch.arange(T) + 50, DropoutRates(attention=rate))
             packed = Packed.of(lengths, causal=causal, window=window, kernels="reference", noise=noise, head=5)
             o = packed.at(2, window)(q, k, v)
             o.backward(go)
@@ -63,7 +63,7 @@ def test_ring_equals_one_process(world: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES.keys())
 def test_every_token_has_one_rank(lengths: list[int], ranks: int) -> None:
-    from colonnade.model.ring import shares
+    from colonnade.model.ring_attention import shares
 
     found = torch.cat([share.both.index_T for share in shares(Packed.of(lengths), sum(lengths), ranks)])
     assert found.sort().values.tolist() == list(range(sum(lengths)))
@@ -71,14 +71,14 @@ def test_every_token_has_one_rank(lengths: list[int], ranks: int) -> None:
 
 def test_causal_work_is_balanced() -> None:
     """Each rank's queries see as many keys as any other's: what the zig-zag is for."""
-    from colonnade.model.ring import shares
+    from colonnade.model.ring_attention import shares
 
     seen = [int((share.both.index_T + 1).sum()) for share in shares(Packed.of([64]), 64, 4)]
     assert len(set(seen)) == 1
 
 
 def _few(plan: Plan, lengths: list[int]) -> None:
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         for name, config in {"llama": CONFIGS["llama"], "bert": BERTS["pre_pretraining"]}.items():
             micro = batch(lengths, 0, 4, config)
             whole, mine = build(config), build(config, ground.axes)

@@ -10,12 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
 from colonnade.data import Batch
-from colonnade.model import Loss, Noise, Packed, Rates, Transformer
+from colonnade.model import Dropout, DropoutRates, Loss, Packed, Transformer
 from colonnade.parallel.axis import SOLO
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
-from colonnade.train.lay import numbers
-from colonnade.train.step import evaluate
+from colonnade.train.model_inputs import numbers
+from colonnade.train.train_step import evaluate
 from tests import corpora
 from tests.corpora import tensors
 from tests.models import CONFIGS, ragged
@@ -29,7 +29,7 @@ WITH = TRAIN.but(**DROPS)
 
 def _same_training(plan: Plan, case: str, steps: int) -> None:
     one, expected = alone(CASES[case], steps, WITH)
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         several = Run.start(CASES[case], ground, WITH)
         for (loss, norm), (loss_1, norm_1) in zip(several.go(0, steps), expected, strict=True):
             assert abs(loss - loss_1) <= 1e-10 * max(1, loss_1)
@@ -41,7 +41,7 @@ def _same_training(plan: Plan, case: str, steps: int) -> None:
 def _same_gradients(plan: Plan, case: str) -> None:
     """Every gradient of one step, before the clip."""
     one = raw_alone(CASES[case], 3, WITH)
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         several = raw(CASES[case], ground, 3, WITH)
         for name, weight in several.masters.local.items():
             whole = one.masters.local[name].grad
@@ -106,7 +106,7 @@ def join(batches: list[Batch]) -> Batch:
 
 @pytest.mark.parametrize("case", [name for name, config in CASES.items() if config.causal])
 def test_the_size_of_a_micro_batch_changes_nothing(case: str) -> None:
-    runs = [Run.start(CASES[case], Ground.solo(), WITH) for _ in range(3)]
+    runs = [Run.start(CASES[case], DistributedContext.solo(), WITH) for _ in range(3)]
     for step in range(3):
         four = micro_batches(step, SOLO, CASES[case])
         outs = [
@@ -134,7 +134,7 @@ def test_each_rate_matters_and_each_token_step_and_seed() -> None:
     """What the parity tests compare would be equal too if nothing were dropped, or the same everywhere."""
 
     def loss(train: TrainConfig, step: int = 0, shift: int = 0) -> float:
-        it = Run.start(CASES["gpt2"], Ground.solo(), train)
+        it = Run.start(CASES["gpt2"], DistributedContext.solo(), train)
         batches = [replace(b, first=b.first + shift) for b in micro_batches(0, SOLO, CASES["gpt2"])]
         return it.step(step, batches).loss_sum.item()
 
@@ -147,13 +147,13 @@ def test_each_rate_matters_and_each_token_step_and_seed() -> None:
 
 
 def test_validation_drops_nothing() -> None:
-    runs = [Run.start(CASES["gpt2"], Ground.solo(), train) for train in (TRAIN, WITH)]
+    runs = [Run.start(CASES["gpt2"], DistributedContext.solo(), train) for train in (TRAIN, WITH)]
     batches = micro_batches(0, SOLO, CASES["gpt2"])
     assert evaluate(runs[0].model, batches) == evaluate(runs[1].model, batches)
 
 
-def noisy(config: ModelConfig, T: int, **rates: float) -> Noise:
-    return Noise.of(0, 5, config.layers, torch.arange(T) + 40, Rates(**rates))
+def noisy(config: ModelConfig, T: int, **rates: float) -> Dropout:
+    return Dropout.of(0, 5, config.layers, torch.arange(T) + 40, DropoutRates(**rates))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from colonnade.config import ModelConfig, MoeConfig, Plan, RouterConfig
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.optimizer import MOMENTS
 from colonnade.verify.trial import Trial
 from tests.worlds import run
@@ -46,7 +46,7 @@ def _held(trial: Trial) -> dict[str, tuple[str, Tensor]]:
 
 def _write(plans: list[Plan], folder: Path) -> None:
     for plan in plans:
-        with Ground.build(plan) as ground, torch.no_grad():
+        with DistributedContext.build(plan) as ground, torch.no_grad():
             trial = Trial.start(MODEL, ground, 4)
             shapes = trial.model.whole_shapes()
             for key, (name, tensor) in _held(trial).items():
@@ -61,7 +61,7 @@ def _read(plans: list[Plan], folder: Path, others: int) -> int:
     """How many tensors were compared, with what so many of the others wrote."""
     compared = 0
     for plan in plans:
-        with Ground.build(plan) as ground, torch.no_grad():
+        with DistributedContext.build(plan) as ground, torch.no_grad():
             trial = Trial.start(MODEL, ground, 4)
             shapes, buffers = trial.model.whole_shapes(), dict(trial.model.named_buffers())
             held = _held(trial)

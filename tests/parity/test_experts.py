@@ -8,19 +8,19 @@ import torch
 
 from colonnade.config import ModelConfig, MoeConfig, Plan
 from colonnade.errors import PlanError
-from colonnade.model import Loss, Noise, Packed, Rates, Rows, Stream, Transformer
+from colonnade.model import Dropout, DropoutRates, Loss, Packed, Rows, Stream, Transformer
 from colonnade.model.moe import Routing, Spread
-from colonnade.parallel.hierarchy import Sizes, Web
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.parallel.hierarchical_all_to_all import HierarchicalAllToAll, Sizes
 from colonnade.parallel.layout import PARTIAL, layout_of, share
-from colonnade.parallel.mesh import Ground
-from colonnade.train.norm import sum_experts
+from colonnade.train.grad_norm import sum_experts
 from tests.models import MOES, build, ragged
 from tests.worlds import assert_same, run
 
 pytestmark = pytest.mark.xdist_group("worlds")
 
 
-NONE = Rates()
+NONE = DropoutRates()
 
 
 def _steps(sh: int) -> list[Spread]:
@@ -30,20 +30,20 @@ def _steps(sh: int) -> list[Spread]:
 
 
 def _forward(
-    model: Transformer, stream: Stream, attend: Packed, targets: torch.Tensor, step: Spread, rates: Rates = NONE
+    model: Transformer, stream: Stream, attend: Packed, targets: torch.Tensor, step: Spread, rates: DropoutRates = NONE
 ) -> list[float]:
     """Backward too; the losses."""
     model.zero_grad()
     index_T = torch.arange(len(targets)) + 9
     routing = Routing(index_T, weight=torch.tensor(0.7), steps=(step,))
-    noise = Noise.of(3, 4, model.config.layers, index_T, rates)
+    noise = Dropout.of(3, 4, model.config.layers, index_T, rates)
     total, count = model(stream._replace(routing=routing, noise=noise), attend, Loss(targets))
     (total / count).backward()
     return [total.item(), *(float(x) for report in routing.reports.values() for x in (report.balance, report.z))]
 
 
-def _check(config: ModelConfig, plan: Plan, rates: Rates) -> None:
-    with Ground.build(plan) as ground:
+def _check(config: ModelConfig, plan: Plan, rates: DropoutRates) -> None:
+    with DistributedContext.build(plan) as ground:
         axes = ground.axes
         whole, mine = build(config), build(config, axes)
         layout = layout_of(mine)
@@ -97,18 +97,18 @@ the product is `long`."""
 )
 def test_equals_one_process(name: str, plan: Plan) -> None:
     """Half of the grids drop hidden units of the experts, too: the same ones as one process does."""
-    rates = Rates(residual=0.1, expert=0.4) if plan.world % 4 else Rates()
+    rates = DropoutRates(residual=0.1, expert=0.4) if plan.world % 4 else DropoutRates()
     run(plan.world, _check, MOES[name], plan, rates)
 
 
 @pytest.mark.parametrize("plan", [Plan(tp=4, ep=2, sh=2), Plan(tp=4, ep=2, sh=2, near=2, sequence_parallel=True)])
 def test_with_expert_dropout_too(plan: Plan) -> None:
-    run(plan.world, _check, MOES["biased_shared"], plan, Rates(expert=0.4))
+    run(plan.world, _check, MOES["biased_shared"], plan, DropoutRates(expert=0.4))
 
 
 def _refusal(plan: Plan, step: Spread) -> str:
     config = MOES["gated"]
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         model, (stream, attend, targets) = build(config, ground.axes), ragged(config)
         with pytest.raises(PlanError) as refused:
             _forward(model, stream, attend, targets, step)
@@ -135,7 +135,7 @@ def test_what_a_step_cannot_be_is_refused_on_all_ranks_before_anything_is_sent(
 
 def _there_and_back(plan: Plan) -> int:
     """By one step and by two; the rows that came."""
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         grid = ground.axes.grid
         assert grid.near is not None
         table = torch.randint(0, 4, (plan.ep, plan.ep), generator=torch.Generator().manual_seed(0))
@@ -143,7 +143,7 @@ def _there_and_back(plan: Plan) -> int:
         send = table[grid.all.rank]
         x_RD = torch.randn(int(send.sum()), 3, generator=torch.Generator().manual_seed(grid.all.rank))
         found: list[list[torch.Tensor]] = []
-        for web in (Web(grid.all), Web(grid.all, grid.near, grid.far)):
+        for web in (HierarchicalAllToAll(grid.all), HierarchicalAllToAll(grid.all, grid.near, grid.far)):
             theirs, between = web.counts(send)
             crossing = [] if between is None else web.between(between.flatten().tolist())
             sizes = Sizes(send.tolist(), theirs.tolist(), *crossing)

@@ -13,7 +13,7 @@ from colonnade.data import Corpus
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.model import Rows, Stream, Transformer
 from colonnade.model.moe import Routing, Units
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
 from colonnade.train.loop import train
 from colonnade.train.trackers import read_rows
@@ -45,7 +45,7 @@ def saved(place: Path, config: ModelConfig = CONFIG, format: api.Format = "colon
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p * 10 if p.dim() > 1 else p)
-    colonnade.save(api.Model(model, None, Ground.solo(torch.device("cpu")), "it"), place, format=format)
+    colonnade.save(api.Model(model, None, DistributedContext.solo(torch.device("cpu")), "it"), place, format=format)
     return model
 
 
@@ -53,7 +53,7 @@ def logits(model: Transformer, config: ModelConfig) -> torch.Tensor:
     """Of the same weights in a model built from ``config``."""
     other = Transformer(config, dtype=torch.float64)
     other.load_state_dict(model.state_dict())
-    return api.Model(other, None, Ground.solo(torch.device("cpu")), "it").logits(TOKENS)
+    return api.Model(other, None, DistributedContext.solo(torch.device("cpu")), "it").logits(TOKENS)
 
 
 def load(place: Path, experts: ExpertsConfig, **options: object) -> api.Model:
@@ -90,7 +90,7 @@ def test_a_loaded_model_is_one_built_so(
 
 
 def _on_ranks(place: Path, plan: Plan, experts: ExpertsConfig) -> torch.Tensor:
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         return colonnade.load(place, dtype="float64", ground=ground, experts=experts).logits(TOKENS)
 
 
@@ -149,7 +149,7 @@ def test_a_run_of_another_model_is_refused_as_ever(tmp_path: Path) -> None:
     saved(tmp_path / "it")
     other = Transformer(told(CONFIG, active=1), dtype=torch.float64)
     with pytest.raises(CheckpointError, match=r"is asked for \(model\.moe\.active: 2 -> 1\); go on"):
-        api.native.load(tmp_path / "it", other, Ground.solo(torch.device("cpu")))
+        api.native.load(tmp_path / "it", other, DistributedContext.solo(torch.device("cpu")))
 
 
 # -- validations of a run ------------------------------------------------------------------------------------------
@@ -185,10 +185,10 @@ def test_a_run_validates_as_it_is_told(plan: Plan, tmp_path: Path) -> None:
 
 
 def _validated(loaded: api.Model, it: RunConfig) -> float:
-    from colonnade.train.feed import Feed
-    from colonnade.train.step import evaluate
+    from colonnade.train.data_feed import CorpusFeed
+    from colonnade.train.train_step import evaluate
 
-    held_out = Feed(it.but(plan=Plan())).held_out
+    held_out = CorpusFeed(it.but(plan=Plan())).held_out
     assert held_out is not None
     return evaluate(loaded.transformer, held_out.sweep(it.train.eval_samples)).item()
 

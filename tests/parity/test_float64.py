@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from colonnade.data import Batch
-from colonnade.model.moe.routing import attach
-from colonnade.parallel.mesh import Ground
+from colonnade.model.moe.routing_context import attach
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.session import Session
-from colonnade.train.step import evaluate
+from colonnade.train.train_step import evaluate
 from colonnade.tune.classify import prepared
 from tests.models import BERTS, CONFIGS
 from tests.parity.test_classify import examples
@@ -22,7 +22,7 @@ from tests.parity.train_cases import CASES, Run, micro_batches
 from tests.routers import KINDS, config_of, moe_of
 
 PACKAGE = Path(__file__).parents[2] / "colonnade"
-MEANT = ("kernels/rotary/reference.py", "train/fused.py")
+MEANT = ("kernels/rotary.py", "train/optimizer.py")
 """Rotary angles; Adam's counts."""
 TRAIN = TrainConfig(
     steps=20, lr=3e-3, clip=0.1, dtype="float64", label_smoothing=0.05, dropout=0.1, attention_dropout=0.1,
@@ -61,7 +61,7 @@ MODELS: dict[str, ModelConfig] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_and_a_validation(name: str) -> None:
-    it = Run.start(MODELS[name], Ground.solo(), TRAIN.but(fused_adamw=name == "gpt2"))
+    it = Run.start(MODELS[name], DistributedContext.solo(), TRAIN.but(fused_adamw=name == "gpt2"))
     batches = [batch(made, name) for made in micro_batches(0, it.ground.axes.dp, MODELS[name])]
     with Narrow() as narrow:
         it.step(0, batches)
@@ -79,7 +79,10 @@ def test_fine_tuning(tmp_path: Path) -> None:
     model = BERTS["post_encoder"].but(top="classes", classes=3)
     train = TRAIN.but(steps=2, batch=6, micro_batch=2, eval_every=0, log_every=1, expert_dropout=0.0)
     run = RunConfig(name="it", runs=tmp_path, device="cpu", model=model, data=DataConfig(sequence=32), train=train)
-    with Ground.build(run.plan, "cpu") as ground, Session(run, ground, feed=prepared(run, examples())) as session:
+    with (
+        DistributedContext.build(run.plan, "cpu") as ground,
+        Session(run, ground, feed=prepared(run, examples())) as session,
+    ):
         with Narrow() as narrow:
             session.step()
         assert not narrow.found

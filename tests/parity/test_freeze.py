@@ -8,16 +8,16 @@ import torch
 
 import colonnade
 from colonnade.checkpoint import native
-from colonnade.checkpoint.storage import Index
+from colonnade.checkpoint.dcp_storage import Index
 from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
 from colonnade.data import Corpus
 from colonnade.errors import ConfigError
 from colonnade.model import Transformer, initialise
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
+from colonnade.train.initial_weights import frozen_names
 from colonnade.train.loop import train
 from colonnade.train.session import Session
-from colonnade.train.start import frozen_names
 from colonnade.train.trackers import read_rows
 from tests.corpora import small
 from tests.worlds import run as in_world
@@ -96,7 +96,7 @@ def test_any_plan_freezes_the_same(
 
 def test_nothing_is_computed_or_kept_for_what_is_frozen(corpus: Path, tmp_path: Path) -> None:
     run = config(corpus, tmp_path, *LOWER)
-    with Ground.build(run.plan, "cpu") as ground, Session(run, ground) as session:
+    with DistributedContext.build(run.plan, "cpu") as ground, Session(run, ground) as session:
         asked = []
         for name, parameter in session.model.named_parameters():
             if parameter.requires_grad:

@@ -8,7 +8,7 @@ import torch
 from torch import distributed as dist
 
 from colonnade.config import Plan
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from tests.parity.train_cases import CASES, Run
 from tests.worlds import run
 
@@ -39,13 +39,13 @@ def _many_grounds() -> list[int]:
 
 
 def _train(plan: Plan) -> None:
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         assert _groups() > 1
         for case in ("gpt2", "llama"):
             _one_step(case, ground)
 
 
-def _one_step(case: str, ground: Ground) -> None:
+def _one_step(case: str, ground: DistributedContext) -> None:
     """In a function of its own, so that nothing but cycles holds the model when the ground ends."""
     Run.start(CASES[case], ground).go(0, 1)
 
@@ -56,7 +56,7 @@ def test_nothing_is_left_behind() -> None:
 
 
 def _fail() -> None:
-    with Ground.build(Plan(tp=2)) as ground:
+    with DistributedContext.build(Plan(tp=2)) as ground:
         ground.axes.tp.sum_(torch.ones(1))
         raise ValueError("here")
 
@@ -66,7 +66,7 @@ def _fails() -> None:
     with pytest.raises(ValueError, match="here"):
         _fail()
     assert _groups() > 1, "they end with the default group"
-    with Ground.build(Plan(dp=2)) as ground:
+    with DistributedContext.build(Plan(dp=2)) as ground:
         assert ground.axes.dp.sum_(torch.ones(1)).item() == 2
 
 

@@ -18,7 +18,7 @@ import pytest
 from colonnade.checkpoint import native
 from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
 from colonnade.config.toml import dumps
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
 from colonnade.train.trackers import read_rows
 from tests import corpora
@@ -138,5 +138,5 @@ def weights(folder: Path) -> dict:
     model = build_model(MODEL)
     checkpoint = native.newest(folder)
     assert checkpoint is not None and checkpoint.name == "step-6"
-    native.load(checkpoint, model, Ground.solo())
+    native.load(checkpoint, model, DistributedContext.solo())
     return dict(model.named_parameters())

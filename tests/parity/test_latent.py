@@ -8,13 +8,13 @@ import torch
 
 from colonnade.config import LatentConfig, ModelConfig, Plan
 from colonnade.errors import ConfigError
-from colonnade.kernels.rotary.reference import rotation
+from colonnade.kernels.rotary import rotation
 from colonnade.model import KVCache, Packed, Rows, Stream
-from colonnade.model.latent import LatentAttention
-from colonnade.model.ring import Ring
+from colonnade.model.attention import LatentAttention
+from colonnade.model.ring_attention import Ring
 from colonnade.model.rotary import frequencies
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import layout_of
-from colonnade.parallel.mesh import Ground
 from tests.latent_steps import step
 from tests.models import CONFIGS, build
 from tests.worlds import assert_same, run
@@ -25,7 +25,7 @@ NAMES = ["latent", "latent_yarn_biased"]
 def _serve(name: str, tp: int) -> None:
     """Prompts, chunks of prompts and single tokens of two requests, against both at once and nothing cached."""
     config = CONFIGS[name]
-    with Ground.build(Plan(tp=tp)) as ground:
+    with DistributedContext.build(Plan(tp=tp)) as ground:
         model, whole = build(config, ground.axes), build(config)
         generator = torch.Generator().manual_seed(0)
         texts = [torch.randint(config.vocab_size, (n,), generator=generator) for n in (11, 9)]
@@ -59,7 +59,7 @@ def test_a_token_costs_one_vector_a_layer() -> None:
 def _ring(name: str, lengths: list[int]) -> None:
     """One layer on three ranks that share the tokens; weights' gradients are sums over them."""
     config, on = CONFIGS[name], {"device": torch.device("cpu"), "dtype": torch.float64}
-    with Ground.build(Plan(cp=3)) as ground:
+    with DistributedContext.build(Plan(cp=3)) as ground:
         cp, T = ground.axes.cp, sum(lengths)
         draw = torch.Generator().manual_seed(1)
         whole, mine = LatentAttention(config, ground.axes, **on), LatentAttention(config, ground.axes, **on)

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
 from colonnade.model import Transformer, initialise
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.loop import train
 from colonnade.train.session import Session
 from tests import corpora
@@ -30,7 +30,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 def _peak(run: RunConfig, checked: bool) -> float:
     """The most memory that is in use while a session begins, in whole models; its weights are those of one process."""
-    with Ground.build(run.plan, "cpu") as ground:
+    with DistributedContext.build(run.plan, "cpu") as ground:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, Session(run, ground) as session:
             pass
         if checked:

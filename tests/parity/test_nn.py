@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from colonnade.cli.program import main
+from colonnade.cli.main import main
 from colonnade.config import MoeConfig, Plan, RouterConfig, plugins
 from colonnade.errors import CapacityError, ConfigError, PlanError
 from colonnade.model.moe.router import RULES

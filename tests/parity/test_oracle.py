@@ -14,8 +14,8 @@ from colonnade.config import ModelConfig, Plan, RouterConfig, TrainConfig
 from colonnade.config.moe import MoeConfig
 from colonnade.data import Batch
 from colonnade.model import Transformer, initialise
-from colonnade.parallel.mesh import Ground
-from colonnade.train.step import evaluate
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.train.train_step import evaluate
 from tests.oracle import Oracle
 from tests.parity.train_cases import BERT, Run, micro_batches
 from tests.worlds import assert_same, run
@@ -99,7 +99,7 @@ Expected = tuple[list[tuple[float, float]], float, dict[str, Tensor]]
 
 def expected(config: ModelConfig, train: TrainConfig, plan: Plan) -> Expected:
     """(loss and norm of each step, validation loss, weights, buffers and moments by name) of the oracle."""
-    solo = Ground.solo()
+    solo = DistributedContext.solo()
     model = initialise(Transformer(config, dtype=torch.float64), 7)
     oracle = Oracle(config, train, dict(model.named_parameters()), dict(model.named_buffers()))
     each = MICRO_BATCHES // (plan.dp * plan.replicate)
@@ -122,7 +122,7 @@ def _double(x: Any) -> Tensor:
 
 def _equals(config: ModelConfig, train: TrainConfig, plan: Plan, wanted: Expected) -> None:
     steps, validation, tensors = wanted
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         it = Run.start(config, ground, train)
         for number, (mine, theirs) in enumerate(zip(it.go(0, STEPS), steps, strict=True)):
             assert_same(_double(mine), _double(theirs), what=f"loss and norm of step {number}")

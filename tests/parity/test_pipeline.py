@@ -4,9 +4,9 @@ import pytest
 
 from colonnade.config import DataConfig, Plan, RunConfig, TrainConfig
 from colonnade.errors import ConfigError, PlanError
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.pipeline import knows
-from colonnade.train.step import evaluate
+from colonnade.train.train_step import evaluate
 from tests.parity.train_cases import CASES, Run, alone, micro_batches
 from tests.worlds import assert_same, run
 
@@ -40,7 +40,7 @@ PLANS = {
 def _as_one(plan: Plan, case: str) -> None:
     config = CASES[case].but(layers=LAYERS)
     one, expected = alone(config, 3)
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         several = Run.start(config, ground)
         found = several.go(0, 3)
         for (loss, norm), (loss_1, norm_1) in zip(found, expected, strict=True):
@@ -52,7 +52,7 @@ def _as_one(plan: Plan, case: str) -> None:
             whole = one.optimizer.state[key]
             assert_same(moment, several.mine(key.partition("/")[2], whole), what=f"{plan}: {key}")
         mine = micro_batches(9, ground.axes.dp, config)
-        every = micro_batches(9, Ground.solo().axes.dp, config)
+        every = micro_batches(9, DistributedContext.solo().axes.dp, config)
         assert_same(evaluate(several.model, mine, several.step.piped), evaluate(one.model, every), what="validation")
 
 

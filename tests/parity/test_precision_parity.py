@@ -4,19 +4,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colonnade.checkpoint.view import storage_view
+from colonnade.checkpoint.dtensor_view import storage_view
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.model import Loss, Transformer, initialise
+from colonnade.model.activation_checkpointing import KINDS, Kind, recompute
 from colonnade.model.linear import in_float8
-from colonnade.model.recompute import KINDS, Kind, recompute
 from colonnade.parallel.axis import SOLO_AXES, Axes, world_axis
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.layout import layout_of, share
-from colonnade.parallel.mesh import Ground
-from colonnade.train.offload import OffloadedAdamW
+from colonnade.train.loss_scaler import LossScaler
 from colonnade.train.optimizer import AdamW
-from colonnade.train.scaler import LossScaler
-from colonnade.train.step import Step
+from colonnade.train.optimizer_offload import OffloadedAdamW
+from colonnade.train.train_step import Step
 from tests.models import CONFIGS, build, ragged
 from tests.parity.train_cases import CASES, TRAIN, Run, micro_batches
 from tests.worlds import assert_same, run
@@ -49,7 +49,7 @@ def _backward(config: ModelConfig, axes: Axes, kind: Kind):
 
 
 def _recomputed(plan: Plan) -> None:
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         for case in ("gpt2", "qwen3_window_tied"):
             config = CONFIGS[case]
             grads, forward, backward = _backward(config, ground.axes, "none")
@@ -71,7 +71,7 @@ def test_recomputation_repeats_no_collective_it_need_not(plan: Plan) -> None:
 
 def _trained(plan: Plan) -> None:
     """Recomputation beside FSDP and tensor parallelism, offloaded moments: the same run to the bit."""
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         for case, kinds in (("gpt2", ["full", "attention"]), ("qwen3", ["none", "full"])):
             plain, other = (Run.start(CASES[case], ground) for _ in range(2))
             recompute(other.model.blocks, kinds)
@@ -94,7 +94,7 @@ def test_recomputed_and_offloaded_training_is_the_same_to_the_bit(plan: Plan) ->
 
 def _viewed(plan: Plan) -> None:
     """The storage view of a moment in host memory is that of one on the device."""
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         it = Run.start(CASES["gpt2"], ground)
         it.go(0, 1)
         layout, whole = layout_of(it.model), it.model.whole_shapes()
@@ -122,7 +122,7 @@ WIDE = ModelConfig(vocab_size=67, layers=2, width=32, heads=4, kv_heads=4, head_
 
 def _in_float8(plan: Plan, scaling: str) -> float:
     """The largest relative difference of a gradient from one process's, in float32 around float8."""
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         found = {}
         for where, axes in (("one", SOLO_AXES), ("several", ground.axes)):
             model = build(WIDE, axes, dtype=torch.float32)
@@ -149,7 +149,7 @@ def test_float8_hardly_depends_on_the_layout(scaling: str) -> None:
 
 def _skips(plan: Plan) -> tuple[list[float], list[float]]:
     t = TrainConfig(steps=20, warmup=2, lr=3e-3, dtype="float16", loss_scale=2.0**24, loss_scale_steps=3)
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         model = initialise(Transformer(WIDE, ground.axes), 7)
         held = masters(model, ground, torch.float16)
         scaler = LossScaler(t, ground.device)

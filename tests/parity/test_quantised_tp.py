@@ -9,7 +9,7 @@ from torch import Tensor
 from colonnade import api
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.config import ModelConfig, MoeConfig, Plan, ServeConfig
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import SamplingParams
 from colonnade.serve.engine import Engine
 from tests.models import build
@@ -23,7 +23,7 @@ UNEVEN = CONFIG.but(ffn_width=37)
 
 def _load(folder: Path, world: int, weights: str) -> tuple[Tensor, list[int], dict[str, Tensor]]:
     """(logits, greedy tokens, the values of a layer cut by columns)."""
-    with Ground.build(Plan(tp=world)) as ground:
+    with DistributedContext.build(Plan(tp=world)) as ground:
         model = api.load(folder, dtype="float64", ground=ground, weights=weights, weight_group=32)
         logits = model.logits(torch.arange(20))
         engine = Engine(model.transformer, tiny.tokenizer(), ServeConfig(pages=8, weights=weights))
@@ -49,7 +49,7 @@ def test_two_ranks_have_the_bits_of_one(format: str, weights: str, config: Model
         write_hf(whole, tmp_path / "m", shard_bytes=10_000)
         assert len(list((tmp_path / "m").glob("*.safetensors"))) > 3
     else:
-        api.save(api.Model(whole, None, Ground.solo(torch.device("cpu")), "tiny"), tmp_path / "m")
+        api.save(api.Model(whole, None, DistributedContext.solo(torch.device("cpu")), "tiny"), tmp_path / "m")
     ((alone, said, bits),) = run(1, _load, tmp_path / "m", 1, weights)
     both = run(2, _load, tmp_path / "m", 2, weights)
     for logits, _, _ in both:
@@ -75,7 +75,7 @@ MIXTURES = {
 
 def _load_experts(folder: Path, plan: Plan, weights: str) -> tuple[Tensor, list[tuple[int, ...]], dict[str, Tensor]]:
     """(logits, greedy tokens, the values of a layer's experts on this rank, by (expert, output, input))."""
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         model = api.load(folder, dtype="float64", ground=ground, weights=weights, weight_group=32)
         logits = model.logits(torch.arange(20))
         limits = ServeConfig(pages=16, page_tokens=3, token_budget=7, max_requests=3, weights=weights)
@@ -115,7 +115,7 @@ def test_ranks_that_share_experts_say_what_one_says(weights: str, name: str, pla
         for stack, p in whole.named_parameters():
             if stack.endswith("_bias"):
                 p.copy_(torch.linspace(-0.5, 0.5, p.numel()).view_as(p))
-    api.save(api.Model(whole, None, Ground.solo(torch.device("cpu")), "m"), tmp_path / "m")
+    api.save(api.Model(whole, None, DistributedContext.solo(torch.device("cpu")), "m"), tmp_path / "m")
     ((alone, said, bits),) = run(1, _load_experts, tmp_path / "m", Plan(), weights)
     ranks = run(plan.world, _load_experts, tmp_path / "m", plan, weights)
     for rank, (logits, _, mine) in enumerate(ranks):

@@ -11,11 +11,11 @@ from colonnade import api
 from colonnade.config import ExpertsConfig, ModelConfig, MoeConfig, Plan, ServeConfig, size
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.model import Transformer
-from colonnade.model.moe import MixtureOfExperts, Resident, experts_of
-from colonnade.model.moe.resident import device_bytes
-from colonnade.parallel.mesh import Ground
+from colonnade.model.moe import MixtureOfExperts, OffloadedExperts, experts_of
+from colonnade.model.moe.expert_offload import device_bytes
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine
-from colonnade.serve.sampling import SamplingParams
+from colonnade.serve.sampling_params import SamplingParams
 from tests.serve import tiny
 from tests.worlds import assert_same, run
 
@@ -29,8 +29,8 @@ PLAIN: dict[str, Any] = {"layers": 4, "family": "mixtral", "moe": MOE.but(first=
 """What a file of Mixtral's can hold."""
 
 
-def resident(model: Transformer, buffers: int) -> Resident:
-    return Resident(experts_of(model), buffers, CPU)
+def resident(model: Transformer, buffers: int) -> OffloadedExperts:
+    return OffloadedExperts(experts_of(model), buffers, CPU)
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])
@@ -53,13 +53,13 @@ def test_serving_gives_the_same_logits_and_texts(buffers: int) -> None:
 def test_a_buffer_is_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer's experts come once a pass, in turn, and those of the next pass while this one ends."""
     model, came = tiny.model(**SIZES), []
-    copy = Resident._copy
+    copy = OffloadedExperts._copy
 
-    def seen(self: Resident, place: int, *rest: int) -> None:
+    def seen(self: OffloadedExperts, place: int, *rest: int) -> None:
         came.append(place)
         copy(self, place, *rest)
 
-    monkeypatch.setattr(Resident, "_copy", seen)
+    monkeypatch.setattr(OffloadedExperts, "_copy", seen)
     resident(model, 2)
     expected = tiny.logits(tiny.model(**SIZES), [1, 2, 3])
     for _ in range(3):
@@ -76,13 +76,13 @@ def test_few_tokens_bring_the_experts_that_they_chose(buffers: int, monkeypatch:
     """And those of layers that are there whole need not come; large and small passes may follow one another."""
     many = {**SIZES, "moe": MOE.but(experts=8)}
     plain, model, came = tiny.model(**many), tiny.model(**many), []
-    copy = Resident._copy
+    copy = OffloadedExperts._copy
 
-    def seen(self: Resident, place: int, buffer: int, expert: int | None = None) -> None:
+    def seen(self: OffloadedExperts, place: int, buffer: int, expert: int | None = None) -> None:
         came.append((place, expert))
         copy(self, place, buffer, expert)
 
-    monkeypatch.setattr(Resident, "_copy", seen)
+    monkeypatch.setattr(OffloadedExperts, "_copy", seen)
     resident(model, buffers)
     chosen = []
     for layer in plain.modules():
@@ -121,7 +121,7 @@ def test_a_pass_that_was_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def saved(place: Path, format: api.Format) -> Transformer:
     model = tiny.model(**(SIZES if format == "colonnade" else PLAIN))
-    colonnade.save(api.Model(model, tiny.tokenizer(), Ground.solo(CPU), "it"), place, format=format)
+    colonnade.save(api.Model(model, tiny.tokenizer(), DistributedContext.solo(CPU), "it"), place, format=format)
     return model
 
 
@@ -135,11 +135,13 @@ def test_load(format: api.Format, number: int, tmp_path: Path) -> None:
         assert all((layer.fetch is not None) == (number < 4) for layer in experts_of(it.transformer))
         text = it.generate([7, 8, 9], max_tokens=6, temperature=0, ignore_eos=True)
         assert text == tiny.greedy(model, [7, 8, 9], 6)
-        assert it.score(list(range(30))) == api.Model(model, None, Ground.solo(CPU), "it").score(list(range(30)))
+        assert it.score(list(range(30))) == api.Model(model, None, DistributedContext.solo(CPU), "it").score(
+            list(range(30))
+        )
 
 
 def _on_ranks(place: Path, plan: Plan) -> torch.Tensor:
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         it = colonnade.load(place, dtype="float64", ground=ground, experts=ExpertsConfig(resident=2, active=3))
         return torch.stack([it.logits([3, 1, 2, 9]) for _ in range(3)])
 
@@ -182,6 +184,6 @@ def test_no_room(experts: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_dense_model_has_none_to_wait(tmp_path: Path) -> None:
-    colonnade.save(api.Model(tiny.model(), None, Ground.solo(CPU), "it"), tmp_path / "it")
+    colonnade.save(api.Model(tiny.model(), None, DistributedContext.solo(CPU), "it"), tmp_path / "it")
     with pytest.raises(ConfigError, match=r"--experts\.resident would change a mixture of experts, and this model"):
         colonnade.load(tmp_path / "it", experts=ExpertsConfig(resident=2))

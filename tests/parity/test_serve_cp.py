@@ -10,10 +10,10 @@ from colonnade.config import Cache, Plan
 from colonnade.errors import PlanError
 from colonnade.model import KVCache, Rows
 from colonnade.parallel.axis import Axes, Axis
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.batch import arguments
-from colonnade.serve.held import Holding
+from colonnade.serve.cache_shard import CacheShard
+from colonnade.serve.model_inputs import arguments
 from colonnade.serve.scheduler import Slice, Work
 from tests.serve import tiny
 from tests.serve.ranks import COUNT, LIMITS, MODELS, PROMPTS, expected, serve
@@ -72,10 +72,10 @@ def test_eight_bits_are_the_same_on_all_ranks(cache: str, plan: dict[str, int]) 
 
 def _logits(cp: int, name: str, kind: Cache) -> list[torch.Tensor]:
     """Of three steps: two prompts, chunks of both, and what decodes beside a chunk."""
-    with Ground.build(Plan(cp=cp)) as ground:
+    with DistributedContext.build(Plan(cp=cp)) as ground:
         model = tiny.model(ground.axes.serving(), **MODELS[name])
         cache = KVCache(model.config, model.axes, pages=16 // cp + 1, page_tokens=3, dtype=torch.float64, kind=kind)
-        held, found = Holding.of(model, cache), []
+        held, found = CacheShard.of(model, cache), []
         for spans in ([(0, 7), (0, 4)], [(7, 13), (4, 9)], [(13, 14), (9, 20)]):
             pages = (5, 0, 3, 9, 2), (8, 1, 4, 11, 6, 7, 10)
             slices = [
@@ -154,7 +154,7 @@ def test_it_is_attention_to_all_keys(cp: int) -> None:
 
 
 def _loaded(folder: str) -> list[int] | None:
-    with Ground.build(Plan(cp=2)) as ground:
+    with DistributedContext.build(Plan(cp=2)) as ground:
         model = api.load(folder, ground=ground, dtype="float64")
         assert torch.equal(model.logits([1, 2, 3])[-1], model.ground.axes.cp.firsts_(model.logits([1, 2, 3])[-1]))
         engine = api.Engine(model, LIMITS)
@@ -167,6 +167,6 @@ def _loaded(folder: str) -> list[int] | None:
 
 
 def test_a_checkpoint_loads_over_it(tmp_path: Path) -> None:
-    model = api.Model(tiny.model(), tiny.tokenizer(), Ground.solo(), "tiny")
+    model = api.Model(tiny.model(), tiny.tokenizer(), DistributedContext.solo(), "tiny")
     api.save(model, tmp_path / "model", format="colonnade")
     assert run(2, _loaded, str(tmp_path / "model"))[0] == tiny.greedy(model.transformer, PROMPTS[0], COUNT)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from colonnade.config import Plan
-from colonnade.kernels.choose import CHOSEN
 from colonnade.kernels.experts import reference
+from colonnade.kernels.registry import CHOSEN
 from colonnade.model.moe import MixtureOfExperts
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from tests.serve import tiny
 from tests.serve.ranks import LIMITS, MODELS, expected, serve
 from tests.worlds import assert_same, run
@@ -40,7 +40,7 @@ def test_greedy_is_the_reference_forward(name: str, plan: dict[str, int], ahead:
 
 def _exchanged(plan: dict[str, int]) -> int:
     """What travels between experts in a forward pass of a serving model, told by its layers; the least of all."""
-    with Ground.build(Plan(**plan)) as ground:
+    with DistributedContext.build(Plan(**plan)) as ground:
         axes = ground.axes.serving()
         assert axes.alike
         told: list[int] = []
@@ -76,7 +76,7 @@ def _few(plan: dict[str, int], name: str, fetched: bool) -> int:
 
         return fetch
 
-    with Ground.build(Plan(**plan)) as ground, torch.no_grad():
+    with DistributedContext.build(Plan(**plan)) as ground, torch.no_grad():
         model = tiny.model(ground.axes.serving(), **MODELS[name])
         wanted = tiny.logits(model, [5, 2, 7])
         key = "few_experts", "cpu", torch.float64, "auto"

@@ -8,8 +8,8 @@ import pytest
 from colonnade.config import LatentConfig, ModelConfig, MoeConfig, Plan, ServeConfig
 from colonnade.errors import PlanError
 from colonnade.parallel.axis import Axes, Axis
-from colonnade.parallel.mesh import Ground
-from colonnade.serve import Engine, SamplingParams, wire, worker
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.serve import Engine, SamplingParams, work_broadcast, worker
 from tests.serve import ranks, tiny
 from tests.worlds import run
 
@@ -20,7 +20,7 @@ WILD = SamplingParams(temperature=1, top_k=40, seed=3, max_tokens=9, ignore_eos=
 
 
 def _serve(world: int, changes: dict, grid: dict | None = None) -> list[tuple[int, ...]]:
-    with Ground.build(Plan(tp=world, **(grid or {}))) as ground:
+    with DistributedContext.build(Plan(tp=world, **(grid or {}))) as ground:
         # One process waits for each step's tokens, several run ahead of them, in steps of fixed shape.
         limits = LIMITS.but(run_ahead=world > 1, fixed_steps=world > 1)
         engine = Engine(tiny.model(ground.axes, **changes), tiny.tokenizer(), limits)
@@ -80,12 +80,12 @@ def test_so_do_their_experts(grid: dict) -> None:
 
 def _idle(beats: int) -> int:
     """Rank 0 waits as an idle server does; rank 1 counts what it hears meanwhile."""
-    with Ground.build(Plan(tp=2)) as ground:
+    with DistributedContext.build(Plan(tp=2)) as ground:
         engine = Engine(tiny.model(ground.axes), tiny.tokenizer(), LIMITS)
         if ground.rank:
             heard = 0
-            while (message := wire.receive(ground.axes.tp)) != (wire.STOP, None):
-                assert message == (wire.IDLE, None)
+            while (message := work_broadcast.receive(ground.axes.tp)) != (work_broadcast.STOP, None):
+                assert message == (work_broadcast.IDLE, None)
                 heard += 1
             return heard
         worker.BEAT_S = 0.05

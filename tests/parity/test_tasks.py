@@ -20,7 +20,7 @@ from colonnade.data import Corpus, build
 from colonnade.errors import ConfigError
 from colonnade.model import Transformer, initialise
 from colonnade.train import Trainer
-from colonnade.train.feed import Feed
+from colonnade.train.data_feed import CorpusFeed
 from colonnade.train.loop import train
 from colonnade.train.trackers import ROUTING, read_rows
 from tests.corpora import TEXT, small
@@ -125,11 +125,11 @@ def test_a_corpus_that_does_not_fit_is_refused(corpus: Path, tmp_path: Path) -> 
     run = config(corpus, tmp_path)
     few = run.but(model=run.model.but(moe=MOE.but(router=RouterConfig(kind="task", tasks=2))))
     with pytest.raises(ConfigError, match=r"has 3 tasks and the router 2; set --model\.moe\.router\.tasks 3"):
-        Feed(few)
+        CorpusFeed(few)
     plain = small(tmp_path / "plain")
     mute = run.but(data=DataConfig(path=plain, sequence=16))
     with pytest.raises(ConfigError, match="colonnade corpus FILES --tasks source"):
-        Feed(mute)
-    Feed(mute.but(model=run.model.but(moe=MOE.but(router=RouterConfig(kind="task", tasks=4, task=1)))))
+        CorpusFeed(mute)
+    CorpusFeed(mute.but(model=run.model.but(moe=MOE.but(router=RouterConfig(kind="task", tasks=4, task=1)))))
     with pytest.raises(ConfigError, match="decides by tasks, and balance 'sequence' counts by sequences"):
-        Feed(run.but(model=run.model.but(moe=MOE.but(balance="sequence"))))
+        CorpusFeed(run.but(model=run.model.but(moe=MOE.but(balance="sequence"))))

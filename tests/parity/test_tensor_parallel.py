@@ -6,14 +6,14 @@ import torch
 from colonnade.config import ModelConfig, Plan
 from colonnade.errors import PlanError
 from colonnade.model import Loss, Packed, Rows, Stream
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import PARTIAL, layout_of, share
-from colonnade.parallel.mesh import Ground
 from tests.models import CONFIGS, THREE_KV_HEADS, build, pairwise, ragged
 from tests.worlds import assert_same, run
 
 
 def _check(config: ModelConfig, world: int, sequence_parallel: bool = False) -> None:
-    with Ground.build(Plan(tp=world, sequence_parallel=sequence_parallel)) as ground:
+    with DistributedContext.build(Plan(tp=world, sequence_parallel=sequence_parallel)) as ground:
         tp = ground.axes.tp
         whole, mine = build(config), build(config, ground.axes)
         layout = layout_of(mine)
@@ -61,7 +61,7 @@ def test_fewer_tokens_than_ranks() -> None:
 
 def _few(lengths: list[int]) -> None:
     config = CONFIGS["gpt2"]
-    with Ground.build(Plan(tp=4, sequence_parallel=True)) as ground:
+    with DistributedContext.build(Plan(tp=4, sequence_parallel=True)) as ground:
         whole, mine = build(config), build(config, ground.axes)
         stream, attend, targets = ragged(config, lengths)
         targets = targets.clamp(min=0)
@@ -86,7 +86,7 @@ def test_kv_heads_must_divide() -> None:
 def _logits_gradient() -> None:
     """Rows' own gradient, which distillation will use: every rank differentiates the same joined logits."""
     config = CONFIGS["llama"]
-    with Ground.build(Plan(tp=2)) as ground:
+    with DistributedContext.build(Plan(tp=2)) as ground:
         whole, mine = build(config), build(config, ground.axes)
         stream, attend, _ = ragged(config)
         for model in (whole, mine):

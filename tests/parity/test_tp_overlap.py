@@ -18,8 +18,8 @@ from torch import Tensor
 from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
 from colonnade.errors import ConfigError, PlanError
 from colonnade.parallel.axis import Axis
-from colonnade.parallel.copies import CopyEngines, Room
-from colonnade.parallel.ringed import Mover, Plain
+from colonnade.parallel.copy_engine import CopyEngines, Room
+from colonnade.parallel.overlapped_matmul import Mover, Plain
 from tests.overlapped import GPT2, LLAMA, gradients, laid
 from tests.worlds import assert_same, run
 

@@ -13,7 +13,7 @@ import torch
 from colonnade.checkpoint import native
 from colonnade.config import Plan
 from colonnade.model import Transformer
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from tests.parity.train_cases import CASES as ALL
 from tests.parity.train_cases import Run
 from tests.worlds import assert_same, run
@@ -33,7 +33,7 @@ def label(plan: Plan) -> str:
 
 
 def _save(plan: Plan, root: Path) -> dict[str, list[tuple[float, float]]]:
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         found = {}
         for case, config in CASES.items():
             it = Run.start(config, ground)
@@ -46,7 +46,7 @@ def _save(plan: Plan, root: Path) -> dict[str, list[tuple[float, float]]]:
 
 
 def _load(plan: Plan, root: Path, expected: dict[str, dict[str, list[tuple[float, float]]]]) -> int:
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         pairs = 0
         for number, (saved, cases) in enumerate(expected.items()):
             # Each pair of plans moves one of the families, in turn, so that every plan meets all of them.
@@ -87,12 +87,12 @@ def test_every_plan_loads_every_checkpoint(plans: list[Plan], tmp_path: Path) ->
 def _weights_alone(root: Path) -> None:
     """Two ranks save; each rank then loads alone, without the group, and both load tensor-parallel, cast to float32."""
     plan, config = Plan(tp=2), CASES["gpt2"]
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         it = Run.start(config, ground)
         native.save(root / "step-0", it.model, native.Meta(model=config), ground, masters=it.masters)
         alone = Transformer(config, dtype=torch.float64)
-        native.load(root / "step-0", alone, Ground.solo())
-        one = Run.start(config, Ground.solo())
+        native.load(root / "step-0", alone, DistributedContext.solo())
+        one = Run.start(config, DistributedContext.solo())
         for (name, got), want in zip(alone.named_parameters(), one.model.parameters(), strict=True):
             assert_same(got.detach(), want.detach(), what=name)
         cast = Transformer(config, ground.axes, dtype=torch.float32)

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from colonnade.checkpoint import folder as folders
+from colonnade.checkpoint import atomic_folder as folders
 from colonnade.checkpoint import native
 from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
 from colonnade.data import Corpus, Manifest, build
@@ -26,7 +26,7 @@ from colonnade.parallel.axis import world_axis
 from colonnade.train import Trainer
 from colonnade.train.loop import train
 from colonnade.train.metrics import Diverged
-from colonnade.train.stop import Stop
+from colonnade.train.stop_signal import StopSignal
 from tests import corpora
 from tests.corpora import tensors
 from tests.worlds import run as in_world
@@ -139,7 +139,7 @@ def test_a_signal_saves_and_the_resumed_run_is_the_same_run(config: RunConfig) -
 def _asked() -> list[str]:
     """What each of five askings gets, between which rank 1 is sent SIGTERM once and rank 0 nothing."""
     found: list[str] = []
-    with Stop(world_axis()) as stop:
+    with StopSignal(world_axis()) as stop:
         for step in range(5):
             if step == 3 and torch.distributed.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -9,7 +9,7 @@ from colonnade.cli import main
 from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
 from colonnade.data import build
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
 from colonnade.train.session import Session
 from tests.corpora import TEXT
@@ -49,7 +49,7 @@ def there(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def first(run: RunConfig) -> tuple[float, float]:
     """(loss, gradient norm) of a new session's first step."""
-    with Ground.build(run.plan, "cpu") as ground, Session(run, ground) as session:
+    with DistributedContext.build(run.plan, "cpu") as ground, Session(run, ground) as session:
         outcome = session.step()
         return float(ground.axes.everywhere(outcome.loss_sum) / outcome.count), float(outcome.norm)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from colonnade.config import Plan, TrainConfig
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from tests.parity.train_cases import CASES, PLANS, TRAIN, Run, alone, raw, raw_alone
 from tests.worlds import assert_same, run
 
@@ -13,7 +13,7 @@ STEPS = 3
 
 def _trains_as_one(plan: Plan, case: str, train: TrainConfig = TRAIN) -> None:
     one, expected = alone(CASES[case], STEPS)
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         several = Run.start(CASES[case], ground, train)
         found = several.go(0, STEPS)
         assert all(norm > 0.1 for _, norm in expected), "the clip must be active"
@@ -29,7 +29,7 @@ def _trains_as_one(plan: Plan, case: str, train: TrainConfig = TRAIN) -> None:
 def _gradients_as_one(plan: Plan, case: str) -> None:
     """Every gradient before the clip, in units of the largest."""
     one = raw_alone(CASES[case], 0)
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         several = raw(CASES[case], ground, 0)
         for name, weight in several.masters.local.items():
             whole = one.masters.local[name].grad

@@ -23,10 +23,10 @@ from colonnade.data import Batch, Corpus, Loader
 from colonnade.errors import PlanError
 from colonnade.model import IGNORE, Transformer
 from colonnade.model.loss import cross_entropy_sum
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import PARTIAL, WHOLE, Experts, layout_of, share
-from colonnade.parallel.mesh import Ground
 from colonnade.train.loop import train
-from colonnade.train.step import evaluate
+from colonnade.train.train_step import evaluate
 from tests import corpora
 from tests.parity.train_cases import CASES, TRAIN, Run, micro_batches, ragged, raw, raw_alone
 from tests.worlds import assert_same, run
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.xdist_group("worlds")
 
 def _cross_entropy(V: int, smoothing: float) -> tuple[float, float]:
     """Ours over the ranks against torch's on one process, with all gradients; (this rank's loss, torch's)."""
-    with Ground.build(Plan(tp=torch.distributed.get_world_size())) as ground:
+    with DistributedContext.build(Plan(tp=torch.distributed.get_world_size())) as ground:
         tp = ground.axes.tp
         draw = torch.Generator().manual_seed(V)
         x_TD, weight_VD = (torch.randn(n, 6, generator=draw, dtype=torch.float64) for n in (10, V))
@@ -66,7 +66,7 @@ def test_label_smoothing_is_the_same_on_every_rank(world: int) -> None:
 
 
 def _no_weights(V: int) -> float:
-    with Ground.build(Plan(tp=2)) as ground:
+    with DistributedContext.build(Plan(tp=2)) as ground:
         tp = ground.axes.tp
         start, stop = tp.part(V)
         zero = torch.zeros(stop - start, 4, dtype=torch.float64)
@@ -85,9 +85,9 @@ def test_the_loss_is_not_off_by_the_logarithm_of_tp() -> None:
 def _uneven(case: str, V: int, tp: int) -> list[int]:
     """Two steps at a vocabulary that does not divide; the rows of it on each rank."""
     config = CASES[case].but(vocab_size=V)
-    one = Run.start(config, Ground.solo())
+    one = Run.start(config, DistributedContext.solo())
     expected = one.go(0, 2)
-    with Ground.build(Plan(tp=tp)) as ground:
+    with DistributedContext.build(Plan(tp=tp)) as ground:
         it = Run.start(config, ground)
         for found, wanted in zip(it.go(0, 2), expected, strict=True):
             assert found == pytest.approx(wanted, abs=1e-10)
@@ -123,9 +123,9 @@ def _weighted(plan: Plan) -> None:
     # Of the first micro-batch everything counts, of the second one token, of the third nothing.
     whole = [_lopsided(i, config, valid) for i, valid in enumerate((slice(None), slice(0, 1), none, slice(5, 8)))]
     whole = [replace(batch, first=13 * i) for i, batch in enumerate(whole)]
-    one = Run.start(config, Ground.solo(), TRAIN.but(clip=float("inf")))
+    one = Run.start(config, DistributedContext.solo(), TRAIN.but(clip=float("inf")))
     alone = one.step(0, whole)
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         it = Run.start(config, ground, TRAIN.but(clip=float("inf")))
         mine = whole[slice(*ground.axes.dp.part(4))]
         out = it.step(0, mine)
@@ -148,13 +148,13 @@ def test_the_loss_is_divided_by_the_tokens_of_all(plan: Plan) -> None:
 
 def _norm(plan: Plan, case: str) -> None:
     config = CASES[case]
-    one = Run.start(config, Ground.solo())
+    one = Run.start(config, DistributedContext.solo())
     one.optimizer.step = lambda *_, **__: None
     one.step.move.train = TRAIN.but(clip=float("inf"))
-    right = one.step(0, micro_batches(0, Ground.solo().axes.dp, config)).norm
+    right = one.step(0, micro_batches(0, DistributedContext.solo().axes.dp, config)).norm
     gradients = {name: weight.grad for name, weight in one.masters.local.items()}
     assert_same(torch.cat([grad.flatten() for grad in gradients.values()]).norm(), right, what="one process")
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         it = Run.start(config, ground)
         out = it.step(0, micro_batches(0, ground.axes.dp, config))
         assert_same(out.norm, right, what=f"{plan} {case}")
@@ -194,7 +194,7 @@ def _experts_norm(plan: Plan) -> None:
     right = torch.cat([grad.flatten() for grad in gradients.values() if grad is not None]).norm()
     twice = (right**2 + sum(grad.square().sum() for name, grad in gradients.items() if "experts." in name)).sqrt()
     assert abs(twice / right - 1) > 1e-4, "counting experts twice would show"
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         it = Run.start(EXPERTS, ground, TRAIN.but(clip=float("inf")))
         out = it.step(0, micro_batches(0, ground.axes.dp, EXPERTS))
         assert_same(out.norm, right, what=str(plan))
@@ -208,7 +208,7 @@ def test_the_gradient_norm_counts_each_expert_once(plan: Plan) -> None:
 
 def _expert_gradients(plan: Plan) -> None:
     one = raw_alone(EXPERTS, 0)
-    with Ground.build(plan) as ground:
+    with DistributedContext.build(plan) as ground:
         it = raw(EXPERTS, ground, 0)
         layout = layout_of(it.model)
         compared = [name for name in it.masters.local if isinstance(layout[name], Experts)]
@@ -308,5 +308,5 @@ def test_a_run_resumed_on_other_data_ranks_is_the_same_run(corpus: Path, tmp_pat
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
     model = Transformer(MODEL, dtype=torch.float64)
-    native.load(folder, model, Ground.solo())
+    native.load(folder, model, DistributedContext.solo())
     return {name: p.detach() for name, p in model.named_parameters()}

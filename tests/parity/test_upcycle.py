@@ -14,9 +14,9 @@ from colonnade.config.model import divisors
 from colonnade.errors import ConfigError, DataError, PlanError
 from colonnade.model import Packed, Rows, Stream, Transformer
 from colonnade.model.moe import Routing, Spread
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
-from colonnade.tune import measure, prune, upcycle
+from colonnade.tune import measure, prune_experts, upcycle
 from tests.gguf_files import speech
 from tests.hf import load
 from tests.models import CONFIGS, build, ragged
@@ -52,8 +52,12 @@ def test_what_would_change_the_outputs_is_refused() -> None:
             upcycle(dense, 4, **fields)
     with pytest.raises(ConfigError, match="has 4 experts already"):
         upcycle(upcycle(dense, 4), 4)
-    whole: Any = api.Model(dense, None, Ground.solo("cpu"), "tour")
-    for work in (lambda: upcycle(whole, 4), lambda: measure(whole, []), lambda: prune(whole, torch.zeros(2, 4), 2)):
+    whole: Any = api.Model(dense, None, DistributedContext.solo("cpu"), "tour")
+    for work in (
+        lambda: upcycle(whole, 4),
+        lambda: measure(whole, []),
+        lambda: prune_experts(whole, torch.zeros(2, 4), 2),
+    ):
         with pytest.raises(ConfigError, match=r"this takes a Transformer, not a Model; give its \.transformer"):
             work()
     texts: Any = ["words"]
@@ -63,7 +67,7 @@ def test_what_would_change_the_outputs_is_refused() -> None:
 
 
 def _share() -> None:
-    with Ground.build(Plan(tp=2)) as ground, pytest.raises(PlanError, match="whole model"):
+    with DistributedContext.build(Plan(tp=2)) as ground, pytest.raises(PlanError, match="whole model"):
         upcycle(build(CONFIGS["llama"], ground.axes), 4)
 
 
@@ -76,7 +80,7 @@ def smollm2() -> api.Model:
 
 
 def _logits(folder: Path, plan: Plan, tokens: Tensor) -> Tensor:
-    with Ground.build(plan, "cpu") as ground:
+    with DistributedContext.build(plan, "cpu") as ground:
         model = load(folder, ground.axes, torch.float32)
         with torch.no_grad():
             return model(Stream(tokens, torch.arange(len(tokens))), Packed.of([len(tokens)]), Rows())
@@ -120,7 +124,7 @@ GRIDS = [
 def _far(folder: Path, plan: Plan, tokens: Tensor, expected: Tensor) -> dict[int, float]:
     """How far the logits are from those of the dense model, by degree."""
     degrees = (0, *divisors(plan.sh))
-    with Ground.build(plan, "cpu") as ground, torch.no_grad():
+    with DistributedContext.build(plan, "cpu") as ground, torch.no_grad():
         model, T = load(folder, ground.axes, torch.float32), len(tokens)
         found: dict[int, float] = {}
         for degree in degrees:
@@ -132,7 +136,7 @@ def _far(folder: Path, plan: Plan, tokens: Tensor, expected: Tensor) -> dict[int
 
 def _said(folder: Path, plan: Plan, prompt: list[int]) -> tuple[int, ...] | None:
     """What an engine over several ranks writes; None on those that follow."""
-    with Ground.build(plan, "cpu") as ground:
+    with DistributedContext.build(plan, "cpu") as ground:
         api_model = api.load(folder, dtype="float32", device="cpu")  # for its tokenizer
         engine = Engine(load(folder, ground.axes.serving(), torch.float32), api_model.tokenizer, ServeConfig(pages=16))
         if ground.rank:
@@ -186,7 +190,7 @@ def test_experts_that_no_token_chose_go_without_a_trace(tmp_path: Path) -> None:
     assert load_LE[0].sum() == 0, "the first layer is dense"
     assert load_LE[1:].sum(1).tolist() == [80, 80], "forty tokens, two choices each"
     assert load_LE[1:, [1, 4]].sum() == 0
-    small = prune(model, load_LE, 4)
+    small = prune_experts(model, load_LE, 4)
     assert small.config.moe is not None
     assert small.config.moe.experts == 4
     for text in texts:
@@ -211,7 +215,7 @@ def test_loads_are_measured_in_the_models_own_direction() -> None:
 def test_the_most_used_stay_in_their_order() -> None:
     model = _routed(ROUTERS["softmax"], set())
     load_LE = torch.tensor([[0] * 6, [5, 1, 9, 0, 2, 7], [0, 0, 3, 3, 3, 1]])
-    small = prune(model, load_LE, 3)
+    small = prune_experts(model, load_LE, 3)
     for layer, kept in ((1, [0, 2, 5]), (2, [2, 3, 4])):
         for name in ("experts.up", "experts.gate", "experts.down", "router.gates.0.weight"):
             at = f"blocks.{layer}.ffn.{name}"
@@ -226,9 +230,9 @@ def test_what_cannot_be_pruned_is_refused() -> None:
     load_LE = torch.ones(3, 6, dtype=torch.int64)
     for keep in (1, 7):
         with pytest.raises(ConfigError, match=f"{keep} experts cannot be kept of 6"):
-            prune(model, load_LE, keep)
+            prune_experts(model, load_LE, keep)
     with pytest.raises(ConfigError, match="belong to another model"):
-        prune(model, load_LE[:2], 3)
+        prune_experts(model, load_LE[:2], 3)
     with pytest.raises(DataError, match="no texts"):
         measure(model, [])
     dense = build(CONFIGS["llama"])
@@ -238,12 +242,12 @@ def test_what_cannot_be_pruned_is_refused() -> None:
         moe=MoeConfig(experts=6, ffn_width=8, first=1, router=RouterConfig(groups=3, groups_kept=2))
     )
     with pytest.raises(ConfigError, match="3 groups"):
-        prune(build(grouped), load_LE, 4)
+        prune_experts(build(grouped), load_LE, 4)
 
 
 def test_a_pruned_model_is_saved_and_loaded(tmp_path: Path) -> None:
     model = build(upcycle(build(CONFIGS["llama"].but(layers=3)), 6).config)
-    small = prune(model, torch.arange(18).view(3, 6), 3)
+    small = prune_experts(model, torch.arange(18).view(3, 6), 3)
     write_hf(small, tmp_path / "hf")
     again = load(tmp_path / "hf")
     assert again.config == small.config.but(moe=again.config.moe)

@@ -17,8 +17,9 @@ from colonnade.config import ModelConfig, Plan
 from colonnade.config.presets import preset
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.axis import world_axis
-from colonnade.parallel.mesh import Ground
-from colonnade.verify import CHECKS, TOLERANCE, Result, all_plans, covering, report, shrink
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.verify import CHECKS, TOLERANCE, Result, all_plans, covering, report
+from colonnade.verify import plans as shrink
 from colonnade.verify import run as verifying
 from tests.parity import layout_faults as faults
 from tests.worlds import run
@@ -47,7 +48,7 @@ def compared(model: ModelConfig, plans: list[Plan], folder: Path, fault: Callabl
         for plan in plans:
             merged = verifying._merged(model, plan)
             one, saved = _one(model, plan.world, merged), folder / f"one-{merged}"
-            with Ground.build(plan) as ground:
+            with DistributedContext.build(plan) as ground:
                 if ground.rank == 0 and not saved.exists():
                     one.trial.save(saved)
                 world_axis().max_(one.trial.masters.local["norm.weight"])  # all wait until it is written
@@ -225,7 +226,7 @@ def test_an_encoder_has_no_tokens_to_compare(
 
 def _checkpoint(folder: Path) -> Path:
     config = MODEL.but(kv_heads=1, layers=2)
-    native.save(folder, initialise(Transformer(config), 0), native.Meta(model=config), Ground.solo())
+    native.save(folder, initialise(Transformer(config), 0), native.Meta(model=config), DistributedContext.solo())
     return folder
 
 

@@ -14,8 +14,9 @@ import torch
 
 from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConfig
 from colonnade.errors import CapacityError, ConfigError
-from colonnade.parallel.mesh import Ground
-from colonnade.train import Trainer, memory
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.train import Trainer
+from colonnade.train import out_of_memory as memory
 from colonnade.train.loop import train
 from colonnade.train.memory_estimate import estimate
 from colonnade.train.session import Session
@@ -103,7 +104,7 @@ def numel(session: Session) -> int:
 
 
 def check_starved(config: RunConfig) -> tuple[str, int]:
-    with Ground.build(config.plan, "cpu") as ground:
+    with DistributedContext.build(config.plan, "cpu") as ground:
         session = Session(config, ground)
         return starved(session, 2), numel(session)
 
@@ -129,18 +130,18 @@ def test_a_run_ends_with_it(config: RunConfig, monkeypatch: pytest.MonkeyPatch) 
     def fails(*_: Any) -> None:
         torch.empty(1 << 60, dtype=torch.uint8)  # which no machine has: torch's own message
 
-    monkeypatch.setattr("colonnade.train.norm.clip_", fails)
+    monkeypatch.setattr("colonnade.train.grad_norm.clip_", fails)
     with pytest.raises(CapacityError, match=r"which wanted 1\.074e\+09 GiB more") as caught:
         Trainer(config).fit()
     assert "gradients" in str(caught.value), "after the backward pass they are there"
-    monkeypatch.setattr("colonnade.train.norm.clip_", lambda *_: [].pop())
+    monkeypatch.setattr("colonnade.train.grad_norm.clip_", lambda *_: [].pop())
     with pytest.raises(IndexError):
         Trainer(config.but(name="bug")).fit()
 
 
 def _begins(config: RunConfig) -> tuple[str, dict[str, int], memory.Account]:
     """What is said where there is no room for the moments, the estimate, and what a session that begins holds."""
-    with Ground.build(config.plan, "cpu") as ground:
+    with DistributedContext.build(config.plan, "cpu") as ground:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("colonnade.train.session.moving", out_of_memory)
             with pytest.raises(CapacityError) as caught:
@@ -176,7 +177,7 @@ def test_no_room_for_a_copy_to_save(config: RunConfig, monkeypatch: pytest.Monke
     def pinned(*_: Any) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr("colonnade.checkpoint.background.Background.stage", pinned)
+    monkeypatch.setattr("colonnade.checkpoint.async_save.AsyncSave.stage", pinned)
     with pytest.raises(
         CapacityError, match=r"no host memory for a copy of what step-8 is made of.* set --train.no_async_save"
     ):

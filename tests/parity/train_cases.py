@@ -13,13 +13,13 @@ from colonnade.data import Batch
 from colonnade.model import IGNORE, Packed, Transformer, initialise
 from colonnade.model.moe import Spread
 from colonnade.parallel.axis import Axis, world_axis
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, masters
 from colonnade.parallel.layout import Experts, Placement, layout_of, share
-from colonnade.parallel.mesh import Ground
 from colonnade.train.optimizer import AdamW
-from colonnade.train.piped import Piped
+from colonnade.train.pipeline_step import PipelineStep
 from colonnade.train.session import moving
-from colonnade.train.step import Step
+from colonnade.train.train_step import Step
 
 COMMON: dict[str, Any] = {"layers": 2, "width": 24, "context": 32}
 BERT: dict[str, Any] = {
@@ -87,13 +87,13 @@ class Run:
     masters: Masters
     optimizer: AdamW
     step: Step
-    ground: Ground
+    ground: DistributedContext
 
     @staticmethod
-    def start(config: ModelConfig, ground: Ground, train: TrainConfig = TRAIN, seed: int = 7) -> "Run":
+    def start(config: ModelConfig, ground: DistributedContext, train: TrainConfig = TRAIN, seed: int = 7) -> "Run":
         spans = [span for _, span in ground.stages(config.layers)]
         model = initialise(Transformer(config, ground.axes, spans=spans, dtype=torch.float64), seed)
-        piped = Piped(model, ground, torch.float64) if ground.plan.pp > 1 else None
+        piped = PipelineStep(model, ground, torch.float64) if ground.plan.pp > 1 else None
         held = masters(model, ground, torch.float64, piped and piped.stages)
         optimizer = moving(held, train)
         world = world_axis() if ground.world > 1 else ground.axes.dp
@@ -130,11 +130,11 @@ class Run:
 @functools.cache
 def alone(config: ModelConfig, steps: int, train: TrainConfig = TRAIN) -> tuple[Run, list[tuple[float, float]]]:
     """What one process computes in ``steps`` steps. Workers live on from plan to plan, and what they worked out."""
-    one = Run.start(config, Ground.solo(), train)
+    one = Run.start(config, DistributedContext.solo(), train)
     return one, one.go(0, steps)
 
 
-def raw(config: ModelConfig, ground: Ground, number: int, train: TrainConfig = TRAIN) -> Run:
+def raw(config: ModelConfig, ground: DistributedContext, number: int, train: TrainConfig = TRAIN) -> Run:
     """A new run with the gradients of step ``number``, which are not clipped and move nothing."""
     it = Run.start(config, ground, train.but(clip=float("inf")))
     it.optimizer.step = lambda *_, **__: None
@@ -145,7 +145,7 @@ def raw(config: ModelConfig, ground: Ground, number: int, train: TrainConfig = T
 @functools.cache
 def raw_alone(config: ModelConfig, number: int, train: TrainConfig = TRAIN) -> Run:
     """:func:`raw` of one process."""
-    return raw(config, Ground.solo(), number, train)
+    return raw(config, DistributedContext.solo(), number, train)
 
 
 PLANS = {

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from colonnade.config import MoeConfig
 from colonnade.errors import ConfigError
-from colonnade.kernels.permute.reference import combine, gather, sort
+from colonnade.kernels.permute import combine, gather, sort
 from colonnade.model.moe import Choice
 from colonnade.model.moe.capacity import Admitted, admit, capacity
 from colonnade.parallel.axis import SOLO

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colonnade.data.cursor import Cursor, permute
+from colonnade.data.loader import Cursor, permute
 
 sizes = st.one_of(st.integers(1, 300), st.sampled_from([1023, 1024, 1025, 4096, 5000]))
 seeds = st.integers(-(2**63), 2**64)

@@ -4,9 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colonnade.kernels.dropout.recompute import dropout
-from colonnade.kernels.dropout.reference import Pairs
-from colonnade.model import Noise, Packed, Rates
+from colonnade.kernels.dropout import Pairs, recomputed_dropout
+from colonnade.model import Dropout, DropoutRates, Packed
 from colonnade.parallel.axis import Axis
 
 T, D, N = 24, 10, 6
@@ -22,8 +21,8 @@ def places(n: int) -> st.SearchStrategy[list[int]]:
 def test_tokens_and_features(first, tokens, a, b, site, rate):
     index_T = torch.arange(first, first + T)
     start, stop = min(a, b), max(a, b)
-    whole = dropout(X_TD, KEY, index_T, site=site, rate=rate)
-    part = dropout(X_TD[tokens, start:stop], KEY, index_T[tokens], site=site, rate=rate, start=start)
+    whole = recomputed_dropout(X_TD, KEY, index_T, site=site, rate=rate)
+    part = recomputed_dropout(X_TD[tokens, start:stop], KEY, index_T[tokens], site=site, rate=rate, start=start)
     assert torch.equal(part, whole[tokens, start:stop])
 
 
@@ -41,7 +40,7 @@ def test_heads_queries_and_keys(first, queries, keys, head, heads, rate):
 @given(st.integers(1, 7), st.integers(0, 40), st.booleans())
 def test_ranks_hold_the_whole_between_them(ranks, tokens, reverse):
     """Over an axis of any size, as sequence parallelism cuts the residual stream; also in another order."""
-    noise = Noise.of(1, 2, 3, torch.arange(tokens) + 17, Rates(residual=0.5))
+    noise = Dropout.of(1, 2, 3, torch.arange(tokens) + 17, DropoutRates(residual=0.5))
     x = torch.ones(tokens, 8)
     whole = noise.at(2).drop(x, 1, 0.5)
     shares = [slice(*Axis("tp", ranks, rank).part(tokens)) for rank in range(ranks)]
@@ -56,7 +55,7 @@ def test_documents_alone_attend_as_they_do_together(lengths):
     total = sum(lengths)
     draw = torch.Generator().manual_seed(total)
     q, k, v = (torch.randn(total, 2, 4, generator=draw, dtype=torch.float64) for _ in range(3))
-    noise = Noise.of(0, 0, 1, torch.arange(total), Rates(attention=0.4))
+    noise = Dropout.of(0, 0, 1, torch.arange(total), DropoutRates(attention=0.4))
     whole = Packed.of(lengths, noise=noise).at(0, None)(q, k, v)
     at = 0
     for length in lengths:

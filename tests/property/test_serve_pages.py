@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from colonnade.serve.pages import PagePool
+from colonnade.serve.page_pool import PagePool
 
 
 class Pages(RuleBasedStateMachine):

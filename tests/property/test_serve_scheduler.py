@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from colonnade.errors import CapacityError, RequestError
-from colonnade.serve.pages import PagePool
+from colonnade.serve.page_pool import PagePool
 from colonnade.serve.request import Request, Status
-from colonnade.serve.sampling import SamplingParams
+from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.scheduler import Scheduler
 
 

@@ -5,10 +5,10 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colonnade.serve.sampling import Draw
+from colonnade.serve.sampling_params import Draw
 from colonnade.serve.scheduler import Slice, Work
-from colonnade.serve.text import StopFilter
-from colonnade.serve.wire import pack, unpack
+from colonnade.serve.text_stream import StopFilter
+from colonnade.serve.work_broadcast import pack, unpack
 
 letters = st.text("abc", max_size=30)
 stops = st.lists(st.text("abc", min_size=1, max_size=4), max_size=3)

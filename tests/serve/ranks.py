@@ -3,7 +3,7 @@
 from typing import Any
 
 from colonnade.config import LatentConfig, MoeConfig, Plan, ServeConfig
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
 from tests.serve import tiny
 
@@ -32,7 +32,7 @@ LIMITS = ServeConfig(pages=16, page_tokens=3, token_budget=7, max_requests=3)
 
 def serve(plan: dict[str, int], limits: ServeConfig, changes: dict[str, Any]) -> tuple[list[Any], int, int, int]:
     """(tokens, preemptions, tokens found in the cache, pages of this rank's cache)."""
-    with Ground.build(Plan(**plan)) as ground:
+    with DistributedContext.build(Plan(**plan)) as ground:
         engine = Engine(tiny.model(ground.axes.serving(), **changes), tiny.tokenizer(), limits)
         if ground.rank:
             engine.follow()

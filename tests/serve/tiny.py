@@ -11,7 +11,7 @@ from colonnade.config import ModelConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.model import Packed, Rows, Stream, Transformer, initialise
 from colonnade.parallel.axis import SOLO_AXES, Axes
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on while the fox is gone.",
@@ -69,7 +69,7 @@ def logits(model: Transformer, ids: list[int]) -> torch.Tensor:
 
 
 def load(
-    ground: Ground, chat: bool = True, poison: int | None = None, slow_s: float = 0.0, quick_steps: int = 0
+    ground: DistributedContext, chat: bool = True, poison: int | None = None, slow_s: float = 0.0, quick_steps: int = 0
 ) -> tuple[Transformer, Tokenizer]:
     """What a server's engine processes call. ``poison`` is a token whose embedding is NaN; ``slow_s`` slows each
     forward pass down, after the first ``quick_steps``."""

@@ -23,8 +23,8 @@ from colonnade.kernels.attention.reference import attend as attend_to
 from colonnade.kernels.softmax_state import identity, merge
 from colonnade.model import KVCache, Loss, Packed, Paged, Rows, Stream, Transformer, initialise
 from colonnade.parallel.axis import SOLO_AXES, Axes, Axis
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import layout_of, share
-from colonnade.parallel.mesh import Ground
 from tests.worlds import run as in_processes
 
 TINY = ModelConfig(vocab_size=300, layers=2, width=32, heads=4, kv_heads=2, ffn_width=50, context=64, tied=True)
@@ -112,7 +112,7 @@ def test_5_a_layout_is_data() -> None:
 
 
 def _loss_and_gradients(plan: Plan) -> tuple[float, dict]:
-    with Ground.build(plan, "cpu") as ground:
+    with DistributedContext.build(plan, "cpu") as ground:
         model = tiny(ground.axes)
         loss_sum, _ = model(Stream(TOKENS_T[:-1], POSITIONS_T[:-1]), Packed.of([7]), Loss(TOKENS_T[1:]))
         loss_sum.backward()
@@ -176,7 +176,7 @@ def test_8_training_resumes_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
 
 
 def _save_a_share(folder: Path) -> None:
-    with Ground.build(Plan(tp=2), "cpu") as ground:
+    with DistributedContext.build(Plan(tp=2), "cpu") as ground:
         native.save(folder, tiny(ground.axes), native.Meta(model=TINY), ground)
 
 

@@ -9,10 +9,9 @@ import torch
 from colonnade.config import Plan
 from colonnade.model.moe import MixtureOfExperts, Spread
 from colonnade.model.moe.dispatch import _cut, shares
-from colonnade.parallel.measure import FREE, Link
-from colonnade.parallel.mesh import Ground
-from colonnade.train.adapt import GAIN, NEAR, OVERLAPS, Costs, Layer, better, hopeful, seconds
-from colonnade.train.trials import Trials
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.parallel.link_bandwidth import FREE, Link
+from colonnade.train.moe_autotune import GAIN, NEAR, OVERLAPS, Costs, Layer, Trials, better, hopeful, seconds
 from tests.models import MOES, build
 from tests.worlds import run
 
@@ -89,7 +88,7 @@ def test_the_first_and_the_last_part_are_the_smallest() -> None:
 
 def _trials(load: list[int]) -> list[int]:
     """How many ways were tried at each of some calls."""
-    with Ground.build(Plan(dp=2, ep=2)) as ground:
+    with DistributedContext.build(Plan(dp=2, ep=2)) as ground:
         model = build(MOES["gated"], ground.axes)
         module = model.blocks.get_submodule("0.ffn")
         assert isinstance(module, MixtureOfExperts)

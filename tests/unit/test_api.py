@@ -17,7 +17,7 @@ from colonnade.config import Config, Plan
 from colonnade.data import Corpus, write_tokens
 from colonnade.errors import ConfigError, DataError, RequestError
 from colonnade.model import Transformer, initialise
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.trackers import read_rows
 from tests.serve import tiny
 
@@ -28,7 +28,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = tiny.tokenizer()
     config = ModelConfig(vocab_size=words.vocab_size, layers=1, width=16, heads=2, ffn_width=16, context=96)
     out = tmp_path_factory.mktemp("models") / "tiny"
-    native.save(out, initialise(Transformer(config), 0), native.Meta(model=config), Ground.solo(), tokenizer=words)
+    native.save(
+        out, initialise(Transformer(config), 0), native.Meta(model=config), DistributedContext.solo(), tokenizer=words
+    )
     return out
 
 

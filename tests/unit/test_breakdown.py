@@ -2,7 +2,7 @@
 
 import pytest
 
-from colonnade.train.breakdown import breakdown, length, subtract, union
+from colonnade.train.profiler import breakdown, length, subtract, union
 
 
 def event(name: str, cat: str, start_us: float, end_us: float) -> dict:

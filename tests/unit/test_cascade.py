@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from colonnade.errors import CapacityError
 from colonnade.kernels.attention import cascade_reference, reference
 from colonnade.kernels.attention.cascade import Cascade, Group, Reader, Room, groups, plan
-from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import Costs, Plan, Shape
 from tests.worlds import assert_same
 

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from colonnade.checkpoint import folder as folders
+from colonnade.checkpoint import atomic_folder as folders
 from colonnade.checkpoint import native
 from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer, initialise
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Whole, masters
-from colonnade.parallel.mesh import Ground
 from colonnade.train.optimizer import AdamW
 
 CONFIG = ModelConfig(vocab_size=61, layers=2, width=16, heads=4, kv_heads=2, ffn_width=17, context=32, qk_norm=True)
-SOLO = Ground.solo()
+SOLO = DistributedContext.solo()
 
 
 def start(config: ModelConfig = CONFIG, dtype: torch.dtype = torch.float32, seed: int = 1) -> tuple[Any, Any, AdamW]:

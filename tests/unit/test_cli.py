@@ -26,8 +26,8 @@ from colonnade.config.presets import PRESETS, preset
 from colonnade.data import Corpus, build
 from colonnade.errors import ColonnadeError, Interrupted, PlanError
 from colonnade.model import Transformer, initialise
-from colonnade.parallel.mesh import Ground
-from colonnade.train.schedule import learning_rate
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.train.lr_schedule import learning_rate
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 
@@ -45,7 +45,9 @@ def model(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     config = ModelConfig(vocab_size=300, layers=2, width=24, heads=4, kv_heads=2, ffn_width=26, context=64)
     place = tmp_path_factory.mktemp("models") / "tiny"
     transformer = initialise(Transformer(config), 0)
-    native.save(place, transformer, native.Meta(model=config), Ground.solo(), tokenizer=Corpus(corpus).tokenizer)
+    native.save(
+        place, transformer, native.Meta(model=config), DistributedContext.solo(), tokenizer=Corpus(corpus).tokenizer
+    )
     return place
 
 
@@ -165,7 +167,7 @@ def test_a_plan_is_checked_before_any_process_starts(
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("colonnade.parallel.launch.elastic_launch", started)
-    monkeypatch.setattr("colonnade.serve.process._start", started)
+    monkeypatch.setattr("colonnade.serve.engine_process._start", started)
     for place in (model, hf):
         said = refused(capsys, verb[0], place, *verb[1:], "--plan.tp", "4")
         assert said == "PlanError: 2 key/value heads do not divide over tp=4; use tp of 1 or 2"
@@ -175,7 +177,7 @@ def test_a_plan_is_checked_before_any_process_starts(
 def test_batch_invariance_over_ranks_is_refused_before_any_process_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path, axis: str
 ) -> None:
-    monkeypatch.setattr("colonnade.serve.process._start", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr("colonnade.serve.engine_process._start", lambda *_: pytest.fail("a process was started"))
     said = refused(capsys, "serve", model, "--serve.port", "0", "--serve.batch_invariant", f"--plan.{axis}", "2")
     assert f"serve.batch_invariant is for one rank, and this model lies on {axis}=2" in said
 
@@ -514,7 +516,7 @@ def test_eval_tells_how_far_it_is(
     main(words)
     (once,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"scoring: 0 of \d+ windows", once)
-    monkeypatch.setattr("colonnade.cli.judging.TELL_S", 0)
+    monkeypatch.setattr("colonnade.cli.evaluation.TELL_S", 0)
     main(words)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 1 and lines[0] == once
@@ -708,14 +710,18 @@ for verb in (["generate", "smollm2", "hi"], ["chat", "smollm2"]):
 def test_an_encoder_is_not_offered_to_write_and_refused_before_any_process_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("colonnade.serve.process._start", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr("colonnade.serve.engine_process._start", lambda *_: pytest.fail("a process was started"))
     config = ModelConfig(
         family="bert", causal=False, vocab_size=300, layers=1, width=8, heads=2, ffn_width=8, context=16,
         norm="layernorm", positions="learned", segments=2, gated=False, activation="gelu", top="encoder", tied=True,
     )  # fmt: skip
     decoder = ModelConfig(causal=False, vocab_size=300, layers=1, width=8, heads=2, ffn_width=8, context=16)
-    native.save(tmp_path / "it", initialise(Transformer(config), 0), native.Meta(model=config), Ground.solo())
-    native.save(tmp_path / "decoder", initialise(Transformer(decoder), 0), native.Meta(model=decoder), Ground.solo())
+    native.save(
+        tmp_path / "it", initialise(Transformer(config), 0), native.Meta(model=config), DistributedContext.solo()
+    )
+    native.save(
+        tmp_path / "decoder", initialise(Transformer(decoder), 0), native.Meta(model=decoder), DistributedContext.solo()
+    )
     for verb in (["generate", "hi"], ["chat"], ["serve", "--serve.port", "0"]):
         for name in ("it", "decoder"):
             said = refused(capsys, verb[0], tmp_path / name, *verb[1:])

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from colonnade.config import ModelConfig
-from colonnade.model import KVCache, Loss, Noise, Packed, Paged, Rates, Rows, Stream
+from colonnade.model import Dropout, DropoutRates, KVCache, Loss, Packed, Paged, Rows, Stream
 from tests.models import CONFIGS, build
 from tests.worlds import assert_same
 
@@ -34,7 +34,7 @@ def loss_of(model, lengths: list[int], step: int | None = None) -> torch.Tensor:
     positions = torch.cat([torch.arange(n) for n in lengths])
     noise = None
     if step is not None:
-        noise = Noise.of(0, step, len(model.blocks), torch.arange(T) + 100 * step, Rates(0.1, 0.2, 0.3))
+        noise = Dropout.of(0, step, len(model.blocks), torch.arange(T) + 100 * step, DropoutRates(0.1, 0.2, 0.3))
     stream, head = Stream(tokens, positions, noise=noise), Loss((tokens + 1) % 67)
     total, count = model(stream, Packed.of(lengths, noise=noise), head)
     return total / count

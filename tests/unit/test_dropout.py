@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from colonnade.kernels.choose import TABLE, Row
-from colonnade.kernels.dropout import recompute, reference
-from colonnade.kernels.dropout.reference import HEADS, KEYS, Pairs, keeps
-from colonnade.parallel.randomness import keys
+from colonnade.kernels import dropout
+from colonnade.kernels.dropout import HEADS, KEYS, Pairs, keeps
+from colonnade.kernels.registry import TABLE, Row
+from colonnade.parallel.rng_keys import keys
 
 DROPOUT = [row for row in TABLE if row.operation == "dropout" and "cpu" in row.devices]
 BOUND = 4.5
@@ -52,9 +52,9 @@ def test_each_probability_is_what_the_docstring_says() -> None:
     queries, ks = torch.tensor([9, 4, 100]), torch.tensor([3, 9])
     kept = Pairs(k, queries, ks, 0.4, head=2).keeps(3)
     for n, (t, q), (s, j) in itertools.product(range(3), enumerate(queries), enumerate(ks)):
-        row = reference.mix(reference.row_hash(k, q) ^ reference.column_hash(HEADS, torch.tensor(n + 2)))
-        column = reference.column_hash(KEYS, j)
-        assert kept[n, t, s] == (reference.mix(row ^ column) >= reference.threshold(0.4))
+        row = dropout.mix(dropout.row_hash(k, q) ^ dropout.column_hash(HEADS, torch.tensor(n + 2)))
+        column = dropout.column_hash(KEYS, j)
+        assert kept[n, t, s] == (dropout.mix(row ^ column) >= dropout.threshold(0.4))
 
 
 def _masks(k: Tensor, queries: Tensor, ks: Tensor) -> tuple[Tensor, ...]:
@@ -63,9 +63,9 @@ def _masks(k: Tensor, queries: Tensor, ks: Tensor) -> tuple[Tensor, ...]:
         pairs.keeps(3),
         keeps(k, queries, 5, 24, site=3, rate=0.3),
         keeps(k, queries, 5, 24, site=3, rate=0.3).T.contiguous(),  # its columns are the outer loop here
-        reference.choices(k, queries, 2),
-        reference.uniform(k, queries, 5, 9),
-        reference.hidden_units(torch.arange(7))[:, None] ^ ks.to(torch.int32),
+        dropout.choices(k, queries, 2),
+        dropout.uniform(k, queries, 5, 9),
+        dropout.hidden_units(torch.arange(7))[:, None] ^ ks.to(torch.int32),
     )
 
 
@@ -79,7 +79,7 @@ def test_compiled_masks_are_the_same_bits() -> None:
 
 def test_mix_is_a_permutation_of_what_it_was_given() -> None:
     x = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(0)).unique()
-    mixed = reference.mix(x.int())
+    mixed = dropout.mix(x.int())
     assert len(mixed.unique()) == len(x)
     assert mixed.tolist()[:100] == [(mix_one(i % 2**32) + 2**31) % 2**32 - 2**31 for i in x.tolist()[:100]]
 
@@ -114,7 +114,7 @@ def test_nothing_of_the_size_of_the_stream_is_kept_for_the_backward_pass() -> No
     kept: list[int] = []
     x = torch.randn(32, 64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        recompute.dropout(x, key(), torch.arange(32), site=1, rate=0.1)
+        dropout.recomputed_dropout(x, key(), torch.arange(32), site=1, rate=0.1)
     assert sorted(kept) == [1, 32]
 
 
@@ -122,7 +122,7 @@ def test_recomputation_drops_the_same() -> None:
     x = torch.randn(8, 16, dtype=torch.float64, requires_grad=True)
 
     def layer(x: Tensor) -> Tensor:
-        return recompute.dropout(x.sin(), key(), torch.arange(8), site=1, rate=0.5).exp()
+        return dropout.recomputed_dropout(x.sin(), key(), torch.arange(8), site=1, rate=0.5).exp()
 
     grads = []
     for run in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
@@ -142,7 +142,7 @@ def test_compiled_has_the_same_bits_and_no_mask_in_memory() -> None:
     index_T = torch.arange(33) + 9
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()  # which reset() leaves as other tests of this process left them
-    compiled = torch.compile(recompute.dropout, fullgraph=True)
+    compiled = torch.compile(dropout.recomputed_dropout, fullgraph=True)
 
     def both_ways(run, step: int) -> tuple[Tensor, Tensor | None]:
         x.grad = None
@@ -153,7 +153,7 @@ def test_compiled_has_the_same_bits_and_no_mask_in_memory() -> None:
     _, codes = run_and_get_code(both_ways, compiled, 0)
     assert [code.count("empty_strided_cpu((33, 100)") for code in codes] == [1, 1], "y, and the gradient of x"
     for step in range(3):  # the key is a tensor: another step is not another graph
-        for ours, theirs in zip(both_ways(compiled, step), both_ways(recompute.dropout, step), strict=True):
+        for ours, theirs in zip(both_ways(compiled, step), both_ways(dropout.recomputed_dropout, step), strict=True):
             assert torch.equal(ours, theirs)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     torch._dynamo.reset()
@@ -219,8 +219,8 @@ def test_rows_and_columns_are_no_more_alike_than_chance() -> None:
 
 
 def test_bytes_of_the_hash_are_uniform() -> None:
-    row, column = reference.row_hash(key(), torch.arange(1024)), reference.column_hash(1, torch.arange(256))
-    hashes = reference.mix(row[:, None] ^ column)
+    row, column = dropout.row_hash(key(), torch.arange(1024)), dropout.column_hash(1, torch.arange(256))
+    hashes = dropout.mix(row[:, None] ^ column)
     for shift in (0, 8, 16, 24):
         counts = torch.bincount((hashes >> shift & 0xFF).flatten().long(), minlength=256).double()
         expected = hashes.numel() / 256

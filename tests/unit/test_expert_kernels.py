@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import ConfigError
-from colonnade.kernels.choose import TABLE, Row, choose
-from colonnade.kernels.dropout.reference import CHOICES, HIDDEN, column_hash, mix, row_hash
-from colonnade.kernels.experts import bf16, loop, reference
+from colonnade.kernels import permute
+from colonnade.kernels.dropout import CHOICES, HIDDEN, column_hash, mix, row_hash
+from colonnade.kernels.experts import loop, reference
+from colonnade.kernels.experts import loop as bf16
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
-from colonnade.kernels.permute import reference as permute
+from colonnade.kernels.registry import TABLE, Row, choose
 from colonnade.model.moe.experts import are_few
 from tests.experts import LOADS, Case, experts_of_rows, experts_with_dropout, gradients, routed_experts
 from tests.worlds import assert_same
@@ -84,7 +85,7 @@ def test_experts_without_a_gradient_in_bfloat16(
         monkeypatch.setattr(module, name, _noted(getattr(module, name), ran, said))
     leaves = case.leaves(torch.bfloat16, "cpu")
     with torch.no_grad():
-        got = routed_experts(bf16.routed)(case, *leaves)
+        got = routed_experts(bf16.routed_bf16)(case, *leaves)
         exact = routed_experts(reference.routed)(case, *(None if x is None else x.double() for x in leaves))
     assert float((got.double() - exact).norm()) <= 1.5e-2 * float(exact.norm())
     _, ends_E = permute.sort(case.ids(), case.E, case.rows())
@@ -94,7 +95,7 @@ def test_experts_without_a_gradient_in_bfloat16(
     wanted = "batched" if together and max(sizes) <= 128 else "grouped" if plain else "loop"
     assert not case.T or load == "bounded" or set(ran) == {wanted} or not sum(sizes)
     ran.clear()
-    routed_experts(bf16.routed)(case, *leaves)
+    routed_experts(bf16.routed_bf16)(case, *leaves)
     assert set(ran) == {"loop"}
 
 

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from colonnade.config import ModelConfig
-from colonnade.kernels.linear import float8, scaled, scaled_mm
+from colonnade.kernels.linear import float8, reference, scaled_mm
+from colonnade.model.activation_checkpointing import recompute
 from colonnade.model.linear import in_float8
-from colonnade.model.recompute import recompute
 from tests.models import build, ragged
 from tests.unit.test_compile import loss_of
 from tests.worlds import assert_same
@@ -87,7 +87,7 @@ def test_the_fast_file_takes_its_operands_as_the_reference_does(shape: tuple[int
     M, K, N = shape
     a, a_scale = float8.quantise(normal(K, M, seed=0).bfloat16().T, torch.float8_e4m3fn, row_wise=row_wise)
     b, b_scale = float8.quantise(normal(N, K, seed=1).bfloat16(), torch.float8_e4m3fn, row_wise=row_wise)
-    got, wanted = (run(a, b, a_scale, b_scale, torch.bfloat16) for run in (scaled_mm.product, scaled.product))
+    got, wanted = (run(a, b, a_scale, b_scale, torch.bfloat16) for run in (scaled_mm.product, reference.scaled_product))
     assert got.shape == (M, N) and got.dtype == torch.bfloat16
     assert (got.float() - wanted.float()).norm() <= 4e-3 * wanted.float().norm()
 

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
 from colonnade.errors import ConfigError, PlanError
-from colonnade.kernels.choose import choose
-from colonnade.kernels.experts import float8, reference, scaled_grouped, scaled_grouped_mm
+from colonnade.kernels.experts import float8, grouped_mm, reference
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
+from colonnade.kernels.registry import choose
 from colonnade.model import linear
 from colonnade.model.linear import in_float8
 from tests.experts import LOADS, Case, experts_of_rows, gradients, routed_experts
@@ -87,7 +87,7 @@ def test_the_gradient_of_weights_is_not_rounded() -> None:
     """Σ_r p_r ⊗ q_r of what came out and what went in, to float32."""
     p, q = torch.randn(13, 16), torch.randn(13, 32)
     ends = torch.tensor([4, 4, 11])
-    got = scaled_grouped.sums(p, q, ends)
+    got = grouped_mm.sums_reference(p, q, ends)
     wanted = torch.stack([p[a:b].double().T @ q[a:b].double() for a, b in ((0, 4), (4, 4), (4, 11))])
     assert_same(got.double(), wanted, 1e-6)
 
@@ -101,12 +101,14 @@ def test_the_fast_file_hands_its_operands_over_as_the_operator_wants_them(monkey
         assert scale_a.shape == (len(a),) and scale_b.shape == (E, N) and scale_b.is_contiguous()
         assert scale_a.dtype == scale_b.dtype == torch.float32 and offs.dtype == torch.int32 and len(offs) == E
         assert K % 16 == N % 16 == 0 and out_dtype == torch.bfloat16 and use_fast_accum
-        return scaled_grouped.product(a, b.transpose(1, 2), scale_a[:, None], scale_b[..., None], offs, out_dtype)
+        return grouped_mm.scaled_product_reference(
+            a, b.transpose(1, 2), scale_a[:, None], scale_b[..., None], offs, out_dtype
+        )
 
     monkeypatch.setattr(torch, "_scaled_grouped_mm", operator, raising=False)
     case = Case(30, 2, 4, 32, 48)
     plain = gradients(routed_experts(float8.routed), case, torch.bfloat16)
-    fast = {"scaled_grouped_product": scaled_grouped_mm.product}
+    fast = {"scaled_grouped_product": grouped_mm.scaled_product}
     monkeypatch.setattr(float8, "choose", lambda op, device, dtype: fast.get(op) or choose(op, device, dtype))
     for name, got in gradients(routed_experts(float8.routed), case, torch.bfloat16).items():
         assert torch.equal(got, plain[name]), name

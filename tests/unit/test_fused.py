@@ -9,10 +9,10 @@ import torch
 
 import thin_linear
 from colonnade.config import MoeConfig, Plan, ServeConfig
-from colonnade.kernels.linear import thin_tiles
-from colonnade.model import KVCache, Packed, Paged, fused
-from colonnade.model.quantised import quantisable
-from colonnade.parallel.mesh import Ground
+from colonnade.kernels.linear import skinny_gemm_tiles
+from colonnade.model import KVCache, Packed, Paged, fused_block
+from colonnade.model.weight_only_quant import quantisable
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
 from tests.serve import tiny
 from tests.worlds import run
@@ -46,14 +46,14 @@ def texts(*, on: bool, **changes: Any) -> list[Any]:
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_engine_says_and_keeps_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = {"attended": 0, "fed": 0}
-    real = {part: getattr(fused, part) for part in taken}
+    real = {part: getattr(fused_block, part) for part in taken}
 
     def counted(part: str, *args: Any, **how: Any) -> torch.Tensor:
         taken[part] += 1
         return real[part](*args, **how)
 
     for part in taken:
-        monkeypatch.setattr(fused, part, functools.partial(counted, part))
+        monkeypatch.setattr(fused_block, part, functools.partial(counted, part))
     plain, ours = (texts(on=on, **SHAPES[name]) for on in (False, True))
     assert plain[0] == ours[0]
     assert all((a - b).abs().max() < 1e-10 for a, b in zip(plain[1:], ours[1:], strict=True))
@@ -78,7 +78,7 @@ def test_quantised_weights(kind: str) -> None:
 
 def ranks_say() -> list[Any]:
     said = []
-    with Ground.build(Plan(tp=2), "cpu") as ground:
+    with DistributedContext.build(Plan(tp=2), "cpu") as ground:
         for on in (False, True):
             model = tiny.model(ground.axes.serving())
             for block in model.blocks:
@@ -100,13 +100,13 @@ def test_what_wants_a_gradient_goes_through_the_modules() -> None:
     cache = KVCache(model.config, pages=2, page_tokens=4, dtype=torch.float64)
     some = torch.zeros(1, dtype=torch.int64)
     attend = Paged(cache, some[None].int(), some, some.int(), some.int(), 1, 1).at(0, None)
-    assert not fused.feeds(block, x, attend) and not fused.attends(block, x, attend)
+    assert not fused_block.feeds(block, x, attend) and not fused_block.attends(block, x, attend)
     with torch.no_grad():
-        assert fused.feeds(block, x, attend) and fused.attends(block, x, attend)
-        assert not fused.feeds(block, x[:0], attend) and not fused.attends(block, x[:0], attend)
+        assert fused_block.feeds(block, x, attend) and fused_block.attends(block, x, attend)
+        assert not fused_block.feeds(block, x[:0], attend) and not fused_block.attends(block, x[:0], attend)
         packed = Packed.of([2])
-        assert not fused.feeds(block, x, packed) and not fused.attends(block, x, packed)
-    fused.prepare(model)  # a CPU has none of the kernels, and stays as it is
+        assert not fused_block.feeds(block, x, packed) and not fused_block.attends(block, x, packed)
+    fused_block.prepare(model)  # a CPU has none of the kernels, and stays as it is
     assert not block.fused and block.ffn.up.kernels == "auto"
 
 
@@ -118,16 +118,16 @@ def test_candidates_of_tiles_fit_a_kernel_and_a_table() -> None:
     rows = [{"kind": "plain", "tiles": tiles._asdict()}, {"kind": "int4", "tiles": None}]
     record = json.loads(thin_linear.written("none", rows))
     assert record == {"measured_on": "none", "rows": rows}
-    assert thin_tiles.Tiles(**record["rows"][0]["tiles"]) == tiles
+    assert skinny_gemm_tiles.Tiles(**record["rows"][0]["tiles"]) == tiles
 
 
 def test_tuning_the_matrix_units_leaves_other_rows_of_the_table() -> None:
-    table = thin_tiles.table()
+    table = skinny_gemm_tiles.table()
     kept, ways = thin_linear.to_measure(thin_linear.CELLS, units=True)
     assert kept == [row for row in table if row["kind"] == "plain"]
     for cell, hows in ways.items():
         F, D, _ = thin_linear.SHAPES[cell.name]
-        now = thin_tiles.pick(cell.kind, cell.rows, F, D, gated=cell.gated)
+        now = skinny_gemm_tiles.pick(cell.kind, cell.rows, F, D, gated=cell.gated)
         assert cell.kind != "plain" and any(how.units for how in hows) and len(set(hows)) == len(hows)
         assert now is None or now in hows
     # Each shape that the table had is measured, and more rows.
@@ -140,7 +140,7 @@ def test_tuning_the_matrix_units_leaves_other_rows_of_the_table() -> None:
 def test_the_table_of_tiles_is_asked_by_the_nearest_shape() -> None:
     for kind, gated in (("plain", False), ("plain", True), ("int8", False), ("float8", True), ("int4", False)):
         for rows in (1, 2, 3, 4):
-            tiles = thin_tiles.pick(kind, rows, 12288, 4096, gated=gated)
+            tiles = skinny_gemm_tiles.pick(kind, rows, 12288, 4096, gated=gated)
             assert tiles is None or (tiles.BK & (tiles.BK - 1) == 0 and tiles.stages > 1)
-        assert thin_tiles.pick(kind, thin_tiles.MOST + 1, 4096, 4096, gated=gated) is None
-    assert thin_tiles.pick("plain", 1, 4096, 4096, gated=False) is not None
+        assert skinny_gemm_tiles.pick(kind, skinny_gemm_tiles.MOST + 1, 4096, 4096, gated=gated) is None
+    assert skinny_gemm_tiles.pick("plain", 1, 4096, 4096, gated=False) is not None

@@ -10,16 +10,15 @@ from torch import Tensor
 
 from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from colonnade.errors import ConfigError
-from colonnade.kernels.adamw import reference
+from colonnade.kernels import adamw as reference
 from colonnade.model import Loss, Packed, Stream, Transformer, initialise
 from colonnade.parallel.axis import SOLO, SOLO_AXES
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, Whole, masters
 from colonnade.parallel.layout import layout_of
-from colonnade.parallel.mesh import Ground
-from colonnade.train import Trainer, norm
-from colonnade.train.fused import FusedAdamW
-from colonnade.train.move import Move
-from colonnade.train.optimizer import AdamW
+from colonnade.train import Trainer, grad_norm
+from colonnade.train.optimizer import AdamW, FusedAdamW
+from colonnade.train.optimizer_step import OptimizerStep
 from tests import corpora
 from tests.adamw import drawn, moved
 
@@ -29,7 +28,7 @@ TRAIN = TrainConfig(steps=9, warmup=0, lr=1e-2, min_lr=1e-3, weight_decay=0.3, c
 
 def started(compute: torch.dtype, kept: torch.dtype, *, single: bool) -> tuple[Transformer, Masters]:
     model = initialise(Transformer(MODEL, dtype=kept), 0)
-    return model, masters(model, Ground.solo(), compute, single=single)
+    return model, masters(model, DistributedContext.solo(), compute, single=single)
 
 
 def backward(model: Transformer, held: Masters, i: int, scale: float = 1.0) -> Tensor:
@@ -66,7 +65,7 @@ def test_it_moves_as_adamw_does(compute: str, kept: str) -> None:
     for fused in (False, True):
         model, held = started(low, high, single=fused)
         optimizer = FusedAdamW(held, TRAIN) if fused else AdamW(held.local, TRAIN)
-        move = Move(model, held, optimizer, TRAIN, SOLO)
+        move = OptimizerStep(model, held, optimizer, TRAIN, SOLO)
         losses, norms = [], []
         for i in range(4):
             losses.append(backward(model, held, i))
@@ -94,7 +93,7 @@ def test_the_norm_of_16_bit_gradients_is_taken_in_float32() -> None:
     model, held = started(torch.bfloat16, torch.float32, single=True)
     backward(model, held, 0)
     held.collect()
-    found = norm.gradient_norm(held.graded, layout_of(model), SOLO_AXES, SOLO)
+    found = grad_norm.gradient_norm(held.graded, layout_of(model), SOLO_AXES, SOLO)
     exact = sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None) ** 0.5
     assert found.dtype == torch.float32
     assert abs(found.item() / exact.item() - 1) < 1e-6, "bfloat16 has three digits"  # type: ignore[union-attr]

@@ -12,14 +12,14 @@ from colonnade.config.presets import preset
 from colonnade.data import Batch
 from colonnade.errors import ConfigError
 from colonnade.parallel.axis import SOLO
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
-from colonnade.parallel.mesh import Ground
 from colonnade.train import Trainer
-from colonnade.train.graph import Graphed, Recording, fixed, given, varying
-from colonnade.train.lay import Terms, noise_of
-from colonnade.train.scaler import LossScaler
+from colonnade.train.cuda_graph import Graphed, Recording, fixed, given, varying
+from colonnade.train.loss_scaler import LossScaler
+from colonnade.train.model_inputs import Terms, noise_of
 from colonnade.train.session import moving
-from colonnade.train.step import Outcome, Step, pair_weight, passes, valid_tokens
+from colonnade.train.train_step import Outcome, Step, pair_weight, passes, valid_tokens
 from tests.models import build
 from tests.parity.train_cases import CASES, ragged
 
@@ -107,11 +107,11 @@ def test_replayed_steps_are_the_steps(fused: bool, dtype: str) -> None:
     ) | {"max_memory_allocated": lambda _: 77}
     for graphed in (False, True):
         model = build(config, dtype=torch.float32)
-        held = masters(model, Ground.solo(), getattr(torch, dtype), single=fused)
+        held = masters(model, DistributedContext.solo(), getattr(torch, dtype), single=fused)
         scaler = LossScaler(train, cpu) if dtype == "float16" else None
         step = Step(model, held, moving(held, train), train, SOLO, scaler=scaler)
         outcomes: list[Outcome] = []
-        with mock.patch.multiple(torch.cuda, **on_a_cpu), mock.patch("colonnade.train.graph.check_device"):
+        with mock.patch.multiple(torch.cuda, **on_a_cpu), mock.patch("colonnade.train.cuda_graph.check_device"):
             if graphed:
                 step.passes = Replayed(step.passes, (*model.parameters(), *held.local.values()), cpu)
             for i in range(12):

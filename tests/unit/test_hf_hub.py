@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from colonnade.checkpoint.hf.hub import fetch
+from colonnade.checkpoint.hf.read import fetch
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.errors import CheckpointError
 from tests.models import build

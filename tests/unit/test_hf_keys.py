@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from colonnade.checkpoint.hf.families import FAMILIES, config_from_hf
-from colonnade.checkpoint.hf.keys import ABSENT, HARMLESS, HARMLESS_PREFIXES
+from colonnade.checkpoint.hf.family import ABSENT, HARMLESS, HARMLESS_PREFIXES
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[2] / "colonnade"
 # dotted name (and everything below it) -> the files that may use it
 REACH = {
     "torch.distributed": ("parallel/*", "checkpoint/*"),
-    "torch.distributed.tensor": ("checkpoint/view.py", "parallel/collectives.py", "parallel/fsdp.py"),
+    "torch.distributed.tensor": ("checkpoint/dtensor_view.py", "parallel/collectives.py", "parallel/fsdp.py"),
     "torch.distributed.checkpoint": ("checkpoint/*",),
     "os.environ": ("cli/*", "parallel/launch.py"),
     "os.getenv": (),
@@ -36,8 +36,8 @@ REACH = {
 # Private interfaces of torch: one file names those of communication, one the attention operators below autograd.
 # torch._foreach_* is documented.
 PRIVATE = (
-    "parallel/collectives.py", "parallel/peers.py", "kernels/attention/chunk_flash.py", "kernels/linear/scaled_mm.py",
-    "kernels/experts/scaled_grouped_mm.py",
+    "parallel/collectives.py", "parallel/symmetric_memory.py", "kernels/attention/chunk.py",
+    "kernels/linear/scaled_mm.py", "kernels/experts/grouped_mm.py",
 )  # fmt: skip
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from colonnade.errors import CapacityError, ConfigError
-from colonnade.kernels.attention import held, reference
-from colonnade.kernels.attention.pages import PageTable
-from colonnade.kernels.choose import TABLE, Row, choose
-from colonnade.kernels.dropout.reference import Pairs
+from colonnade.kernels.attention import reference, sharded_cache
+from colonnade.kernels.attention.page_table import PageTable
+from colonnade.kernels.dropout import Pairs
 from colonnade.kernels.linear import reference as linear_reference
+from colonnade.kernels.registry import TABLE, Row, choose
 from tests.worlds import assert_same
 
 PACKED = [row for row in TABLE if row.operation == "packed_attention" and row.name != "reference"]
@@ -108,7 +108,7 @@ def test_queries_without_keys_are_the_identity(row: Row, new: list[int], known: 
     assert_same(o, reference.paged(q, k, v, table))
 
 
-@pytest.mark.parametrize("run", [*(row.run for row in on_cpu(PAGED)), reference.paged, held.attend])
+@pytest.mark.parametrize("run", [*(row.run for row in on_cpu(PAGED)), reference.paged, sharded_cache.attend])
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("requests_", [[1], [1, 1]], ids=str)
 def test_a_bad_page_table_is_refused_and_not_read(run, scattered: bool, requests_: list[int]) -> None:

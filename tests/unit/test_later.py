@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from colonnade.kernels.experts.later import Later
+from colonnade.kernels.experts.deferred_wgrad import Later
 from colonnade.kernels.experts.reference import Weights
 
 SAID: list[str] = []

@@ -12,15 +12,15 @@ import torch
 
 from colonnade.config import Plan
 from colonnade.errors import DataError, PlanError
+from colonnade.parallel.distributed_context import DistributedContext, choose_device
 from colonnade.parallel.launch import launch
-from colonnade.parallel.mesh import Ground, choose_device
 
 TWO = Plan(tp=2)
 
 
 def work(how: str) -> tuple[list[float], int, int]:
     """Two ranks meet in a collective; then rank 1 meets its fate, and rank 0 waits for it in another."""
-    with Ground.build(TWO) as ground:
+    with DistributedContext.build(TWO) as ground:
         tp = ground.axes.tp
         met = tp.fan_in(torch.full((2,), float(ground.rank + 1)))
         if ground.rank == 1:
@@ -116,10 +116,13 @@ def test_ctrl_c_while_the_workers_begin(tmp_path: Path) -> None:
 def test_more_gpus_than_there_are() -> None:
     if torch.cuda.device_count() >= 64:
         pytest.skip("needs fewer than 64 GPUs")
-    with pytest.raises(PlanError, match="puts 64 ranks on this machine, which has"), Ground.build(Plan(dp=64), "cuda"):
+    with (
+        pytest.raises(PlanError, match="puts 64 ranks on this machine, which has"),
+        DistributedContext.build(Plan(dp=64), "cuda"),
+    ):
         pass
 
 
 def test_wrong_world() -> None:
-    with pytest.raises(PlanError, match="needs 2 processes but 1 were started"), Ground.build(TWO, "cpu"):
+    with pytest.raises(PlanError, match="needs 2 processes but 1 were started"), DistributedContext.build(TWO, "cpu"):
         pass

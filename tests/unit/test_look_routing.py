@@ -7,11 +7,11 @@ import torch
 from rich.console import Console
 
 from colonnade.config import MoeConfig
-from colonnade.data.kinds import kinds_of
+from colonnade.data.token_classes import kinds_of
 from colonnade.errors import RequestError
 from colonnade.look.routing import follow, tables
 from colonnade.model import Packed, Rows, Stream
-from colonnade.model.moe.specialities import recorded
+from colonnade.model.moe.expert_specialization import recorded
 from colonnade.model.score import score
 from tests.serve import tiny
 

@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from colonnade.cli.program import main
+from colonnade.cli.main import main
 from colonnade.config import DataConfig, LatentConfig, ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
 from colonnade.config.presets import preset
 from colonnade.data import Batch
 from colonnade.errors import CapacityError
 from colonnade.model import Transformer
-from colonnade.model.recompute import KINDS, recompute
+from colonnade.model.activation_checkpointing import KINDS, recompute
 from colonnade.parallel import device_memory
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
-from colonnade.train.activations import kept_bytes
-from colonnade.train.lay import Terms, noise_of
+from colonnade.train.activation_memory import kept_bytes
 from colonnade.train.memory_advice import SPARE, Machine, check, fits, needs, remedies
 from colonnade.train.memory_estimate import block_bytes, estimate
+from colonnade.train.model_inputs import Terms, noise_of
 from colonnade.train.session import Session
-from colonnade.train.step import forward
+from colonnade.train.train_step import forward
 from tests import corpora
 
 GIB = 1 << 30
@@ -240,7 +240,10 @@ def test_a_run_that_does_not_fit_starts_nothing(
     assert not (tmp_path / "runs").exists()
     run = LLAMA.but(runs=tmp_path, device="cpu", data=DataConfig(path=corpus))
     monkeypatch.setattr("colonnade.train.session.Session._build", None)
-    with Ground.build(run.plan, "cpu") as ground, pytest.raises(CapacityError, match="nothing was allocated"):
+    with (
+        DistributedContext.build(run.plan, "cpu") as ground,
+        pytest.raises(CapacityError, match="nothing was allocated"),
+    ):
         Session(run, ground)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from colonnade.config import ModelConfig, MoeConfig, Plan
-from colonnade.parallel.mesh import Ground
-from colonnade.train.step import Step
+from colonnade.parallel.distributed_context import DistributedContext
+from colonnade.train.train_step import Step
 from colonnade.verify.trial import RAGGED, TRAIN, Trial, batch
 from tests.routers import KINDS, kind_of, moe_of
 
@@ -26,7 +26,7 @@ def test_a_step_copies_no_numbers_of_the_host(name: str, monkeypatch: pytest.Mon
     if kind_of(name) == "task":
         moe = moe.but(router=moe.router.but(task=0))
     config = model_of(moe)
-    with Ground.build(Plan()) as ground:
+    with DistributedContext.build(Plan()) as ground:
         trial = Trial.start(config, ground, 1)
         step = Step(trial.model, trial.masters, trial.optimizer, TRAIN, trial.world)
         batches = [batch(RAGGED, i, i, config) for i in range(2)]

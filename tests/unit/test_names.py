@@ -7,13 +7,13 @@ import pytest
 
 import colonnade
 from colonnade.checkpoint import native
-from colonnade.checkpoint.found import locate
+from colonnade.checkpoint.open_model import locate
 from colonnade.cli import main
 from colonnade.config import ModelConfig
 from colonnade.data import Corpus, build
 from colonnade.errors import CheckpointError, DataError
 from colonnade.model import Transformer, initialise
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 
 TEXTS = [(f"doc{i}", f"{i} columns bear {i * 7 % 13} loads. " * 20) for i in range(30)]
 
@@ -31,7 +31,13 @@ def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     config = ModelConfig(vocab_size=280, layers=1, width=16, heads=2, ffn_width=16, context=64)
     place = tmp_path_factory.mktemp("runs") / "a"
     model = initialise(Transformer(config), 0)
-    native.save(place / "step-1", model, native.Meta(model=config), Ground.solo(), tokenizer=Corpus(corpus).tokenizer)
+    native.save(
+        place / "step-1",
+        model,
+        native.Meta(model=config),
+        DistributedContext.solo(),
+        tokenizer=Corpus(corpus).tokenizer,
+    )
     return place
 
 

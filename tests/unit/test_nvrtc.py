@@ -10,7 +10,7 @@ import torch
 
 from colonnade.kernels import nvrtc
 from colonnade.kernels.attention import cuda_decode
-from colonnade.kernels.attention.decode_layout import Layout
+from colonnade.kernels.attention.decode_plan import Layout
 from colonnade.kernels.attention.split_plan import FIELDS
 
 KERNEL = 'extern "C" __global__ void fill(int* x) { x[threadIdx.x] = NUMBER; }'

@@ -9,15 +9,15 @@ import torch
 from colonnade import api
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.config import MoeConfig, Plan, ServeConfig
+from colonnade.config.feature_checks import check_quantised
 from colonnade.config.presets import preset
-from colonnade.config.quantised import check
 from colonnade.errors import CheckpointError, ConfigError, PlanError
-from colonnade.kernels.choose import TABLE
-from colonnade.kernels.linear import few, quantised
+from colonnade.kernels.linear import reference, skinny_gemm_cpu
 from colonnade.kernels.linear.quantise import dequantise, quantise, widened
+from colonnade.kernels.registry import TABLE
 from colonnade.model.linear import Linear
-from colonnade.model.quantised import kind_of, weight_bytes
-from colonnade.parallel.mesh import Ground
+from colonnade.model.weight_only_quant import kind_of, weight_bytes
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine
 from tests.models import BERTS, CONFIGS, build
 from tests.serve import tiny
@@ -70,9 +70,9 @@ def test_a_word_holds_what_the_docstring_says() -> None:
 def test_the_reference_multiplies_with_what_is_stored(row, kind: str, group: int, monkeypatch) -> None:
     if "cpu" not in row.devices:
         pytest.skip("a GPU's: tests/interpreted_quantised.py and tests/gpu/test_quantised_gpu.py")
-    monkeypatch.setattr(quantised, "BAND", 1000)
+    monkeypatch.setattr(reference, "BAND", 1000)
     w, bias = quantise(draw(37, 90), kind, group), draw(37).double()
-    for shape in ((0, 90), (1, 90), (5, 90), (2, 3, 90), (few.FEW, 90), (few.FEW + 1, 90)):
+    for shape in ((0, 90), (1, 90), (5, 90), (2, 3, 90), (skinny_gemm_cpu.FEW, 90), (skinny_gemm_cpu.FEW + 1, 90)):
         x = draw(*shape).double()
         exact = x @ dequantise(w, torch.float64).T
         assert (row.run(x, w) - exact).abs().max().nan_to_num() < 1e-12 if x.numel() else row.run(x, w).shape == (0, 37)
@@ -84,7 +84,7 @@ def test_the_reference_multiplies_with_what_is_stored(row, kind: str, group: int
 def test_few_rows_are_reckoned_at_least_as_finely_as_many(kind: str, group: int, dtype: torch.dtype) -> None:
     w, x = quantise(draw(37, 300), kind, group), draw(5, 300, seed=1).to(dtype)
     exact = x.double() @ dequantise(w, torch.float64).T
-    got = few.linear(x, w)
+    got = skinny_gemm_cpu.quantised_linear(x, w)
     assert (
         got.dtype == dtype
         and (got - exact).norm() / exact.norm() < {torch.bfloat16: 2.5e-3, torch.float32: 2e-6}[dtype]
@@ -155,21 +155,21 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(
             PlanError, match=rf"one scale for {group} inputs, and tp={tp} leaves a rank \d+ of ffn_width"
         ):
-            check(llama, weights, group, tp)
-    check(llama, "int4", 64, 4)
-    check(llama, "int8", 64, 8)
-    check(llama, "int4", 128, 1)
+            check_quantised(llama, weights, group, tp)
+    check_quantised(llama, "int4", 64, 4)
+    check_quantised(llama, "int8", 64, 8)
+    check_quantised(llama, "int4", 128, 1)
     with pytest.raises(ConfigError, match="are for models that generate"):
-        check(BERTS["post_masked"], "int8", 64, 1)
+        check_quantised(BERTS["post_masked"], "int8", 64, 1)
     moe = tiny.config(ffn_width=35, moe=MoeConfig(experts=4, active=2, ffn_width=64, shared_width=256))
-    check(moe.but(heads=16, head_width=16), "int4", 64, 2)  # no layer has the 35 hidden units of a dense one
-    check(moe, "int8", 64, 2, sh=4)
+    check_quantised(moe.but(heads=16, head_width=16), "int4", 64, 2)  # no layer has the 35 hidden units of a dense one
+    check_quantised(moe, "int8", 64, 2, sh=4)
     with pytest.raises(PlanError, match=r"sh=2 leaves a rank 32 of moe.ffn_width 64.*use --serve.weight_group 32"):
-        check(moe, "int4", 64, 1, sh=2)
+        check_quantised(moe, "int4", 64, 1, sh=2)
     with pytest.raises(PlanError, match=r"sh=4 leaves a rank 16 of moe.ffn_width 64.*use another sh, or --serve"):
-        check(moe, "int4", 32, 1, sh=4)
+        check_quantised(moe, "int4", 32, 1, sh=4)
     with pytest.raises(PlanError, match=r"tp=2 leaves a rank 32 of moe.shared_width 64"):
-        check(moe.but(heads=16, head_width=16, moe=moe.moe.but(shared_width=64)), "int4", 64, 2)
+        check_quantised(moe.but(heads=16, head_width=16, moe=moe.moe.but(shared_width=64)), "int4", 64, 2)
     with pytest.raises(ConfigError, match=r"serve.weights is int4, and this model's are stored.*load it with weights"):
         Engine(tiny.model(), tiny.tokenizer(), ServeConfig(weights="int4"))
     with pytest.raises(ConfigError):
@@ -197,7 +197,7 @@ def test_a_word_that_load_does_not_know_is_refused_before_anything_is_read(given
 
 
 def test_a_model_says_what_its_weights_are(tmp_path: Path) -> None:
-    whole = api.Model(tiny.model(dtype=torch.float32), None, Ground.solo(torch.device("cpu")), "tiny")
+    whole = api.Model(tiny.model(dtype=torch.float32), None, DistributedContext.solo(torch.device("cpu")), "tiny")
     with pytest.raises(ConfigError, match="format is 'gguf'; it must be 'hf' or 'colonnade'"):
         api.save(whole, tmp_path / "m", format="gguf")
     api.save(whole, tmp_path / "m")

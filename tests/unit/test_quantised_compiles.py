@@ -56,7 +56,8 @@ def test_they_fit_the_chip(name: str, kind: str, rows: int, tmp_path: Path) -> N
 @pytest.mark.parametrize(("name", "kind", "rows"), EXPERTS)
 def test_experts_fit_the_chip(name: str, kind: str, rows: int, tmp_path: Path) -> None:
     """A gated layer without biases."""
-    from colonnade.kernels.experts import quantised_gpu, triton_quantised
+    from colonnade.kernels.experts import triton_quantised
+    from colonnade.kernels.experts import triton_quantised as quantised_gpu
 
     kernel = getattr(triton_quantised, name)
     how = next(tiles for _, tiles in quantised_gpu.CHOSEN if rows == tiles.BM)
@@ -77,13 +78,13 @@ def test_experts_fit_the_chip(name: str, kind: str, rows: int, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["*bf16", pytest.param("*fp32", marks=pytest.mark.long)])
 def test_fixed_tiles_fit_the_chip(kind: str, tmp_path: Path) -> None:
-    from colonnade.kernels.linear import triton_fixed
+    from colonnade.kernels.linear import triton_batch_invariant
 
     types = dict.fromkeys(("x_ptr", "w_ptr", "b_ptr", "y_ptr"), kind)
     types |= dict.fromkeys(("rows", "outputs", "inputs", "x_t", "w_f"), "i32")
-    tile = triton_fixed.TILE | ({"BK": 64} if kind == "*fp32" else {})
+    tile = triton_batch_invariant.TILE | ({"BK": 64} if kind == "*fp32" else {})
     whole = ("outputs", "inputs", "x_t", "w_f")
-    built = compiled(triton_fixed._linear, types, {"BIASED": False, **tile}, whole, warps=4, stages=3)
+    built = compiled(triton_batch_invariant._linear, types, {"BIASED": False, **tile}, whole, warps=4, stages=3)
     assert built.metadata.shared * 2 <= SHARED_BYTES
     assert spilled(built, tmp_path) == 0
     assert kind != "*bf16" or "wgmma" in built.asm["ptx"]

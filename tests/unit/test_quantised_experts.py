@@ -11,20 +11,20 @@ from colonnade import api
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.config import ExpertsConfig, ServeConfig
 from colonnade.errors import CheckpointError
-from colonnade.kernels.choose import TABLE
+from colonnade.kernels import permute
 from colonnade.kernels.experts import reference
 from colonnade.kernels.experts.quantised import Stacks
 from colonnade.kernels.experts.reference import Weights
-from colonnade.kernels.linear import quantised
+from colonnade.kernels.linear import reference as quantised
 from colonnade.kernels.linear.quantise import dequantise, quantise
-from colonnade.kernels.permute import reference as permute
+from colonnade.kernels.registry import TABLE
 from colonnade.model import Transformer
 from colonnade.model.linear import Linear
 from colonnade.model.moe import experts_of
 from colonnade.model.moe.experts import Experts
-from colonnade.model.quantised import kept_bytes, kind_of, weight_bytes
+from colonnade.model.weight_only_quant import kept_bytes, kind_of, weight_bytes
 from colonnade.parallel.axis import SOLO_AXES
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
 from tests.experts import LOADS, Case, in_fewer_bits, written_out
 from tests.models import MOES, build
@@ -80,7 +80,7 @@ def test_each_matrix_is_a_dense_layers_and_no_product_errs_further(kind: str, gr
                 span = span.amax(2).clamp(min=0) - span.amin(2).clamp(max=0)
                 moved["int4"] = (span / 15 * 0.6).repeat_interleave(group, 1)[:, : w.shape[1]]
             rows = x[:, : w.shape[1]]
-            apart = (quantised.linear(rows, mine) - rows @ w.T).abs()
+            apart = (quantised.quantised_linear(rows, mine) - rows @ w.T).abs()
             bound = rows.abs() @ moved[kind].expand_as(w).T
             assert (apart <= 1.001 * bound + 1e-5).all() and (apart > bound / 100).any()
     assert not hasattr(layer, "up") and isinstance(layer.stored, Stacks)
@@ -120,7 +120,7 @@ def test_a_mixture_is_quantised_while_it_is_read(name: str, format: str, weights
     if format == "hf":
         write_hf(whole, tmp_path / "m", shard_bytes=10_000)
     else:
-        api.save(api.Model(whole, None, Ground.solo(CPU), "tiny"), tmp_path / "m")
+        api.save(api.Model(whole, None, DistributedContext.solo(CPU), "tiny"), tmp_path / "m")
     model = api.load(tmp_path / "m", dtype="float64", device="cpu", weights=weights, weight_group=32)
     assert kind_of(model.transformer) == weights
     made = {n for n, m in model.transformer.named_modules() if getattr(m, "quantised", None)}
@@ -144,7 +144,7 @@ def test_an_engine_says_what_the_reference_forward_says(changes: dict, weights: 
     """Prompts in chunks beside single tokens; and the same when experts wait in host memory, to the bit."""
     moe = EXPERTS.but(experts=8, ffn_width=33)
     whole = tiny.model(dtype=torch.float32, **changes, layers=3, moe=moe)
-    api.save(api.Model(whole, tiny.tokenizer(), Ground.solo(CPU), "tiny"), tmp_path / "m")
+    api.save(api.Model(whole, tiny.tokenizer(), DistributedContext.solo(CPU), "tiny"), tmp_path / "m")
     on = {"dtype": "float64", "device": "cpu", "weights": weights, "weight_group": 32}
     model = api.load(tmp_path / "m", **on)
     plain = dequantised(model.transformer, tiny.model(**changes, layers=3, moe=moe))

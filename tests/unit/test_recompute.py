@@ -9,9 +9,9 @@ from torch.utils.checkpoint import set_checkpoint_debug_enabled
 from colonnade.config import ModelConfig
 from colonnade.errors import CapacityError
 from colonnade.model import Loss, Transformer
-from colonnade.model.recompute import KINDS, Kind, recompute
+from colonnade.model.activation_checkpointing import KINDS, Kind, recompute
 from colonnade.parallel.axis import SOLO
-from colonnade.train.activations import Choice, choose_kinds, kept_bytes, weigh
+from colonnade.train.activation_memory import Choice, choose_kinds, kept_bytes, weigh
 from tests.models import CONFIGS, build, ragged
 from tests.worlds import assert_same
 

@@ -6,9 +6,8 @@ The choice and the counts in Triton are held to the same cases by tests/interpre
 import pytest
 import torch
 
-from colonnade.kernels.choose import choose
-from colonnade.kernels.permute import reference as permute
-from colonnade.kernels.routing import reference, wide
+from colonnade.kernels import permute, routing
+from colonnade.kernels.registry import choose
 from colonnade.model.moe import Choice, Seen
 from colonnade.model.moe.layer import _finite
 from colonnade.model.moe.router import RULES
@@ -23,7 +22,7 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0, wanted: bool = True) ->
 @pytest.fixture
 def on_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product of 16 bits into float32, which torch has for GPUs."""
-    monkeypatch.setattr(wide, "product", lambda a, b: a.float() @ b.float())
+    monkeypatch.setattr(routing, "product_tensor_core", lambda a, b: a.float() @ b.float())
 
 
 @pytest.mark.usefixtures("on_matrix_units")
@@ -35,8 +34,8 @@ def test_wide_scores(dtype: torch.dtype, T: int, E: int, D: int, biased: bool) -
     x, w, b = draw(T, D, dtype=dtype), draw(E, D, dtype=dtype, seed=1), draw(E, dtype=dtype, seed=2)
     exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
     g = draw(T, E, dtype=torch.float32, seed=3, wanted=False) * torch.logspace(-2, 3, E)
-    got = wide.scores(x, w, b if biased else None)
-    wanted = reference.scores(exact[0], exact[1], exact[2] if biased else None)
+    got = routing.scores_tensor_core(x, w, b if biased else None)
+    wanted = routing.scores(exact[0], exact[1], exact[2] if biased else None)
     assert got.dtype == torch.float32 and wanted.dtype == torch.float64
     assert (got - wanted).norm() <= 1e-6 * wanted.norm()
     got.backward(g)
@@ -51,7 +50,7 @@ def test_a_gradient_nobody_wants_is_not_computed() -> None:
     x, w = draw(9, 8, dtype=torch.bfloat16), draw(5, 8, dtype=torch.bfloat16)
     for frozen, trained in ((x, w), (w, x)):
         frozen.requires_grad_(False)
-        wide.scores(x, w).sum().backward()
+        routing.scores_tensor_core(x, w).sum().backward()
         assert frozen.grad is None and trained.grad is not None
         frozen.requires_grad_()
         trained.grad = None
@@ -67,12 +66,12 @@ def test_operators_of_scores() -> None:
 def test_a_gradient_is_the_sum_of_its_parts() -> None:
     """To the last bit, of large and small numbers alike."""
     g = draw(200, 7, dtype=torch.float32, wanted=False) * torch.logspace(-30, 30, 200)[:, None]
-    assert torch.equal(wide.parts(g).unflatten(1, (3, 7)).double().sum(1), g.double())
+    assert torch.equal(routing.split_float32(g).unflatten(1, (3, 7)).double().sum(1), g.double())
 
 
 def test_a_weight_of_another_type_is_multiplied_as_before() -> None:
     x, w = draw(9, 8, dtype=torch.bfloat16, wanted=False), draw(5, 8, dtype=torch.float32, wanted=False)
-    assert torch.equal(wide.scores(x, w), torch.nn.functional.linear(x.float(), w))
+    assert torch.equal(routing.scores_tensor_core(x, w), torch.nn.functional.linear(x.float(), w))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -98,7 +97,7 @@ def test_the_plain_choice(T: int, E: int, A: int) -> None:
     scores = hard_scores(T, E)
     for name in ("normal", "ties", "infinite", "all equal"):
         for normalise in (False, True):
-            same_choice(by_hand, reference.best, scores[name], A, normalise=normalise, scale=1.7)
+            same_choice(by_hand, routing.best, scores[name], A, normalise=normalise, scale=1.7)
 
 
 def test_equal_and_not_finite_scores_are_ordered_as_by_a_stable_sort() -> None:
@@ -109,12 +108,12 @@ def test_equal_and_not_finite_scores_are_ordered_as_by_a_stable_sort() -> None:
     x[5] = 0.0
     x[5, ::2] = -0.0
     for count in (1, 4, 8, 9):
-        assert torch.equal(reference.top(x, count), x.sort(dim=1, descending=True, stable=True).indices[:, :count])
+        assert torch.equal(routing.top(x, count), x.sort(dim=1, descending=True, stable=True).indices[:, :count])
 
 
 def test_a_choice_counts_as_its_score_where_nothing_is_asked() -> None:
     scores = draw(9, 6, dtype=torch.float32, wanted=False)
-    ids, weights = reference.best(scores, scores, 2, normalise=False, scale=1.0)
+    ids, weights = routing.best(scores, scores, 2, normalise=False, scale=1.0)
     assert torch.equal(weights, scores.gather(1, ids))
 
 

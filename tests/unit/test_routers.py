@@ -12,7 +12,7 @@ from colonnade.errors import ConfigError
 from colonnade.model import Transformer, initialise
 from colonnade.model.moe import Choice, MixtureOfExperts, Own, Routed, Router, Routing, Seen, Spread, Units, router
 from colonnade.model.moe.router import INPUT, RULES, SCORES, SECOND, draws
-from colonnade.model.moe.routing import blame
+from colonnade.model.moe.routing_context import blame
 from colonnade.parallel.axis import SOLO_AXES
 from tests.routers import EXPERTS, KINDS, TOKENS, WIDTH, config_of, kind_of, moe_of, noise_for, router_of, tokens
 from tests.worlds import assert_same

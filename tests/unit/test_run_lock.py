@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from colonnade.checkpoint.lock import LOCK, Lock
+from colonnade.checkpoint.file_lock import LOCK, Lock
 from colonnade.errors import CheckpointError
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from colonnade.checkpoint.lock import Lock
+from colonnade.checkpoint.file_lock import Lock
 from colonnade.errors import CheckpointError
 run, job, attempt, stale_s = sys.argv[1:]
 lock = Lock(Path(run), (job, attempt), beat_s=0.1, stale_s=float(stale_s))

@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from colonnade.config import ServeConfig
-from colonnade.serve.api.app import build_app
-from colonnade.serve.api.bodies import NOT_YET, WITHOUT_EFFECT, ChatBody, CompletionBody
-from colonnade.serve.client import EngineClient
+from colonnade.serve.api.request_schemas import NOT_YET, WITHOUT_EFFECT, ChatBody, CompletionBody
+from colonnade.serve.api.routes import build_app
+from colonnade.serve.engine_client import EngineClient
 
 APP = build_app(EngineClient(), "tiny", ServeConfig())
 

@@ -10,8 +10,8 @@ from colonnade.kernels.attention import cascade
 from colonnade.kernels.attention.cascade import Cascade, Reader
 from colonnade.kernels.attention.split_plan import Costs, Shape
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.fixed import AHEAD, Planned
-from colonnade.serve.places import Places, padded
+from colonnade.serve.batch_slots import BatchSlots, padded
+from colonnade.serve.cuda_graph_runner import AHEAD, Planned
 from tests.serve import tiny
 
 
@@ -74,7 +74,7 @@ def test_what_steps_share_is_counted(monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     it.generate([[1, 2], [3, 4]], params)
     assert (it.stats.shared_keys, it.stats.spared_keys) == (0, 0), "on a CPU each request reads for itself"
-    monkeypatch.setattr("colonnade.serve.fixed._Size.keys", (40, 120))
+    monkeypatch.setattr("colonnade.serve.cuda_graph_runner._Size.keys", (40, 120))
     it.generate([[1, 2], [3, 4]], params)
     assert (it.stats.shared_keys, it.stats.spared_keys) == (3 * 40, 3 * 120), "three steps decode"
 
@@ -88,7 +88,7 @@ class Sitting:
 @given(st.lists(st.integers(-8, 20), max_size=60), st.integers(1, 30))
 def test_a_place_is_kept_while_the_size_is(changes: list[int], most: int):
     """No two have one place, the lowest is taken first, and nobody moves but where the step gets smaller by it."""
-    places, there = Places(most), list[Sitting]()
+    places, there = BatchSlots(most), list[Sitting]()
     for change in changes:
         before, size = {id(it): it.place for it in there}, padded(len(places.rows), most)
         if change >= 0 and there:

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from colonnade import api, talk
+from colonnade import api, chat
 from colonnade.config import ExpertsConfig, MoeConfig, Plan, ServeConfig
 from colonnade.config.presets import preset
 from colonnade.errors import CapacityError
 from colonnade.model import KVCache, Transformer
 from colonnade.model.moe import experts_of
-from colonnade.model.quantised import weight_bytes
+from colonnade.model.weight_only_quant import weight_bytes
 from colonnade.parallel.axis import SOLO_AXES, Axes, Axis
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.memory import Asked
-from colonnade.serve.room import check_room, remedies, together
+from colonnade.serve.memory_advice import check_room, remedies, together
+from colonnade.serve.memory_estimate import Asked
 from tests.serve import tiny
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_weights_and_cache_are_those_of_an_engine(tp: int, changes: dict) -> Non
 @pytest.mark.parametrize("weights", ["int8", "int4", "float8"])
 @pytest.mark.parametrize("moe", [None, MoeConfig(experts=4, active=2, ffn_width=6, first=1, shared_width=5)], ids=bool)
 def test_quantised_weights_are_reckoned_to_the_byte(weights: str, moe: MoeConfig | None, tmp_path: Path) -> None:
-    whole = api.Model(tiny.model(dtype=torch.float32, layers=4, moe=moe), None, Ground.solo(CPU), "tiny")
+    whole = api.Model(tiny.model(dtype=torch.float32, layers=4, moe=moe), None, DistributedContext.solo(CPU), "tiny")
     api.save(whole, tmp_path / "m")
     on = {"dtype": "float32", "device": "cpu", "weights": weights, "weight_group": 32}
     model = api.load(tmp_path / "m", **on).transformer
@@ -178,18 +178,18 @@ def test_what_is_offered_depends_on_the_model() -> None:
 
 
 def test_a_server_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
-    whole = api.Model(tiny.model(dtype=torch.float32), tiny.tokenizer(), Ground.solo(CPU), "tiny")
+    whole = api.Model(tiny.model(dtype=torch.float32), tiny.tokenizer(), DistributedContext.solo(CPU), "tiny")
     api.save(whole, tmp_path / "m")
-    where = talk.Where(str(tmp_path / "m"), Plan(), ServeConfig(memory_bytes=100_000), "cpu", "float32")
+    where = chat.Where(str(tmp_path / "m"), Plan(), ServeConfig(memory_bytes=100_000), "cpu", "float32")
     load = where.loading(where.writer())
     for file in (tmp_path / "m").glob("weights-*"):
         file.write_bytes(bytes(file.stat().st_size))  # nobody looks at them
     with pytest.raises(CapacityError, match=r"does not fit into a rank's memory on cpu(.|\n)*there is +97.66 KiB"):
-        load(Ground.solo(CPU))
+        load(DistributedContext.solo(CPU))
     small = replace(where, serve=ServeConfig(cache_bytes=100))
     load = small.loading(small.writer())
     with pytest.raises(CapacityError, match=r"cache_bytes 100 holds no page of 16 tokens, .* 3072 bytes; give 24576"):
-        load(Ground.solo(CPU))
+        load(DistributedContext.solo(CPU))
 
 
 def test_memory_that_is_not_there_after_all_has_the_same_table() -> None:

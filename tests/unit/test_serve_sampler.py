@@ -13,7 +13,7 @@ from colonnade.errors import RequestError
 from colonnade.parallel.axis import SOLO, world_axis
 from colonnade.serve import sampler
 from colonnade.serve.sampler import NOT_FINITE, Asked, likeliest
-from colonnade.serve.sampling import Draw, SamplingParams
+from colonnade.serve.sampling_params import Draw, SamplingParams
 from tests.worlds import run
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from colonnade.config import ServeConfig
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.line import Ask, Message, submit_message
+from colonnade.serve.ipc import Ask, Message, submit_message
 from colonnade.serve.worker import _handle, _prepare, arrivals
 from tests.serve import tiny
 

@@ -11,13 +11,13 @@ from colonnade.config import LatentConfig, MoeConfig, RouterConfig, ServeConfig
 from colonnade.config.presets import preset
 from colonnade.errors import ConfigError
 from colonnade.kernels.attention import sdpa
-from colonnade.kernels.choose import CHOSEN
+from colonnade.kernels.registry import CHOSEN
 from colonnade.model.moe.router import RULES
 from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.serve import Engine
-from colonnade.serve.memory import Asked, spare_pages
-from colonnade.serve.room import remedies
-from colonnade.serve.settle import EACH_ALONE, Site, check_steps, settled
+from colonnade.serve.memory_advice import remedies
+from colonnade.serve.memory_estimate import Asked, spare_pages
+from colonnade.serve.resolve_config import EACH_ALONE, Site, check_steps, resolve_config
 from tests.serve import tiny
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -43,10 +43,13 @@ def test_a_gpu_records_and_is_not_waited_for_unless_told_otherwise() -> None:
         on_gpu(), on_gpu(torch.float32), on_gpu(window=7), on_gpu(cp=2), on_gpu(moe=MOE),
         on_gpu(kv_heads=6, head_width=320, latent=latent),
     ):  # fmt: skip
-        assert (settled(ServeConfig(), site).fixed_steps, settled(ServeConfig(), site).run_ahead) == (True, True)
-        assert (settled(ServeConfig(), site).budget, settled(ServeConfig(), site).page) == (2048, 64)
+        assert (resolve_config(ServeConfig(), site).fixed_steps, resolve_config(ServeConfig(), site).run_ahead) == (
+            True,
+            True,
+        )
+        assert (resolve_config(ServeConfig(), site).budget, resolve_config(ServeConfig(), site).page) == (2048, 64)
         told = ServeConfig(fixed_steps=False, run_ahead=False, pages=3, token_budget=7, page_tokens=5)
-        assert settled(told, site) == told
+        assert resolve_config(told, site) == told
         check_steps(ServeConfig(fixed_steps=True), site)
     engine = Engine(tiny.model(), tiny.tokenizer())
     assert (engine.config.fixed_steps, engine.config.run_ahead) == (False, False)
@@ -67,7 +70,7 @@ def test_a_gpu_records_and_is_not_waited_for_unless_told_otherwise() -> None:
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_what_is_not_recorded_is_off_and_an_error_when_asked_for(site: Site, what: str) -> None:
-    left_open = settled(ServeConfig(), site)
+    left_open = resolve_config(ServeConfig(), site)
     assert (left_open.fixed_steps, left_open.run_ahead) == (False, True)
     check_steps(ServeConfig(), site)
     check_steps(left_open, site)
@@ -80,7 +83,7 @@ def test_what_is_not_recorded_is_off_and_an_error_when_asked_for(site: Site, wha
     ("paged_attention", "cuda", torch.float32, "triton") in CHOSEN, reason="has triton and a GPU's torch"
 )
 def test_without_triton_nothing_changes() -> None:
-    assert settled(ServeConfig(), on_gpu()).fixed_steps is False
+    assert resolve_config(ServeConfig(), on_gpu()).fixed_steps is False
     with pytest.raises(ConfigError, match=r"steps without triton are not recorded .* pip install triton"):
         check_steps(ServeConfig(fixed_steps=True), on_gpu())
 
@@ -92,7 +95,7 @@ def test_padding_is_for_those_whose_answer_it_cannot_change() -> None:
     for site in (
         on_gpu(moe=MOE.but(capacity=1.0)), on_gpu(moe=chooses), Site(tiny.config(), torch.bfloat16, GPU, cut=True)
     ):  # fmt: skip
-        assert settled(ServeConfig(), site).fixed_steps is False
+        assert resolve_config(ServeConfig(), site).fixed_steps is False
         check_steps(ServeConfig(fixed_steps=True), site)
     assert set(RULES) >= EACH_ALONE
 
@@ -132,7 +135,7 @@ CHOSEN_WHERE = """
 import torch
 torch.version.cuda = "13.0"  # as if this torch were built for GPUs; nothing is launched
 from colonnade.kernels.attention import mixed, sdpa, triton_decode
-from colonnade.kernels.choose import choose
+from colonnade.kernels.registry import choose
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     assert choose("paged_attention", "cuda", dtype) is mixed.paged
     assert choose("paged_attention", "cuda", dtype, "sdpa") is sdpa.paged

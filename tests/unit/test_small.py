@@ -8,25 +8,25 @@ import pytest
 import torch
 
 import small_reduce
-from colonnade.parallel import small
+from colonnade.parallel import small_allreduce
 from colonnade.parallel.axis import Axes, Axis
 from tests.compiled import compiled, spilled
 from tests.worlds import run
 
 
 def test_what_is_small_is_a_table() -> None:
-    table = json.loads(Path(small.__file__).with_name("small.json").read_text())
+    table = json.loads(Path(small_allreduce.__file__).with_name("small.json").read_text())
     for ranks in (2, 4, 8):
-        sums, gathers = small.limits(ranks)
-        assert 0 <= sums == table["sum"][str(ranks)] <= small.MOST_BYTES
-        assert 0 <= gathers == table["gather"][str(ranks)] <= small.MOST_BYTES
-    assert small.limits(5) == (0, 0), "a number of ranks that nobody measured"
-    assert small.small_of(Axis("tp", 5), torch.device("cuda")) is None
+        sums, gathers = small_allreduce.limits(ranks)
+        assert 0 <= sums == table["sum"][str(ranks)] <= small_allreduce.MOST_BYTES
+        assert 0 <= gathers == table["gather"][str(ranks)] <= small_allreduce.MOST_BYTES
+    assert small_allreduce.limits(5) == (0, 0), "a number of ranks that nobody measured"
+    assert small_allreduce.small_of(Axis("tp", 5), torch.device("cuda")) is None
 
 
 def test_a_cpu_has_plain_collectives() -> None:
     axes = Axes(tp=Axis("tp", 2, group="a"))
-    assert small.with_small(axes, torch.device("cpu")) is axes
+    assert small_allreduce.with_small(axes, torch.device("cpu")) is axes
     assert axes.tp.small is None
 
 
@@ -35,12 +35,19 @@ def test_a_cpu_has_plain_collectives() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("kind", "summed"), [("*bf16", True), ("*i32", False)])
 def test_the_kernel_reads_peers_after_all_have_written(kind: str, summed: bool, tmp_path: Path) -> None:
-    from colonnade.parallel import triton_small
+    from colonnade.parallel import triton_small_allreduce
 
     types = {"out_ptr": kind, "x_ptr": kind, "slots_ptr": "*i64", "flags_ptr": "*i64", "calls_ptr": "*i32"}
-    constants = {"RANK": 1, "RANKS": 4, "BLOCK_R": 4, "BLOCK": small.BLOCK, "BLOCKS": small.BLOCKS, "SUM": summed}
+    constants = {
+        "RANK": 1,
+        "RANKS": 4,
+        "BLOCK_R": 4,
+        "BLOCK": small_allreduce.BLOCK,
+        "BLOCKS": small_allreduce.BLOCKS,
+        "SUM": summed,
+    }
     numbers = {"n": "i32", "slot_bytes": "i32"}
-    built = compiled(triton_small.exchange, types | numbers, constants, tuple(numbers), warps=4)
+    built = compiled(triton_small_allreduce.exchange, types | numbers, constants, tuple(numbers), warps=4)
     ptx = built.asm["ptx"]
     assert "multimem" not in ptx, "NVLink's multicast is not to be used"
     told, heard = ptx.index("atom.global.sys.release.exch"), ptx.rindex("atom.global.sys.acquire")

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from colonnade.data.kinds import KINDS, kinds_of
+from colonnade.data.token_classes import KINDS, kinds_of
 from colonnade.model import Packed, Rows
-from colonnade.model.moe.specialities import examples, recorded, specialities
+from colonnade.model.moe.expert_specialization import examples, recorded, specializations
 from tests.models import MOES, build, ragged
 
 
@@ -33,7 +33,7 @@ def test_experts_that_tell_the_kind_and_experts_that_do_not_care():
     kinds = ["number"] * 6 + ["verb"] * 6
     sharp = torch.tensor([[0]] * 6 + [[2]] * 6)
     even = torch.tensor([[0], [1], [2]] * 4)
-    found = specialities({3: sharp, 5: even}, kinds, experts=4)
+    found = specializations({3: sharp, 5: even}, kinds, experts=4)
     assert found[3].told == pytest.approx(1)
     assert found[3].counts == [[6, 0, 0, 0], [0, 0, 6, 0]]
     assert found[3].favourites("verb") == [(2, 2.0)]
@@ -45,7 +45,7 @@ def test_experts_that_tell_the_kind_and_experts_that_do_not_care():
 def test_the_information_is_the_textbooks():
     """By the definition, from counts: 3 of 4 numbers to expert 0, 1 of 4 verbs; none is none."""
     ids_TA = torch.tensor([[0, 9], [0, 9], [0, 9], [1, 9], [0, 9], [1, 9], [1, 9], [1, 9]])
-    found = specialities({0: ids_TA}, ["number"] * 4 + ["verb"] * 4, experts=2)[0]
+    found = specializations({0: ids_TA}, ["number"] * 4 + ["verb"] * 4, experts=2)[0]
     cells = [3 / 8, 1 / 8, 1 / 8, 3 / 8]
     information = sum(p * math.log(p / 0.25) for p in cells)
     assert found.told == pytest.approx(information / math.log(2))
@@ -75,6 +75,6 @@ def test_choices_are_recorded_by_block_and_no_longer():
 
 
 def test_nothing_chosen_is_no_speciality():
-    found = specialities({0: torch.full((2, 1), 4)}, ["verb", "number"], experts=4)[0]
+    found = specializations({0: torch.full((2, 1), 4)}, ["verb", "number"], experts=4)[0]
     assert found.told == 0
     assert sum(map(sum, found.counts)) == 0

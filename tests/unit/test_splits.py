@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.kernels.attention import reference, split_reference
-from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import FIELDS, SHARE, Capacity, Costs, Item, Plan, Shape, places
-from colonnade.kernels.attention.splits import plan
+from colonnade.kernels.attention.split_planner import plan
 from tests.worlds import assert_same
 
 COSTS = Costs(tile=2000, start=1500, merge=2500, part=20)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from colonnade.chat import company
 from colonnade.checkpoint import native
 from colonnade.config import ModelConfig, MoeConfig, RouterConfig
 from colonnade.model import Transformer, initialise
-from colonnade.parallel.mesh import Ground
-from colonnade.talk import company
+from colonnade.parallel.distributed_context import DistributedContext
 from tests.serve import tiny
 
 
@@ -34,7 +34,9 @@ def test_a_chat_on_a_terminal_has_commands_and_line_editing(tmp_path: Path) -> N
     words = tiny.tokenizer()
     config = ModelConfig(vocab_size=words.vocab_size, layers=1, width=16, heads=2, ffn_width=16, context=96)
     place = tmp_path / "tiny"
-    native.save(place, initialise(Transformer(config), 0), native.Meta(model=config), Ground.solo(), tokenizer=words)
+    native.save(
+        place, initialise(Transformer(config), 0), native.Meta(model=config), DistributedContext.solo(), tokenizer=words
+    )
     keys, terminal = pty.openpty()
     command = [sys.executable, "-m", "colonnade", "chat", str(place), "--max_tokens", "3", "--device", "cpu"]
     env = os.environ | {"TERM": "xterm", "INPUTRC": os.devnull}

@@ -36,14 +36,14 @@ SIZES = ("outputs", "inputs", "x_t", "w_f", "groups", "even", "even_lift", "odd"
     ],
 )
 def test_products_fit_the_chip(kind: str, rows: int, gated: bool, inputs: int, tmp_path: Path) -> None:
-    from colonnade.kernels.linear import thin_tiles, triton_thin
+    from colonnade.kernels.linear import skinny_gemm_tiles, triton_skinny_gemm
 
-    tiles = thin_tiles.pick(kind, rows, 11008 if gated else 4096, inputs, gated=gated)
+    tiles = skinny_gemm_tiles.pick(kind, rows, 11008 if gated else 4096, inputs, gated=gated)
     assert tiles is not None
     if tiles.units:  # another kernel's, but where x is not for it
-        tiles = thin_tiles.WIDE
+        tiles = skinny_gemm_tiles.WIDE
     four = kind == "int4"
-    kernel, columns = triton_thin.thin4 if four else triton_thin.thin, inputs // 8 if four else inputs
+    kernel, columns = triton_skinny_gemm.thin4 if four else triton_skinny_gemm.thin, inputs // 8 if four else inputs
     types = product_types(STORED[kind], "*i32" if four else "*fp32", SIZES) | ({"rows": "i32"} if rows > 1 else {})
     constants: dict[str, Any] = {
         "rows": rows, "SCALED": kind in ("int8", "float8"), "NORM": gated, "ACT": "silu" if gated else "",
@@ -64,9 +64,9 @@ def test_products_fit_the_chip(kind: str, rows: int, gated: bool, inputs: int, t
 
 
 def test_heads_on_their_way_fit_the_chip(tmp_path: Path) -> None:
-    from colonnade.kernels.attention import triton_place
+    from colonnade.kernels.attention import triton_cache_write
 
-    kernel = triton_place._place
+    kernel = triton_cache_write._place
     types = dict.fromkeys((name for name in kernel.arg_names if name.endswith("_ptr")), "*bf16")
     types |= {"slots_ptr": "*i64", "k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv"}
     types |= dict.fromkeys(("qkv_t", "page_tokens", "places", "k_page", "k_p", "k_k", "v_page", "v_p", "v_k"), "i32")

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from colonnade.cli.program import main
+from colonnade.cli.main import main
 from colonnade.config import ModelConfig, MoeConfig, Plan, RunConfig, TrainConfig
 from colonnade.config.toml import dumps, parse
 from colonnade.errors import ConfigError
-from colonnade.parallel.mesh import Ground
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
-from colonnade.train.log import computing
+from colonnade.train.run_log import computing
 from colonnade.train.session import Session
 from tests import corpora
 
@@ -72,7 +72,7 @@ def test_a_run_on_a_cpu_is_in_float32(tmp_path: Path, capsys: pytest.CaptureFixt
     run = run.but(data=run.data.but(path=corpus, sequence=16))
     Trainer(run).fit()
     assert "one process on cpu, float32, 16 tokens a step" in capsys.readouterr().out
-    with Ground.build(run.plan, "cpu") as ground:
+    with DistributedContext.build(run.plan, "cpu") as ground:
         t = Session(run, ground).run.train
         assert (t.dtype, t.compile, t.fused_adamw) == CPU, "and so is what its checkpoint says"
 

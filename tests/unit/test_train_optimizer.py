@@ -11,12 +11,12 @@ from torch import Tensor
 from colonnade.config import ModelConfig, TrainConfig
 from colonnade.model import Loss, Packed, Stream, Transformer, initialise
 from colonnade.parallel.axis import SOLO, SOLO_AXES
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Whole, masters
 from colonnade.parallel.layout import PARTIAL, WHOLE, Placement
-from colonnade.parallel.mesh import Ground
-from colonnade.train import norm
+from colonnade.train import grad_norm
+from colonnade.train.lr_schedule import learning_rate
 from colonnade.train.optimizer import AdamW
-from colonnade.train.schedule import learning_rate
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
@@ -78,16 +78,16 @@ def test_norm_and_clip() -> None:
     weights = {name: torch.zeros(3, dtype=torch.float64) for name in layout}
     for name, value in (("a", 1.0), ("b", 2.0), ("c", -2.0)):
         weights[name].grad = torch.full((3,), value, dtype=torch.float64)
-    norm.sum_partial(weights, layout, SOLO)
-    found = norm.gradient_norm(weights, layout, SOLO_AXES, SOLO)
+    grad_norm.sum_partial(weights, layout, SOLO)
+    found = grad_norm.gradient_norm(weights, layout, SOLO_AXES, SOLO)
     assert found.item() == pytest.approx(math.sqrt(27))
-    norm.clip_(weights, found, float("inf"))
+    grad_norm.clip_(weights, found, float("inf"))
     assert weights["b"].grad is not None
     assert weights["b"].grad[0].item() == 2.0
-    norm.clip_(weights, found, 1.0)
-    assert norm.gradient_norm(weights, layout, SOLO_AXES, SOLO).item() == pytest.approx(1.0, rel=1e-6)
-    norm.clip_(weights, torch.tensor(0.5), 1.0)
-    assert norm.gradient_norm(weights, layout, SOLO_AXES, SOLO).item() == pytest.approx(1.0, rel=1e-6), (
+    grad_norm.clip_(weights, found, 1.0)
+    assert grad_norm.gradient_norm(weights, layout, SOLO_AXES, SOLO).item() == pytest.approx(1.0, rel=1e-6)
+    grad_norm.clip_(weights, torch.tensor(0.5), 1.0)
+    assert grad_norm.gradient_norm(weights, layout, SOLO_AXES, SOLO).item() == pytest.approx(1.0, rel=1e-6), (
         "never scaled up"
     )
 
@@ -96,7 +96,7 @@ def test_lower_compute_type_accumulates_in_float32() -> None:
     """Sixteen micro-batches in bfloat16: the gradient is the float32 sum of theirs, which bfloat16 could not hold."""
     config = ModelConfig(vocab_size=61, layers=1, width=16, heads=4, ffn_width=17, context=32, tied=True)
     model = initialise(Transformer(config), 0)
-    held = masters(model, Ground.solo(), torch.bfloat16)
+    held = masters(model, DistributedContext.solo(), torch.bfloat16)
     tokens = torch.arange(16) % 61
     expected: dict[str, Tensor] = {}
     for i in range(16):

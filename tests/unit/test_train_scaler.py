@@ -7,12 +7,12 @@ from colonnade.config import ModelConfig, TrainConfig
 from colonnade.errors import ConfigError
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.axis import SOLO
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
-from colonnade.parallel.mesh import Ground
+from colonnade.train.loss_scaler import HIGHEST, LossScaler
+from colonnade.train.lr_schedule import learning_rate
 from colonnade.train.optimizer import AdamW
-from colonnade.train.scaler import HIGHEST, LossScaler
-from colonnade.train.schedule import learning_rate
-from colonnade.train.step import Step
+from colonnade.train.train_step import Step
 from tests.parity.train_cases import ragged
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ class Training:
     def __init__(self, scale: float, every: int = 2000):
         self.train = TrainConfig(steps=40, warmup=2, lr=1e-2, dtype="float16", loss_scale=scale, loss_scale_steps=every)
         self.model = initialise(Transformer(MODEL), 0)
-        self.held = masters(self.model, Ground.solo(), torch.float16)
+        self.held = masters(self.model, DistributedContext.solo(), torch.float16)
         self.optimizer = AdamW(self.held.local, self.train)
         self.scaler = LossScaler(self.train, CPU)
         self.step = Step(self.model, self.held, self.optimizer, self.train, SOLO, scaler=self.scaler)

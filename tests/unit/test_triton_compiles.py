@@ -116,10 +116,10 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("kernel", "how", "tma", "gather"), cases())
 def test_experts_fit_the_chip(kernel: str, how: Any, tma: bool, gather: bool, tmp_path: Path) -> None:
-    from colonnade.kernels.experts import triton_rows, triton_weights
+    from colonnade.kernels.experts import triton_grouped_gemm, triton_wgrad
 
     name, types, constants = signature(kernel, tma, how, gather=gather)
-    function = getattr(triton_rows, name, None) or getattr(triton_weights, name)
+    function = getattr(triton_grouped_gemm, name, None) or getattr(triton_wgrad, name)
     built = compiled(function, types, constants, WHOLE, warps=how.warps, stages=how.stages)
     assert built.metadata.shared <= SHARED_BYTES
     assert spilled(built, tmp_path) <= SPILLED_BYTES
@@ -134,7 +134,7 @@ def test_adamw_moves_whole_words(gradient: str, tmp_path: Path) -> None:
     """Each thread 16 bytes of float32 at once; divided and rooted exactly, nothing contracted, nothing spilled."""
     from triton import language as tl
 
-    from colonnade.kernels.adamw import triton_adamw
+    from colonnade.kernels import triton_adamw
 
     function = triton_adamw._kernel
     words = {"table_ptr": "*i64", "sizes_ptr": "*i64", "of_ptr": "*i32", "first_ptr": "*i32"}
@@ -153,20 +153,20 @@ def test_adamw_moves_whole_words(gradient: str, tmp_path: Path) -> None:
 def test_the_choice_keeps_its_numbers_in_registers(experts: int, active: int, tmp_path: Path) -> None:
     import triton
 
-    from colonnade.kernels.routing import triton_best
+    from colonnade.kernels import triton_routing
 
     padded = triton.next_power_of_2(experts)
     types = {"ids_ptr": "*i64", "weights_ptr": "*fp32", "compared_ptr": "*fp32", "scores_ptr": "*fp32", "scale": "fp32"}
     types |= dict.fromkeys(("T", "E", "compared_stride", "scores_stride"), "i32")
-    rows = max(1, min(triton_best.ROWS, triton_best.HELD // padded))
+    rows = max(1, min(triton_routing.ROWS, triton_routing.HELD // padded))
     constants = {"A": active, "NORMALISE": True, "E_PAD": padded, "A_PAD": triton.next_power_of_2(active), "ROWS": rows}
-    built = compiled(triton_best._best, types, constants, ("compared_stride", "scores_stride"), warps=4)
+    built = compiled(triton_routing._best, types, constants, ("compared_stride", "scores_stride"), warps=4)
     assert spilled(built, tmp_path) == 0
 
 
 @pytest.mark.parametrize(("experts", "turns"), [(8, 1), (64, 2), (128, 4), (512, 8)])
 def test_sorting_and_counting_keep_their_tables_in_registers(experts: int, turns: int, tmp_path: Path) -> None:
-    from colonnade.kernels.permute import triton_sort
+    from colonnade.kernels import triton_sort
 
     numbers = {"N": "i32", "E": "i32", "programs": "i32", "ids_ptr": "*i64", "order_ptr": "*i64", "ends_ptr": "*i64"}
     numbers |= {"counts_ptr": "*i32", "running_ptr": "*i32", "count_ptr": "*i64"}
@@ -180,36 +180,39 @@ def test_sorting_and_counting_keep_their_tables_in_registers(experts: int, turns
 
 def test_a_token_is_read_once_for_all_its_rows(tmp_path: Path) -> None:
     """16 bytes a thread, read once and written once for each row."""
-    from colonnade.kernels.permute import triton_moves
+    from colonnade.kernels import triton_permute
 
     types = {"x_ptr": "*bf16", "y_ptr": "*bf16", "inverse_ptr": "*i32", "D": "i32", "stride": "i32"}
-    built = compiled(triton_moves._deal, types, {"A": 8, "BD": 1024}, ("D", "stride"), warps=4)
+    built = compiled(triton_permute._deal, types, {"A": 8, "BD": 1024}, ("D", "stride"), warps=4)
     assert spilled(built, tmp_path) == 0
     assert built.asm["ptx"].count("st.global.v4") == 8
 
 
 def test_few_experts_read_ahead_sixteen_bytes_at_a_time(tmp_path: Path) -> None:
-    from colonnade.kernels.experts import triton_few
+    from colonnade.kernels.experts import triton_few_tokens
 
     names = ("x_ptr", "gate_ptr", "up_ptr", "gate_b_ptr", "up_b_ptr", "down_ptr", "down_b_ptr", "y_ptr")
     types = dict.fromkeys(names, "*bf16") | {"ids_ptr": "*i64", "h_ptr": "*fp32", "weights_ptr": "*fp32"}
     types |= dict.fromkeys(("R", "E", "F", "D", "x_t"), "i32")
-    up, down = ({key: n for key, n in how.items() if key != "num_warps"} for how in (triton_few.UP, triton_few.DOWN))
+    up, down = (
+        {key: n for key, n in how.items() if key != "num_warps"}
+        for how in (triton_few_tokens.UP, triton_few_tokens.DOWN)
+    )
     common = {"A": 8, "BIASED": False, "R_PAD": 8, "EARLY": True}
     built = compiled(
-        triton_few.few_up, types, {**common, **up, "GATED": True, "ACT": "silu", "STEPS": 2048 // up["BK"]},
+        triton_few_tokens.few_up, types, {**common, **up, "GATED": True, "ACT": "silu", "STEPS": 2048 // up["BK"]},
         ("F", "D", "x_t"), warps=4,
     )  # fmt: skip
     assert spilled(built, tmp_path) == 0
-    assert built.metadata.shared * triton_few.A_PROCESSOR <= SHARED_BYTES
+    assert built.metadata.shared * triton_few_tokens.A_PROCESSOR <= SHARED_BYTES
     weight_bytes = 2 * (up["STAGES"] - 1) * up["BN"] * up["BK"] * 2
     assert built.metadata.shared > weight_bytes
     copies = len(re.findall(r"cp\.async\.cg[^;]*, 0x10", built.asm["ptx"]))
     assert copies * 16 * 32 * 4 > weight_bytes
-    for outputs, room in ((triton_few.LEAST, SHARED_BYTES), (triton_few.WIDEST, 99 << 10)):
-        high = triton_few.tile_rows(outputs, 2, room)
+    for outputs, room in ((triton_few_tokens.LEAST, SHARED_BYTES), (triton_few_tokens.WIDEST, 99 << 10)):
+        high = triton_few_tokens.tile_rows(outputs, 2, room)
         constants = {**common, **down, "STEPS": -(-768 // high), "BF": high, "BD": outputs}
-        built = compiled(triton_few.few_down, types, constants, ("F", "D", "x_t"), warps=4)
+        built = compiled(triton_few_tokens.few_down, types, constants, ("F", "D", "x_t"), warps=4)
         assert spilled(built, tmp_path) == 0
         weight_bytes = (down["STAGES"] - 1) * high * outputs * 2
         assert weight_bytes < built.metadata.shared <= room

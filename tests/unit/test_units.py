@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from colonnade.kernels.linear.quantise import FLOAT8
-from colonnade.kernels.linear.thin_tiles import Tiles
+from colonnade.kernels.linear.skinny_gemm_tiles import Tiles
 from tests.compiled import SHARED_BYTES, compiled, disassembled, loop, product_types, registers, spilled
 
 pytestmark = [
@@ -54,7 +54,7 @@ def run(text: str, words: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("dtype", "lift"), [(torch.bfloat16, 128), (torch.float16, 1024)])
 def test_what_the_assembler_is_told_makes_numbers_of_all_halves(dtype: torch.dtype, lift: int) -> None:
-    from colonnade.kernels.linear.triton_units import assembly
+    from colonnade.kernels.linear.triton_skinny_gemm_tensor_core import assembly
 
     low = torch.arange(1 << 16)
     high = low.flip(0)
@@ -106,10 +106,10 @@ def of_meta(kind: str, inputs: int, group: int = 64) -> Any:
 def test_a_weight_is_few_instructions(
     kind: str, rows: int, gated: bool, inputs: int, tiles: Tiles, most: float, tmp_path: Path
 ) -> None:
-    from colonnade.kernels.linear import triton_units, units_gpu
+    from colonnade.kernels.linear import skinny_gemm_tensor_core, triton_skinny_gemm_tensor_core
 
     four, weight = kind == "int4", of_meta(kind, inputs)
-    constants: dict[str, Any] = units_gpu.cut(weight, rows, tiles)
+    constants: dict[str, Any] = skinny_gemm_tensor_core.cut(weight, rows, tiles)
     limited = "maxnreg" in constants
     assert limited == (tiles.a_processor > 1)
     types = product_types("*i16", "*i32" if four else "*fp32", SIZES) | ({"rows": "i32"} if rows > 1 else {})
@@ -118,7 +118,7 @@ def test_a_weight_is_few_instructions(
         "BN": tiles.BN, "STAGES": tiles.stages, "ASM": True,
     }  # fmt: skip
     whole = [size for size in SIZES if size != "groups" or inputs // 64 % 16 == 0]
-    built = compiled(triton_units.units, types, constants, whole, warps=tiles.warps)
+    built = compiled(triton_skinny_gemm_tensor_core.units, types, constants, whole, warps=tiles.warps)
     body = loop(disassembled(built, tmp_path), "HMMA")
     step = tiles.BN * constants["BATCH"] * constants["K"] * (4 if four else 2)
     if constants["STEPS"] > 1:
@@ -142,22 +142,22 @@ def test_a_weight_is_few_instructions(
 
 def test_rows_of_any_length_fit() -> None:
     """Tiles of the table were measured with 4096 and 11,008 inputs: they stay, and any other number fits too."""
-    from colonnade.kernels.linear import thin_tiles, units_gpu
+    from colonnade.kernels.linear import skinny_gemm_tensor_core, skinny_gemm_tiles
 
-    for row in thin_tiles.table():
+    for row in skinny_gemm_tiles.table():
         if not row["tiles"] or not row["tiles"].get("units"):
             continue
         tiles, rows, gated = Tiles(**row["tiles"]), row["rows"], row["gated"]
         own = of_meta(row["kind"], row["inputs"])
-        assert units_gpu.cut(own, rows, tiles, gated=gated, normed=True, room=SHARED_BYTES) == units_gpu.cut(
-            own, rows, tiles
-        )
+        assert skinny_gemm_tensor_core.cut(
+            own, rows, tiles, gated=gated, normed=True, room=SHARED_BYTES
+        ) == skinny_gemm_tensor_core.cut(own, rows, tiles)
         for inputs, group in itertools.product((576, 5120, 8192, 11008, 28672), (32, 64)):
-            found = units_gpu.cut(
+            found = skinny_gemm_tensor_core.cut(
                 of_meta(row["kind"], inputs, group), rows, tiles, gated=gated, normed=True, room=SHARED_BYTES
             )
-            taken = units_gpu.on_their_way(found, tiles, gated=gated, normed=True)
-            assert taken + units_gpu.CONVERTED <= SHARED_BYTES, (row, inputs)
+            taken = skinny_gemm_tensor_core.on_their_way(found, tiles, gated=gated, normed=True)
+            assert taken + skinny_gemm_tensor_core.CONVERTED <= SHARED_BYTES, (row, inputs)
             assert found["STEPS"] * found["BATCH"] * found["K"] * (4 if row["kind"] == "int4" else 2) >= inputs
 
 
@@ -172,29 +172,29 @@ def test_rows_of_any_length_fit() -> None:
     ],
 )
 def test_what_is_reckoned_is_what_the_compiler_takes(kind: str, rows: int, gated: bool, inputs: int) -> None:
-    from colonnade.kernels.linear import thin_tiles, triton_units, units_gpu
+    from colonnade.kernels.linear import skinny_gemm_tensor_core, skinny_gemm_tiles, triton_skinny_gemm_tensor_core
 
-    tiles = thin_tiles.pick(kind, rows, 11008 if gated else 12288, inputs, gated=gated)
+    tiles = skinny_gemm_tiles.pick(kind, rows, 11008 if gated else 12288, inputs, gated=gated)
     assert tiles is not None
     weight = of_meta(kind, inputs)
-    constants = units_gpu.cut(weight, rows, tiles, gated=gated, normed=gated, room=SHARED_BYTES)
-    reckoned = units_gpu.on_their_way(constants, tiles, gated=gated, normed=gated)
+    constants = skinny_gemm_tensor_core.cut(weight, rows, tiles, gated=gated, normed=gated, room=SHARED_BYTES)
+    reckoned = skinny_gemm_tensor_core.on_their_way(constants, tiles, gated=gated, normed=gated)
     types = product_types("*i16", "*i32" if kind == "int4" else "*fp32", (*SIZES, "rows"))
     constants |= {
         "NORM": gated, "ACT": "silu" if gated else "", "BIASED": False, "ADDED": False, "BN": tiles.BN,
         "STAGES": tiles.stages, "ASM": True,
     }  # fmt: skip
-    built = compiled(triton_units.units, types, constants, SIZES, warps=tiles.warps)
-    assert reckoned <= built.metadata.shared <= reckoned + units_gpu.CONVERTED
+    built = compiled(triton_skinny_gemm_tensor_core.units, types, constants, SIZES, warps=tiles.warps)
+    assert reckoned <= built.metadata.shared <= reckoned + skinny_gemm_tensor_core.CONVERTED
 
 
 def test_how_a_product_is_cut_for_matrix_units() -> None:
-    from colonnade.kernels.linear import units_gpu
+    from colonnade.kernels.linear import skinny_gemm_tensor_core
     from colonnade.kernels.linear.quantise import quantise
 
     for kind, group, rows, warps in itertools.product(("int4", "int8", "float8"), (32, 64, 128), (1, 3, 8, 16), (1, 8)):
         weight = quantise(torch.randn(3, 640), kind, group)  # type: ignore[arg-type]
-        cut = units_gpu.cut(weight, rows, Tiles(16, 512, warps, 3, 1, True))
+        cut = skinny_gemm_tensor_core.cut(weight, rows, Tiles(16, 512, warps, 3, 1, True))
         step_bytes = 2 * cut["BATCH"] * cut["K"]
         row_bytes = weight.values[0].nbytes
         assert cut["K"] >= 16 and cut["M"] * cut["PARTS"] >= 8 and cut["M"] >= rows
@@ -203,7 +203,7 @@ def test_how_a_product_is_cut_for_matrix_units() -> None:
         # A group's inputs are never in two products.
         assert kind != "int4" or cut["K"] == cut["PARTS"] * 2 * group // 8
     x, weight = torch.randn(1, 640), quantise(torch.randn(3, 640), "int8")
-    assert not units_gpu.fits(x, weight) and units_gpu.fits(x.half(), weight)
-    assert not units_gpu.fits(x.half(), torch.randn(3, 640).half())
+    assert not skinny_gemm_tensor_core.fits(x, weight) and skinny_gemm_tensor_core.fits(x.half(), weight)
+    assert not skinny_gemm_tensor_core.fits(x.half(), torch.randn(3, 640).half())
     odd = quantise(torch.randn(3, 61), "int8")
-    assert not units_gpu.fits(torch.randn(1, 61).half(), odd)
+    assert not skinny_gemm_tensor_core.fits(torch.randn(1, 61).half(), odd)

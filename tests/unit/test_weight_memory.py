@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from colonnade import api, tune
-from colonnade.cli.program import main
+from colonnade.cli.main import main
 from colonnade.config import MoeConfig, Plan
 from colonnade.config.presets import preset
 from colonnade.errors import CapacityError
-from colonnade.model.quantised import weight_bytes
 from colonnade.model.weight_memory import WeightMemory
-from colonnade.parallel.mesh import Ground
+from colonnade.model.weight_only_quant import weight_bytes
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.tune.upcycle import upcycled
 from tests.serve import tiny
 
@@ -23,7 +23,7 @@ FREE = "colonnade.parallel.device_memory.free_host_bytes"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = api.Model(tiny.model(dtype=torch.float32), tiny.tokenizer(), Ground.solo(CPU), "tiny")
+    model = api.Model(tiny.model(dtype=torch.float32), tiny.tokenizer(), DistributedContext.solo(CPU), "tiny")
     return api.save(model, tmp_path_factory.mktemp("weights") / "m")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from colonnade.checkpoint.stored import Shape
+from colonnade.checkpoint.weight_mapping import Shape
 from colonnade.errors import CheckpointError
 
 MAGIC = b"GGUF"

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colonnade.checkpoint.fill import Weights
 from colonnade.checkpoint.gguf.config import ROPE_DIVISORS, config_of
 from colonnade.checkpoint.gguf.header import Header, TensorInfo, read_header
 from colonnade.checkpoint.gguf.tokenizer import TokenizerParts, tokenizer_of
-from colonnade.checkpoint.stored import Box, FusedQKV, Shape, Source, SplitQKV, Stored, Table
+from colonnade.checkpoint.load_weights import Weights
+from colonnade.checkpoint.weight_mapping import Box, FusedQKV, Shape, Source, SplitQKV, Stored, Table
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
-from colonnade.model.quantised import Place, in_place
+from colonnade.model.weight_only_quant import Place, in_place
 
 BAND_ELEMENTS = 1 << 23
 """Elements dequantised at once (32 MiB in float32)."""

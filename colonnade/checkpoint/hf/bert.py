@@ -11,9 +11,8 @@ while it holds the pooler and the sentence head too: then it is read as what it 
 from collections.abc import Callable, Collection
 from typing import Any
 
-from colonnade.checkpoint.hf.keys import Keys
-from colonnade.checkpoint.hf.names import Family, activation_from_hf, activation_to_hf
-from colonnade.checkpoint.stored import SplitQKV, Stored, Table
+from colonnade.checkpoint.hf.family import Family, Keys, activation_from_hf, activation_to_hf
+from colonnade.checkpoint.weight_mapping import SplitQKV, Stored, Table
 from colonnade.config import ModelConfig
 from colonnade.config.model import Family as Kind
 from colonnade.config.model import Top

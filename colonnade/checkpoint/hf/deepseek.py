@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from colonnade.checkpoint.hf.experts import GATE, moe_from_hf, per_expert, shared, stacked
-from colonnade.checkpoint.hf.keys import Keys
+from colonnade.checkpoint.hf.family import Family, Keys
 from colonnade.checkpoint.hf.llama import BUFFERS, common_from_hf, common_to_hf
-from colonnade.checkpoint.hf.llama import TABLE as LLAMA
-from colonnade.checkpoint.hf.names import Family
-from colonnade.checkpoint.stored import Box, Source, Stored, Table
+from colonnade.checkpoint.hf.llama import LLAMA_TABLE as LLAMA
+from colonnade.checkpoint.weight_mapping import Box, Source, Stored, Table
 from colonnade.config import LatentConfig, ModelConfig
 from colonnade.config.model import Family as Kind
 

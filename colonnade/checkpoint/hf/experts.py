@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade.checkpoint.hf.keys import Keys
-from colonnade.checkpoint.stored import Box, Shape, Source, Stored, Table
+from colonnade.checkpoint.hf.family import Keys
+from colonnade.checkpoint.weight_mapping import Box, Shape, Source, Stored, Table
 from colonnade.config import ModelConfig, MoeConfig, RouterConfig
 
 

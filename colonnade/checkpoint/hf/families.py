@@ -7,19 +7,26 @@ changed, and the field that changed is named. So there is no list of exceptions 
 from collections.abc import Mapping
 from typing import Any
 
-from colonnade.checkpoint.hf import bert, deepseek, gpt2, llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen_moe
+from colonnade.checkpoint.hf import bert, deepseek, gpt2, llama, mixtral, qwen
+from colonnade.checkpoint.hf import llama as mistral
+from colonnade.checkpoint.hf import mixtral as olmoe
 from colonnade.checkpoint.hf.experts import expressible
-from colonnade.checkpoint.hf.keys import Keys
-from colonnade.checkpoint.hf.names import Family
+from colonnade.checkpoint.hf.family import Family, Keys
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError, ConfigError
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        *(m.FAMILY for m in (gpt2, llama, mistral, qwen2, qwen3, mixtral, olmoe)),
-        qwen_moe.QWEN2,
-        qwen_moe.QWEN3_MOE,
+        gpt2.FAMILY,
+        llama.LLAMA,
+        mistral.MISTRAL,
+        qwen.QWEN2,
+        qwen.QWEN3,
+        mixtral.MIXTRAL,
+        olmoe.OLMOE,
+        qwen.QWEN2_MOE,
+        qwen.QWEN3_MOE,
         deepseek.V2,
         deepseek.V3,
         bert.BERT,

@@ -6,10 +6,9 @@ file (``openai-community/gpt2``) lacks the prefix and carries each layer's causa
 
 from typing import Any
 
-from colonnade.checkpoint.hf.keys import Keys
+from colonnade.checkpoint.hf.family import Family, Keys, activation_from_hf, activation_to_hf
 from colonnade.checkpoint.hf.llama import causal_to_hf
-from colonnade.checkpoint.hf.names import Family, activation_from_hf, activation_to_hf
-from colonnade.checkpoint.stored import FusedQKV, Stored, Table
+from colonnade.checkpoint.weight_mapping import FusedQKV, Stored, Table
 from colonnade.config import ModelConfig
 
 _LAYER = "transformer.h.{i}."

@@ -1,21 +1,24 @@
 """The Llama line (Touvron 2023, arXiv 2302.13971): Llama 1 to 3, SmolLM2, and every model saved as "llama".
 
 Mistral, Qwen2 and Qwen3 differ in a bias, a window or a norm; their files build on the functions here.
+
+Mistral (Jiang 2023, arXiv 2310.06825): Llama without biases and with a sliding window in every layer.
+
+A config.json without ``sliding_window`` means 4096, as in transformers; later models write null and have none.
 """
 
 from typing import Any
 
-from colonnade.checkpoint.hf.keys import Keys
-from colonnade.checkpoint.hf.names import Family, activation_from_hf, activation_to_hf
+from colonnade.checkpoint.hf.family import Family, Keys, activation_from_hf, activation_to_hf
 from colonnade.checkpoint.hf.rope import rope_from_hf, rope_to_hf
-from colonnade.checkpoint.stored import SplitQKV, Stored, Table
+from colonnade.checkpoint.weight_mapping import SplitQKV, Stored, Table
 from colonnade.config import ModelConfig
 
 BUFFERS = r".*\.rotary_emb\.inv_freq"
 
 _LAYER = "model.layers.{i}."
 _QKV = [f"{_LAYER}self_attn.{part}_proj" for part in "qkv"]
-TABLE: Table = {
+LLAMA_TABLE: Table = {
     "embed.tokens.weight": Stored("model.embed_tokens.weight"),
     "blocks.{i}.norm1.weight": Stored(f"{_LAYER}input_layernorm.weight"),
     "blocks.{i}.attention.qkv.weight": SplitQKV(*(f"{name}.weight" for name in _QKV)),
@@ -86,7 +89,7 @@ def causal_to_hf(config: ModelConfig) -> dict[str, Any]:
     return {} if config.causal else {"is_causal": False}
 
 
-def _from_hf(keys: Keys) -> ModelConfig:
+def _llama_from_hf(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
     return ModelConfig(
         family="llama",
@@ -97,8 +100,24 @@ def _from_hf(keys: Keys) -> ModelConfig:
     )
 
 
-def _to_hf(config: ModelConfig) -> dict[str, Any]:
+def _llama_to_hf(config: ModelConfig) -> dict[str, Any]:
     return common_to_hf(config) | {"attention_bias": config.qkv_bias, "mlp_bias": config.ffn_bias}
 
 
-FAMILY = Family("llama", "LlamaForCausalLM", "model.", TABLE, _from_hf, _to_hf, BUFFERS)
+LLAMA = Family("llama", "LlamaForCausalLM", "model.", LLAMA_TABLE, _llama_from_hf, _llama_to_hf, BUFFERS)
+
+
+def _mistral_from_hf(keys: Keys) -> ModelConfig:
+    window = keys.size("sliding_window", 4096, null=None)
+    fields = common_from_hf(keys, context=131072, kv_heads=8)
+    kind = "full_attention" if window is None else "sliding_attention"
+    if keys.take("layer_types") not in (None, [kind] * fields["layers"]):
+        raise keys.refuse("layer_types", f"'{kind}' in every layer follows from 'sliding_window'")
+    return ModelConfig(family="mistral", **fields, window=window)
+
+
+def _mistral_to_hf(config: ModelConfig) -> dict[str, Any]:
+    return common_to_hf(config) | {"sliding_window": config.window}
+
+
+MISTRAL = Family("mistral", "MistralForCausalLM", "model.", LLAMA_TABLE, _mistral_from_hf, _mistral_to_hf, BUFFERS)

@@ -8,7 +8,7 @@ them and say what to do.
 
 from typing import Any
 
-from colonnade.checkpoint.hf.keys import Keys
+from colonnade.checkpoint.hf.family import Keys
 from colonnade.config import ModelConfig, RopeScaling
 from colonnade.errors import CheckpointError
 

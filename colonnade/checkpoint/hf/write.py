@@ -1,7 +1,7 @@
 """Writing a Hugging Face folder from any layout: ``transformers`` loads it and computes the same.
 
 Parameters are joined over the ranks one at a time and turned into the family's tensors on the rank that writes, which
-holds one shard beside the model. The folder appears whole or not at all (:mod:`colonnade.checkpoint.folder`).
+holds one shard beside the model. The folder appears whole or not at all (:mod:`colonnade.checkpoint.atomic_folder`).
 """
 
 from collections.abc import Callable, Mapping
@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from colonnade.checkpoint import folder as folders
+from colonnade.checkpoint import atomic_folder as folders
 from colonnade.checkpoint.hf.families import FAMILIES, config_to_hf
 from colonnade.checkpoint.hf.read import CONFIG, INDEX, SINGLE
-from colonnade.checkpoint.stored import Stored, stored_parameters
+from colonnade.checkpoint.weight_mapping import Stored, stored_parameters
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
 from colonnade.model import Transformer
 from colonnade.parallel.axis import Axes

@@ -13,15 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from colonnade.compat.tutel.experts import EXPERTS
-from colonnade.compat.tutel.gates import GATES
-from colonnade.compat.tutel.losses import gshard_loss, load_importance_loss
-from colonnade.compat.tutel.make import make_experts, make_gate
+from colonnade.compat.tutel.experts import EXPERTS, make_experts, make_gate
+from colonnade.compat.tutel.gates import GATES, gshard_loss, load_importance_loss
 from colonnade.compat.tutel.routing import Critical, critical, fast_decode, fast_encode
 from colonnade.config.base import nearest
 from colonnade.config.model import divisors
 from colonnade.errors import CheckpointError, ConfigError, PlanError
-from colonnade.parallel.groups import Group, all_ranks, axis_of, web_of
+from colonnade.parallel.process_groups import Group, all_ranks, axis_of, web_of
 
 
 class MOELayer(nn.Module):

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from colonnade.compat.tutel.optimizer import TutelDistributedOptimizer
 from colonnade.errors import ConfigError, PlanError
-from colonnade.parallel import collectives, groups
+from colonnade.parallel import collectives, process_groups
 from colonnade.parallel.axis import Axis
-from colonnade.parallel.groups import Group, axis_of, barrier
+from colonnade.parallel.process_groups import Group, axis_of, barrier
 
 __all__ = [
     "TutelDistributedOptimizer", "all_gather", "all_to_all", "all_to_all_single", "allreduce_backward",
@@ -75,7 +75,7 @@ def create_groups_from_world(group_count: int, include_init: str | None = None, 
 
     ``include_init`` names the backend of a process group that is to be joined first. Raises :class:`PlanError`.
     """
-    device = None if include_init is None else groups.join(include_init, groups.TIMEOUT).device
+    device = None if include_init is None else process_groups.join(include_init, process_groups.TIMEOUT).device
     axis = axis_of(parent_group)
     many = group_count if group_count > 0 else axis.size // max(1, -group_count)
     if many < 1 or axis.size % many or (group_count < 0 and many * -group_count != axis.size) or not group_count:
@@ -92,14 +92,14 @@ def create_groups_from_world(group_count: int, include_init: str | None = None, 
 
     return Groups(
         world.size, world.rank, many, axis.rank // size, size, axis.rank % size,
-        groups.outer(size, parent_group), groups.inner(size, parent_group), groups.all_ranks(),
-        groups.all_ranks() is not None, device, dist_print,
+        process_groups.outer(size, parent_group), process_groups.inner(size, parent_group), process_groups.all_ranks(),
+        process_groups.all_ranks() is not None, device, dist_print,
     )  # fmt: skip
 
 
 def create_standalone_group() -> Group:
     """A group of this rank alone."""
-    return groups.inner(1)
+    return process_groups.inner(1)
 
 
 # -- without gradients ---------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def simple_all_reduce(input: Tensor, group: Group = None, op: Any = "sum", inpla
     """The ``op`` (a ReduceOp of torch, or "sum", "max", "min", "avg", "product") of all ranks' ``input``."""
     if get_world_size(group) == 1:
         return input
-    output = groups.reduce_(input, op, group)
+    output = process_groups.reduce_(input, op, group)
     return input.detach().copy_(output) if inplace else output
 
 
@@ -137,7 +137,7 @@ def simple_split(input: Tensor, group: Group = None) -> Tensor:  # noqa: A002
 
 def simple_reduce_scatter(input: Tensor, group: Group = None, op: Any = "sum") -> Tensor:  # noqa: A002
     """This rank's part of the rows, under the ``op`` of all ranks."""
-    return simple_split(groups.reduce_(input, op, group), group)
+    return simple_split(process_groups.reduce_(input, op, group), group)
 
 
 def simple_all_gather(input: Tensor, group: Group = None) -> Tensor:  # noqa: A002
@@ -188,7 +188,7 @@ def all_to_all(
     if input_dim == output_dim or axis.size == 1:
         return (lambda: input) if background else input
     parts = input.unflatten(output_dim, (axis.size, input.shape[output_dim] // axis.size)).movedim(output_dim, 0)
-    web, sizes = groups.web_of(group, two_steps=use_2dh)
+    web, sizes = process_groups.web_of(group, two_steps=use_2dh)
     under_way = web.begin(parts, sizes)
 
     def finish() -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colonnade.errors import ConfigError
-from colonnade.parallel.groups import Group, axis_of
+from colonnade.parallel.process_groups import Group, axis_of
 
 
 class TutelDistributedOptimizer:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade.compat.tutel.losses import gshard_loss
+from colonnade.compat.tutel.gates import gshard_loss
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model.moe.capacity import capacity
-from colonnade.model.moe.everyone import places
-from colonnade.parallel.groups import Group, axis_of
+from colonnade.model.moe.global_token_order import global_positions
+from colonnade.parallel.process_groups import Group, axis_of
 
 Critical = tuple[int, list[Tensor], list[Tensor], list[Tensor], int, Tensor]
 
@@ -67,10 +67,10 @@ def critical(
     ids_TA = scores.topk(min(top_k, E), dim=1).indices
     weights_TA = scores.gather(1, ids_TA)
     l_aux = None if loss_fn is None else loss_fn(scores, ids_TA)
-    place_TA = places(ids_TA, E)
+    place_TA = global_positions(ids_TA, E)
     if batch_prioritized_routing:
         order_T = scores.detach().amax(1).argsort(descending=True, stable=True)
-        place_TA = torch.empty_like(place_TA).index_copy_(0, order_T, places(ids_TA[order_T], E))
+        place_TA = torch.empty_like(place_TA).index_copy_(0, order_T, global_positions(ids_TA[order_T], E))
     if ids_TA.shape[1] > 1 and normalize_gate:
         weights_TA = weights_TA / weights_TA.sum(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).eps)
     load_E = torch.zeros(E, dtype=torch.int64, device=scores.device)

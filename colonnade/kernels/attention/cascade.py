@@ -28,7 +28,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from colonnade.errors import CapacityError
-from colonnade.kernels.attention import splits
+from colonnade.kernels.attention import split_planner
 from colonnade.kernels.attention.split_plan import Costs, Plan, Shape, rows
 
 
@@ -136,10 +136,10 @@ def plan(
 ) -> Cascade | Plan:
     """How requests with these tables of pages are read: a :class:`Cascade` where it ends earlier than a plan without.
 
-    ``few`` reads requests, ``many`` groups; otherwise as :func:`splits.plan`, which says what is refused. ``many``'s
-    shape is taken as not causal.
+    ``few`` reads requests, ``many`` groups; otherwise as :func:`split_planner.plan`, which says what is refused.
+    ``many``'s shape is taken as not causal.
     """
-    plain = splits.plan(lengths, queries, few.shape, few.workers, few.costs, room=room, ahead=ahead)
+    plain = split_planner.plan(lengths, queries, few.shape, few.workers, few.costs, room=room, ahead=ahead)
     shape = many.shape._replace(causal=False)
     many = many._replace(shape=shape)
     found = groups(tables, lengths, queries, page_tokens, few, many)
@@ -149,10 +149,10 @@ def plan(
     for group in found:
         for r in group.requests:
             skip[r] = group.end
-    own = splits.plan(lengths, queries, few.shape, few.workers, few.costs, room=room, ahead=ahead, skip=skip)
+    own = split_planner.plan(lengths, queries, few.shape, few.workers, few.costs, room=room, ahead=ahead, skip=skip)
     stacked = [sum(queries[r] for r in group.requests) for group in found]
     ends, firsts = [group.end for group in found], [group.first for group in found]
-    shared = splits.plan(ends, stacked, shape, many.workers, many.costs, skip=firsts)
+    shared = split_planner.plan(ends, stacked, shape, many.workers, many.costs, skip=firsts)
     shared = replace(shared, merge_rows=rows(sorted(shared.merges)))
     blocks = tuple(map(shape.blocks, stacked))
     cascade = Cascade(tuple(found), own, shared, tuple(queries), blocks, shape.kv_heads)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from colonnade.kernels.attention import reference, split_reference
 from colonnade.kernels.attention.cascade import Cascade
-from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import Item, Shape
 from colonnade.kernels.softmax_state import State, merge, merge_all
 

@@ -1,12 +1,13 @@
 """Flash-Decoding in CUDA C++ for Hopper (cuda_decode.cu): what it takes, its tiles, its launch.
 
-It follows the same plans as the Triton kernel (:mod:`triton_splits`), which stays for all that this one does not take:
-float32, more query rows a request than its registers hold, pages of less than 16 tokens, other GPUs, and machines where
-nothing can be compiled at run time. One block stays on each multiprocessor; what it can have in flight, not its
-arithmetic, decides its speed, so that warps and stages of a warp's ring are as many as shared memory holds.
+It follows the same plans as the Triton kernel (:mod:`~colonnade.kernels.attention.triton_split_kv`), which stays for
+all that this one does not take: float32, more query rows a request than its registers hold, pages of less than 16
+tokens, other GPUs, and machines where nothing can be compiled at run time. One block stays on each multiprocessor;
+what it can have in flight, not its arithmetic, decides its speed, so that warps and stages of a warp's ring are as
+many as shared memory holds.
 
 Lines that were cut are merged in the same launch (``merge``), unless cuts are fixed or a prefix is shared: then states
-go to slots and :mod:`triton_merge` adds them up, in an order that depends on nobody else.
+go to slots and :mod:`~colonnade.kernels.attention.triton_merge` adds them up, in an order that depends on nobody else.
 """
 
 import functools
@@ -20,13 +21,13 @@ from torch import Tensor
 
 from colonnade.kernels import nvrtc
 from colonnade.kernels.attention.decode_tiles import Tiles, pick
-from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import places
 from colonnade.kernels.device import processors, shared_bytes
 from colonnade.kernels.softmax_state import State
 
 if TYPE_CHECKING:
-    from colonnade.kernels.attention.decode_layout import Prepared
+    from colonnade.kernels.attention.decode_plan import Prepared
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_suffix(".cu")

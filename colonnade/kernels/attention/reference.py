@@ -19,10 +19,9 @@ import itertools
 import torch
 from torch import Tensor
 
-from colonnade.kernels.attention.kept import rows
-from colonnade.kernels.attention.latents import gathered
-from colonnade.kernels.attention.pages import PageTable
-from colonnade.kernels.dropout.reference import Pairs
+from colonnade.kernels.attention.cache_write import gathered, rows
+from colonnade.kernels.attention.page_table import PageTable
+from colonnade.kernels.dropout import Pairs
 from colonnade.kernels.softmax_state import State, merge
 
 
@@ -129,7 +128,7 @@ def paged(
     """o_TNH of requests whose keys, those of the new tokens among them, lie in the pages that ``table`` lists.
 
     With ``values`` only the first so many numbers of each value are, and so of each head's output. With ``scales_Pp2``
-    keys are latents of 8 bits, and values the first numbers of these (:mod:`latents`).
+    keys are latents of 8 bits, and values the first numbers of these (:mod:`~colonnade.kernels.attention.cache_write`).
     """
     table.check(len(k_PpKH))
     ends, (_, lengths) = table.cu_queries.tolist(), table.host

@@ -4,16 +4,23 @@ a GPU.
 Sequences of equal length are viewed as (batch, sequence), no copy. Ragged ones run one after another: on a CPU a call
 costs little beside its arithmetic. A causal call with T = S needs no mask; a chunk of a prompt (T < S) and a window
 pass one. Requests in pages run in the groups of :attr:`PageTable.groups`: decodes together, prompts one by one.
+
+Attention over ragged sequences in one launch, through torch's variable-length FlashAttention (GPU, 16-bit types).
+
+The lengths stay on the device: nobody waits for them, and a stream of many short documents is one kernel a layer
+instead of one a document. Equal sequences are viewed as a batch, for which cuDNN is faster.
 """
 
+import inspect
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from colonnade.kernels.attention.latents import written_out
-from colonnade.kernels.attention.pages import Group, PageTable
+from colonnade.kernels.attention.cache_write import written_out
+from colonnade.kernels.attention.page_table import Group, PageTable
 from colonnade.kernels.attention.reference import visible
 
 
@@ -114,3 +121,36 @@ def _group(q_TNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, group: Group, window: 
     if window is not None:
         seen_BS &= key_S >= lengths_B1 - window
     return _sdpa(q_BTNH, k_BSKH, v_BSKH, seen_BS[:, None, None]).flatten(0, 1)
+
+
+if torch.backends.cuda.is_built():
+    from torch.nn.attention.varlen import varlen_attn
+else:  # the import brings torch's compiler: a second of every process that could not call it
+    varlen_attn = None
+
+# Newer torch wants to be told of grouped heads; 2.11 takes them as they are.
+GROUPED: dict[str, Any] = {}
+if varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    GROUPED = {"enable_gqa": True}
+
+
+def packed_varlen(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    longest: int,
+    equal: bool,
+    causal: bool = True,
+    window: int | None = None,
+) -> Tensor:
+    """o_TNH of sequences laid end to end (see :func:`reference.packed`); ``longest`` may be a bound."""
+    # The kernel itself asks for heads in multiples of 8; scaled_dot_product_attention pads others.
+    if equal or not len(q_TNH) or q_TNH.shape[2] % 8:
+        return packed(q_TNH, k_TKH, v_TKH, cu_seqlens, longest=longest, equal=equal, causal=causal, window=window)
+    assert varlen_attn is not None, "a torch that was built with CUDA"
+    sees = (-1 if window is None else window - 1, 0 if causal else -1)
+    o_TNH = varlen_attn(q_TNH, k_TKH, v_TKH, cu_seqlens, cu_seqlens, longest, longest, window_size=sees, **GROUPED)
+    assert isinstance(o_TNH, torch.Tensor)
+    return o_TNH

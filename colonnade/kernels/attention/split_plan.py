@@ -1,4 +1,6 @@
-"""A plan of Flash-Decoding as data: who reads which keys, what is merged; :mod:`splits` makes it, kernels read it."""
+"""A plan of Flash-Decoding as data: who reads which keys, what is merged;
+:mod:`~colonnade.kernels.attention.split_planner` makes it, kernels read it.
+"""
 
 import itertools
 from array import array

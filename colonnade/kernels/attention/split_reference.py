@@ -1,4 +1,5 @@
-"""Flash-Decoding in plain torch: runs a plan of :mod:`splits` piece by piece, with the reference's attention and merge.
+"""Flash-Decoding in plain torch: runs a plan of :mod:`~colonnade.kernels.attention.split_planner` piece by piece, with
+the reference's attention and merge.
 
 What a kernel that follows a plan must compute, in any precision; and the proof that a plan covers every key once:
 in float64 the result is that of attention over all keys at once.
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from colonnade.kernels.attention import reference
-from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import Item, Merge, Plan, Shape
 from colonnade.kernels.softmax_state import State, identity, merge_all
 

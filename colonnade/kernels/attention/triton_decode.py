@@ -1,9 +1,10 @@
 """Flash-Decoding over a paged cache: a plan, the kernels that read by it, and the merge of what it cut.
 
-The plan (:mod:`splits`) is made on the CPU from true lengths, once a step for all layers that look alike
-(:mod:`decode_layout`). What a line's splits find is merged by a second launch; a line that was not cut needs none, and
-where no line was, nothing is launched. Requests of few rows, such as decodes, and of many, such as chunks of prompts,
-are read by one kernel each, in the same step; requests that share a prefix read it together first (:mod:`cascade`).
+The plan (:mod:`~colonnade.kernels.attention.split_planner`) is made on the CPU from true lengths, once a step for all
+layers that look alike (:mod:`~colonnade.kernels.attention.decode_plan`). What a line's splits find is merged by a
+second launch; a line that was not cut needs none, and where no line was, nothing is launched. Requests of few rows,
+such as decodes, and of many, such as chunks of prompts, are read by one kernel each, in the same step; requests that
+share a prefix read it together first (:mod:`cascade`).
 
 Flash-Decoding for long-context inference (PyTorch blog, 2023). Different here: splits are balanced by work over all
 requests and heads at once, not by a number of splits for all; a line's only split writes the output itself; the merge
@@ -21,10 +22,18 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from colonnade.kernels.attention import cuda_decode, held, sdpa, triton_eight, triton_latent, triton_rows, triton_splits
-from colonnade.kernels.attention.decode_layout import Kernels, Layout, Prepared, few
+from colonnade.kernels.attention import (
+    cuda_decode,
+    sdpa,
+    sharded_cache,
+    triton_kv8,
+    triton_mla_decode,
+    triton_prefill,
+    triton_split_kv,
+)
+from colonnade.kernels.attention.decode_plan import Kernels, Layout, Prepared, few
 from colonnade.kernels.attention.decode_tiles import Tiles
-from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import places
 from colonnade.kernels.attention.triton_merge import launch, slots_of
 from colonnade.kernels.softmax_state import State
@@ -100,7 +109,7 @@ def _read(
     layout = ready.layout
     shape, tiles = layout.shape, layout.tiles
     cap, slopes_N, sinks_N, scales_K, window = bends
-    eight = None if layout.many else triton_eight.kind_of(q_TNH, k_PpKH, v_PpKH)
+    eight = None if layout.many else triton_kv8.kind_of(q_TNH, k_PpKH, v_PpKH)
     if eight:
         k_PpKH, v_PpKH = k_PpKH.view(torch.int16), v_PpKH.view(torch.int16)
     none = slots.lse  # in place of a tensor that is not read
@@ -123,14 +132,14 @@ def _read(
         before, groups_at = groups or (ready, 0)  # of many rows nothing overlaps
         rows = [copied(q_TNH, x, tiles.tile) for x in (k_PpKH, v_PpKH)]
         engine = all(rows)
-        triton_rows.attend[ready.capacity.workers,](
+        triton_prefill.attend[ready.capacity.workers,](
             *tensors, members, *(rows if engine else (none, none)), *strides, P, items_at, firsts_at, groups_at,
             *numbers, LISTED=groups is not None, COPIED=engine, BESIDE=before.overlaps, **constants, **before.early,
         )  # fmt: skip
     else:
         if eight:
             constants |= {"EIGHT": eight, "ASM": q_TNH.is_cuda}  # the interpreter has no assembler
-        triton_splits.attend[ready.capacity.workers,](
+        triton_split_kv.attend[ready.capacity.workers,](
             *tensors, *strides, P, items_at, firsts_at, *numbers, LAUNCH_NEXT=ready.overlaps,
             SINGLE=table.longest_query == 1 and len(q_TNH) == len(table.lengths_R),
             CHUNK=layout.chunk if layout.runs else 0, **constants,
@@ -177,7 +186,7 @@ def paged(
     requests of few rows are read by the kernel in CUDA C++ where it takes them.
     """
     if v_PpKH is k_PpKH and k_PpKH.shape[2] == 1 and values is not None:
-        return triton_latent.paged_state(q_TNH, k_PpKH, values, table, window=window, scales_Pp2=scales_Pp2).o
+        return triton_mla_decode.paged_state(q_TNH, k_PpKH, values, table, window=window, scales_Pp2=scales_Pp2).o
     assert scales_Pp2 is None, "8 bits with a scale a token are for latents"
     if q_TNH.shape[2] > WIDEST:
         return sdpa.paged(q_TNH, k_PpKH, v_PpKH, table, window=window, values=values)
@@ -193,12 +202,12 @@ def held_state(
     values: int | None = None,
     scales_Pp2: Tensor | None = None,
 ) -> State:
-    """The state of requests of one new token over the keys that a rank holds (see :func:`held.attend`)."""
+    """The state of requests of one new token over the keys that a rank holds (see :func:`sharded_cache.attend`)."""
     if v_PpKH is k_PpKH and k_PpKH.shape[2] == 1 and values is not None:
-        return triton_latent.paged_state(q_TNH, k_PpKH, values, table, scales_Pp2=scales_Pp2)
+        return triton_mla_decode.paged_state(q_TNH, k_PpKH, values, table, scales_Pp2=scales_Pp2)
     assert scales_Pp2 is None, "8 bits with a scale a token are for latents"
     if q_TNH.shape[2] > WIDEST:
-        return held.attend(q_TNH, k_PpKH, v_PpKH, table, values=values)
+        return sharded_cache.attend(q_TNH, k_PpKH, v_PpKH, table, values=values)
     o_TNH, lse_TN = _by_plans(q_TNH, k_PpKH, v_PpKH, table, None, "auto")
     return State(o_TNH[..., :values], lse_TN)
 

@@ -8,7 +8,7 @@ normaliser is that of p, before dropout, and so is the log-sum-exp that is kept 
 
     dv_j = Σ_i z_ij p_ij do_i        ds_ij = p_ij (z_ij do_i · v_j − Δ_i)        dq = H^-½ ds k        dk = H^-½ dsᵀ q
 
-What we do differently: z is a hash of the pair's global indices (:mod:`colonnade.kernels.dropout.reference`), not of
+What we do differently: z is a hash of the pair's global indices (:mod:`colonnade.kernels.dropout`), not of
 its place in a tile, so it does not depend on tile sizes or on the layout; and a key's gradient is summed by one program
 over all query heads of its group, so that no addition is atomic and the result is the same bits each time.
 """
@@ -23,8 +23,8 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from colonnade.kernels.dropout.reference import Pairs, threshold
-from colonnade.kernels.dropout.triton_elements import mix
+from colonnade.kernels.dropout import Pairs, threshold
+from colonnade.kernels.triton_dropout import mix
 
 LN_2 = tl.constexpr(math.log(2))
 """Scores are kept in powers of 2, for which there is an instruction."""

@@ -1,4 +1,5 @@
-"""The merge of what :mod:`triton_splits` cut: every number of the output by itself, all its pieces at once.
+"""The merge of what :mod:`~colonnade.kernels.attention.triton_split_kv` cut: every number of the output by itself, all
+its pieces at once.
 
     lse = log Σ_s exp(lse_s)        o = Σ_s exp(lse_s − lse) o_s
 
@@ -11,23 +12,34 @@ are is known sooner.
 
 Under fixed cuts a sum's bits must not depend on anybody else, and they do depend on how it is laid out: there this
 follows from a row's own position alone, which is how many chunks it sees.
+
+The merge of all ranks' states (:mod:`~colonnade.kernels.attention.sharded_cache`) in one launch, where plain torch
+takes ten for a few kilobytes.
+
+    lse = log Σ_r exp(lse_r)        o = Σ_r exp(lse_r − lse) o_r        in the order of ranks, the same bits on each
+
+One program for each query and head; all ranks' numbers are loaded side by side.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportGeneralTypeIssues=false
-# A kernel is launched with more than its signature says, and its constants are plain numbers.
+from collections.abc import Sequence
 
 import torch
 import triton
 from torch import Tensor
 from triton import language as tl
 
-from colonnade.kernels.attention.decode_layout import Prepared
-from colonnade.kernels.attention.pages import PageTable
+from colonnade.kernels.attention import sharded_cache
+from colonnade.kernels.attention.decode_plan import Prepared
+from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.attention.split_plan import places
-from colonnade.kernels.attention.triton_splits import FIELDS, LN_2, LOG2_E
+from colonnade.kernels.attention.triton_split_kv import FIELDS, LN_2, LOG2_E
 from colonnade.kernels.device import processors
 from colonnade.kernels.softmax_state import State
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
+# A kernel is launched with more than its signature says, and its constants are plain numbers.
+
 
 MERGERS = 8
 """Programs that merge, a multiprocessor, at most."""
@@ -260,3 +272,36 @@ def _launch_chunks(
         WHOLE=min(WHOLE, triton.next_power_of_2(H)), PIECES=layout.tiles.pieces, BLOCK_H=part, num_warps=4,
         **ready.early,
     )  # fmt: skip
+
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# A kernel is launched with more than its signature says, and its constants are plain numbers.
+
+
+@triton.jit
+def _merge_rank_states(
+    o_ptr, each_ptr, lines, H: tl.constexpr, RANKS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """One line of o (lines, H) from (RANKS, lines, H + 1)."""
+    line = tl.program_id(0).to(tl.int64)
+    r, h = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_H)
+    at = each_ptr + (r * lines + line) * (H + 1)
+    lse = tl.load(at + H, r < RANKS, float("-inf"))
+    top = tl.max(lse, 0)
+    weight = tl.exp(lse - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weight, 0)
+    part = tl.load(at[:, None] + h[None, :], (r < RANKS)[:, None] & (h < H)[None, :], 0.0)
+    o = tl.sum(weight[:, None] * part, 0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(o_ptr + line * H + h, o.to(o_ptr.dtype.element_ty), h < H)
+
+
+def merge_states(each_STNz: Tensor, more: Sequence[State], dtype: torch.dtype) -> Tensor:
+    """o_TNH (see :func:`sharded_cache.merged`); with ``more`` states, those of long steps, plain torch's."""
+    if more:
+        return sharded_cache.merge_states(each_STNz, more, dtype)
+    ranks, T, N, z = each_STNz.shape
+    o_TNH = each_STNz.new_empty(T, N, z - 1, dtype=dtype)
+    if T:
+        blocks = {"BLOCK_R": triton.next_power_of_2(ranks), "BLOCK_H": triton.next_power_of_2(z - 1)}
+        _merge_rank_states[T * N,](o_TNH, each_STNz.contiguous(), T * N, H=z - 1, RANKS=ranks, **blocks)
+    return o_TNH

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from colonnade.kernels.choose import choose
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.linear.float8 import FORWARD, quantise
+from colonnade.kernels.registry import choose
 
 
 def experts(x_RD: Tensor, ends_E: Tensor, weights: Weights, activation: str) -> Tensor:

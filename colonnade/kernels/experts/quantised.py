@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from colonnade.kernels import permute
 from colonnade.kernels.experts.reference import ACTIVATIONS
-from colonnade.kernels.linear.few import linear
 from colonnade.kernels.linear.quantise import Quantised
-from colonnade.kernels.permute import reference as permute
+from colonnade.kernels.linear.skinny_gemm_cpu import quantised_linear
 
 
 class Stacks(NamedTuple):
@@ -61,11 +61,11 @@ def routed(
     for e, end in enumerate(ends_E.tolist()):
         if end > start:
             x_cD = x_RD[start:end]
-            u_cF = linear(x_cD, up.of(e), None if up_b is None else up_b[e])
+            u_cF = quantised_linear(x_cD, up.of(e), None if up_b is None else up_b[e])
             if gate is None:
                 h_cF = act(u_cF)
             else:
-                h_cF = act(linear(x_cD, gate.of(e), None if gate_b is None else gate_b[e])) * u_cF
-            y_RD[start:end] = linear(h_cF, down.of(e), None if down_b is None else down_b[e])
+                h_cF = act(quantised_linear(x_cD, gate.of(e), None if gate_b is None else gate_b[e])) * u_cF
+            y_RD[start:end] = quantised_linear(h_cF, down.of(e), None if down_b is None else down_b[e])
             start = end
     return permute.combine(y_RD, order_R, weights_TA)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from colonnade.kernels.dropout.reference import Hidden
-from colonnade.kernels.permute import reference as permute
+from colonnade.kernels import permute
+from colonnade.kernels.dropout import Hidden
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,

@@ -24,9 +24,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from colonnade.kernels.experts import triton_products as products
-from colonnade.kernels.experts.later import Later
+from colonnade.kernels.experts.deferred_wgrad import Later
 from colonnade.kernels.experts.reference import Weights
-from colonnade.kernels.permute.triton_moves import rows_in
+from colonnade.kernels.triton_permute import rows_in
 
 
 @torch.library.custom_op("colonnade::experts", mutates_args=())

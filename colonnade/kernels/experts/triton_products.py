@@ -18,10 +18,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from colonnade.kernels.experts import grouped, triton_between, triton_rows, triton_weights
+from colonnade.kernels.experts import grouped_mm, triton_activation, triton_grouped_gemm, triton_wgrad
 from colonnade.kernels.experts.tiles import Kernel, Shape, Tiles, pick
-from colonnade.kernels.experts.triton_schedule import padded, programs
-from colonnade.kernels.permute.triton_moves import found, laid, summed
+from colonnade.kernels.experts.triton_tile_schedule import padded, programs
+from colonnade.kernels.triton_permute import found, laid, summed
 
 
 class Route:
@@ -124,7 +124,7 @@ def describable(*operands: Tensor | None) -> bool:
 def by_library(tiles: Tiles, *operands: Tensor | None, widths: tuple[int, ...], biased: bool = False) -> bool:
     """Whether torch's product is to do it, and can."""
     whole = all(n * x.element_size() % 16 == 0 for n in widths for x in operands if x is not None)
-    return tiles.library and grouped.available and whole and not biased and describable(*operands)
+    return tiles.library and grouped_mm.available and whole and not biased and describable(*operands)
 
 
 def hidden(
@@ -136,9 +136,9 @@ def hidden(
     tiles = pick("up" if gate is None else "gated_up", route.R, Shape(E, F, D), up.element_size())
     if by_library(tiles, up, gate, None if route.gather else x, widths=(F, D), biased=up_b is not None):
         x = route.laid(x)
-        u = grouped.product(x, up.transpose(1, 2), route.ends)
-        a = None if gate is None else grouped.product(x, gate.transpose(1, 2), route.ends)
-        h = triton_between.hidden(a, u, route.ends_E, activation)
+        u = grouped_mm.product(x, up.transpose(1, 2), route.ends)
+        a = None if gate is None else grouped_mm.product(x, gate.transpose(1, 2), route.ends)
+        h = triton_activation.hidden(a, u, route.ends_E, activation)
         return (h, a, u) if keep else (h, None, None)
     if tiles.laid:
         x = route.laid(x)
@@ -146,7 +146,7 @@ def hidden(
     h, u = x.new_empty(route.R, F), x.new_empty(route.R, F) if keep else None
     a = x.new_empty(route.R, F) if keep and gate is not None else None
     cut = _Cut(tiles, route, F, D, up, gate, None if gather else x, single=route.single)
-    triton_rows.up[cut.grid](
+    triton_grouped_gemm.up[cut.grid](
         x if gather else cut.rows(x), route.order_R, route.ends_E, cut.weight(up, inner_last=True),
         cut.weight(gate, inner_last=True), up_b, gate_b, h, a, u, route.R, D, F, E, x.stride(0), route.active,
         gather, gate is not None, up_b is not None, keep, activation, route.single, **cut.how,
@@ -159,11 +159,11 @@ def out(route: Route, h: Tensor, down: Tensor, down_b: Tensor | None) -> Tensor:
     E, F, D = down.shape
     tiles = pick("down", route.R, Shape(E, F, D), down.element_size())
     if by_library(tiles, h, down, widths=(F, D), biased=down_b is not None):
-        return route.back(route.within(grouped.product(h, down, route.ends)), weighted=True)
+        return route.back(route.within(grouped_mm.product(h, down, route.ends)), weighted=True)
     y = h.new_empty(route.R, D)
     weighted = route.weights_TA is not None
     cut = _Cut(tiles, route, D, F, h, down, tail=not route.gather, single=route.single)
-    triton_rows.down[cut.grid](
+    triton_grouped_gemm.down[cut.grid](
         cut.rows(h), None, route.order_R, route.ends_E, cut.weight(down, inner_last=False), None, down_b,
         route.weights_TA, y, route.R, F, D, E, False, down_b is not None, weighted, not route.gather, route.single,
         False, **cut.how,
@@ -178,8 +178,8 @@ def hidden_back(
     (E, F, D), R = down.shape, route.R
     tiles = pick("hidden_back", R, Shape(E, F, D), down.element_size())
     if by_library(tiles, down, dy, widths=(F, D)):
-        dh = grouped.product(route.laid(dy), down.transpose(1, 2), route.ends)
-        return triton_between.hidden_back(dh, a, u, route.order_R, route.weights_TA, route.ends_E, activation)
+        dh = grouped_mm.product(route.laid(dy), down.transpose(1, 2), route.ends)
+        return triton_activation.hidden_back(dh, a, u, route.order_R, route.weights_TA, route.ends_E, activation)
     if tiles.laid:
         dy = route.laid(dy)
     gather = route.gather and not tiles.laid
@@ -188,7 +188,7 @@ def hidden_back(
     if route.gather:
         part = torch.zeros(triton.cdiv(F, tiles.BN), R, dtype=torch.float32, device=u.device)
     cut = _Cut(tiles, route, F, D, down, None if gather else dy)
-    triton_rows.hidden_back[cut.grid](
+    triton_grouped_gemm.hidden_back[cut.grid](
         dy if gather else cut.rows(dy), route.order_R, route.ends_E, cut.weight(down, inner_last=True),
         route.weights_TA, a, u, h, da, du, part, R, D, F, E, dy.stride(0), route.active,
         gather, a is not None, route.gather, activation, **cut.how,
@@ -201,13 +201,13 @@ def rows_back(route: Route, du: Tensor, da: Tensor | None, up: Tensor, gate: Ten
     E, F, D = up.shape
     tiles = pick("rows_back", route.R, Shape(E, F, D), up.element_size())
     if by_library(tiles, du, up, gate, widths=(F, D)):
-        dx = grouped.product(du, up, route.ends)
+        dx = grouped_mm.product(du, up, route.ends)
         if da is not None and gate is not None:
-            dx += grouped.product(da, gate, route.ends)
+            dx += grouped_mm.product(da, gate, route.ends)
         return route.back(route.within(dx), weighted=False)
     dx = du.new_empty(route.R, D)
     cut = _Cut(tiles, route, D, F, du, da, up, gate, tail=not route.gather)
-    triton_rows.down[cut.grid](
+    triton_grouped_gemm.down[cut.grid](
         cut.rows(du), cut.rows(da), route.order_R, route.ends_E, cut.weight(up, inner_last=False),
         cut.weight(gate, inner_last=False), None, None, dx, route.R, F, D, E, gate is not None, False, False,
         not route.gather, False, gate is not None and tiles.together, **cut.how,
@@ -222,7 +222,7 @@ def sums(route: Route, p: Tensor, s: Tensor | None, q: Tensor) -> tuple[Tensor, 
     tiles = pick(kernel, route.R, Shape(E, F, D), q.element_size())
     if by_library(tiles, p, s, None if route.gather else q, widths=(F, D)):
         q = route.laid(q)
-        return grouped.sums(p, q, route.ends), None if s is None else grouped.sums(s, q, route.ends)
+        return grouped_mm.sums(p, q, route.ends), None if s is None else grouped_mm.sums(s, q, route.ends)
     if tiles.laid:
         q = route.laid(q)
     dp = q.new_empty(E, F, D)
@@ -233,7 +233,7 @@ def sums(route: Route, p: Tensor, s: Tensor | None, q: Tensor) -> tuple[Tensor, 
     def of(x: Tensor | None, columns: int) -> Tensor | TensorDescriptor | None:
         return x if x is None or not tma else TensorDescriptor.from_tensor(x, [tiles.BK, columns])
 
-    triton_weights.weights_back[E * triton.cdiv(F, tiles.BM) * triton.cdiv(D, tiles.BN),](
+    triton_wgrad.weights_back[E * triton.cdiv(F, tiles.BM) * triton.cdiv(D, tiles.BN),](
         of(p, tiles.BM), of(s, tiles.BM), q if gather else of(q, tiles.BN), route.row_tokens if gather else None,
         route.turns, route.ends_E, dp, ds, route.R, F, D, E, q.stride(0), s is not None, gather, GROUP=tiles.GROUP,
         EVEN=F % tiles.BM == 0 and D % tiles.BN == 0, TMA=tma, **tiles.launch,
@@ -246,7 +246,7 @@ def bias_sums(route: Route, p: Tensor, *, tokens: bool) -> Tensor:
     E, F, gather = len(route.ends_E), p.shape[1], tokens and route.gather
     total = p.new_empty(E, F)
     block = min(128, triton.next_power_of_2(F))
-    triton_weights.biases_back[E, triton.cdiv(F, block)](
+    triton_wgrad.biases_back[E, triton.cdiv(F, block)](
         p, route.order_R, route.ends_E, route.weights_TA, total, route.R, F, E, route.active, gather, gather, 32, block
     )
     return total

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from colonnade.kernels.choose import choose
 from colonnade.kernels.linear.quantise import upscale
+from colonnade.kernels.registry import choose
 
 FORWARD, WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 

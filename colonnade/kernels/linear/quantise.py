@@ -11,7 +11,7 @@ moves by more than 0.6 s.
 
 All arithmetic is float32's whatever the weights' type. Where a row is cut over ranks, ``over`` takes the largest number
 among them: then a weight's bits do not depend on the layout. (Groups belong to one rank each: see
-:mod:`colonnade.config.quantised`.)
+:mod:`colonnade.config.feature_checks`.)
 """
 
 from collections.abc import Callable

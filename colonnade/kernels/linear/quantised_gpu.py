@@ -1,4 +1,4 @@
-"""y = x Wᵀ + b with a quantised W on a GPU (see :mod:`quantised`), by the number of rows.
+"""y = x Wᵀ + b with a quantised W on a GPU (see :mod:`~colonnade.kernels.linear.reference`), by the number of rows.
 
     1            a multiplication and an addition a weight: reading decides          thin    (triton_quantised.py)
     to 64        on the matrix units, weights widened in registers                   tiles

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from colonnade.config import MoeConfig
 from colonnade.errors import ConfigError
-from colonnade.model.moe.everyone import everyone, places
+from colonnade.model.moe.global_token_order import global_positions, in_global_order
 from colonnade.model.moe.router import Choice
 from colonnade.parallel.axis import SOLO, Axis
 
@@ -40,12 +40,12 @@ def admit(choice: Choice, index_T: Tensor, moe: MoeConfig, over: Axis) -> Admitt
         return Admitted(ids_TA, weights_TA)
     alone = moe.capacity_over == "rank"
     top_T = choice.probs_TE.detach().amax(1)
-    (all_ids, all_top), where_T = everyone(SOLO if alone else over, index_T, ids_TA, top_T)
+    (all_ids, all_top), where_T = in_global_order(SOLO if alone else over, index_T, ids_TA, top_T)
     tokens = max(over.list_(len(ids_TA))) if alone else len(all_ids)
-    place_TA = places(all_ids, moe.experts)
+    place_TA = global_positions(all_ids, moe.experts)
     if moe.priority:
         order_T = all_top.argsort(descending=True, stable=True)
-        place_TA[order_T] = places(all_ids[order_T], moe.experts)
+        place_TA[order_T] = global_positions(all_ids[order_T], moe.experts)
     limit = capacity(abs(moe.capacity), moe.active, tokens, moe.experts)
     if tokens and not limit:
         raise ConfigError(

@@ -18,7 +18,7 @@ FasterMoE, PPoPP 2022, section 4.1).
 Tokens go in p parts, part i + 1 under way while the experts work on part i; the backward pass does the same, because a
 begun exchange is a node of its own in the graph. Nothing hides the first part's way there and the last one's way back,
 so these are small: parts grow as 1, 2, 4, 8 from either end (:func:`shares`). The last way back of all, that of the
-rows' gradients, has the sums for the weights beside it (:mod:`colonnade.kernels.experts.later`).
+rows' gradients, has the sums for the weights beside it (:mod:`colonnade.kernels.experts.deferred_wgrad`).
 """
 
 import functools
@@ -28,15 +28,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from colonnade.kernels.choose import choose
 from colonnade.kernels.experts.reference import Weights
-from colonnade.model.moe.dropout import ExpertDropout
-from colonnade.model.moe.experts import Experts
+from colonnade.kernels.registry import choose
+from colonnade.model.activation_checkpointing import again
+from colonnade.model.moe.experts import ExpertDropout, Experts
 from colonnade.model.moe.losses import load
-from colonnade.model.moe.routing import Spread
-from colonnade.model.recompute import again
+from colonnade.model.moe.routing_context import Spread
 from colonnade.parallel.axis import Axis, Grid
-from colonnade.parallel.hierarchy import Begun, Sizes, Web
+from colonnade.parallel.hierarchical_all_to_all import Begun, HierarchicalAllToAll, Sizes
 
 
 def through_experts(
@@ -157,7 +156,7 @@ def _exchanged(
 ) -> tuple[Tensor, int]:
     """r ≥ 1."""
     kind, dtype, A = x_tD.device.type, x_tD.dtype, ids_tA.shape[1]
-    web = Web(grid.all, grid.near, grid.far)
+    web = HierarchicalAllToAll(grid.all, grid.near, grid.far)
     parts = _cut(len(x_tD), step.overlap)
     parcels = _address(ids_tA, parts, experts.count, grid, web, step.degree)
     gather, combine = choose("gather_rows", kind, dtype), choose("combine_rows", kind, dtype)
@@ -224,7 +223,9 @@ def _cut(tokens: int, parts: int) -> list[int]:
     return [end - start for start, end in itertools.pairwise([0, *ends])]
 
 
-def _address(ids_tA: Tensor, parts: list[int], experts: int, grid: Grid, web: Web, degree: int) -> list[_Parcel]:
+def _address(
+    ids_tA: Tensor, parts: list[int], experts: int, grid: Grid, web: HierarchicalAllToAll, degree: int
+) -> list[_Parcel]:
     """Who gets which rows, for ``parts`` of so many tokens: one sort (two, where an expert's rows are dealt out), one
     exchange of counts, and one wait for the device, for all parts together.
     """

@@ -1,24 +1,68 @@
-"""The experts of one layer: this rank's share of them, and of each one's hidden units."""
+"""Expert dropout: hidden units of the experts are dropped, at a rate of their own (Switch, arXiv 2101.03961, sec. 2.4).
+
+An element is a token's j-th choice and a hidden unit's number among all of its expert's. What the choice brings along
+is one int32, which travels with the row; the rest every rank knows of its own share of the hidden units. So whoever
+computes a unit drops the same ones, at every degree, in the order of any exchange and when the pass runs again.
+
+The experts of one layer: this rank's share of them, and of each one's hidden units.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from colonnade.config import ModelConfig, MoeConfig
-from colonnade.kernels.choose import CHOSEN, choose
-from colonnade.kernels.dropout.reference import Hidden
+from colonnade.kernels.dropout import Hidden, choices, hidden_units
 from colonnade.kernels.experts import float8
-from colonnade.kernels.experts.later import Later
+from colonnade.kernels.experts.deferred_wgrad import Later
 from colonnade.kernels.experts.loop import across
 from colonnade.kernels.experts.quantised import Stacks
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.linear.quantise import Kind, Quantised
+from colonnade.kernels.registry import CHOSEN, choose
+from colonnade.model.activation_checkpointing import again
+from colonnade.model.dropout import BlockDropout
 from colonnade.model.linear import InFloat8, in_fewer_bits
-from colonnade.model.recompute import again
 from colonnade.parallel.axis import SOLO, Axes, Axis, Grid
 from colonnade.parallel.layout import Experts as Stack
 from colonnade.parallel.layout import Placement
+
+
+@dataclass(frozen=True)
+class ExpertDropout:
+    """What is dropped within the experts that some tokens chose."""
+
+    row_TA: Tensor
+    """int32: what each choice brings along."""
+    rate: float
+
+    @staticmethod
+    def of(noise: BlockDropout | None, active: int) -> "ExpertDropout | None":
+        """For the ``active`` choices of each token of ``noise``; None where nothing is dropped."""
+        if noise is None or not noise.rates.expert:
+            return None
+        return ExpertDropout(choices(noise.key, noise.index_T, active), noise.rates.expert)
+
+    def split(self, tokens: list[int]) -> "list[ExpertDropout]":
+        """The same for so many tokens after one another."""
+        return [replace(self, row_TA=part) for part in self.row_TA.split(tokens)]
+
+    def tags(self, order_R: Tensor) -> Tensor:
+        """int32 (R,): what the rows of these choices (t·A + j) bring along."""
+        return self.row_TA.flatten()[order_R]
+
+    def hidden(self, tag_R: Tensor, width: int, grid: Grid, degree: int = 1) -> Hidden:
+        """Of rows with these tags, in experts of ``width`` hidden units, for the rank's slice at this degree (1: all).
+
+        A slice is what the sh ranks that are equal modulo the degree hold, one after another.
+        """
+        holders = range(grid.sh.rank % degree, grid.sh.size, degree)
+        shares = [grid.sh.part(width, rank) for rank in holders]
+        unit_F = torch.cat([torch.arange(start, stop, device=tag_R.device) for start, stop in shares])
+        return Hidden(tag_R, hidden_units(unit_F), self.rate)
+
 
 FEW, TWICE = 64, 2**26
 """Choices of few tokens at most, and bytes of weights that they are expected to read more than once: in that time they
@@ -60,7 +104,9 @@ class Experts(InFloat8):
         dtype: torch.dtype,
         stored_on: torch.device | None = None,
     ):
-        """For arithmetic on ``device``; ``stored_on`` another one, whence they are fetched (:mod:`.resident`)."""
+        """For arithmetic on ``device``; ``stored_on`` another one, whence they are fetched
+        (:mod:`~colonnade.model.moe.expert_offload`).
+        """
         super().__init__()
         self.activation, self.count, self.width = config.activation, moe.experts, moe.ffn_width
         first, stop = axes.grid.ep.part(moe.experts)
@@ -81,7 +127,8 @@ class Experts(InFloat8):
         self.quantised: dict[str, Quantised] = {}
         """What stands in the place of up, down and gate; no buffers, so that a cast of the model leaves them alone."""
         self.fetch: Callable[[Tensor | None, int], Weights | Stacks] | None = None
-        """Where this rank's weights come from, when they are not where they are stored (see :mod:`.resident`)."""
+        """Where this rank's weights come from, when they are not where they are stored (see
+        :mod:`~colonnade.model.moe.expert_offload`)."""
         self.up_bias = self.gate_bias = self.down_bias = None
         if config.gated:
             self.layout["gate"] = Stack(1)

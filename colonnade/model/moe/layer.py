@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import ModelConfig, MoeConfig
+from colonnade.model.dropout import BlockDropout
 from colonnade.model.ffn import FeedForward
 from colonnade.model.linear import Linear
 from colonnade.model.moe.capacity import admit
 from colonnade.model.moe.dispatch import through_experts, where_all_are
-from colonnade.model.moe.dropout import ExpertDropout
-from colonnade.model.moe.experts import Experts
+from colonnade.model.moe.experts import ExpertDropout, Experts
 from colonnade.model.moe.losses import load, losses, pool
 from colonnade.model.moe.router import Router
-from colonnade.model.moe.routing import Report, Routed, Spread, attach
-from colonnade.model.noise import PlaceNoise
+from colonnade.model.moe.routing_context import Report, Routed, Spread, attach
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, on_rows
 
@@ -49,7 +48,7 @@ class MixtureOfExperts(nn.Module):
             self.shared_gate.as_stored = True
         self.layout: dict[str, Placement] = {"shared_gate.weight": on_rows(axes)} if moe.shared_gate else {}
 
-    def forward(self, x_tD: Tensor, T: int, routed: Routed, noise: PlaceNoise | None = None) -> tuple[Tensor, Report]:
+    def forward(self, x_tD: Tensor, T: int, routed: Routed, noise: BlockDropout | None = None) -> tuple[Tensor, Report]:
         """y_tD of the residual stream of T tokens; ``noise`` is of the rows at hand, as ``x_tD``."""
         routing = routed.routing
         own = slice(*self.axes.same.part(T))  # these tokens are this rank's, whoever else has their rows

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from colonnade.config import MoeConfig
 from colonnade.errors import ConfigError
-from colonnade.kernels.choose import choose
+from colonnade.kernels.registry import choose
 from colonnade.model.moe.router import Choice, top
-from colonnade.model.moe.routing import Routing, Units, attach
+from colonnade.model.moe.routing_context import Routing, Units, attach
 from colonnade.parallel.axis import Axis
 
 

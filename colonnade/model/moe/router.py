@@ -22,14 +22,14 @@ from torch.nn import functional as F
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.config.base import nearest
 from colonnade.errors import ConfigError
-from colonnade.kernels.choose import choose
-from colonnade.model.moe.routing import Units
-from colonnade.model.noise import PlaceNoise
+from colonnade.kernels.registry import choose
+from colonnade.model.dropout import BlockDropout
+from colonnade.model.moe.routing_context import Units
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.layout import PARTIAL, Placement
 
 SCORES, INPUT, SECOND = 3, 4, 5
-"""Sites of a router's noise within a block, after the dropouts' (:mod:`colonnade.model.noise`)."""
+"""Sites of a router's noise within a block, after the dropouts' (:mod:`colonnade.model.dropout`)."""
 
 
 class Choice(NamedTuple):
@@ -63,7 +63,7 @@ class Seen(NamedTuple):
     """The gate's own parameters, in the scores' precision."""
     bias_E: Tensor | None
     """Added to what is compared, never to what is multiplied (DeepSeek-V3's balance without a loss)."""
-    noise: PlaceNoise | None
+    noise: BlockDropout | None
     """What is random, in training."""
     tokens_T: Tensor
     """The tokens' ids."""
@@ -241,7 +241,7 @@ class Router(nn.Module):
         x_TD: Tensor,
         tokens_T: Tensor,
         index_T: Tensor,
-        noise: PlaceNoise | None,
+        noise: BlockDropout | None,
         gate: int = 0,
         *,
         training: bool = False,

@@ -9,10 +9,10 @@ from colonnade.model.moe.routers import (
     gshard,
     hashed,
     noisy,
+    sequence_task,
     sigmoid,
     softmax,
     topology,
-    units,
 )
 
-__all__ = ["cosine", "expert_choice", "gshard", "hashed", "noisy", "sigmoid", "softmax", "topology", "units"]
+__all__ = ["cosine", "expert_choice", "gshard", "hashed", "noisy", "sequence_task", "sigmoid", "softmax", "topology"]

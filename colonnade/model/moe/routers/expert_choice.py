@@ -11,7 +11,7 @@ more than it will when it generates (ibid., section 6).
 
 import torch
 
-from colonnade.model.moe.everyone import everyone
+from colonnade.model.moe.global_token_order import in_global_order
 from colonnade.model.moe.router import Choice, Seen, router
 
 
@@ -20,7 +20,7 @@ def expert_choice(seen: Seen) -> Choice:
     """Up to E choices a token, its highest weight first."""
     E = seen.moe.experts
     probs_TE = seen.logits_TE.softmax(1)
-    (all_TE,), where_T = everyone(seen.over, seen.index_T, probs_TE)
+    (all_TE,), where_T = in_global_order(seen.over, seen.index_T, probs_TE)
     C = min(len(all_TE), -(-len(all_TE) * seen.moe.active // E))
     best_CE = all_TE.sort(dim=0, descending=True, stable=True).indices[:C]
     taken_TE = torch.zeros_like(all_TE, dtype=torch.bool).scatter(0, best_CE, True)[where_T]

@@ -7,7 +7,7 @@ The hash is that of dropout's noise under a fixed key, so every layer, run and l
 
 import torch
 
-from colonnade.kernels.dropout.reference import uniform
+from colonnade.kernels.dropout import uniform
 from colonnade.model.moe.router import Choice, Seen, router
 
 _KEY, _SITE = 0x5EED, 0

@@ -7,8 +7,8 @@ at the scores.
 """
 
 from colonnade.model.moe.router import Choice, Seen, router
-from colonnade.model.moe.routers.groups import highest
 from colonnade.model.moe.routers.noisy import expected_load
+from colonnade.model.moe.routers.softmax import highest
 
 
 @router("sigmoid", biased=True)

@@ -12,7 +12,7 @@ cut them, and any other plan makes the same choices. Inference chooses freely.
 import torch
 from torch import Tensor
 
-from colonnade.model.moe.everyone import everyone, places
+from colonnade.model.moe.global_token_order import global_positions, in_global_order
 from colonnade.model.moe.router import Choice, Seen, best, router
 
 
@@ -32,7 +32,7 @@ def _held(seen: Seen, probs_TE: Tensor) -> Tensor:
     moe, nodes = seen.moe, seen.moe.router.nodes
     node_E = torch.arange(moe.experts, device=probs_TE.device) * nodes // moe.experts
     top_T, first_T = probs_TE.max(1)
-    (all_top_T, all_first_T), where_T = everyone(seen.over, seen.index_T, top_T, first_T)
+    (all_top_T, all_first_T), where_T = in_global_order(seen.over, seen.index_T, top_T, first_T)
     T = len(all_top_T)
     home_T = torch.arange(T, device=probs_TE.device) * nodes // max(T, 1)
     leaves_T = node_E[all_first_T] != home_T
@@ -42,7 +42,7 @@ def _held(seen: Seen, probs_TE: Tensor) -> Tensor:
     from_T = torch.where(leaves_T, home_T, nodes)
     order_T = all_top_T.argsort(descending=True, stable=True)
     place_T = torch.empty_like(order_T)
-    place_T[order_T] = places(from_T[order_T, None], nodes)[:, 0]
+    place_T[order_T] = global_positions(from_T[order_T, None], nodes)[:, 0]
     held_T = (leaves_T & (place_T >= allowed_n[home_T]))[where_T]
     at_home_TE = node_E == home_T[where_T, None]
     best_T1 = probs_TE.masked_fill(~at_home_TE, -1).argmax(1, keepdim=True)

@@ -1,0 +1,132 @@
+"""Keys and values as a cache keeps them: in its own type, which may be float8.
+
+    k₈ = round(clamp(k, ±448))        e4m3: three bits of mantissa, from 448 down to 2⁻⁶ and, with fewer bits, to 2⁻⁹
+
+No scales: keys and values that a model was trained to have are far below 448, and a scale that was not measured first
+would only move the range about. What is larger is cut off there; what is not a number stays none, so that a broken
+request can be told. Latents have scales (:mod:`~colonnade.kernels.attention.cache_write`), since one vector of theirs
+stands for all heads.
+
+Cached latents in 8 bits: what a token's vector becomes, where it goes, and what it stands for.
+
+    [c; r] ≈ [c₈ s; r₈ z]          s and z one a token each, float32
+
+c, the latent, went through a norm, and r, the rotary key beside it, did not: with one scale for both the larger would
+cost the smaller its bits. Scales are a token's own, as rows of weights have theirs (:mod:`.linear.quantise` says how a
+row is rounded), so that a token's bits depend on nobody else, and a page can be written token by token. Queries and
+products stay in the model's type: only what is kept is rounded, once.
+
+From the product of a layer's first projection to queries, and keys and values in a paged cache.
+
+    q, k, v = split(qkv)        q, k ← norm(q), norm(k)        q, k ← rot(q), rot(k)        cache[slots] ← k, v
+
+The specification, in plain torch, and what a CPU uses. Rows of ``qkv_Tz`` are grouped by key/value head: its G query
+heads, its key, its value.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from colonnade.kernels import norm as norm_reference
+from colonnade.kernels.linear.quantise import quantise
+from colonnade.kernels.linear.reference import Scale
+from colonnade.kernels.rotary import Rotation, rotate
+
+MOST = torch.finfo(torch.float8_e4m3fn).max
+"""The largest number of e4m3."""
+
+
+def as_kept(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in a cache's type."""
+    # Not every torch saturates in the cast.
+    return x.clamp(-MOST, MOST).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
+
+
+def rows(x: Tensor, where: Tensor) -> Tensor:
+    """x[where]; by bytes where a number has 8 bits, which not every torch moves otherwise."""
+    if x.element_size() > 1:
+        return x.index_select(0, where)
+    return x.view(torch.uint8).index_select(0, where).view(x.dtype)
+
+
+def put(x: Tensor, where: Tensor, new: Tensor) -> None:
+    """x[where] = new, of one type; likewise."""
+    if x.element_size() == 1:
+        x, new = x.view(torch.uint8), new.contiguous().view(torch.uint8)
+    x.index_copy_(0, where, new)
+
+
+def write(pool_PpKH: Tensor, slots_T: Tensor, x_TKH: Tensor) -> None:
+    """Keep tokens in these slots (page · page_tokens + offset) of a cache."""
+    put(pool_PpKH.flatten(0, 1), slots_T, as_kept(x_TKH, pool_PpKH.dtype))
+
+
+def read(pool_PpKH: Tensor, slots_S: Tensor, dtype: torch.dtype) -> Tensor:
+    """x_SKH of what is in these slots, in ``dtype``."""
+    return rows(pool_PpKH.flatten(0, 1), slots_S).to(dtype)
+
+
+Kind = Literal["int8", "float8"]
+DTYPES: dict[str, torch.dtype] = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
+SCALES = 2
+"""Of a token: of its latent, of its rotary key."""
+
+
+def keep(k_TH: Tensor, rank: int, kind: Kind) -> tuple[Tensor, Tensor]:
+    """(values_TH in ``kind``, scales_T2) of vectors whose first ``rank`` numbers are the latent; scales of vectors that
+    are not finite are not.
+    """
+    c, r = (quantise(part, kind) for part in k_TH.split([rank, k_TH.shape[1] - rank], 1))
+    return torch.cat((c.values, r.values), 1), torch.cat((c.scales, r.scales), 1)
+
+
+def store(k_TH: Tensor, slots_T: Tensor, rank: int, k_Pp1H: Tensor, scales_Pp2: Tensor) -> None:
+    """Keep tokens in these slots (page · page_tokens + offset) of a cache."""
+    values_TH, scales_T2 = keep(k_TH, rank, kind_of(k_Pp1H))
+    put(k_Pp1H.flatten(0, 1), slots_T, values_TH[:, None])
+    scales_Pp2.flatten(0, 1).index_copy_(0, slots_T, scales_T2)
+
+
+def kind_of(k_Pp1H: Tensor) -> Kind:
+    """What a cache's latents are."""
+    return "int8" if k_Pp1H.dtype == torch.int8 else "float8"
+
+
+def written_out(values: Tensor, scales: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+    """What ``values`` (…, 1, H) with ``scales`` (…, 2) stand for, in ``dtype``; reckoned in float32 at least."""
+    fine = torch.promote_types(dtype, torch.float32)
+    c, r = values.to(fine).split([rank, values.shape[-1] - rank], -1)
+    s, z = scales.to(fine).unsqueeze(-2).split(1, -1)
+    return torch.cat((c * s, r * z), -1).to(dtype)
+
+
+def gathered(values: Tensor, scales: Tensor, where: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+    """The same of some rows: positions of a cache, or its pages."""
+    return written_out(rows(values, where), scales.index_select(0, where), rank, dtype)
+
+
+def place(
+    qkv_Tz: Tensor,
+    k_PpKH: Tensor,
+    v_PpKH: Tensor,
+    slots_T: Tensor,
+    *,
+    turn: Rotation | None = None,
+    norms: tuple[Scale, Scale] | None = None,
+) -> Tensor:
+    """q_TnH; writes a key and a value for each row into the slots (page · page_tokens + offset)."""
+    K, H = k_PpKH.shape[2:]
+    qkv_TkgH = qkv_Tz.unflatten(-1, (K, -1, H))
+    q_TnH = qkv_TkgH[:, :, :-2].flatten(1, 2)
+    k_TkH, v_TkH = qkv_TkgH[:, :, -2], qkv_TkgH[:, :, -1]
+    if norms is not None:
+        q_TnH, k_TkH = (
+            norm_reference.norm(x, norm.weight_D, None, norm.eps) for x, norm in zip((q_TnH, k_TkH), norms, strict=True)
+        )
+    if turn is not None:
+        q_TnH, k_TkH = (rotate(x, turn) for x in (q_TnH, k_TkH))
+    for pool, new in ((k_PpKH, k_TkH), (v_PpKH, v_TkH)):
+        write(pool, slots_T, new)
+    return q_TnH

@@ -1,0 +1,150 @@
+"""All between the first projection and attention in one launch (see :mod:`~colonnade.kernels.attention.cache_write`),
+where plain torch takes nine.
+
+A program has one key/value head of one token: its query heads, its key and its value, which are neighbours in memory.
+What is half a head further is read a second time, from a cache that has it. A slot outside of the pool is not written.
+
+Latents of 8 bits (:mod:`~colonnade.kernels.attention.cache_write`) stored by one launch a layer, where plain torch
+takes some twenty.
+
+One program a token: both maxima, both scales and all numbers of it stay in registers. The same bits as plain torch's:
+divisions are exact, and rounding is to even (a sum with 1.5 · 2²³ leaves no fraction).
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton import language as tl
+
+from colonnade.kernels.attention.cache_write import DTYPES, kind_of
+from colonnade.kernels.linear import quantise
+from colonnade.kernels.linear.reference import Scale
+from colonnade.kernels.rotary import Rotation
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# A kernel is launched with more than its signature says, and its constants are plain numbers.
+
+
+@triton.jit
+def _place(
+    qkv_ptr, own_ptr, other_ptr, q_gain_ptr, k_gain_ptr, slots_ptr, q_ptr, k_ptr, v_ptr,
+    qkv_t, q_eps, k_eps, page_tokens, places, k_page, k_p, k_k, v_page, v_p, v_k,
+    K: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    g, h = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_H)[None, :]
+    there = (g < GROUP + 2) & (h < H)
+    at = qkv_ptr + t * qkv_t + (head * (GROUP + 2) + g) * H
+    x = tl.load(at + h, there, 0.0).to(tl.float32)
+    value = g == GROUP + 1
+    far = (h + H // 2) % H
+    shrink = tl.full((BLOCK_G, 1), 1.0, tl.float32)
+    if NORM:
+        eps = tl.where(g == GROUP, k_eps, q_eps)
+        shrink = tl.where(value, 1.0, tl.rsqrt(tl.sum(x * x, 1)[:, None] / H + eps))
+        gain = tl.load(q_gain_ptr + h, h < H, 0.0).to(tl.float32)
+        key_gain = tl.load(k_gain_ptr + h, h < H, 0.0).to(tl.float32)
+        gain = tl.where(value, 1.0, tl.where(g == GROUP, key_gain, gain))
+        y = x * shrink * gain
+    else:
+        y = x
+    if TURN:
+        partner = tl.load(at + far, there, 0.0).to(tl.float32)
+        if NORM:
+            far_gain = tl.load(q_gain_ptr + far, h < H, 0.0).to(tl.float32)
+            far_key_gain = tl.load(k_gain_ptr + far, h < H, 0.0).to(tl.float32)
+            partner *= shrink * tl.where(g == GROUP, far_key_gain, far_gain)
+        own = tl.load(own_ptr + t * H + h, h < H, 0.0).to(tl.float32)
+        other = tl.load(other_ptr + t * H + h, h < H, 0.0).to(tl.float32)
+        y = tl.where(value, x, y * own + partner * other)
+    q_at = q_ptr + t * (K * GROUP * H) + (head * GROUP + g) * H + h
+    tl.store(q_at, y.to(q_ptr.dtype.element_ty), there & (g < GROUP))
+    slot = tl.load(slots_ptr + t)
+    inside = there & (h < tl.where((slot >= 0) & (slot < places), H, 0))
+    page, offset = slot // page_tokens, slot % page_tokens
+    k_at = k_ptr + page * k_page + offset * k_p + head * k_k + h + g * 0
+    tl.store(k_at, y.to(k_ptr.dtype.element_ty), inside & (g == GROUP))
+    v_at = v_ptr + page * v_page + offset * v_p + head * v_k + h + g * 0
+    tl.store(v_at, y.to(v_ptr.dtype.element_ty), inside & value)
+
+
+def place(
+    qkv_Tz: Tensor,
+    k_PpKH: Tensor,
+    v_PpKH: Tensor,
+    slots_T: Tensor,
+    *,
+    turn: Rotation | None = None,
+    norms: tuple[Scale, Scale] | None = None,
+) -> Tensor:
+    """q_TnH (see :func:`place.place`)."""
+    (T, z), (P, page_tokens, K, H) = qkv_Tz.shape, k_PpKH.shape
+    group = z // (K * H) - 2
+    q_TnH = qkv_Tz.new_empty(T, K * group, H)
+    if not T:
+        return q_TnH
+    qkv_Tz = qkv_Tz if qkv_Tz.stride(1) == 1 else qkv_Tz.contiguous()
+    none = q_TnH  # in place of a tensor that is not read
+    own, other = (none, none) if turn is None else (x.contiguous() for x in turn)
+    (q_gain, q_eps), (k_gain, k_eps) = norms or ((none, 0.0), (none, 0.0))
+    blocks = {"BLOCK_G": triton.next_power_of_2(group + 2), "BLOCK_H": triton.next_power_of_2(H)}
+    _place[T, K](
+        qkv_Tz, own, other, q_gain, k_gain, slots_T, q_TnH, k_PpKH, v_PpKH,
+        qkv_Tz.stride(0), q_eps, k_eps, page_tokens, P * page_tokens, *k_PpKH.stride()[:3], *v_PpKH.stride()[:3],
+        K=K, GROUP=group, H=H, TURN=turn is not None, NORM=norms is not None, **blocks,
+        num_warps=max(1, min(8, blocks["BLOCK_G"] * blocks["BLOCK_H"] // 256)),
+    )  # fmt: skip
+    return q_TnH
+
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# A kernel is launched with more than its signature says, and its constants are plain numbers.
+
+
+SMALLEST = tl.constexpr(quantise.SMALLEST)
+EXPONENT = tl.constexpr(quantise.EXPONENT)
+HIGHEST = tl.constexpr(torch.finfo(DTYPES["float8"]).max)
+ROUNDS = tl.constexpr(1.5 * 2.0**23)
+
+
+@triton.jit
+def _part(from_ptr, to_ptr, scale_ptr, i, here, KIND: tl.constexpr):
+    """One of the two parts of a token."""
+    x = tl.load(from_ptr + i, here, 0.0).to(tl.float32)
+    highest = tl.maximum(tl.max(tl.abs(x), 0), SMALLEST)
+    if KIND == "int8":
+        scale = tl.div_rn(highest, 127.0)
+        q = tl.div_rn(x, scale) + ROUNDS - ROUNDS
+        q = tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8)
+    else:
+        room = tl.div_rn(HIGHEST, highest).to(tl.int32, bitcast=True) & EXPONENT
+        up = room.to(tl.float32, bitcast=True)
+        scale = tl.div_rn(1.0, up)
+        q = (x * up).to(tl.float8e4nv)
+    tl.store(to_ptr + i, q, here)
+    tl.store(scale_ptr, scale + tl.sum(x * 0.0, 0))  # no finite scale for what is not finite
+
+
+@triton.jit
+def _store(
+    k_ptr, slots_ptr, values_ptr, scales_ptr, k_t,
+    RANK: tl.constexpr, ROPE: tl.constexpr, KIND: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + t).to(tl.int64)
+    i, x = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    of, to = k_ptr + t * k_t, values_ptr + slot * (RANK + ROPE)
+    _part(of, to, scales_ptr + 2 * slot, i, i < RANK, KIND)
+    _part(of + RANK, to + RANK, scales_ptr + 2 * slot + 1, x, x < ROPE, KIND)
+
+
+def store(k_TH: Tensor, slots_T: Tensor, rank: int, k_Pp1H: Tensor, scales_Pp2: Tensor) -> None:
+    """Keep tokens in these slots (see :func:`latents.store`) of a cache whose pools are whole."""
+    T, H = k_TH.shape
+    k_TH = k_TH if k_TH.stride(1) == 1 else k_TH.contiguous()
+    if T:
+        blocks = {"BLOCK_C": triton.next_power_of_2(rank), "BLOCK_R": triton.next_power_of_2(H - rank)}
+        _store[T,](
+            k_TH, slots_T, k_Pp1H, scales_Pp2, k_TH.stride(0), RANK=rank, ROPE=H - rank, KIND=kind_of(k_Pp1H), **blocks
+        )

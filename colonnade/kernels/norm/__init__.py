@@ -1,1 +1,0 @@
-"""Normalisation of rows."""

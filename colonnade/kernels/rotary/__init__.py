@@ -1,1 +1,0 @@
-"""Angles of positions, and heads turned by them."""

@@ -1,1 +1,0 @@
-"""What a router computes: experts' scores, and the highest of them."""

@@ -1,1 +1,0 @@
-"""Tokens from logits."""

@@ -1,0 +1,49 @@
+"""The two edges of a tensor-parallel part: the products behind the residual stream, and the one before it.
+
+    entered    x_tD to the products with all T tokens            gather or nothing, then W_0, W_1, …
+    left       the ranks' partial products, summed, to y_tD      W, then a sum or a scattered sum
+
+With ``Axes.mover`` (plan.tp_overlap) the communication goes on beside the products
+(:mod:`~colonnade.parallel.overlapped_matmul`), where all ranks have as many rows.
+"""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from colonnade.model.linear import Linear
+from colonnade.parallel.axis import Axes
+
+if TYPE_CHECKING:
+    from colonnade.parallel.overlapped_matmul import Mover
+
+
+def column_parallel(axes: Axes, x_tD: Tensor, T: int, *linears: Linear) -> list[Tensor]:
+    """y_Tz of each of ``linears`` with the T tokens of the residual stream."""
+    mover = _mover(axes, T, linears)
+    if mover is None:
+        x_TD = axes.enter(x_tD, T)
+        return [linear(x_TD) for linear in linears]
+    from colonnade.parallel.overlapped_matmul import gather_products
+
+    ys = gather_products(x_tD, [linear.weight for linear in linears], mover)
+    return [y if linear.bias is None else y + linear.bias for y, linear in zip(ys, linears, strict=True)]
+
+
+def row_parallel(axes: Axes, x_Tz: Tensor, linear: Linear) -> Tensor:
+    """y_tD of ``linear``, the bias added once, behind the sum over ranks."""
+    mover = _mover(axes, len(x_Tz), (linear,))
+    if mover is None:
+        y_tD = axes.leave(linear.product(x_Tz))
+    else:
+        from colonnade.parallel.overlapped_matmul import product_scatter
+
+        y_tD = product_scatter(x_Tz, linear.weight, mover)
+    return y_tD if linear.bias is None else y_tD + linear.bias
+
+
+def _mover(axes: Axes, T: int, linears: tuple[Linear, ...]) -> "Mover | None":
+    """What moves rows beside these products, if anything does."""
+    if axes.mover is None or T == 0 or T % axes.tp.size:
+        return None
+    return None if any(linear.float8 or linear.quantised for linear in linears) else axes.mover

@@ -1,0 +1,91 @@
+"""Refuses bodies over a size, by what arrives and not by what was announced, before anything parses them.
+
+The access log: uvicorn's own, one line a request on stderr, with what was asked of whom and never what was said.
+
+2026-11-22 03:15:32,118 127.0.0.1:53406 "POST /v1/chat/completions HTTP/1.1" 200 OK
+"""
+
+import logging
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from colonnade.errors import RequestError
+from colonnade.serve.api.errors import error_reply
+
+PATIENCE = 8
+"""A body over the limit is read on, and dropped, up to so many times the limit: a client that is cut off while it still
+writes sees a broken connection, not the refusal."""
+
+
+class BodyLimit:
+    """ASGI middleware: 413 for a body over ``max_bytes``."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int):
+        self.app, self.max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body, then pass the request on with it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        body, seen, more = bytearray(), 0, True
+        while more and seen <= PATIENCE * self.max_bytes:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            seen += len(message.get("body", b""))
+            if seen <= self.max_bytes:
+                body += message.get("body", b"")
+            more = message.get("more_body", False)
+        if seen > self.max_bytes:
+            await self._refusal(seen)(scope, receive, send)
+            return
+        first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def replay() -> Message:
+            return first.pop() if first else await receive()
+
+        await self.app(scope, replay, send)
+
+    def _refusal(self, seen: int) -> ASGIApp:
+        return error_reply(
+            RequestError(
+                f"the body has {seen} bytes or more, over the limit of {self.max_bytes}; "
+                "send less, or raise --serve.max_body_bytes",
+                status=413,
+                code="body_too_large",
+            )
+        )
+
+
+PROBES = ("/health", "/metrics")
+"""What machines ask every few seconds; only worth a line when it goes wrong."""
+
+
+class WithoutProbes(logging.Filter):
+    """Drops probes that went well."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether uvicorn's ``record`` (client, method, path, version, status) is shown."""
+        if not isinstance(record.args, tuple):
+            return True
+        *_, path, _version, status = record.args
+        return path not in PROBES or status != 200
+
+
+ACCESS_LOG: dict[str, Any] = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "filters": {"probes": {"()": WithoutProbes}},
+    "formatters": {
+        "access": {
+            "()": "uvicorn.logging.AccessFormatter",
+            "fmt": '%(asctime)s %(client_addr)s "%(request_line)s" %(status_code)s',
+            "use_colors": False,
+        }
+    },
+    "handlers": {"access": {"class": "logging.StreamHandler", "formatter": "access", "filters": ["probes"]}},
+    "loggers": {"uvicorn.access": {"handlers": ["access"], "level": "INFO", "propagate": False}},
+}
+"""For :func:`logging.config.dictConfig`."""
