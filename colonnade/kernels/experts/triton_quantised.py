@@ -163,21 +163,21 @@ def routed(
 ) -> Tensor:  # fmt: skip
     """y_TD (see :func:`quantised.routed`); ``how`` cuts the products up, where that is not chosen here."""
     x_TD, weights_TA, ends_E = rows_in(x_TD), weights_TA.contiguous(), ends_E.contiguous()
-    up, down, gate, up_b, gate_b, down_b = weights
-    R, E, F, D = len(order_R), len(ends_E), up.outputs, down.outputs
+    up_w, down_w, gate_w, up_b, gate_b, down_b = weights
+    R, E, F, D = len(order_R), len(ends_E), up_w.outputs, down_w.outputs
     h, y = x_TD.new_empty(R, F), x_TD.new_empty(R, D)
     if y.numel():
         how = how or pick(R, E, x_TD.dtype)
-        cut = _Cut(up, how, R, ends_E)
+        cut = _Cut(up_w, how, R, ends_E)
         up[cut.grid](
-            x_TD, order_R, ends_E, up.values, cut.scales(up), up_b,
-            None if gate is None else gate.values, None if gate is None else cut.scales(gate), gate_b,
+            x_TD, order_R, ends_E, up_w.values, cut.scales(up_w), up_b,
+            None if gate_w is None else gate_w.values, None if gate_w is None else cut.scales(gate_w), gate_b,
             h, R, D, F, E, x_TD.stride(0), weights_TA.shape[1], *cut.stored,
-            gate is not None, up_b is not None, activation, **cut.how,
+            gate_w is not None, up_b is not None, activation, **cut.how,
         )  # fmt: skip
-        cut = _Cut(down, how, R, ends_E)
+        cut = _Cut(down_w, how, R, ends_E)
         down[cut.grid](
-            h, order_R, ends_E, down.values, cut.scales(down), down_b, weights_TA, y, R, F, D, E, *cut.stored,
+            h, order_R, ends_E, down_w.values, cut.scales(down_w), down_b, weights_TA, y, R, F, D, E, *cut.stored,
             down_b is not None, **cut.how,
         )  # fmt: skip
     return summed(y, order_R, *weights_TA.shape, ends_E=ends_E)
