@@ -183,7 +183,7 @@ class Sharded:
         for module in (module for root in roots for module in root.modules()):
             if isinstance(module, FSDPModule):
                 # Both are needed: FSDP would otherwise express a factor as a pre-multiplied sum, which gloo refuses
-                # and NCCL answers with zeros in bfloat16 (docs/decisions/0004-ground-check-on-h200.md).
+                # and NCCL answers with zeros in bfloat16 (docs/decisions/0004-parallel-rules-on-h200.md).
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         if next(model.parameters()).is_meta:

@@ -9,7 +9,7 @@ The order of forward and backward passes is torch's (torch.distributed.pipelinin
 
 What a micro-batch needs beside the activations (positions, documents, targets) stands on every rank already; only the
 micro-batch's number travels through torch, as an index tensor. Torch would cut tensors among the arguments to pieces
-and hand anything else whole to every micro-batch (docs/decisions/0004-ground-check-on-h200.md).
+and hand anything else whole to every micro-batch (docs/decisions/0004-parallel-rules-on-h200.md).
 """
 
 import functools
