@@ -9,7 +9,7 @@ ARGS    ?=
 BIN := $(VENV)/bin
 KEY := $(shell cat pyproject.toml assets.txt | cksum | tr -cd '0-9')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-SCRIPTS := $(filter-out benchmarks/_% benchmarks/table.py,$(sort $(wildcard benchmarks/*.py)))
+SCRIPTS := $(filter-out benchmarks/table.py,$(sort $(wildcard benchmarks/*.py)))
 
 # Two test workers on two cores must not each start a thread per core; nothing in a test may call home.
 QUIET := NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1

@@ -15,9 +15,6 @@ from collections.abc import Callable
 
 import torch
 
-from _jobs import durations
-from _report import Headline, report
-from _rows import line
 from colonnade.config import TrainConfig
 from colonnade.config.presets import preset
 from colonnade.kernels import triton_adamw
@@ -28,6 +25,9 @@ from colonnade.parallel.fsdp import masters
 from colonnade.parallel.layout import layout_of
 from colonnade.train import grad_norm
 from colonnade.train.optimizer import AdamW, FusedAdamW
+from harness.report import Headline, report
+from harness.rows import line
+from harness.training_jobs import durations
 
 TRAIN = TrainConfig(steps=1000, warmup=0, dtype="bfloat16")
 BLOCKS = [(256, 64, 4), (512, 32, 4), (512, 8, 4), (1024, 16, 4), (1024, 16, 8), (2048, 16, 8), (1024, 64, 8)]

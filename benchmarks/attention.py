@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from _clock import Clock
-from _report import Headline, folder_of, report
-from _rows import line
 from colonnade.kernels.attention import sdpa
+from harness.clock import Clock
+from harness.report import Headline, folder_of, report
+from harness.rows import line
 
 SHAPES = {
     "GPT-2 1.2B": (32, 1024, 16, 16, 96),

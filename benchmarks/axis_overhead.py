@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from _report import Headline, report
-from _turns import Neighbours, timed, turns
 from colonnade.config import ModelConfig
 from colonnade.config.presets import preset
 from colonnade.model import Loss, Packed, Stream, Transformer, initialise
+from harness.paired_timing import Neighbours, timed, turns
+from harness.report import Headline, report
 
 
 class PlainLoss(torch.autograd.Function):

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from _report import RESULTS, Cell, Headline, report
 from colonnade.config import DataConfig, ModelConfig, TrainConfig
 from colonnade.config.presets import preset
 from colonnade.data import Corpus, Loader, Pairs, Pieces, build
@@ -33,6 +32,7 @@ from colonnade.parallel.fsdp import masters
 from colonnade.train.optimizer import AdamW
 from colonnade.train.trackers import smoothed
 from colonnade.train.train_step import Step, evaluate
+from harness.report import RESULTS, Cell, Headline, report
 
 ORDERS = {
     "post": "original, norms after each part (figure 7a)",

@@ -34,8 +34,6 @@ from pathlib import Path
 
 import torch
 
-from _jobs import Row, durations, enough, filled, forget, kept, parser, place, random_batch
-from _report import Headline, report
 from colonnade.config import ModelConfig, Plan
 from colonnade.config.plan import SEVERAL
 from colonnade.config.presets import preset
@@ -48,6 +46,8 @@ from colonnade.parallel.pipeline import knows
 from colonnade.train.model_inputs import VALIDATION
 from colonnade.train.pipeline_step import PipelineStep
 from colonnade.train.train_step import forward
+from harness.report import Headline, report
+from harness.training_jobs import Row, durations, enough, filled, forget, kept, parser, place, random_batch
 
 STAGES = 2
 """v, of the schedules that have several."""

@@ -13,10 +13,10 @@ those of one GPU.
 
 from collections.abc import Sequence
 
-from _jobs import FAST, PLAIN, Job, Row, enough, parser, place, series, share_of_linear
-from _report import Headline, report
 from colonnade.config import ModelConfig, Plan
 from colonnade.config.presets import preset
+from harness.report import Headline, report
+from harness.training_jobs import FAST, PLAIN, Job, Row, enough, parser, place, series, share_of_linear
 
 TINY = ModelConfig(vocab_size=211, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=256)
 

@@ -20,10 +20,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from _jobs import FAST, PLAIN, Job, Row, enough, parser, place, series
-from _report import ROOT, Headline, report
 from colonnade.config import ModelConfig, Plan
 from colonnade.config.presets import preset
+from harness.report import ROOT, Headline, report
+from harness.training_jobs import FAST, PLAIN, Job, Row, enough, parser, place, series
 
 TOKENS = 16384
 """Of one rank in a step."""

@@ -22,12 +22,12 @@ import torch
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 import colonnade
-from _report import Cell, Headline, report
-from _rows import line
-from _turns import Neighbours, turns
 from colonnade.api import Model
 from colonnade.config import ServeConfig
 from colonnade.serve.sampling_params import SamplingParams
+from harness.paired_timing import Neighbours, turns
+from harness.report import Cell, Headline, report
+from harness.rows import line
 
 TEXT = """A colonnade is a row of columns that carries a roof or an arcade. In the cities of the ancient world it gave
 shade to those who walked along the street, and shelter to those who sold there. The first were made of wood, and later

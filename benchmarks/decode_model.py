@@ -34,10 +34,6 @@ from typing import Any, get_args
 
 import torch
 
-from _contexts import draw
-from _decode import read_bandwidth
-from _report import RESULTS, ROOT, Cell, Headline, report
-from _rows import line
 from colonnade.config import ModelConfig, Plan, WeightGroup, Weights
 from colonnade.config.feature_checks import check_quantised
 from colonnade.config.presets import preset
@@ -53,6 +49,10 @@ from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.model_inputs import Drawn, Runner
 from colonnade.serve.sampling_params import Draw, SamplingParams
 from colonnade.serve.scheduler import Slice, Work
+from decoding.context_plot import draw
+from decoding.decode_cells import read_bandwidth
+from harness.report import RESULTS, ROOT, Cell, Headline, report
+from harness.rows import line
 from table import load
 
 TINY = ModelConfig(vocab_size=97, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=128, family="llama")

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from _report import Headline, report
-from _turns import Neighbours, timed, turns
 from colonnade.kernels.dropout import Pairs
 from colonnade.kernels.registry import choose
 from colonnade.parallel.rng_keys import keys
+from harness.paired_timing import Neighbours, timed, turns
+from harness.report import Headline, report
 
 RATE = 0.1
 

@@ -30,13 +30,13 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 import colonnade
-from _report import RESULTS, Cell, Headline, report
-from _rows import line
-from _turns import turns
 from colonnade.config import ServeConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.serve import Engine, SamplingParams
 from colonnade.train.profiler import length, union
+from harness.paired_timing import turns
+from harness.report import RESULTS, Cell, Headline, report
+from harness.rows import line
 
 
 class Load(NamedTuple):

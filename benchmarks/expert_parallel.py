@@ -20,7 +20,7 @@ that no token travels) at p = 1, 2, 3, 4 and 6 parts. Of each way, on the slowes
 p parts, of sizes 1, 2, 4, 4, 2, 1, can hide all but the first part's way there and the last one's back (50, 75, 83 and
 93% for p of 2, 3, 4 and 6), and no more than the products take. Then ``auto`` looks at this load, and its way is set
 against the best of the table, forward and backward; and two ways of different r take turns, whose mean is set against
-the mean of each by itself. The peer (_plain_experts.py) is all_to_all_single and grouped_mm, no overlap. Each row is
+the mean of each by itself. The peer (torch_only.py) is all_to_all_single and grouped_mm, no overlap. Each row is
 on disk as soon as it is there; after ``--minutes`` no further load is begun.
 """
 
@@ -38,10 +38,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
-import _plain_experts
-from _jobs import enough, filled, forget, parser, place, settle
-from _report import Headline, report
-from _rows import Row, Rows
 from colonnade.config import ModelConfig, MoeConfig, Plan
 from colonnade.kernels.experts import grouped_mm
 from colonnade.model import Transformer
@@ -53,6 +49,10 @@ from colonnade.parallel.axis import world_axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
 from colonnade.train.moe_autotune import OVERLAPS, MoeAutotuner
+from harness.report import Headline, report
+from harness.rows import Row, Rows
+from harness.training_jobs import enough, filled, forget, parser, place, settle
+from moe import torch_only
 from moe_layer import SHAPES, TINY, Shape, choices
 
 TIMEOUT = datetime.timedelta(seconds=90)
@@ -99,7 +99,7 @@ class Bench:
         return through_experts(self.x_tD, self.ids_tA, self.weights_tA, self.experts, self.ground.axes.grid, way)[0]
 
     def plain(self, both_egD: Tensor) -> Tensor:
-        return _plain_experts.layer(self.x_tD, self.ids_tA, self.weights_tA, both_egD, self.experts.down)
+        return torch_only.layer(self.x_tD, self.ids_tA, self.weights_tA, both_egD, self.experts.down)
 
     def ms(self, run: Callable[[], Tensor], what: str, leaves: Sequence[Tensor]) -> float:
         """Median of ``run`` on the slowest rank, forward alone or with the way back."""

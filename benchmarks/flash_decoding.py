@@ -27,17 +27,13 @@ from typing import Any
 
 import torch
 
-import _chunks
-import _eight
-import _latents
-import _shared
-import _sweep
-from _against import best_peer, measured
-from _decode import Cell, read_bandwidth
-from _decode_tune import tune, tune_eight
-from _report import ROOT, Headline, folder_of, report
-from _rows import Rows
 from colonnade.kernels.attention import decode_tiles
+from decoding import chunked_prefill, kv8, latents, shared_prefix, sweep
+from decoding.decode_cells import Cell, read_bandwidth
+from decoding.peers import best_peer, measured
+from decoding.tune import tune, tune_eight
+from harness.report import ROOT, Headline, folder_of, report
+from harness.rows import Rows
 
 TABLE = """Decode attention on the table of the Flash-Decoding article (PyTorch blog, 2023): 16 query heads, 2 key/value
 heads, width 128, float16, one new token for each of B requests of S tokens; and a row of 1 GB. Ours reads pages of 256
@@ -166,23 +162,23 @@ def record(args: argparse.Namespace, device: str, read: float, folder: Path, nam
     """Measure what was asked for, and write it with the notes of that alone."""
     heads = list[Headline]()
     if args.sweep:
-        part, notes, rows = "_sweep", _sweep.__doc__, Rows(f"flash_decoding_sweep_{name}", folder)
+        part, notes, rows = "_sweep", sweep.__doc__, Rows(f"flash_decoding_sweep_{name}", folder)
         most = 2**16 if args.tiny else args.most_gb * 1e9
-        _sweep.sweep(rows, *args.sweep, device, read, most_bytes=most, pinned=args.pinned, most_s=args.seconds)
+        sweep.sweep(rows, *args.sweep, device, read, most_bytes=most, pinned=args.pinned, most_s=args.seconds)
         notes = f"{notes}\n{len(rows)} of {args.sweep[1]} cells fitted into {args.seconds:.0f} s."
     elif args.chunks:
-        part, notes = "_chunks", _chunks.__doc__
-        rows = _chunks.rows(_chunks.TINY if args.tiny else _chunks.CELLS, device)
+        part, notes = "_chunks", chunked_prefill.__doc__
+        rows = chunked_prefill.rows(chunked_prefill.TINY if args.tiny else chunked_prefill.CELLS, device)
     elif args.latents:
-        part, notes = "_latents", _latents.__doc__
-        rows = _latents.rows(_latents.TINY if args.tiny else _latents.CELLS, device, read)
+        part, notes = "_latents", latents.__doc__
+        rows = latents.rows(latents.TINY if args.tiny else latents.CELLS, device, read)
     elif args.eight_bits:
-        part, notes = "_eight", _eight.__doc__
-        rows = _eight.rows(_eight.TINY if args.tiny else _eight.CELLS, device, read)
+        part, notes = "_eight", kv8.__doc__
+        rows = kv8.rows(kv8.TINY if args.tiny else kv8.CELLS, device, read)
     elif args.shared:
-        part, notes = "_shared", _shared.__doc__
+        part, notes = "_shared", shared_prefix.__doc__
         sizes = ((4, 64),) if args.tiny else ((32, 32_768), (32, 8192), (8, 32_768), (128, 4096))
-        rows = [row for batch, prefix in sizes for row in _shared.rows(batch, prefix, device, read)]
+        rows = [row for batch, prefix in sizes for row in shared_prefix.rows(batch, prefix, device, read)]
     else:
         part, notes, rows = "", TABLE, table(TINY if args.tiny else ARTICLE, device, read, args)
         heads = headlines(rows)

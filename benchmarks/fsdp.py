@@ -20,10 +20,10 @@ together less than 124 GB, 116 GiB of 139. On 2 ranks with 1 sequence 64 + 39 + 
 
 from collections.abc import Sequence
 
-from _jobs import FAST, PLAIN, Job, Row, enough, parser, place, series, share_of_linear
-from _report import Headline, report
 from colonnade.config import ModelConfig, Plan
 from colonnade.config.presets import preset
+from harness.report import Headline, report
+from harness.training_jobs import FAST, PLAIN, Job, Row, enough, parser, place, series, share_of_linear
 
 TINY_LLAMA = ModelConfig(vocab_size=211, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=64)
 TINY_GPT2 = preset("gpt2").but(vocab_size=211, layers=2, width=32, heads=4, ffn_width=64, context=64)

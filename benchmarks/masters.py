@@ -13,8 +13,6 @@ from collections.abc import Callable
 
 import torch
 
-from _report import Cell, report
-from _rows import line
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import Packed, Transformer, initialise
@@ -22,6 +20,8 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, Sharded, Whole
 from colonnade.train.optimizer import AdamW
 from colonnade.train.train_step import Step
+from harness.report import Cell, report
+from harness.rows import line
 
 MODEL = ModelConfig(vocab_size=4096, layers=6, width=192, heads=6, kv_heads=3, ffn_width=512, context=256, tied=True)
 SHAPES = ((1, 2, 128), (1, 8, 256), (4, 2, 256))  # micro-batches, samples in each, tokens in each

@@ -20,11 +20,11 @@ from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.olmoe import modeling_olmoe
 from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
 
-from _report import Cell, Headline, folder_of, report
-from _turns import Neighbours, timed, turns
 from colonnade.kernels.experts.loop import across
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.registry import choose
+from harness.paired_timing import Neighbours, timed, turns
+from harness.report import Cell, Headline, folder_of, report
 
 
 class Shape(NamedTuple):

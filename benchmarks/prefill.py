@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from _clock import Clock
-from _report import RESULTS, Cell, Headline, report
-from _rows import line
 from colonnade.config import ModelConfig
 from colonnade.config.presets import preset
 from colonnade.model import KVCache, Transformer
 from colonnade.serve.model_inputs import Runner
 from colonnade.serve.sampling_params import Draw, SamplingParams
 from colonnade.serve.scheduler import Slice, Work
+from harness.clock import Clock
+from harness.report import RESULTS, Cell, Headline, report
+from harness.rows import line
 
 TINY = ModelConfig(vocab_size=97, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=128, family="llama")
 PAGE = 64

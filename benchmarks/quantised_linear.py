@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from _decode import read_bandwidth, replayed
-from _report import RESULTS, Cell, Headline, report
-from _rows import line
 from colonnade.kernels.linear import reference
 from colonnade.kernels.linear.quantise import Quantised, quantise
+from decoding.decode_cells import read_bandwidth, replayed
+from harness.report import RESULTS, Cell, Headline, report
+from harness.rows import line
 
 SHAPES = {"qkv": (12288, 4096), "out": (4096, 4096), "up": (11008, 4096), "down": (4096, 11008)}
 COLD_BYTES = 2**28

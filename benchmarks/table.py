@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _report import RESULTS, ROOT
+from harness.report import RESULTS, ROOT
 
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
 RESULTS_TABLE, COMPARISON = "results", "comparison"

@@ -14,8 +14,6 @@ import statistics
 import numpy as np
 import torch
 
-from _report import Headline, report
-from _rows import line
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.model import Loss, Packed, Stream, Transformer, initialise
 from colonnade.parallel.axis import world_axis
@@ -25,6 +23,8 @@ from colonnade.parallel.launch import launch
 from colonnade.parallel.layout import PARTIAL, layout_of
 from colonnade.train.optimizer import AdamW
 from colonnade.train.train_step import Step
+from harness.report import Headline, report
+from harness.rows import line
 from train_gpt2 import SEQUENCE, Batch, config_of
 
 PARITY = ModelConfig(

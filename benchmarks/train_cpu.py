@@ -19,8 +19,6 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM
 
-from _report import Headline, report
-from _turns import Neighbours, timed, turns
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.config import TrainConfig
 from colonnade.config.presets import preset
@@ -31,6 +29,8 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
 from colonnade.train.optimizer import AdamW
 from colonnade.train.train_step import Step
+from harness.paired_timing import Neighbours, timed, turns
+from harness.report import Headline, report
 
 CONFIG = preset("tour")
 TRAIN = TrainConfig(lr=3e-4, warmup=0, schedule="constant", clip=1.0)

@@ -18,9 +18,6 @@ from pathlib import Path
 
 import torch
 
-from _jobs import filled, forget, random_batch
-from _report import Headline, report
-from _rows import line
 from colonnade.config import ModelConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import Transformer
@@ -29,6 +26,9 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
 from colonnade.train.session import moving
 from colonnade.train.train_step import Step
+from harness.report import Headline, report
+from harness.rows import line
+from harness.training_jobs import filled, forget, random_batch
 
 SHAPES = {"124m": (12, 768, 12), "355m": (24, 1024, 16), "1.2b": (40, 1536, 16)}
 VOCAB, SEQUENCE = 50257, 1024

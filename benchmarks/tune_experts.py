@@ -35,11 +35,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from _clock import Clock
-from _expert_products import BACKWARD, DECODE, FORWARD, Layer, Sizes, candidates
-from _expert_table import merged, written
 from colonnade.kernels.experts import tiles
 from colonnade.kernels.experts.tiles import Kernel, Tiles
+from harness.clock import Clock
+from moe.products import BACKWARD, DECODE, FORWARD, Layer, Sizes, candidates
+from moe.tuning_table import merged, written
 from moe_layer import FAILURES, SHAPES, reason
 
 TABLE = Path(tiles.__file__).with_name("tiles.json")

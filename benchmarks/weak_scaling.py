@@ -22,11 +22,11 @@ inductor finds nothing to overlap it warns "async TP found no matching"; then to
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from _jobs import FAST, PLAIN, Job, Row, enough, parser, place, series
-from _parallelized import TorchJob
-from _report import Headline, report
 from colonnade.config import Plan
 from colonnade.config.presets import preset
+from harness.report import Headline, report
+from harness.torch_parallelize import TorchJob
+from harness.training_jobs import FAST, PLAIN, Job, Row, enough, parser, place, series
 
 SHAPES = {1: "gpt2-1.2b", 2: "gpt2-2.5b", 4: "gpt2-4.2b", 8: "gpt2-8.3b"}
 """By ranks."""

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from _jobs import filled, random_batch
 from colonnade.config import ModelConfig, Plan
 from colonnade.config.presets import preset
 from colonnade.model import Transformer
@@ -20,6 +19,7 @@ from colonnade.train import grad_norm
 from colonnade.train.cuda_graph import Graphed
 from colonnade.train.model_inputs import Terms
 from colonnade.train.train_step import passes
+from harness.training_jobs import filled, random_batch
 
 GPT2 = preset("gpt2").but(vocab_size=208, layers=3, width=64, heads=4, ffn_width=96, context=16)
 """Pre-norm, biases, one product at the entry of the feed-forward part."""

@@ -255,10 +255,10 @@ def test_random_cells() -> None:
 def test_every_tiling_that_is_tuned(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     if kernels == "cuda":
         pytest.skip("its warps and stages follow from the shared memory")
-    import _decode_tune
     from colonnade.kernels.attention import decode_tiles
+    from decoding import tune
 
-    for how, width in itertools.product(_decode_tune.CANDIDATES, (64, 128)):
+    for how, width in itertools.product(tune.CANDIDATES, (64, 128)):
         monkeypatch.setattr(decode_tiles, "CHOSEN", [how])
         same(Case(LENGTHS, [1] * 6, K=2, group=8, H=width, page=16, dtype=torch.bfloat16).made("cuda"), 4e-3)
 

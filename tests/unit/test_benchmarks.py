@@ -11,9 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import _decode
-import _decode_tune
-import _jobs
 import attention
 import bubble
 import context
@@ -27,23 +24,25 @@ import moe_layer
 import prefill
 import quantised_linear
 import quantised_quality
-import thin_linear
+import skinny_gemm
 import weak_scaling
-from _report import RESULTS, ROOT
 from colonnade import api
 from colonnade.config import Plan
 from colonnade.kernels.attention import decode_tiles
+from decoding import decode_cells, tune
+from harness import training_jobs
+from harness.report import RESULTS, ROOT
 from tests.models import build
 from tests.worlds import run
 
 pytestmark = pytest.mark.xdist_group("worlds")
 
 
-def rows_of(jobs: list[_jobs.Job]) -> list[_jobs.Row]:
+def rows_of(jobs: list[training_jobs.Job]) -> list[training_jobs.Row]:
     """As ``series``, in worlds that stand already; rank 0's rows."""
     found = []
     for world in sorted({job.plan.world for job in jobs}):
-        found += run(world, _jobs.work, [job for job in jobs if job.plan.world == world], "cpu")[0]
+        found += run(world, training_jobs.work, [job for job in jobs if job.plan.world == world], "cpu")[0]
     return found
 
 
@@ -58,7 +57,7 @@ def test_fsdp() -> None:
 
 
 def test_context() -> None:
-    one, two = rows = _jobs.share_of_linear(rows_of(context.jobs(True, [1, 2], 0)))
+    one, two = rows = training_jobs.share_of_linear(rows_of(context.jobs(True, [1, 2], 0)))
     assert one["first_loss"] == two["first_loss"], "the same tokens, the same weights"
     assert (one["plan"], two["plan"]) == ("one process", "cp=2")
     assert context.heads_of(rows)[0].peer_value == one["tokens_per_s"]
@@ -131,11 +130,11 @@ def test_a_record_is_written_and_kept_rows_are_not_measured_again(
     context.main(asked)
     (row,) = json.loads((tmp_path / "context_tiny.json").read_text())["rows"]
     assert row["ranks"] == 1 and row["share_of_linear"] == 1
-    monkeypatch.setattr("_jobs.work", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("harness.training_jobs.work", lambda *_: pytest.fail("measured again"))
     context.main(asked)
     assert json.loads((tmp_path / "context_tiny.json").read_text())["rows"] == [row]
     with pytest.raises(pytest.fail.Exception, match="measured again"):
-        _jobs.series(context.jobs(True, [1], 0)[:1] + fsdp.llama_jobs(True, 1)[:1], "cpu", tmp_path / "kept")
+        training_jobs.series(context.jobs(True, [1], 0)[:1] + fsdp.llama_jobs(True, 1)[:1], "cpu", tmp_path / "kept")
 
 
 @pytest.mark.long
@@ -174,7 +173,7 @@ def test_flash_decoding(tmp_path: Path) -> None:
     flash_decoding.main(["--tiny", "--shared", "--out", str(tmp_path)])
     assert len(json.loads((tmp_path / "flash_decoding_shared_tiny.json").read_text())["rows"]) == 3
     file = Path(decode_tiles.__file__).with_name("decode_tiles.json")
-    assert _decode_tune.written(decode_tiles.table()) == file.read_text()
+    assert tune.written(decode_tiles.table()) == file.read_text()
 
 
 TOYS = [
@@ -189,7 +188,7 @@ TOYS = [
     (moe_cpu, ["--tiny", "--shapes", "olmoe", "--dtypes", "float32", "--tokens", "1", "--rounds", "1"]),
     (moe_layer, ["--tiny", "--shapes", "qwen3", "--passes", "forward", "--who", "colonnade"]),
     (quantised_linear, ["--tiny"]),
-    (thin_linear, ["--tiny"]),
+    (skinny_gemm, ["--tiny"]),
 ]
 
 
@@ -234,7 +233,7 @@ def test_flash_decoding_says_what_it_cannot_do(
 def test_page_lists() -> None:
     """A full last page holds a page of tokens, and not none; pages that nobody filled are not told."""
     pages_BP = torch.tensor([[5, 3, 9], [0, 7, 1], [2, 8, 4], [6, 10, 11]], dtype=torch.int32)
-    cu_pages_B1, pages_P, last_B = _decode.page_lists((9, 4, 1, 8), pages_BP, 4)
+    cu_pages_B1, pages_P, last_B = decode_cells.page_lists((9, 4, 1, 8), pages_BP, 4)
     assert cu_pages_B1.tolist() == [0, 3, 4, 5, 7]
     assert pages_P.tolist() == [5, 3, 9, 0, 2, 6, 10]
     assert last_B.tolist() == [1, 4, 1, 4]
@@ -272,37 +271,37 @@ class Told:
 def test_flashinfer_is_told_the_pages_that_ours_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Told))
-    monkeypatch.setattr(_decode, "WORKSPACE_BYTES", 1)
-    tensors = _decode.Tensors(_decode.Cell((40, 16, 1, 33), K=2, group=4, H=16, page=16), "cpu", copies=2)
-    right, ours = _decode.exact(tensors), _decode.ours(tensors)
-    assert _decode.error(ours, right) > 0.1, "scattered pages are other keys"
-    in_order, scattered = (dict(_decode.flashinfer(tensors, in_order=told)) for told in (True, False))
+    monkeypatch.setattr(decode_cells, "WORKSPACE_BYTES", 1)
+    tensors = decode_cells.Tensors(decode_cells.Cell((40, 16, 1, 33), K=2, group=4, H=16, page=16), "cpu", copies=2)
+    right, ours = decode_cells.exact(tensors), decode_cells.ours(tensors)
+    assert decode_cells.error(ours, right) > 0.1, "scattered pages are other keys"
+    in_order, scattered = (dict(decode_cells.flashinfer(tensors, in_order=told)) for told in (True, False))
     names = ["flashinfer" + cores + mode for mode in ("", ", graph mode") for cores in ("", ", tensor cores")]
     assert list(in_order) == list(scattered) == names
     for name in names:
-        assert _decode.error(in_order[name], right) < 1e-6
+        assert decode_cells.error(in_order[name], right) < 1e-6
         for copy in range(2):
             o = scattered[name](copy)
             assert (o - ours(copy).float()).norm() < 2e-3 * o.norm(), f"{name}, copy {copy}"
-    assert not set(names) - {name for name, _ in _decode.peers(tensors)}
+    assert not set(names) - {name for name, _ in decode_cells.peers(tensors)}
 
 
 def test_flashinfer_fails_with_a_line_or_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: importlib.machinery.ModuleSpec(name, None))
-    monkeypatch.setattr(_decode, "WORKSPACE_BYTES", 1)
-    tensors = _decode.Tensors(_decode.Cell((40, 3), K=1, group=5, H=16, page=16), "cpu")
+    monkeypatch.setattr(decode_cells, "WORKSPACE_BYTES", 1)
+    tensors = decode_cells.Tensors(decode_cells.Cell((40, 3), K=1, group=5, H=16, page=16), "cpu")
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Told))
-    runs = dict(_decode.flashinfer(tensors))
+    runs = dict(decode_cells.flashinfer(tensors))
     with pytest.raises(RuntimeError, match="ValueError: Unsupported group_size: 5"):
         runs["flashinfer"](0)
     assert runs["flashinfer, tensor cores"](0).shape == tensors.q_BNH.shape
     monkeypatch.setitem(sys.modules, "flashinfer", None)  # found, and cannot be imported
-    for _, call in _decode.flashinfer(tensors):
+    for _, call in decode_cells.flashinfer(tensors):
         with pytest.raises(RuntimeError, match="flashinfer"):
             call(0)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert not list(_decode.flashinfer(tensors))
-    assert not [name for name, _ in _decode.peers(tensors) if name.startswith("flashinfer")]
+    assert not list(decode_cells.flashinfer(tensors))
+    assert not [name for name, _ in decode_cells.peers(tensors) if name.startswith("flashinfer")]
 
 
 def test_small_figures_are_not_rounded_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

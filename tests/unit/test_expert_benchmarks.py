@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import _expert_table
-import _layer_profile
-import _layer_share
 import expert_parallel
 import moe_layer
 import moe_study
 import tune_experts
 from colonnade.kernels.experts import tiles
+from moe import layer_profile, layer_share, tuning_table
 from tests.corpora import small
 from tests.worlds import run
 
@@ -162,11 +160,11 @@ def test_each_product_goes_to_who_is_fastest(monkeypatch: pytest.MonkeyPatch, tm
     tuner.run(lambda: None)
     record = json.loads(tune_experts.TABLE.read_text())
     found = {"measured_on": "a chip", "shapes": [tuner.record()]}
-    text = _expert_table.written(_expert_table.merged(record, [found]))
+    text = tuning_table.written(tuning_table.merged(record, [found]))
     table = json.loads(text)
     assert table["kernels"].keys() == record["kernels"].keys() and table["measured_on"].endswith("a chip")
     again = {**tuner.record(), "kernels": {}}
-    twice = _expert_table.merged(table, [{"measured_on": "none", "shapes": [again]}])
+    twice = tuning_table.merged(table, [{"measured_on": "none", "shapes": [again]}])
     assert [s for s in twice["shapes"] if s["E"] == 8 and s["D"] == 256] == [again], (
         "a shape's new rows replace its old"
     )
@@ -205,13 +203,13 @@ def test_a_profile_says_what_each_kernel_took(
 ) -> None:
     names = ["up", "down", "hidden_back", "down", "weights_back", "weights_back", "void cutlass_GEMM<x>", "copy"]
     kernels = [(name, 10.0 * i, 8.0) for i, name in enumerate(names)]
-    found = _layer_profile.lines(kernels, 4e9, 1e15)
+    found = layer_profile.lines(kernels, 4e9, 1e15)
     rates = [float(line.split()[-5]) if "TFLOP/s" in line else None for line in found[:-1]]
     assert rates == [1000.0, 500.0, 500.0, 1000.0, 1000.0, 500.0, 500.0, None], "of one product or two"
     assert found[-1].split() == ["78.0", "us", "in", "all,", "8", "kernels,", "14.0", "us", "between", "them"]
     ready = [("few_up", 2.0, 20.0), ("few_down", 3.0, 30.0), ("copy", 40.0, 5.0), ("early", 41.0, 1.0)]
     taken = [("few_up", 2.0, 20.0), ("few_down", 22.0, 11.0), ("copy", 40.0, 5.0), ("early", 45.0, 0.0)]
-    assert _layer_profile.after_each_other(ready[::-1]) == taken
+    assert layer_profile.after_each_other(ready[::-1]) == taken
     monkeypatch.setattr("sys.argv", ["it", "--tiny", "--profile", "--shapes", "qwen3", "--loads", "zipf"])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     moe_layer.main()
@@ -229,14 +227,14 @@ def test_a_layers_time_is_shared_out(monkeypatch: pytest.MonkeyPatch, capsys: py
     }
     alone = {"nvjet_small", "_best"}
     for group, kernels in names.items():
-        assert {_layer_share.group_of(name, alone) for name in kernels} == {group}
+        assert {layer_share.group_of(name, alone) for name in kernels} == {group}
     kernels = [(name, float(i), 10.0) for i, name in enumerate([*names["router"], "_place", "_sum", "up", "up", "up"])]
-    runs = iter([[(name, 0.0, 1.0) for name in alone], *[kernels] * _layer_share.RUNS])
-    monkeypatch.setattr(_layer_share, "timeline", lambda *_, **__: next(runs))
+    runs = iter([[(name, 0.0, 1.0) for name in alone], *[kernels] * layer_share.RUNS])
+    monkeypatch.setattr(layer_share, "timeline", lambda *_, **__: next(runs))
     weights, _ = moe_layer.stacks(moe_layer.TINY["qwen3"], "cpu", torch.bfloat16)
-    layer = _layer_share.layer_of(4, weights)
+    layer = layer_share.layer_of(4, weights)
     assert layer.experts.up.data_ptr() == weights.up_EFD.data_ptr(), "no copies"
-    shares = _layer_share.measured(layer, torch.zeros(3, 64).bfloat16(), back=False, gpu=True)
+    shares = layer_share.measured(layer, torch.zeros(3, 64).bfloat16(), back=False, gpu=True)
     assert shares[:4] == (50.0, 10.0, 10.0, 30.0) and shares.share == pytest.approx(0.7)
     monkeypatch.undo()
     monkeypatch.setattr("sys.argv", ["it", "--tiny", "--shares", "--shapes", "qwen3"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import thin_linear
+import skinny_gemm
 from colonnade.config import MoeConfig, Plan, ServeConfig
 from colonnade.kernels.linear import skinny_gemm_tiles
 from colonnade.model import KVCache, Packed, Paged, fused_block
@@ -111,22 +111,22 @@ def test_what_wants_a_gradient_goes_through_the_modules() -> None:
 
 
 def test_candidates_of_tiles_fit_a_kernel_and_a_table() -> None:
-    for cell in thin_linear.CELLS:
-        assert thin_linear.candidates(cell)
-        assert all(how.BK & (how.BK - 1) == 0 for how in thin_linear.candidates(cell))
-    tiles = thin_linear.candidates(thin_linear.CELLS[0])[0]
+    for cell in skinny_gemm.CELLS:
+        assert skinny_gemm.candidates(cell)
+        assert all(how.BK & (how.BK - 1) == 0 for how in skinny_gemm.candidates(cell))
+    tiles = skinny_gemm.candidates(skinny_gemm.CELLS[0])[0]
     rows = [{"kind": "plain", "tiles": tiles._asdict()}, {"kind": "int4", "tiles": None}]
-    record = json.loads(thin_linear.written("none", rows))
+    record = json.loads(skinny_gemm.written("none", rows))
     assert record == {"measured_on": "none", "rows": rows}
     assert skinny_gemm_tiles.Tiles(**record["rows"][0]["tiles"]) == tiles
 
 
 def test_tuning_the_matrix_units_leaves_other_rows_of_the_table() -> None:
     table = skinny_gemm_tiles.table()
-    kept, ways = thin_linear.to_measure(thin_linear.CELLS, units=True)
+    kept, ways = skinny_gemm.to_measure(skinny_gemm.CELLS, units=True)
     assert kept == [row for row in table if row["kind"] == "plain"]
     for cell, hows in ways.items():
-        F, D, _ = thin_linear.SHAPES[cell.name]
+        F, D, _ = skinny_gemm.SHAPES[cell.name]
         now = skinny_gemm_tiles.pick(cell.kind, cell.rows, F, D, gated=cell.gated)
         assert cell.kind != "plain" and any(how.units for how in hows) and len(set(hows)) == len(hows)
         assert now is None or now in hows
@@ -134,7 +134,7 @@ def test_tuning_the_matrix_units_leaves_other_rows_of_the_table() -> None:
     had = {(row["kind"], row["gated"], row["rows"]) for row in table if row["kind"] != "float8"}
     assert had - {(row["kind"], row["gated"], row["rows"]) for row in kept} <= {(c.kind, c.gated, c.rows) for c in ways}
     assert {c.rows for c in ways} == {1, 2, 4, 8, 16}
-    assert not any(how.units for how in thin_linear.in_registers(thin_linear.CELLS[-1]))
+    assert not any(how.units for how in skinny_gemm.in_registers(skinny_gemm.CELLS[-1]))
 
 
 def test_the_table_of_tiles_is_asked_by_the_nearest_shape() -> None:

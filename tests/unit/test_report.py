@@ -3,13 +3,13 @@ import math
 
 import pytest
 
-import _report
 import table
+from harness import report
 
 
 def record(folder, **changes):
-    lines = [_report.Headline("decode, batch 1", 1234.5, "tokens/s", "transformers", 987.6)]
-    path = _report.report(
+    lines = [report.Headline("decode, batch 1", 1234.5, "tokens/s", "transformers", 987.6)]
+    path = report.report(
         "decode",
         [{"batch": 1, "tokens_per_s": 1234.5}, {"batch": 8, "note": "a|b"}],
         "median of 5",
@@ -31,9 +31,9 @@ def test_a_record_says_where_when_and_how(tmp_path):
 
 def test_nothing_measured_or_not_a_number_is_refused(tmp_path):
     with pytest.raises(ValueError, match="measured nothing"):
-        _report.report("empty", [], folder=tmp_path)
+        report.report("empty", [], folder=tmp_path)
     with pytest.raises(ValueError, match="JSON compliant"):
-        _report.report("nan", [{"x": math.nan}], folder=tmp_path)
+        report.report("nan", [{"x": math.nan}], folder=tmp_path)
 
 
 def test_headlines_and_rows_are_rendered(tmp_path):
@@ -76,16 +76,16 @@ def test_what_one_script_says_of_several_records_is_told_once(tmp_path):
 def test_a_command_does_not_say_where_things_were_put(monkeypatch):
     words = ["benchmarks/it.py", "--out", "/home/me/x", "--sweep", "0", "3", "--picture=y.png", "--keep", "k", "--tiny"]
     monkeypatch.setattr("sys.argv", words)
-    assert _report.command() == "python benchmarks/it.py --sweep 0 3 --tiny"
+    assert report.command() == "python benchmarks/it.py --sweep 0 3 --tiny"
     for found in table.load():
         assert not {"--out", "--picture", "--keep"} & set(found["command"].split()), found["file"]
 
 
 def test_toys_are_not_kept_among_the_results(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert _report.folder_of(None, toy=True).parent == tmp_path
-    assert _report.folder_of(None, toy=False) == _report.RESULTS
-    assert _report.folder_of(tmp_path / "x", toy=True) == _report.folder_of(tmp_path / "x", toy=False) == tmp_path / "x"
+    assert report.folder_of(None, toy=True).parent == tmp_path
+    assert report.folder_of(None, toy=False) == report.RESULTS
+    assert report.folder_of(tmp_path / "x", toy=True) == report.folder_of(tmp_path / "x", toy=False) == tmp_path / "x"
 
 
 def test_ratios_say_how_many_times_as_fast(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import small_reduce
+import small_allreduce as benchmark
 from colonnade.parallel import small_allreduce
 from colonnade.parallel.axis import Axes, Axis
 from tests.compiled import compiled, spilled
@@ -68,7 +68,7 @@ def test_the_limit_is_where_the_library_first_is_ahead() -> None:
         for by, found in (("one kernel", times), ("NCCL", theirs.values()))
         for size, us in zip(theirs, found, strict=True)
     ]
-    assert small_reduce.limits_of(rows) == {"sum": {"2": 8192}, "gather": {"2": 0}}
-    rows = run(2, small_reduce.work, 2, True, "cpu")[0]
+    assert benchmark.limits_of(rows) == {"sum": {"2": 8192}, "gather": {"2": 0}}
+    rows = run(2, benchmark.work, 2, True, "cpu")[0]
     assert {(row["what"], row["by"]) for row in rows} == {("sum", "gloo"), ("gather", "gloo")}
-    assert small_reduce.heads_of(rows) == []
+    assert benchmark.heads_of(rows) == []

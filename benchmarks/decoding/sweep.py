@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from _against import ahead, best_peer, measured
-from _decode import Cell, Tensors, ours, seconds
-from _decode_tune import CANDIDATES, too_much
-from _rows import Rows, figures, line
 from colonnade.kernels.attention import decode_tiles
+from decoding.decode_cells import Cell, Tensors, ours, seconds
+from decoding.peers import ahead, best_peer, measured
+from decoding.tune import CANDIDATES, too_much
+from harness.rows import Rows, figures, line
 
 PINNED = 12
 COMPILERS = max(1, min(48, (os.cpu_count() or 1) - 2))

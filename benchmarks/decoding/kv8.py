@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from _decode import Cell, Run, Tensors, error, exact, replayed
-from _rows import figures, line
 from colonnade.kernels.attention import split_reference, triton_decode
 from colonnade.kernels.attention.decode_plan import Kernels, Layout
+from decoding.decode_cells import Cell, Run, Tensors, error, exact, replayed
+from harness.rows import figures, line
 
 CELLS = ((256, 256), (32, 2048), (4, 16_384), (1, 65_536), (1, 131_072), (16, 65_536))
 TINY = ((2, 60),)

@@ -31,9 +31,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from _jobs import Job, random_batch
 from colonnade.config import ModelConfig
 from colonnade.parallel.distributed_context import DistributedContext
+from harness.training_jobs import Job, random_batch
 
 
 class Attention(nn.Module):

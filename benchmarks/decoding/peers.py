@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from _decode import Cell, Tensors, error, exact, flashinfer, loads, ours, peers, seconds
-from _rows import figures, line
+from decoding.decode_cells import Cell, Tensors, error, exact, flashinfer, loads, ours, peers, seconds
+from harness.rows import figures, line
 
 TOLERANCE = 6e-4
 

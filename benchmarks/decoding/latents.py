@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-import _decode
-from _rows import figures, line
 from colonnade.kernels.attention import reference, sdpa, split_reference, triton_mla_decode
 from colonnade.kernels.attention.decode_plan import Layout
 from colonnade.kernels.attention.page_table import PageTable
+from decoding import decode_cells
+from harness.rows import figures, line
 
 RANK, ROPE, TOLERANCE = 512, 64, 4e-3
 CELLS = ((128, 32, 8192), (128, 1, 65_536), (128, 128, 1024), (16, 32, 8192), (16, 1, 65_536))
@@ -53,9 +53,9 @@ def rows(cells: Sequence[tuple[int, int, int]], device: str, read: float, *, pag
 
         right = reference.paged(q.float(), k.float(), k.float(), table, values=RANK)
         for name, run in (("colonnade", ours), ("sdpa, gathered", theirs)):
-            mistake = _decode.error(run, right)
+            mistake = decode_cells.error(run, right)
             assert mistake < TOLERANCE * (1 if device == "cuda" else 3), f"{name}: {mistake:.1e} off"
-            took = _decode.replayed(run, 1, device, rounds=7)
+            took = decode_cells.replayed(run, 1, device, rounds=7)
             bytes_read = k[0, 0].nbytes * batch * length
             found.append(
                 {

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from _report import folder_of
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import Packed, Transformer
@@ -40,6 +39,7 @@ from colonnade.train.pipeline_step import PipelineStep
 from colonnade.train.profiler import Breakdown, breakdown
 from colonnade.train.session import moving
 from colonnade.train.train_step import Step
+from harness.report import folder_of
 
 Row = dict[str, Any]
 """Of a table: words and numbers."""

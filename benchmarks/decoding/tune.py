@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
-import _chunks
-import _eight
-from _decode import Cell, Tensors, ours, replayed, seconds
 from colonnade.kernels.attention import decode_tiles
 from colonnade.kernels.attention.decode_plan import FEW
 from colonnade.kernels.attention.decode_tiles import Tiles
+from decoding import chunked_prefill, kv8
+from decoding.decode_cells import Cell, Tensors, ours, replayed, seconds
 
 CANDIDATES = [
     Tiles(tile, warps, stages, workers, 64, 32)
@@ -113,14 +112,14 @@ def tune_eight(out: Path, widths: Sequence[int]) -> None:
         tensors = [
             Tensors(Cell((S,) * B, group=group, H=row["width"], dtype=torch.bfloat16), "cuda") for B, S in EIGHT_AT
         ]
-        caches = [[_eight.rounded(x, torch.float8_e4m3fn, scaled=False)[0] for x in (t.k, t.v)] for t in tensors]
+        caches = [[kv8.rounded(x, torch.float8_e4m3fn, scaled=False)[0] for x in (t.k, t.v)] for t in tensors]
         base, took = Tiles(**row["tiles"]), dict[Tiles, float]()
         for tile, stages, workers in EIGHTS:
             how = base._replace(tile=tile, stages=stages, workers=workers)
             decode_tiles.CHOSEN[:] = [how]
             try:
                 times = [
-                    replayed(_eight.call(t, k, v, None, kernels="triton"), t.copies, "cuda", rounds=7)
+                    replayed(kv8.call(t, k, v, None, kernels="triton"), t.copies, "cuda", rounds=7)
                     for t, (k, v) in zip(tensors, caches, strict=True)
                 ]
             except too_much():
@@ -135,17 +134,17 @@ def tune_eight(out: Path, widths: Sequence[int]) -> None:
 
 def tune_many(row: dict[str, Any], prices: dict[str, Any]) -> None:
     """The tiles of blocks of many rows, on chunks of prompts; from the longest one, what the matrix units can do."""
-    cells = [replace(cell, H=row["width"]) for cell in _chunks.CELLS]
-    tensors = [(cell, _chunks.made(cell, "cuda")) for cell in cells]
+    cells = [replace(cell, H=row["width"]) for cell in chunked_prefill.CELLS]
+    tensors = [(cell, chunked_prefill.made(cell, "cuda")) for cell in cells]
     took: dict[Tiles, float] = {}
-    for how in (Tiles(**row["tiles"]), *_chunks.CANDIDATES):
+    for how in (Tiles(**row["tiles"]), *chunked_prefill.CANDIDATES):
         decode_tiles.CHOSEN[:] = [how]
-        took[how] = _chunks.mean_s(tensors)
+        took[how] = chunked_prefill.mean_s(tensors)
         print(f"  {row['rows']} rows, width {row['width']}, {tuple(how)}: {took[how] * 1e6:.2f} µs", flush=True)
     best = min(took, key=lambda how: took[how])
     decode_tiles.CHOSEN[:] = [best]
     cell, held = max(tensors, key=lambda made: made[0].known)
-    rate = round(cell.flops / _chunks.seconds(_chunks.ours(*held)) / 1e9)
+    rate = round(cell.flops / chunked_prefill.seconds(chunked_prefill.ours(*held)) / 1e9)
     decode_tiles.CHOSEN.clear()
     row["tiles"] = best._asdict()
     prices["flops_a_ns"] = decode_tiles.table()["costs"]["flops_a_ns"] = rate

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from _report import Cell
+from harness.report import Cell
 
 Row = dict[str, Cell]
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-import _decode
-from _rows import figures, line
 from colonnade.kernels.attention import sdpa, split_reference, triton_decode
 from colonnade.kernels.attention.decode_plan import Layout
 from colonnade.kernels.attention.decode_tiles import Tiles
 from colonnade.kernels.attention.page_table import PageTable
+from decoding import decode_cells
+from harness.rows import figures, line
 
 TOLERANCE = 6e-4
 CANDIDATES = [
@@ -80,7 +80,7 @@ def ours(q: Any, k: Any, v: Any, table: PageTable) -> Callable[[], Any]:
 def seconds(run: Callable[[], Any]) -> float:
     """Of one call, replayed as a graph of several."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return _decode.replayed(lambda _: run(), 1, device, rounds=7)
+    return decode_cells.replayed(lambda _: run(), 1, device, rounds=7)
 
 
 def rows(cells: Sequence[Chunks], device: str) -> list[dict[str, Any]]:

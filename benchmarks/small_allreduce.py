@@ -1,8 +1,8 @@
 """Sums and gathers of small messages between GPUs: one kernel over the peers' memory, NCCL, torch's one-shot sum.
 
-    python benchmarks/small_reduce.py            2 and 4 GPUs (--worlds 2 with two), messages of 4 KiB to 1 MiB
-    python benchmarks/small_reduce.py --tune     the same, and colonnade/parallel/small_allreduce.json written anew by
-    it python benchmarks/small_reduce.py --tiny     in small over gloo, to see that it runs
+    python benchmarks/small_allreduce.py            2 and 4 GPUs (--worlds 2 with two), messages of 4 KiB to 1 MiB
+    python benchmarks/small_allreduce.py --tune     the same, and write colonnade/parallel/small.json
+    python benchmarks/small_allreduce.py --tiny     a small run over gloo, to see that it works
 
 bfloat16. 40 operations, each on what the one before gave, as a decoding step has them, are recorded as one CUDA graph;
 ``us`` is the median of 30 replays, for one operation, on the slowest rank. ``bytes`` are those of one rank's message.
@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from _jobs import Row, durations, enough, parser, place, replays
-from _report import Headline, report
 from colonnade.config import Plan
 from colonnade.parallel import collectives, small_allreduce
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
+from harness.report import Headline, report
+from harness.training_jobs import Row, durations, enough, parser, place, replays
 
 OPERATIONS, REPLAYS = 40, 30
 OURS, NCCL, THEIRS = "one kernel", "NCCL", "torch one_shot_all_reduce"
@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
     rows: list[Row] = []
     for world in worlds:
         rows += launch(work, (world, args.tiny, device), Plan(dp=world))
-    report(f"small_reduce_{name}", rows, __doc__ or "", headlines=heads_of(rows), folder=folder)
+    report(f"small_allreduce_{name}", rows, __doc__ or "", headlines=heads_of(rows), folder=folder)
     if args.tune and not args.tiny:
         tune(rows, torch.cuda.get_device_name())
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PEERS = ("torch", "transformers", "triton", "numpy", "tokenizers", "openai", "llama-cpp-python", "flashinfer-python")
 

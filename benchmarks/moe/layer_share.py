@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from _layer_profile import LIBRARYS, PRODUCTS, timeline
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.kernels.experts.reference import Weights
 from colonnade.model.moe import MixtureOfExperts, Routed, Routing
 from colonnade.parallel.axis import SOLO_AXES
+from moe.layer_profile import LIBRARYS, PRODUCTS, timeline
 
 DISPATCH = ("_count", "_place", "_rank", "_invert", "_copy", "_deal")
 COMBINE = ("_sum", "_weighted_copy")

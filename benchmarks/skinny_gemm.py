@@ -1,9 +1,9 @@
 """Products of a few rows on a GPU with norm, gate or residual beside them: TB/s of the weights, ours and a library's.
 
-    python benchmarks/thin_linear.py                # Llama-2-7B's matrices, 1 to 16 rows, in bfloat16, int8, int4
-    python benchmarks/thin_linear.py --tune         # measures candidates of tiles; thin_tiles.json. Some four minutes
-    python benchmarks/thin_linear.py --tune --units # only those for the matrix units, beside the table's. Two minutes
-    python benchmarks/thin_linear.py --tiny         # a CPU, to see that it runs
+    python benchmarks/skinny_gemm.py                # Llama-2-7B's matrices, 1 to 16 rows, in bfloat16, int8, int4
+    python benchmarks/skinny_gemm.py --tune         # measures candidates of tiles; thin_tiles.json. Some four minutes
+    python benchmarks/skinny_gemm.py --tune --units # only those for the matrix units, beside the table's. Two minutes
+    python benchmarks/skinny_gemm.py --tiny         # a CPU, to see that it runs
 
 A timing is of a graph of calls, each on another copy of the weights, so that none finds them in the level-2 cache;
 divided by their number. What stands beside ours is what it replaces: the norm, the library's products (for quantised
@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from _decode import read_bandwidth, replayed
-from _report import RESULTS, Cell, Headline, report
-from _rows import line
 from colonnade.kernels.linear import reference, skinny_gemm_tiles
 from colonnade.kernels.linear.quantise import quantise
 from colonnade.kernels.linear.reference import Gate, Matrix, Scale
 from colonnade.kernels.linear.skinny_gemm_tiles import Tiles
+from decoding.decode_cells import read_bandwidth, replayed
+from harness.report import RESULTS, Cell, Headline, report
+from harness.rows import line
 
 COLD_BYTES = 2**28
 SHAPES = {
@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> None:
         print(reference.fused_linear(x, weight, **parts).shape, candidates(Product("down", "int4", 1))[0])
         return
     if not torch.cuda.is_available():
-        print("thin_linear.py needs a GPU, and this machine has none; --tiny shows that it runs")
+        print("skinny_gemm.py needs a GPU, and this machine has none; --tiny shows that it runs")
         return
     if args.tune:
         tune(args.tiles, [cell for cell in CELLS if cell.kind in args.kinds], units=args.units)
@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> None:
         Headline("One row, gate and up of Llama-2-7B, bfloat16", float(first["us"] or 0), "µs", "the library",
                  float(first["library_us"] or 0))
     ]  # fmt: skip
-    report("thin_linear_h200", rows, notes=__doc__ or "", headlines=heads, folder=args.out)
+    report("skinny_gemm_h200", rows, notes=__doc__ or "", headlines=heads, folder=args.out)
 
 
 if __name__ == "__main__":

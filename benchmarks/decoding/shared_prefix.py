@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from _decode import Cell, Run, Tensors, error, peers, seconds
-from _rows import figures, line
 from colonnade.kernels.attention import cascade_reference, reference, split_reference, triton_decode
 from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.decode_plan import Layout
+from decoding.decode_cells import Cell, Run, Tensors, error, peers, seconds
+from harness.rows import figures, line
 
 OWN, PREFIXES = 100, 8
 TOLERANCE = 6e-4

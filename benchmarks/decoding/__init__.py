@@ -1,0 +1,1 @@
+"""Parts of flash_decoding.py: cells, peers, and one module per table."""

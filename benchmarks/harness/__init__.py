@@ -1,0 +1,1 @@
+"""Shared by all benchmarks: records, clocks, paired timing, training jobs."""

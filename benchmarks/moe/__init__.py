@@ -1,0 +1,1 @@
+"""Parts of the benchmarks of mixture-of-experts layers."""
