@@ -16,7 +16,7 @@ from colonnade.model import Packed, Rows, Stream, Transformer
 from colonnade.model.moe import Routing, Spread
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
-from colonnade.tune import measure, prune_experts, upcycle
+from colonnade.tune import measure, prune, upcycle
 from tests.gguf_files import speech
 from tests.hf import load
 from tests.models import CONFIGS, build, ragged
@@ -56,7 +56,7 @@ def test_what_would_change_the_outputs_is_refused() -> None:
     for work in (
         lambda: upcycle(whole, 4),
         lambda: measure(whole, []),
-        lambda: prune_experts(whole, torch.zeros(2, 4), 2),
+        lambda: prune(whole, torch.zeros(2, 4), 2),
     ):
         with pytest.raises(ConfigError, match=r"this takes a Transformer, not a Model; give its \.transformer"):
             work()
@@ -190,7 +190,7 @@ def test_experts_that_no_token_chose_go_without_a_trace(tmp_path: Path) -> None:
     assert load_LE[0].sum() == 0, "the first layer is dense"
     assert load_LE[1:].sum(1).tolist() == [80, 80], "forty tokens, two choices each"
     assert load_LE[1:, [1, 4]].sum() == 0
-    small = prune_experts(model, load_LE, 4)
+    small = prune(model, load_LE, 4)
     assert small.config.moe is not None
     assert small.config.moe.experts == 4
     for text in texts:
@@ -215,7 +215,7 @@ def test_loads_are_measured_in_the_models_own_direction() -> None:
 def test_the_most_used_stay_in_their_order() -> None:
     model = _routed(ROUTERS["softmax"], set())
     load_LE = torch.tensor([[0] * 6, [5, 1, 9, 0, 2, 7], [0, 0, 3, 3, 3, 1]])
-    small = prune_experts(model, load_LE, 3)
+    small = prune(model, load_LE, 3)
     for layer, kept in ((1, [0, 2, 5]), (2, [2, 3, 4])):
         for name in ("experts.up", "experts.gate", "experts.down", "router.gates.0.weight"):
             at = f"blocks.{layer}.ffn.{name}"
@@ -230,9 +230,9 @@ def test_what_cannot_be_pruned_is_refused() -> None:
     load_LE = torch.ones(3, 6, dtype=torch.int64)
     for keep in (1, 7):
         with pytest.raises(ConfigError, match=f"{keep} experts cannot be kept of 6"):
-            prune_experts(model, load_LE, keep)
+            prune(model, load_LE, keep)
     with pytest.raises(ConfigError, match="belong to another model"):
-        prune_experts(model, load_LE[:2], 3)
+        prune(model, load_LE[:2], 3)
     with pytest.raises(DataError, match="no texts"):
         measure(model, [])
     dense = build(CONFIGS["llama"])
@@ -242,12 +242,12 @@ def test_what_cannot_be_pruned_is_refused() -> None:
         moe=MoeConfig(experts=6, ffn_width=8, first=1, router=RouterConfig(groups=3, groups_kept=2))
     )
     with pytest.raises(ConfigError, match="3 groups"):
-        prune_experts(build(grouped), load_LE, 4)
+        prune(build(grouped), load_LE, 4)
 
 
 def test_a_pruned_model_is_saved_and_loaded(tmp_path: Path) -> None:
     model = build(upcycle(build(CONFIGS["llama"].but(layers=3)), 6).config)
-    small = prune_experts(model, torch.arange(18).view(3, 6), 3)
+    small = prune(model, torch.arange(18).view(3, 6), 3)
     write_hf(small, tmp_path / "hf")
     again = load(tmp_path / "hf")
     assert again.config == small.config.but(moe=again.config.moe)
