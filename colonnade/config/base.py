@@ -12,24 +12,24 @@ from typing import Any, ClassVar, Self, cast, get_args
 
 from pydantic import ConfigDict, ValidationError, model_validator
 
-from colonnade.config.derive import HasRules, derive
+from colonnade.config.derive import DerivingModel, derive
 from colonnade.errors import ConfigError
 
-MOST_INT = (1 << 63) - 1
+MAX_INT = (1 << 63) - 1
 """No setting is a larger whole number: tensors hold 64 bits."""
-MOST_FLOAT = 1e15
+MAX_FLOAT = 1e15
 """No setting is a larger number: products of a few of them stay finite in float32."""
-MOST_SIZE = 1 << 31
+MAX_DIM = 1 << 31
 """No dimension of a tensor is larger."""
 
 
-def nearest(name: str, known: list[str]) -> str:
+def did_you_mean(name: str, known: list[str]) -> str:
     """``"; did you mean 'layers'?"`` for the closest of ``known``, or the list itself when none is close."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}"
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """What somebody gave, in one line of 80 characters at most."""
     return " ".join(repr(value).split())[:80]
 
@@ -39,7 +39,7 @@ def check_choice(name: str, value: object, kind: object) -> None:
     known = get_args(kind)
     if not any(isinstance(value, type(one)) and value == one for one in known):
         *others, last = (repr(one) for one in known)
-        raise ConfigError(f"{name} is {shown(value)}; it must be {', '.join(others)} or {last}")
+        raise ConfigError(f"{name} is {short_repr(value)}; it must be {', '.join(others)} or {last}")
 
 
 def dtype_name(value: object) -> object:
@@ -61,12 +61,12 @@ def file_suffix(path: PurePath) -> str:
     return suffix if suffix in FILE_SUFFIXES else ""
 
 
-def count(number: int, what: str) -> str:
+def plural(number: int, what: str) -> str:
     """``"1 document"``, ``"2,717 documents"``."""
     return f"{number:,} {what}" + ("" if number == 1 else "es" if what.endswith("s") else "s")
 
 
-def size(n: int) -> str:
+def format_bytes(n: int) -> str:
     """``1.25 GiB``."""
     number, unit = float(n), "bytes"
     for larger in ("KiB", "MiB", "GiB"):
@@ -76,7 +76,7 @@ def size(n: int) -> str:
     return f"{number:.4g} {unit}"
 
 
-class Config(HasRules):
+class Config(DerivingModel):
     """A frozen record. A change is a new object (:meth:`but`); fields that follow from others: ``RULES``."""
 
     MAY_BE_INFINITE: ClassVar[tuple[str, ...]] = ()
@@ -87,7 +87,7 @@ class Config(HasRules):
         try:
             super().__init__(**values)
         except ValidationError as report:
-            raise ConfigError(_one_line(type(self), report)) from None
+            raise ConfigError(_summarise(type(self), report)) from None
 
     @model_validator(mode="after")
     def _within_bounds(self) -> Self:
@@ -95,13 +95,13 @@ class Config(HasRules):
         for name in type(self).model_fields:
             value = getattr(self, name)
             for one in cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,):
-                said = f"{type(self).__name__}.{name} is {shown(one)}: "
-                if isinstance(one, int) and abs(one) > MOST_INT:
-                    raise ConfigError(f"{said}no setting goes beyond {MOST_INT:,}; lower it")
-                if isinstance(one, float) and not abs(one) <= MOST_FLOAT:
+                said = f"{type(self).__name__}.{name} is {short_repr(one)}: "
+                if isinstance(one, int) and abs(one) > MAX_INT:
+                    raise ConfigError(f"{said}no setting goes beyond {MAX_INT:,}; lower it")
+                if isinstance(one, float) and not abs(one) <= MAX_FLOAT:
                     if name in self.MAY_BE_INFINITE and one == math.inf:
                         continue
-                    raise ConfigError(f"{said}it must be a finite number of {MOST_FLOAT:g} or less")
+                    raise ConfigError(f"{said}it must be a finite number of {MAX_FLOAT:g} or less")
         return self
 
     def but(self, **changes: Any) -> Self:
@@ -129,25 +129,25 @@ def differences(was: Config, now: Config, leave: Collection[str] = (), prefix: s
         if isinstance(old, Config) and isinstance(new, Config):
             found += differences(old, new, prefix=f"{prefix}{name}.")
         else:
-            found.append(f"{prefix}{name}: {_said(old)} -> {_said(new)}")
+            found.append(f"{prefix}{name}: {_format_value(old)} -> {_format_value(new)}")
     return found
 
 
-def _said(value: object) -> str:
+def _format_value(value: object) -> str:
     """A field's value; of a section that the other config lacks, what is not as by default."""
     if not isinstance(value, Config):
         return "none" if value is None else str(value)
     fields = type(value).model_fields
     own = {name: getattr(value, name) for name in fields if getattr(value, name) != fields[name].default}
-    return "(" + " ".join(f"{name}={_said(one)}" for name, one in own.items()) + ")"
+    return "(" + " ".join(f"{name}={_format_value(one)}" for name, one in own.items()) + ")"
 
 
-def _one_line(cls: type[Config], report: ValidationError) -> str:
+def _summarise(cls: type[Config], report: ValidationError) -> str:
     parts: list[str] = []
     for error in report.errors():
         where = ".".join(str(step) for step in error["loc"])
         if error["type"] == "extra_forbidden":
-            parts.append(f"{cls.__name__} has no key '{where}'" + nearest(where, list(cls.model_fields)))
+            parts.append(f"{cls.__name__} has no key '{where}'" + did_you_mean(where, list(cls.model_fields)))
         elif error["type"] == "missing":
             parts.append(f"{cls.__name__} needs '{where}'")
         elif error["type"] == "value_error":

@@ -21,73 +21,73 @@ from pydantic import BaseModel
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 
-KEEP = object()
+UNCHANGED = object()
 """Returned by a rule that does not hold in the config at hand."""
 
 
 @dataclass(frozen=True)
-class Rule:
+class DerivedField:
     """``field`` is computed anew when one of the fields in ``follows`` changes and ``field`` is not given."""
 
     field: str
     follows: tuple[str, ...]
-    value: Callable[[Any, Any], object] = lambda was, now: KEEP
-    """The new value from the config before and (not validated) after the change; :data:`KEEP` leaves the field."""
+    value: Callable[[Any, Any], object] = lambda was, now: UNCHANGED
+    """The new value from the config before and (not validated) after the change; :data:`UNCHANGED` leaves the field."""
     shown: str = ""
     """For a field whose None means "follow": the property that holds the number."""
 
 
-EVEN = 16
+WIDTH_MULTIPLE = 16
 """Widths that are multiples of this stay so: tensor cores and float8 take them whole."""
-LARGEST = 1 << 32
+MAX_SOURCE = 1 << 32
 """No size is larger."""
 
 
-class HasRules(BaseModel):
+class DerivingModel(BaseModel):
     """A model whose fields may follow from one another."""
 
-    RULES: ClassVar[tuple[Rule, ...]] = ()
+    RULES: ClassVar[tuple[DerivedField, ...]] = ()
     """In the order in which they apply: a later rule sees what an earlier one derived."""
 
 
-AnyRules = TypeVar("AnyRules", bound=HasRules)
+AnyDerivingModel = TypeVar("AnyDerivingModel", bound=DerivingModel)
 
 
-def derive(was: HasRules, given: Mapping[str, object]) -> dict[str, object]:
+def derive(was: DerivingModel, given: Mapping[str, object]) -> dict[str, object]:
     """The fields that follow from the changes ``given`` to ``was``, by dotted name, with their new values."""
     found = _derive_sections(was, given)
-    now = replaced(was, {**found, **given})
+    now = replace_paths(was, {**found, **given})
     for rule in type(was).RULES:
         changed = any(_get(was, source) != _get(now, source) for source in rule.follows)
-        numbers = all(_is_sound(_get(now, source)) for source in rule.follows)
+        numbers = all(_is_valid_source(_get(now, source)) for source in rule.follows)
         if changed and numbers and not _is_given(rule.field, given):
             value = rule.value(was, now)
-            if value is not KEEP and value != _get(was, rule.field):
+            if value is not UNCHANGED and value != _get(was, rule.field):
                 found[rule.field] = value
-                now = replaced(now, {rule.field: value})
+                now = replace_paths(now, {rule.field: value})
     return found | _derive_sections(was, {**found, **given})
 
 
-def _derive_sections(was: HasRules, given: Mapping[str, object]) -> dict[str, object]:
+def _derive_sections(was: DerivingModel, given: Mapping[str, object]) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, section in _sections(was).items():
-        inner = derive(section, _within(given, name))
+        inner = derive(section, _section_changes(given, name))
         found |= {f"{name}.{field}": value for field, value in inner.items()}
     return found
 
 
-def follow(was: AnyRules, given: Mapping[str, object]) -> AnyRules:
+def with_derived(was: AnyDerivingModel, given: Mapping[str, object]) -> AnyDerivingModel:
     """``was`` with the changes ``given`` and all that follows from them, not validated."""
-    return replaced(was, {**given, **derive(was, given)})
+    return replace_paths(was, {**given, **derive(was, given)})
 
 
-def followed(was: HasRules, now: HasRules, given: Collection[str], prefix: str = "") -> list[str]:
+def describe_derived(was: DerivingModel, now: DerivingModel, given: Collection[str], prefix: str = "") -> list[str]:
     """``"model.ffn_width 2112"`` for each field of ``now`` that is not among ``given`` and followed another one."""
     found: list[str] = []
     for name, section in _sections(now).items():
         before = getattr(was, name)
-        if isinstance(before, HasRules):
-            found += followed(before, section, given, f"{prefix}{name}.")
+        if isinstance(before, DerivingModel):
+            found += describe_derived(before, section, given, f"{prefix}{name}.")
     for rule in type(now).RULES:
         old, new = (_get(config, rule.shown or rule.field) for config in (was, now))
         if new and old != new and any(_get(was, source) != _get(now, source) for source in rule.follows):
@@ -98,31 +98,31 @@ def followed(was: HasRules, now: HasRules, given: Collection[str], prefix: str =
     return found
 
 
-def replaced(config: AnyModel, changes: Mapping[str, object]) -> AnyModel:
+def replace_paths(config: AnyModel, changes: Mapping[str, object]) -> AnyModel:
     """A copy of ``config`` with the fields named by dotted paths changed, not validated."""
     values = {name: value for name, value in changes.items() if "." not in name}
     for name in {path.partition(".")[0] for path in changes if "." in path}:
         section = values.get(name, getattr(config, name, None))
-        kind = section_of(type(config), name)
+        kind = nested_model(type(config), name)
         if section is None and kind is not None:
             section = kind.model_construct(None)
         if isinstance(section, BaseModel):
-            values[name] = replaced(section, _within(changes, name))
+            values[name] = replace_paths(section, _section_changes(changes, name))
     return type(config).model_construct(None, **(dict(config) | values))
 
 
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     """Nested tables as one, by dotted names."""
     found: dict[str, object] = {}
     for name, value in table.items():
         if isinstance(value, dict):
-            found |= flat(cast("dict[str, Any]", value), f"{prefix}{name}.")
+            found |= flatten(cast("dict[str, Any]", value), f"{prefix}{name}.")
         else:
             found[prefix + name] = value
     return found
 
 
-def section_of(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
+def nested_model(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
     """The config class that a field of ``kind`` holds, perhaps optionally; None for any other field."""
     if name not in kind.model_fields:
         return None
@@ -131,12 +131,12 @@ def section_of(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
     return next((one for one in kinds if issubclass(one, BaseModel)), None)
 
 
-def _sections(config: BaseModel) -> dict[str, HasRules]:
+def _sections(config: BaseModel) -> dict[str, DerivingModel]:
     values = {name: getattr(config, name) for name in type(config).model_fields}
-    return {name: value for name, value in values.items() if isinstance(value, HasRules)}
+    return {name: value for name, value in values.items() if isinstance(value, DerivingModel)}
 
 
-def _within(changes: Mapping[str, object], section: str) -> dict[str, object]:
+def _section_changes(changes: Mapping[str, object], section: str) -> dict[str, object]:
     """The changes inside one section, by their names there."""
     return {path[len(section) + 1 :]: value for path, value in changes.items() if path.startswith(f"{section}.")}
 
@@ -153,15 +153,16 @@ def _get(config: object, path: str) -> object:
     return config
 
 
-def in_proportion(size: int, was: int, now: int) -> int:
-    """``size`` · ``now`` / ``was``, rounded up to a multiple of what :data:`EVEN` and ``size`` have in common."""
-    step = math.gcd(size, EVEN)
+def scale_width(size: int, was: int, now: int) -> int:
+    """``size`` · ``now`` / ``was``, rounded up to a multiple of gcd(``size``, :data:`WIDTH_MULTIPLE`)."""
+    "common."
+    step = math.gcd(size, WIDTH_MULTIPLE)
     return -(-size * now // (was * step)) * step
 
 
-def _is_sound(value: object) -> bool:
+def _is_valid_source(value: object) -> bool:
     """False for a value that validation will refuse: nothing can follow from it."""
-    return value is None or isinstance(value, BaseModel) or (isinstance(value, int | float) and 0 < value < LARGEST)
+    return value is None or isinstance(value, BaseModel) or (isinstance(value, int | float) and 0 < value < MAX_SOURCE)
 
 
 if TYPE_CHECKING:
@@ -180,9 +181,9 @@ WITH_EXPERTS: dict[str, str] = {"llama": "mixtral", "mistral": "mixtral", "qwen3
 
 def _family(was: "ModelConfig", now: "ModelConfig") -> object:
     if now.moe is not None:
-        return WITH_EXPERTS.get(now.family, KEEP) if was.moe is None else KEEP
+        return WITH_EXPERTS.get(now.family, UNCHANGED) if was.moe is None else UNCHANGED
     dense = [one for one, family in WITH_EXPERTS.items() if family == now.family]
-    return next((one for one in dense if (one == "mistral") == (now.window is not None)), KEEP)
+    return next((one for one in dense if (one == "mistral") == (now.window is not None)), UNCHANGED)
 
 
 def _kv_heads(was: "ModelConfig", now: "ModelConfig") -> object:
@@ -193,32 +194,32 @@ def _kv_heads(was: "ModelConfig", now: "ModelConfig") -> object:
 
 def _head_width(was: "ModelConfig", _: "ModelConfig") -> object:
     """0, which means width / heads, where that was so before (Qwen3's and DeepSeek's heads have their own width)."""
-    return 0 if was.head_width * was.heads == was.width else KEEP
+    return 0 if was.head_width * was.heads == was.width else UNCHANGED
 
 
 def _ffn_width(was: "ModelConfig", now: "ModelConfig") -> object:
-    return in_proportion(was.ffn_width, was.width, now.width)
+    return scale_width(was.ffn_width, was.width, now.width)
 
 
 def _expert_width(was: "ModelConfig", now: "ModelConfig") -> object:
     """In proportion to ffn_width where the two are equal or no layer is dense; otherwise to width."""
     if was.moe is None or now.moe is None:
-        return KEEP if now.moe is None else now.ffn_width
+        return UNCHANGED if now.moe is None else now.ffn_width
     beside_dense = was.expert_layers < was.layers and was.moe.ffn_width != was.ffn_width
     source = "width" if beside_dense else "ffn_width"
-    return in_proportion(was.moe.ffn_width, getattr(was, source), getattr(now, source))
+    return scale_width(was.moe.ffn_width, getattr(was, source), getattr(now, source))
 
 
-def _first(was: "ModelConfig", now: "ModelConfig") -> object:
+def _first_expert_layer(was: "ModelConfig", now: "ModelConfig") -> object:
     """Some layer has experts, where one had."""
-    return KEEP if was.moe is None or now.moe is None else min(was.moe.first, now.layers - 1)
+    return UNCHANGED if was.moe is None or now.moe is None else min(was.moe.first, now.layers - 1)
 
 
-MODEL_RULES = (
-    Rule("family", ("moe",), _family),
-    Rule("kv_heads", ("heads",), _kv_heads),
-    Rule("head_width", ("width", "heads"), _head_width),
-    Rule("ffn_width", ("width",), _ffn_width),
-    Rule("moe.first", ("layers",), _first),
-    Rule("moe.ffn_width", ("moe", "width", "ffn_width"), _expert_width),
+MODEL_DERIVED_FIELDS = (
+    DerivedField("family", ("moe",), _family),
+    DerivedField("kv_heads", ("heads",), _kv_heads),
+    DerivedField("head_width", ("width", "heads"), _head_width),
+    DerivedField("ffn_width", ("width",), _ffn_width),
+    DerivedField("moe.first", ("layers",), _first_expert_layer),
+    DerivedField("moe.ffn_width", ("moe", "width", "ffn_width"), _expert_width),
 )

@@ -14,7 +14,7 @@ from colonnade.config.base import check_choice
 from colonnade.config.model import ModelConfig
 from colonnade.errors import ConfigError, PlanError
 
-MULTIPLE = 16
+FLOAT8_MULTIPLE = 16
 """Rows and columns of each rank's share of a weight must be multiples of this."""
 
 
@@ -44,15 +44,16 @@ def check_float8(model: ModelConfig, tp: int, sh: int = 1) -> None:
             rows["moe.shared_width"] = shared, (each, max(0, shared - each * (tp - 1)))
             cut["moe.shared_width"] = f"tp={tp}"
     for what, (whole, parts) in rows.items():
-        if whole % MULTIPLE:
+        if whole % FLOAT8_MULTIPLE:
             raise ConfigError(
-                f"float8 needs multiples of {MULTIPLE}, and the model has {what} {whole}; change it, or set "
+                f"float8 needs multiples of {FLOAT8_MULTIPLE}, and the model has {what} {whole}; change it, or set "
                 "train.float8 none"
             )
         for part in parts:
-            if part % MULTIPLE:
+            if part % FLOAT8_MULTIPLE:
                 raise PlanError(
-                    f"float8 needs multiples of {MULTIPLE}, and {cut[what]} leaves a rank {part} of {what} {whole}; "
+                    f"float8 needs multiples of {FLOAT8_MULTIPLE}, and {cut[what]} leaves a rank {part} of {what} "
+                    f"{whole}; "
                     f"use a lower {cut[what][:2]}, or set train.float8 none"
                 )
 
@@ -93,19 +94,19 @@ def check_cuda_graph(run: "RunConfig") -> None:
         )
 
 
-Weights = Literal["stored", "int8", "int4", "float8"]
+WeightFormat = Literal["stored", "int8", "int4", "float8"]
 """How a model that is not trained keeps its matrices."""
 WeightGroup = Literal[32, 64, 128]
 """Neighbouring inputs that share an int4 scale."""
 
 
-def check_kind(weights: object, group: object) -> None:
+def check_weight_format(weights: object, group: object) -> None:
     """Raise :class:`ConfigError` for ``weights``, or a ``group`` of them, that there are not."""
-    check_choice("weights", weights, Weights)
+    check_choice("weights", weights, WeightFormat)
     check_choice("weight_group", group, WeightGroup)
 
 
-def check_quantised(model: ModelConfig, weights: Weights, group: int, tp: int, sh: int = 1) -> None:
+def check_quantised(model: ModelConfig, weights: WeightFormat, group: int, tp: int, sh: int = 1) -> None:
     """Raise :class:`ConfigError` for a model whose ``weights`` cannot be so, :class:`PlanError` when it is the fault of
     ``tp`` (or ``sh``, of experts): a group of inputs that two ranks would share.
     """
@@ -120,7 +121,7 @@ def check_quantised(model: ModelConfig, weights: Weights, group: int, tp: int, s
         return
     heads = model.heads * (model.latent.v_width if model.latent else model.head_width)
     moe, cut = model.moe, [("columns of heads", heads, "tp", tp)]
-    if moe is None or moe.layers_among(model.layers) < model.layers:
+    if moe is None or moe.count_expert_layers(model.layers) < model.layers:
         cut += [("ffn_width", model.ffn_width, "tp", tp)]
     if moe is not None:
         cut += [("moe.shared_width", moe.shared_width, "tp", tp), ("moe.ffn_width", moe.ffn_width, "sh", sh)]

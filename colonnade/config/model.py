@@ -11,8 +11,8 @@ from typing import Any, Literal, cast
 
 from pydantic import Field, model_validator
 
-from colonnade.config.base import MOST_SIZE, Config
-from colonnade.config.derive import MODEL_RULES, divisors
+from colonnade.config.base import MAX_DIM, Config
+from colonnade.config.derive import MODEL_DERIVED_FIELDS, divisors
 from colonnade.config.moe import MoeConfig
 from colonnade.errors import ConfigError
 
@@ -20,13 +20,13 @@ from colonnade.errors import ConfigError
 class LatentConfig(Config):
     """How a token is compressed; the model's head_width is that of queries and keys, rotary part included."""
 
-    kv_rank: int = Field(gt=0, le=MOST_SIZE)
+    kv_rank: int = Field(gt=0, le=MAX_DIM)
     """Width of the vector that keys and values of all heads are made of."""
-    rope_width: int = Field(gt=0, le=MOST_SIZE)
+    rope_width: int = Field(gt=0, le=MAX_DIM)
     """Of each query and key head, how much at its end is turned by the position; the keys' is one for all heads."""
-    v_width: int = Field(gt=0, le=MOST_SIZE)
+    v_width: int = Field(gt=0, le=MAX_DIM)
     """Width of a value head."""
-    q_rank: int = Field(default=0, ge=0, le=MOST_SIZE)
+    q_rank: int = Field(default=0, ge=0, le=MAX_DIM)
     """Width of the vector that queries of all heads are made of; 0: they are made of the token itself."""
     norm_eps: float = Field(default=1e-6, gt=0)
     """Added to the variance of the two compressed vectors."""
@@ -48,8 +48,8 @@ Family = Literal[
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3",
 ]  # fmt: skip
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
-MOST_PARAMETERS = 10**15
-Top = Literal["unembed", "masked", "pretraining", "encoder", "classes", "spans"]
+MAX_PARAMETERS = 10**15
+TaskHead = Literal["unembed", "masked", "pretraining", "encoder", "classes", "spans"]
 
 
 class RopeScaling(Config):
@@ -60,7 +60,7 @@ class RopeScaling(Config):
     yarn: NTK by parts with an attention temperature (Peng 2023)."""
     factor: float = Field(gt=0)
     """The new context over the original one."""
-    original_context: int = Field(default=8192, gt=0, le=MOST_SIZE)
+    original_context: int = Field(default=8192, gt=0, le=MAX_DIM)
     """Context of the first training [tokens]."""
     low_freq_factor: float = Field(default=1.0, gt=0)
     """llama3: wavelengths above original_context / this are divided by the whole factor."""
@@ -83,25 +83,25 @@ class RopeScaling(Config):
 class ModelConfig(Config):
     """The sizes and choices of one :class:`colonnade.model.Transformer`."""
 
-    RULES = MODEL_RULES
+    RULES = MODEL_DERIVED_FIELDS
 
     family: Family = "llama"
     """How the weights are named on disk when saved for Hugging Face."""
-    vocab_size: int = Field(gt=0, le=MOST_SIZE)
+    vocab_size: int = Field(gt=0, le=MAX_DIM)
     """V: rows of the embedding; any number, never padded by the plan."""
     layers: int = Field(gt=0, le=1 << 20)
     """L: transformer blocks."""
-    width: int = Field(gt=0, le=MOST_SIZE)
+    width: int = Field(gt=0, le=MAX_DIM)
     """D: the residual stream."""
-    heads: int = Field(gt=0, le=MOST_SIZE)
+    heads: int = Field(gt=0, le=MAX_DIM)
     """N: query heads."""
-    kv_heads: int = Field(default=0, ge=0, le=MOST_SIZE)
+    kv_heads: int = Field(default=0, ge=0, le=MAX_DIM)
     """K: key/value heads; 0 means as many as query heads."""
-    head_width: int = Field(default=0, ge=0, le=MOST_SIZE)
+    head_width: int = Field(default=0, ge=0, le=MAX_DIM)
     """H: width of a head; 0 means width / heads."""
-    ffn_width: int = Field(gt=0, le=MOST_SIZE)
+    ffn_width: int = Field(gt=0, le=MAX_DIM)
     """F: hidden width of the feed-forward part."""
-    context: int = Field(default=1024, gt=0, le=MOST_SIZE)
+    context: int = Field(default=1024, gt=0, le=MAX_DIM)
     """The longest sequence, in tokens."""
     positions: Literal["learned", "rotary"] = "rotary"
     """learned: a table added to the embedding (GPT-2). rotary: queries and keys are turned (Su 2021)."""
@@ -136,21 +136,21 @@ class ModelConfig(Config):
     """Latent attention in the place of plain heads (DeepSeek)."""
     tied: bool = False
     """The output projection is the embedding."""
-    window: int | None = Field(default=None, gt=0, le=MOST_SIZE)
+    window: int | None = Field(default=None, gt=0, le=MAX_DIM)
     """Sliding window: a query sees itself and window − 1 earlier tokens (Mistral); None sees all."""
-    window_from_layer: int = Field(default=0, ge=0, le=MOST_SIZE)
+    window_from_layer: int = Field(default=0, ge=0, le=MAX_DIM)
     """The first layer that has the window (Qwen2's max_window_layers)."""
     causal: bool = True
     """False: every token sees its whole sequence (BERT, and decoders turned into encoders for embeddings)."""
-    segments: int = Field(default=0, ge=0, le=MOST_SIZE)
+    segments: int = Field(default=0, ge=0, le=MAX_DIM)
     """Rows of a table of segments added to the embedding (BERT: 2, for its pairs of texts); 0 has no table."""
     embed_norm: bool = False
     """Normalise the sum of the embeddings (the original BERT)."""
-    top: Top = "unembed"
+    top: TaskHead = "unembed"
     """What stands on the last block. unembed: the vocabulary's logits. The others need causal = false. masked: logits
     through BERT's transform. pretraining: masked, with a pooler and the order of two sentences. encoder: a pooler
     alone. classes: a pooler and a classifier. spans: the first and the last token of an answer."""
-    classes: int = Field(default=0, ge=0, le=MOST_SIZE)
+    classes: int = Field(default=0, ge=0, le=MAX_DIM)
     """Outputs of the classifier (top = classes)."""
     moe: MoeConfig | None = None
     """Experts in the place of the feed-forward part, in some layers or all."""
@@ -187,7 +187,7 @@ class ModelConfig(Config):
             raise ConfigError("rope_scaling belongs to rotary positions; this model has learned ones; remove it")
         self._consistent_latent()
         self._consistent_top()
-        if self.parameters > MOST_PARAMETERS:
+        if self.parameters > MAX_PARAMETERS:
             raise ConfigError(f"{self.parameters:.3g} parameters are more than any machine holds; lower the sizes")
         return self
 
@@ -248,7 +248,7 @@ class ModelConfig(Config):
     @property
     def expert_layers(self) -> int:
         """Blocks with experts."""
-        return 0 if self.moe is None else self.moe.layers_among(self.layers)
+        return 0 if self.moe is None else self.moe.count_expert_layers(self.layers)
 
     @property
     def rotary_width(self) -> int:

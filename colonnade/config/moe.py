@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from colonnade.config.base import MOST_SIZE, Config
-from colonnade.config.derive import Rule, in_proportion
+from colonnade.config.base import MAX_DIM, Config
+from colonnade.config.derive import DerivedField, scale_width
 from colonnade.errors import ConfigError
 
-MOST_EXPERTS = 1 << 20
-MOST_CAPACITY = 1e6
+MAX_EXPERTS = 1 << 20
+MAX_CAPACITY = 1e6
 """A factor of E / A already gives every token a place."""
 Balance = Literal["none", "gshard", "switch", "choices", "sequence", "importance"]
 
@@ -42,13 +42,13 @@ class RouterConfig(Config):
     """In training the router's input is multiplied by U(1 − jitter, 1 + jitter) (Switch, section 2.2)."""
     noise: float = Field(default=0.0, ge=0)
     """In training noise·N(0, 1)/E is added to the scores (Tutel's gate_noise)."""
-    groups: int = Field(default=1, ge=1, le=MOST_EXPERTS)
+    groups: int = Field(default=1, ge=1, le=MAX_EXPERTS)
     """Groups of experts, of which a token may use some (DeepSeek-V2, arXiv 2405.04434, section 2.2.2)."""
-    groups_kept: int = Field(default=1, ge=1, le=MOST_EXPERTS)
+    groups_kept: int = Field(default=1, ge=1, le=MAX_EXPERTS)
     """Groups that a token may use."""
     group_score: Literal["max", "top2"] = "top2"
     """A group's score: its best expert's (DeepSeek-V2) or the sum of its two best, biased (DeepSeek-V3)."""
-    projection: int = Field(default=256, ge=1, le=MOST_SIZE)
+    projection: int = Field(default=256, ge=1, le=MAX_DIM)
     """cosine: width in which tokens and experts are compared."""
     temperature: float = Field(default=0.5, gt=0)
     """cosine: the initial temperature; learned from there on."""
@@ -56,7 +56,7 @@ class RouterConfig(Config):
     """task: how many there are."""
     task: int | None = Field(default=None, ge=0, lt=1 << 16)
     """task: the one that tokens are of where nobody says so (in generation, for one)."""
-    nodes: int = Field(default=1, ge=1, le=MOST_EXPERTS)
+    nodes: int = Field(default=1, ge=1, le=MAX_EXPERTS)
     """topology: machines among which tokens and experts are thought to be cut, whatever the plan (FasterMoE)."""
     away: float = Field(default=0.14, ge=0, le=1)
     """topology: the share of a node's tokens whose first choice may be another node's expert, in training."""
@@ -66,16 +66,18 @@ class MoeConfig(Config):
     """The mixture of experts that stands in the place of a model's feed-forward part."""
 
     RULES = (
-        Rule("shared_width", ("ffn_width",), lambda a, b: in_proportion(a.shared_width, a.ffn_width, b.ffn_width)),
+        DerivedField(
+            "shared_width", ("ffn_width",), lambda a, b: scale_width(a.shared_width, a.ffn_width, b.ffn_width)
+        ),
     )
 
-    experts: int = Field(ge=1, le=MOST_EXPERTS)
+    experts: int = Field(ge=1, le=MAX_EXPERTS)
     """E: experts of a layer."""
-    active: int = Field(default=2, ge=1, le=MOST_EXPERTS)
+    active: int = Field(default=2, ge=1, le=MAX_EXPERTS)
     """A: experts that a token goes to (top-k)."""
-    ffn_width: int = Field(gt=0, le=MOST_SIZE)
+    ffn_width: int = Field(gt=0, le=MAX_DIM)
     """F: hidden width of one expert."""
-    shared_width: int = Field(default=0, ge=0, le=MOST_SIZE)
+    shared_width: int = Field(default=0, ge=0, le=MAX_DIM)
     """Hidden width of the experts that every token goes to, together; 0: none."""
     shared_gate: bool = False
     """The shared experts' output is multiplied by σ(w·x) (Qwen2-MoE)."""
@@ -87,7 +89,7 @@ class MoeConfig(Config):
     """Layers among those that are dense all the same (Qwen's mlp_only_layers)."""
     router: RouterConfig = RouterConfig()
     """Who goes to which expert."""
-    capacity: float | None = Field(default=None, ge=-MOST_CAPACITY, le=MOST_CAPACITY, allow_inf_nan=False)
+    capacity: float | None = Field(default=None, ge=-MAX_CAPACITY, le=MAX_CAPACITY, allow_inf_nan=False)
     """None: dropless, every token reaches its experts. f > 0: at most C = A·int(f·⌈T/E⌉) tokens an expert; 0: as many
     as any expert has, so that none is dropped; f < 0: the smaller of the two, with −f (Tutel)."""
     capacity_over: Literal["batch", "rank"] = "batch"
@@ -152,12 +154,12 @@ class MoeConfig(Config):
         return self
 
     @property
-    def by_sequence(self) -> bool:
+    def needs_sequences(self) -> bool:
         """Whether a stream must say which tokens are of one sequence."""
         return self.balance == "sequence" or self.router.kind == "sequence"
 
     @property
-    def normalises(self) -> bool:
+    def normalises_weights(self) -> bool:
         """Whether a token's weights are divided by their sum."""
         return self.router.normalise and (self.active > 1 or self.router.normalise_single)
 
@@ -178,7 +180,7 @@ class MoeConfig(Config):
         }
         return router.gates * table.get(router.kind, linear)
 
-    def layers_among(self, layers: int) -> int:
+    def count_expert_layers(self, layers: int) -> int:
         """How many of so many blocks have experts, without counting them one by one: the number may be absurd."""
         turns = range(self.first, layers, self.every)
         return len(turns) - sum(i in turns for i in set(self.dense))

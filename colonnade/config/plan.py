@@ -10,21 +10,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from colonnade.config.base import Config, count
+from colonnade.config.base import Config, plural
 from colonnade.config.model import ModelConfig, divisors
-from colonnade.config.moe import MOST_EXPERTS
+from colonnade.config.moe import MAX_EXPERTS
 from colonnade.errors import PlanError
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
-MOST_RANKS = 1 << 20
-SEVERAL = ("interleaved", "zero_bubble")
+MAX_RANKS = 1 << 20
+MULTI_STAGE_SCHEDULES = ("interleaved", "zero_bubble")
 """Schedules in which a rank may have several stages."""
 
 
 class Plan(Config):
     """How one model is laid over processes."""
 
-    tp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    tp: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Tensor parallel: ranks that share each layer's heads, hidden width and vocabulary (Megatron-LM)."""
     sequence_parallel: bool = False
     """Between the tensor-parallel parts each tp rank keeps its share of the tokens only (Korthikanti 2022)."""
@@ -32,47 +32,47 @@ class Plan(Config):
     """Products begin with the rows that are on this rank while copy engines bring the others', and sums are sent off
     while the rest is multiplied; needs sequence_parallel, and GPUs of one machine (a CPU does it one after the other).
     Fast only as a recorded graph: set train.cuda_graph too."""
-    cp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    cp: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Context parallel: ranks that share each sequence's tokens; keys travel round a ring (Liu 2023)."""
-    pp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    pp: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Pipeline parallel: ranks that hold the layers one after another."""
     schedule: Schedule = "1f1b"
     """Order of a pipeline's micro-batches: gpipe (Huang 2019), 1f1b (Narayanan 2019), interleaved (Narayanan 2021),
     zero_bubble (Qi 2023)."""
-    stages: int = Field(default=1, ge=1, le=MOST_RANKS)
+    stages: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Pipeline stages on each rank; more than one needs interleaved or zero_bubble."""
     layers: tuple[Annotated[int, Field(ge=1, le=1 << 20)], ...] = ()
     """Blocks of each pipeline stage in order; empty: as even as possible, the first and the last stage lightest."""
-    dp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    dp: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Data parallel: ranks that hold shards of the weights (FSDP) and read different samples."""
-    replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
+    replicate: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Copies of the whole data-parallel group, each with samples of its own (hybrid sharding)."""
     reshard: bool = True
     """FSDP gives gathered weights back after the forward pass and gathers them again; False keeps them: faster, larger.
     A pipeline always keeps them until its step is over."""
 
-    ep: int = Field(default=1, ge=1, le=MOST_RANKS)
+    ep: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Expert parallel: ranks of a pipeline stage that share a layer's experts among them, whatever else they share."""
-    sh: int = Field(default=1, ge=1, le=MOST_RANKS)
+    sh: int = Field(default=1, ge=1, le=MAX_RANKS)
     """Ranks that share each expert's hidden units."""
-    degree: Annotated[int, Field(ge=0, le=MOST_RANKS)] | Literal["auto"] = 1
+    degree: Annotated[int, Field(ge=0, le=MAX_RANKS)] | Literal["auto"] = 1
     """r: 0: all experts' weights are gathered on every rank. r of the divisors of sh: tokens travel, each to r ranks of
     its expert (Tutel). auto: whichever is faster, layer by layer, by measured links and the load (overlap too). What is
     stored where is the same for all."""
     overlap: int = Field(default=1, ge=1, le=1 << 10)
     """p: parts in which tokens travel to the experts, each while the experts compute the one before."""
 
-    shadows: int = Field(default=0, ge=0, le=MOST_EXPERTS)
+    shadows: int = Field(default=0, ge=0, le=MAX_EXPERTS)
     """So many experts, those of the highest load at each step, are gathered on every rank, and their tokens stay where
     they are (FasterMoE's shadowing)."""
-    near: int = Field(default=0, ge=0, le=MOST_RANKS)
+    near: int = Field(default=0, ge=0, le=MAX_RANKS)
     """Tokens travel in two steps: among so many neighbouring ranks (those of a machine), then across (Tutel's 2DH); 0:
     in one."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Plan":
-        if self.world > MOST_RANKS:
-            raise PlanError(f"the plan needs {self.world:,} processes, more than {MOST_RANKS:,}; lower its axes")
+        if self.world > MAX_RANKS:
+            raise PlanError(f"the plan needs {self.world:,} processes, more than {MAX_RANKS:,}; lower its axes")
         if self.tp_overlap and not self.sequence_parallel:
             raise PlanError(
                 "tp_overlap moves the rows of which each tensor-parallel rank keeps its share; "
@@ -96,13 +96,13 @@ class Plan(Config):
             )
         if self.stages > 1 and self.pp == 1:
             raise PlanError(f"{self.stages} stages a rank need a pipeline; set --plan.pp 2 or --plan.stages 1")
-        if self.stages > 1 and self.schedule not in SEVERAL:
+        if self.stages > 1 and self.schedule not in MULTI_STAGE_SCHEDULES:
             raise PlanError(
                 f"{self.schedule} has one stage on each rank, not {self.stages}; use --plan.schedule interleaved"
             )
-        if self.layers and (len(self.layers) != self.all_stages or min(self.layers) < 1):
+        if self.layers and (len(self.layers) != self.total_stages or min(self.layers) < 1):
             raise PlanError(
-                f"layers {self.layers} do not name one or more blocks for each of the {self.all_stages} stages "
+                f"layers {self.layers} do not name one or more blocks for each of the {self.total_stages} stages "
                 f"(pp={self.pp}, {self.stages} on each rank)"
             )
         return self
@@ -129,7 +129,7 @@ class Plan(Config):
         return self.stage // (self.ep * self.sh)
 
     @property
-    def all_stages(self) -> int:
+    def total_stages(self) -> int:
         """Pipeline stages on all ranks together."""
         return self.pp * self.stages
 
@@ -140,7 +140,7 @@ class Plan(Config):
 
     def spans(self, layers: int) -> list[range]:
         """The blocks of each pipeline stage, in order; stage s stands on pipeline rank s mod pp."""
-        count = self.all_stages
+        count = self.total_stages
         sizes = list(self.layers)
         if not sizes:
             # The embedding and the loss are work too, so that what does not divide goes to the stages between them.
@@ -175,9 +175,9 @@ class Plan(Config):
                     raise PlanError(f"{size} {what} do not divide over {name}={ranks}; use {name} of {divisors(size)}")
             if self.shadows >= model.moe.experts:
                 raise PlanError(f"{self.shadows} shadows of {model.moe.experts} experts are all; use --plan.degree 0")
-        if model.layers < self.all_stages:
+        if model.layers < self.total_stages:
             raise PlanError(
-                f"{model.layers} layers do not fill {self.all_stages} pipeline stages; use a lower pp or stages"
+                f"{model.layers} layers do not fill {self.total_stages} pipeline stages; use a lower pp or stages"
             )
         if self.layers and sum(self.layers) != model.layers:
             raise PlanError(f"layers {self.layers} are {sum(self.layers)} blocks, and the model has {model.layers}")
@@ -191,7 +191,7 @@ class Plan(Config):
                 f"1f1b over pp={self.pp} needs at least {self.pp} micro-batches a step and has {count}; raise "
                 "train.batch, lower train.micro_batch, or use --plan.schedule gpipe"
             )
-        if self.schedule in SEVERAL and count % max(1, count // self.pp):
+        if self.schedule in MULTI_STAGE_SCHEDULES and count % max(1, count // self.pp):
             raise PlanError(
                 f"{self.schedule} over pp={self.pp} needs a multiple of {self.pp} micro-batches a step and has {count};"
                 " change train.batch or train.micro_batch"
@@ -202,7 +202,7 @@ class Plan(Config):
         if world != self.world:
             others = self.world // self.dp
             fits = "" if world % others else f", or set --plan.dp {world // others} (if it trains)"
-            needs = count(self.world, "process")
+            needs = plural(self.world, "process")
             raise PlanError(f"the plan ({self}) needs {needs} but {world} were started; start {self.world}{fits}")
 
     def __str__(self) -> str:
@@ -235,7 +235,7 @@ class Plan(Config):
             ("cp", self.cp, f"1/{self.cp} of each sequence, as a chunk from its front and one from its back"),
             ("dp", self.dp, f"1/{self.dp * self.cp} of each parameter and 1/{self.data_ranks} of every batch"),
             ("replicate", self.replicate, "a copy of the data-parallel group's shards"),
-            ("pp", self.pp, f"{count(self.stages, 'stage')} of {[len(s) for s in self.spans(model.layers)]} blocks, "
+            ("pp", self.pp, f"{plural(self.stages, 'stage')} of {[len(s) for s in self.spans(model.layers)]} blocks, "
              f"{self.schedule}"),
             *self._expert_rows(model),
             ("world", self.world, f"{self._held(model) / 1e6:.2f} M of "

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from colonnade.config.base import nearest
+from colonnade.config.base import did_you_mean
 from colonnade.config.model import ModelConfig
 from colonnade.errors import ConfigError
 
@@ -47,7 +47,7 @@ PRESETS: Mapping[str, ModelConfig] = _Presets()
 def preset(name: str) -> ModelConfig:
     """The config of a published model; raises :class:`ConfigError` with the nearest name for an unknown one."""
     if name not in PRESETS:
-        raise ConfigError(f"there is no preset '{name}'" + nearest(name, list(PRESETS)))
+        raise ConfigError(f"there is no preset '{name}'" + did_you_mean(name, list(PRESETS)))
     return PRESETS[name]
 
 

@@ -7,11 +7,11 @@ from typing import Any, Literal, cast
 from pydantic import Field, field_validator, model_validator
 
 from colonnade.config import feature_checks
-from colonnade.config.base import MOST_SIZE, Config, dtype_name
-from colonnade.config.derive import KEEP, Rule
-from colonnade.config.experts import AS_TRAINED, Capacity, ExpertsConfig
+from colonnade.config.base import MAX_DIM, Config, dtype_name
+from colonnade.config.derive import UNCHANGED, DerivedField
+from colonnade.config.expert_overrides import AS_TRAINED, Capacity, ExpertsConfig
 from colonnade.config.model import ModelConfig
-from colonnade.config.moe import MOST_EXPERTS, MoeConfig
+from colonnade.config.moe import MAX_EXPERTS, MoeConfig
 from colonnade.config.plan import Plan
 from colonnade.errors import ConfigError
 
@@ -19,16 +19,16 @@ Device = Literal["auto", "cpu", "cuda"]
 ComputeType = Literal["float32", "bfloat16", "float16", "float64"]
 
 
-MOST_SAMPLES = 1 << 24
+MAX_SAMPLES = 1 << 24
 """Samples of one step."""
-SEQUENCE = 512
+DEFAULT_SEQUENCE = 512
 """Tokens in one sample, unless the model's context is shorter or another number is set."""
 
 
 def _sequence(was: "RunConfig", now: "RunConfig") -> object:
     """As much of the context as by default, where it was so before."""
-    default = min(SEQUENCE, was.model.context)
-    return min(SEQUENCE, now.model.context) if was.data.sequence == default else KEEP
+    default = min(DEFAULT_SEQUENCE, was.model.context)
+    return min(DEFAULT_SEQUENCE, now.model.context) if was.data.sequence == default else UNCHANGED
 
 
 class DataConfig(Config):
@@ -36,7 +36,7 @@ class DataConfig(Config):
 
     path: Path = Path("corpus")
     """A corpus folder, as colonnade corpus writes it: manifest, shards, tokenizer."""
-    sequence: int = Field(default=SEQUENCE, gt=1, le=MOST_SIZE)
+    sequence: int = Field(default=DEFAULT_SEQUENCE, gt=1, le=MAX_DIM)
     """Tokens in one sample; unless it is given, no more than the model's context."""
     separate_documents: bool = True
     """True: attention and positions restart at each document. False: one sample is one sequence. An encoder's sample is
@@ -57,13 +57,16 @@ class TrainConfig(Config):
     """Optimisation: what one step is, how long to go on, and what to note on the way."""
 
     MAY_BE_INFINITE = ("clip",)
-    RULES = (Rule("min_lr", ("lr",), shown="final_lr"), Rule("warmup", ("steps",), shown="warmup_steps"))
+    RULES = (
+        DerivedField("min_lr", ("lr",), shown="final_lr"),
+        DerivedField("warmup", ("steps",), shown="warmup_steps"),
+    )
 
     steps: int = Field(default=1000, gt=0)
     """Optimiser steps in all."""
-    batch: int = Field(default=32, gt=0, le=MOST_SAMPLES)
+    batch: int = Field(default=32, gt=0, le=MAX_SAMPLES)
     """Samples in one optimiser step, over all ranks."""
-    micro_batch: int = Field(default=8, gt=0, le=MOST_SAMPLES)
+    micro_batch: int = Field(default=8, gt=0, le=MAX_SAMPLES)
     """Samples that one rank runs through the model at once; the rest of its share is accumulated."""
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
@@ -139,9 +142,9 @@ class TrainConfig(Config):
     table says where their time went."""
     eval_every: int | None = Field(default=None, ge=0)
     """Steps between two validations; 0 never; None: 100, or never where too little text is held out."""
-    eval_samples: int = Field(default=64, gt=0, le=MOST_SAMPLES)
+    eval_samples: int = Field(default=64, gt=0, le=MAX_SAMPLES)
     """Samples of one validation, over all ranks."""
-    eval_active: int | None = Field(default=None, ge=1, le=MOST_EXPERTS)
+    eval_active: int | None = Field(default=None, ge=1, le=MAX_EXPERTS)
     """Experts that a token goes to in validations; None: as in training."""
     eval_capacity: Capacity = None
     """Capacity factor in validations, or off; None: as in training (Switch and ST-MoE: 1.25, and 2 in evaluation)."""
@@ -250,7 +253,7 @@ class TrainConfig(Config):
 class RunConfig(Config):
     """One training run, whole: it is saved inside every checkpoint."""
 
-    RULES = (Rule("data.sequence", ("model.context",), _sequence),)
+    RULES = (DerivedField("data.sequence", ("model.context",), _sequence),)
 
     name: str = Field(default="run", min_length=1)
     """The run's folder, within runs."""
@@ -311,7 +314,7 @@ class RunConfig(Config):
                 f"train.expert_dropout {self.train.expert_dropout:g} with train.float8 {self.train.float8}: float8's "
                 "products of experts do not drop; set one of them to 0 or none"
             )
-        _ = self.evaluated
+        _ = self.eval_moe
         if self.train.cuda_graph:
             feature_checks.check_cuda_graph(self)
         if self.train.float8 != "none" and self.plan.tp_overlap:
@@ -335,7 +338,7 @@ class RunConfig(Config):
         return self.but(train=self.train.resolved(device, compiles=compiles))
 
     @property
-    def evaluated(self) -> MoeConfig | None:
+    def eval_moe(self) -> MoeConfig | None:
         """What validations choose experts by, where it is not what training does."""
         told = ExpertsConfig(active=self.train.eval_active, capacity=self.train.eval_capacity)
         if told == AS_TRAINED:

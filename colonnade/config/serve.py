@@ -5,11 +5,11 @@ from typing import Literal
 from pydantic import Field
 
 from colonnade.config.base import Config
-from colonnade.config.feature_checks import WeightGroup, Weights
+from colonnade.config.feature_checks import WeightFormat, WeightGroup
 from colonnade.config.model import ModelConfig
 from colonnade.errors import ConfigError
 
-Cache = Literal["stored", "int8", "float8"]
+CacheFormat = Literal["stored", "int8", "float8"]
 """How what is kept of a token is kept: in the model's type, or in 8 bits."""
 
 
@@ -18,13 +18,13 @@ class ServeConfig(Config):
 
     page_tokens: int | None = Field(default=None, gt=0, le=1 << 20)
     """Tokens in one page of the key/value cache; None: 16, on a GPU 64."""
-    weights: Weights = "stored"
+    weights: WeightFormat = "stored"
     """How the matrices of a model are kept in memory: as the dtype says, or in fewer bits, quantised while they are
     read: int8 and float8 with a scale a row, int4 with one a group of inputs. Embeddings and routers stay
     as they are."""
     weight_group: WeightGroup = 64
     """Inputs that share a scale of int4; fewer are more exact, and a little larger."""
-    cache: Cache = "stored"
+    cache: CacheFormat = "stored"
     """How keys and values lie in the cache: as the dtype says, or in 8 bits, for twice as many tokens in the same
     memory: float8, or, of latents (DeepSeek's attention), int8 too; latents have two scales a token, others none."""
     pages: int | None = Field(default=None, gt=0)

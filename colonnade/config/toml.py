@@ -15,7 +15,7 @@ import tomlkit
 from tomlkit.items import Table
 
 from colonnade.config.base import Config
-from colonnade.config.derive import flat, follow, section_of
+from colonnade.config.derive import flatten, nested_model, with_derived
 from colonnade.errors import ConfigError
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -25,7 +25,7 @@ Key = tuple[str, ...]
 
 def dumps(config: Config) -> str:
     """``config`` as TOML, every key with its meaning; :func:`parse` gives an equal config back."""
-    return tomlkit.dumps(_fill(tomlkit.document(), config)).strip() + "\n"
+    return tomlkit.dumps(_add_fields(tomlkit.document(), config)).strip() + "\n"
 
 
 def write(config: Config, path: Path) -> None:
@@ -45,13 +45,13 @@ def parse(cls: type[AnyConfig], text: str, where: str = "TOML", base: AnyConfig 
     """The same from a text; ``where`` names it in messages."""
     values = _loads(text, where)
     if base is not None:
-        base = follow(base, flat(values))
-    return _build(cls, values, (), _lines(text), where, base)
+        base = with_derived(base, flatten(values))
+    return _parse_table(cls, values, (), _key_lines(text), where, base)
 
 
-def settings(path: Path) -> dict[str, object]:
+def read_settings(path: Path) -> dict[str, object]:
     """The settings that a TOML file gives, by dotted names."""
-    return flat(_loads(_text(path), str(path)))
+    return flatten(_loads(_text(path), str(path)))
 
 
 def _text(path: Path) -> str:
@@ -71,7 +71,7 @@ def _loads(text: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}:{line}: not TOML: {(said['what'] if said else str(why)).lower()}") from None
 
 
-def _build(
+def _parse_table(
     cls: type[AnyConfig],
     table: Mapping[str, Any],
     at: Key,
@@ -82,10 +82,10 @@ def _build(
     """Inner tables first, so that a complaint belongs to the table at hand."""
     values: dict[str, Any] = {}
     for key, value in table.items():
-        inner = section_of(cls, key)
+        inner = nested_model(cls, key)
         if inner is not None and issubclass(inner, Config) and isinstance(value, dict):
             within = cast("dict[str, Any]", value)
-            values[key] = _build(inner, within, (*at, key), lines, where, getattr(base, key, None))
+            values[key] = _parse_table(inner, within, (*at, key), lines, where, getattr(base, key, None))
         else:
             values[key] = value
     try:
@@ -97,27 +97,27 @@ def _build(
         raise ConfigError(f"{where}:{line or 1}: {why}") from None
 
 
-def _lines(text: str) -> dict[Key, int]:
+def _key_lines(text: str) -> dict[Key, int]:
     """The line of each key and table; good enough to point at, whatever else the file holds."""
     found: dict[Key, int] = {}
     table: Key = ()
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[+([^\[\]]+)\]+", line):
-            table = _split(header[1])
+            table = _split_key(header[1])
             found.setdefault(table, number)
         elif assigned := re.match(r"\s*([\w\"'.\- ]+?)\s*=", line):
-            found.setdefault((*table, *_split(assigned[1])), number)
+            found.setdefault((*table, *_split_key(assigned[1])), number)
     return found
 
 
-def _split(dotted: str) -> Key:
+def _split_key(dotted: str) -> Key:
     return tuple(part.strip().strip("\"'") for part in dotted.split("."))
 
 
 Container = TypeVar("Container", tomlkit.TOMLDocument, Table)
 
 
-def _fill(table: Container, config: Config) -> Container:
+def _add_fields(table: Container, config: Config) -> Container:
     """Plain keys first: in TOML everything after a table's header belongs to that table."""
     inner: dict[str, Config] = {}
     for name, field in type(config).model_fields.items():
@@ -126,13 +126,13 @@ def _fill(table: Container, config: Config) -> Container:
             inner[name] = value
         elif value is not None:
             item = tomlkit.item(str(value) if isinstance(value, PurePath) else value)
-            table.add(name, item.comment(_meaning(field.description)) if field.description else item)
+            table.add(name, item.comment(_one_line(field.description)) if field.description else item)
         elif field.default is not None:
             raise ConfigError(f"{type(config).__name__}.{name} is None, which TOML cannot say; set a value")
     for name, value in inner.items():
-        table.add(name, _fill(tomlkit.table(), value))
+        table.add(name, _add_fields(tomlkit.table(), value))
     return table
 
 
-def _meaning(docstring: str) -> str:
+def _one_line(docstring: str) -> str:
     return " ".join(docstring.replace("``", "").split())

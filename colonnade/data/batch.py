@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colonnade.data.shards import Split
+from colonnade.data.corpus import Split
 from colonnade.model.loss import IGNORE
 
-_ROWS = ("cu_seqlens", "predicted_R", "first_R")
+_ROW_INDICES = ("cu_seqlens", "predicted_R", "first_R")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Batch:
         }
         return replace(self, **moved)
 
-    def scoring(self, samples: int, sequence: int) -> "Batch":
+    def keep_targets(self, samples: int, sequence: int) -> "Batch":
         """The same with only the first ``samples``' targets kept: the rest is computed, and counts for nothing.
 
         ``sequence`` is the tokens of a sample, where all have as many (:attr:`first_R` is None).
@@ -80,13 +80,13 @@ class Batch:
         return replace(self, targets_T=self.targets_T.where(kept_T, IGNORE), orders_R=orders_R)
 
 
-def together(batches: Sequence[Batch]) -> Batch:
+def concatenate(batches: Sequence[Batch]) -> Batch:
     """Some batches as one; their tokens follow one another in the step's global batch."""
     first, starts = batches[0], [0, *accumulate(len(batch.tokens_T) for batch in batches)]
     joined: dict[str, Tensor] = {}
     for name in (name for name, value in vars(first).items() if isinstance(value, Tensor)):
         parts = [getattr(batch, name) for batch in batches]
-        if name in _ROWS:  # they point into the stream
+        if name in _ROW_INDICES:  # they point into the stream
             parts = [part + start for part, start in zip(parts, starts, strict=False)]
         if name == "cu_seqlens":
             parts = [first.cu_seqlens[:1], *(part[1:] for part in parts)]
@@ -96,14 +96,14 @@ def together(batches: Sequence[Batch]) -> Batch:
     return replace(first, **joined, longest=longest, equal=equal)
 
 
-def samples_in(split: Split, sequence: int) -> int:
+def count_samples(split: Split, sequence: int) -> int:
     """How many whole samples of ``sequence`` tokens, each with its last target, the split holds."""
     return max(split.tokens - 1, 0) // sequence
 
 
 def pack(split: Split, samples: Sequence[int] | np.ndarray, sequence: int, separate_documents: bool) -> Batch:
     """The batch of these sample numbers, in this order; T = len(samples) · sequence."""
-    rows = [_row(split, int(i) * sequence, sequence, separate_documents) for i in samples]
+    rows = [_read_sample(split, int(i) * sequence, sequence, separate_documents) for i in samples]
     tokens_T, targets_T, lengths = (np.concatenate(part) for part in zip(*rows, strict=True))
 
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -127,7 +127,7 @@ def _tasks(split: Split, samples: Sequence[int] | np.ndarray, sequence: int) -> 
     return torch.from_numpy(np.concatenate([split.tasks(int(i) * sequence, (int(i) + 1) * sequence) for i in samples]))
 
 
-def _row(split: Split, start: int, sequence: int, separate: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _read_sample(split: Split, start: int, sequence: int, separate: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tokens, targets, lengths of the sequences) of the sample that starts at token ``start`` of the stream."""
     stop = start + sequence
     run = split.read(start, stop + 1)

@@ -51,35 +51,35 @@ import torch
 
 from colonnade.config import DataConfig
 from colonnade.data.batch import Batch, power_of_two
-from colonnade.data.loader import GOLDEN, MASK, mix, mix_one
-from colonnade.data.shards import Split
-from colonnade.data.wordpiece import Pieces
+from colonnade.data.corpus import Split
+from colonnade.data.loader import GOLDEN_GAMMA, MASK64, splitmix64, splitmix64_mix
+from colonnade.data.wordpiece import MaskingVocabulary
 from colonnade.errors import ConfigError, DataError
 from colonnade.model.loss import IGNORE
 
-MASKED, RANDOM = 0.8, 0.1
+MASK_PROBABILITY, RANDOM_PROBABILITY = 0.8, 0.1
 
 
-def key_of(seed: int, *numbers: int) -> int:
+def derive_key(seed: int, *numbers: int) -> int:
     """One well-mixed key from a seed and numbers; other numbers, or their order, give another."""
-    key = mix_one(seed & MASK)
+    key = splitmix64(seed & MASK64)
     for number in numbers:
-        key = mix_one(key ^ (number & MASK))
+        key = splitmix64(key ^ (number & MASK64))
     return key
 
 
-def uniforms(key: int, count: int) -> np.ndarray:
+def uniform_floats(key: int, count: int) -> np.ndarray:
     """``count`` numbers in [0, 1), float64, a function of ``key`` alone; fewer are the beginning of more."""
-    places = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(key)
-    return (mix(places) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    places = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN_GAMMA) + np.uint64(key)
+    return (splitmix64_mix(places) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def budget(tokens: int, share: float) -> int:
+def mask_budget(tokens: int, share: float) -> int:
     """How many of so many maskable tokens are chosen, at most; at least one of any."""
     return min(tokens, max(1, round(tokens * share)))
 
 
-def words(tokens_T: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def word_spans(tokens_T: np.ndarray, pieces: MaskingVocabulary) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(start, end, run) of each word: its tokens, and a number that control tokens between two words make differ."""
     special_T = pieces.special_V[tokens_T]
     after_special_T = np.concatenate([[True], special_T[:-1]])
@@ -92,16 +92,18 @@ def words(tokens_T: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, np.ndarray,
     return starts, np.minimum(stops, next_bound), np.searchsorted(bounds, starts)
 
 
-def mask(
-    tokens_T: np.ndarray, pieces: Pieces, key: int, *, share: float = 0.15, longest: int = 3
+def mask_tokens(
+    tokens_T: np.ndarray, pieces: MaskingVocabulary, key: int, *, share: float = 0.15, longest: int = 3
 ) -> tuple[np.ndarray, np.ndarray]:
     """(the tokens with masks, the sorted places that were chosen) of one sequence with its control tokens."""
-    starts, stops, run = words(tokens_T, pieces)
+    starts, stops, run = word_spans(tokens_T, pieces)
     count = len(starts)
-    left = budget(int((~pieces.special_V[tokens_T]).sum()), share)
-    order = np.argsort(uniforms(key_of(key, 0), count), kind="stable")
-    lengths = np.searchsorted(_run_lengths(longest), uniforms(key_of(key, 1), count), side="right") + 1
-    fates, others = uniforms(key_of(key, 2), count), uniforms(key_of(key, 3), len(tokens_T))
+    left = mask_budget(int((~pieces.special_V[tokens_T]).sum()), share)
+    order = np.argsort(uniform_floats(derive_key(key, 0), count), kind="stable")
+    lengths = (
+        np.searchsorted(_ngram_probabilities(longest), uniform_floats(derive_key(key, 1), count), side="right") + 1
+    )
+    fates, others = uniform_floats(derive_key(key, 2), count), uniform_floats(derive_key(key, 3), len(tokens_T))
 
     masked_T, chosen_T, taken = tokens_T.copy(), np.zeros(len(tokens_T), bool), np.zeros(count, bool)
     for word in order.tolist():
@@ -116,21 +118,21 @@ def mask(
             if size > left:
                 continue
             taken[word : last + 1], chosen_T[here], left = True, True, left - size
-            if fates[word] < MASKED:
+            if fates[word] < MASK_PROBABILITY:
                 masked_T[here] = pieces.mask
-            elif fates[word] < MASKED + RANDOM:
+            elif fates[word] < MASK_PROBABILITY + RANDOM_PROBABILITY:
                 masked_T[here] = pieces.ordinary[(others[here] * len(pieces.ordinary)).astype(np.int64)]
             break
     return masked_T, np.flatnonzero(chosen_T)
 
 
-def _run_lengths(longest: int) -> np.ndarray:
+def _ngram_probabilities(longest: int) -> np.ndarray:
     """Cumulative probabilities of 1 .. longest - 1 words."""
     weights = 1 / np.arange(1, longest + 1)
     return np.cumsum(weights)[:-1] / weights.sum()
 
 
-def sentence_starts(tokens_T: np.ndarray, pieces: Pieces) -> np.ndarray:
+def sentence_starts(tokens_T: np.ndarray, pieces: MaskingVocabulary) -> np.ndarray:
     """Sorted indices (1 .. T-1) of the tokens that begin a sentence; the first token's context is unknown."""
     T = len(tokens_T)
     if T < 2:
@@ -149,7 +151,7 @@ def sentence_starts(tokens_T: np.ndarray, pieces: Pieces) -> np.ndarray:
     return 1 + np.flatnonzero(ended_T[:-1] & begins_T[1:])
 
 
-CONTROL = 3
+SPECIAL_TOKENS = 3
 """[CLS] and two [SEP]."""
 
 
@@ -162,12 +164,12 @@ class Sample(NamedTuple):
     """0 in order, 1 swapped."""
 
 
-class Pairs:
+class SentencePairs:
     """The samples of ``split``, by number; see :class:`colonnade.data.loader.Objective`."""
 
-    def __init__(self, split: Split, config: DataConfig, pieces: Pieces):
+    def __init__(self, split: Split, config: DataConfig, pieces: MaskingVocabulary):
         """Raises :class:`ConfigError` for a sequence too short for a pair, :class:`DataError` for no document."""
-        self._body = config.sequence - CONTROL
+        self._body = config.sequence - SPECIAL_TOKENS
         if self._body < 2:
             raise ConfigError(f"data.sequence {config.sequence} has no room for a pair of segments; use 5 or more")
         self._split, self._config, self._pieces = split, config, pieces
@@ -183,13 +185,15 @@ class Pairs:
 
     def pack(self, samples: Sequence[int] | np.ndarray, numbers: Sequence[int] | np.ndarray) -> Batch:
         """The batch of these samples, each masked as its ``number`` says."""
-        config, room = self._config, budget(self._body, self._config.mask_share)
+        config, room = self._config, mask_budget(self._body, self._config.mask_share)
         tokens, segments, targets, predicted, firsts, orders = [], [], [], [], [], []
         at = 0
         for sample, number in zip(samples, numbers, strict=True):
-            key = key_of(config.seed, _BERT, int(number))
+            key = derive_key(config.seed, _BERT, int(number))
             one = self.sample(int(sample), key)
-            masked, chosen = mask(one.tokens, self._pieces, key, share=config.mask_share, longest=config.mask_ngram)
+            masked, chosen = mask_tokens(
+                one.tokens, self._pieces, key, share=config.mask_share, longest=config.mask_ngram
+            )
             wanted = np.full(len(masked), IGNORE)
             wanted[chosen] = one.tokens[chosen]
             rows = np.full(room, at)  # filled up with [CLS], which has no target: the shape rarely changes
@@ -226,13 +230,13 @@ class Pairs:
 
     def sample(self, number: int, key: int) -> Sample:
         """Sample ``number`` (0 .. samples − 1), placed, cut and ordered by ``key``."""
-        where, short, size, cut, swap = uniforms(key_of(key, _ORDER), 5)
+        where, short, size, cut, swap = uniform_floats(derive_key(key, _ORDER), 5)
         target = self._body if short >= self._config.short_seq_prob else 2 + int(size * (self._body - 1))
         tokens, edges = self._run(number, where, target)
         middle = int(edges[1 + int(cut * (len(edges) - 2))])
         halves = tokens[edges[0] : middle], tokens[middle : edges[-1]]
         order = int(swap < 0.5)
-        first, second = self._truncated(halves[order], halves[1 - order], uniforms(key_of(key, _FRONT), 2))
+        first, second = self._truncated(halves[order], halves[1 - order], uniform_floats(derive_key(key, _FRONT), 2))
         cls, sep = [self._pieces.cls], [self._pieces.sep]
         tokens = np.concatenate([cls, first, sep, second, sep]).astype(np.int64)
         return Sample(tokens, (np.arange(len(tokens)) >= len(first) + 2).astype(np.int64), order)

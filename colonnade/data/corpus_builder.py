@@ -22,12 +22,20 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from colonnade.config import count, file_suffix
-from colonnade.config.base import MOST_SIZE
-from colonnade.data.holdout import Division, Drawn, divide
+from colonnade.config import file_suffix, plural
+from colonnade.config.base import MAX_DIM
+from colonnade.data.corpus import MAX_TASKS, ShardWriter
+from colonnade.data.holdout import HashedChunk, Holdout, choose_holdout
 from colonnade.data.manifest import MANIFEST, SPLITS, Manifest, SplitRecord, token_dtype
-from colonnade.data.readers import Piece, Reading, Source, by_source, documents, find, total_bytes
-from colonnade.data.shards import MOST_TASKS, ShardWriter
+from colonnade.data.readers import (
+    ReadOptions,
+    Source,
+    TextChunk,
+    find_files,
+    read_documents,
+    tasks_by_source,
+    total_bytes,
+)
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.data.wordpiece import train_wordpiece
 from colonnade.errors import ConfigError, DataError
@@ -36,7 +44,7 @@ Stage = Literal["vocabulary", "tokens"]
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildProgress:
     """How far a build is."""
 
     stage: Stage
@@ -51,11 +59,11 @@ class Built:
     """Tokens written."""
 
 
-Listener = Callable[[Built], None]
+ProgressCallback = Callable[[BuildProgress], None]
 
 
 @contextmanager
-def shown(console: Console | None = None) -> Iterator[Listener]:
+def progress_bar(console: Console | None = None) -> Iterator[ProgressCallback]:
     """A listener for :func:`corpus.build` that draws on stderr: a bar on a terminal, else one line a stage."""
     console = console or Console(stderr=True)
     columns = (
@@ -68,12 +76,12 @@ def shown(console: Console | None = None) -> Iterator[Listener]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         tasks = {}
 
-        def listen(built: Built) -> None:
+        def listen(built: BuildProgress) -> None:
             if built.stage not in tasks:
                 tasks[built.stage] = bars.add_task(built.stage, total=built.total_bytes, count="")
                 if not console.is_terminal:
                     console.print(f"corpus: {built.stage}, {decimal(built.total_bytes)} of text")
-            so_far = f"{built.tokens:,} tokens, {count(built.documents, 'document')}" if built.tokens else ""
+            so_far = f"{built.tokens:,} tokens, {plural(built.documents, 'document')}" if built.tokens else ""
             bars.update(tasks[built.stage], completed=built.done_bytes, count=so_far)
 
         yield listen
@@ -81,7 +89,7 @@ def shown(console: Console | None = None) -> Iterator[Listener]:
 
 _VOCAB_SIZE = 8192
 _BATCH_CHARACTERS = 1 << 21  # tokenised at once: enough for many cores, and about 100 MB of the library's records
-_TELL_BYTES = 1 << 20
+_PROGRESS_BYTES = 1 << 20
 
 
 def build(
@@ -98,7 +106,7 @@ def build(
     tasks: str | None = None,
     vocabulary_bytes: int = 1 << 28,
     overwrite: bool = False,
-    progress: Listener | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Manifest:
     """Write the corpus of ``sources`` to the folder ``out``, whole or not at all, and return its manifest.
 
@@ -116,11 +124,11 @@ def build(
     """
     out = Path(out)
     _check_settings(tokenizer, vocab_size, wordpiece, validation_share, shard_tokens, separator)
-    _check_free(out, overwrite)
-    found, how = find(sources), _reading(sources, field, separator, tasks)
+    _check_output(out, overwrite)
+    found, how = find_files(sources), _read_options(sources, field, separator, tasks)
     names: dict[str, int] | None = None if tasks is None else {}
     size_bytes = total_bytes(found)
-    division = divide(documents(found, how), validation_share)
+    division = choose_holdout(read_documents(found, how), validation_share)
     tell = progress or (lambda _: None)
 
     # Beside ``out``, so that the last step is a rename within one file system: a kill leaves this folder, never ``out``
@@ -128,17 +136,17 @@ def build(
     try:
         folder.mkdir(parents=True)
         if tokenizer is None:
-            pieces = _heard(documents(found, how), size_bytes, tell)
+            pieces = _with_progress(read_documents(found, how), size_bytes, tell)
             share = min(1.0, vocabulary_bytes / max(size_bytes, 1))
             learn = train_wordpiece if wordpiece else Tokenizer.train
-            tokenizer = learn(_sampled(pieces, division, share), vocab_size or _VOCAB_SIZE)
+            tokenizer = learn(_sample_texts(pieces, division, share), vocab_size or _VOCAB_SIZE)
         elif not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_file(tokenizer)
         if not tokenizer.eos_ids:
             raise DataError("the tokenizer names no token that ends a text; set eos_token in its tokenizer_config.json")
         tokenizer.save(folder / "tokenizer")
-        train, validation = _write(
-            documents(found, how), folder, tokenizer, division, shard_tokens, size_bytes, tell, names
+        train, validation = _write_shards(
+            read_documents(found, how), folder, tokenizer, division, shard_tokens, size_bytes, tell, names
         )
         manifest = Manifest(
             dtype=token_dtype(tokenizer.vocab_size),
@@ -161,15 +169,15 @@ def build(
     return manifest
 
 
-def _reading(sources: Sequence[Source], field: str, separator: str | None, tasks: str | None) -> Reading:
+def _read_options(sources: Sequence[Source], field: str, separator: str | None, tasks: str | None) -> ReadOptions:
     if tasks is None:
-        return Reading(field, separator)
+        return ReadOptions(field, separator)
     if tasks == "source":
-        return Reading(field, separator, tasks=by_source(sources))
+        return ReadOptions(field, separator, tasks=tasks_by_source(sources))
     kind, _, name = tasks.partition(":")
     if kind != "field" or not name:
         raise ConfigError(f"--tasks {tasks} is neither source nor field:NAME; use one of them, or leave it out")
-    return Reading(field, separator, name)
+    return ReadOptions(field, separator, name)
 
 
 def _check_settings(
@@ -184,8 +192,8 @@ def _check_settings(
         raise ConfigError("a tokenizer is given, and a WordPiece vocabulary is to be learnt; leave out one of them")
     if tokenizer is not None and vocab_size is not None:
         raise ConfigError(f"--tokenizer is given, and --vocab_size {vocab_size} to learn one; leave out one of them")
-    if vocab_size is not None and not 0 < vocab_size <= MOST_SIZE:
-        raise ConfigError(f"--vocab_size {vocab_size} is not from 1 to {MOST_SIZE}; 8192 is usual for a small corpus")
+    if vocab_size is not None and not 0 < vocab_size <= MAX_DIM:
+        raise ConfigError(f"--vocab_size {vocab_size} is not from 1 to {MAX_DIM}; 8192 is usual for a small corpus")
     if not 0 <= validation_share < 1:
         raise ConfigError(f"--validation_share {validation_share} is not in [0, 1); it is a share of the documents")
     if shard_tokens < 1:
@@ -194,7 +202,7 @@ def _check_settings(
         raise ConfigError("an empty separator stands everywhere; give what is between two documents, or no --separator")
 
 
-def _check_free(out: Path, overwrite: bool) -> None:
+def _check_output(out: Path, overwrite: bool) -> None:
     if suffix := file_suffix(out):
         raise DataError(f"{out} names one {suffix} file, and a corpus is a folder; leave {suffix} out")
     if out.is_dir() and not any(out.iterdir()):
@@ -206,25 +214,25 @@ def _check_free(out: Path, overwrite: bool) -> None:
         raise DataError(f"{out} exists and is not a corpus; choose another folder")
 
 
-def _sampled(pieces: Iterable[Piece], division: Division, share: float) -> Iterator[str]:
+def _sample_texts(pieces: Iterable[TextChunk], division: Holdout, share: float) -> Iterator[str]:
     """The text of about ``share`` of the training documents."""
     low = division.threshold
     return (piece.text for piece, lot in division.draw(pieces) if low <= lot < low + share * (1 - low))
 
 
-def _heard(pieces: Iterable[Piece], size_bytes: int, tell: Listener) -> Iterator[Piece]:
+def _with_progress(pieces: Iterable[TextChunk], size_bytes: int, tell: ProgressCallback) -> Iterator[TextChunk]:
     """The same pieces, telling how many bytes have gone by."""
-    done, told = 0, -_TELL_BYTES
+    done, told = 0, -_PROGRESS_BYTES
     for piece in pieces:
-        if done - told >= _TELL_BYTES:
-            tell(Built("vocabulary", told := done, size_bytes))
+        if done - told >= _PROGRESS_BYTES:
+            tell(BuildProgress("vocabulary", told := done, size_bytes))
         yield piece
         done += piece.size_bytes
-    tell(Built("vocabulary", size_bytes, size_bytes))
+    tell(BuildProgress("vocabulary", size_bytes, size_bytes))
 
 
-def _batches(drawn: Iterable[Drawn]) -> Iterator[list[Drawn]]:
-    batch: list[Drawn] = []
+def _batches(drawn: Iterable[HashedChunk]) -> Iterator[list[HashedChunk]]:
+    batch: list[HashedChunk] = []
     characters = 0
     for one in drawn:
         batch.append(one)
@@ -236,14 +244,14 @@ def _batches(drawn: Iterable[Drawn]) -> Iterator[list[Drawn]]:
         yield batch
 
 
-def _write(
-    pieces: Iterable[Piece],
+def _write_shards(
+    pieces: Iterable[TextChunk],
     folder: Path,
     tokenizer: Tokenizer,
-    division: Division,
+    division: Holdout,
     shard_tokens: int,
     size_bytes: int,
-    tell: Listener,
+    tell: ProgressCallback,
     names: dict[str, int] | None,
 ) -> tuple[SplitRecord, SplitRecord]:
     """Tokenise every document into the shards of its split; ``names`` are the tasks, filled as they come."""
@@ -261,18 +269,18 @@ def _write(
                 writer.append(tokens)
                 if piece.last:
                     writer.append([end])
-                    writer.end_document(None if names is None else _number(names, piece.task))
+                    writer.end_document(None if names is None else _task_id(names, piece.task))
                 done += piece.size_bytes
             written = train.documents + validation.documents, train.tokens + validation.tokens
-            tell(Built("tokens", min(done, size_bytes), size_bytes, *written))
+            tell(BuildProgress("tokens", min(done, size_bytes), size_bytes, *written))
         return train.finish(), validation.finish()
 
 
-def _number(names: dict[str, int], task: str | None) -> int:
+def _task_id(names: dict[str, int], task: str | None) -> int:
     """A task's number, in the order in which they first came."""
     assert task is not None, "every document has a task"
-    if task not in names and len(names) == MOST_TASKS:
-        raise DataError(f"there are more than {MOST_TASKS:,} tasks; choose a field with fewer values for --tasks")
+    if task not in names and len(names) == MAX_TASKS:
+        raise DataError(f"there are more than {MAX_TASKS:,} tasks; choose a field with fewer values for --tasks")
     return names.setdefault(task, len(names))
 
 

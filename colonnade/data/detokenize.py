@@ -16,7 +16,7 @@ for broken bytes, and the window, which moves only once it holds several settled
 
 from collections.abc import Callable, Sequence
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BROKEN_RUN = 32  # tokens; a model that is stuck on a broken byte must not take ever longer
 _SETTLED = 8  # tokens of context kept before the newest: enough that the window's own first token no longer matters
 
@@ -47,7 +47,7 @@ class Detokenizer:
         if token in self._byte_ids:
             return ""
         text = self._decode(self._window)
-        certain = text.removesuffix(BROKEN)
+        certain = text.removesuffix(REPLACEMENT)
         new, self._told = certain[self._told :], len(certain)
         if len(certain) == len(text):
             self._slide()

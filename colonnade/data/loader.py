@@ -33,14 +33,14 @@ from typing import Protocol
 import numpy as np
 
 from colonnade.config import DataConfig
-from colonnade.data.batch import Batch, pack, samples_in
-from colonnade.data.shards import Split
+from colonnade.data.batch import Batch, count_samples, pack
+from colonnade.data.corpus import Split
 from colonnade.errors import ConfigError, DataError
 
 _ROUNDS = 8
 _LEAST_HALF = 2  # bits: on fewer, too few of the orders of a handful of samples are reached
-GOLDEN = 0x9E3779B97F4A7C15
-MASK = (1 << 64) - 1
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+MASK64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Cursor:
 def permute(places: np.ndarray, samples: int, seed: int, epoch: int) -> np.ndarray:
     """The samples that stand at ``places`` (each in 0..samples-1) of the order of ``seed`` and ``epoch``."""
     half = max(_LEAST_HALF, (max(samples - 1, 1).bit_length() + 1) // 2)
-    key = mix_one(mix_one(seed & MASK) ^ (epoch & MASK))
-    keys = [mix_one((key + i * GOLDEN) & MASK) for i in range(_ROUNDS)]
+    key = splitmix64(splitmix64(seed & MASK64) ^ (epoch & MASK64))
+    keys = [splitmix64((key + i * GOLDEN_GAMMA) & MASK64) for i in range(_ROUNDS)]
 
     out = _encipher(places.astype(np.uint64), half, keys)
     while (outside := np.flatnonzero(out >= samples)).size:
@@ -84,20 +84,20 @@ def _encipher(x: np.ndarray, half: int, keys: list[int]) -> np.ndarray:
     low = np.uint64((1 << half) - 1)
     left, right = x >> np.uint64(half), x & low
     for key in keys:
-        left, right = right, left ^ (mix(right + np.uint64(key)) & low)
+        left, right = right, left ^ (splitmix64_mix(right + np.uint64(key)) & low)
     return left << np.uint64(half) | right
 
 
-def mix(x: np.ndarray) -> np.ndarray:
+def splitmix64_mix(x: np.ndarray) -> np.ndarray:
     """splitmix64's finaliser, elementwise; uint64 arrays wrap around as the algorithm wants."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def mix_one(x: int) -> int:
+def splitmix64(x: int) -> int:
     """One well-mixed number from one integer: splitmix64's first output for this seed."""
-    return int(mix(np.array([x], np.uint64) + np.uint64(GOLDEN))[0])
+    return int(splitmix64_mix(np.array([x], np.uint64) + np.uint64(GOLDEN_GAMMA))[0])
 
 
 class Objective(Protocol):
@@ -117,7 +117,7 @@ class NextToken:
     def __init__(self, split: Split, config: DataConfig):
         """Raises :class:`DataError` for too few tokens."""
         self._split, self._config = split, config
-        self.samples = samples_in(split, config.sequence)
+        self.samples = count_samples(split, config.sequence)
         if not self.samples:
             raise DataError(
                 f"the {split.name} split has {split.tokens} tokens, and one sample with its last target needs "
@@ -187,7 +187,7 @@ class Loader:
             chosen = repeated * self.samples // samples
             batch = self._objective.pack(chosen, -1 - chosen)  # numbers that no training sample has
             batch = replace(batch, first=int(part[0]) * self._config.sequence)
-            yield batch.scoring(int((part < samples).sum()), self._config.sequence)
+            yield batch.keep_targets(int((part < samples).sum()), self._config.sequence)
 
     def _shared(self, share: int) -> Iterator[np.ndarray]:
         """The places of each micro-batch of this rank, of ``share`` places a rank: all ranks' first ones come first."""

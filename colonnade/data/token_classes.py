@@ -8,7 +8,7 @@ or one that ends as verbs do. Good enough to see whether an expert takes commas;
 
 from collections.abc import Sequence
 
-KINDS = ("punctuation", "number", "name", "function word", "verb", "word", "part of a word", "white space")
+TOKEN_CLASSES = ("punctuation", "number", "name", "function word", "verb", "word", "part of a word", "white space")
 
 
 def _words(text: str) -> frozenset[str]:
@@ -37,13 +37,14 @@ _ENDS = ("ing", "ed", "ize", "ise", "ify")
 _SENTENCE_ENDS = frozenset(".!?:\n")
 
 
-def kinds_of(pieces: Sequence[str]) -> list[str]:
-    """The kind of each token of a text, one of :data:`KINDS`; ``pieces`` are the tokens' texts, with their spaces."""
+def classify_tokens(pieces: Sequence[str]) -> list[str]:
+    """The class of each token of a text, from :data:`TOKEN_CLASSES`; ``pieces`` are the tokens as text, with spaces."""
+    "spaces."
     kinds: list[str] = []
     word_before, begins = False, True  # the last piece ended in a letter; a sentence begins
     for piece in pieces:
         bare = piece.strip()
-        kinds.append(_kind(bare, joined=word_before and piece[:1].isalpha(), begins=begins))
+        kinds.append(_classify(bare, joined=word_before and piece[:1].isalpha(), begins=begins))
         if bare and any(c.isalnum() for c in bare):
             begins = False
         if set(piece) & _SENTENCE_ENDS:
@@ -53,7 +54,7 @@ def kinds_of(pieces: Sequence[str]) -> list[str]:
     return kinds
 
 
-def _kind(bare: str, *, joined: bool, begins: bool) -> str:
+def _classify(bare: str, *, joined: bool, begins: bool) -> str:
     if not bare:
         return "white space"
     if not any(c.isalnum() for c in bare):

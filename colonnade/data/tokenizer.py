@@ -17,14 +17,13 @@ from typing import Any, Self
 import tokenizers
 
 from colonnade.data.bpe import END, byte_level_bpe, train_bpe
-from colonnade.data.chat_template import ChatTemplate, Message
+from colonnade.data.chat_template import ChatEncoder, ChatTemplate, Message
 from colonnade.data.detokenize import Detokenizer
-from colonnade.data.template_injection import Unforged
 from colonnade.errors import DataError, RequestError
 
-_OURS = "colonnade"  # key of tokenizer_config.json under which we keep ids, which transformers leaves alone
+_CONFIG_KEY = "colonnade"  # key of tokenizer_config.json under which we keep ids, which transformers leaves alone
 
-_BERTS = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
+_BERT_TOKENS = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
 
 
 class Tokenizer:
@@ -88,7 +87,7 @@ class Tokenizer:
             core = byte_level_bpe(folder / "vocab.json", folder / "merges.txt")
         else:
             raise DataError(f"{file} does not exist; give a tokenizer.json, or a folder that holds one")
-        return cls(core, *_read_surroundings(folder, core))
+        return cls(core, *_read_special_tokens(folder, core))
 
     @classmethod
     def from_bpe_files(cls, vocab: str | Path, merges: str | Path) -> Self:
@@ -119,9 +118,13 @@ class Tokenizer:
             "bos_token": None if self.bos_id is None else token(self.bos_id),
             "eos_token": token(self.eos_ids[0]) if self.eos_ids else None,
             "clean_up_tokenization_spaces": False,
-            **{f"{name}_token": spelt for name, spelt in _BERTS.items() if self.token_id(spelt) in self.special_ids},
+            **{
+                f"{name}_token": spelt
+                for name, spelt in _BERT_TOKENS.items()
+                if self.token_id(spelt) in self.special_ids
+            },
             "chat_template": self.chat_template,
-            _OURS: {"bos_id": self.bos_id, "eos_ids": list(self.eos_ids)},
+            _CONFIG_KEY: {"bos_id": self.bos_id, "eos_ids": list(self.eos_ids)},
         }
         (folder / "tokenizer.json").write_text(self._json, encoding="utf-8")
         present = {key: value for key, value in config.items() if value is not None}
@@ -146,14 +149,14 @@ class Tokenizer:
         try:
             return self._core.encode(text, add_special_tokens=special).ids
         except TypeError:
-            raise _not_text(text) from None
+            raise _surrogate_error(text) from None
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         """(ids, segments) of two texts with what the tokenizer puts around them: BERT's pairs."""
         try:
             encoding = self._core.encode(first, second)
         except TypeError:
-            raise _not_text(first + second) from None
+            raise _surrogate_error(first + second) from None
         return encoding.ids, encoding.type_ids
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
@@ -211,11 +214,11 @@ class Tokenizer:
         try:
             return self._unforged.encode(messages, self.chat)
         except TypeError:
-            raise _not_text(self.chat(messages)) from None
+            raise _surrogate_error(self.chat(messages)) from None
 
     @functools.cached_property
-    def _unforged(self) -> Unforged:
-        return Unforged(self._core, lambda: self._literal, self.special_ids)
+    def _unforged(self) -> ChatEncoder:
+        return ChatEncoder(self._core, lambda: self._literal, self.special_ids)
 
     @functools.cached_property
     def _chat(self) -> ChatTemplate | None:
@@ -241,7 +244,7 @@ class Tokenizer:
         return frozenset(i for i in ids if i is not None)
 
 
-def _not_text(text: str) -> RequestError:
+def _surrogate_error(text: str) -> RequestError:
     at = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), 0)
     return RequestError(f"character {at} is a lone surrogate, which is not text; remove it", param="prompt")
 
@@ -253,12 +256,12 @@ def _read_core(file: Path) -> tokenizers.Tokenizer:
         raise DataError(f"{file} is not a tokenizer.json: {error}; fetch or save it again") from None
 
 
-def _read_surroundings(folder: Path, core: tokenizers.Tokenizer) -> tuple[int | None, tuple[int, ...], str | None]:
+def _read_special_tokens(folder: Path, core: tokenizers.Tokenizer) -> tuple[int | None, tuple[int, ...], str | None]:
     """(bos_id, eos_ids, chat_template) from the files that stand beside ``tokenizer.json``."""
     config = _read_json(folder / "tokenizer_config.json")
     named = _read_json(folder / "special_tokens_map.json") | config
     generation = _read_json(folder / "generation_config.json")
-    ours = config.get(_OURS, {})
+    ours = config.get(_CONFIG_KEY, {})
 
     # BERT's tokenizers name no beginning and no end, but what stands there.
     bos_id = ours.get("bos_id", _id_of(named.get("bos_token") or named.get("cls_token"), core))

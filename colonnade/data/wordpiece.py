@@ -18,13 +18,13 @@ from colonnade.errors import ConfigError, DataError
 
 PAD, UNKNOWN, CLS, SEP, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 SPECIAL = (PAD, UNKNOWN, CLS, SEP, MASK)
-CONTINUES = "##"
+CONTINUATION_PREFIX = "##"
 FULL_STOP = "."
 SENTENCE_ENDS = (FULL_STOP, "!", "?")
-CLOSING = frozenset("\"'”’)]»")
+CLOSING_PUNCTUATION = frozenset("\"'”’)]»")
 TITLES = frozenset(["mr", "mrs", "ms", "messrs", "dr", "st", "gen", "col", "capt", "gov", "sen", "rev", "hon", "prof"])
 """Words after which a full stop ends no sentence."""
-_LEAST = 256
+_MIN_VOCAB_SIZE = 256
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int, *, lowercase: bool = True) -> Tokenizer:
@@ -32,20 +32,20 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, *, lowercase: bool = 
 
     Raises :class:`ConfigError` below 256, which hardly hold the characters of a text.
     """
-    if vocab_size < _LEAST:
+    if vocab_size < _MIN_VOCAB_SIZE:
         raise ConfigError(
-            f"a WordPiece vocabulary of {vocab_size} hardly holds a text's characters; use {_LEAST} or more"
+            f"a WordPiece vocabulary of {vocab_size} hardly holds a text's characters; use {_MIN_VOCAB_SIZE} or more"
         )
     core = tokenizers.Tokenizer(models.WordPiece(unk_token=UNKNOWN))
     core.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    core.decoder = decoders.WordPiece(prefix=CONTINUES)
+    core.decoder = decoders.WordPiece(prefix=CONTINUATION_PREFIX)
     core.train_from_iterator(
         texts,
         trainers.WordPieceTrainer(
             vocab_size=vocab_size,
             special_tokens=list(SPECIAL),
-            continuing_subword_prefix=CONTINUES,
+            continuing_subword_prefix=CONTINUATION_PREFIX,
             show_progress=False,
         ),
     )
@@ -61,7 +61,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, *, lowercase: bool = 
 
 
 @dataclass(frozen=True)
-class Pieces:
+class MaskingVocabulary:
     """What masking must know of a WordPiece vocabulary; make one with :meth:`of`."""
 
     cls: int
@@ -88,7 +88,7 @@ class Pieces:
     """Every id that may stand in for another: no control token."""
 
     @staticmethod
-    def of(tokenizer: Tokenizer) -> "Pieces":
+    def of(tokenizer: Tokenizer) -> "MaskingVocabulary":
         """Those of ``tokenizer``; raises :class:`DataError` when it lacks one of BERT's control tokens."""
         ids = {token: tokenizer.token_id(token) for token in (CLS, SEP, MASK)}
         found = {token: i for token, i in ids.items() if i is not None}
@@ -101,16 +101,16 @@ class Pieces:
         special_V = np.array(
             [not word or i in tokenizer.special_ids or word.startswith("[unused") for i, word in enumerate(spelt)]
         )
-        return Pieces(
+        return MaskingVocabulary(
             found[CLS],
             found[SEP],
             found[MASK],
-            np.array([word.startswith(CONTINUES) for word in spelt]),
+            np.array([word.startswith(CONTINUATION_PREFIX) for word in spelt]),
             np.array([word in SENTENCE_ENDS for word in spelt]),
             np.array([word == FULL_STOP for word in spelt]),
-            np.array([word in CLOSING for word in spelt]),
+            np.array([word in CLOSING_PUNCTUATION for word in spelt]),
             np.array([word.lower() in TITLES or (len(word) == 1 and word in string.ascii_letters) for word in spelt]),
-            np.array([word.removeprefix(CONTINUES).isdigit() for word in spelt]),
+            np.array([word.removeprefix(CONTINUATION_PREFIX).isdigit() for word in spelt]),
             special_V,
             np.flatnonzero(~special_V),
         )

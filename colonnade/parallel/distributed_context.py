@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from colonnade.config import Plan, count
+from colonnade.config import Plan, plural
 from colonnade.config.model import divisors
 from colonnade.errors import PlanError
 from colonnade.parallel.axis import SOLO, Axes, Axis, Grid, group_name, world_axis
@@ -278,6 +278,6 @@ def choose_device(plan: Plan, device: str) -> str:
         return "cuda" if gpus >= local else "cpu"
     if device == "cuda" and gpus < local:
         raise PlanError(
-            f"the plan puts {count(local, 'rank')} on this machine, which has {count(gpus, 'GPU')}; use --device cpu"
+            f"the plan puts {plural(local, 'rank')} on this machine, which has {plural(gpus, 'GPU')}; use --device cpu"
         )
     return device

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from colonnade.config import RunConfig, size
+from colonnade.config import RunConfig, format_bytes
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.parallel.axis import world_axis
@@ -79,8 +79,8 @@ class Need:
     def __str__(self) -> str:
         """A row for each part, with its share of what is free."""
         rows = self.rows | {"in all": self.total}
-        lines = [f"  {what:<26}{size(n):>12}  {n / max(self.free, 1):>6.1%}" for what, n in rows.items()]
-        return "\n".join([*lines, f"  {'free':<26}{size(self.free):>12}"])
+        lines = [f"  {what:<26}{format_bytes(n):>12}  {n / max(self.free, 1):>6.1%}" for what, n in rows.items()]
+        return "\n".join([*lines, f"  {'free':<26}{format_bytes(self.free):>12}"])
 
 
 def check_memory(run: RunConfig, device: str) -> None:
@@ -117,8 +117,9 @@ def check(run: RunConfig, machine: Machine) -> None:
         if need.where == "host" and ranks > 1:
             whose = f"the {ranks} ranks of a host together take"
         raise CapacityError(
-            f"this run does not fit: by the memory estimate {whose} {size(need.total)} of a {need.where}'s memory, and "
-            f"{size(need.free)} is free; nothing was allocated\n{need}\n{advice(run, machine)}\n"
+            f"this run does not fit: by the memory estimate {whose} {format_bytes(need.total)} of a {need.where}'s "
+            "memory, and "
+            f"{format_bytes(need.free)} is free; nothing was allocated\n{need}\n{advice(run, machine)}\n"
             "--train.no_check_memory tries it anyway"
         )
 
@@ -160,7 +161,7 @@ def advice(run: RunConfig, machine: Machine) -> str:
 
 def _taken(remedy: Remedy) -> str:
     tightest = max(needs(remedy.run, remedy.machine), key=lambda need: need.total / max(need.free, 1))
-    return f"{size(tightest.total)} on a {tightest.where}"
+    return f"{format_bytes(tightest.total)} on a {tightest.where}"
 
 
 def remedies(run: RunConfig, machine: Machine) -> list[Remedy]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from colonnade.config import ModelConfig, MoeConfig, Plan
 from colonnade.config.model import divisors
-from colonnade.config.plan import SEVERAL
+from colonnade.config.plan import MULTI_STAGE_SCHEDULES
 from colonnade.errors import PlanError
 from colonnade.parallel.pipeline import knows
 
@@ -64,7 +64,7 @@ def _every(world: int) -> Iterator[Plan]:
         pipelines: list[dict[str, Any]] = [{}]
         if grid["pp"] > 1:
             pipelines = [{"schedule": name} for name in ("gpipe", "1f1b", "zero_bubble")]
-            pipelines += [{"schedule": name, "stages": STAGES} for name in SEVERAL]
+            pipelines += [{"schedule": name, "stages": STAGES} for name in MULTI_STAGE_SCHEDULES]
         sharded = grid["replicate"] * grid["dp"] * grid["cp"] > 1
         reshards = [True, False] if sharded and grid["pp"] == 1 else [True]
         sequences = [(False, False), (True, False), (True, True)] if grid["tp"] > 1 else [(False, False)]

@@ -8,7 +8,7 @@ import torch
 
 import colonnade
 from colonnade import api
-from colonnade.config import ExpertsConfig, ModelConfig, MoeConfig, Plan, ServeConfig, size
+from colonnade.config import ExpertsConfig, ModelConfig, MoeConfig, Plan, ServeConfig, format_bytes
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.model import Transformer
 from colonnade.model.moe import MixtureOfExperts, OffloadedExperts, experts_of
@@ -179,8 +179,8 @@ def test_no_room(experts: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         colonnade.load(place, dtype="float64", device="cpu", experts=ExpertsConfig(**experts))
     # On a CPU the experts that wait share the memory with those of a few layers.
     held = device_bytes(model) + device_bytes(model, experts.get("resident", 0)) - device_bytes(model, 0)
-    assert f"{place} does not fit: it takes {size(held)} of a rank's memory (cpu)" in str(refusal.value)
-    assert f"enough would be: --dtype bfloat16 ({size(held // 4)})" in str(refusal.value)
+    assert f"{place} does not fit: it takes {format_bytes(held)} of a rank's memory (cpu)" in str(refusal.value)
+    assert f"enough would be: --dtype bfloat16 ({format_bytes(held // 4)})" in str(refusal.value)
 
 
 def test_a_dense_model_has_none_to_wait(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from colonnade import api
-from colonnade.config import Cache, Plan
+from colonnade.config import CacheFormat, Plan
 from colonnade.errors import PlanError
 from colonnade.model import KVCache, Rows
 from colonnade.parallel.axis import Axes, Axis
@@ -70,7 +70,7 @@ def test_eight_bits_are_the_same_on_all_ranks(cache: str, plan: dict[str, int]) 
     assert found > 0
 
 
-def _logits(cp: int, name: str, kind: Cache) -> list[torch.Tensor]:
+def _logits(cp: int, name: str, kind: CacheFormat) -> list[torch.Tensor]:
     """Of three steps: two prompts, chunks of both, and what decodes beside a chunk."""
     with DistributedContext.build(Plan(cp=cp)) as ground:
         model = tiny.model(ground.axes.serving(), **MODELS[name])
@@ -89,7 +89,7 @@ def _logits(cp: int, name: str, kind: Cache) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("latent", "int8"), ("latent", "float8"), ("llama", "float8")])
-def test_a_chunk_sees_its_own_keys_as_they_are_kept(name: str, kind: Cache) -> None:
+def test_a_chunk_sees_its_own_keys_as_they_are_kept(name: str, kind: CacheFormat) -> None:
     """Which no rank reads from the cache."""
     (alone,) = run(1, _logits, 1, name, kind)
     for found in run(2, _logits, 2, name, kind):

