@@ -127,7 +127,7 @@ def build(
     config: ModelConfig, device: torch.device, axes: Axes = SOLO_AXES, *, dtype: torch.dtype = torch.float64
 ) -> Transformer:
     """An initialised model; larger weights than usual, so that a wrong sum shows."""
-    return initialise(Transformer(config.but(init_std=0.1), axes, device=device, dtype=dtype), 7)
+    return initialise(Transformer(config.replace(init_std=0.1), axes, device=device, dtype=dtype), 7)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Compiled:
     """Graph breaks expected; None says that any number is a finding, not a failure."""
 
 
-BF16 = QWEN3.but(head_width=8)
+BF16 = QWEN3.replace(head_width=8)
 """Heads that a GPU's 16-bit kernels take as they are."""
 CASES = [
     Compiled("1 document, L=4", 4, lambda t: [t]),
@@ -88,7 +88,7 @@ def _graphs(table: Table, case: Compiled) -> tuple[str, str]:
     world = table.ground.world
     ground = table.on(Plan(dp=world) if case.fsdp else Plan(tp=world))
     with fresh():
-        config = case.config.but(layers=case.layers)
+        config = case.config.replace(layers=case.layers)
         eager, model = (build(config, ground.device, ground.axes, dtype=case.dtype) for _ in range(2))
         if case.fsdp:
             for part in (*model.blocks, model):
@@ -154,7 +154,7 @@ def _paged(table: Table) -> tuple[str, str]:
     """Four rounds of two requests, one still in prefill, against the same model without compile."""
     ground = table.on(Plan(tp=table.ground.world))
     with fresh():
-        config = QWEN3.but(layers=4)
+        config = QWEN3.replace(layers=4)
         compiler, graphs, worst = Compiler(table.compiler), [], 0.0
         eager, model = (build(config, ground.device, ground.axes) for _ in range(2))
         for block in model.blocks:

@@ -166,7 +166,7 @@ def _mesh(device: str, pp: int, dp: int, tp: int) -> DeviceMesh:
 
 
 def _equals_one_process(table: Table, case: Case) -> tuple[str, str]:
-    ground, config = table.ground, case.config.but(layers=8)
+    ground, config = table.ground, case.config.replace(layers=8)
     dp = ground.world // case.pp // case.tp
     mesh = _mesh(ground.device.type, case.pp, dp, case.tp)
     pp, data, tp = (
@@ -206,7 +206,7 @@ def _pipeline(
     table: Table, case: Case, mesh: DeviceMesh, axes: Axes, batches: list[Batch], count: Tensor
 ) -> tuple[list[Part], Tensor]:
     """One step; this rank's parts, with gradients, and its loss (0 where the last part is elsewhere)."""
-    device, config, rank = table.ground.device, case.config.but(layers=8), mesh["pp"].get_local_rank()
+    device, config, rank = table.ground.device, case.config.replace(layers=8), mesh["pp"].get_local_rank()
     number = case.pp * (2 if case.schedule in DOUBLE else 1)
     v = case.schedule is ScheduleZBVZeroBubble
     mine = [rank, number - 1 - rank] if v else list(range(rank, number, case.pp))

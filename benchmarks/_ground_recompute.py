@@ -77,7 +77,7 @@ def check(table: Table) -> None:
 def _recompute(table: Table, keep: tuple[Any, ...] | None, early: bool, backend: str | None) -> tuple[str, str]:
     ground = table.on(Plan(tp=table.ground.world))
     with fresh():
-        config = QWEN3.but(layers=3)
+        config = QWEN3.replace(layers=3)
         batch = batch_of([16], config.vocab_size, 0).to(ground.device)
         compiler = Compiler(backend or "eager")
 

@@ -248,7 +248,7 @@ def _reduction(table: Table, dtype: torch.dtype, setting: str):
 def _low(table: Table, plan: Plan, dtype: torch.dtype, tolerance: float, total: int):
     """Heads of 8, which a GPU's 16-bit kernels take as they are."""
     worst = 0.0
-    for config in (config.but(head_width=8) for config in MODELS.values()):
+    for config in (config.replace(head_width=8) for config in MODELS.values()):
         want = Run.start(config, DistributedContext.solo(table.ground.device), total).go(0, STEPS)
         got = Run.start(config, table.on(plan), total, dtype).go(0, STEPS)
         worst = max(worst, *(abs(a - b) / b for (a, _), (b, _) in zip(got, want, strict=True)))

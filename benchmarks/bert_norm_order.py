@@ -46,7 +46,7 @@ POINTS = 24
 
 
 def shape(args: argparse.Namespace, order: str, vocab_size: int) -> ModelConfig:
-    return preset("bert-base" if order == "post" else "bert-336m").but(
+    return preset("bert-base" if order == "post" else "bert-336m").replace(
         vocab_size=vocab_size,
         layers=args.layers,
         width=args.width,

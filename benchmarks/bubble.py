@@ -72,8 +72,8 @@ def sizes(tiny: bool) -> Sizes:
     shape = {"layers": 16, "vocab_size": 512, "width": 2048, "heads": 16, "ffn_width": 8192}
     if tiny:
         small = {"layers": 4, "vocab_size": 211, "width": 32, "heads": 4, "ffn_width": 64, "context": 32}
-        return Sizes(preset("gpt2").but(**small), 32, 2, (1, 2), torch.float32, 2)
-    return Sizes(preset("gpt2").but(**shape), 1024, 8, (2, 4, 8), torch.bfloat16, 4)
+        return Sizes(preset("gpt2").replace(**small), 32, 2, (1, 2), torch.float32, 2)
+    return Sizes(preset("gpt2").replace(**shape), 1024, 8, (2, 4, 8), torch.bfloat16, 4)
 
 
 def plans(world: int) -> list[Plan]:

@@ -151,7 +151,7 @@ def ours(
 ) -> list[dict[str, Any]]:
     """On every rank; a row for each context."""
     with DistributedContext.build(plan, device) as ground:
-        config = (TINY if name == "tiny" else preset(name)).but(context=max(contexts) + 8 * steps)
+        config = (TINY if name == "tiny" else preset(name)).replace(context=max(contexts) + 8 * steps)
         plan.check(config)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         check_quantised(config, weights, group, plan.tp)

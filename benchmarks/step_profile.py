@@ -238,12 +238,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
     args = parser.parse_args(argv)
     if args.tiny:
-        measure("tiny", TINY.but(layers=4), args.weights, args.batch, [16], 3, "cpu", 32)
+        measure("tiny", TINY.replace(layers=4), args.weights, args.batch, [16], 3, "cpu", 32)
         return
     if not torch.cuda.is_available():
         print("step_profile.py needs a GPU, and this machine has none; --tiny shows that it runs")
         return
-    config = preset(args.model).but(context=max(args.contexts) + 8 * max(4, args.steps))
+    config = preset(args.model).replace(context=max(args.contexts) + 8 * max(4, args.steps))
     how = (args.batch, args.contexts, args.steps, "cuda", args.group)
     rows, heads = measure(args.model, config, args.weights, *how)
     name = f"step_profile_{args.model}_b{args.batch}_h200"

@@ -77,7 +77,7 @@ def format_bytes(n: int) -> str:
 
 
 class Config(DerivingModel):
-    """A frozen record. A change is a new object (:meth:`but`); fields that follow from others: ``RULES``."""
+    """A frozen record. A change is a new object (:meth:`replace`); fields that follow from others: ``RULES``."""
 
     MAY_BE_INFINITE: ClassVar[tuple[str, ...]] = ()
     """Fields for which infinity means something."""
@@ -104,7 +104,7 @@ class Config(DerivingModel):
                     raise ConfigError(f"{said}it must be a finite number of {MAX_FLOAT:g} or less")
         return self
 
-    def but(self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, and with those that follow from them (``RULES``); validated as a new one.
 
         A section that is given whole (``moe=...``) is kept as it is.
@@ -115,7 +115,7 @@ class Config(DerivingModel):
             section, _, field = path.rpartition(".")
             within.setdefault(section, {})[field] = value
         values |= within.pop("", {})
-        values |= {section: values[section].but(**fields) for section, fields in within.items()}
+        values |= {section: values[section].replace(**fields) for section, fields in within.items()}
         return type(self)(**values)
 
 

@@ -1,7 +1,7 @@
 """Fields that follow from other fields unless they are given.
 
 A config class lists its rules in ``RULES``: a field, the fields it follows, and a function of the config before and
-after a change. ``Config.but``, files laid over a preset and flags laid over both all go through :func:`derive`, so that
+after a change. ``Config.replace``, files laid over a preset and flags laid over both all go through :func:`derive`, so that
 a new width means the same new head width, hidden width and expert width everywhere. Names are dotted paths within the
 config (``moe.ffn_width``).
 

@@ -55,11 +55,11 @@ class ExpertsConfig(Config):
                 "model has; leave it out to keep all of them on the device"
                 + (f", or set it to {layers - 1} or less" if layers > 1 else "")
             )
-        router = moe.router if self.task is None else moe.router.but(task=_task_id(self.task, moe.router, tasks))
-        moe = moe.but(active=self.active or moe.active, router=router)
+        router = moe.router if self.task is None else moe.router.replace(task=_task_id(self.task, moe.router, tasks))
+        moe = moe.replace(active=self.active or moe.active, router=router)
         if self.capacity is not None:
-            moe = moe.but(capacity=None if self.capacity == "off" else self.capacity)
-        return model.but(moe=moe)
+            moe = moe.replace(capacity=None if self.capacity == "off" else self.capacity)
+        return model.replace(moe=moe)
 
 
 AS_TRAINED = ExpertsConfig()

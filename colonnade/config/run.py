@@ -231,7 +231,7 @@ class TrainConfig(Config):
             dtype = "bfloat16" if fast or self.float8 != "none" else "float32"
         if fused is None:
             fused = fast and self.offload == "none"
-        return self.but(dtype=dtype, fused_adamw=fused, compile=fast and compiles if compiled is None else compiled)
+        return self.replace(dtype=dtype, fused_adamw=fused, compile=fast and compiles if compiled is None else compiled)
 
     @property
     def compute_dtype(self) -> ComputeType:
@@ -279,7 +279,7 @@ class RunConfig(Config):
             model, data = values.get("model"), values.get("data", DataConfig())
             open_length = isinstance(data, DataConfig) and "sequence" not in data.model_fields_set
             if isinstance(model, ModelConfig) and open_length and model.context < data.sequence:
-                values["data"] = data.but(sequence=model.context)
+                values["data"] = data.replace(sequence=model.context)
         return values
 
     @model_validator(mode="after")
@@ -335,7 +335,7 @@ class RunConfig(Config):
         """This on "cuda" or "cpu", with the settings of ``train`` that depend on it decided."""
         zero_bubble = self.plan.pp > 1 and self.plan.schedule == "zero_bubble"
         compiles = self.model.moe is None and not zero_bubble
-        return self.but(train=self.train.resolved(device, compiles=compiles))
+        return self.replace(train=self.train.resolved(device, compiles=compiles))
 
     @property
     def eval_moe(self) -> MoeConfig | None:

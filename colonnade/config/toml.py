@@ -89,7 +89,7 @@ def _parse_table(
         else:
             values[key] = value
     try:
-        return cls(**values) if base is None else base.but(**values)
+        return cls(**values) if base is None else base.replace(**values)
     except ConfigError as why:
         # The message names the key; the table may be spread over the file.
         guilty = [key for key in table if re.search(rf"\b{re.escape(key)}\b", str(why))]

@@ -14,7 +14,7 @@ def replace_head(model: Transformer, top: TaskHead, *, classes: int = 0, seed: i
     What both have is copied, the pooler too; what is new is drawn from ``seed``. Raises :class:`ConfigError` for a
     top that this model cannot have.
     """
-    config = model.config.but(top=top, classes=classes)
+    config = model.config.replace(top=top, classes=classes)
     old = dict(model.named_parameters())
     first = next(iter(old.values()))
     fresh = initialise(Transformer(config, model.axes, device=first.device, dtype=first.dtype), seed)

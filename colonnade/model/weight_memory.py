@@ -86,9 +86,9 @@ class WeightMemory:
             if self.config.moe is not None and self.resident is None and self.config.expert_layers > 2:
                 found.append(("--experts.resident 2", replace(self, resident=2)))
             for tp in (2, 4, 8):
-                flags, plan = f"--plan.tp {tp}", self.plan.but(tp=max(tp, self.plan.tp), ep=1, sh=1)
+                flags, plan = f"--plan.tp {tp}", self.plan.replace(tp=max(tp, self.plan.tp), ep=1, sh=1)
                 if self.config.moe is not None:
-                    flags, plan = f"{flags} --plan.ep {tp}", plan.but(ep=plan.tp)
+                    flags, plan = f"{flags} --plan.ep {tp}", plan.replace(ep=plan.tp)
                 if tp > self.plan.tp:
                     found.append((f"{flags} on as many GPUs", replace(self, plan=plan)))
         return [(flags, other) for flags, other in found if other.possible]

@@ -40,7 +40,7 @@ class _Remedy:
 
     def of(self, asked: Asked) -> Asked:
         """``asked`` with them."""
-        return asked.but(serve=asked.serve.but(**self.serve), **self.rest)
+        return asked.replace(serve=asked.serve.replace(**self.serve), **self.rest)
 
     @property
     def names(self) -> set[str]:
@@ -125,7 +125,7 @@ def together(asked: Asked, needs: Needs, there: int) -> tuple[list[str], int, in
 
 def _with(asked: Asked, remedies: list[_Remedy]) -> Asked:
     """``asked`` with all of them, and its weights reckoned."""
-    return functools.reduce(lambda at, remedy: remedy.of(at), remedies, asked.but())
+    return functools.reduce(lambda at, remedy: remedy.of(at), remedies, asked.replace())
 
 
 def _found(asked: Asked, needs: Needs, there: int) -> list[tuple[_Remedy, int]]:
@@ -141,7 +141,7 @@ def _found(asked: Asked, needs: Needs, there: int) -> list[tuple[_Remedy, int]]:
 
 def _anew(asked: Asked, needs: Needs) -> Needs:
     """``needs``, but of weights that are there already what they would be reckoned to take."""
-    return needs if asked.weights is None else asked.but().needs()
+    return needs if asked.weights is None else asked.replace().needs()
 
 
 def _needs(asked: Asked) -> Needs | None:

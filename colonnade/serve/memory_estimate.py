@@ -146,7 +146,7 @@ class Asked:
         ]  # fmt: skip
         return max(sizes) * self.dtype.itemsize if on_gpu else min(max(sizes), BAND) * 16
 
-    def but(self, **changes: object) -> "Asked":
+    def replace(self, **changes: object) -> "Asked":
         """The same with some of it changed; its weights reckoned anew."""
         return replace(self, **{"weights": None, **changes})  # type: ignore[arg-type]
 

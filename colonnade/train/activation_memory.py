@@ -120,7 +120,7 @@ def weigh(
     """
     found: list[int] = []
     for kind in KINDS:
-        one, two = (_kept(make(config.but(layers=layers)), kind, run) for layers in (1, 2))
+        one, two = (_kept(make(config.replace(layers=layers)), kind, run) for layers in (1, 2))
         found.append(two - one)
     largest = world.max_(torch.tensor(found)).tolist()
     return dict(zip(KINDS, largest, strict=True))

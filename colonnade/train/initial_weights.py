@@ -46,7 +46,7 @@ def begin(model: Transformer, run: RunConfig, ground: DistributedContext, held: 
         return
     # The model with the other top is read beside ours, which takes this rank's share of the weights once more.
     kept = next(iter((held.local | held.frozen).values())).dtype
-    config, spans = it.config.but(tied=run.model.tied), [span for _, span in ground.stages(run.model.layers)]
+    config, spans = it.config.replace(tied=run.model.tied), [span for _, span in ground.stages(run.model.layers)]
     theirs = Transformer(config, ground.axes, spans=spans, device=ground.device, dtype=kept)
     it.fill(theirs, ground, in_place)
     found, shapes, wanted = dict(_tensors(theirs)), theirs.whole_shapes(), model.whole_shapes()

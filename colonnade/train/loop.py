@@ -129,7 +129,7 @@ def _with_tokens(
         most_tokens=t.steps * t.batch * run.data.sequence + 1,
         keep=native.newest(run.folder) is not None,
     )
-    return run.but(data=run.data.but(path=folder))
+    return run.replace(data=run.data.replace(path=folder))
 
 
 def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed = CorpusFeed) -> Summary:

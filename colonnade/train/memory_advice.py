@@ -185,7 +185,7 @@ def _changed(run: RunConfig, changes: Changes) -> RunConfig | None:
         section, _, field = name.partition(".")
         sections.setdefault(section, {})[field] = value
     try:
-        made = run.but(**{section: getattr(run, section).but(**fields) for section, fields in sections.items()})
+        made = run.replace(**{section: getattr(run, section).replace(**fields) for section, fields in sections.items()})
         made.plan.check(made.model)
     except ColonnadeError:
         return None
@@ -295,12 +295,12 @@ def _smaller_model(run: RunConfig, machine: Machine) -> list[Remedy]:
     """The largest preset of the same kind that fits."""
     if run.train.start:
         return []
-    models = {name: preset(name).but(vocab_size=run.model.vocab_size) for name in PRESETS}
+    models = {name: preset(name).replace(vocab_size=run.model.vocab_size) for name in PRESETS}
     for name, model in sorted(models.items(), key=lambda it: -it[1].parameters):
         alike = model.causal == run.model.causal and (model.moe is None) == (run.model.moe is None)
         if not alike or model.parameters >= run.model.parameters or model.context < run.data.sequence:
             continue
-        made = _changed(run.but(model=model), {})
+        made = _changed(run.replace(model=model), {})
         if made is not None and fits(made, machine):
             return [Remedy(f"--preset {name}", model.size, made, machine)]
     return []

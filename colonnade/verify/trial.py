@@ -105,7 +105,7 @@ class Trial:
         return self
 
     def _step(self, number: int) -> None:
-        train = TRAIN if number == 0 else TRAIN.but(clip=CLIP)
+        train = TRAIN if number == 0 else TRAIN.replace(clip=CLIP)
         degree = self.ground.plan.degree
         assert degree != "auto", "every degree is a plan of its own here"
         spread = [Spread(degree, self.ground.plan.overlap, self.ground.plan.shadows)]

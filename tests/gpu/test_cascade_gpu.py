@@ -250,7 +250,7 @@ def test_a_model_of_latents_says_what_it_says_on_a_cpu(cache: CacheFormat, recor
             model = other.requires_grad_(False)
         limits = ServeConfig(pages=24, page_tokens=4, max_requests=4, token_budget=7, cache=cache)
         fixed = recorded and device == "cuda"
-        engine = Engine(model, tiny.tokenizer(), limits.but(fixed_steps=fixed))
+        engine = Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=fixed))
         said.append([c.token_ids for c in engine.generate([[1, 2, 3], list(range(20)), [9]], params)])
     assert said[0] == said[1]
 

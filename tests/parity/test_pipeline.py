@@ -38,7 +38,7 @@ PLANS = {
 
 
 def _as_one(plan: Plan, case: str) -> None:
-    config = CASES[case].but(layers=LAYERS)
+    config = CASES[case].replace(layers=LAYERS)
     one, expected = alone(config, 3)
     with DistributedContext.build(plan) as ground:
         several = Run.start(config, ground)

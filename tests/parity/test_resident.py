@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 MOE = MoeConfig(experts=4, active=2, ffn_width=10, first=1, shared_width=5)
 SIZES: dict[str, Any] = {"layers": 5, "moe": MOE, "family": "deepseek_v2"}
 """Four layers of five have experts."""
-PLAIN: dict[str, Any] = {"layers": 4, "family": "mixtral", "moe": MOE.but(first=0, shared_width=0, ffn_width=35)}
+PLAIN: dict[str, Any] = {"layers": 4, "family": "mixtral", "moe": MOE.replace(first=0, shared_width=0, ffn_width=35)}
 """What a file of Mixtral's can hold."""
 
 
@@ -74,7 +74,7 @@ def test_a_buffer_is_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_few_tokens_bring_the_experts_that_they_chose(buffers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And those of layers that are there whole need not come; large and small passes may follow one another."""
-    many = {**SIZES, "moe": MOE.but(experts=8)}
+    many = {**SIZES, "moe": MOE.replace(experts=8)}
     plain, model, came = tiny.model(**many), tiny.model(**many), []
     copy = OffloadedExperts._copy
 

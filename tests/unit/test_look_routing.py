@@ -35,7 +35,7 @@ def test_the_tables_count_every_choice_once() -> None:
 
 def test_a_token_that_one_expert_takes_is_its_example() -> None:
     """The router is bent so that commas alone go to expert 3."""
-    model, tokenizer = tiny.model(moe=MOE.but(active=1, first=0)), tiny.tokenizer()
+    model, tokenizer = tiny.model(moe=MOE.replace(active=1, first=0)), tiny.tokenizer()
     (comma,) = tokenizer.encode(",")
     tokens = tokenizer.encode(TEXT)
     with torch.no_grad(), recorded(model):

@@ -153,7 +153,7 @@ def _to_hf(stem: str) -> Callable[[ModelConfig], dict[str, Any]]:
 
 def _as_held(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     whole = {"bert.pooler.dense.weight", "cls.seq_relationship.weight"} <= set(names)
-    return config.but(top="pretraining") if config.top == "masked" and whole else config
+    return config.replace(top="pretraining") if config.top == "masked" and whole else config
 
 
 def _family(kind: Kind, stem: str) -> Family:
