@@ -315,7 +315,7 @@ def find(
 
 def _told(found: OpenedModel, experts: ExpertsConfig) -> ModelConfig:
     """The model whose experts do as they are told."""
-    told = experts.of(found.config, found.tasks)
+    told = experts.apply_to(found.config, found.tasks)
     if told.moe is not None and experts.active is not None:
         # A router that always sends a token to as many says so before any process starts.
         rule(told.moe, otherwise="leave --experts.active out")

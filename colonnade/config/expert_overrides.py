@@ -1,4 +1,7 @@
-"""What a loaded model's experts are told: to work otherwise than they were trained, or from host memory."""
+"""Changes to a loaded mixture of experts: another top-k, another capacity, a fixed task, experts in host memory.
+
+Also the checks whether a model can generate.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,39 +17,40 @@ from colonnade.errors import ConfigError
 Capacity = Annotated[float, Field(ge=-MAX_CAPACITY, le=MAX_CAPACITY, allow_inf_nan=False)] | Literal["off"] | None
 """A capacity factor, "off" for none (dropless), or None: as trained."""
 MAX_LISTED_TASKS = 12
-"""Names of tasks that an error lists."""
+"""An error message lists at most so many tasks by name."""
 
 
 class ExpertsConfig(Config):
-    """How a mixture of experts works where it is not trained; what is left out stays as it was trained."""
+    """Overrides for a trained mixture of experts; a field that is not set stays as it was trained."""
 
     active: int | None = Field(default=None, ge=1, le=MAX_EXPERTS)
-    """A: experts that a token goes to (top-k); None: as trained."""
+    """A: experts per token (top-k); None: as trained."""
     capacity: Capacity = None
-    """Capacity factor, or off: every token reaches its experts; None: as trained."""
+    """Capacity factor; off: dropless, no token is dropped; None: as trained."""
     task: Annotated[int, Field(ge=0, lt=1 << 16)] | str | None = None
-    """Router 'task': the task that all tokens are of: its number, or the name that the corpus gave it, of a file also
-    without its folder and ending (colonnade corpus --tasks tells numbers and names; a number is never taken for a
-    name)."""
+    """Router 'task': the task of all tokens, by number or by its name in the corpus. The name of a file may be given
+    without its folder and suffix. colonnade corpus --tasks prints numbers and names; a number is never read as a
+    name."""
     resident: int | None = Field(default=None, ge=1, le=1 << 20)
-    """Layers whose experts are in the device's memory at a time; those of all others wait in host memory and come while
-    the layers before them compute (2 or more; with 1 nothing overlaps). None: all layers'."""
+    """Layers whose experts are in device memory at a time. The experts of the other layers stay in host memory and are
+    copied while the layers before them compute (needs 2 or more; with 1 nothing overlaps). None: all layers."""
 
-    def of(self, model: ModelConfig, tasks: Sequence[str] = ()) -> ModelConfig:
-        """``model`` with these changes; ``tasks`` are the names of those that its router knows. Raises
-        :class:`ConfigError` for what it cannot do.
+    def apply_to(self, model: ModelConfig, tasks: Sequence[str] = ()) -> ModelConfig:
+        """``model`` with these overrides; ``tasks`` are the names of its router's tasks.
+
+        Raises :class:`ConfigError` for an override that the model does not support.
         """
-        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
-        if not given:
+        overrides = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if not overrides:
             return model
         if (moe := model.moe) is None:
-            names = " and ".join(f"--experts.{name}" for name in given)
+            names = " and ".join(f"--experts.{name}" for name in overrides)
             raise ConfigError(f"{names} would change a mixture of experts, and this model has none; leave it out")
-        kept, each = moe.router.groups_kept, moe.experts // moe.router.groups
-        if self.active is not None and self.active > (most := kept * each):
-            held = "" if most == moe.experts else f", of which it may use {kept} groups of {each}"
+        groups, group_size = moe.router.groups_kept, moe.experts // moe.router.groups
+        if self.active is not None and self.active > (limit := groups * group_size):
+            reason = "" if limit == moe.experts else f", of which it may use {groups} groups of {group_size}"
             raise ConfigError(
-                f"a token cannot go to {self.active} of {moe.experts} experts{held}; set --experts.active {most} or "
+                f"a token cannot go to {self.active} of {moe.experts} experts{reason}; set --experts.active {limit} or "
                 "less"
             )
         if self.resident is not None and self.resident > (layers := model.expert_layers):
@@ -63,50 +67,47 @@ class ExpertsConfig(Config):
 
 
 AS_TRAINED = ExpertsConfig()
-"""No change."""
+"""No overrides."""
 
 
 def _task_id(task: int | str, router: RouterConfig, names: Sequence[str]) -> int:
-    """A task's number, given that or its name."""
+    """The number of a task that is named or numbered."""
     if router.kind != "task":
         raise ConfigError(f"router '{router.kind}' knows no tasks; leave --experts.task out")
     if isinstance(task, int) and task < router.tasks:
         return task
     if isinstance(task, str):
-        for called in (list(names), [Path(name).name for name in names], [Path(name).stem for name in names]):
-            if called.count(task) == 1:
-                return called.index(task)
-        said = f"no task is called '{task}'" + ("" if names else ": this model has come without its tasks' names")
+        for spellings in (list(names), [Path(name).name for name in names], [Path(name).stem for name in names]):
+            if spellings.count(task) == 1:
+                return spellings.index(task)
+        problem = f"no task is called '{task}'" + ("" if names else ": the names of this model's tasks are not stored")
     else:
-        said = f"there is no task {task} among {router.tasks}"
-    raise ConfigError(f"{said}; set --experts.task to {_task_choices(router, names)}")
+        problem = f"there is no task {task} among {router.tasks}"
+    raise ConfigError(f"{problem}; set --experts.task to {_task_choices(router, names)}")
 
 
 def _task_choices(router: RouterConfig, names: Sequence[str]) -> str:
-    """What ``--experts.task`` takes: ``"one of 0 to 2"``, or with names ``"one of 0 (web), 1 (books)"``."""
+    """The values of ``--experts.task``: ``"one of 0 to 2"``, or with names ``"one of 0 (web), 1 (books)"``."""
     if not names:
         return f"one of 0 to {router.tasks - 1}"
-    told = [f"{number} ({name})" for number, name in enumerate(names[:MAX_LISTED_TASKS])]
-    return f"one of {', '.join(told)}" + (
+    listed = [f"{number} ({name})" for number, name in enumerate(names[:MAX_LISTED_TASKS])]
+    return f"one of {', '.join(listed)}" + (
         f", … {len(names) - 1} ({names[-1]})" if len(names) > MAX_LISTED_TASKS else ""
     )
 
 
 def check_task(model: ModelConfig, tasks: Sequence[str] = ()) -> None:
-    """Raise :class:`ConfigError` for a model whose experts depend on a task that nobody has said, of ``tasks``."""
+    """Raise :class:`ConfigError` if the model's router needs a task and none is set; ``tasks`` are their names."""
     router = model.moe and model.moe.router
     if router and router.kind == "task" and router.task is None:
         raise ConfigError(
-            f"router 'task' knows {router.tasks} tasks, and not which one a text is of; set --experts.task to "
+            f"router 'task' chooses experts by one of {router.tasks} tasks, and none is set; set --experts.task to "
             f"{_task_choices(router, tasks)}"
         )
 
 
 def check_generates(model: ModelConfig, name: str = "this model") -> None:
-    """Raise :class:`ConfigError` for a model that cannot generate, by its ``name``.
-
-    Each token of such a model, or its choice of experts, depends on the tokens after it.
-    """
+    """Raise :class:`ConfigError` for a model that cannot generate: a token, or its routing, depends on later tokens."""
     if not model.causal:
         raise ConfigError(
             f"{name} attends in both directions (causal = False), so it cannot generate text; in Python, "
@@ -115,6 +116,6 @@ def check_generates(model: ModelConfig, name: str = "this model") -> None:
     check_task(model)
     if model.moe is not None and model.moe.router.kind == "sequence":
         raise ConfigError(
-            "router 'sequence' chooses experts by the whole sequence, whose end a model that generates has not written "
-            "yet; such a model trains and scores (colonnade eval)"
+            "router 'sequence' chooses experts by the whole sequence, which is not known while a model generates; "
+            "train and evaluate such a model (colonnade eval)"
         )

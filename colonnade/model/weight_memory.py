@@ -70,8 +70,7 @@ class WeightMemory:
         enough = f"enough would be: {', '.join(remedies)}" if remedies else "use a smaller model, or a larger machine"
         return CapacityError(
             f"{source} does not fit: it takes {format_bytes(short)} of a rank's memory ({where}), and "
-            f"{format_bytes(there)} is "
-            f"free; nothing was read; {enough}"
+            f"{format_bytes(there)} is free; nothing was read; {enough}"
         )
 
     def _others(self) -> list[tuple[str, "WeightMemory"]]:

@@ -51,9 +51,8 @@ class Choice:
         counts = ", ".join(f"{self.kinds.count(kind)} {kind}" for kind in KINDS if kind in self.kinds)
         return (
             f"recompute in {L} blocks: {counts}; they keep {format_bytes(self.kept_bytes)} of the "
-            f"{format_bytes(self.allowed_bytes)} "
-            f"allowed for a micro-batch ({format_bytes(L * each['none'])} if nothing were computed again, "
-            f"{format_bytes(L * each['full'])} if everything)"
+            f"{format_bytes(self.allowed_bytes)} allowed for a micro-batch ({format_bytes(L * each['none'])} if "
+            f"nothing were computed again, {format_bytes(L * each['full'])} if everything)"
         )
 
 
@@ -72,10 +71,8 @@ def choose_kinds(block_bytes: dict[Kind, int], blocks: int, allowed_bytes: int) 
     if over > blocks * (middle_bytes - full):
         raise CapacityError(
             f"{blocks} blocks keep {format_bytes(blocks * full)} for a micro-batch even when all is computed again, "
-            "and "
-            f"train.activation_bytes allows {format_bytes(allowed_bytes)}; set it to at least {blocks * full}, or "
-            "lower "
-            "train.micro_batch"
+            f"and train.activation_bytes allows {format_bytes(allowed_bytes)}; set it to at least {blocks * full}, or "
+            "lower train.micro_batch"
         )
     few = -(-over // (middle_bytes - full))
     return _first("full", few, middle, blocks)

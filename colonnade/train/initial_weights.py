@@ -138,7 +138,7 @@ def _same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> None:
             "OUT"
         )
     new_top = _new_top(theirs, ours)
-    other = differences(theirs, ours, leave=(*FREE, "tied") if new_top else FREE)
+    other = differences(theirs, ours, ignore=(*FREE, "tied") if new_top else FREE)
     if not other:
         shapes, wanted = (dict(Transformer(config, device="meta").whole_shapes()) for config in (theirs, ours))
         names = {

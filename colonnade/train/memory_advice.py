@@ -136,7 +136,7 @@ def needs(run: RunConfig, machine: Machine) -> list[Need]:
     for first in range(0, plan.world, here):
         rows: Counter[str] = Counter()
         for rank in range(first, min(first + here, plan.world)):
-            stage = stages[rank // plan.stage]
+            stage = stages[rank // plan.stage_ranks]
             rows.update(stage.host if machine.kind == "cuda" else stage.device)
         if machine.kind == "cpu":
             rows = Counter({what: int(machine.scale * n) for what, n in rows.items()})

@@ -44,8 +44,8 @@ def all_plans(world: int, model: ModelConfig | None = None) -> list[Plan]:
 
 def _with_experts(plan: Plan) -> Iterator[Plan]:
     """``plan`` with every grid of experts, degree and overlap; where no token travels there is one overlap."""
-    for ep, sh in itertools.product(divisors(plan.stage), divisors(plan.stage)):
-        if plan.stage % (ep * sh) == 0:
+    for ep, sh in itertools.product(divisors(plan.stage_ranks), divisors(plan.stage_ranks)):
+        if plan.stage_ranks % (ep * sh) == 0:
             for degree in (0, *divisors(sh)) if ep * sh > 1 else (1,):
                 travels = degree and ep * sh > 1
                 nears = (0, *divisors(ep * sh)[1:-1][:1]) if travels else (0,)

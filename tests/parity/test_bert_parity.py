@@ -272,7 +272,7 @@ def test_what_we_cannot_express_is_refused(changes: dict[str, Any], message: str
         ({"window": 5}, "causal = False and window = 5 do not belong together"),
         ({"top": "classes"}, "top = 'classes' and classes = 0"),
         ({"classes": 3}, "top = 'pretraining' and classes = 3"),
-        ({"top": "spans", "tied": False}, "no output projection that could be untied"),
+        ({"top": "spans", "tied": False}, "no output projection to untie"),
     ],
 )
 def test_inconsistent_encoders_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -120,7 +120,7 @@ def test_a_task_for_all_tokens(tmp_path: Path) -> None:
         (CONFIG, {"active": 5}, "cannot go to 5 of 4 experts; set --experts.active 4 or less"),
         (CONFIG, {"task": 1}, "router 'softmax' knows no tasks; leave --experts.task out"),
         (tasked(), {"task": 3}, "no task 3 among 3; set --experts.task to one of 0 to 2"),
-        (tasked(), {"task": "web"}, "called 'web': this model has come without its tasks' names; set .* 0 to 2"),
+        (tasked(), {"task": "web"}, "called 'web': the names of this model's tasks are not stored; set .* 0 to 2"),
         (CONFIG, {"resident": 3}, "3 is more than the 2 layers of experts .* or set it to 1 or less"),
         (CONFIG.replace(moe=None), {"active": 1, "capacity": 2.0},
          "--experts.active and --experts.capacity would change"),

@@ -211,7 +211,7 @@ def test_a_trained_one_is_loaded_and_generates(corpus: Path, tmp_path: Path) -> 
                            train=TrainConfig(expert_dropout=0.1)), "expert_dropout 0.1 is about experts"),
         (lambda: RunConfig(model=ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8, moe=MOE),
                            train=TrainConfig(expert_dropout=0.1, float8="rowwise", dtype="bfloat16")),
-         "products of experts do not drop"),
+         "kernels of experts do not support dropout"),
         (lambda: Plan(dp=3, ep=3).check(ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8, moe=MOE)),
          "4 experts do not divide over ep=3"),
         (lambda: Plan(dp=5, sh=5).check(ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8, moe=MOE)),

@@ -184,7 +184,7 @@ def test_what_float8_cannot_take_is_refused_before_the_start(config: RunConfig) 
     with pytest.raises(PlanError, match=r"tp=2 leaves a rank 24 of ffn_width 48"):
         config.replace(model=wide, plan=Plan(tp=2), train=eight)
     assert config.replace(model=wide.replace(ffn_width=64), plan=Plan(tp=2), train=eight).train.float8 == "rowwise"
-    with pytest.raises(ConfigError, match=r"float8 rowwise computes beside bfloat16, not float32"):
+    with pytest.raises(ConfigError, match=r"float8 rowwise needs bfloat16, not float32"):
         TrainConfig(float8="rowwise", dtype="float32")
     with pytest.raises(ConfigError, match=r"a budget needs bytes, and bytes need recompute budget"):
         TrainConfig(recompute="budget")

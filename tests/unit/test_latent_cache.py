@@ -156,13 +156,13 @@ def test_an_engine_says_the_same_however_prompts_are_cut(kind: cache_write.Kind)
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     limits = ServeConfig(cache="int8")
-    with pytest.raises(ConfigError, match=r"a cache in int8 is for latent attention.*2 key/value heads.*use --serve"):
+    with pytest.raises(ConfigError, match=r"an int8 cache needs latent attention.*2 key/value heads.*use --serve"):
         Engine(tiny.model(), tiny.tokenizer(), limits)
     api.save(
         api.Model(tiny.model(dtype=torch.float32), tiny.tokenizer(), DistributedContext.solo(CPU), "m"), tmp_path / "m"
     )
     where = chat.Where(str(tmp_path / "m"), Plan(), limits, "cpu", "float32")
-    with pytest.raises(ConfigError, match="a cache in int8 is for latent attention"):
+    with pytest.raises(ConfigError, match="an int8 cache needs latent attention"):
         where.find()
     with pytest.raises(ConfigError):
         ServeConfig(cache="int4")
