@@ -97,7 +97,7 @@ def peer(tiny: bool) -> Qwen3ForCausalLM:
 def words(vocab_size: int) -> Tokenizer:
     """A tokenizer in which every id is a word: random tokens are text that costs something to write out."""
     model = tokenizers.models.WordLevel({f"w{i} ": i for i in range(vocab_size)}, unk_token="w0 ")
-    return Tokenizer.from_parts(tokenizers.Tokenizer(model), bos_id=None, eos_ids=(), chat_template=None)
+    return Tokenizer(tokenizers.Tokenizer(model), bos_id=None, eos_ids=(), chat_template=None)
 
 
 def said(who: str, took: Took) -> Took:

@@ -145,7 +145,7 @@ def chat(where: Where, system: str | None, params: SamplingParams) -> None:
     :class:`CheckpointError` for a model without a chat template.
     """
     found = where.writer()
-    tokenizer = Tokenizer.beside(found.words)
+    tokenizer = Tokenizer.from_model(found.words)
     if tokenizer is None or tokenizer.chat_template is None:
         raise CheckpointError(
             f"{where.model} has no chat template, so that it cannot chat; continue a text: "

@@ -42,9 +42,10 @@ class ServeConfig(Config):
     """Read the keys of a prefix that several requests share only once per step (cascade attention), where Colonnade's
     kernels support it and it is faster."""
     max_requests: int = Field(default=64, gt=0, le=1 << 16)
-    """Most requests in one forward pass."""
+    """Maximum number of requests in one forward pass."""
     token_budget: int | None = Field(default=None, gt=0, le=1 << 24)
-    """Most tokens in one forward pass: decoding requests first, then chunks of prompts (chunked prefill); None: 512 on
+    """Maximum number of tokens in one forward pass: decoding requests first, then chunks of prompts (chunked prefill);
+    None: 512 on
     a CPU, 2048 on a GPU."""
     run_ahead: bool | None = None
     """Launch the next forward pass before the tokens of the last one are known on the host (asynchronous scheduling);

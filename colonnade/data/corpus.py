@@ -1,4 +1,10 @@
-"""A corpus folder"""
+"""Reads and writes a corpus folder: memory-mapped token shards, an index of documents, a tokenizer, a manifest.
+
+A split is one stream of tokens, in which each document is followed by its end token. Shards of ``shard_tokens`` tokens
+cut the stream anywhere, also within a document, so a token's shard is found by one division and the stream does not
+depend on the shards' size. Beside them is an index of where each document ends. :mod:`~colonnade.data.manifest` lists
+the files, and :mod:`~colonnade.data.corpus_builder` builds a corpus from text.
+"""
 
 import functools
 import hashlib
@@ -36,7 +42,7 @@ class ShardWriter:
     """Writes one split into ``folder``: :meth:`append` tokens, :meth:`end_document`, and :meth:`finish` at the end."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int, *, tasks: bool = False):
-        """``tasks``: each document has one."""
+        """``tasks``: whether each document has a task."""
         self._folder, self._split, self._dtype, self._shard_tokens = folder, split, dtype, shard_tokens
         self._shards: list[Shard] = []
         self._file: _HashedFile | None = None
@@ -62,16 +68,16 @@ class ShardWriter:
         while rest.size:
             if self._file is None:
                 self._file = _HashedFile(self._folder / _shard_name(self._split, len(self._shards)))
-            room = self._shard_tokens - self._in_shard
-            now, rest = rest[:room], rest[room:]
-            self._file.write(now.tobytes())
-            self.tokens += now.size
-            self._in_shard += now.size
+            free = self._shard_tokens - self._in_shard
+            part, rest = rest[:free], rest[free:]
+            self._file.write(part.tobytes())
+            self.tokens += part.size
+            self._in_shard += part.size
             if self._in_shard == self._shard_tokens and rest.size:
                 self._close_shard()
 
     def end_document(self, task: int | None = None) -> None:
-        """Note that the current document ends here, and the number of its task."""
+        """End the current document; ``task`` is the number of its task."""
         self._index.write(np.array([self.tokens], _ENDS).tobytes())
         if self._tasks is not None:
             assert task is not None, "every document has a task"
@@ -82,7 +88,7 @@ class ShardWriter:
             self._close_shard()
 
     def finish(self) -> SplitRecord:
-        """Close the files and return what the manifest says of them."""
+        """Close the files and return the split's record for the manifest."""
         if self._file is not None:
             self._close_shard()
         return SplitRecord(
@@ -107,7 +113,7 @@ class ShardWriter:
 
 
 class _HashedFile:
-    """A file that knows the SHA-256 of what was written; closing it makes sure the disk has it."""
+    """A file that computes the SHA-256 of what is written; closing it syncs it to disk."""
 
     def __init__(self, path: Path):
         self._stream: BinaryIO = path.open("wb")
@@ -118,7 +124,7 @@ class _HashedFile:
         self._hash.update(data)
 
     def close(self) -> str:
-        """Its SHA-256; closing twice does no harm."""
+        """Sync and close the file, if still open, and return its SHA-256."""
         if not self._stream.closed:
             self._stream.flush()
             os.fsync(self._stream.fileno())
@@ -127,10 +133,10 @@ class _HashedFile:
 
 
 class Split:
-    """The stream of tokens of one split, mapped from its shards; get one from :meth:`Corpus.split`."""
+    """The token stream of one split, memory-mapped from its shards; :meth:`Corpus.split` returns one."""
 
     def __init__(self, folder: Path, name: str, record: SplitRecord, dtype: np.dtype):
-        """Check every file's size; raises :class:`DataError` that names a missing or truncated one."""
+        """Check every file's size; raises :class:`DataError`, naming the file, if one is missing or truncated."""
         self.name = name
         self.tokens = record.tokens
         """Tokens in the stream, end tokens included."""
@@ -152,20 +158,20 @@ class Split:
         self._tasks = _map(self._tasks_file, _TASKS, record.documents if self.has_tasks else 0)
 
     def verify(self) -> None:
-        """Compare every file with its checksum; raises :class:`DataError` that names the first that differs."""
+        """Compare every file with its checksum; raises :class:`DataError`, naming the first file that differs."""
         files = [(self._folder / shard.file, shard.sha256) for shard in self._record.shards]
         files.append((self._index_file, self._record.documents_sha256))
         if self._record.tasks_sha256 is not None:
             files.append((self._tasks_file, self._record.tasks_sha256))
         for file, expected in files:
-            if (found := file_sha256(file)) != expected:
+            if (actual := file_sha256(file)) != expected:
                 raise DataError(
-                    f"{file} is damaged: its SHA-256 is {found[:12]}..., the manifest says {expected[:12]}...; "
+                    f"{file} is damaged: its SHA-256 is {actual[:12]}..., the manifest says {expected[:12]}...; "
                     "copy it again, or build the corpus again"
                 )
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start..stop-1 of the stream as int64, 0 <= start <= stop <= tokens; a copy."""
+        """A copy of tokens start..stop-1 of the stream as int64; 0 <= start <= stop <= tokens."""
         assert 0 <= start <= stop <= self.tokens, (start, stop, self.tokens)
         parts: list[np.ndarray] = []
         while start < stop:
@@ -176,12 +182,12 @@ class Split:
         return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
 
     def document_ends(self, start: int, stop: int) -> np.ndarray:
-        """Every e, start < e <= stop, at which a document has just ended: e - 1 is its end token (int64)."""
+        """Every e with start < e <= stop for which e - 1 is the last token of a document (int64)."""
         low, high = np.searchsorted(self._ends, [start, stop], side="right")
         return np.asarray(self._ends[low:high], np.int64)
 
     def tasks(self, start: int, stop: int) -> np.ndarray:
-        """The number of the task of each of the tokens start..stop-1 (int64), where documents have tasks."""
+        """The task of each of the tokens start..stop-1 (int64); only if documents have tasks."""
         assert self.has_tasks, f"the documents of {self._folder} have no tasks"
         if start >= stop:
             return np.empty(0, np.int64)
@@ -211,15 +217,15 @@ def _check_size(file: Path, count: int, dtype: np.dtype, what: str) -> None:
         raise DataError(f"{file} is missing; copy the corpus again, or build it again")
     if (size := file.stat().st_size) != count * dtype.itemsize:
         raise DataError(
-            f"{file} holds {size} bytes, not the {count * dtype.itemsize} of its {count} {what}: it was cut short or "
+            f"{file} has {size} bytes, not the {count * dtype.itemsize} of its {count} {what}: it was truncated or "
             "changed; copy it again, or build the corpus again"
         )
 
 
 class Corpus:
-    """A corpus folder, opened; ``verify`` also reads every byte and compares checksums.
+    """An opened corpus folder; ``verify`` also reads every file and compares checksums.
 
-    Raises :class:`DataError` for a folder that is not a corpus, and for a file that is missing, cut short or (with
+    Raises :class:`DataError` for a folder that is not a corpus and for a file that is missing, truncated or (with
     ``verify``) changed.
     """
 
@@ -237,7 +243,7 @@ class Corpus:
                 split.verify()
 
     def split(self, name: str) -> Split:
-        """The "train" or the "validation" part; raises :class:`DataError` when it is empty or has another name."""
+        """The "train" or "validation" split; raises :class:`DataError` if it is empty or the name is another."""
         if name not in self._splits:
             raise DataError(f"{self.path} has no split '{name}'; choose one of {', '.join(self._splits)}")
         split = self._splits[name]
@@ -250,14 +256,14 @@ class Corpus:
 
     @property
     def has_tokenizer(self) -> bool:
-        """False for tokens that were given without one (:func:`colonnade.data.write_tokens`)."""
+        """False for token data that was written without a tokenizer (:func:`colonnade.data.write_tokens`)."""
         return self.manifest.tokenizer_sha256 is not None
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens; raises :class:`DataError` for none, and for a file that has changed."""
+        """The tokenizer of the tokens; raises :class:`DataError` if there is none or its file has changed."""
         if not self.has_tokenizer:
-            raise DataError(f"{self.path} holds tokens without a tokenizer; give it too: Trainer(…, tokenizer=…)")
+            raise DataError(f"{self.path} has tokens without a tokenizer; pass it: Trainer(…, tokenizer=…)")
         self._verify_tokenizer()
         return Tokenizer.from_file(self.path / "tokenizer")
 
@@ -266,4 +272,4 @@ class Corpus:
         if not file.is_file():
             raise DataError(f"{file} is missing; copy the corpus again, or build it again")
         if file_sha256(file) != self.manifest.tokenizer_sha256:
-            raise DataError(f"{file} is not the one that made these tokens; copy it again, or build the corpus again")
+            raise DataError(f"{file} is not the tokenizer of these tokens; copy it again, or build the corpus again")

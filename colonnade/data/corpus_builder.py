@@ -1,11 +1,7 @@
-"""Telling people how far a corpus is: a record for whoever wants it, a bar on a terminal, a line elsewhere.
+"""Builds a corpus folder from text files.
 
-From files of text to the folder that training reads.
-
-    documents -> a tokenizer, given or learnt from the training documents -> tokens, each document closed by its end
-    token -> train or validation -> shards, index, manifest
-
-Which documents are held out: :mod:`colonnade.data.holdout`.
+documents -> tokenizer (passed or trained on the training documents) -> tokens, each document followed by its end
+token -> training or validation split (:mod:`~colonnade.data.holdout`) -> shards, index of documents, manifest
 """
 
 import os
@@ -45,14 +41,14 @@ Stage = Literal["vocabulary", "tokens"]
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """How far a build is."""
+    """Progress of a build."""
 
     stage: Stage
-    """vocabulary: learning the tokenizer. tokens: writing the shards."""
+    """vocabulary: training the tokenizer. tokens: writing the shards."""
     done_bytes: int
-    """Bytes of the sources behind us in this stage."""
+    """Bytes of the sources read in this stage."""
     total_bytes: int
-    """Bytes of the sources."""
+    """Size of the sources."""
     documents: int = 0
     """Documents written."""
     tokens: int = 0
@@ -64,7 +60,7 @@ ProgressCallback = Callable[[BuildProgress], None]
 
 @contextmanager
 def progress_bar(console: Console | None = None) -> Iterator[ProgressCallback]:
-    """A listener for :func:`corpus.build` that draws on stderr: a bar on a terminal, else one line a stage."""
+    """A progress callback for :func:`build` that prints to stderr: a bar on a terminal, otherwise a line per stage."""
     console = console or Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -76,19 +72,19 @@ def progress_bar(console: Console | None = None) -> Iterator[ProgressCallback]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         tasks = {}
 
-        def listen(built: BuildProgress) -> None:
-            if built.stage not in tasks:
-                tasks[built.stage] = bars.add_task(built.stage, total=built.total_bytes, count="")
+        def update(progress: BuildProgress) -> None:
+            if progress.stage not in tasks:
+                tasks[progress.stage] = bars.add_task(progress.stage, total=progress.total_bytes, count="")
                 if not console.is_terminal:
-                    console.print(f"corpus: {built.stage}, {decimal(built.total_bytes)} of text")
-            so_far = f"{built.tokens:,} tokens, {plural(built.documents, 'document')}" if built.tokens else ""
-            bars.update(tasks[built.stage], completed=built.done_bytes, count=so_far)
+                    console.print(f"corpus: {progress.stage}, {decimal(progress.total_bytes)} of text")
+            written = f"{progress.tokens:,} tokens, {plural(progress.documents, 'document')}" if progress.tokens else ""
+            bars.update(tasks[progress.stage], completed=progress.done_bytes, count=written)
 
-        yield listen
+        yield update
 
 
 _VOCAB_SIZE = 8192
-_BATCH_CHARACTERS = 1 << 21  # tokenised at once: enough for many cores, and about 100 MB of the library's records
+_BATCH_CHARACTERS = 1 << 21  # tokenised at once: enough for many cores; the library needs about 100 MB for it
 _PROGRESS_BYTES = 1 << 20
 
 
@@ -108,45 +104,47 @@ def build(
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Manifest:
-    """Write the corpus of ``sources`` to the folder ``out``, whole or not at all, and return its manifest.
+    """Write the corpus of ``sources`` to the folder ``out``, atomically, and return its manifest.
 
-    ``sources`` are text, JSONL and Parquet files, folders of them, or (name, text) pairs. ``tokenizer`` is used as it
-    is; without one a byte-level BPE (BERT's WordPiece with ``wordpiece``) of ``vocab_size`` tokens (default 8192) is
-    learnt from about ``vocabulary_bytes`` of the training documents. ``field`` names the JSONL field or Parquet column;
-    ``separator`` is what stands between the documents of a text file (by default a file is one). ``tasks`` says what
-    task a document is of, for a router that decides by it: "source", the one of ``sources`` that it came from, or
-    "field:NAME", what that field or column of it holds. ``validation_share``
-    is the share of documents kept from training: at least one, and of a single document spans spread over it.
-    ``shard_tokens`` is the size of a file of tokens. ``overwrite`` replaces a corpus that is in the way.
+    - ``sources``: text, JSONL and Parquet files, folders of them, or (name, text) pairs.
+    - ``tokenizer``: used as it is. Without one a byte-level BPE (BERT's WordPiece with ``wordpiece``) of at most
+      ``vocab_size`` tokens (default 8192) is trained on about ``vocabulary_bytes`` of the training documents.
+    - ``field``: the JSONL field or Parquet column with the text.
+    - ``separator``: the text between two documents of a text file; None: each file is one document.
+    - ``tasks``: each document's task, for a router that uses it: "source", the one of ``sources`` that it comes from,
+      or "field:NAME", the value of that field or column.
+    - ``validation_share``: share of the documents that are held out for validation: at least one; of a single document,
+      spans spread over it.
+    - ``shard_tokens``: tokens per shard. ``overwrite``: replace an existing corpus.
 
-    Raises :class:`DataError` for what cannot be read or written and for no documents at all; :class:`ConfigError` for
+    Raises :class:`DataError` if files cannot be read or written and if there are no documents; :class:`ConfigError` for
     settings out of range.
     """
     out = Path(out)
     _check_settings(tokenizer, vocab_size, wordpiece, validation_share, shard_tokens, separator)
     _check_output(out, overwrite)
-    found, how = find_files(sources), _read_options(sources, field, separator, tasks)
+    files, options = find_files(sources), _read_options(sources, field, separator, tasks)
     names: dict[str, int] | None = None if tasks is None else {}
-    size_bytes = total_bytes(found)
-    division = choose_holdout(read_documents(found, how), validation_share)
-    tell = progress or (lambda _: None)
+    size_bytes = total_bytes(files)
+    holdout = choose_holdout(read_documents(files, options), validation_share)
+    report = progress or (lambda _: None)
 
-    # Beside ``out``, so that the last step is a rename within one file system: a kill leaves this folder, never ``out``
+    # Beside ``out``, so that the last step is a rename within one file system; a killed build leaves this folder.
     folder = (here := out.absolute()).with_name(f".{here.name}.building-{secrets.token_hex(4)}")
     try:
         folder.mkdir(parents=True)
         if tokenizer is None:
-            pieces = _with_progress(read_documents(found, how), size_bytes, tell)
+            chunks = _with_progress(read_documents(files, options), size_bytes, report)
             share = min(1.0, vocabulary_bytes / max(size_bytes, 1))
-            learn = train_wordpiece if wordpiece else Tokenizer.train
-            tokenizer = learn(_sample_texts(pieces, division, share), vocab_size or _VOCAB_SIZE)
+            train_tokenizer = train_wordpiece if wordpiece else Tokenizer.train
+            tokenizer = train_tokenizer(_sample_texts(chunks, holdout, share), vocab_size or _VOCAB_SIZE)
         elif not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_file(tokenizer)
         if not tokenizer.eos_ids:
-            raise DataError("the tokenizer names no token that ends a text; set eos_token in its tokenizer_config.json")
+            raise DataError("the tokenizer has no token that ends a text; set eos_token in its tokenizer_config.json")
         tokenizer.save(folder / "tokenizer")
         train, validation = _write_shards(
-            read_documents(found, how), folder, tokenizer, division, shard_tokens, size_bytes, tell, names
+            read_documents(files, options), folder, tokenizer, holdout, shard_tokens, size_bytes, report, names
         )
         manifest = Manifest(
             dtype=token_dtype(tokenizer.vocab_size),
@@ -154,7 +152,7 @@ def build(
             end_id=tokenizer.eos_ids[0],
             tokenizer_sha256=tokenizer.fingerprint,
             validation_share=validation_share,
-            spans=division.spans,
+            spans=holdout.spans,
             source_bytes=size_bytes,
             tasks=None if names is None else tuple(names),
             train=train,
@@ -162,10 +160,10 @@ def build(
         )
         manifest.save(folder)
         publish(folder, out)
-    except OSError as error:  # the sources' own are DataErrors by now
-        raise DataError(f"cannot write {out}: {error.strerror}; make room, or choose another place") from error
+    except OSError as error:  # readers convert errors of the sources to DataErrors
+        raise DataError(f"cannot write {out}: {error.strerror}; free some space, or choose another folder") from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # it has its final name already if all went well
+        shutil.rmtree(folder, ignore_errors=True)  # does not exist any more if all went well
     return manifest
 
 
@@ -189,9 +187,11 @@ def _check_settings(
     separator: str | None,
 ) -> None:
     if tokenizer is not None and wordpiece:
-        raise ConfigError("a tokenizer is given, and a WordPiece vocabulary is to be learnt; leave out one of them")
+        raise ConfigError("--wordpiece trains a vocabulary, and a tokenizer is given; leave out one of them")
     if tokenizer is not None and vocab_size is not None:
-        raise ConfigError(f"--tokenizer is given, and --vocab_size {vocab_size} to learn one; leave out one of them")
+        raise ConfigError(
+            f"--vocab_size {vocab_size} is for training a vocabulary, and --tokenizer is given; leave one out"
+        )
     if vocab_size is not None and not 0 < vocab_size <= MAX_DIM:
         raise ConfigError(f"--vocab_size {vocab_size} is not from 1 to {MAX_DIM}; 8192 is usual for a small corpus")
     if not 0 <= validation_share < 1:
@@ -199,7 +199,7 @@ def _check_settings(
     if shard_tokens < 1:
         raise ConfigError(f"shard_tokens {shard_tokens} is not positive; 2**27 makes files of 256 MiB")
     if separator == "":
-        raise ConfigError("an empty separator stands everywhere; give what is between two documents, or no --separator")
+        raise ConfigError("an empty separator matches everywhere; give the text between documents, or no --separator")
 
 
 def _check_output(out: Path, overwrite: bool) -> None:
@@ -209,34 +209,34 @@ def _check_output(out: Path, overwrite: bool) -> None:
         return
     if (out / MANIFEST).is_file():
         if not overwrite:
-            raise DataError(f"{out} holds a corpus already; choose another folder, or replace it (--overwrite)")
+            raise DataError(f"{out} has a corpus already; choose another folder, or replace it (--overwrite)")
     elif out.exists():
         raise DataError(f"{out} exists and is not a corpus; choose another folder")
 
 
-def _sample_texts(pieces: Iterable[TextChunk], division: Holdout, share: float) -> Iterator[str]:
+def _sample_texts(chunks: Iterable[TextChunk], holdout: Holdout, share: float) -> Iterator[str]:
     """The text of about ``share`` of the training documents."""
-    low = division.threshold
-    return (piece.text for piece, lot in division.draw(pieces) if low <= lot < low + share * (1 - low))
+    low = holdout.threshold
+    return (chunk.text for chunk, value in holdout.hashed(chunks) if low <= value < low + share * (1 - low))
 
 
-def _with_progress(pieces: Iterable[TextChunk], size_bytes: int, tell: ProgressCallback) -> Iterator[TextChunk]:
-    """The same pieces, telling how many bytes have gone by."""
-    done, told = 0, -_PROGRESS_BYTES
-    for piece in pieces:
-        if done - told >= _PROGRESS_BYTES:
-            tell(BuildProgress("vocabulary", told := done, size_bytes))
-        yield piece
-        done += piece.size_bytes
-    tell(BuildProgress("vocabulary", size_bytes, size_bytes))
+def _with_progress(chunks: Iterable[TextChunk], size_bytes: int, report: ProgressCallback) -> Iterator[TextChunk]:
+    """The same chunks; reports the bytes read so far."""
+    done, reported = 0, -_PROGRESS_BYTES
+    for chunk in chunks:
+        if done - reported >= _PROGRESS_BYTES:
+            report(BuildProgress("vocabulary", reported := done, size_bytes))
+        yield chunk
+        done += chunk.size_bytes
+    report(BuildProgress("vocabulary", size_bytes, size_bytes))
 
 
-def _batches(drawn: Iterable[HashedChunk]) -> Iterator[list[HashedChunk]]:
+def _batches(chunks: Iterable[HashedChunk]) -> Iterator[list[HashedChunk]]:
     batch: list[HashedChunk] = []
     characters = 0
-    for one in drawn:
-        batch.append(one)
-        characters += len(one.piece.text)
+    for hashed in chunks:
+        batch.append(hashed)
+        characters += len(hashed.chunk.text)
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -245,16 +245,16 @@ def _batches(drawn: Iterable[HashedChunk]) -> Iterator[list[HashedChunk]]:
 
 
 def _write_shards(
-    pieces: Iterable[TextChunk],
+    chunks: Iterable[TextChunk],
     folder: Path,
     tokenizer: Tokenizer,
-    division: Holdout,
+    holdout: Holdout,
     shard_tokens: int,
     size_bytes: int,
-    tell: ProgressCallback,
+    report: ProgressCallback,
     names: dict[str, int] | None,
 ) -> tuple[SplitRecord, SplitRecord]:
-    """Tokenise every document into the shards of its split; ``names`` are the tasks, filled as they come."""
+    """Tokenise every document into the shards of its split; numbers new tasks in ``names``."""
     dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
     end, done = tokenizer.eos_ids[0], 0
     with ExitStack() as files:
@@ -262,22 +262,22 @@ def _write_shards(
             files.enter_context(ShardWriter(folder, name, dtype, shard_tokens, tasks=names is not None))
             for name in SPLITS
         )
-        for batch in _batches(division.draw(pieces)):
-            encoded = tokenizer.encode_documents([piece.text for piece, _ in batch])
-            for (piece, lot), tokens in zip(batch, encoded, strict=True):
-                writer = validation if lot < division.threshold else train
+        for batch in _batches(holdout.hashed(chunks)):
+            encoded = tokenizer.encode_documents([chunk.text for chunk, _ in batch])
+            for (chunk, value), tokens in zip(batch, encoded, strict=True):
+                writer = validation if value < holdout.threshold else train
                 writer.append(tokens)
-                if piece.last:
+                if chunk.last:
                     writer.append([end])
-                    writer.end_document(None if names is None else _task_id(names, piece.task))
-                done += piece.size_bytes
+                    writer.end_document(None if names is None else _task_id(names, chunk.task))
+                done += chunk.size_bytes
             written = train.documents + validation.documents, train.tokens + validation.tokens
-            tell(BuildProgress("tokens", min(done, size_bytes), size_bytes, *written))
+            report(BuildProgress("tokens", min(done, size_bytes), size_bytes, *written))
         return train.finish(), validation.finish()
 
 
 def _task_id(names: dict[str, int], task: str | None) -> int:
-    """A task's number, in the order in which they first came."""
+    """A task's number; tasks are numbered in the order of their first document."""
     assert task is not None, "every document has a task"
     if task not in names and len(names) == MAX_TASKS:
         raise DataError(f"there are more than {MAX_TASKS:,} tasks; choose a field with fewer values for --tasks")
@@ -285,19 +285,19 @@ def _task_id(names: dict[str, int], task: str | None) -> int:
 
 
 def publish(folder: Path, out: Path) -> None:
-    """Give the finished folder its name; what it replaces is deleted only when it stands there."""
-    aside = folder.with_name(f"{folder.name}.old")
-    if replaced := (out / MANIFEST).is_file():
-        out.rename(aside)
+    """Rename the finished folder to ``out``; a corpus that it replaces is deleted only afterwards."""
+    old = folder.with_name(f"{folder.name}.old")
+    if replaces := (out / MANIFEST).is_file():
+        out.rename(old)
     try:
         folder.rename(out)
     except OSError:
-        if replaced:
-            aside.rename(out)
+        if replaces:
+            old.rename(out)
         raise
-    if hasattr(os, "O_DIRECTORY"):  # the rename itself reaches the disk where directories can be opened
+    if hasattr(os, "O_DIRECTORY"):  # sync the rename to disk, where directories can be opened
         handle = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
         os.fsync(handle)
         os.close(handle)
-    if replaced:
-        shutil.rmtree(aside)
+    if replaces:
+        shutil.rmtree(old)

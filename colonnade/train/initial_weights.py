@@ -159,7 +159,7 @@ def _said(shape: torch.Size | None) -> str:
 
 
 def _same_tokens(it: OpenedModel, run: RunConfig, corpus: Corpus) -> None:
-    theirs = Tokenizer.beside(it.words)
+    theirs = Tokenizer.from_model(it.words)
     corpus = Corpus(run.data.path)
     if (
         theirs is None or not corpus.has_tokenizer

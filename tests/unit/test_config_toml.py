@@ -36,7 +36,7 @@ def test_any_value_survives(name: str, lr: float, scaling: RopeScaling | None) -
 def test_none_is_left_out_and_meanings_are_written() -> None:
     text = dumps(ServeConfig())
     assert "pages" not in [line.split(" = ")[0] for line in text.splitlines()]
-    assert "max_requests = 64 # Requests in one forward pass." in text.splitlines()
+    assert "max_requests = 64 # Maximum number of requests in one forward pass." in text.splitlines()
 
 
 RUN = """\

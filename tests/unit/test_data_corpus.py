@@ -256,7 +256,7 @@ def test_a_kill_leaves_no_corpus_and_the_next_build_works(tmp_path):
 
 def test_a_corpus_is_not_overwritten_unless_asked(corpus):
     before = content(corpus.path)
-    with pytest.raises(DataError, match="holds a corpus already"):
+    with pytest.raises(DataError, match="has a corpus already"):
         build(SPEECHES[:5], corpus.path, vocab_size=260)
     assert content(corpus.path) == before
     manifest = build(SPEECHES[:5], corpus.path, vocab_size=260, validation_share=0, overwrite=True)
@@ -321,7 +321,7 @@ def test_settings_out_of_range_are_refused(tmp_path, settings, says):
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):
     tokenizer = Tokenizer(tokens.byte_level()._core, None, ())
-    with pytest.raises(DataError, match="names no token that ends a text"):
+    with pytest.raises(DataError, match="has no token that ends a text"):
         build(SPEECHES, tmp_path / "corpus", tokenizer=tokenizer)
 
 
@@ -378,9 +378,9 @@ def test_changed_bytes_are_found_by_verify(corpus, name):
 
 def test_another_tokenizer_is_found(corpus):
     tokens.byte_level(280).save(corpus.path / "tokenizer")
-    with pytest.raises(DataError, match="not the one that made these tokens"):
+    with pytest.raises(DataError, match="not the tokenizer of these tokens"):
         _ = corpus.tokenizer
-    with pytest.raises(DataError, match="not the one that made these tokens"):
+    with pytest.raises(DataError, match="not the tokenizer of these tokens"):
         Corpus(corpus.path, verify=True)
     (corpus.path / "tokenizer" / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"tokenizer\.json is missing"):

@@ -208,7 +208,7 @@ def test_missing_and_fileless_places_are_told(tmp_path):
     with pytest.raises(DataError, match="nowhere does not exist"):
         find_files([tmp_path / "nowhere"])
     (tmp_path / "main.rs").write_text("fn main() {}", encoding="utf-8")
-    with pytest.raises(DataError, match=r"holds no \.txt, .*\.parquet file \(1 others\); name its files"):
+    with pytest.raises(DataError, match=r"has no \.txt, .*\.parquet file \(1 others\); name its files"):
         find_files([tmp_path])
 
 

@@ -146,7 +146,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         ([plain], "field:lang", "is plain text, which has no field 'lang'; use --tasks source"),
         ([("a", text(1))], "field:lang", "is plain text, which has no field 'lang'"),
         ([odd], "field:kind", "field 'kind' is null, and a task is a name or a number"),
-        ([file, tmp_path], "source", "which are to be two tasks; name it once"),
+        ([file, tmp_path], "source", "which are two tasks; name it once"),
     ):
         with pytest.raises((ConfigError, DataError), match=said):
             build(sources, tmp_path / "corpus", vocab_size=280, tasks=tasks)
