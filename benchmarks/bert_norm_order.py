@@ -97,7 +97,7 @@ def train(args: argparse.Namespace, order: str, corpus: Corpus, say: Console) ->
             norms.append(norm)
         pending.clear()
         say.print(f"{order}: step {number + 1}/{args.steps}, loss {losses[-1]:.3f}, norm {norms[-1]:.2f}")
-    held_out = (batch.to(device) for batch in loaders["validation"].sweep(args.eval_samples))
+    held_out = (batch.to(device) for batch in loaders["validation"].validation_batches(args.eval_samples))
     return losses, norms, evaluate(model, held_out).item()
 
 

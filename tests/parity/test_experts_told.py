@@ -191,7 +191,7 @@ def _validated(loaded: api.Model, it: RunConfig) -> float:
 
     held_out = CorpusFeed(it.replace(plan=Plan())).held_out
     assert held_out is not None
-    return evaluate(loaded.transformer, held_out.sweep(it.train.eval_samples)).item()
+    return evaluate(loaded.transformer, held_out.validation_batches(it.train.eval_samples)).item()
 
 
 def test_what_a_validation_cannot_do_is_refused() -> None:

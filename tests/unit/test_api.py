@@ -173,7 +173,7 @@ def test_a_resumed_run_goes_on_with_the_next_sample(tmp_path: Path) -> None:
     assert summary.steps == 4
     assert losses(rest) == losses(whole)
     with pytest.raises(
-        DataError, match=r"the data is not that of .*tokens, which the run was begun with; give the same"
+        DataError, match=r"the data differs from .*tokens, with which the run was started; give the same"
     ):
         colonnade.Trainer(rest, data=[[1, 2, 3]] * 40)
     again = rest.replace(data=rest.data.replace(path=rest.folder / "tokens"), train=rest.train.replace(steps=5))
@@ -213,7 +213,7 @@ def test_the_tokenizer_goes_into_the_checkpoint(tmp_path: Path) -> None:
         ("once", "the data is 'once'; give documents"),
         ({"a": [1]}, r"the data is \{'a': \[1\]\}; give documents"),
         (7, "the data is a int; give an iterable of token lists, or a PyTorch dataset"),
-        (iter(()), "the data has no tokens; an iterator that was read before is empty"),
+        (iter(()), "the data has no tokens; if it is an iterator that was read before, create a new one"),
         ([[True, False]], "item 0 of the data is"),
     ],
 )

@@ -123,8 +123,9 @@ def test_the_order_depends_on_the_seed_and_the_epoch(split):
 @pytest.mark.parametrize("samples", [1, 5, 7, 12, 10_000])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_validation_is_the_same_for_any_ranks(split, samples, ranks):
-    alone = list(loader(split, ranks, 4).sweep(samples))
-    shares = [list(loader(split, ranks, 4, rank, ranks, seed=rank).sweep(samples)) for rank in range(ranks)]
+    alone = list(loader(split, ranks, 4).validation_batches(samples))
+    loaders = [loader(split, ranks, 4, rank, ranks, seed=rank) for rank in range(ranks)]
+    shares = [list(one.validation_batches(samples)) for one in loaders]
     assert len({len(share) for share in shares}) == 1, "every rank must enter the collectives as often"
     count = min(samples, count_samples(split, S))
 

@@ -337,12 +337,12 @@ def test_foreign_folders_and_manifests_are_told(tmp_path, corpus):
         ({"format": "megatron"}, "format"),
         ({"version": 2}, "version"),
         ({"dtype": "int8"}, "dtype"),
-        ({"train": record["train"] | {"tokens": 3}}, "do not make 3"),
+        ({"train": record["train"] | {"tokens": 3}}, "add up to 3"),
         ({"train": record["train"] | {"shards": [{**record["train"]["shards"][0], "file": "../x.bin"}]}}, "file"),
     ]:
         file.write_text(json.dumps(record | change), "utf-8")
         with pytest.raises(
-            DataError, match=rf"manifest\.json is not a manifest that this version reads: .*{says}"
+            DataError, match=rf"manifest\.json is not a manifest that this version supports: .*{says}"
         ) as it:
             Corpus(corpus.path)
         assert "\n" not in str(it.value)

@@ -75,7 +75,7 @@ def test_a_learnt_vocabulary_begins_with_berts_control_tokens_and_survives_savin
 
 
 def test_a_vocabulary_too_small_and_a_tokenizer_without_masks_are_refused(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="WordPiece vocabulary of 100 hardly holds"):
+    with pytest.raises(ConfigError, match="WordPiece vocabulary of 100 is too small"):
         train_wordpiece([""], 100)
     with pytest.raises(DataError, match=r"no \[CLS\], \[MASK\], \[SEP\], which masking needs; .*--wordpiece"):
         MaskingVocabulary.of(tokens.byte_level())
@@ -251,21 +251,21 @@ def test_every_epoch_and_every_seed_masks_anew_and_validation_never(corpus: Corp
     assert first.targets_T.tolist() != second.targets_T.tolist()
     other = pairs(corpus, seed=1).pack([3], [3])
     assert first.targets_T.tolist() != other.targets_T.tolist()
-    sweeps = [list(loader(corpus, 4, 4).sweep(7)) for _ in range(2)]
+    sweeps = [list(loader(corpus, 4, 4).validation_batches(7)) for _ in range(2)]
     assert read(sweeps[0], "targets_T") == read(sweeps[1], "targets_T")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_validation_counts_each_sample_once(corpus: Corpus, ranks: int) -> None:
-    found = [batch for rank in range(ranks) for batch in loader(corpus, 12, 2, rank, ranks).sweep(7)]
-    alone = list(loader(corpus, 12, 7).sweep(7))
+    found = [batch for rank in range(ranks) for batch in loader(corpus, 12, 2, rank, ranks).validation_batches(7)]
+    alone = list(loader(corpus, 12, 7).validation_batches(7))
     count = lambda batches, name: sum(int((getattr(batch, name) != IGNORE).sum()) for batch in batches)  # noqa: E731
     assert count(found, "orders_R") == 7
     assert count(found, "targets_T") == count(alone, "targets_T")
 
 
 def test_what_cannot_be_paired_is_refused(tmp_path, corpus: Corpus) -> None:
-    with pytest.raises(ConfigError, match=r"data.sequence 4 has no room for a pair of segments"):
+    with pytest.raises(ConfigError, match=r"data.sequence 4 is too short for a pair of segments"):
         SentencePairs(corpus.split("train"), DataConfig(sequence=4), MaskingVocabulary.of(corpus.tokenizer))
     build([("", "."), ("", "!")], tmp_path / "c", tokenizer=corpus.tokenizer, validation_share=0)
     alone = Corpus(tmp_path / "c").split("train")
