@@ -106,17 +106,13 @@ def pack(split: Split, samples: Sequence[int] | np.ndarray, sequence: int, separ
     rows = [_read_sample(split, int(i) * sequence, sequence, separate_documents) for i in samples]
     tokens_T, targets_T, lengths = (np.concatenate(part) for part in zip(*rows, strict=True))
 
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    T = len(tokens_T)
-    positions_T = np.arange(T) - np.repeat(starts[:-1], lengths)
+    positions_T = np.arange(len(tokens_T)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     equal = len(lengths) == len(samples)
-    if not equal:
-        starts = np.pad(starts, (0, power_of_two(len(lengths)) - len(lengths)), constant_values=T)
     return Batch(
         tokens_T=torch.from_numpy(tokens_T),
         positions_T=torch.from_numpy(positions_T),
         targets_T=torch.from_numpy(targets_T),
-        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+        cu_seqlens=cumulative_lengths(lengths, padded=not equal),
         longest=sequence,
         equal=equal,
         tasks_T=_tasks(split, samples, sequence) if split.has_tasks else None,
@@ -135,6 +131,14 @@ def _read_sample(split: Split, start: int, sequence: int, separate: bool) -> tup
     ends = split.document_ends(start, stop) - start if separate else np.empty(0, np.int64)
     targets[ends - 1] = IGNORE
     return tokens, targets, np.diff(ends[ends < sequence], prepend=0, append=sequence)
+
+
+def cumulative_lengths(lengths: Sequence[int] | np.ndarray, *, padded: bool) -> Tensor:
+    """``cu_seqlens`` of sequences of these lengths; ``padded``: with empty sequences to 2^k + 1 entries."""
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    if padded:
+        starts = np.pad(starts, (0, power_of_two(len(lengths)) - len(lengths)), mode="edge")
+    return torch.from_numpy(starts.astype(np.int32))
 
 
 def power_of_two(n: int) -> int:

@@ -42,7 +42,7 @@ import numpy as np
 import torch
 
 from colonnade.config import DataConfig
-from colonnade.data.batch import Batch, power_of_two
+from colonnade.data.batch import Batch, cumulative_lengths
 from colonnade.data.corpus import Split
 from colonnade.data.loader import GOLDEN_GAMMA, MASK64, splitmix64, splitmix64_mix
 from colonnade.data.wordpiece import MaskingVocabulary
@@ -71,11 +71,11 @@ def mask_budget(tokens: int, share: float) -> int:
     return min(tokens, max(1, round(tokens * share)))
 
 
-def word_spans(tokens_T: np.ndarray, pieces: MaskingVocabulary) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def word_spans(tokens_T: np.ndarray, vocabulary: MaskingVocabulary) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(start, end, run) of each word; ``run`` increases at each special token."""
-    special_T = pieces.special_V[tokens_T]
+    special_T = vocabulary.special_V[tokens_T]
     after_special_T = np.concatenate([[True], special_T[:-1]])
-    first_T = ~special_T & (~pieces.continues_V[tokens_T] | after_special_T)
+    first_T = ~special_T & (~vocabulary.continues_V[tokens_T] | after_special_T)
     starts = np.flatnonzero(first_T)
     stops = np.append(starts[1:], len(tokens_T))
     # A word ends at the next special token.
@@ -85,12 +85,12 @@ def word_spans(tokens_T: np.ndarray, pieces: MaskingVocabulary) -> tuple[np.ndar
 
 
 def mask_tokens(
-    tokens_T: np.ndarray, pieces: MaskingVocabulary, key: int, *, share: float = 0.15, longest: int = 3
+    tokens_T: np.ndarray, vocabulary: MaskingVocabulary, key: int, *, share: float = 0.15, longest: int = 3
 ) -> tuple[np.ndarray, np.ndarray]:
     """(tokens with masks, sorted indices of the chosen tokens) of one sequence with its special tokens."""
-    starts, stops, run = word_spans(tokens_T, pieces)
+    starts, stops, run = word_spans(tokens_T, vocabulary)
     count = len(starts)
-    remaining = mask_budget(int((~pieces.special_V[tokens_T]).sum()), share)
+    remaining = mask_budget(int((~vocabulary.special_V[tokens_T]).sum()), share)
     order = np.argsort(uniform_floats(derive_key(key, 0), count), kind="stable")
     lengths = (
         np.searchsorted(_ngram_probabilities(longest), uniform_floats(derive_key(key, 1), count), side="right") + 1
@@ -111,9 +111,9 @@ def mask_tokens(
                 continue
             taken[word : last + 1], chosen_T[span], remaining = True, True, remaining - size
             if fates[word] < MASK_PROBABILITY:
-                masked_T[span] = pieces.mask
+                masked_T[span] = vocabulary.mask
             elif fates[word] < MASK_PROBABILITY + RANDOM_PROBABILITY:
-                masked_T[span] = pieces.ordinary[(others[span] * len(pieces.ordinary)).astype(np.int64)]
+                masked_T[span] = vocabulary.ordinary[(others[span] * len(vocabulary.ordinary)).astype(np.int64)]
             break
     return masked_T, np.flatnonzero(chosen_T)
 
@@ -124,22 +124,22 @@ def _ngram_probabilities(longest: int) -> np.ndarray:
     return np.cumsum(weights)[:-1] / weights.sum()
 
 
-def sentence_starts(tokens_T: np.ndarray, pieces: MaskingVocabulary) -> np.ndarray:
+def sentence_starts(tokens_T: np.ndarray, vocabulary: MaskingVocabulary) -> np.ndarray:
     """Sorted indices (1 .. T-1) of the tokens that begin a sentence; index 0 is never listed."""
     T = len(tokens_T)
     if T < 2:
         return np.empty(0, np.int64)
-    ends_T, closes_T = pieces.ends_V[tokens_T], pieces.closes_V[tokens_T]
+    ends_T, closes_T = vocabulary.ends_V[tokens_T], vocabulary.closes_V[tokens_T]
     at_T = np.arange(T)
     # For each token the last one up to it that is no closing quote or bracket: it may end a sentence.
     mark_T = np.maximum.accumulate(np.where(closes_T, 0, at_T))
     before_T = np.maximum(mark_T - 1, 0)
     after_T = np.minimum(mark_T + 1, T - 1)
-    within_number = pieces.digits_V[tokens_T[before_T]] & pieces.digits_V[tokens_T[after_T]]
+    within_number = vocabulary.digits_V[tokens_T[before_T]] & vocabulary.digits_V[tokens_T[after_T]]
     # A single letter or a title must be a whole word: "b" in "club" is a continuation.
-    abbreviated = pieces.abbreviates_V[tokens_T[before_T]]
-    ended_T = ends_T[mark_T] & ~(pieces.stops_V[tokens_T[mark_T]] & (within_number | abbreviated))
-    begins_T = ~(ends_T | closes_T | pieces.continues_V[tokens_T])
+    abbreviated = vocabulary.abbreviates_V[tokens_T[before_T]]
+    ended_T = ends_T[mark_T] & ~(vocabulary.stops_V[tokens_T[mark_T]] & (within_number | abbreviated))
+    begins_T = ~(ends_T | closes_T | vocabulary.continues_V[tokens_T])
     return 1 + np.flatnonzero(ended_T[:-1] & begins_T[1:])
 
 
@@ -159,12 +159,12 @@ class Sample(NamedTuple):
 class SentencePairs:
     """BERT's samples of ``split``, an :class:`~colonnade.data.loader.Objective`."""
 
-    def __init__(self, split: Split, config: DataConfig, pieces: MaskingVocabulary):
+    def __init__(self, split: Split, config: DataConfig, vocabulary: MaskingVocabulary):
         """Raises :class:`ConfigError` if the sequence is too short for a pair, :class:`DataError` without documents."""
         self._body = config.sequence - SPECIAL_TOKENS
         if self._body < 2:
             raise ConfigError(f"data.sequence {config.sequence} is too short for a pair of segments; use 5 or more")
-        self._split, self._config, self._pieces = split, config, pieces
+        self._split, self._config, self._vocabulary = split, config, vocabulary
         ends = split.document_ends(0, split.tokens)
         self._starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
         self._lengths = ends - self._starts - 1  # without the end token
@@ -184,7 +184,7 @@ class SentencePairs:
             key = derive_key(config.seed, _BERT, int(number))
             one = self.sample(int(sample), key)
             masked, chosen = mask_tokens(
-                one.tokens, self._pieces, key, share=config.mask_share, longest=config.mask_ngram
+                one.tokens, self._vocabulary, key, share=config.mask_share, longest=config.mask_ngram
             )
             target = np.full(len(masked), IGNORE)
             target[chosen] = one.tokens[chosen]
@@ -198,20 +198,17 @@ class SentencePairs:
         padding = len(tokens) * config.sequence - at
         for start in range(0, padding, config.sequence):
             zeros = np.zeros(min(config.sequence, padding - start), np.int64)
-            for part, value in ((tokens, self._pieces.cls), (segments, 0), (targets, IGNORE)):
+            for part, value in ((tokens, self._vocabulary.cls), (segments, 0), (targets, IGNORE)):
                 part.append(zeros + value)
             at += len(zeros)
-        lengths = np.array([len(part) for part in tokens])
+        lengths = [len(part) for part in tokens]
         equal = padding == 0
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        if not equal:
-            starts = np.pad(starts, (0, power_of_two(len(lengths)) - len(lengths)), constant_values=at)
         as_tensor = lambda parts: torch.from_numpy(np.concatenate(parts).astype(np.int64))  # noqa: E731
         return Batch(
             tokens_T=as_tensor(tokens),
             positions_T=as_tensor([np.arange(n) for n in lengths]),
             targets_T=as_tensor(targets),
-            cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+            cu_seqlens=cumulative_lengths(lengths, padded=not equal),
             longest=config.sequence,
             equal=equal,
             segments_T=as_tensor(segments),
@@ -229,7 +226,7 @@ class SentencePairs:
         halves = tokens[edges[0] : middle], tokens[middle : edges[-1]]
         order = int(swap < 0.5)
         first, second = self._truncate(halves[order], halves[1 - order], uniform_floats(derive_key(key, _FRONT), 2))
-        cls, sep = [self._pieces.cls], [self._pieces.sep]
+        cls, sep = [self._vocabulary.cls], [self._vocabulary.sep]
         tokens = np.concatenate([cls, first, sep, second, sep]).astype(np.int64)
         return Sample(tokens, (np.arange(len(tokens)) >= len(first) + 2).astype(np.int64), order)
 
@@ -245,7 +242,7 @@ class SentencePairs:
         start = int((share + where) * (length + body) / shares) - body
         low, high = max(0, start - 2 * body), min(length, start + 3 * body)
         tokens = self._split.read(int(self._starts[document]) + low, int(self._starts[document]) + high)
-        bounds = [[0] * (low == 0), sentence_starts(tokens, self._pieces), [len(tokens)] * (high == length)]
+        bounds = [[0] * (low == 0), sentence_starts(tokens, self._vocabulary), [len(tokens)] * (high == length)]
         edges, start = np.concatenate(bounds).astype(np.int64), max(start - low, 0)
 
         at = int(np.searchsorted(edges, start))
@@ -262,7 +259,7 @@ class SentencePairs:
 
     def _words(self, tokens: np.ndarray, start: int, stop: int, least: int) -> np.ndarray:
         """Starts of the words from ``start`` to ``stop``, or of the tokens, if there are not ``least`` words."""
-        begins = np.append(~self._pieces.continues_V[tokens], True)
+        begins = np.append(~self._vocabulary.continues_V[tokens], True)
         edges = start + np.flatnonzero(begins[start : stop + 1])
         return edges if len(edges) > least else np.arange(start, stop + 1)
 

@@ -129,8 +129,7 @@ def build(
     holdout = choose_holdout(read_documents(files, options), validation_share)
     report = progress or (lambda _: None)
 
-    # Beside ``out``, so that the last step is a rename within one file system; a killed build leaves this folder.
-    folder = (here := out.absolute()).with_name(f".{here.name}.building-{secrets.token_hex(4)}")
+    folder = temporary_folder(out)
     try:
         folder.mkdir(parents=True)
         if tokenizer is None:
@@ -282,6 +281,12 @@ def _task_id(names: dict[str, int], task: str | None) -> int:
     if task not in names and len(names) == MAX_TASKS:
         raise DataError(f"there are more than {MAX_TASKS:,} tasks; choose a field with fewer values for --tasks")
     return names.setdefault(task, len(names))
+
+
+def temporary_folder(out: Path) -> Path:
+    """The folder to build ``out`` in: beside it, because the last step is a rename; a killed build leaves it."""
+    path = out.absolute()
+    return path.with_name(f".{path.name}.building-{secrets.token_hex(4)}")
 
 
 def publish(folder: Path, out: Path) -> None:

@@ -4,7 +4,6 @@ The tokens are read once and written as memory-mapped shards, like those of a te
 processes can read them and a resumed run continues with the next sample.
 """
 
-import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 
 from colonnade.config import short_repr
 from colonnade.data.corpus import ShardWriter
-from colonnade.data.corpus_builder import publish
+from colonnade.data.corpus_builder import publish, temporary_folder
 from colonnade.data.manifest import MANIFEST, SPLITS, Manifest, SplitRecord, token_dtype
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import DataError
@@ -63,7 +62,7 @@ def write_tokens(
     size = vocab_size or (tokenizer.vocab_size if tokenizer else 0)
     if not size:
         raise DataError("neither a vocabulary size nor a tokenizer is given; set vocab_size to that of the model")
-    folder = (here := out.absolute()).with_name(f".{here.name}.building-{secrets.token_hex(4)}")
+    folder = temporary_folder(out)
     folder.mkdir(parents=True)
     try:
         train, held_out = (
