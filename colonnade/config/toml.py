@@ -41,12 +41,12 @@ def read(cls: type[AnyConfig], path: Path, base: AnyConfig | None = None) -> Any
     return parse(cls, _text(path), str(path), base)
 
 
-def parse(cls: type[AnyConfig], text: str, where: str = "TOML", base: AnyConfig | None = None) -> AnyConfig:
-    """The config in a TOML text, as :func:`read` does; ``where`` is its name in messages."""
-    values = _loads(text, where)
+def parse(cls: type[AnyConfig], text: str, name: str = "TOML", base: AnyConfig | None = None) -> AnyConfig:
+    """The config in a TOML text, as :func:`read` does; ``name`` is used in messages."""
+    values = _loads(text, name)
     if base is not None:
         base = with_derived(base, flatten(values))
-    return _parse_table(cls, values, (), _key_lines(text), where, base)
+    return _parse_table(cls, values, (), _key_lines(text), name, base)
 
 
 def read_settings(path: Path) -> dict[str, object]:
@@ -62,13 +62,13 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {reason}; give a file of settings in TOML") from None
 
 
-def _loads(text: str, where: str) -> dict[str, Any]:
+def _loads(text: str, name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as why:
         parts = re.fullmatch(r"(?P<what>.*) \(at (?:line (?P<line>\d+), column \d+|end of document)\)", str(why))
         line = (parts and parts["line"]) or len(text.splitlines())
-        raise ConfigError(f"{where}:{line}: not TOML: {(parts['what'] if parts else str(why)).lower()}") from None
+        raise ConfigError(f"{name}:{line}: not TOML: {(parts['what'] if parts else str(why)).lower()}") from None
 
 
 def _parse_table(
@@ -76,7 +76,7 @@ def _parse_table(
     table: Mapping[str, Any],
     at: Key,
     lines: Mapping[Key, int],
-    where: str,
+    name: str,
     base: AnyConfig | None,
 ) -> AnyConfig:
     """Nested tables first, so that an error is reported for the table that contains the key."""
@@ -84,8 +84,8 @@ def _parse_table(
     for key, value in table.items():
         inner = nested_model(cls, key)
         if inner is not None and issubclass(inner, Config) and isinstance(value, dict):
-            within = cast("dict[str, Any]", value)
-            values[key] = _parse_table(inner, within, (*at, key), lines, where, getattr(base, key, None))
+            nested = cast("dict[str, Any]", value)
+            values[key] = _parse_table(inner, nested, (*at, key), lines, name, getattr(base, key, None))
         else:
             values[key] = value
     try:
@@ -94,7 +94,7 @@ def _parse_table(
         # The message names the key; the table may be spread over the file.
         named = [key for key in table if re.search(rf"\b{re.escape(key)}\b", str(why))]
         line = lines.get((*at, named[0])) if named else lines.get(at)
-        raise ConfigError(f"{where}:{line or 1}: {why}") from None
+        raise ConfigError(f"{name}:{line or 1}: {why}") from None
 
 
 def _key_lines(text: str) -> dict[Key, int]:

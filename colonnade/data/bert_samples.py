@@ -219,9 +219,9 @@ class SentencePairs:
 
     def sample(self, number: int, key: int) -> Sample:
         """Sample ``number`` (0 .. samples − 1); ``key`` determines its position, cut and order."""
-        where, short, size, cut, swap = uniform_floats(derive_key(key, _ORDER), 5)
+        position, short, size, cut, swap = uniform_floats(derive_key(key, _ORDER), 5)
         target = self._body if short >= self._config.short_seq_prob else 2 + int(size * (self._body - 1))
-        tokens, edges = self._run(number, where, target)
+        tokens, edges = self._run(number, position, target)
         middle = int(edges[1 + int(cut * (len(edges) - 2))])
         halves = tokens[edges[0] : middle], tokens[middle : edges[-1]]
         order = int(swap < 0.5)
@@ -230,16 +230,16 @@ class SentencePairs:
         tokens = np.concatenate([cls, first, sep, second, sep]).astype(np.int64)
         return Sample(tokens, (np.arange(len(tokens)) >= len(first) + 2).astype(np.int64), order)
 
-    def _run(self, number: int, where: float, target: int) -> tuple[np.ndarray, np.ndarray]:
+    def _run(self, number: int, position: float, target: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens around a sample, edges): the sample is tokens edges[0] .. edges[-1], cut at one of the inner edges.
 
         Start positions range from one sample before the document, clipped to its beginning, to its end, where a sample
         takes the last sentences. So all tokens of a document are about equally likely to be in a sample.
         """
         document = int(np.searchsorted(self._before, number, side="right")) - 1
-        share, shares = number - self._before[document], self._before[document + 1] - self._before[document]
+        part, parts = number - self._before[document], self._before[document + 1] - self._before[document]
         length, body = int(self._lengths[document]), self._body
-        start = int((share + where) * (length + body) / shares) - body
+        start = int((part + position) * (length + body) / parts) - body
         low, high = max(0, start - 2 * body), min(length, start + 3 * body)
         tokens = self._split.read(int(self._starts[document]) + low, int(self._starts[document]) + high)
         bounds = [[0] * (low == 0), sentence_starts(tokens, self._vocabulary), [len(tokens)] * (high == length)]

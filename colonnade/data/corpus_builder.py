@@ -189,7 +189,7 @@ def _check_settings(
         raise ConfigError("--wordpiece trains a vocabulary, and a tokenizer is given; leave out one of them")
     if tokenizer is not None and vocab_size is not None:
         raise ConfigError(
-            f"--vocab_size {vocab_size} is for training a vocabulary, and --tokenizer is given; leave one out"
+            f"--vocab_size {vocab_size} is for training a vocabulary, and --tokenizer is given; leave out one of them"
         )
     if vocab_size is not None and not 0 < vocab_size <= MAX_DIM:
         raise ConfigError(f"--vocab_size {vocab_size} is not from 1 to {MAX_DIM}; 8192 is usual for a small corpus")

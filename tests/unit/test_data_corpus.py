@@ -358,7 +358,7 @@ def test_missing_and_truncated_files_are_told_at_once(corpus, name):
     whole = file.read_bytes()
     for wrong in (whole[:-2], whole + b"ab", b""):
         file.write_bytes(wrong)
-        with pytest.raises(DataError, match=rf"{name} holds {len(wrong)} bytes, not the {len(whole)} "):
+        with pytest.raises(DataError, match=rf"{name} has {len(wrong)} bytes, not the {len(whole)} "):
             Corpus(corpus.path)
     file.unlink()
     with pytest.raises(DataError, match=f"{name} is missing"):

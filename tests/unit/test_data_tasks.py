@@ -123,7 +123,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train\.tasks\.bin is damaged"):
         Corpus(tmp_path / "corpus", verify=True)
     tasks.write_bytes(whole[:-2])
-    with pytest.raises(DataError, match=r"train\.tasks\.bin holds \d+ bytes, not the"):
+    with pytest.raises(DataError, match=r"train\.tasks\.bin has \d+ bytes, not the"):
         Corpus(tmp_path / "corpus")
     tasks.unlink()
     with pytest.raises(DataError, match=r"train\.tasks\.bin is missing"):
@@ -132,7 +132,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     record = json.loads(manifest.read_text())
     del record["tasks"]
     manifest.write_text(json.dumps(record))
-    with pytest.raises(DataError, match="tasks are known and their names are not"):
+    with pytest.raises(DataError, match="either all splits have tasks and the tasks have names"):
         Manifest.load(tmp_path / "corpus")
 
 
