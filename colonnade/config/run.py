@@ -196,7 +196,7 @@ class TrainConfig(Config):
                 )
         if self.keep_every is not None and self.keep is None:
             raise ConfigError(
-                f"train.keep_every {self.keep_every} exempts checkpoints from deletion by train.keep, and without that "
+                f"train.keep_every {self.keep_every} exempts checkpoints from deletion by train.keep, and without it "
                 "all are kept; set train.keep, or leave keep_every out"
             )
         if self.warmup_steps > self.steps:

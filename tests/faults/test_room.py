@@ -135,9 +135,9 @@ def test_the_newest_stay(config: RunConfig, keep: int | None, keep_every: int | 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"keep": 0}, "train.keep is 0, and must be 1 or more; .* leave it out: then all checkpoints are kept"),
+        ({"keep": 0}, "train.keep is 0 and must be 1 or more; .* leave it out: then all checkpoints are kept"),
         ({"keep": -2}, "train.keep is -2"),
-        ({"keep": 2, "keep_every": 0}, "train.keep_every is 0, .* leave it out: then only keep decides"),
+        ({"keep": 2, "keep_every": 0}, "train.keep_every is 0 .* leave it out: then only keep decides"),
         ({"keep_every": 3}, "without it all are kept; set train.keep, or leave keep_every out"),
     ],
 )
