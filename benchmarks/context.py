@@ -24,9 +24,9 @@ TINY = ModelConfig(vocab_size=211, layers=2, width=32, heads=4, kv_heads=2, ffn_
 def jobs(tiny: bool, worlds: Sequence[int], sequence: int) -> list[Job]:
     """The same sequence over more and more ranks."""
     if tiny:
-        train, config = PLAIN.but(recompute="full"), TINY
+        train, config = PLAIN.replace(recompute="full"), TINY
         return [Job("in small", config, Plan(cp=n), 256, 1, train, 1, 2) for n in worlds]
-    config, train = preset("llama-3.2-1b"), FAST.but(recompute="full")
+    config, train = preset("llama-3.2-1b"), FAST.replace(recompute="full")
     return [Job(f"Llama-3.2-1B, {sequence:,} tokens", config, Plan(cp=n), sequence, 1, train, 2, 3) for n in worlds]
 
 

@@ -33,7 +33,7 @@ PANELS = {"layers": "blocks", "width": "width", "sequence": "tokens of a sequenc
 
 def shape(width: int, layers: int, sequence: int, vocab_size: int) -> ModelConfig:
     """A GPT-2 with heads of 64 (of 8 in small)."""
-    return preset("gpt2").but(
+    return preset("gpt2").replace(
         layers=layers, width=width, heads=max(4, width // 64), ffn_width=4 * width, context=sequence,
         vocab_size=vocab_size,
     )  # fmt: skip

@@ -34,7 +34,7 @@ from typing import Any, get_args
 
 import torch
 
-from colonnade.config import ModelConfig, Plan, WeightGroup, Weights
+from colonnade.config import ModelConfig, Plan, WeightFormat, WeightGroup
 from colonnade.config.feature_checks import check_quantised
 from colonnade.config.presets import preset
 from colonnade.model import KVCache, Transformer
@@ -151,7 +151,7 @@ def ours(
 ) -> list[dict[str, Any]]:
     """On every rank; a row for each context."""
     with DistributedContext.build(plan, device) as ground:
-        config = (TINY if name == "tiny" else preset(name)).but(context=max(contexts) + 8 * steps)
+        config = (TINY if name == "tiny" else preset(name)).replace(context=max(contexts) + 8 * steps)
         plan.check(config)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         check_quantised(config, weights, group, plan.tp)
@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192, 32768])
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--weights", choices=get_args(Weights), default="stored")
+    parser.add_argument("--weights", choices=get_args(WeightFormat), default="stored")
     parser.add_argument("--group", type=int, choices=get_args(WeightGroup), default=64, help="inputs a scale of int4")
     parser.add_argument("--batch-invariant", action="store_true", help="as serve.batch_invariant computes")
     parser.add_argument("--no-peer", action="store_true")

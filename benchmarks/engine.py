@@ -97,7 +97,7 @@ def peer(tiny: bool) -> Qwen3ForCausalLM:
 def words(vocab_size: int) -> Tokenizer:
     """A tokenizer in which every id is a word: random tokens are text that costs something to write out."""
     model = tokenizers.models.WordLevel({f"w{i} ": i for i in range(vocab_size)}, unk_token="w0 ")
-    return Tokenizer.from_parts(tokenizers.Tokenizer(model), bos_id=None, eos_ids=(), chat_template=None)
+    return Tokenizer(tokenizers.Tokenizer(model), bos_id=None, eos_ids=(), chat_template=None)
 
 
 def said(who: str, took: Took) -> Took:
@@ -168,7 +168,7 @@ def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell
         max_requests=requests, token_budget=64 if tiny else 8192, cache_bytes=1 << (22 if tiny else 36)
     )  # fmt: skip
     # Prompts are random: nothing is shared but with the same load's last run, which must not count.
-    engine = Engine(mine.transformer, words(vocab_size), limits.but(prefix_cache=False))
+    engine = Engine(mine.transformer, words(vocab_size), limits.replace(prefix_cache=False))
     runs: dict[str, Callable[[int], Took]] = {
         "colonnade": lambda _: ours(engine, load),
         "transformers": lambda _: theirs(model, load, ContinuousBatchingConfig()),

@@ -26,7 +26,7 @@ from harness.report import Headline, report
 from harness.training_jobs import FAST, PLAIN, Job, Row, enough, parser, place, series, share_of_linear
 
 TINY_LLAMA = ModelConfig(vocab_size=211, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=64)
-TINY_GPT2 = preset("gpt2").but(vocab_size=211, layers=2, width=32, heads=4, ffn_width=64, context=64)
+TINY_GPT2 = preset("gpt2").replace(vocab_size=211, layers=2, width=32, heads=4, ffn_width=64, context=64)
 
 
 def llama_jobs(tiny: bool, ranks: int) -> list[Job]:
@@ -36,8 +36,8 @@ def llama_jobs(tiny: bool, ranks: int) -> list[Job]:
     config, plan = preset("llama-3-8b"), Plan(dp=ranks)
     kinds = {
         "bfloat16": FAST,
-        "float8, a scale a tensor": FAST.but(float8="tensorwise"),
-        "float8, a scale a row": FAST.but(float8="rowwise"),
+        "float8, a scale a tensor": FAST.replace(float8="tensorwise"),
+        "float8, a scale a row": FAST.replace(float8="rowwise"),
     }
     return [
         Job(f"Llama-3-8B, sequence 8192, {name}", config, plan, 8192, 2, train, 3, 5) for name, train in kinds.items()

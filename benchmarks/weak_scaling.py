@@ -56,10 +56,10 @@ def jobs(
                 continue
             plan = Plan(tp=ranks, sequence_parallel=name not in WHOLE, tp_overlap=name == OVERLAPPED)
             if tiny:
-                config = preset("gpt2").but(vocab_size=208, layers=2, width=32, heads=4, ffn_width=64, context=32)
-                made.append(KINDS[name](name, config, plan, 32, 2, PLAIN.but(fused_adamw=fused), 1, 2, 1))
+                config = preset("gpt2").replace(vocab_size=208, layers=2, width=32, heads=4, ffn_width=64, context=32)
+                made.append(KINDS[name](name, config, plan, 32, 2, PLAIN.replace(fused_adamw=fused), 1, 2, 1))
             else:
-                train = FAST.but(fused_adamw=fused, cuda_graph=name in OURS and not pieces)
+                train = FAST.replace(fused_adamw=fused, cuda_graph=name in OURS and not pieces)
                 made.append(KINDS[name](name, preset(SHAPES[ranks]), plan, 1024, 8, train, 4, 8, 2))
     return made
 

@@ -22,22 +22,22 @@ from torch import Tensor
 from colonnade.checkpoint import native
 from colonnade.checkpoint.hf.write import write_hf
 from colonnade.checkpoint.open_model import OpenedModel, locate, open_model
-from colonnade.config import (
+from colonnade.config import (  # fmt: skip
     AS_TRAINED,
     Device,
     ExpertsConfig,
     ModelConfig,
     Plan,
     ServeConfig,
+    WeightFormat,
     WeightGroup,
-    Weights,
     check_choice,
-    count,
     dtype_name,
-    shown,
-)  # fmt: skip
-from colonnade.config.feature_checks import check_kind
+    plural,
+    short_repr,
+)
 from colonnade.config.feature_checks import check_quantised as check_weights
+from colonnade.config.feature_checks import check_weight_format
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ConfigError, PlanError, RequestError
 from colonnade.model import Hidden, Packed, Pooled, Rows, Stream, Transformer
@@ -83,7 +83,7 @@ class Model:
         """``Model('runs/a', llama, 134,515,008 parameters, float32 with weights in int8, tp=2 on cpu)``."""
         dtype = str(next(self.transformer.parameters()).dtype).removeprefix("torch.")
         kept = f" with weights in {kind}" if (kind := kind_of(self.transformer)) else ""
-        what = f"{self.config.family}, {count(self.config.parameters, 'parameter')}, {dtype}{kept}"
+        what = f"{self.config.family}, {plural(self.config.parameters, 'parameter')}, {dtype}{kept}"
         return f"Model({self.source!r}, {what}, {self.ground.plan} on {self.ground.device.type})"
 
     @property
@@ -129,7 +129,7 @@ class Model:
             raise RequestError(f"{T} tokens are more than the context of {config.context}; give fewer")
         segments_T = None if segments is None else torch.as_tensor(segments, dtype=torch.int64, device=device)
         if segments_T is not None and segments_T.shape != tokens_T.shape:
-            raise RequestError(f"{count(segments_T.numel(), 'segment')} for {count(T, 'token')}; give one for each")
+            raise RequestError(f"{plural(segments_T.numel(), 'segment')} for {plural(T, 'token')}; give one for each")
         stream = Stream(tokens_T, torch.arange(T, device=device), segments_T)
         return self.transformer(stream, Packed.of([T], device, causal=config.causal), head)
 
@@ -182,7 +182,9 @@ class Model:
 
     def _conversation(self, messages: Sequence[Message]) -> list[int]:
         if not is_conversation(messages):
-            raise RequestError(f"messages is {shown(messages)}; give a text, or a list of {{'role': …, 'content': …}}")
+            raise RequestError(
+                f"messages is {short_repr(messages)}; give a text, or a list of {{'role': …, 'content': …}}"
+            )
         return self.tokenizer.encode_chat([dict(message) for message in messages])
 
     @property
@@ -214,7 +216,7 @@ class Engine(_Engine):
 
     def __init__(self, model: Model, config: ServeConfig | None = None):
         if not isinstance(model, Model):
-            given = shown(model) if isinstance(model, str | Path) else f"a {type(model).__name__}"
+            given = short_repr(model) if isinstance(model, str | Path) else f"a {type(model).__name__}"
             raise ConfigError(f"an Engine serves a loaded model, not {given}; give it colonnade.load(…)")
         if not isinstance(config, ServeConfig | None):
             raise ConfigError(f"an Engine's config is no {type(config).__name__}; give it ServeConfig(…)")
@@ -229,7 +231,7 @@ def load(
     device: Device | torch.device = "auto",
     ground: DistributedContext | None = None,
     experts: ExpertsConfig = AS_TRAINED,
-    weights: Weights = "stored",
+    weights: WeightFormat = "stored",
     weight_group: WeightGroup = 64,
 ) -> Model:
     """Load a model for inference.
@@ -248,7 +250,7 @@ def load(
     """
     kept, where = _named_dtype(dtype), cast(Device, str(device))
     check_choice("device", where, Device)
-    check_kind(weights, weight_group)
+    check_weight_format(weights, weight_group)
     plan = ground.plan if ground else plan or Plan()
     found = find(path, plan, experts, weights, weight_group)
     exits = ExitStack()
@@ -275,7 +277,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         place = locate(place)
     elif place.suffix == ".json":
         return Tokenizer.from_file(place)
-    if (found := Tokenizer.beside(open_model(place).words)) is None:
+    if (found := Tokenizer.from_model(open_model(place).words)) is None:
         raise CheckpointError(f"{path} has no tokenizer; give another model, or a tokenizer.json")
     return found
 
@@ -295,7 +297,7 @@ def find(
     path: str | Path,
     plan: Plan,
     experts: ExpertsConfig = AS_TRAINED,
-    weights: Weights = "stored",
+    weights: WeightFormat = "stored",
     weight_group: WeightGroup = 64,
 ) -> OpenedModel:
     """Open the model that ``path`` means and check that ``plan`` can lay it out, before any process starts.
@@ -313,7 +315,7 @@ def find(
 
 def _told(found: OpenedModel, experts: ExpertsConfig) -> ModelConfig:
     """The model whose experts do as they are told."""
-    told = experts.of(found.config, found.tasks)
+    told = experts.apply_to(found.config, found.tasks)
     if told.moe is not None and experts.active is not None:
         # A router that always sends a token to as many says so before any process starts.
         rule(told.moe, otherwise="leave --experts.active out")
@@ -326,10 +328,10 @@ def _load(
     dtype: DType,
     source: str,
     resident: int | None,
-    weights: Weights,
+    weights: WeightFormat,
     group: WeightGroup,
 ) -> Model:
-    layers = found.config.moe.layers_among(found.config.layers) if found.config.moe else 0
+    layers = found.config.moe.count_expert_layers(found.config.layers) if found.config.moe else 0
     resident = None if resident is None or resident >= layers else resident
     home = None if resident is None else torch.device("cpu")
     kept = dtype_on(ground.device, dtype)
@@ -351,7 +353,7 @@ def _load(
             OffloadedExperts(experts_of(transformer), resident, ground.device)
     except torch.OutOfMemoryError:
         raise memory.refusal(source, share_bytes(ground.device), free_host_bytes()) from None
-    return Model(transformer, Tokenizer.beside(found.words), ground, source, found.tasks)
+    return Model(transformer, Tokenizer.from_model(found.words), ground, source, found.tasks)
 
 
 def _named_dtype(dtype: DType | torch.dtype) -> DType:

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from colonnade import api
 from colonnade.checkpoint.open_model import OpenedModel
-from colonnade.config import AS_TRAINED, Device, ExpertsConfig, ModelConfig, Plan, ServeConfig, nearest
-from colonnade.config.experts import check_generates, check_task
+from colonnade.config import AS_TRAINED, Device, ExpertsConfig, ModelConfig, Plan, ServeConfig, did_you_mean
+from colonnade.config.expert_overrides import check_generates, check_task
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ColonnadeError
 from colonnade.model import Transformer
@@ -145,7 +145,7 @@ def chat(where: Where, system: str | None, params: SamplingParams) -> None:
     :class:`CheckpointError` for a model without a chat template.
     """
     found = where.writer()
-    tokenizer = Tokenizer.beside(found.words)
+    tokenizer = Tokenizer.from_model(found.words)
     if tokenizer is None or tokenizer.chat_template is None:
         raise CheckpointError(
             f"{where.model} has no chat template, so that it cannot chat; continue a text: "
@@ -168,7 +168,7 @@ def chat(where: Where, system: str | None, params: SamplingParams) -> None:
                 elif said == "/help":
                     console.print(HELP, markup=False)
                 elif re.fullmatch(r"/\w+", said):
-                    console.print(f"there is no command {said}{nearest(said, list(COMMANDS))}", markup=False)
+                    console.print(f"there is no command {said}{did_you_mean(said, list(COMMANDS))}", markup=False)
                 elif said:
                     messages = _turn(runner, engine, messages, said, params, console)
         finally:

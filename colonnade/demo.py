@@ -24,7 +24,7 @@ from colonnade import api
 from colonnade.config import DataConfig, Plan, RunConfig, TrainConfig
 from colonnade.config.presets import preset
 from colonnade.data import Corpus, build
-from colonnade.data.corpus_builder import shown
+from colonnade.data.corpus_builder import progress_bar
 from colonnade.data.sample_packages import sotu_documents
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.parallel.launch import launch
@@ -50,7 +50,7 @@ def demo(folder: Path, port: int) -> None:
 
     _title(1, "A corpus from real speeches, and a tokenizer learnt from them")
     corpus = folder / "corpus"
-    with shown(console) as progress:
+    with progress_bar(console) as progress:
         manifest = build(sotu_documents(), corpus, vocab_size=4096, progress=progress)
     console.print(f"{manifest.train.documents} speeches, {manifest.train.tokens:,} tokens in {corpus}")
 
@@ -91,7 +91,7 @@ def demo(folder: Path, port: int) -> None:
 
 def suggestions(run: RunConfig, speed: Throughput | None) -> str:
     """Commands to go on with after ``run``, and how long the long one takes at the ``speed`` of this machine."""
-    larger = RunConfig(model=preset("smollm2-135m").but(vocab_size=run.model.vocab_size))
+    larger = RunConfig(model=preset("smollm2-135m").replace(vocab_size=run.model.vocab_size))
     takes = "hours or days"
     if speed is not None:
         t, sequence = larger.train, larger.data.sequence
@@ -120,7 +120,7 @@ def settings(folder: Path, corpus: Path) -> RunConfig:
     return RunConfig(
         name="tour",
         runs=folder,
-        model=preset("tour-moe").but(vocab_size=Corpus(corpus).manifest.vocab_size),
+        model=preset("tour-moe").replace(vocab_size=Corpus(corpus).manifest.vocab_size),
         plan=Plan(tp=2, ep=2),
         data=DataConfig(path=corpus, sequence=256),
         train=TrainConfig(

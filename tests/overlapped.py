@@ -21,7 +21,7 @@ from colonnade.train.model_inputs import Terms
 from colonnade.train.train_step import passes
 from harness.training_jobs import filled, random_batch
 
-GPT2 = preset("gpt2").but(vocab_size=208, layers=3, width=64, heads=4, ffn_width=96, context=16)
+GPT2 = preset("gpt2").replace(vocab_size=208, layers=3, width=64, heads=4, ffn_width=96, context=16)
 """Pre-norm, biases, one product at the entry of the feed-forward part."""
 LLAMA = ModelConfig(vocab_size=208, layers=2, width=64, heads=8, kv_heads=4, ffn_width=96, context=16)
 """Gated: two products of the same rows."""

@@ -45,7 +45,7 @@ Row = dict[str, Any]
 """Of a table: words and numbers."""
 FAST = TrainConfig(steps=1000, lr=1e-4, min_lr=0, warmup=0, weight_decay=0.01, dtype="bfloat16", compile=True)
 """As the speed of a GPU is measured: float32 masters, bfloat16 compute, each block compiled."""
-PLAIN = FAST.but(dtype="float32", compile=False)
+PLAIN = FAST.replace(dtype="float32", compile=False)
 """For the tiny settings, which only show that a script works."""
 
 

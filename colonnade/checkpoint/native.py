@@ -123,7 +123,7 @@ def writing(
     from colonnade.checkpoint.dcp_storage import Writer
 
     if optimizer is not None:
-        meta = meta.but(updates=optimizer.steps)
+        meta = meta.replace(updates=optimizer.steps)
         if optimizer.steps > meta.step:
             raise CheckpointError(f"the optimizer took {optimizer.steps} steps, the checkpoint would say {meta.step}")
 

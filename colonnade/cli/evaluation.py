@@ -11,7 +11,7 @@ from rich.console import Console
 from tyro.conf import Positional, arg
 
 from colonnade.cli.common import Model, Placing, console, speaks, start_alone
-from colonnade.config import ModelConfig, Plan, ServeConfig, count
+from colonnade.config import ModelConfig, Plan, ServeConfig, plural
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import CheckpointError, ConfigError, DataError
 
@@ -69,7 +69,7 @@ def _score(where: "Where", text: str, context: int | None, stride: int | None) -
 
             def progress(done: int, total: int) -> None:
                 nonlocal told_s
-                so_far = f"scoring: {done} of {count(total, 'window')}"
+                so_far = f"scoring: {done} of {plural(total, 'window')}"
                 status.update(so_far)
                 if not console.is_terminal and (now_s := time.monotonic()) - told_s >= TELL_S:
                     console.print(so_far)
@@ -132,10 +132,10 @@ def verify(
         raise ConfigError(f"--world {world} is not from 1 to {MOST_WORLD}; 2, 4 and 8 are usual")
     whole = _config_of(model)
     plans = it.all_plans(world, it.shrink(whole, 2 * world))
-    config = it.shrink(whole, 1 + max(plan.all_stages for plan in plans))
+    config = it.shrink(whole, 1 + max(plan.total_stages for plan in plans))
     plans = plans if all else it.covering(plans)
     sizes = f"{config.layers} layers, {config.heads} heads of {config.head_width}, vocabulary {config.vocab_size}"
-    under = f"{count(len(plans), 'plan')} of {count(world, 'process')}"
+    under = f"{plural(len(plans), 'plan')} of {plural(world, 'process')}"
     console.print(f"{model} in small ({sizes}) under {under}", soft_wrap=True)
     if world > 1 and not knows(Plan(pp=world, schedule="zero_bubble")):
         console.print("without zero_bubble, whose gradients need torch 2.13", soft_wrap=True)
@@ -143,7 +143,7 @@ def verify(
     report.write(results, config, out, device)
     console.print(report.table(results))
     missed = [result for result in results if not result.ok]
-    right = f"{len(results) - len(missed)} of {count(len(results), 'plan')}"
+    right = f"{len(results) - len(missed)} of {plural(len(results), 'plan')}"
     console.print(f"{right} equal one process; {out}", soft_wrap=True)
     if missed:
         sys.exit(1)

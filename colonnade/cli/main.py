@@ -20,7 +20,7 @@ from colonnade.cli.data import convert, corpus
 from colonnade.cli.evaluation import evaluate, verify
 from colonnade.cli.serving import chat, generate, serve
 from colonnade.cli.training import demo, presets, train, train_with_defaults
-from colonnade.config import nearest
+from colonnade.config import did_you_mean
 from colonnade.config.plugins import load_plugin
 from colonnade.errors import ColonnadeError, ConfigError, Interrupted
 
@@ -64,7 +64,7 @@ def parse(argv: list[str]) -> Callable[[], None]:
         return tyro.cli(_later(verb), prog=f"colonnade {name}", args=words, **options)
     if not name.startswith("-"):
         console.print(
-            f"colonnade has no verb '{name}'{nearest(name, [*VERBS, 'help'])} (see colonnade help)", soft_wrap=True
+            f"colonnade has no verb '{name}'{did_you_mean(name, [*VERBS, 'help'])} (see colonnade help)", soft_wrap=True
         )
         sys.exit(2)
     verbs = {each: _later(verb) for each, verb in VERBS.items()}

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from colonnade.cli.common import Log, ServingPlacing, Writer, speaks, start_alone
-from colonnade.config import Cache as CacheKind
-from colonnade.config import ServeConfig, WeightGroup, Weights
+from colonnade.config import CacheFormat as CacheKind
+from colonnade.config import ServeConfig, WeightFormat, WeightGroup
 from colonnade.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Sampling:
 class Cache:
     """Room for the keys and values of one text, and for the weights."""
 
-    weights: Weights = "stored"
+    weights: WeightFormat = "stored"
     """As the dtype says, or quantised while they are read (int8, int4, float8)."""
     weight_group: WeightGroup = 64
     """Inputs that share a scale of int4."""

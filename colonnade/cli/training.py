@@ -13,10 +13,10 @@ from rich.table import Table
 from tyro.conf import arg
 
 from colonnade.cli.common import console, speaks, start_alone
-from colonnade.config import ModelConfig, RunConfig, nearest, size
-from colonnade.config.derive import derive, followed, replaced
+from colonnade.config import ModelConfig, RunConfig, did_you_mean, format_bytes
+from colonnade.config.derive import derive, describe_derived, replace_paths
 from colonnade.config.presets import PRESETS, preset
-from colonnade.config.toml import dumps, settings
+from colonnade.config.toml import dumps, read_settings
 from colonnade.config.toml import read as read_toml
 from colonnade.errors import CheckpointError, ConfigError
 
@@ -50,7 +50,7 @@ def presets(match: str = "") -> None:
     models = {name: preset(name) for name in PRESETS}
     found = {name: model for name, model in models.items() if match in name or match in model.family}
     if not found:
-        raise ConfigError(f"no preset or family has '{match}' in its name{nearest(match, list(models))}")
+        raise ConfigError(f"no preset or family has '{match}' in its name{did_you_mean(match, list(models))}")
     for name, model in found.items():
         numbers = model.layers, model.width, model.context
         sizes = _size(model.parameters), _size(model.active_parameters)
@@ -132,7 +132,7 @@ def _decided(run: RunConfig) -> str:
     device = "cuda" if run.train.cuda_graph else run.device
     device = choose_device(run.plan, device) if device == "auto" else device
     most = max(sum(estimate(run, device, rank).device.values()) for rank in range(run.plan.pp))
-    return f"on {device}: {computing(run.resolved(device).train)}; memory estimate: {size(most)} a rank"
+    return f"on {device}: {computing(run.resolved(device).train)}; memory estimate: {format_bytes(most)} a rank"
 
 
 def train_with_defaults(argv: list[str]) -> Callable[..., None]:
@@ -161,15 +161,15 @@ def train_defaults(argv: list[str]) -> tuple[TrainArgs, Callable[[RunConfig], st
     if same and (folder / "manifest.json").is_file():
         from colonnade.data import Corpus
 
-        run = replaced(run, {"model.vocab_size": Corpus(folder).manifest.vocab_size})
+        run = replace_paths(run, {"model.vocab_size": Corpus(folder).manifest.vocab_size})
     flags = _settings(argv)
     _check_sections(run.model, flags)
     begun = any(name.startswith("model.moe.") for name in flags) and run.model.moe is None
-    defaults = replaced(run, derive(run, flags) | ({"model.moe.experts": 0} if begun else {}))
-    by_file = followed(base, run, settings(Path(file))) if file else []
+    defaults = replace_paths(run, derive(run, flags) | ({"model.moe.experts": 0} if begun else {}))
+    by_file = describe_derived(base, run, read_settings(Path(file))) if file else []
 
     def follows(final: RunConfig) -> str:
-        found = by_file + followed(run, final, flags)
+        found = by_file + describe_derived(run, final, flags)
         if final.model.vocab_size != base.model.vocab_size and same and "model.vocab_size" not in flags:
             found.append(f"model.vocab_size {final.model.vocab_size} (the corpus's)")
         return ", ".join({one.split()[0]: one for one in found}.values())

@@ -3,25 +3,25 @@
 from colonnade.config.base import (
     Config,
     check_choice,
-    count,
+    did_you_mean,
     differences,
     dtype_name,
     file_suffix,
-    nearest,
-    shown,
-    size,
+    format_bytes,
+    plural,
+    short_repr,
 )
-from colonnade.config.experts import AS_TRAINED, ExpertsConfig
-from colonnade.config.feature_checks import WeightGroup, Weights
+from colonnade.config.expert_overrides import AS_TRAINED, ExpertsConfig
+from colonnade.config.feature_checks import WeightFormat, WeightGroup
 from colonnade.config.model import LatentConfig, ModelConfig, RopeScaling
 from colonnade.config.moe import MoeConfig, RouterConfig
 from colonnade.config.plan import Plan
 from colonnade.config.run import DataConfig, Device, RunConfig, TrainConfig
-from colonnade.config.serve import Cache, ServeConfig
+from colonnade.config.serve import CacheFormat, ServeConfig
 
 __all__ = [
     "AS_TRAINED",
-    "Cache",
+    "CacheFormat",
     "Config",
     "DataConfig",
     "Device",
@@ -35,14 +35,14 @@ __all__ = [
     "RunConfig",
     "ServeConfig",
     "TrainConfig",
+    "WeightFormat",
     "WeightGroup",
-    "Weights",
     "check_choice",
-    "count",
+    "did_you_mean",
     "differences",
     "dtype_name",
     "file_suffix",
-    "nearest",
-    "shown",
-    "size",
+    "format_bytes",
+    "plural",
+    "short_repr",
 ]

@@ -1,14 +1,12 @@
-"""Fields that follow from other fields unless they are given.
+"""Fields whose values follow from other fields when these change.
 
-A config class lists its rules in ``RULES``: a field, the fields it follows, and a function of the config before and
-after a change. ``Config.but``, files laid over a preset and flags laid over both all go through :func:`derive`, so that
-a new width means the same new head width, hidden width and expert width everywhere. Names are dotted paths within the
-config (``moe.ffn_width``).
+A config class lists them in ``DERIVED_FIELDS``: the field, its source fields, and a function of the config before and
+after the change. ``Config.replace``, TOML files read on top of a preset and command-line flags all call :func:`derive`,
+so a new width gives the same head width, hidden width and expert width in each of them. A field that the caller sets
+explicitly is never derived. Names are dotted paths within the config (``moe.ffn_width``).
 
-How the sizes of a model follow from one another when one of them is changed.
-
-A ratio of the model at hand is kept: heads a key/value head, hidden units a feature, an expert's width beside the
-feed-forward part's. The rules are :class:`~colonnade.config.model.ModelConfig`'s ``RULES``.
+The rules of :class:`~colonnade.config.model.ModelConfig` keep the model's ratios: query heads per key/value head,
+feed-forward width per model width, expert width per feed-forward width.
 """
 
 import math
@@ -18,132 +16,130 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_args
 
 from pydantic import BaseModel
 
+if TYPE_CHECKING:
+    from colonnade.config.model import ModelConfig
+
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
-
-KEEP = object()
-"""Returned by a rule that does not hold in the config at hand."""
+UNCHANGED = object()
+"""Returned by a rule to leave its field as it is."""
+WIDTH_MULTIPLE = 16
+"""A width that is a multiple of this stays one: tensor cores and float8 need it."""
+MAX_SOURCE = 1 << 32
+"""Nothing is derived from a larger number; validation refuses it."""
 
 
 @dataclass(frozen=True)
-class Rule:
-    """``field`` is computed anew when one of the fields in ``follows`` changes and ``field`` is not given."""
+class DerivedField:
+    """``field`` is recomputed when one of ``sources`` changes and ``field`` itself is not set."""
 
     field: str
-    follows: tuple[str, ...]
-    value: Callable[[Any, Any], object] = lambda was, now: KEEP
-    """The new value from the config before and (not validated) after the change; :data:`KEEP` leaves the field."""
-    shown: str = ""
-    """For a field whose None means "follow": the property that holds the number."""
+    sources: tuple[str, ...]
+    compute: Callable[[Any, Any], object] = lambda was, now: UNCHANGED
+    """The new value, from the config before and (not yet validated) after the change, or :data:`UNCHANGED`."""
+    resolved_by: str = ""
+    """For a field whose None means "derive it": the property that returns the number."""
 
 
-EVEN = 16
-"""Widths that are multiples of this stay so: tensor cores and float8 take them whole."""
-LARGEST = 1 << 32
-"""No size is larger."""
+class DerivingModel(BaseModel):
+    """A pydantic model some of whose fields are derived from others."""
+
+    DERIVED_FIELDS: ClassVar[tuple[DerivedField, ...]] = ()
+    """In the order in which they are computed: a later rule sees what an earlier one derived."""
 
 
-class HasRules(BaseModel):
-    """A model whose fields may follow from one another."""
-
-    RULES: ClassVar[tuple[Rule, ...]] = ()
-    """In the order in which they apply: a later rule sees what an earlier one derived."""
+AnyDerivingModel = TypeVar("AnyDerivingModel", bound=DerivingModel)
 
 
-AnyRules = TypeVar("AnyRules", bound=HasRules)
+def derive(was: DerivingModel, changes: Mapping[str, object]) -> dict[str, object]:
+    """The fields that must change together with ``changes``, by dotted name, with their new values."""
+    derived = _derive_sections(was, changes)
+    now = replace_paths(was, {**derived, **changes})
+    for rule in type(was).DERIVED_FIELDS:
+        changed = any(_get(was, source) != _get(now, source) for source in rule.sources)
+        valid = all(_is_valid_source(_get(now, source)) for source in rule.sources)
+        if changed and valid and not _is_set(rule.field, changes):
+            value = rule.compute(was, now)
+            if value is not UNCHANGED and value != _get(was, rule.field):
+                derived[rule.field] = value
+                now = replace_paths(now, {rule.field: value})
+    return derived | _derive_sections(was, {**derived, **changes})
 
 
-def derive(was: HasRules, given: Mapping[str, object]) -> dict[str, object]:
-    """The fields that follow from the changes ``given`` to ``was``, by dotted name, with their new values."""
-    found = _derive_sections(was, given)
-    now = replaced(was, {**found, **given})
-    for rule in type(was).RULES:
-        changed = any(_get(was, source) != _get(now, source) for source in rule.follows)
-        numbers = all(_is_sound(_get(now, source)) for source in rule.follows)
-        if changed and numbers and not _is_given(rule.field, given):
-            value = rule.value(was, now)
-            if value is not KEEP and value != _get(was, rule.field):
-                found[rule.field] = value
-                now = replaced(now, {rule.field: value})
-    return found | _derive_sections(was, {**found, **given})
-
-
-def _derive_sections(was: HasRules, given: Mapping[str, object]) -> dict[str, object]:
-    found: dict[str, object] = {}
+def _derive_sections(was: DerivingModel, changes: Mapping[str, object]) -> dict[str, object]:
+    derived: dict[str, object] = {}
     for name, section in _sections(was).items():
-        inner = derive(section, _within(given, name))
-        found |= {f"{name}.{field}": value for field, value in inner.items()}
-    return found
+        inner = derive(section, _section_changes(changes, name))
+        derived |= {f"{name}.{field}": value for field, value in inner.items()}
+    return derived
 
 
-def follow(was: AnyRules, given: Mapping[str, object]) -> AnyRules:
-    """``was`` with the changes ``given`` and all that follows from them, not validated."""
-    return replaced(was, {**given, **derive(was, given)})
+def with_derived(was: AnyDerivingModel, changes: Mapping[str, object]) -> AnyDerivingModel:
+    """``was`` with ``changes`` and the fields derived from them, not validated."""
+    return replace_paths(was, {**changes, **derive(was, changes)})
 
 
-def followed(was: HasRules, now: HasRules, given: Collection[str], prefix: str = "") -> list[str]:
-    """``"model.ffn_width 2112"`` for each field of ``now`` that is not among ``given`` and followed another one."""
-    found: list[str] = []
+def describe_derived(was: DerivingModel, now: DerivingModel, explicit: Collection[str], prefix: str = "") -> list[str]:
+    """``"model.ffn_width 2112"`` for each derived field of ``now`` that changed and is not among ``explicit``."""
+    lines: list[str] = []
     for name, section in _sections(now).items():
         before = getattr(was, name)
-        if isinstance(before, HasRules):
-            found += followed(before, section, given, f"{prefix}{name}.")
-    for rule in type(now).RULES:
-        old, new = (_get(config, rule.shown or rule.field) for config in (was, now))
-        if new and old != new and any(_get(was, source) != _get(now, source) for source in rule.follows):
-            if f"{prefix}{rule.field}" not in given:
-                found.append(
-                    f"{prefix}{rule.field} {new:g}" if isinstance(new, float) else f"{prefix}{rule.field} {new}"
-                )
-    return found
+        if isinstance(before, DerivingModel):
+            lines += describe_derived(before, section, explicit, f"{prefix}{name}.")
+    for rule in type(now).DERIVED_FIELDS:
+        old, new = (_get(config, rule.resolved_by or rule.field) for config in (was, now))
+        changed = any(_get(was, source) != _get(now, source) for source in rule.sources)
+        if new and old != new and changed and f"{prefix}{rule.field}" not in explicit:
+            lines.append(f"{prefix}{rule.field} {new:g}" if isinstance(new, float) else f"{prefix}{rule.field} {new}")
+    return lines
 
 
-def replaced(config: AnyModel, changes: Mapping[str, object]) -> AnyModel:
-    """A copy of ``config`` with the fields named by dotted paths changed, not validated."""
+def replace_paths(config: AnyModel, changes: Mapping[str, object]) -> AnyModel:
+    """A copy of ``config`` with the fields at these dotted paths replaced, not validated."""
     values = {name: value for name, value in changes.items() if "." not in name}
     for name in {path.partition(".")[0] for path in changes if "." in path}:
         section = values.get(name, getattr(config, name, None))
-        kind = section_of(type(config), name)
+        kind = nested_model(type(config), name)
         if section is None and kind is not None:
             section = kind.model_construct(None)
         if isinstance(section, BaseModel):
-            values[name] = replaced(section, _within(changes, name))
+            values[name] = replace_paths(section, _section_changes(changes, name))
     return type(config).model_construct(None, **(dict(config) | values))
 
 
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    """Nested tables as one, by dotted names."""
-    found: dict[str, object] = {}
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """Nested tables as one dict with dotted names."""
+    flat: dict[str, object] = {}
     for name, value in table.items():
         if isinstance(value, dict):
-            found |= flat(cast("dict[str, Any]", value), f"{prefix}{name}.")
+            flat |= flatten(cast("dict[str, Any]", value), f"{prefix}{name}.")
         else:
-            found[prefix + name] = value
-    return found
+            flat[prefix + name] = value
+    return flat
 
 
-def section_of(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The config class that a field of ``kind`` holds, perhaps optionally; None for any other field."""
+def nested_model(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The config class of a field of ``kind``, optional or not; None for a field of another type."""
     if name not in kind.model_fields:
         return None
     annotation = kind.model_fields[name].annotation
-    kinds = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
-    return next((one for one in kinds if issubclass(one, BaseModel)), None)
+    types = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
+    return next((one for one in types if issubclass(one, BaseModel)), None)
 
 
-def _sections(config: BaseModel) -> dict[str, HasRules]:
+def _sections(config: BaseModel) -> dict[str, DerivingModel]:
     values = {name: getattr(config, name) for name in type(config).model_fields}
-    return {name: value for name, value in values.items() if isinstance(value, HasRules)}
+    return {name: value for name, value in values.items() if isinstance(value, DerivingModel)}
 
 
-def _within(changes: Mapping[str, object], section: str) -> dict[str, object]:
-    """The changes inside one section, by their names there."""
+def _section_changes(changes: Mapping[str, object], section: str) -> dict[str, object]:
+    """The changes inside one section, with the section's name removed."""
     return {path[len(section) + 1 :]: value for path, value in changes.items() if path.startswith(f"{section}.")}
 
 
-def _is_given(field: str, given: Mapping[str, object]) -> bool:
-    """Whether ``field``, or a section that holds it, is among the changes."""
-    return any(field == name or field.startswith(f"{name}.") for name in given)
+def _is_set(field: str, changes: Mapping[str, object]) -> bool:
+    """Whether ``changes`` set ``field`` or a section that contains it."""
+    return any(field == name or field.startswith(f"{name}.") for name in changes)
 
 
 def _get(config: object, path: str) -> object:
@@ -153,19 +149,15 @@ def _get(config: object, path: str) -> object:
     return config
 
 
-def in_proportion(size: int, was: int, now: int) -> int:
-    """``size`` · ``now`` / ``was``, rounded up to a multiple of what :data:`EVEN` and ``size`` have in common."""
-    step = math.gcd(size, EVEN)
-    return -(-size * now // (was * step)) * step
+def _is_valid_source(value: object) -> bool:
+    """False for a value that validation will refuse."""
+    return value is None or isinstance(value, BaseModel) or (isinstance(value, int | float) and 0 < value < MAX_SOURCE)
 
 
-def _is_sound(value: object) -> bool:
-    """False for a value that validation will refuse: nothing can follow from it."""
-    return value is None or isinstance(value, BaseModel) or (isinstance(value, int | float) and 0 < value < LARGEST)
-
-
-if TYPE_CHECKING:
-    from colonnade.config.model import ModelConfig
+def scale_width(width: int, was: int, now: int) -> int:
+    """``width`` · ``now`` / ``was``, rounded up to a multiple of gcd(``width``, :data:`WIDTH_MULTIPLE`)."""
+    step = math.gcd(width, WIDTH_MULTIPLE)
+    return -(-width * now // (was * step)) * step
 
 
 def divisors(n: int) -> list[int]:
@@ -174,51 +166,51 @@ def divisors(n: int) -> list[int]:
     return low + [n // d for d in reversed(low) if d * d != n]
 
 
-WITH_EXPERTS: dict[str, str] = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
-"""As what a dense family's models can be saved for Hugging Face when they have experts; others keep their name."""
+MOE_FAMILIES: dict[str, str] = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
+"""The Hugging Face family of a dense family's model once it has experts; other families keep their name."""
 
 
 def _family(was: "ModelConfig", now: "ModelConfig") -> object:
     if now.moe is not None:
-        return WITH_EXPERTS.get(now.family, KEEP) if was.moe is None else KEEP
-    dense = [one for one, family in WITH_EXPERTS.items() if family == now.family]
-    return next((one for one in dense if (one == "mistral") == (now.window is not None)), KEEP)
+        return MOE_FAMILIES.get(now.family, UNCHANGED) if was.moe is None else UNCHANGED
+    dense = [one for one, family in MOE_FAMILIES.items() if family == now.family]
+    return next((one for one in dense if (one == "mistral") == (now.window is not None)), UNCHANGED)
 
 
 def _kv_heads(was: "ModelConfig", now: "ModelConfig") -> object:
-    """As many query heads a key/value head as before, or a few more where they do not divide."""
-    most = max(1, now.heads // was.group)
-    return max(d for d in divisors(now.heads) if d <= most)
+    """As many query heads per key/value head as before; a few more where that does not divide."""
+    limit = max(1, now.heads // was.group)
+    return max(d for d in divisors(now.heads) if d <= limit)
 
 
 def _head_width(was: "ModelConfig", _: "ModelConfig") -> object:
-    """0, which means width / heads, where that was so before (Qwen3's and DeepSeek's heads have their own width)."""
-    return 0 if was.head_width * was.heads == was.width else KEEP
+    """0, which means width / heads, if that held before; Qwen3 and DeepSeek set the width of heads separately."""
+    return 0 if was.head_width * was.heads == was.width else UNCHANGED
 
 
 def _ffn_width(was: "ModelConfig", now: "ModelConfig") -> object:
-    return in_proportion(was.ffn_width, was.width, now.width)
+    return scale_width(was.ffn_width, was.width, now.width)
 
 
 def _expert_width(was: "ModelConfig", now: "ModelConfig") -> object:
-    """In proportion to ffn_width where the two are equal or no layer is dense; otherwise to width."""
+    """Scaled with ffn_width if the two are equal or no layer is dense, otherwise with width."""
     if was.moe is None or now.moe is None:
-        return KEEP if now.moe is None else now.ffn_width
+        return UNCHANGED if now.moe is None else now.ffn_width
     beside_dense = was.expert_layers < was.layers and was.moe.ffn_width != was.ffn_width
     source = "width" if beside_dense else "ffn_width"
-    return in_proportion(was.moe.ffn_width, getattr(was, source), getattr(now, source))
+    return scale_width(was.moe.ffn_width, getattr(was, source), getattr(now, source))
 
 
-def _first(was: "ModelConfig", now: "ModelConfig") -> object:
-    """Some layer has experts, where one had."""
-    return KEEP if was.moe is None or now.moe is None else min(was.moe.first, now.layers - 1)
+def _first_expert_layer(was: "ModelConfig", now: "ModelConfig") -> object:
+    """At least one layer still has experts."""
+    return UNCHANGED if was.moe is None or now.moe is None else min(was.moe.first, now.layers - 1)
 
 
-MODEL_RULES = (
-    Rule("family", ("moe",), _family),
-    Rule("kv_heads", ("heads",), _kv_heads),
-    Rule("head_width", ("width", "heads"), _head_width),
-    Rule("ffn_width", ("width",), _ffn_width),
-    Rule("moe.first", ("layers",), _first),
-    Rule("moe.ffn_width", ("moe", "width", "ffn_width"), _expert_width),
+MODEL_DERIVED_FIELDS = (
+    DerivedField("family", ("moe",), _family),
+    DerivedField("kv_heads", ("heads",), _kv_heads),
+    DerivedField("head_width", ("width", "heads"), _head_width),
+    DerivedField("ffn_width", ("width",), _ffn_width),
+    DerivedField("moe.first", ("layers",), _first_expert_layer),
+    DerivedField("moe.ffn_width", ("moe", "width", "ffn_width"), _expert_width),
 )

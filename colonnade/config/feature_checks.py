@@ -1,11 +1,9 @@
-"""Whether a model's matrices can be multiplied in float8 on this many tensor-parallel ranks.
+"""Checks whether a model and a plan support float8 training, CUDA graphs and weight-only quantisation.
 
-The matrix units take float8 in blocks of 16 bytes along every dimension that is summed or written, and in the forward
-and the two backward products of y = x Wᵀ each dimension of W is both at some time.
-
-Whether a run's forward and backward passes can be one CUDA graph: nothing in them may ask the device, or change.
-
-Which weights of a model can be kept in fewer bits, and on how many tensor-parallel ranks.
+- float8: tensor cores read float8 in blocks of 16 bytes along the contracted and the output dimension, and in the
+  forward and the two backward products of y = x Wᵀ each dimension of W plays both parts.
+- CUDA graph: the forward and backward passes must neither synchronise with the host nor change their shapes.
+- int4 weights: a group of inputs that share a scale must not be split over two tensor-parallel ranks.
 """
 
 from typing import TYPE_CHECKING, Literal
@@ -14,46 +12,47 @@ from colonnade.config.base import check_choice
 from colonnade.config.model import ModelConfig
 from colonnade.errors import ConfigError, PlanError
 
-MULTIPLE = 16
-"""Rows and columns of each rank's share of a weight must be multiples of this."""
+FLOAT8_MULTIPLE = 16
+"""Rows and columns of each rank's shard of a weight must be multiples of this."""
 
 
 def check_float8(model: ModelConfig, tp: int, sh: int = 1) -> None:
-    """Raise :class:`ConfigError` for a model that float8 cannot take, :class:`PlanError` when it is the fault of ``tp``
-    or of ``sh``, which cuts experts.
+    """Raise :class:`ConfigError` if the model's sizes rule out float8, :class:`PlanError` if its shards' sizes do.
+
+    ``tp`` shards the layers, ``sh`` the experts' hidden units.
     """
     kv, head, group = model.kv_heads, model.head_width, model.group
     if kv % tp or -(-model.ffn_width // tp) * (tp - 1) >= model.ffn_width:
-        return  # Plan.check says so, with the remedy
+        return  # Plan.check reports it
     share = -(-model.ffn_width // tp)
-    rows: dict[str, tuple[int, tuple[int, ...]]] = {
+    sizes: dict[str, tuple[int, tuple[int, ...]]] = {
         "width": (model.width, (model.width,)),
         "rows of queries, keys and values": (kv * (group + 2) * head, (kv // tp * (group + 2) * head,)),
         "columns of heads": (kv * group * head, (kv // tp * group * head,)),
         "ffn_width": (model.ffn_width, (share, model.ffn_width - share * (tp - 1))),
     }
-    cut = dict.fromkeys(rows, f"tp={tp}")
+    axes = dict.fromkeys(sizes, f"tp={tp}")
     if model.moe is not None:
         if model.moe.ffn_width % sh:
-            return  # Plan.check says so
-        rows["moe.ffn_width"] = model.moe.ffn_width, (model.moe.ffn_width // sh,)
-        cut["moe.ffn_width"] = f"sh={sh}"
+            return  # Plan.check reports it
+        sizes["moe.ffn_width"] = model.moe.ffn_width, (model.moe.ffn_width // sh,)
+        axes["moe.ffn_width"] = f"sh={sh}"
         shared = model.moe.shared_width
         if shared:
-            each = -(-shared // tp)
-            rows["moe.shared_width"] = shared, (each, max(0, shared - each * (tp - 1)))
-            cut["moe.shared_width"] = f"tp={tp}"
-    for what, (whole, parts) in rows.items():
-        if whole % MULTIPLE:
+            shard = -(-shared // tp)
+            sizes["moe.shared_width"] = shared, (shard, max(0, shared - shard * (tp - 1)))
+            axes["moe.shared_width"] = f"tp={tp}"
+    for what, (whole, parts) in sizes.items():
+        if whole % FLOAT8_MULTIPLE:
             raise ConfigError(
-                f"float8 needs multiples of {MULTIPLE}, and the model has {what} {whole}; change it, or set "
+                f"float8 needs multiples of {FLOAT8_MULTIPLE}, and the model has {what} {whole}; change it, or set "
                 "train.float8 none"
             )
         for part in parts:
-            if part % MULTIPLE:
+            if part % FLOAT8_MULTIPLE:
                 raise PlanError(
-                    f"float8 needs multiples of {MULTIPLE}, and {cut[what]} leaves a rank {part} of {what} {whole}; "
-                    f"use a lower {cut[what][:2]}, or set train.float8 none"
+                    f"float8 needs multiples of {FLOAT8_MULTIPLE}, and {axes[what]} leaves a rank {part} of {what} "
+                    f"{whole}; use a lower {axes[what][:2]}, or set train.float8 none"
                 )
 
 
@@ -61,53 +60,55 @@ if TYPE_CHECKING:
     from colonnade.config.run import RunConfig
 
 HEAD_MULTIPLE = 8
-"""Heads of other widths have no kernel for sequences of unequal lengths."""
+"""Kernels for sequences of unequal lengths need heads of a multiple of this width."""
 
 
 def check_cuda_graph(run: "RunConfig") -> None:
-    """Raise :class:`ConfigError` for what stands in the way, with the way out of it."""
+    """Raise :class:`ConfigError` if the forward and backward passes cannot be recorded as one CUDA graph."""
     plan, t, without = run.plan, run.train, "or leave train.cuda_graph out"
     for axis, size, why in (
-        ("pp", plan.pp, "a pipeline's schedule is the host's"),
-        ("cp", plan.cp, "a ring's exchanges are not recorded"),
-        ("dp", plan.data_ranks, "FSDP lets go of weights while the host looks on"),
+        ("pp", plan.pp, "the host runs a pipeline's schedule"),
+        ("cp", plan.cp, "ring attention's exchanges are not captured"),
+        ("dp", plan.data_ranks, "the host frees FSDP's gathered weights"),
     ):
         if size > 1:
             raise ConfigError(
                 f"train.cuda_graph: {why}, and the plan has {axis}={size}; use tensor ranks only, {without}"
             )
     if run.model.moe is not None:
-        raise ConfigError(f"train.cuda_graph: experts' loads are read by the host; use a dense model, {without}")
+        raise ConfigError(f"train.cuda_graph: the host reads the experts' loads; use a dense model, {without}")
     if run.micro_batches > 1:
         raise ConfigError(
-            f"train.cuda_graph: a recording writes gradients and adds none up, and a step of {t.batch} samples has "
-            f"{run.micro_batches} micro-batches of {t.micro_batch}; set train.micro_batch {t.batch}, {without}"
+            f"train.cuda_graph: a graph overwrites gradients and cannot accumulate them, and a step of {t.batch} "
+            f"samples has {run.micro_batches} micro-batches of {t.micro_batch}; set train.micro_batch {t.batch}, "
+            f"{without}"
         )
     ragged = run.data.separate_documents or not run.model.causal
     dtype = t.resolved("cuda").dtype
     if ragged and (dtype not in ("bfloat16", "float16") or run.model.head_width % HEAD_MULTIPLE):
         raise ConfigError(
-            f"train.cuda_graph: sequences of unequal lengths in {dtype} with heads of width {run.model.head_width} "
-            "run one by one, and the host reads their lengths; set data.separate_documents false for a model of equal "
+            f"train.cuda_graph: sequences of unequal lengths in {dtype} with heads of width {run.model.head_width} run "
+            "one at a time, and the host reads their lengths; set data.separate_documents false for a model of equal "
             f"sequences, or train.dtype bfloat16 and heads of a multiple of {HEAD_MULTIPLE}, {without}"
         )
 
 
-Weights = Literal["stored", "int8", "int4", "float8"]
-"""How a model that is not trained keeps its matrices."""
+WeightFormat = Literal["stored", "int8", "int4", "float8"]
+"""Storage format of the weight matrices for inference."""
 WeightGroup = Literal[32, 64, 128]
-"""Neighbouring inputs that share an int4 scale."""
+"""Consecutive inputs that share an int4 scale."""
 
 
-def check_kind(weights: object, group: object) -> None:
-    """Raise :class:`ConfigError` for ``weights``, or a ``group`` of them, that there are not."""
-    check_choice("weights", weights, Weights)
+def check_weight_format(weights: object, group: object) -> None:
+    """Raise :class:`ConfigError` for an unknown weight format or group size."""
+    check_choice("weights", weights, WeightFormat)
     check_choice("weight_group", group, WeightGroup)
 
 
-def check_quantised(model: ModelConfig, weights: Weights, group: int, tp: int, sh: int = 1) -> None:
-    """Raise :class:`ConfigError` for a model whose ``weights`` cannot be so, :class:`PlanError` when it is the fault of
-    ``tp`` (or ``sh``, of experts): a group of inputs that two ranks would share.
+def check_quantised(model: ModelConfig, weights: WeightFormat, group: int, tp: int, sh: int = 1) -> None:
+    """Raise :class:`ConfigError` if the model cannot be quantised so, :class:`PlanError` if a shard splits a group.
+
+    ``tp`` shards the layers, ``sh`` the experts' hidden units.
     """
     if weights == "stored":
         return
@@ -119,12 +120,12 @@ def check_quantised(model: ModelConfig, weights: Weights, group: int, tp: int, s
     if weights != "int4":
         return
     heads = model.heads * (model.latent.v_width if model.latent else model.head_width)
-    moe, cut = model.moe, [("columns of heads", heads, "tp", tp)]
-    if moe is None or moe.layers_among(model.layers) < model.layers:
-        cut += [("ffn_width", model.ffn_width, "tp", tp)]
+    moe, sharded = model.moe, [("columns of heads", heads, "tp", tp)]
+    if moe is None or moe.count_expert_layers(model.layers) < model.layers:
+        sharded += [("ffn_width", model.ffn_width, "tp", tp)]
     if moe is not None:
-        cut += [("moe.shared_width", moe.shared_width, "tp", tp), ("moe.ffn_width", moe.ffn_width, "sh", sh)]
-    for what, inputs, axis, ranks in cut:
+        sharded += [("moe.shared_width", moe.shared_width, "tp", tp), ("moe.ffn_width", moe.ffn_width, "sh", sh)]
+    for what, inputs, axis, ranks in sharded:
         share = -(-inputs // ranks)
         if ranks > 1 and share % group:
             fits = [g for g in (128, 64, 32) if share % g == 0]

@@ -1,45 +1,47 @@
-"""Multi-head latent attention: keys and values of all heads made of one short vector a token (arXiv 2405.04434).
+"""The model's configuration: sizes, and the choices that distinguish model families.
 
-What a transformer is: sizes, and the few choices that tell one family from another.
-
-One set of fields spans GPT-2 (learned positions, LayerNorm, GELU, biases, tied), the Llama line (rotary positions,
-RMSNorm, SwiGLU, grouped heads) and BERT (both directions, segments, a top of its own): the model reads these fields and
-never the family's name, which only says how :mod:`colonnade.checkpoint.hf` spells the weights on disk.
+The same fields describe GPT-2 (learned positions, LayerNorm, GELU, biases, tied embeddings), the Llama family (rotary
+positions, RMSNorm, SwiGLU, grouped-query attention) and BERT (bidirectional, segments, its own output layers). The
+model reads these fields and never the family's name, which only selects the weight names of
+:mod:`colonnade.checkpoint.hf`.
 """
 
 from typing import Any, Literal, cast
 
 from pydantic import Field, model_validator
 
-from colonnade.config.base import MOST_SIZE, Config
-from colonnade.config.derive import MODEL_RULES, divisors
+from colonnade.config.base import MAX_DIM, Config
+from colonnade.config.derive import MODEL_DERIVED_FIELDS, divisors
 from colonnade.config.moe import MoeConfig
 from colonnade.errors import ConfigError
 
 
 class LatentConfig(Config):
-    """How a token is compressed; the model's head_width is that of queries and keys, rotary part included."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are computed from one
+    short vector per token. The model's head_width is that of queries and keys, rotary part included.
+    """
 
-    kv_rank: int = Field(gt=0, le=MOST_SIZE)
-    """Width of the vector that keys and values of all heads are made of."""
-    rope_width: int = Field(gt=0, le=MOST_SIZE)
-    """Of each query and key head, how much at its end is turned by the position; the keys' is one for all heads."""
-    v_width: int = Field(gt=0, le=MOST_SIZE)
+    kv_rank: int = Field(gt=0, le=MAX_DIM)
+    """Width of the compressed vector from which the keys and values of all heads are computed."""
+    rope_width: int = Field(gt=0, le=MAX_DIM)
+    """Width of the rotary part at the end of each query and key head; all heads share the keys' rotary part."""
+    v_width: int = Field(gt=0, le=MAX_DIM)
     """Width of a value head."""
-    q_rank: int = Field(default=0, ge=0, le=MOST_SIZE)
-    """Width of the vector that queries of all heads are made of; 0: they are made of the token itself."""
+    q_rank: int = Field(default=0, ge=0, le=MAX_DIM)
+    """Width of the compressed vector from which the queries of all heads are computed; 0: queries are projected from
+    the token directly."""
     norm_eps: float = Field(default=1e-6, gt=0)
-    """Added to the variance of the two compressed vectors."""
+    """Added to the variance when the two compressed vectors are normalised."""
 
-    def projections(self, width: int, heads: int, head_width: int) -> int:
-        """Numbers in the matrices of one layer of a model of these sizes."""
+    def projection_parameters(self, width: int, heads: int, head_width: int) -> int:
+        """Parameters in the attention matrices of one layer of a model of these sizes."""
         q = (width + heads * head_width) * self.q_rank if self.q_rank else width * heads * head_width
         up = head_width - self.rope_width + self.v_width
         kv = width * (self.kv_rank + self.rope_width) + self.kv_rank * heads * up
         return q + kv + heads * self.v_width * width
 
-    def vectors(self, *, bias: bool) -> int:
-        """Numbers in the norms and biases of the two compressed vectors."""
+    def norm_and_bias_parameters(self, *, bias: bool) -> int:
+        """Parameters in the norms and biases of the two compressed vectors."""
         return (1 + bias) * (self.q_rank + self.kv_rank) + bias * self.rope_width
 
 
@@ -48,76 +50,77 @@ Family = Literal[
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3",
 ]  # fmt: skip
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"]
-MOST_PARAMETERS = 10**15
-Top = Literal["unembed", "masked", "pretraining", "encoder", "classes", "spans"]
+MAX_PARAMETERS = 10**15
+TaskHead = Literal["unembed", "masked", "pretraining", "encoder", "classes", "spans"]
 
 
 class RopeScaling(Config):
-    """How rotary frequencies are stretched beyond the context that the model was first trained on."""
+    """Scaling of the rotary frequencies for contexts longer than the one of the first training."""
 
     kind: Literal["linear", "llama3", "yarn"]
     """linear: positions divided by the factor (Chen 2023). llama3: by frequency band (Llama 3.1).
     yarn: NTK by parts with an attention temperature (Peng 2023)."""
     factor: float = Field(gt=0)
-    """The new context over the original one."""
-    original_context: int = Field(default=8192, gt=0, le=MOST_SIZE)
+    """The new context divided by the original one."""
+    original_context: int = Field(default=8192, gt=0, le=MAX_DIM)
     """Context of the first training [tokens]."""
     low_freq_factor: float = Field(default=1.0, gt=0)
-    """llama3: wavelengths above original_context / this are divided by the whole factor."""
+    """llama3: frequencies of wavelengths above original_context / this are divided by the whole factor."""
     high_freq_factor: float = Field(default=4.0, gt=0)
-    """llama3: wavelengths below original_context / this are left as they are."""
+    """llama3: frequencies of wavelengths below original_context / this are unchanged."""
     beta_fast: float = Field(default=32.0, gt=0)
-    """yarn: rotations within the original context above which a frequency is left as it is."""
+    """yarn: frequencies with more rotations than this within the original context are unchanged."""
     beta_slow: float = Field(default=1.0, gt=0)
-    """yarn: rotations below which a frequency is divided by the whole factor."""
+    """yarn: frequencies with fewer rotations than this are divided by the whole factor."""
     attention_factor: float | None = Field(default=None, gt=0)
     """yarn: multiplies cos and sin; None computes 0.1·ln(factor) + 1 (or mscale's ratio)."""
     mscale: float | None = Field(default=None, ge=0)
-    """yarn, DeepSeek's variant: numerator's coefficient of the attention temperature."""
+    """yarn, DeepSeek's variant: coefficient in the numerator of the attention temperature."""
     mscale_all_dim: float | None = Field(default=None, ge=0)
-    """yarn, DeepSeek's variant: denominator's coefficient."""
+    """yarn, DeepSeek's variant: coefficient in the denominator of the attention temperature."""
     truncate: bool = True
-    """yarn: round the band's two ends to whole dimensions, as the authors' code does."""
+    """yarn: round the two ends of the frequency band to whole dimensions, as the authors' code does."""
 
 
 class ModelConfig(Config):
     """The sizes and choices of one :class:`colonnade.model.Transformer`."""
 
-    RULES = MODEL_RULES
+    DERIVED_FIELDS = MODEL_DERIVED_FIELDS
 
     family: Family = "llama"
-    """How the weights are named on disk when saved for Hugging Face."""
-    vocab_size: int = Field(gt=0, le=MOST_SIZE)
-    """V: rows of the embedding; any number, never padded by the plan."""
+    """Model family, which determines the names of the weights in Hugging Face's format."""
+    vocab_size: int = Field(gt=0, le=MAX_DIM)
+    """V: vocabulary size; any number, the plan never pads it."""
     layers: int = Field(gt=0, le=1 << 20)
     """L: transformer blocks."""
-    width: int = Field(gt=0, le=MOST_SIZE)
-    """D: the residual stream."""
-    heads: int = Field(gt=0, le=MOST_SIZE)
+    width: int = Field(gt=0, le=MAX_DIM)
+    """D: width of the residual stream."""
+    heads: int = Field(gt=0, le=MAX_DIM)
     """N: query heads."""
-    kv_heads: int = Field(default=0, ge=0, le=MOST_SIZE)
+    kv_heads: int = Field(default=0, ge=0, le=MAX_DIM)
     """K: key/value heads; 0 means as many as query heads."""
-    head_width: int = Field(default=0, ge=0, le=MOST_SIZE)
+    head_width: int = Field(default=0, ge=0, le=MAX_DIM)
     """H: width of a head; 0 means width / heads."""
-    ffn_width: int = Field(gt=0, le=MOST_SIZE)
-    """F: hidden width of the feed-forward part."""
-    context: int = Field(default=1024, gt=0, le=MOST_SIZE)
-    """The longest sequence, in tokens."""
+    ffn_width: int = Field(gt=0, le=MAX_DIM)
+    """F: hidden width of the feed-forward network."""
+    context: int = Field(default=1024, gt=0, le=MAX_DIM)
+    """Longest sequence [tokens]."""
     positions: Literal["learned", "rotary"] = "rotary"
-    """learned: a table added to the embedding (GPT-2). rotary: queries and keys are turned (Su 2021)."""
+    """learned: a table of positions is added to the embedding (GPT-2). rotary: queries and keys are rotated (RoPE, Su
+    2021)."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
-    """How rotary frequencies are stretched for long contexts; none by default."""
+    """Scaling of the rotary frequencies for long contexts; None: unscaled."""
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
     """Kind of normalisation."""
     norm_order: Literal["pre", "post"] = "pre"
-    """pre: x + f(norm(x)), and a norm after the last block (GPT-2; Megatron-LM, figure 7b). post: norm(x + f(x)), the
-    original Transformer's and BERT's order (figure 7a)."""
+    """pre: x + f(norm(x)), and a norm after the last block (GPT-2; Megatron-LM, figure 7b). post: norm(x + f(x)), as in
+    the original Transformer and BERT (figure 7a)."""
     norm_eps: float = Field(default=1e-5, gt=0)
-    """Added to the variance."""
+    """Added to the variance when normalising."""
     activation: Activation = "silu"
-    """Non-linearity of the feed-forward part; gelu_tanh is GPT-2's."""
+    """Activation function of the feed-forward network; gelu_tanh is GPT-2's."""
     gated: bool = True
     """True: down(act(gate(x))·up(x)), SwiGLU when act is silu. False: down(act(up(x)))."""
     qkv_bias: bool = False
@@ -125,42 +128,42 @@ class ModelConfig(Config):
     out_bias: bool = False
     """A bias on the attention's output projection."""
     ffn_bias: bool = False
-    """Biases in the feed-forward part."""
+    """Biases in the feed-forward network."""
     qk_norm: bool = False
-    """RMSNorm on queries and keys before rotation."""
+    """RMSNorm on queries and keys before the rotary embedding."""
     qk_norm_over: Literal["head", "all"] = "head"
-    """What is normalised together: each head by itself (Qwen3), or all heads of a token (OLMoE)."""
+    """Scope of qk_norm: each head separately (Qwen3), or all heads of a token together (OLMoE)."""
     qkv_clip: float | None = Field(default=None, gt=0)
-    """Queries, keys and values are clipped to ± this before rotation (OLMoE); None leaves them."""
+    """Clip queries, keys and values to ± this before the rotary embedding (OLMoE); None: no clipping."""
     latent: LatentConfig | None = None
-    """Latent attention in the place of plain heads (DeepSeek)."""
+    """Multi-head latent attention (DeepSeek); None: ordinary multi-head or grouped-query attention."""
     tied: bool = False
-    """The output projection is the embedding."""
-    window: int | None = Field(default=None, gt=0, le=MOST_SIZE)
-    """Sliding window: a query sees itself and window − 1 earlier tokens (Mistral); None sees all."""
-    window_from_layer: int = Field(default=0, ge=0, le=MOST_SIZE)
-    """The first layer that has the window (Qwen2's max_window_layers)."""
+    """The output projection shares its weights with the embedding."""
+    window: int | None = Field(default=None, gt=0, le=MAX_DIM)
+    """Sliding window: a query attends to itself and window − 1 earlier tokens (Mistral); None: to all."""
+    window_from_layer: int = Field(default=0, ge=0, le=MAX_DIM)
+    """The first layer with the sliding window (Qwen2's max_window_layers)."""
     causal: bool = True
-    """False: every token sees its whole sequence (BERT, and decoders turned into encoders for embeddings)."""
-    segments: int = Field(default=0, ge=0, le=MOST_SIZE)
-    """Rows of a table of segments added to the embedding (BERT: 2, for its pairs of texts); 0 has no table."""
+    """False: bidirectional attention (BERT, and decoders converted to encoders for embeddings)."""
+    segments: int = Field(default=0, ge=0, le=MAX_DIM)
+    """Rows of the table of segment embeddings (BERT: 2, for pairs of texts); 0: no table."""
     embed_norm: bool = False
     """Normalise the sum of the embeddings (the original BERT)."""
-    top: Top = "unembed"
-    """What stands on the last block. unembed: the vocabulary's logits. The others need causal = false. masked: logits
-    through BERT's transform. pretraining: masked, with a pooler and the order of two sentences. encoder: a pooler
-    alone. classes: a pooler and a classifier. spans: the first and the last token of an answer."""
-    classes: int = Field(default=0, ge=0, le=MOST_SIZE)
-    """Outputs of the classifier (top = classes)."""
+    top: TaskHead = "unembed"
+    """Output layers after the last block. unembed: logits over the vocabulary. The others need causal = false. masked:
+    BERT's masked-language-model head. pretraining: masked, with a pooler and a sentence-order classifier. encoder: a
+    pooler alone. classes: a pooler and a classifier. spans: first and last token of an answer (question answering)."""
+    classes: int = Field(default=0, ge=0, le=MAX_DIM)
+    """Number of classes (top = classes)."""
     moe: MoeConfig | None = None
-    """Experts in the place of the feed-forward part, in some layers or all."""
+    """Mixture of experts instead of the feed-forward network, in some or all layers; None: a dense model."""
     init_std: float = Field(default=0.02, gt=0)
-    """Standard deviation of the initial weights; residual outputs are divided by √(2L)."""
+    """Standard deviation of the initial weights; those of projections into the residual stream are divided by √(2L)."""
 
     @model_validator(mode="before")
     @classmethod
-    def _derive(cls, values: object) -> object:
-        """Fill kv_heads and head_width, so that they hold real numbers from the first moment on."""
+    def _fill_defaults(cls, values: object) -> object:
+        """Replace the zeros of kv_heads and head_width by their values."""
         if isinstance(values, dict):
             values = dict(cast(dict[str, Any], values))
             heads, width = values.get("heads"), values.get("width")
@@ -175,23 +178,23 @@ class ModelConfig(Config):
         return values
 
     @model_validator(mode="after")
-    def _consistent(self) -> "ModelConfig":
+    def _validate(self) -> "ModelConfig":
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"{self.heads} query heads do not divide by {self.kv_heads} key/value heads; "
                 f"kv_heads must be one of {divisors(self.heads)}"
             )
         if self.positions == "rotary" and self.latent is None and self.head_width % 2:
-            raise ConfigError(f"rotary positions turn pairs: head_width {self.head_width} must be even")
+            raise ConfigError(f"rotary positions rotate pairs: head_width {self.head_width} must be even")
         if self.positions == "learned" and self.rope_scaling:
-            raise ConfigError("rope_scaling belongs to rotary positions; this model has learned ones; remove it")
-        self._consistent_latent()
-        self._consistent_top()
-        if self.parameters > MOST_PARAMETERS:
+            raise ConfigError("rope_scaling needs rotary positions, and this model has learned ones; remove it")
+        self._validate_latent()
+        self._validate_top()
+        if self.parameters > MAX_PARAMETERS:
             raise ConfigError(f"{self.parameters:.3g} parameters are more than any machine holds; lower the sizes")
         return self
 
-    def _consistent_latent(self) -> None:
+    def _validate_latent(self) -> None:
         if (latent := self.latent) is None:
             return
         if latent.rope_width % 2 or latent.rope_width >= self.head_width:
@@ -204,21 +207,21 @@ class ModelConfig(Config):
                 f"latent.v_width {latent.v_width} is more than head_width {self.head_width}; values wider than keys "
                 "are not implemented"
             )
-        plain = {
+        required = {
             "kv_heads": self.kv_heads == self.heads, "positions": self.positions == "rotary",
             "qk_norm": not self.qk_norm, "qkv_clip": self.qkv_clip is None, "window": self.window is None,
             "norm": self.norm == "rmsnorm",
         }  # fmt: skip
-        if wrong := [name for name, so in plain.items() if not so]:
+        if wrong := [name for name, valid in required.items() if not valid]:
             raise ConfigError(
-                "latent attention has a key and a value head for each query head, rotary positions, RMSNorm, and "
-                f"neither a window nor query norms of its own; leave {wrong[0]} as it is by default"
+                "latent attention needs a key and a value head for each query head, rotary positions and RMSNorm, and "
+                f"supports neither a window nor qk_norm nor qkv_clip; leave {wrong[0]} at its default"
             )
 
-    def _consistent_top(self) -> None:
+    def _validate_top(self) -> None:
         if self.causal and self.top != "unembed":
             raise ConfigError(
-                f"causal = True and top = '{self.top}' do not belong together; a causal model has the top 'unembed'"
+                f"causal = True and top = '{self.top}' do not belong together; a causal model needs the top 'unembed'"
             )
         if not self.causal and self.window is not None:
             raise ConfigError(
@@ -230,11 +233,11 @@ class ModelConfig(Config):
                 f"top = '{self.top}' and classes = {self.classes} do not belong together; set both or neither"
             )
         if not self.tied and self.top in ("encoder", "classes", "spans"):
-            raise ConfigError(f"top = '{self.top}' has no output projection that could be untied; set tied to true")
+            raise ConfigError(f"top = '{self.top}' has no output projection to untie; set tied to true")
 
     @property
     def group(self) -> int:
-        """G: query heads that share one key/value head."""
+        """G: query heads per key/value head."""
         return self.heads // self.kv_heads
 
     def window_of(self, layer: int) -> int | None:
@@ -248,38 +251,38 @@ class ModelConfig(Config):
     @property
     def expert_layers(self) -> int:
         """Blocks with experts."""
-        return 0 if self.moe is None else self.moe.layers_among(self.layers)
+        return 0 if self.moe is None else self.moe.count_expert_layers(self.layers)
 
     @property
     def rotary_width(self) -> int:
-        """How much of a head is turned by the position."""
+        """Width of the rotary part of a head."""
         return self.latent.rope_width if self.latent else self.head_width
 
     @property
     def has_pooler(self) -> bool:
-        """Whether a tanh layer reads each sequence's first token."""
+        """Whether the model has BERT's pooler, a tanh layer on each sequence's first token."""
         return self.top in ("pretraining", "encoder", "classes")
 
     @property
     def has_transform(self) -> bool:
-        """Whether BERT's transform stands before the output projection."""
+        """Whether BERT's transform (dense, activation, norm) precedes the output projection."""
         return self.top in ("masked", "pretraining")
 
     @property
     def predicts_masked(self) -> bool:
-        """Whether the model is trained to predict masked tokens, and not the next one."""
+        """Whether the training objective is masked language modelling."""
         return not self.causal and (self.has_transform or self.top == "unembed")
 
     @property
     def parameters(self) -> int:
-        """Number of weights, tied ones counted once."""
+        """Number of parameters, tied ones counted once."""
         d, f, h = self.width, self.ffn_width, self.head_width
         norm = d * (2 if self.norm == "layernorm" else 1)
         qkv = (self.heads + 2 * self.kv_heads) * h
         normed = 2 if self.qk_norm_over == "head" else self.heads + self.kv_heads
         attention = self._projections + d * self.out_bias
         if self.latent:
-            attention += self.latent.vectors(bias=self.qkv_bias)
+            attention += self.latent.norm_and_bias_parameters(bias=self.qkv_bias)
         else:
             attention += qkv * self.qkv_bias + normed * h * self.qk_norm
         expert_layers = self.expert_layers
@@ -299,14 +302,14 @@ class ModelConfig(Config):
 
     @property
     def expert_parameters(self) -> int:
-        """Of these, the weights of experts that not every token goes to."""
+        """Parameters of the routed experts, shared experts left out."""
         if self.moe is None:
             return 0
         return self.expert_layers * self.moe.experts * self._ffn_parameters(self.moe.ffn_width)
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token has to do with: all but the experts that it does not go to."""
+        """Parameters that process one token: all but the experts to which it is not routed."""
         if self.moe is None:
             return self.parameters
         idle = self.moe.experts - self.moe.active
@@ -314,35 +317,35 @@ class ModelConfig(Config):
 
     @property
     def size(self) -> str:
-        """The number of weights in words, and of a mixture those that a token has to do with."""
+        """The number of parameters for people to read; of a mixture of experts, also the active ones."""
         size = f"{self.parameters / 1e6:.2f} M parameters"
         return size if self.moe is None else f"{size}, {self.active_parameters / 1e6:.2f} M of them active"
 
     @property
     def _projections(self) -> int:
-        """Numbers in the matrices of one layer's attention."""
+        """Parameters in the attention matrices of one layer."""
         if self.latent:
-            return self.latent.projections(self.width, self.heads, self.head_width)
+            return self.latent.projection_parameters(self.width, self.heads, self.head_width)
         return 2 * self.width * (self.heads + self.kv_heads) * self.head_width
 
     def _ffn_parameters(self, hidden: int) -> int:
-        """Weights of a feed-forward part with so many hidden units."""
+        """Parameters of a feed-forward network with ``hidden`` hidden units."""
         return (2 + self.gated) * self.width * hidden + self.ffn_bias * ((1 + self.gated) * hidden + self.width)
 
     def flops_per_token(self, sequence: int, *, causal: bool) -> float:
         """Floating-point operations to train on one token: 3 × the forward pass's matrix products.
 
-        ``sequence`` is the attended length [tokens]; ``causal`` counts only the half of the scores that a causal
-        mask keeps (of a causal model), otherwise all of them (the Megatron and PaLM papers'). The embedding look-up
-        costs nothing; recomputation is not counted (it is model FLOPs, not hardware FLOPs).
+        ``sequence`` is the attended length [tokens]. ``causal`` counts half of the scores of a causal model, those that
+        the mask keeps; otherwise all are counted, as in the Megatron and PaLM papers. The embedding look-up is free.
+        Recomputation is not counted: these are model FLOPs, not hardware FLOPs.
         """
-        # Units that a token passes, in all layers.
+        # Hidden units that process a token, in all layers.
         hidden = (self.layers - self.expert_layers) * self.ffn_width
         if self.moe:
             hidden += self.expert_layers * (self.moe.active * self.moe.ffn_width + self.moe.shared_width)
         ffn = self.width * (2 + self.gated) * hidden
-        seen = min(sequence, self.window) if self.window else sequence
+        attended = min(sequence, self.window) if self.window else sequence
         widths = self.head_width + (self.latent.v_width if self.latent else self.head_width)
-        scores = seen * self.heads * widths * (0.5 if causal and self.causal else 1.0)
+        scores = attended * self.heads * widths * (0.5 if causal and self.causal else 1.0)
         head = self.width * self.vocab_size if self.causal or self.predicts_masked else 0
         return 3 * 2 * (self.layers * (self._projections + scores) + ffn + head)

@@ -1,7 +1,7 @@
-"""User modules to import before a model is built: a module registers its routers when it is imported.
+"""User modules that register routers when they are imported.
 
-``colonnade VERB --import my_routers`` calls :func:`load_plugin`; a program of one's own may call it too. The launcher
-imports the same modules in every process that it starts. A configuration or checkpoint never names a module.
+``colonnade VERB --import my_routers`` calls :func:`load_plugin`; a program may call it too. The launcher imports the
+same modules in every process that it starts. A configuration or checkpoint never names a module.
 """
 
 import importlib
@@ -16,18 +16,20 @@ _loaded: list[str] = []
 def load_plugin(name: str) -> None:
     """Import the module ``name`` from the current folder or the Python path, here and in processes launched later.
 
-    Raises :class:`ConfigError` where there is no such module, or its code fails.
+    Raises :class:`ConfigError` if there is no such module or its code fails.
     """
     folder = str(Path.cwd())
-    if folder not in sys.path:  # a console script's path begins with its own folder
+    if folder not in sys.path:  # sys.path of a console script begins with the script's folder
         sys.path.insert(0, folder)
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or name
-        where = f"in {folder} or on the Python path; run in the folder that holds it, or set PYTHONPATH"
-        by = "" if missing == name else f", which {name} imports,"
-        raise ConfigError(f"--import {name}: no module '{missing}'{by} {where}") from error
+        importer = "" if missing == name else f", which {name} imports,"
+        raise ConfigError(
+            f"--import {name}: no module '{missing}'{importer} in {folder} or on the Python path; run in the folder "
+            "that holds it, or set PYTHONPATH"
+        ) from error
     except Exception as error:
         raise ConfigError(f"--import {name}: the module failed with {type(error).__name__}: {error}") from error
     if name not in _loaded:

@@ -1,8 +1,8 @@
-"""Configs as TOML files, both ways; what each key means is written beside it as a comment.
+"""Reads and writes configs as TOML files; each key is written with its description as a comment.
 
-Reading says where a mistake is: ``run.toml:12: TrainConfig has no key 'learning_rate'; did you mean …``. Python's own
-``tomllib`` parses and keeps no line numbers, so keys are looked up in the text again when there is something to
-complain about. TOML has no null: a key whose value is None is left out.
+An error names file and line: ``run.toml:12: TrainConfig has no key 'learning_rate'; did you mean …``. Python's
+``tomllib`` keeps no line numbers, so a second pass over the text finds them when there is an error to report. TOML has
+no null: a key whose value is None is omitted.
 """
 
 import re
@@ -15,17 +15,17 @@ import tomlkit
 from tomlkit.items import Table
 
 from colonnade.config.base import Config
-from colonnade.config.derive import flat, follow, section_of
+from colonnade.config.derive import flatten, nested_model, with_derived
 from colonnade.errors import ConfigError
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 Key = tuple[str, ...]
-"""A key with the tables around it."""
+"""A key's path: the names of its tables, then its own."""
 
 
 def dumps(config: Config) -> str:
-    """``config`` as TOML, every key with its meaning; :func:`parse` gives an equal config back."""
-    return tomlkit.dumps(_fill(tomlkit.document(), config)).strip() + "\n"
+    """``config`` as TOML, each key with its description; :func:`parse` returns an equal config."""
+    return tomlkit.dumps(_add_fields(tomlkit.document(), config)).strip() + "\n"
 
 
 def write(config: Config, path: Path) -> None:
@@ -34,24 +34,24 @@ def write(config: Config, path: Path) -> None:
 
 
 def read(cls: type[AnyConfig], path: Path, base: AnyConfig | None = None) -> AnyConfig:
-    """The config in a TOML file; keys that the file leaves out follow from those it gives, or come from ``base``.
+    """The config in a TOML file; keys that it omits are derived from those it sets, or taken from ``base``.
 
-    Raises :class:`ConfigError`, naming file and line, for a file that is not TOML or does not describe a ``cls``.
+    Raises :class:`ConfigError`, naming file and line, for a file that is not TOML or not a valid ``cls``.
     """
     return parse(cls, _text(path), str(path), base)
 
 
-def parse(cls: type[AnyConfig], text: str, where: str = "TOML", base: AnyConfig | None = None) -> AnyConfig:
-    """The same from a text; ``where`` names it in messages."""
-    values = _loads(text, where)
+def parse(cls: type[AnyConfig], text: str, name: str = "TOML", base: AnyConfig | None = None) -> AnyConfig:
+    """The config in a TOML text, as :func:`read` does; ``name`` is used in messages."""
+    values = _loads(text, name)
     if base is not None:
-        base = follow(base, flat(values))
-    return _build(cls, values, (), _lines(text), where, base)
+        base = with_derived(base, flatten(values))
+    return _parse_table(cls, values, (), _key_lines(text), name, base)
 
 
-def settings(path: Path) -> dict[str, object]:
-    """The settings that a TOML file gives, by dotted names."""
-    return flat(_loads(_text(path), str(path)))
+def read_settings(path: Path) -> dict[str, object]:
+    """The settings of a TOML file, by dotted names, not validated."""
+    return flatten(_loads(_text(path), str(path)))
 
 
 def _text(path: Path) -> str:
@@ -62,63 +62,63 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {reason}; give a file of settings in TOML") from None
 
 
-def _loads(text: str, where: str) -> dict[str, Any]:
+def _loads(text: str, name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as why:
-        said = re.fullmatch(r"(?P<what>.*) \(at (?:line (?P<line>\d+), column \d+|end of document)\)", str(why))
-        line = (said and said["line"]) or len(text.splitlines())
-        raise ConfigError(f"{where}:{line}: not TOML: {(said['what'] if said else str(why)).lower()}") from None
+        parts = re.fullmatch(r"(?P<what>.*) \(at (?:line (?P<line>\d+), column \d+|end of document)\)", str(why))
+        line = (parts and parts["line"]) or len(text.splitlines())
+        raise ConfigError(f"{name}:{line}: not TOML: {(parts['what'] if parts else str(why)).lower()}") from None
 
 
-def _build(
+def _parse_table(
     cls: type[AnyConfig],
     table: Mapping[str, Any],
     at: Key,
     lines: Mapping[Key, int],
-    where: str,
+    name: str,
     base: AnyConfig | None,
 ) -> AnyConfig:
-    """Inner tables first, so that a complaint belongs to the table at hand."""
+    """Nested tables first, so that an error is reported for the table that contains the key."""
     values: dict[str, Any] = {}
     for key, value in table.items():
-        inner = section_of(cls, key)
+        inner = nested_model(cls, key)
         if inner is not None and issubclass(inner, Config) and isinstance(value, dict):
-            within = cast("dict[str, Any]", value)
-            values[key] = _build(inner, within, (*at, key), lines, where, getattr(base, key, None))
+            nested = cast("dict[str, Any]", value)
+            values[key] = _parse_table(inner, nested, (*at, key), lines, name, getattr(base, key, None))
         else:
             values[key] = value
     try:
-        return cls(**values) if base is None else base.but(**values)
+        return cls(**values) if base is None else base.replace(**values)
     except ConfigError as why:
         # The message names the key; the table may be spread over the file.
-        guilty = [key for key in table if re.search(rf"\b{re.escape(key)}\b", str(why))]
-        line = lines.get((*at, guilty[0])) if guilty else lines.get(at)
-        raise ConfigError(f"{where}:{line or 1}: {why}") from None
+        named = [key for key in table if re.search(rf"\b{re.escape(key)}\b", str(why))]
+        line = lines.get((*at, named[0])) if named else lines.get(at)
+        raise ConfigError(f"{name}:{line or 1}: {why}") from None
 
 
-def _lines(text: str) -> dict[Key, int]:
-    """The line of each key and table; good enough to point at, whatever else the file holds."""
-    found: dict[Key, int] = {}
+def _key_lines(text: str) -> dict[Key, int]:
+    """The line of each key and table, found by a simple scan; used in messages only."""
+    lines: dict[Key, int] = {}
     table: Key = ()
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[+([^\[\]]+)\]+", line):
-            table = _split(header[1])
-            found.setdefault(table, number)
+            table = _split_key(header[1])
+            lines.setdefault(table, number)
         elif assigned := re.match(r"\s*([\w\"'.\- ]+?)\s*=", line):
-            found.setdefault((*table, *_split(assigned[1])), number)
-    return found
+            lines.setdefault((*table, *_split_key(assigned[1])), number)
+    return lines
 
 
-def _split(dotted: str) -> Key:
+def _split_key(dotted: str) -> Key:
     return tuple(part.strip().strip("\"'") for part in dotted.split("."))
 
 
 Container = TypeVar("Container", tomlkit.TOMLDocument, Table)
 
 
-def _fill(table: Container, config: Config) -> Container:
-    """Plain keys first: in TOML everything after a table's header belongs to that table."""
+def _add_fields(table: Container, config: Config) -> Container:
+    """Add the fields of ``config``, plain keys first: keys after a nested table's header would belong to that table."""
     inner: dict[str, Config] = {}
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
@@ -126,13 +126,13 @@ def _fill(table: Container, config: Config) -> Container:
             inner[name] = value
         elif value is not None:
             item = tomlkit.item(str(value) if isinstance(value, PurePath) else value)
-            table.add(name, item.comment(_meaning(field.description)) if field.description else item)
+            table.add(name, item.comment(_one_line(field.description)) if field.description else item)
         elif field.default is not None:
             raise ConfigError(f"{type(config).__name__}.{name} is None, which TOML cannot say; set a value")
     for name, value in inner.items():
-        table.add(name, _fill(tomlkit.table(), value))
+        table.add(name, _add_fields(tomlkit.table(), value))
     return table
 
 
-def _meaning(docstring: str) -> str:
+def _one_line(docstring: str) -> str:
     return " ".join(docstring.replace("``", "").split())

@@ -1,9 +1,9 @@
-"""Byte-level byte-pair encoding: GPT-2's, loaded from its own files, or trained on one's own text.
+"""Byte-level byte-pair encoding: GPT-2's vocabulary loaded from its own files, or one trained on a corpus.
 
-Text is cut into words by GPT-2's pattern, words into bytes, and bytes are joined again by the learnt merges, the most
-frequent first (Sennrich 2016, section 3.2; over bytes instead of characters: Radford 2019, section 2.2). With all 256
-bytes in the vocabulary any text can be encoded, and nothing is ever unknown. The counting and merging is the
-``tokenizers`` library's.
+Text is split into words by GPT-2's pattern, words into bytes, and bytes are joined by the learned merges, the most
+frequent first (Sennrich 2016, section 3.2; over bytes instead of characters: Radford 2019, section 2.2). All 256 bytes
+are in the vocabulary, so any text can be encoded without an unknown token. The ``tokenizers`` library counts and
+merges.
 """
 
 import json
@@ -16,19 +16,21 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from colonnade.errors import ConfigError, DataError
 
 END = "<|endoftext|>"
-"""GPT-2's control token between documents."""
+"""GPT-2's special token between documents."""
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special: tuple[str, ...] = (END,)) -> tokenizers.Tokenizer:
-    """Learn a vocabulary of at most ``vocab_size`` tokens; equal texts, in whatever order, give an equal tokenizer.
+    """Train a vocabulary of at most ``vocab_size`` tokens; the result does not depend on the order of the texts.
 
-    ``special`` tokens take the first ids; then come the 256 bytes, then the merges. Few texts may have fewer merges to
-    learn than asked for: the result's own size is what counts. Raises :class:`ConfigError` below 256 + specials.
+    ``special`` tokens have the first ids, followed by the 256 bytes and the merges. A small corpus may yield fewer
+    merges and so a smaller vocabulary. Raises :class:`ConfigError` for less than 256 + len(special).
     """
-    least = 256 + len(special)
-    if vocab_size < least:
-        raise ConfigError(f"a byte-level vocabulary needs 256 bytes and {len(special)} control tokens; "
-                          f"{vocab_size} is too small, use {least} or more")  # fmt: skip
+    smallest = 256 + len(special)
+    if vocab_size < smallest:
+        raise ConfigError(
+            f"a byte-level vocabulary needs 256 bytes and {len(special)} special tokens; {vocab_size} is too small, "
+            f"use {smallest} or more"
+        )
     core = _assemble(models.BPE())
     core.train_from_iterator(
         texts,
@@ -43,7 +45,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special: tuple[str, ...] = 
 
 
 def byte_level_bpe(vocab: Path, merges: Path) -> tokenizers.Tokenizer:
-    """GPT-2's two files as one tokenizer; raises :class:`DataError` that names the file it cannot use."""
+    """The tokenizer of GPT-2's two files; raises :class:`DataError`, naming the file, if one is missing or invalid."""
     for file in (vocab, merges):
         if not file.is_file():
             raise DataError(f"{file} does not exist; GPT-2's tokenizer is two files, the vocabulary and its merges")
@@ -55,7 +57,7 @@ def byte_level_bpe(vocab: Path, merges: Path) -> tokenizers.Tokenizer:
     rules = [line.partition(" ") for line in lines if line and not line.startswith("#version")]
     try:
         return _assemble(models.BPE(vocab=ids, merges=[(left, right) for left, _, right in rules]))
-    except Exception as error:  # noqa: BLE001 - the library raises plain Exception, for a merge of unknown tokens
+    except Exception as error:  # noqa: BLE001 - the library raises a plain Exception for a merge of unknown tokens
         raise DataError(f"{merges} does not fit {vocab}: {error}; give the two files of one tokenizer") from None
 
 

@@ -1,46 +1,57 @@
-"""Chat templates: the Jinja program that a model's authors ship to turn messages into its prompt.
+"""Chat templates: the Jinja program that turns messages into a model's prompt, protected against injection.
 
 The conventions are Hugging Face's ("Chat templates", transformers documentation): blocks swallow their own newline and
-indentation, ``raise_exception`` refuses a conversation, ``strftime_now`` tells the date, ``tojson`` does not escape
-HTML, ``{% generation %}`` marks the assistant's part and ``break``/``continue`` work in loops.
+indentation, ``raise_exception`` refuses a conversation, ``strftime_now`` formats the date, ``tojson`` does not escape
+HTML, ``{% generation %}`` marks the assistant's part and ``break``/``continue`` work in loops. A template comes from a
+downloaded file, so it is untrusted. It runs in Jinja's immutable sandbox: no Python internals, no changes to the
+messages; in addition, no namespace attribute that begins with an underscore.
 
-A template comes from a downloaded file, so it is a foreign program. It runs in Jinja's immutable sandbox: no Python
-internals, no changes to the messages; here, too, no namespace attribute that begins with an underscore.
+A template pastes messages as text between special tokens. A message that contains ``<|im_end|>`` and
+``<|im_start|>system`` could therefore impersonate the system. :class:`ChatEncoder` keeps such spellings as text:
+
+    find    where a message alone would produce special tokens, and insert a random marker at those positions
+    render  the template, which then neither sees nor produces a special token there
+    encode  the template's own text as usual; the text between its special tokens without the markers, as plain text
+
+Messages that spell no special token, nearly all, are rendered and encoded unchanged.
 """
 
 import datetime
 import json
+import secrets
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from colonnade.errors import DataError, RequestError
 
 Message = dict[str, Any]
-"""``{"role": "user", "content": "..."}``, and whatever else the template reads."""
+"""``{"role": "user", "content": "..."}`` and any other keys that the template reads."""
 
 
 class ChatTemplate:
     """A compiled template; :meth:`render` turns messages into the prompt."""
 
     def __init__(self, source: str):
-        """Compile ``source``; raises :class:`DataError` with the line when it is not valid Jinja."""
+        """Compile ``source``; raises :class:`DataError` with the line if it is not valid Jinja."""
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
-                f"chat template, line {error.lineno}: {error.message}; mend it, or load the model without one"
+                f"chat template, line {error.lineno}: {error.message}; correct it, or load the model without one"
             ) from None
 
     def render(self, messages: list[Message], **variables: Any) -> str:
-        """The prompt; raises :class:`RequestError` with the template's own words when it refuses the messages."""
+        """The prompt; raises :class:`RequestError` with the template's message if it refuses the conversation."""
         try:
             return self._template.render(messages=messages, **variables)
-        except Exception as error:  # a foreign program may raise anything
+        except Exception as error:  # an untrusted program may raise anything
             raise RequestError(
                 f"the model's chat template refuses these messages: {' '.join(str(error).split())}; "
                 "change their roles, order or content",
@@ -60,11 +71,11 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's ``namespace()`` without underscore names: ``__html__`` and its like would be called by Python itself."""
+    """Jinja's ``namespace()`` without underscore names: Python itself would call ``__html__`` and the like."""
 
     def __init__(*args: Any, **attributes: Any) -> None:
-        self, *given = args  # not named parameters, so that an attribute may be called "self"
-        known = dict(*given, **attributes)
+        self, *positional = args  # not named parameters, so that an attribute may be called "self"
+        known = dict(*positional, **attributes)
         for name in known:
             _refuse_underscore(name)
         jinja2.utils.Namespace.__init__(self, known)
@@ -98,3 +109,67 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(layout: str) -> str:
     return datetime.datetime.now().strftime(layout)
+
+
+_MARKER_SYMBOLS = range(0x2800, 0x2900)
+"""Braille symbols, which no normaliser drops or changes."""
+
+
+class ChatEncoder:
+    """Encodes conversations; only the template's own special tokens become special tokens.
+
+    ``core`` is the tokenizer, ``special`` its special tokens; ``literal`` returns a copy that encodes those as text.
+    """
+
+    def __init__(
+        self, core: tokenizers.Tokenizer, literal: Callable[[], tokenizers.Tokenizer], special: frozenset[int]
+    ):
+        self._core, self._literal, self._special = core, literal, special
+        tokens = [token for i, token in core.get_added_tokens_decoder().items() if i in special]
+        self._spellings = [token.content for token in tokens]
+        # A special token that is matched after normalisation has many spellings.
+        self._exact = core.normalizer is None or not any(token.normalized for token in tokens)
+
+    def encode(self, messages: list[Message], render: Callable[[list[Message]], str]) -> list[int]:
+        """The ids of ``render(messages)``, with special tokens only where the template wrote them.
+
+        Raises what ``render`` raises, TypeError for a lone surrogate, and :class:`RequestError` if the vocabulary
+        cannot spell a message as plain text.
+        """
+        marker = "".join(chr(secrets.choice(_MARKER_SYMBOLS)) for _ in range(8))  # random, so no message contains it
+        marked = [{key: self._mark(value, marker) for key, value in message.items()} for message in messages]
+        text = render(marked)
+        if marker not in text:
+            return self._core.encode(text, add_special_tokens=False).ids
+        return list(self._encode_pieces(text, marker))
+
+    def _encode_pieces(self, text: str, marker: str) -> Iterator[int]:
+        """The ids of ``text``, encoded piece by piece between its special tokens.
+
+        A tokenizer that prepends a space to each text does so to each piece.
+        """
+        begin = 0
+        for token, start, end in [*self._special_tokens(text), (None, len(text), len(text))]:
+            piece = self._literal().encode(text[begin:start].replace(marker, ""), add_special_tokens=False)
+            if injected := self._special.intersection(piece.ids):
+                name = self._core.id_to_token(min(injected))
+                raise RequestError(f"the messages spell the special token '{name}'; remove it", param="messages")
+            yield from piece.ids
+            if token is not None:
+                yield token
+            begin = end
+
+    def _mark(self, value: object, marker: str) -> object:
+        """``value`` with a marker around each character of what would become a special token."""
+        if not isinstance(value, str) or (self._exact and not any(spelling in value for spelling in self._spellings)):
+            return value
+        parts, begin = list[str](), 0
+        for _, start, end in self._special_tokens(value):
+            parts += [value[begin:start], marker, *(character + marker for character in value[start:end])]
+            begin = end
+        return "".join([*parts, value[begin:]])
+
+    def _special_tokens(self, text: str) -> list[tuple[int, int, int]]:
+        """(id, start, end) of each special token in the encoding of ``text``."""
+        encoding = self._core.encode(text, add_special_tokens=False)
+        return [(i, *span) for i, span in zip(encoding.ids, encoding.offsets, strict=True) if i in self._special]

@@ -1,11 +1,7 @@
-"""Telling people how far a corpus is: a record for whoever wants it, a bar on a terminal, a line elsewhere.
+"""Builds a corpus folder from text files.
 
-From files of text to the folder that training reads.
-
-    documents -> a tokenizer, given or learnt from the training documents -> tokens, each document closed by its end
-    token -> train or validation -> shards, index, manifest
-
-Which documents are held out: :mod:`colonnade.data.holdout`.
+documents -> tokenizer (passed or trained on the training documents) -> tokens, each document followed by its end
+token -> training or validation split (:mod:`~colonnade.data.holdout`) -> shards, index of documents, manifest
 """
 
 import os
@@ -22,12 +18,20 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from colonnade.config import count, file_suffix
-from colonnade.config.base import MOST_SIZE
-from colonnade.data.holdout import Division, Drawn, divide
+from colonnade.config import file_suffix, plural
+from colonnade.config.base import MAX_DIM
+from colonnade.data.corpus import MAX_TASKS, ShardWriter
+from colonnade.data.holdout import HashedChunk, Holdout, choose_holdout
 from colonnade.data.manifest import MANIFEST, SPLITS, Manifest, SplitRecord, token_dtype
-from colonnade.data.readers import Piece, Reading, Source, by_source, documents, find, total_bytes
-from colonnade.data.shards import MOST_TASKS, ShardWriter
+from colonnade.data.readers import (
+    ReadOptions,
+    Source,
+    TextChunk,
+    find_files,
+    read_documents,
+    tasks_by_source,
+    total_bytes,
+)
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.data.wordpiece import train_wordpiece
 from colonnade.errors import ConfigError, DataError
@@ -36,27 +40,27 @@ Stage = Literal["vocabulary", "tokens"]
 
 
 @dataclass(frozen=True)
-class Built:
-    """How far a build is."""
+class BuildProgress:
+    """Progress of a build."""
 
     stage: Stage
-    """vocabulary: learning the tokenizer. tokens: writing the shards."""
+    """vocabulary: training the tokenizer. tokens: writing the shards."""
     done_bytes: int
-    """Bytes of the sources behind us in this stage."""
+    """Bytes of the sources read in this stage."""
     total_bytes: int
-    """Bytes of the sources."""
+    """Size of the sources."""
     documents: int = 0
     """Documents written."""
     tokens: int = 0
     """Tokens written."""
 
 
-Listener = Callable[[Built], None]
+ProgressCallback = Callable[[BuildProgress], None]
 
 
 @contextmanager
-def shown(console: Console | None = None) -> Iterator[Listener]:
-    """A listener for :func:`corpus.build` that draws on stderr: a bar on a terminal, else one line a stage."""
+def progress_bar(console: Console | None = None) -> Iterator[ProgressCallback]:
+    """A progress callback for :func:`build` that prints to stderr: a bar on a terminal, otherwise a line per stage."""
     console = console or Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -68,20 +72,20 @@ def shown(console: Console | None = None) -> Iterator[Listener]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         tasks = {}
 
-        def listen(built: Built) -> None:
-            if built.stage not in tasks:
-                tasks[built.stage] = bars.add_task(built.stage, total=built.total_bytes, count="")
+        def update(progress: BuildProgress) -> None:
+            if progress.stage not in tasks:
+                tasks[progress.stage] = bars.add_task(progress.stage, total=progress.total_bytes, count="")
                 if not console.is_terminal:
-                    console.print(f"corpus: {built.stage}, {decimal(built.total_bytes)} of text")
-            so_far = f"{built.tokens:,} tokens, {count(built.documents, 'document')}" if built.tokens else ""
-            bars.update(tasks[built.stage], completed=built.done_bytes, count=so_far)
+                    console.print(f"corpus: {progress.stage}, {decimal(progress.total_bytes)} of text")
+            written = f"{progress.tokens:,} tokens, {plural(progress.documents, 'document')}" if progress.tokens else ""
+            bars.update(tasks[progress.stage], completed=progress.done_bytes, count=written)
 
-        yield listen
+        yield update
 
 
 _VOCAB_SIZE = 8192
-_BATCH_CHARACTERS = 1 << 21  # tokenised at once: enough for many cores, and about 100 MB of the library's records
-_TELL_BYTES = 1 << 20
+_BATCH_CHARACTERS = 1 << 21  # tokenised at once: enough for many cores; the library needs about 100 MB for it
+_PROGRESS_BYTES = 1 << 20
 
 
 def build(
@@ -98,47 +102,48 @@ def build(
     tasks: str | None = None,
     vocabulary_bytes: int = 1 << 28,
     overwrite: bool = False,
-    progress: Listener | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Manifest:
-    """Write the corpus of ``sources`` to the folder ``out``, whole or not at all, and return its manifest.
+    """Write the corpus of ``sources`` to the folder ``out``, atomically, and return its manifest.
 
-    ``sources`` are text, JSONL and Parquet files, folders of them, or (name, text) pairs. ``tokenizer`` is used as it
-    is; without one a byte-level BPE (BERT's WordPiece with ``wordpiece``) of ``vocab_size`` tokens (default 8192) is
-    learnt from about ``vocabulary_bytes`` of the training documents. ``field`` names the JSONL field or Parquet column;
-    ``separator`` is what stands between the documents of a text file (by default a file is one). ``tasks`` says what
-    task a document is of, for a router that decides by it: "source", the one of ``sources`` that it came from, or
-    "field:NAME", what that field or column of it holds. ``validation_share``
-    is the share of documents kept from training: at least one, and of a single document spans spread over it.
-    ``shard_tokens`` is the size of a file of tokens. ``overwrite`` replaces a corpus that is in the way.
+    - ``sources``: text, JSONL and Parquet files, folders of them, or (name, text) pairs.
+    - ``tokenizer``: used as it is. Without one a byte-level BPE (BERT's WordPiece with ``wordpiece``) of at most
+      ``vocab_size`` tokens (default 8192) is trained on about ``vocabulary_bytes`` of the training documents.
+    - ``field``: the JSONL field or Parquet column with the text.
+    - ``separator``: the text between two documents of a text file; None: each file is one document.
+    - ``tasks``: each document's task, for a router that uses it: "source", the one of ``sources`` that it comes from,
+      or "field:NAME", the value of that field or column.
+    - ``validation_share``: share of the documents that are held out for validation: at least one; of a single document,
+      spans spread over it.
+    - ``shard_tokens``: tokens per shard. ``overwrite``: replace an existing corpus.
 
-    Raises :class:`DataError` for what cannot be read or written and for no documents at all; :class:`ConfigError` for
+    Raises :class:`DataError` if files cannot be read or written and if there are no documents; :class:`ConfigError` for
     settings out of range.
     """
     out = Path(out)
     _check_settings(tokenizer, vocab_size, wordpiece, validation_share, shard_tokens, separator)
-    _check_free(out, overwrite)
-    found, how = find(sources), _reading(sources, field, separator, tasks)
+    _check_output(out, overwrite)
+    files, options = find_files(sources), _read_options(sources, field, separator, tasks)
     names: dict[str, int] | None = None if tasks is None else {}
-    size_bytes = total_bytes(found)
-    division = divide(documents(found, how), validation_share)
-    tell = progress or (lambda _: None)
+    size_bytes = total_bytes(files)
+    holdout = choose_holdout(read_documents(files, options), validation_share)
+    report = progress or (lambda _: None)
 
-    # Beside ``out``, so that the last step is a rename within one file system: a kill leaves this folder, never ``out``
-    folder = (here := out.absolute()).with_name(f".{here.name}.building-{secrets.token_hex(4)}")
+    folder = temporary_folder(out)
     try:
         folder.mkdir(parents=True)
         if tokenizer is None:
-            pieces = _heard(documents(found, how), size_bytes, tell)
+            chunks = _with_progress(read_documents(files, options), size_bytes, report)
             share = min(1.0, vocabulary_bytes / max(size_bytes, 1))
-            learn = train_wordpiece if wordpiece else Tokenizer.train
-            tokenizer = learn(_sampled(pieces, division, share), vocab_size or _VOCAB_SIZE)
+            train_tokenizer = train_wordpiece if wordpiece else Tokenizer.train
+            tokenizer = train_tokenizer(_sample_texts(chunks, holdout, share), vocab_size or _VOCAB_SIZE)
         elif not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer.from_file(tokenizer)
         if not tokenizer.eos_ids:
-            raise DataError("the tokenizer names no token that ends a text; set eos_token in its tokenizer_config.json")
+            raise DataError("the tokenizer has no token that ends a text; set eos_token in its tokenizer_config.json")
         tokenizer.save(folder / "tokenizer")
-        train, validation = _write(
-            documents(found, how), folder, tokenizer, division, shard_tokens, size_bytes, tell, names
+        train, validation = _write_shards(
+            read_documents(files, options), folder, tokenizer, holdout, shard_tokens, size_bytes, report, names
         )
         manifest = Manifest(
             dtype=token_dtype(tokenizer.vocab_size),
@@ -146,7 +151,7 @@ def build(
             end_id=tokenizer.eos_ids[0],
             tokenizer_sha256=tokenizer.fingerprint,
             validation_share=validation_share,
-            spans=division.spans,
+            spans=holdout.spans,
             source_bytes=size_bytes,
             tasks=None if names is None else tuple(names),
             train=train,
@@ -154,22 +159,22 @@ def build(
         )
         manifest.save(folder)
         publish(folder, out)
-    except OSError as error:  # the sources' own are DataErrors by now
-        raise DataError(f"cannot write {out}: {error.strerror}; make room, or choose another place") from error
+    except OSError as error:  # readers convert errors of the sources to DataErrors
+        raise DataError(f"cannot write {out}: {error.strerror}; free some space, or choose another folder") from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # it has its final name already if all went well
+        shutil.rmtree(folder, ignore_errors=True)  # does not exist any more if all went well
     return manifest
 
 
-def _reading(sources: Sequence[Source], field: str, separator: str | None, tasks: str | None) -> Reading:
+def _read_options(sources: Sequence[Source], field: str, separator: str | None, tasks: str | None) -> ReadOptions:
     if tasks is None:
-        return Reading(field, separator)
+        return ReadOptions(field, separator)
     if tasks == "source":
-        return Reading(field, separator, tasks=by_source(sources))
+        return ReadOptions(field, separator, tasks=tasks_by_source(sources))
     kind, _, name = tasks.partition(":")
     if kind != "field" or not name:
         raise ConfigError(f"--tasks {tasks} is neither source nor field:NAME; use one of them, or leave it out")
-    return Reading(field, separator, name)
+    return ReadOptions(field, separator, name)
 
 
 def _check_settings(
@@ -181,54 +186,56 @@ def _check_settings(
     separator: str | None,
 ) -> None:
     if tokenizer is not None and wordpiece:
-        raise ConfigError("a tokenizer is given, and a WordPiece vocabulary is to be learnt; leave out one of them")
+        raise ConfigError("--wordpiece trains a vocabulary, and a tokenizer is given; leave out one of them")
     if tokenizer is not None and vocab_size is not None:
-        raise ConfigError(f"--tokenizer is given, and --vocab_size {vocab_size} to learn one; leave out one of them")
-    if vocab_size is not None and not 0 < vocab_size <= MOST_SIZE:
-        raise ConfigError(f"--vocab_size {vocab_size} is not from 1 to {MOST_SIZE}; 8192 is usual for a small corpus")
+        raise ConfigError(
+            f"--vocab_size {vocab_size} is for training a vocabulary, and --tokenizer is given; leave out one of them"
+        )
+    if vocab_size is not None and not 0 < vocab_size <= MAX_DIM:
+        raise ConfigError(f"--vocab_size {vocab_size} is not from 1 to {MAX_DIM}; 8192 is usual for a small corpus")
     if not 0 <= validation_share < 1:
         raise ConfigError(f"--validation_share {validation_share} is not in [0, 1); it is a share of the documents")
     if shard_tokens < 1:
         raise ConfigError(f"shard_tokens {shard_tokens} is not positive; 2**27 makes files of 256 MiB")
     if separator == "":
-        raise ConfigError("an empty separator stands everywhere; give what is between two documents, or no --separator")
+        raise ConfigError("an empty separator matches everywhere; give the text between documents, or no --separator")
 
 
-def _check_free(out: Path, overwrite: bool) -> None:
+def _check_output(out: Path, overwrite: bool) -> None:
     if suffix := file_suffix(out):
         raise DataError(f"{out} names one {suffix} file, and a corpus is a folder; leave {suffix} out")
     if out.is_dir() and not any(out.iterdir()):
         return
     if (out / MANIFEST).is_file():
         if not overwrite:
-            raise DataError(f"{out} holds a corpus already; choose another folder, or replace it (--overwrite)")
+            raise DataError(f"{out} has a corpus already; choose another folder, or replace it (--overwrite)")
     elif out.exists():
         raise DataError(f"{out} exists and is not a corpus; choose another folder")
 
 
-def _sampled(pieces: Iterable[Piece], division: Division, share: float) -> Iterator[str]:
+def _sample_texts(chunks: Iterable[TextChunk], holdout: Holdout, share: float) -> Iterator[str]:
     """The text of about ``share`` of the training documents."""
-    low = division.threshold
-    return (piece.text for piece, lot in division.draw(pieces) if low <= lot < low + share * (1 - low))
+    low = holdout.threshold
+    return (chunk.text for chunk, value in holdout.hashed(chunks) if low <= value < low + share * (1 - low))
 
 
-def _heard(pieces: Iterable[Piece], size_bytes: int, tell: Listener) -> Iterator[Piece]:
-    """The same pieces, telling how many bytes have gone by."""
-    done, told = 0, -_TELL_BYTES
-    for piece in pieces:
-        if done - told >= _TELL_BYTES:
-            tell(Built("vocabulary", told := done, size_bytes))
-        yield piece
-        done += piece.size_bytes
-    tell(Built("vocabulary", size_bytes, size_bytes))
+def _with_progress(chunks: Iterable[TextChunk], size_bytes: int, report: ProgressCallback) -> Iterator[TextChunk]:
+    """The same chunks; reports the bytes read so far."""
+    done, reported = 0, -_PROGRESS_BYTES
+    for chunk in chunks:
+        if done - reported >= _PROGRESS_BYTES:
+            report(BuildProgress("vocabulary", reported := done, size_bytes))
+        yield chunk
+        done += chunk.size_bytes
+    report(BuildProgress("vocabulary", size_bytes, size_bytes))
 
 
-def _batches(drawn: Iterable[Drawn]) -> Iterator[list[Drawn]]:
-    batch: list[Drawn] = []
+def _batches(chunks: Iterable[HashedChunk]) -> Iterator[list[HashedChunk]]:
+    batch: list[HashedChunk] = []
     characters = 0
-    for one in drawn:
-        batch.append(one)
-        characters += len(one.piece.text)
+    for hashed in chunks:
+        batch.append(hashed)
+        characters += len(hashed.chunk.text)
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -236,17 +243,17 @@ def _batches(drawn: Iterable[Drawn]) -> Iterator[list[Drawn]]:
         yield batch
 
 
-def _write(
-    pieces: Iterable[Piece],
+def _write_shards(
+    chunks: Iterable[TextChunk],
     folder: Path,
     tokenizer: Tokenizer,
-    division: Division,
+    holdout: Holdout,
     shard_tokens: int,
     size_bytes: int,
-    tell: Listener,
+    report: ProgressCallback,
     names: dict[str, int] | None,
 ) -> tuple[SplitRecord, SplitRecord]:
-    """Tokenise every document into the shards of its split; ``names`` are the tasks, filled as they come."""
+    """Tokenise every document into the shards of its split; numbers new tasks in ``names``."""
     dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
     end, done = tokenizer.eos_ids[0], 0
     with ExitStack() as files:
@@ -254,42 +261,48 @@ def _write(
             files.enter_context(ShardWriter(folder, name, dtype, shard_tokens, tasks=names is not None))
             for name in SPLITS
         )
-        for batch in _batches(division.draw(pieces)):
-            encoded = tokenizer.encode_documents([piece.text for piece, _ in batch])
-            for (piece, lot), tokens in zip(batch, encoded, strict=True):
-                writer = validation if lot < division.threshold else train
+        for batch in _batches(holdout.hashed(chunks)):
+            encoded = tokenizer.encode_documents([chunk.text for chunk, _ in batch])
+            for (chunk, value), tokens in zip(batch, encoded, strict=True):
+                writer = validation if value < holdout.threshold else train
                 writer.append(tokens)
-                if piece.last:
+                if chunk.last:
                     writer.append([end])
-                    writer.end_document(None if names is None else _number(names, piece.task))
-                done += piece.size_bytes
+                    writer.end_document(None if names is None else _task_id(names, chunk.task))
+                done += chunk.size_bytes
             written = train.documents + validation.documents, train.tokens + validation.tokens
-            tell(Built("tokens", min(done, size_bytes), size_bytes, *written))
+            report(BuildProgress("tokens", min(done, size_bytes), size_bytes, *written))
         return train.finish(), validation.finish()
 
 
-def _number(names: dict[str, int], task: str | None) -> int:
-    """A task's number, in the order in which they first came."""
+def _task_id(names: dict[str, int], task: str | None) -> int:
+    """A task's number; tasks are numbered in the order of their first document."""
     assert task is not None, "every document has a task"
-    if task not in names and len(names) == MOST_TASKS:
-        raise DataError(f"there are more than {MOST_TASKS:,} tasks; choose a field with fewer values for --tasks")
+    if task not in names and len(names) == MAX_TASKS:
+        raise DataError(f"there are more than {MAX_TASKS:,} tasks; choose a field with fewer values for --tasks")
     return names.setdefault(task, len(names))
 
 
+def temporary_folder(out: Path) -> Path:
+    """The folder to build ``out`` in: beside it, because the last step is a rename; a killed build leaves it."""
+    path = out.absolute()
+    return path.with_name(f".{path.name}.building-{secrets.token_hex(4)}")
+
+
 def publish(folder: Path, out: Path) -> None:
-    """Give the finished folder its name; what it replaces is deleted only when it stands there."""
-    aside = folder.with_name(f"{folder.name}.old")
-    if replaced := (out / MANIFEST).is_file():
-        out.rename(aside)
+    """Rename the finished folder to ``out``; a corpus that it replaces is deleted only afterwards."""
+    old = folder.with_name(f"{folder.name}.old")
+    if replaces := (out / MANIFEST).is_file():
+        out.rename(old)
     try:
         folder.rename(out)
     except OSError:
-        if replaced:
-            aside.rename(out)
+        if replaces:
+            old.rename(out)
         raise
-    if hasattr(os, "O_DIRECTORY"):  # the rename itself reaches the disk where directories can be opened
+    if hasattr(os, "O_DIRECTORY"):  # sync the rename to disk, where directories can be opened
         handle = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
         os.fsync(handle)
         os.close(handle)
-    if replaced:
-        shutil.rmtree(aside)
+    if replaces:
+        shutil.rmtree(old)

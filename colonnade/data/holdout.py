@@ -1,14 +1,15 @@
-"""Which documents are kept from training: decided from the text alone, before a token is made.
+"""Splits documents into training and validation by a hash of their text, before tokenisation.
 
-    lot(document) = a hash of its text, in [0, 1)            held out: lot < share
+    hash(document) in [0, 1)            held out for validation: hash < share
 
-The same document always falls on the same side, whatever stands beside it, however the shards are cut; and its copies
-fall there too, so that none of them leaks into validation. A small corpus could so hold out nothing, or everything:
-then the document of the lowest lot alone is held out, or all but that of the highest.
+A document is always on the same side, whatever else is in the corpus and however it is sharded; so are its copies, so
+none of them leaks into validation. In a small corpus this could hold out no document or all of them: then only the
+document with the lowest hash is held out, or all but the one with the highest.
 
-Of a single document ``share`` of its characters is, in spans spread evenly over it, because its end may be unlike the
-rest (an index, a licence, an epilogue). They begin and end between paragraphs where some are near, else between
-sentences, else between words. A document too short for two spans of :data:`SPAN_CHARACTERS` loses its end.
+Of a corpus of a single document ``share`` of its characters is held out, in spans spread evenly over it, because its
+end may differ from the rest (an index, a licence, an epilogue). Spans begin and end at the nearest paragraph boundary
+before, else at a sentence boundary, else at a word boundary. Of a document too short for two spans of
+:data:`MIN_SPAN_CHARACTERS` the end is held out.
 """
 
 import hashlib
@@ -17,102 +18,103 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from colonnade.data.readers import Piece
+from colonnade.data.readers import TextChunk
 from colonnade.errors import DataError
 
-SPAN_CHARACTERS = 4096
-"""Least length of a span that is held out of a single document, where there are several."""
-MOST_SPANS = 16
+MIN_SPAN_CHARACTERS = 4096
+"""Shortest span that is held out of a single document, if there are several spans."""
+MAX_SPANS = 16
 _SEARCH_CHARACTERS = 2048
-_BREAKS = [re.compile(pattern) for pattern in (r"\n\s*\n", r"[.!?]['\")\]”’]*\s+", r"\s")]
-"""What a cut is moved behind, the best first: paragraphs, sentences, words."""
+_BOUNDARIES = [re.compile(pattern) for pattern in (r"\n\s*\n", r"[.!?]['\")\]”’]*\s+", r"\s")]
+"""Boundaries at which a document may be cut, best first: paragraphs, sentences, words."""
 
 
-class Drawn(NamedTuple):
-    """A piece, and its document's lot."""
+class HashedChunk(NamedTuple):
+    """A chunk of text with its document's hash in [0, 1)."""
 
-    piece: Piece
-    lot: float
+    chunk: TextChunk
+    hash: float
 
 
-class Division(NamedTuple):
-    """Documents whose lot is below ``threshold`` are held out."""
+class Holdout(NamedTuple):
+    """Documents whose hash is below ``threshold`` are held out."""
 
     threshold: float
     cuts: tuple[int, ...] = ()
-    """Of a corpus of one document: about how many characters stand before each span, in turn trained on and held out,
-    but the first.
+    """For a corpus of one document: approximate start of each span but the first [characters]; spans are alternately
+    trained on and held out.
     """
 
     @property
     def spans(self) -> int | None:
-        """How many spans of a single document are held out; None where there are more documents."""
+        """Number of held-out spans of a single document; None for several documents."""
         return -(-len(self.cuts) // 2) or None
 
-    def draw(self, pieces: Iterable[Piece]) -> Iterator[Drawn]:
-        """``pieces`` with their lots."""
-        return self._in_spans(pieces) if self.cuts else _draw(pieces)
+    def hashed(self, chunks: Iterable[TextChunk]) -> Iterator[HashedChunk]:
+        """``chunks`` with their documents' hashes; each span of a single document becomes a document."""
+        return self._in_spans(chunks) if self.cuts else _hash_documents(chunks)
 
-    def _in_spans(self, pieces: Iterable[Piece]) -> Iterator[Drawn]:
-        """Each span as a document of its own."""
+    def _in_spans(self, chunks: Iterable[TextChunk]) -> Iterator[HashedChunk]:
         cuts, begin, held_out = list(self.cuts), 0, False
         near = min([_SEARCH_CHARACTERS, *((b - a) // 2 for a, b in zip((0, *cuts), cuts, strict=False))])
-        for piece in pieces:
-            rest = piece
+        for chunk in chunks:
+            rest = chunk
             while cuts and cuts[0] - begin <= len(rest.text):
-                at = _break_before(rest.text, cuts.pop(0) - begin, near)
+                at = _boundary_before(rest.text, cuts.pop(0) - begin, near)
                 size_bytes = min(len(rest.text[:at].encode()), rest.size_bytes)
-                yield Drawn(rest._replace(text=rest.text[:at], last=True, size_bytes=size_bytes), self._lot(held_out))
+                yield HashedChunk(
+                    rest._replace(text=rest.text[:at], last=True, size_bytes=size_bytes), self._span_hash(held_out)
+                )
                 rest = rest._replace(text=rest.text[at:], size_bytes=rest.size_bytes - size_bytes)
                 begin, held_out = begin + at, not held_out
             if rest.text:
-                yield Drawn(rest, self._lot(held_out))
+                yield HashedChunk(rest, self._span_hash(held_out))
             begin += len(rest.text)
 
-    def _lot(self, held_out: bool) -> float:
+    def _span_hash(self, held_out: bool) -> float:
         return 0.0 if held_out else self.threshold
 
 
-def _break_before(text: str, at: int, near: int) -> int:
+def _boundary_before(text: str, at: int, near: int) -> int:
     """The last end of a paragraph, else of a sentence, else of a word, at most ``near`` characters before ``at``."""
     begin = max(at - near, 0)
-    for pattern in _BREAKS:
-        if found := list(pattern.finditer(text, begin, at)):
-            return found[-1].end()
+    for pattern in _BOUNDARIES:
+        if boundaries := list(pattern.finditer(text, begin, at)):
+            return boundaries[-1].end()
     return at
 
 
-def divide(pieces: Iterable[Piece], share: float) -> Division:
-    """How to hold out ``share`` of the documents: at least one, but not all, where there is a choice.
+def choose_holdout(chunks: Iterable[TextChunk], share: float) -> Holdout:
+    """Choose a threshold that holds out ``share`` of the documents: at least one but not all, if possible.
 
-    Reads until both sides have one. Raises :class:`DataError` for no text at all, and for nothing but copies of one.
+    Reads until both splits have a document. Raises :class:`DataError` for no text and for copies of a single text.
     """
     documents = characters = 0
     lowest, highest = 1.0, 0.0
-    for piece, lot in _draw(pieces):
-        documents, characters = documents + piece.last, characters + len(piece.text)
-        lowest, highest = min(lowest, lot), max(highest, lot)
+    for chunk, value in _hash_documents(chunks):
+        documents, characters = documents + chunk.last, characters + len(chunk.text)
+        lowest, highest = min(lowest, value), max(highest, value)
         if share == 0 or lowest < share <= highest:
-            return Division(share)
+            return Holdout(share)
     if not characters:
-        raise DataError("the corpus is empty: its sources hold nothing but white space; add some text")
+        raise DataError("the corpus is empty: its sources have nothing but white space; add some text")
     if documents == 1:
-        shorter = round(characters * min(share, 1 - share))  # what is trained on is in spans as well
-        spans = max(1, min(shorter // SPAN_CHARACTERS, MOST_SPANS))
+        shorter = round(characters * min(share, 1 - share))  # the training text is in spans as well
+        spans = max(1, min(shorter // MIN_SPAN_CHARACTERS, MAX_SPANS))
         bounds = [characters * (span + part) / spans for span in range(spans) for part in (1 - share, 1)]
-        return Division(share, tuple(max(1, min(round(bound), characters - 1)) for bound in bounds[:-1]))
+        return Holdout(share, tuple(max(1, min(round(bound), characters - 1)) for bound in bounds[:-1]))
     if lowest == highest:
         raise DataError(
             f"all {documents} documents are the same text, which cannot be both trained on and held out; "
             "add others, or hold none out (--validation_share 0)"
         )
-    return Division(highest if lowest < share else math.nextafter(lowest, 1))
+    return Holdout(highest if lowest < share else math.nextafter(lowest, 1))
 
 
-def _draw(pieces: Iterable[Piece]) -> Iterator[Drawn]:
-    lot, fresh = 0.0, True
-    for piece in pieces:
-        if fresh:  # a long document's first piece speaks for all of it
-            lot = int.from_bytes(hashlib.blake2b(piece.text.encode(), digest_size=8).digest()) / 2**64
-        yield Drawn(piece, lot)
-        fresh = piece.last
+def _hash_documents(chunks: Iterable[TextChunk]) -> Iterator[HashedChunk]:
+    value, is_first = 0.0, True
+    for chunk in chunks:
+        if is_first:  # a long document is hashed by its first chunk
+            value = int.from_bytes(hashlib.blake2b(chunk.text.encode(), digest_size=8).digest()) / 2**64
+        yield HashedChunk(chunk, value)
+        is_first = chunk.last

@@ -1,14 +1,14 @@
-"""The manifest: what a corpus folder holds, how large it is, and how to tell that it is whole.
+"""The manifest of a corpus folder: its files, sizes and checksums.
 
     corpus/
       manifest.json               this record
       tokenizer/                  tokenizer.json, tokenizer_config.json
-      train-00000.bin ...         token ids, little-endian uint16 or uint32, every shard but the last equally long
-      train.documents.bin         int64: where each document ends in the split's stream of tokens, after its end token
-      train.tasks.bin             uint16: the number of each document's task, where documents have tasks
+      train-00000.bin ...         token ids, little-endian uint16 or uint32, every shard but the last of the same size
+      train.documents.bin         int64: end of each document in the split's stream of tokens, after its end token
+      train.tasks.bin             uint16: each document's task, if documents have tasks
       validation-00000.bin ...    the same
 
-Equal sources and settings give a byte-identical folder: there are no dates or paths in it.
+Equal sources and settings give a byte-identical folder; it contains no dates or paths.
 """
 
 import hashlib
@@ -43,18 +43,18 @@ class Shard(_Record):
 
 
 class SplitRecord(_Record):
-    """The train or the validation part."""
+    """The train or the validation split."""
 
     tokens: int = Count
     documents: int = Count
     documents_sha256: str = Sha256
     tasks_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    """Where documents have tasks."""
+    """None: documents have no tasks."""
     shards: tuple[Shard, ...]
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Sizes and checksums of its files, in plain values."""
+        """Sizes and checksums of its files, as plain values."""
         return {
             "tokens": self.tokens,
             "documents": self.documents,
@@ -67,7 +67,7 @@ class SplitRecord(_Record):
     def _consistent(self) -> Self:
         sizes = [shard.tokens for shard in self.shards]
         if sum(sizes) != self.tokens or len(set(sizes[:-1])) > 1 or sizes[-1:] > sizes[:1] or 0 in sizes:
-            raise ValueError(f"shards of {sizes} tokens do not make {self.tokens}, equal ones and a rest")
+            raise ValueError(f"shards of {sizes} tokens are not equal ones and a rest that add up to {self.tokens}")
         return self
 
 
@@ -79,43 +79,43 @@ class Manifest(_Record):
     dtype: Literal["uint16", "uint32"]
     vocab_size: int = Field(gt=0)
     end_id: int | None = Field(default=None, ge=0)
-    """The token after each document; None: documents were given as tokens."""
+    """The token after each document; None: the data came as tokens."""
     tokenizer_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    """None: the tokens came without a tokenizer."""
+    """None: the data came as tokens without a tokenizer."""
     validation_share: float = Field(ge=0, lt=1)
     spans: int | None = Field(default=None, gt=0)
-    """Of a corpus of one document: how many spans of it are held out, each a document of its own."""
+    """For a corpus of one document: number of held-out spans, each of which is stored as a document."""
     source_bytes: int = Count
     tasks: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """Their names, by number; None: documents have none."""
+    """Names of the tasks, by number; None: documents have no tasks."""
     train: SplitRecord
     validation: SplitRecord
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if any((split.tasks_sha256 is None) != (self.tasks is None) for split in (self.train, self.validation)):
-            raise ValueError("a split's tasks are known and their names are not, or the other way round")
+            raise ValueError("either all splits have tasks and the tasks have names, or neither")
         return self
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Which tokens in which order, in plain values, without a look at the files."""
+        """Identifies the tokens and their order, as plain values, without reading the files."""
         splits = {name: split.fingerprint for name, split in zip(SPLITS, (self.train, self.validation), strict=True)}
         return {"tokenizer": self.tokenizer_sha256, **splits}
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        """How a token lies on disk."""
+        """Type of a token on disk."""
         return np.dtype(self.dtype).newbyteorder("<")
 
     @property
     def tokens(self) -> int:
-        """Tokens in all, end tokens included."""
+        """Tokens of both splits, end tokens included."""
         return self.train.tokens + self.validation.tokens
 
     @property
     def documents(self) -> int:
-        """Documents in all."""
+        """Documents of both splits."""
         return self.train.documents + self.validation.documents
 
     def save(self, folder: Path) -> None:
@@ -124,11 +124,11 @@ class Manifest(_Record):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read ``folder/manifest.json``; raises :class:`DataError` when there is none, or it is not one of ours."""
+        """Read ``folder/manifest.json``; raises :class:`DataError` if there is none or it is invalid."""
         file = folder / MANIFEST
         if folder.is_file():
             raise DataError(
-                f"{folder} is a file, and no corpus yet; make one of it: colonnade corpus {folder} --out "
+                f"{folder} is a file, not a corpus; build a corpus from it: colonnade corpus {folder} --out "
                 f"{folder.with_suffix('')}"
             )
         if not file.is_file():
@@ -141,19 +141,19 @@ class Manifest(_Record):
             raise DataError(f"{file} is not text; build the corpus again") from None
         except ValidationError as report:
             first = report.errors()[0]
-            where = ".".join(str(step) for step in first["loc"]) or "the whole"
+            where = ".".join(str(step) for step in first["loc"]) or "the file"
             raise DataError(
-                f"{file} is not a manifest that this version reads: {where}: {first['msg'].lower()}; "
+                f"{file} is not a manifest that this version supports: {where}: {first['msg'].lower()}; "
                 "build the corpus again"
             ) from None
 
 
 def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """The smaller of the two unsigned integers that hold every id."""
+    """The smallest of the two types that fits every id."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def sha256_of(file: Path) -> str:
+def file_sha256(file: Path) -> str:
     """The SHA-256 of a file's bytes."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

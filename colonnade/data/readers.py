@@ -1,11 +1,12 @@
-"""Documents out of files: text, JSON Lines or Parquet, one after another, never a whole corpus in memory.
+"""Reads documents from text, JSON Lines and Parquet files, one at a time, never a whole corpus in memory.
 
-A document flows as pieces of at most ``PIECE_CHARACTERS``, because a tokenizer's memory is a hundred times its text's.
-Nearly all documents are one piece. A longer one is cut between a letter or digit and the white space after it, where
-GPT-2's pattern and its successors (GPT-4's, Llama 3's) always cut, so that the tokens are the whole document's.
+Documents are read in chunks of at most ``CHUNK_CHARACTERS``, because a tokenizer needs a hundred times the memory of
+its text. Nearly all documents are one chunk. A longer one is cut between a letter or digit and the white space after
+it, where GPT-2's pattern and its successors (GPT-4's, Llama 3's) always split, so the tokens are those of the whole
+document.
 
-A file that is not text is refused with its name and the offset of the first bad byte: a model trained on a mis-decoded
-corpus is found out weeks later.
+A file that is not text is refused with its name and the offset of the first invalid byte; a wrongly decoded corpus
+would be noticed only weeks later, in the trained model.
 """
 
 import codecs
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 from colonnade.errors import DataError
 
-PIECE_CHARACTERS = 1 << 20
+CHUNK_CHARACTERS = 1 << 20
 _READ_BYTES = 1 << 20
 _WORD_END = re.compile(r"(?<=[^\W_])(?=\s)")
 
@@ -26,107 +27,110 @@ Source = Path | str | tuple[str, str]
 """A file, a folder of files, or a document in memory as (name, text)."""
 
 
-class Piece(NamedTuple):
-    """A document, or a part of a long one."""
+class TextChunk(NamedTuple):
+    """A document or a part of a long one."""
 
     text: str
     last: bool
     """Whether the document ends here."""
     size_bytes: int
-    """How much of its source this is: a file's bytes, as near as its format tells."""
+    """Size of the chunk in its source file; approximate for Parquet."""
     task: str | None = None
-    """The task that the document is of, where anybody asks."""
+    """The document's task, if tasks are read."""
 
 
-class Reading(NamedTuple):
-    """How to find documents in files."""
+class ReadOptions(NamedTuple):
+    """How documents are found in files."""
 
     field: str = "text"
-    """The JSONL field or Parquet column that holds the text."""
+    """The JSONL field or Parquet column with the text."""
     separator: str | None = None
-    """What stands between two documents of one text file; None: a text file is one document."""
+    """Separator between the documents of a text file; None: a text file is one document."""
     task_field: str | None = None
-    """The JSONL field or Parquet column that names a document's task."""
+    """The JSONL field or Parquet column with a document's task."""
     tasks: Mapping[Source, str] = MappingProxyType({})
-    """The task of all documents of a source, as :func:`find` returns it."""
+    """The task of all documents of each file that :func:`find_files` returns."""
 
 
-def find(sources: Sequence[Source]) -> list[Source]:
-    """The files of ``sources``, folders replaced by what they hold (by name, hidden files left out).
+def find_files(sources: Sequence[Source]) -> list[Source]:
+    """The files of ``sources``, with each folder replaced by its files, sorted by name and without hidden ones.
 
-    Raises :class:`DataError` for a path that does not exist, and for a folder without a file of a known suffix.
+    Raises :class:`DataError` for a path that does not exist and for a folder without a file of a known suffix.
     """
-    return [found for source in sources for found in ([source] if isinstance(source, tuple) else _files(Path(source)))]
+    return [file for source in sources for file in ([source] if isinstance(source, tuple) else _files_of(Path(source)))]
 
 
-def total_bytes(found: Sequence[Source]) -> int:
-    """Size of what :func:`find` returned."""
-    return sum(len(one[1].encode(errors="replace")) if isinstance(one, tuple) else Path(one).stat().st_size
-               for one in found)  # fmt: skip
+def total_bytes(files: Sequence[Source]) -> int:
+    """Size of the files that :func:`find_files` returned."""
+    return sum(
+        len(file[1].encode(errors="replace")) if isinstance(file, tuple) else Path(file).stat().st_size
+        for file in files
+    )
 
 
-def documents(found: Iterable[Source], how: Reading) -> Iterator[Piece]:
-    """The pieces of all documents in order; documents of nothing but white space are left out.
+def read_documents(files: Iterable[Source], options: ReadOptions) -> Iterator[TextChunk]:
+    """The chunks of all documents, in order; documents of nothing but white space are skipped.
 
-    Raises :class:`DataError` with file and place for whatever is not text, JSON or Parquet, or lacks the field.
+    Raises :class:`DataError`, naming file and line, for a file that is not text, JSON or Parquet or lacks the field.
     """
-    for one in found:
-        pieces, task = _in_memory(*one) if isinstance(one, tuple) else _in_file(Path(one), how), how.tasks.get(one)
-        if how.task_field and isinstance(one, tuple):
-            raise DataError(f"{one[0]} is plain text, which has no field '{how.task_field}'; leave --tasks out")
+    for source in files:
+        chunks = _in_memory(*source) if isinstance(source, tuple) else _in_file(Path(source), options)
+        task = options.tasks.get(source)
+        if options.task_field and isinstance(source, tuple):
+            raise DataError(f"{source[0]} is plain text, which has no field '{options.task_field}'; leave --tasks out")
         try:
-            yield from pieces if task is None else (piece._replace(task=task) for piece in pieces)
+            yield from chunks if task is None else (chunk._replace(task=task) for chunk in chunks)
         except OSError as error:
             raise DataError(f"{error.filename}: {error.strerror}; make it readable, or leave it out") from None
 
 
-def _files(path: Path) -> list[Path]:
+def _files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise DataError(f"{path} does not exist; give text, JSONL or Parquet files, or folders of them")
-    inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
+    inside = sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
     known = [p for p in inside if p.suffix.lower() in _READERS]
     if not known:
-        raise DataError(f"{path} holds no {', '.join(_READERS)} file ({len(inside)} others); name its files instead")
+        raise DataError(f"{path} has no {', '.join(_READERS)} file ({len(inside)} others); name its files instead")
     return known
 
 
-def _hidden(path: Path) -> bool:
+def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def by_source(sources: Sequence[Source]) -> dict[Source, str]:
-    """The task of each file of ``sources``: the source that it is, or that it was found in, as it was named.
+def tasks_by_source(sources: Sequence[Source]) -> dict[Source, str]:
+    """The task of each file of ``sources``: the name of the source that it is or belongs to.
 
-    Raises :class:`DataError` for a file that is in two of them.
+    Raises :class:`DataError` for a file that belongs to two sources.
     """
     tasks: dict[Source, str] = {}
     for source in sources:
         task = source[0] if isinstance(source, tuple) else str(source)
-        for one in find([source]):
-            if tasks.setdefault(one, task) != task:
-                raise DataError(f"{one} is in {tasks[one]} and in {task}, which are to be two tasks; name it once")
+        for file in find_files([source]):
+            if tasks.setdefault(file, task) != task:
+                raise DataError(f"{file} is in {tasks[file]} and in {task}, which are two tasks; name it once")
     return tasks
 
 
-def _in_file(file: Path, how: Reading) -> Iterator[Piece]:
-    return _READERS.get(file.suffix.lower(), _text)(file, how)
+def _in_file(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
+    return _READERS.get(file.suffix.lower(), _read_text)(file, options)
 
 
-def _in_memory(name: str, text: str) -> Iterator[Piece]:
+def _in_memory(name: str, text: str) -> Iterator[TextChunk]:
     _check_characters(text, name)
-    return _cut([text])
+    return _split_chunks([text])
 
 
-def _text(file: Path, how: Reading) -> Iterator[Piece]:
-    if how.task_field:
-        raise DataError(f"{file} is plain text, which has no field '{how.task_field}'; use --tasks source, or JSONL")
-    return _cut(_decoded(file), how.separator)
+def _read_text(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
+    if options.task_field:
+        raise DataError(f"{file} is plain text, which has no field '{options.task_field}'; use --tasks source")
+    return _split_chunks(_decode_utf8(file), options.separator)
 
 
-def _decoded(file: Path) -> Iterator[str]:
-    """The file's characters in chunks; a byte-order mark is left out."""
+def _decode_utf8(file: Path) -> Iterator[str]:
+    """The file's text in chunks, without a byte-order mark."""
     decoder, offset, first = codecs.getincrementaldecoder("utf-8")(), 0, True
     with file.open("rb") as stream:
         while True:
@@ -136,7 +140,7 @@ def _decoded(file: Path) -> Iterator[str]:
             try:
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
-                # The decoder may hold up to 3 bytes of the chunk before, in front of this one.
+                # The decoder may have up to 3 bytes of the previous chunk in front of this one.
                 at = offset + len(chunk) - len(error.object) + error.start
                 raise DataError(
                     f"{file} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset {at}; "
@@ -148,7 +152,7 @@ def _decoded(file: Path) -> Iterator[str]:
             offset, first = offset + len(chunk), False
 
 
-def _jsonl(file: Path, how: Reading) -> Iterator[Piece]:
+def _read_jsonl(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
@@ -157,104 +161,113 @@ def _jsonl(file: Path, how: Reading) -> Iterator[Piece]:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise DataError(f"{place}: not JSON: {error}; a .jsonl file holds one object a line") from None
+                raise DataError(f"{place}: not JSON: {error}; a .jsonl file has one object per line") from None
             if not isinstance(record, dict):
-                raise DataError(f"{place}: {_kind(record)}, not an object; a .jsonl file holds one object a line")
-            if how.field not in record:
-                raise DataError(f"{place}: no field '{how.field}', but {_names(record)}; choose one with --field")
-            if how.task_field and how.task_field not in record:
-                raise DataError(f"{place}: no field '{how.task_field}', but {_names(record)}; choose one with --tasks")
-            task = _task(record[how.task_field], f"{place}: field '{how.task_field}'") if how.task_field else None
-            yield from _whole(record[how.field], f"{place}: field '{how.field}'", len(line), task)
+                raise DataError(f"{place}: {_json_type(record)}, not an object; a .jsonl file has one object per line")
+            if options.field not in record:
+                raise DataError(
+                    f"{place}: no field '{options.field}', but {_quoted_names(record)}; choose one with --field"
+                )
+            if options.task_field and options.task_field not in record:
+                raise DataError(
+                    f"{place}: no field '{options.task_field}', but {_quoted_names(record)}; choose one with --tasks"
+                )
+            task = None
+            if options.task_field:
+                task = _task_name(record[options.task_field], f"{place}: field '{options.task_field}'")
+            yield from _record_chunks(record[options.field], f"{place}: field '{options.field}'", len(line), task)
 
 
-def _parquet(file: Path, how: Reading) -> Iterator[Piece]:
-    import pyarrow  # here, because it takes half a second to import and most corpora are text
+def _read_parquet(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
+    import pyarrow  # takes half a second to import, and most corpora are text
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            names, wanted = table.schema_arrow.names, [how.field, *([how.task_field] if how.task_field else [])]
+            names = table.schema_arrow.names
+            wanted = [options.field, *([options.task_field] if options.task_field else [])]
             for name, flag in zip(wanted, ("field", "tasks"), strict=False):
                 if name not in names:
-                    raise DataError(f"{file}: no column '{name}', but {_names(names)}; choose one with --{flag}")
+                    raise DataError(f"{file}: no column '{name}', but {_quoted_names(names)}; choose one with --{flag}")
             row, row_bytes = 0, file.stat().st_size // max(table.metadata.num_rows, 1)
             for batch in table.iter_batches(batch_size=256, columns=wanted):
-                values = batch.column(how.field).to_pylist()
-                named = batch.column(how.task_field).to_pylist() if how.task_field else [None] * len(values)
+                values = batch.column(options.field).to_pylist()
+                named = batch.column(options.task_field).to_pylist() if options.task_field else [None] * len(values)
                 for value, name in zip(values, named, strict=True):
                     place = f"{file}, row {row}: column"
-                    task = _task(name, f"{place} '{how.task_field}'") if how.task_field else None
-                    yield from _whole(value, f"{place} '{how.field}'", row_bytes, task)
+                    task = _task_name(name, f"{place} '{options.task_field}'") if options.task_field else None
+                    yield from _record_chunks(value, f"{place} '{options.field}'", row_bytes, task)
                     row += 1
     except (pyarrow.ArrowInvalid, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{file} is not a readable Parquet file: {error}; fetch or write it again") from None
 
 
-def _task(value: object, place: str) -> str:
-    """A task by its name, or by a number."""
+def _task_name(value: object, place: str) -> str:
+    """The task as a string; raises :class:`DataError` for anything but a string or an integer."""
     if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise DataError(f"{place} is {_kind(value)}, and a task is a name or a number; mend or leave out this record")
+        raise DataError(
+            f"{place} is {_json_type(value)}, and a task is a name or a number; correct or remove this record"
+        )
     return str(value)
 
 
-def _whole(value: object, place: str, size_bytes: int, task: str | None = None) -> Iterator[Piece]:
-    """One record's document; the last piece carries the record's size in its file."""
+def _record_chunks(value: object, place: str, size_bytes: int, task: str | None = None) -> Iterator[TextChunk]:
+    """The chunks of one record's document; the last one has the record's size in bytes."""
     if not isinstance(value, str):
-        raise DataError(f"{place} is {_kind(value)}, not text; mend or leave out this record")
+        raise DataError(f"{place} is {_json_type(value)}, not text; correct or remove this record")
     _check_characters(value, place)
-    for piece in _cut([value]):
-        yield piece._replace(size_bytes=size_bytes if piece.last else 0, task=task)
+    for chunk in _split_chunks([value]):
+        yield chunk._replace(size_bytes=size_bytes if chunk.last else 0, task=task)
 
 
-def _cut(chunks: Iterable[str], separator: str | None = None) -> Iterator[Piece]:
-    """Documents between separators, long ones in pieces."""
-    rest, inside = "", False  # inside: a piece of the current document is out already
-    spare = len(separator or "")  # so that the start of a separator is never cut from its end
+def _split_chunks(chunks: Iterable[str], separator: str | None = None) -> Iterator[TextChunk]:
+    """Split at the separators into documents, and long documents into chunks."""
+    rest, inside = "", False  # inside: a chunk of the current document was yielded already
+    spare = len(separator or "")  # so that a separator is never cut in two
     for chunk in chunks:
         *whole, rest = (rest + chunk).split(separator) if separator else [rest + chunk]
         for document in whole:
             if inside or document.strip():
-                yield Piece(document, True, len((document + (separator or "")).encode()))
+                yield TextChunk(document, True, len((document + (separator or "")).encode()))
             inside = False
-        while len(rest) > PIECE_CHARACTERS + spare:
-            at = _word_end(rest)
-            yield Piece(rest[:at], False, len(rest[:at].encode()))
+        while len(rest) > CHUNK_CHARACTERS + spare:
+            at = _chunk_end(rest)
+            yield TextChunk(rest[:at], False, len(rest[:at].encode()))
             rest, inside = rest[at:], True
     if inside or rest.strip():
-        yield Piece(rest, True, len(rest.encode()))
+        yield TextChunk(rest, True, len(rest.encode()))
 
 
-def _word_end(text: str) -> int:
-    """The last place to cut at or before ``PIECE_CHARACTERS``; exactly there if no word ends in its last 4096."""
-    near = PIECE_CHARACTERS - min(4096, PIECE_CHARACTERS // 2)
-    ends = [match.start() for match in _WORD_END.finditer(text, near, PIECE_CHARACTERS + 1)]
-    return ends[-1] if ends else PIECE_CHARACTERS
+def _chunk_end(text: str) -> int:
+    """The last word end at or before ``CHUNK_CHARACTERS``, which itself is returned if the 4096 before have none."""
+    near = CHUNK_CHARACTERS - min(4096, CHUNK_CHARACTERS // 2)
+    ends = [match.start() for match in _WORD_END.finditer(text, near, CHUNK_CHARACTERS + 1)]
+    return ends[-1] if ends else CHUNK_CHARACTERS
 
 
 def _check_characters(text: str, place: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{place}: character {error.start} is a lone surrogate, which is not text; mend it") from None
+        raise DataError(f"{place}: character {error.start} is a lone surrogate, which is no text; correct it") from None
 
 
-def _kind(value: object) -> str:
+def _json_type(value: object) -> str:
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list"}
     return names.get(type(value), "an object")
 
 
-def _names(names: Iterable[str]) -> str:
+def _quoted_names(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names) or "none at all"
 
 
-_Reader = Callable[[Path, Reading], Iterator[Piece]]
+_Reader = Callable[[Path, ReadOptions], Iterator[TextChunk]]
 _READERS: dict[str, _Reader] = {
-    ".txt": _text,
-    ".text": _text,
-    ".md": _text,
-    ".jsonl": _jsonl,
-    ".ndjson": _jsonl,
-    ".json": _jsonl,
-    ".parquet": _parquet,
+    ".txt": _read_text,
+    ".text": _read_text,
+    ".md": _read_text,
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".json": _read_jsonl,
+    ".parquet": _read_parquet,
 }

@@ -1,14 +1,14 @@
-"""Kinds of tokens, by their text alone: what experts may come to specialise in (ST-MoE, arXiv 2202.08906, section 7).
+"""Classifies tokens by their text, to see what experts specialise in (ST-MoE, arXiv 2202.08906, section 7).
 
     punctuation    number    name    function word    verb    word    part of a word    white space
 
-Rules and short lists of English, no tagger: a name is a capitalised word within a sentence, a verb one of the commonest
-or one that ends as verbs do. Good enough to see whether an expert takes commas; not to parse with.
+Simple rules and word lists for English, not a tagger: a name is a capitalised word within a sentence; a verb is a
+common verb or has a verb's ending. Enough to see whether an expert processes commas, not enough to parse.
 """
 
 from collections.abc import Sequence
 
-KINDS = ("punctuation", "number", "name", "function word", "verb", "word", "part of a word", "white space")
+TOKEN_CLASSES = ("punctuation", "number", "name", "function word", "verb", "word", "part of a word", "white space")
 
 
 def _words(text: str) -> frozenset[str]:
@@ -37,23 +37,24 @@ _ENDS = ("ing", "ed", "ize", "ise", "ify")
 _SENTENCE_ENDS = frozenset(".!?:\n")
 
 
-def kinds_of(pieces: Sequence[str]) -> list[str]:
-    """The kind of each token of a text, one of :data:`KINDS`; ``pieces`` are the tokens' texts, with their spaces."""
-    kinds: list[str] = []
-    word_before, begins = False, True  # the last piece ended in a letter; a sentence begins
+def classify_tokens(pieces: Sequence[str]) -> list[str]:
+    """The class of each token of a text, from :data:`TOKEN_CLASSES`; ``pieces`` are the tokens as text, with spaces."""
+    "spaces."
+    classes: list[str] = []
+    after_letter, starts_sentence = False, True
     for piece in pieces:
         bare = piece.strip()
-        kinds.append(_kind(bare, joined=word_before and piece[:1].isalpha(), begins=begins))
+        classes.append(_classify(bare, joined=after_letter and piece[:1].isalpha(), starts_sentence=starts_sentence))
         if bare and any(c.isalnum() for c in bare):
-            begins = False
+            starts_sentence = False
         if set(piece) & _SENTENCE_ENDS:
-            begins = True
+            starts_sentence = True
         if piece:
-            word_before = piece[-1].isalpha()
-    return kinds
+            after_letter = piece[-1].isalpha()
+    return classes
 
 
-def _kind(bare: str, *, joined: bool, begins: bool) -> str:
+def _classify(bare: str, *, joined: bool, starts_sentence: bool) -> str:
     if not bare:
         return "white space"
     if not any(c.isalnum() for c in bare):
@@ -65,6 +66,6 @@ def _kind(bare: str, *, joined: bool, begins: bool) -> str:
     lower = bare.lower().strip("'’.,;:!?\"()")
     if lower in _FUNCTION:
         return "function word"
-    if bare[0].isupper() and not begins:
+    if bare[0].isupper() and not starts_sentence:
         return "name"
     return "verb" if lower in _VERBS or (len(lower) > 4 and lower.endswith(_ENDS)) else "word"

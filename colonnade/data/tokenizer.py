@@ -1,10 +1,9 @@
-"""A tokenizer: the arithmetic of Hugging Face ``tokenizers``, and what a model needs to know around it.
+"""The tokenizer: Hugging Face ``tokenizers`` with the BOS and EOS ids and the chat template of a model.
 
-``tokenizer.json`` holds the vocabulary and how text is cut. Around it stand the ids that begin and end a text, and the
-chat template. Hugging Face spreads those over ``tokenizer_config.json``, ``special_tokens_map.json``,
-``generation_config.json`` (all the ids that end a generation, of which the first file knows one) and
-``chat_template.jinja``; we read all of them, and write two: ``tokenizer.json`` and ``tokenizer_config.json``, which
-transformers' ``PreTrainedTokenizerFast`` reads too.
+``tokenizer.json`` has the vocabulary and the rules that split text. The ids that begin and end a text and the chat
+template are spread over ``tokenizer_config.json``, ``special_tokens_map.json``, ``generation_config.json`` (all EOS
+ids; the first file has one) and ``chat_template.jinja``. All are read; only ``tokenizer.json`` and
+``tokenizer_config.json`` are written, which transformers' ``PreTrainedTokenizerFast`` reads too.
 """
 
 import functools
@@ -17,14 +16,13 @@ from typing import Any, Self
 import tokenizers
 
 from colonnade.data.bpe import END, byte_level_bpe, train_bpe
-from colonnade.data.chat_template import ChatTemplate, Message
+from colonnade.data.chat_template import ChatEncoder, ChatTemplate, Message
 from colonnade.data.detokenize import Detokenizer
-from colonnade.data.template_injection import Unforged
 from colonnade.errors import DataError, RequestError
 
-_OURS = "colonnade"  # key of tokenizer_config.json under which we keep ids, which transformers leaves alone
+_CONFIG_KEY = "colonnade"  # our key in tokenizer_config.json for the BOS and EOS ids; transformers ignores it
 
-_BERTS = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
+_BERT_TOKENS = {"unk": "[UNK]", "sep": "[SEP]", "pad": "[PAD]", "cls": "[CLS]", "mask": "[MASK]"}
 
 
 class Tokenizer:
@@ -37,47 +35,37 @@ class Tokenizer:
         eos_ids: Sequence[int] = (),
         chat_template: str | None = None,
     ):
-        core.no_truncation()  # a tokenizer.json may carry its training script's cut and padding
+        core.no_truncation()  # a tokenizer.json may contain its training script's truncation and padding
         core.no_padding()
         self._core = core
         self.bos_id = bos_id
-        """The id that begins a text, or None."""
+        """BOS: the id that begins a text, or None."""
         self.eos_ids = tuple(eos_ids)
-        """The ids that end a generation; the first one ends a document in a corpus."""
+        """EOS: the ids that end a generation; the first one ends a document in a corpus."""
         self.chat_template = chat_template
         """The Jinja source that turns messages into a prompt, or None."""
         added = core.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        """Ids of control tokens, which ``decode`` leaves out."""
+        """Ids of special tokens, which ``decode`` skips."""
         self.vocab_size = max(core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        """Rows an embedding needs: the largest id + 1."""
+        """Rows that an embedding needs: the largest id + 1."""
         for token in (*self.eos_ids, *(() if bos_id is None else (bos_id,))):
             if not 0 <= token < self.vocab_size:
                 raise DataError(f"special token id {token} is outside the vocabulary of {self.vocab_size}; correct it")
 
     @classmethod
-    def from_parts(
-        cls,
-        core: tokenizers.Tokenizer,
-        bos_id: int | None,
-        eos_ids: tuple[int, ...],
-        chat_template: str | None = None,
-    ) -> Self:
-        """A tokenizer from its parts, as a GGUF file holds them."""
-        return cls(core, bos_id, eos_ids, chat_template)
-
-    @classmethod
-    def beside(cls, words: Path | Callable[[], tuple[Any, ...]]) -> Self | None:
-        """The tokenizer that came with a model's weights: in a folder, where it has one, or read as parts."""
-        if callable(words):
-            return cls.from_parts(*words())
-        return cls.from_file(words) if (words / "tokenizer.json").is_file() else None
+    def from_model(cls, source: Path | Callable[[], tuple[Any, ...]]) -> Self | None:
+        """The tokenizer in a model's folder, if any, or from a function that returns this class's arguments."""
+        if callable(source):
+            return cls(*source())
+        return cls.from_file(source) if (source / "tokenizer.json").is_file() else None
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """The tokenizer in a folder (Colonnade's or Hugging Face's), or of one ``tokenizer.json`` and its neighbours.
+        """The tokenizer of a folder (Colonnade's or Hugging Face's), or of a ``tokenizer.json`` and the files beside
+        it.
 
-        Raises :class:`DataError` that names the file when there is none, or when it cannot be read.
+        Raises :class:`DataError`, naming the file, if there is none or it cannot be read.
         """
         path = Path(path)
         folder = path if path.is_dir() else path.parent
@@ -88,40 +76,44 @@ class Tokenizer:
             core = byte_level_bpe(folder / "vocab.json", folder / "merges.txt")
         else:
             raise DataError(f"{file} does not exist; give a tokenizer.json, or a folder that holds one")
-        return cls(core, *_read_surroundings(folder, core))
+        return cls(core, *_read_special_tokens(folder, core))
 
     @classmethod
     def from_bpe_files(cls, vocab: str | Path, merges: str | Path) -> Self:
         """GPT-2's original two files: ``vocab`` (JSON, token to id) and ``merges`` (one pair a line)."""
         core = byte_level_bpe(Path(vocab), Path(merges))
         core.add_special_tokens([END])
-        return cls._between_ends(core)
+        return cls._with_document_end(core)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
-        """Learn a byte-level BPE of at most ``vocab_size`` tokens, control token included (see :mod:`bpe`)."""
-        return cls._between_ends(train_bpe(texts, vocab_size))
+        """Train a byte-level BPE of at most ``vocab_size`` tokens, special token included."""
+        return cls._with_document_end(train_bpe(texts, vocab_size))
 
     @classmethod
-    def _between_ends(cls, core: tokenizers.Tokenizer) -> Self:
-        """As GPT-2 has it: one control token stands between documents, so it begins and it ends a text."""
+    def _with_document_end(cls, core: tokenizers.Tokenizer) -> Self:
+        """As in GPT-2, one special token between documents is both BOS and EOS."""
         end = core.token_to_id(END)
         assert end is not None
         return cls(core, end, (end,))
 
     def save(self, folder: str | Path) -> None:
-        """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``, which is made if need be."""
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``, which is created if necessary."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        token = self._core.id_to_token
+        to_token = self._core.id_to_token
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": None if self.bos_id is None else token(self.bos_id),
-            "eos_token": token(self.eos_ids[0]) if self.eos_ids else None,
+            "bos_token": None if self.bos_id is None else to_token(self.bos_id),
+            "eos_token": to_token(self.eos_ids[0]) if self.eos_ids else None,
             "clean_up_tokenization_spaces": False,
-            **{f"{name}_token": spelt for name, spelt in _BERTS.items() if self.token_id(spelt) in self.special_ids},
+            **{
+                f"{name}_token": token
+                for name, token in _BERT_TOKENS.items()
+                if self.token_id(token) in self.special_ids
+            },
             "chat_template": self.chat_template,
-            _OURS: {"bos_id": self.bos_id, "eos_ids": list(self.eos_ids)},
+            _CONFIG_KEY: {"bos_id": self.bos_id, "eos_ids": list(self.eos_ids)},
         }
         (folder / "tokenizer.json").write_text(self._json, encoding="utf-8")
         present = {key: value for key, value in config.items() if value is not None}
@@ -129,50 +121,50 @@ class Tokenizer:
 
     @property
     def size_bytes(self) -> int:
-        """What the files that :meth:`save` writes take at most."""
+        """Upper bound of the size of the files that :meth:`save` writes."""
         return len(self._json.encode()) + 8 * len(self.chat_template or "") + 4096
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the ``tokenizer.json`` that :meth:`save` writes: equal ones cut text equally."""
+        """SHA-256 of the ``tokenizer.json`` that :meth:`save` writes; equal fingerprints tokenise equally."""
         return hashlib.sha256(self._json.encode()).hexdigest()
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """The ids of ``text``; ``special`` lets the tokenizer add what it begins or ends every text with (BOS).
+        """The ids of ``text``; ``special`` adds the tokens that begin or end every text (BOS).
 
-        Control tokens written out in the text become their ids, as chat templates need. Raises :class:`RequestError`
-        for a lone surrogate, which is no character.
+        Special tokens spelled in the text become their ids, as chat templates need. Raises :class:`RequestError` for a
+        lone surrogate, which is no character.
         """
         try:
             return self._core.encode(text, add_special_tokens=special).ids
         except TypeError:
-            raise _not_text(text) from None
+            raise _surrogate_error(text) from None
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """(ids, segments) of two texts with what the tokenizer puts around them: BERT's pairs."""
+        """(ids, segments) of a pair of texts with the special tokens around them, for BERT."""
         try:
             encoding = self._core.encode(first, second)
         except TypeError:
-            raise _not_text(first + second) from None
+            raise _surrogate_error(first + second) from None
         return encoding.ids, encoding.type_ids
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of many texts, in parallel on all cores, with nothing added.
+        """The ids of many texts, in parallel on all cores, without added tokens.
 
-        Here a control token that is written out stays text: a page which quotes ``<|endoftext|>`` has not ended.
+        A special token spelled in a text stays text: a page that quotes ``<|endoftext|>`` does not end there.
         """
         return [encoding.ids for encoding in self._literal.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of ``ids``, without control tokens unless asked; bytes that are not UTF-8 become U+FFFD."""
+        """The text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
         return self._core.decode(ids, skip_special_tokens=skip_special)
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of one id (``Ġthe``), or None outside it."""
+        """The vocabulary's spelling of an id (``Ġthe``), or None if there is no such id."""
         return self._core.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
-        """The id of one token in that spelling, or None."""
+        """The id of a token in the vocabulary's spelling, or None."""
         return self._core.token_to_id(token)
 
     def detokenizer(self, skip_special: bool = True) -> Detokenizer:
@@ -190,32 +182,32 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt of a conversation: encode it with ``special=False``, for it holds its own control tokens, and
-        whatever people spell like one becomes one; :meth:`encode_chat` is for people who are not to be trusted.
+        """The prompt of a conversation, to be encoded with ``special=False``, since it has its own special tokens.
 
-        ``variables`` are whatever else the template reads (``enable_thinking``). Raises :class:`RequestError` when
-        the model has no template, or when its template refuses the messages.
+        Special tokens spelled in a message become special tokens; use :meth:`encode_chat` for untrusted messages.
+        ``variables`` are passed to the template (``enable_thinking``). Raises :class:`RequestError` if the model has no
+        template or its template refuses the messages.
         """
         if self._chat is None:
             raise RequestError("this model has no chat template; use text completion instead", param="messages")
-        named = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0] if self.eos_ids else None}
-        tokens = {name: self._core.id_to_token(i) for name, i in named.items() if i is not None}
-        given = {"tools": tools, "add_generation_prompt": add_generation_prompt}
-        return self._chat.render(messages, **given | tokens | variables)
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0] if self.eos_ids else None}
+        tokens = {name: self._core.id_to_token(i) for name, i in ids.items() if i is not None}
+        arguments = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        return self._chat.render(messages, **arguments | tokens | variables)
 
     def encode_chat(self, messages: list[Message]) -> list[int]:
-        """The ids of :meth:`chat`, in which what people said is text, also where it spells a control token.
+        """The ids of :meth:`chat`, where special tokens spelled in a message stay text.
 
         Raises what :meth:`chat` raises, and :class:`RequestError` for a lone surrogate.
         """
         try:
-            return self._unforged.encode(messages, self.chat)
+            return self._chat_encoder.encode(messages, self.chat)
         except TypeError:
-            raise _not_text(self.chat(messages)) from None
+            raise _surrogate_error(self.chat(messages)) from None
 
     @functools.cached_property
-    def _unforged(self) -> Unforged:
-        return Unforged(self._core, lambda: self._literal, self.special_ids)
+    def _chat_encoder(self) -> ChatEncoder:
+        return ChatEncoder(self._core, lambda: self._literal, self.special_ids)
 
     @functools.cached_property
     def _chat(self) -> ChatTemplate | None:
@@ -227,21 +219,21 @@ class Tokenizer:
 
     @functools.cached_property
     def _literal(self) -> tokenizers.Tokenizer:
-        """A copy that reads control tokens as text: the switch is the object's, and threads share the first one."""
+        """A copy that encodes special tokens as text; the switch belongs to the object, which threads share."""
         copy = tokenizers.Tokenizer.from_str(self._json)
         copy.encode_special_tokens = True
         return copy
 
     @functools.cached_property
     def _byte_ids(self) -> frozenset[int]:
-        """SentencePiece's byte tokens, when the decoder turns them into bytes."""
+        """SentencePiece's byte tokens, if the decoder converts them to bytes."""
         if '"ByteFallback"' not in json.dumps(json.loads(self._json).get("decoder")):
             return frozenset()
         ids = (self._core.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         return frozenset(i for i in ids if i is not None)
 
 
-def _not_text(text: str) -> RequestError:
+def _surrogate_error(text: str) -> RequestError:
     at = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), 0)
     return RequestError(f"character {at} is a lone surrogate, which is not text; remove it", param="prompt")
 
@@ -249,29 +241,29 @@ def _not_text(text: str) -> RequestError:
 def _read_core(file: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001 - the library raises plain Exception, whatever is wrong
+    except Exception as error:  # noqa: BLE001 - the library raises a plain Exception for any error
         raise DataError(f"{file} is not a tokenizer.json: {error}; fetch or save it again") from None
 
 
-def _read_surroundings(folder: Path, core: tokenizers.Tokenizer) -> tuple[int | None, tuple[int, ...], str | None]:
-    """(bos_id, eos_ids, chat_template) from the files that stand beside ``tokenizer.json``."""
+def _read_special_tokens(folder: Path, core: tokenizers.Tokenizer) -> tuple[int | None, tuple[int, ...], str | None]:
+    """(bos_id, eos_ids, chat_template) from the files beside ``tokenizer.json``."""
     config = _read_json(folder / "tokenizer_config.json")
-    named = _read_json(folder / "special_tokens_map.json") | config
+    tokens = _read_json(folder / "special_tokens_map.json") | config
     generation = _read_json(folder / "generation_config.json")
-    ours = config.get(_OURS, {})
+    saved = config.get(_CONFIG_KEY, {})
 
-    # BERT's tokenizers name no beginning and no end, but what stands there.
-    bos_id = ours.get("bos_id", _id_of(named.get("bos_token") or named.get("cls_token"), core))
+    # BERT's tokenizers have [CLS] and [SEP] in place of BOS and EOS.
+    bos_id = saved.get("bos_id", _id_of(tokens.get("bos_token") or tokens.get("cls_token"), core))
     bos_id = generation.get("bos_token_id") if bos_id is None else bos_id
     ends = [
-        *ours.get("eos_ids", [_id_of(named.get("eos_token") or named.get("sep_token"), core)]),
+        *saved.get("eos_ids", [_id_of(tokens.get("eos_token") or tokens.get("sep_token"), core)]),
         *_as_list(generation.get("eos_token_id")),
     ]
     eos_ids = tuple(dict.fromkeys(end for end in ends if end is not None))
 
     jinja = folder / "chat_template.jinja"
     template = jinja.read_text("utf-8") if jinja.is_file() else config.get("chat_template")
-    if isinstance(template, list):  # several named ones, as in Command R: the default is for plain conversations
+    if isinstance(template, list):  # several templates, as in Command R: the default one is for plain conversations
         template = next((one["template"] for one in template if one["name"] == "default"), None)
     return bos_id, eos_ids, template
 
@@ -286,7 +278,7 @@ def _as_list(value: int | list[int] | None) -> list[int]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The object in ``file``; an absent file is an empty one."""
+    """The JSON object in ``file``; {} if there is no file."""
     if not file.is_file():
         return {}
     try:
@@ -294,5 +286,5 @@ def _read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{file} is not JSON: {error}; fetch it again") from None
     if not isinstance(value, dict):
-        raise DataError(f"{file} holds {type(value).__name__}, not a JSON object; fetch it again")
+        raise DataError(f"{file} contains {type(value).__name__}, not a JSON object; fetch it again")
     return value

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from colonnade.data.token_classes import kinds_of
+from colonnade.data.token_classes import classify_tokens
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import RequestError
 from colonnade.model.moe.expert_specialization import Specialization, examples, recorded, specializations
@@ -43,7 +43,7 @@ def follow(model: Transformer, tokenizer: Tokenizer, tokens: Sequence[int], cont
     with recorded(model) as ids:
         found = score(model, list(tokens), context=context)
     pieces = [tokenizer.decode([token]) for token in tokens[:-1]]  # the last one is predicted and not read
-    layers = specializations(ids, kinds_of(pieces), moe.experts)
+    layers = specializations(ids, classify_tokens(pieces), moe.experts)
     return Routed(found, layers, {layer: examples(ids_TA, pieces, moe.experts) for layer, ids_TA in ids.items()})
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from colonnade.config import Cache, ModelConfig
+from colonnade.config import CacheFormat, ModelConfig
 from colonnade.kernels.attention import cache_write
 from colonnade.kernels.registry import choose
 from colonnade.parallel.axis import SOLO_AXES, Axes
@@ -79,7 +79,7 @@ class KVCache:
         page_tokens: int = 16,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        kind: Cache = "stored",
+        kind: CacheFormat = "stored",
     ):
         assert kind != "int8" or config.latent, "int8 needs the scales that latents have"
         self.pages, self.page_tokens = pages, page_tokens
@@ -101,7 +101,7 @@ class KVCache:
 
     @staticmethod
     def bytes_per_page(
-        config: ModelConfig, axes: Axes, page_tokens: int, dtype: torch.dtype, kind: Cache = "stored"
+        config: ModelConfig, axes: Axes, page_tokens: int, dtype: torch.dtype, kind: CacheFormat = "stored"
     ) -> int:
         """Memory of one page over all layers on one rank [bytes]."""
         heads, width = _head_shape(config, axes)

@@ -201,7 +201,7 @@ class Transformer(nn.Module):
         normed_tD: Tensor = self.norm(x_tD)
         if stream.routing is not None and self.config.moe is not None:
             moe = stream.routing.moe or self.config.moe
-            layers = moe.layers_among(self.config.layers)
+            layers = moe.count_expert_layers(self.config.layers)
             normed_tD = attach_pooled(normed_tD, stream.routing, moe, layers, self.axes.grid.tokens)
         return head(normed_tD, T, self.output)
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from colonnade.config import ModelConfig, Plan, WeightGroup, Weights, size
+from colonnade.config import ModelConfig, Plan, WeightFormat, WeightGroup, format_bytes
 from colonnade.config.feature_checks import check_quantised
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.model.moe.expert_offload import device_bytes
@@ -25,7 +25,7 @@ class WeightMemory:
     plan: Plan = Plan()
     resident: int | None = None
     """Layers whose experts are on the device; those of the others are in host memory."""
-    weights: Weights = "stored"
+    weights: WeightFormat = "stored"
     group: WeightGroup = 64
     beside: int = 0
     """What must be held on the device at the same time [bytes]."""
@@ -63,14 +63,14 @@ class WeightMemory:
         host_short = on_device <= free and on_host > host
         short, there, where = (on_host, host, "host") if host_short else (on_device, free, self.device.type)
         remedies = [
-            f"{flags} ({size(other.bytes()[0])})"
+            f"{flags} ({format_bytes(other.bytes()[0])})"
             for flags, other in self._others()
             if other.fits(free, host) and other.bytes()[host_short] < short
         ]
         enough = f"enough would be: {', '.join(remedies)}" if remedies else "use a smaller model, or a larger machine"
         return CapacityError(
-            f"{source} does not fit: it takes {size(short)} of a rank's memory ({where}), and {size(there)} is "
-            f"free; nothing was read; {enough}"
+            f"{source} does not fit: it takes {format_bytes(short)} of a rank's memory ({where}), and "
+            f"{format_bytes(there)} is free; nothing was read; {enough}"
         )
 
     def _others(self) -> list[tuple[str, "WeightMemory"]]:
@@ -79,15 +79,15 @@ class WeightMemory:
         if self.dtype.itemsize > 2:
             found.append(("--dtype bfloat16", replace(self, dtype=torch.bfloat16)))
         if self.weights == "stored" and not self.beside:
-            kinds: tuple[Weights, ...] = ("int8", "int4")
+            kinds: tuple[WeightFormat, ...] = ("int8", "int4")
             found += [(f"--serve.weights {kind} of generate and serve", replace(self, weights=kind)) for kind in kinds]
         if self.device.type == "cuda":  # ranks of one CPU host share its memory, and so do its waiting experts
             if self.config.moe is not None and self.resident is None and self.config.expert_layers > 2:
                 found.append(("--experts.resident 2", replace(self, resident=2)))
             for tp in (2, 4, 8):
-                flags, plan = f"--plan.tp {tp}", self.plan.but(tp=max(tp, self.plan.tp), ep=1, sh=1)
+                flags, plan = f"--plan.tp {tp}", self.plan.replace(tp=max(tp, self.plan.tp), ep=1, sh=1)
                 if self.config.moe is not None:
-                    flags, plan = f"{flags} --plan.ep {tp}", plan.but(ep=plan.tp)
+                    flags, plan = f"{flags} --plan.ep {tp}", plan.replace(ep=plan.tp)
                 if tp > self.plan.tp:
                     found.append((f"{flags} on as many GPUs", replace(self, plan=plan)))
         return [(flags, other) for flags, other in found if other.possible]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from colonnade.config import ModelConfig, Weights
+from colonnade.config import ModelConfig, WeightFormat
 from colonnade.kernels.linear.quantise import Kind, stored_bytes
 from colonnade.model.linear import Linear
 from colonnade.model.moe.expert_offload import plain_bytes
@@ -107,7 +107,7 @@ def matrices(shape: nn.Module) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def kept_bytes(shape: nn.Module, weights: Weights, group: int) -> int:
+def kept_bytes(shape: nn.Module, weights: WeightFormat, group: int) -> int:
     """Memory of a model's weights, or of a part's, if they were kept so [bytes]; it may be on the meta device."""
     if weights == "stored":
         return plain_bytes(shape)

@@ -101,7 +101,7 @@ class MoE(nn.Module):
         noisy = self.training and draws(self.moe)
         if noisy or self.moe.capacity is not None:  # these depend on a token's number among those of all ranks
             index_T = index_T + sum(batch.list_(T, x.device)[: batch.rank])
-        if units is None and self.moe.by_sequence:
+        if units is None and self.moe.needs_sequences:
             units = self._sequences(x)
         noise = None
         if noisy:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from colonnade.config import Plan, count
+from colonnade.config import Plan, plural
 from colonnade.config.model import divisors
 from colonnade.errors import PlanError
 from colonnade.parallel.axis import SOLO, Axes, Axis, Grid, group_name, world_axis
@@ -88,7 +88,7 @@ class DistributedContext:
 
     def stages(self, layers: int) -> list[tuple[int, range]]:
         """(number, blocks) of each pipeline stage on this rank; one process has them all in one."""
-        spans = self.plan.spans(layers)
+        spans = self.plan.stage_layers(layers)
         return [(s, spans[s]) for s in range(self.axes.pp.rank, len(spans), self.plan.pp)]
 
     @property
@@ -162,7 +162,7 @@ def _stand(plan: Plan, kind: str, timeout: datetime.timedelta) -> tuple[Distribu
     order = torch.arange(plan.world).view(plan.pp, plan.replicate, plan.dp, plan.cp, plan.tp)
     ranks = order.flatten(2, 3).permute(0, 3, 1, 2)
     mesh = DeviceMesh(kind, ranks, mesh_dim_names=("pp", "tp", "replicate", "shard"))
-    experts = order.view(plan.pp, plan.copies, plan.ep, plan.sh)
+    experts = order.view(plan.pp, plan.expert_replicas, plan.ep, plan.sh)
     expert_mesh = None
     if plan.ep * plan.sh > 1:
         expert_mesh = DeviceMesh(kind, experts, mesh_dim_names=("pp", "copies", "ep", "sh"))
@@ -278,6 +278,6 @@ def choose_device(plan: Plan, device: str) -> str:
         return "cuda" if gpus >= local else "cpu"
     if device == "cuda" and gpus < local:
         raise PlanError(
-            f"the plan puts {count(local, 'rank')} on this machine, which has {count(gpus, 'GPU')}; use --device cpu"
+            f"the plan puts {plural(local, 'rank')} on this machine, which has {plural(gpus, 'GPU')}; use --device cpu"
         )
     return device

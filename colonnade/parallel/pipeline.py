@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.config.plan import SEVERAL, Plan
+from colonnade.config.plan import MULTI_STAGE_SCHEDULES, Plan
 from colonnade.errors import PlanError
 from colonnade.parallel import collectives
 from colonnade.parallel.axis import Axis
@@ -101,7 +101,7 @@ class Pipeline:
     def __init__(self, stages: Sequence[Stage], plan: Plan, axis: Axis, device: torch.device):
         check_schedule(plan)
         self.stages, self.plan, self.axis, self.device = stages, plan, axis, device
-        self.total = plan.all_stages
+        self.total = plan.total_stages
         self._schedules: dict[object, Any] = {}
 
     def step(self, count: int, examples: Sequence[Tensor]) -> None:
@@ -138,7 +138,7 @@ class Pipeline:
         group = collectives.group_of(self.axis.group)
         made = [self._stage(stage, examples, group) for stage in self.stages]
         schedule = getattr(pipelining, SCHEDULES[self.plan.schedule])
-        held = made if self.plan.schedule in SEVERAL else made[0]
+        held = made if self.plan.schedule in MULTI_STAGE_SCHEDULES else made[0]
         return schedule(held, count, loss_fn=lambda loss, _: loss.sum(), scale_grads=False)  # type: ignore[arg-type]
 
     def _stage(self, stage: Stage, examples: Sequence[Tensor], group: dist.ProcessGroup) -> "PipelineStage":

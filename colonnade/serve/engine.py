@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from colonnade.config import ServeConfig
-from colonnade.config.experts import check_generates
+from colonnade.config.expert_overrides import check_generates
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import RequestError
 from colonnade.model import Transformer

@@ -48,7 +48,7 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
     pages = pages_of(model.config, model.axes, config, weight.dtype)
     held = sum(x.nbytes for x in tensors_of(model) if x.device == weight.device)
     asked = Asked(
-        model.config, config.but(weights=kind_of(model) or "stored"), weight.dtype, weight.device,
+        model.config, config.replace(weights=kind_of(model) or "stored"), weight.dtype, weight.device,
         tp=model.axes.tp.size, cp=model.axes.cp.size, ep=model.axes.grid.ep.size, sh=model.axes.grid.sh.size,
         weights=held,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from colonnade.config import Plan, size
+from colonnade.config import Plan, format_bytes
 from colonnade.config.feature_checks import check_quantised as check_weights
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.model import Transformer
@@ -40,7 +40,7 @@ class _Remedy:
 
     def of(self, asked: Asked) -> Asked:
         """``asked`` with them."""
-        return asked.but(serve=asked.serve.but(**self.serve), **self.rest)
+        return asked.replace(serve=asked.serve.replace(**self.serve), **self.rest)
 
     @property
     def names(self) -> set[str]:
@@ -72,17 +72,17 @@ def told(asked: Asked, needs: Needs, there: int) -> str:
     if found:
         lines.append("what would help, and what it would save:")
         for flags, saves, note in found:
-            lines.append(f"  {flags:<30}{size(saves):>12}  ({note}, {_left(needs, saves, there)})")
+            lines.append(f"  {flags:<30}{format_bytes(saves):>12}  ({note}, {_left(needs, saves, there)})")
         if needs.total - found[0][1] > there and (several := together(asked, needs, there)):
             flags, saves, tokens = several
             what = f"a cache of {tokens} tokens, {_left(needs, saves, there)}"
-            lines.append(f"together:\n  {' '.join(flags)}  {size(saves)}  ({what})")
+            lines.append(f"together:\n  {' '.join(flags)}  {format_bytes(saves)}  ({what})")
     return "\n".join(lines)
 
 
 def _left(needs: Needs, saves: int, there: int) -> str:
     over = needs.total - saves - there
-    return "enough" if over <= 0 else f"{size(over)} still too much"
+    return "enough" if over <= 0 else f"{format_bytes(over)} still too much"
 
 
 def remedies(asked: Asked, needs: Needs, there: int, number: int = 5) -> list[tuple[str, int, str]]:
@@ -125,7 +125,7 @@ def together(asked: Asked, needs: Needs, there: int) -> tuple[list[str], int, in
 
 def _with(asked: Asked, remedies: list[_Remedy]) -> Asked:
     """``asked`` with all of them, and its weights reckoned."""
-    return functools.reduce(lambda at, remedy: remedy.of(at), remedies, asked.but())
+    return functools.reduce(lambda at, remedy: remedy.of(at), remedies, asked.replace())
 
 
 def _found(asked: Asked, needs: Needs, there: int) -> list[tuple[_Remedy, int]]:
@@ -141,7 +141,7 @@ def _found(asked: Asked, needs: Needs, there: int) -> list[tuple[_Remedy, int]]:
 
 def _anew(asked: Asked, needs: Needs) -> Needs:
     """``needs``, but of weights that are there already what they would be reckoned to take."""
-    return needs if asked.weights is None else asked.but().needs()
+    return needs if asked.weights is None else asked.replace().needs()
 
 
 def _needs(asked: Asked) -> Needs | None:

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 
 import torch
 
-from colonnade.config import ModelConfig, ServeConfig, size
+from colonnade.config import ModelConfig, ServeConfig, format_bytes
 from colonnade.kernels.linear.reference import BAND
 from colonnade.model import KVCache, Transformer
 from colonnade.model.moe.expert_offload import device_bytes
@@ -51,8 +51,8 @@ class Needs:
             "weights": self.weights, "key/value cache": self.cache, "graphs": self.graphs,
             "activations": self.activations, "asked for": self.total,
         }  # fmt: skip
-        lines = [f"  {what:<18}{size(n):>12}  {_share(n / max(there, 1)):>7}" for what, n in rows.items()]
-        return "\n".join([*lines, f"  {'there is':<18}{size(there):>12}"])
+        lines = [f"  {what:<18}{format_bytes(n):>12}  {_share(n / max(there, 1)):>7}" for what, n in rows.items()]
+        return "\n".join([*lines, f"  {'there is':<18}{format_bytes(there):>12}"])
 
 
 def _share(part: float) -> str:
@@ -146,7 +146,7 @@ class Asked:
         ]  # fmt: skip
         return max(sizes) * self.dtype.itemsize if on_gpu else min(max(sizes), BAND) * 16
 
-    def but(self, **changes: object) -> "Asked":
+    def replace(self, **changes: object) -> "Asked":
         """The same with some of it changed; its weights reckoned anew."""
         return replace(self, **{"weights": None, **changes})  # type: ignore[arg-type]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from colonnade.config import shown
+from colonnade.config import short_repr
 from colonnade.errors import RequestError
 from colonnade.serve.sampling_params import SamplingParams
 
@@ -26,12 +26,12 @@ def token_ids(tokens: object, vocab_size: int, what: str, allowed: str = "token 
     """
     each = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # type: ignore[union-attr]
     if isinstance(each, str | bytes) or not isinstance(each, Iterable):
-        raise RequestError(f"{what} is {shown(tokens)}; give {allowed}", param="prompt")
+        raise RequestError(f"{what} is {short_repr(tokens)}; give {allowed}", param="prompt")
     each = tuple(each)
     try:
         ids = tuple(map(operator.index, each))
     except TypeError:
-        raise RequestError(f"{what} is {shown(tokens)}; give {allowed}", param="prompt") from None
+        raise RequestError(f"{what} is {short_repr(tokens)}; give {allowed}", param="prompt") from None
     if not ids:
         raise RequestError(f"{what} is empty; give at least one token", param="prompt")
     check_vocabulary(ids, vocab_size, "prompt")
@@ -56,7 +56,7 @@ def several(prompts: object) -> list[Prompt]:
         if not any(isinstance(one, Integral) for one in each):
             return each
     raise RequestError(
-        f"prompts is {shown(prompts)}; give a list of prompts, each a text or a list of token ids: generate([…])",
+        f"prompts is {short_repr(prompts)}; give a list of prompts, each a text or a list of token ids: generate([…])",
         param="prompt",
     )
 
@@ -83,7 +83,7 @@ def checked(params: object) -> SamplingParams:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
         like = "SamplingParams(**params)" if isinstance(params, dict) else "SamplingParams(…)"
-        raise RequestError(f"params is {shown(params)}; give {like}", param="params")
+        raise RequestError(f"params is {short_repr(params)}; give {like}", param="params")
     return params
 
 

@@ -92,4 +92,4 @@ def resolve_config(serve: ServeConfig, site: Site) -> ServeConfig:
         fixed = on_gpu and site.obstacle is None and site.each_alone
     page, budget = serve.page_tokens or (64 if on_gpu else 16), serve.token_budget or (2048 if on_gpu else 512)
     ahead = on_gpu if ahead is None else ahead
-    return serve.but(page_tokens=page, token_budget=budget, run_ahead=ahead, fixed_steps=fixed)
+    return serve.replace(page_tokens=page, token_budget=budget, run_ahead=ahead, fixed_steps=fixed)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, NamedTuple, Self
 
-from colonnade.config import nearest
+from colonnade.config import did_you_mean
 from colonnade.errors import RequestError
 
 MAX_STOPS = 64
@@ -69,7 +69,7 @@ class SamplingParams:
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
-                raise RequestError(f"unknown parameter '{name}'{nearest(name, known)}", param=name)
+                raise RequestError(f"unknown parameter '{name}'{did_you_mean(name, known)}", param=name)
         return cls(**given)
 
     @property

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator
 import uvicorn
 
 from colonnade.config import Plan, ServeConfig
-from colonnade.config.base import count
+from colonnade.config.base import plural
 from colonnade.errors import ConfigError, Interrupted, PlanError
 from colonnade.serve.api.middleware import ACCESS_LOG
 from colonnade.serve.api.routes import build_app
@@ -154,7 +154,8 @@ def _farewell(under_way: int, drain_s: float) -> str:
     if not under_way:
         return "stopping"
     return (
-        f"stopping: {count(under_way, 'request')} {'has' if under_way == 1 else 'have'} {drain_s:g} s; again to end now"
+        f"stopping: {plural(under_way, 'request')} {'has' if under_way == 1 else 'have'} {drain_s:g} s; again to "
+        "end now"
     )
 
 

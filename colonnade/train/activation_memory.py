@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from colonnade.config import ModelConfig, TrainConfig, size
+from colonnade.config import ModelConfig, TrainConfig, format_bytes
 from colonnade.data import Batch
 from colonnade.errors import CapacityError
 from colonnade.model import Transformer
@@ -50,9 +50,9 @@ class Choice:
         L, each = len(self.kinds), self.block_bytes
         counts = ", ".join(f"{self.kinds.count(kind)} {kind}" for kind in KINDS if kind in self.kinds)
         return (
-            f"recompute in {L} blocks: {counts}; they keep {size(self.kept_bytes)} of the {size(self.allowed_bytes)} "
-            f"allowed for a micro-batch ({size(L * each['none'])} if nothing were computed again, "
-            f"{size(L * each['full'])} if everything)"
+            f"recompute in {L} blocks: {counts}; they keep {format_bytes(self.kept_bytes)} of the "
+            f"{format_bytes(self.allowed_bytes)} allowed for a micro-batch ({format_bytes(L * each['none'])} if "
+            f"nothing were computed again, {format_bytes(L * each['full'])} if everything)"
         )
 
 
@@ -70,9 +70,9 @@ def choose_kinds(block_bytes: dict[Kind, int], blocks: int, allowed_bytes: int) 
     over = blocks * middle_bytes - allowed_bytes
     if over > blocks * (middle_bytes - full):
         raise CapacityError(
-            f"{blocks} blocks keep {size(blocks * full)} for a micro-batch even when all is computed again, and "
-            f"train.activation_bytes allows {size(allowed_bytes)}; set it to at least {blocks * full}, or lower "
-            "train.micro_batch"
+            f"{blocks} blocks keep {format_bytes(blocks * full)} for a micro-batch even when all is computed again, "
+            f"and train.activation_bytes allows {format_bytes(allowed_bytes)}; set it to at least {blocks * full}, or "
+            "lower train.micro_batch"
         )
     few = -(-over // (middle_bytes - full))
     return _first("full", few, middle, blocks)
@@ -117,7 +117,7 @@ def weigh(
     """
     found: list[int] = []
     for kind in KINDS:
-        one, two = (_kept(make(config.but(layers=layers)), kind, run) for layers in (1, 2))
+        one, two = (_kept(make(config.replace(layers=layers)), kind, run) for layers in (1, 2))
         found.append(two - one)
     largest = world.max_(torch.tensor(found)).tolist()
     return dict(zip(KINDS, largest, strict=True))

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any, Protocol
 
 from colonnade.config import DataConfig, RunConfig
-from colonnade.data import Corpus, Loader, Pairs, Pieces, Tokenizer
+from colonnade.data import Corpus, Loader, MaskingVocabulary, SentencePairs, Tokenizer
 from colonnade.data.manifest import SPLITS
 from colonnade.errors import ConfigError, DataError
 
@@ -105,7 +105,9 @@ class CorpusFeed:
 
         def loader(split: str) -> Loader:
             part, t = self.corpus.split(split), run.train
-            objective = None if run.model.causal else Pairs(part, run.data, Pieces.of(self.corpus.tokenizer))
+            objective = (
+                None if run.model.causal else SentencePairs(part, run.data, MaskingVocabulary.of(self.corpus.tokenizer))
+            )
             return Loader(part, run.data, t.batch, t.micro_batch, rank, ranks, objective)
 
         self.samples = loader("train")

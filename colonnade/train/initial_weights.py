@@ -46,7 +46,7 @@ def begin(model: Transformer, run: RunConfig, ground: DistributedContext, held: 
         return
     # The model with the other top is read beside ours, which takes this rank's share of the weights once more.
     kept = next(iter((held.local | held.frozen).values())).dtype
-    config, spans = it.config.but(tied=run.model.tied), [span for _, span in ground.stages(run.model.layers)]
+    config, spans = it.config.replace(tied=run.model.tied), [span for _, span in ground.stages(run.model.layers)]
     theirs = Transformer(config, ground.axes, spans=spans, device=ground.device, dtype=kept)
     it.fill(theirs, ground, in_place)
     found, shapes, wanted = dict(_tensors(theirs)), theirs.whole_shapes(), model.whole_shapes()
@@ -138,7 +138,7 @@ def _same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> None:
             "OUT"
         )
     new_top = _new_top(theirs, ours)
-    other = differences(theirs, ours, leave=(*FREE, "tied") if new_top else FREE)
+    other = differences(theirs, ours, ignore=(*FREE, "tied") if new_top else FREE)
     if not other:
         shapes, wanted = (dict(Transformer(config, device="meta").whole_shapes()) for config in (theirs, ours))
         names = {
@@ -159,7 +159,7 @@ def _said(shape: torch.Size | None) -> str:
 
 
 def _same_tokens(it: OpenedModel, run: RunConfig, corpus: Corpus) -> None:
-    theirs = Tokenizer.beside(it.words)
+    theirs = Tokenizer.from_model(it.words)
     corpus = Corpus(run.data.path)
     if (
         theirs is None or not corpus.has_tokenizer

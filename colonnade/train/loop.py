@@ -41,8 +41,8 @@ def check_settings(run: RunConfig) -> None:
     check_schedule(run.plan)
     if run.model.moe is not None:
         rule(run.model.moe)
-    if run.evaluated is not None:  # a router that cannot says so now, not at the first validation
-        rule(run.evaluated, otherwise="leave --train.eval_active out")
+    if run.eval_moe is not None:  # a router that cannot says so now, not at the first validation
+        rule(run.eval_moe, otherwise="leave --train.eval_active out")
 
 
 def check_data(run: RunConfig, feed: MakeFeed = CorpusFeed) -> None:
@@ -129,7 +129,7 @@ def _with_tokens(
         most_tokens=t.steps * t.batch * run.data.sequence + 1,
         keep=native.newest(run.folder) is not None,
     )
-    return run.but(data=run.data.but(path=folder))
+    return run.replace(data=run.data.replace(path=folder))
 
 
 def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed = CorpusFeed) -> Summary:

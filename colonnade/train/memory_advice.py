@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from colonnade.config import RunConfig, size
+from colonnade.config import RunConfig, format_bytes
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.parallel.axis import world_axis
@@ -79,8 +79,8 @@ class Need:
     def __str__(self) -> str:
         """A row for each part, with its share of what is free."""
         rows = self.rows | {"in all": self.total}
-        lines = [f"  {what:<26}{size(n):>12}  {n / max(self.free, 1):>6.1%}" for what, n in rows.items()]
-        return "\n".join([*lines, f"  {'free':<26}{size(self.free):>12}"])
+        lines = [f"  {what:<26}{format_bytes(n):>12}  {n / max(self.free, 1):>6.1%}" for what, n in rows.items()]
+        return "\n".join([*lines, f"  {'free':<26}{format_bytes(self.free):>12}"])
 
 
 def check_memory(run: RunConfig, device: str) -> None:
@@ -117,8 +117,9 @@ def check(run: RunConfig, machine: Machine) -> None:
         if need.where == "host" and ranks > 1:
             whose = f"the {ranks} ranks of a host together take"
         raise CapacityError(
-            f"this run does not fit: by the memory estimate {whose} {size(need.total)} of a {need.where}'s memory, and "
-            f"{size(need.free)} is free; nothing was allocated\n{need}\n{advice(run, machine)}\n"
+            f"this run does not fit: by the memory estimate {whose} {format_bytes(need.total)} of a {need.where}'s "
+            "memory, and "
+            f"{format_bytes(need.free)} is free; nothing was allocated\n{need}\n{advice(run, machine)}\n"
             "--train.no_check_memory tries it anyway"
         )
 
@@ -135,7 +136,7 @@ def needs(run: RunConfig, machine: Machine) -> list[Need]:
     for first in range(0, plan.world, here):
         rows: Counter[str] = Counter()
         for rank in range(first, min(first + here, plan.world)):
-            stage = stages[rank // plan.stage]
+            stage = stages[rank // plan.stage_ranks]
             rows.update(stage.host if machine.kind == "cuda" else stage.device)
         if machine.kind == "cpu":
             rows = Counter({what: int(machine.scale * n) for what, n in rows.items()})
@@ -160,7 +161,7 @@ def advice(run: RunConfig, machine: Machine) -> str:
 
 def _taken(remedy: Remedy) -> str:
     tightest = max(needs(remedy.run, remedy.machine), key=lambda need: need.total / max(need.free, 1))
-    return f"{size(tightest.total)} on a {tightest.where}"
+    return f"{format_bytes(tightest.total)} on a {tightest.where}"
 
 
 def remedies(run: RunConfig, machine: Machine) -> list[Remedy]:
@@ -184,7 +185,7 @@ def _changed(run: RunConfig, changes: Changes) -> RunConfig | None:
         section, _, field = name.partition(".")
         sections.setdefault(section, {})[field] = value
     try:
-        made = run.but(**{section: getattr(run, section).but(**fields) for section, fields in sections.items()})
+        made = run.replace(**{section: getattr(run, section).replace(**fields) for section, fields in sections.items()})
         made.plan.check(made.model)
     except ColonnadeError:
         return None
@@ -294,12 +295,12 @@ def _smaller_model(run: RunConfig, machine: Machine) -> list[Remedy]:
     """The largest preset of the same kind that fits."""
     if run.train.start:
         return []
-    models = {name: preset(name).but(vocab_size=run.model.vocab_size) for name in PRESETS}
+    models = {name: preset(name).replace(vocab_size=run.model.vocab_size) for name in PRESETS}
     for name, model in sorted(models.items(), key=lambda it: -it[1].parameters):
         alike = model.causal == run.model.causal and (model.moe is None) == (run.model.moe is None)
         if not alike or model.parameters >= run.model.parameters or model.context < run.data.sequence:
             continue
-        made = _changed(run.but(model=model), {})
+        made = _changed(run.replace(model=model), {})
         if made is not None and fits(made, machine):
             return [Remedy(f"--preset {name}", model.size, made, machine)]
     return []

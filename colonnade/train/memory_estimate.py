@@ -107,7 +107,7 @@ def _peak(run: RunConfig, rank: int, device: str, gradients: int) -> int:
     each, exact = BYTES[t.compute_dtype], (8 if t.dtype == "float64" else 4)
     samples = min(t.micro_batch, t.batch // plan.data_ranks)
     tokens = -(-samples * run.data.sequence // plan.cp)
-    spans = plan.spans(model.layers)[rank :: plan.pp]
+    spans = plan.stage_layers(model.layers)[rank :: plan.pp]
     last, first = plan.pp - 1 == rank, rank == 0
     layers = [layer for span in spans for layer in span]
     kind: Kind = "none" if t.recompute == "budget" else t.recompute
@@ -194,7 +194,7 @@ def parameters(model: ModelConfig, plan: Plan, rank: int, frozen: str) -> Parame
     """What data rank 0 of pipeline rank ``rank`` holds of ``model``, counted on the meta device."""
     grid = Grid(ep=Axis("ep", plan.ep), sh=Axis("sh", plan.sh))
     axes = Axes(tp=Axis("tp", plan.tp), cp=Axis("cp", plan.cp), grid=grid)
-    shape = Transformer(model, axes, spans=plan.spans(model.layers)[rank :: plan.pp], device="meta")
+    shape = Transformer(model, axes, spans=plan.stage_layers(model.layers)[rank :: plan.pp], device="meta")
     freeze(shape, frozen)
     layout, shard = layout_of(shape), Axis("shard", plan.dp * plan.cp)
     sharded = plan.data_ranks * plan.cp > 1

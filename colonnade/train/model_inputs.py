@@ -63,7 +63,7 @@ def model_inputs(
     attend = Packed(cu, longest, equal, causal=config.causal, noise=noise, head=first_head)
     routing = None
     if config.moe is not None:
-        units = Units.sequences(cu, T, model.axes.dp) if config.moe.by_sequence else None
+        units = Units.sequences(cu, T, model.axes.dp) if config.moe.needs_sequences else None
         if config.moe.router.kind == "task" and batch.tasks_T is not None:
             units = Units(batch.tasks_T, config.moe.router.tasks)
         routing = Routing(numbers(batch), terms.router_weight, units=units, steps=terms.steps, moe=terms.moe)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from colonnade.config import RunConfig, size
+from colonnade.config import RunConfig, format_bytes
 from colonnade.errors import CapacityError
 from colonnade.parallel.device_memory import free_host_bytes, host_bytes
 from colonnade.parallel.fsdp import Masters
@@ -76,9 +76,9 @@ class Account:
             "unused pieces": self.unused,
             "driver and others": self.others,
         }
-        lines = [f"  {what:<26}{size(n):>12}  {n / self.capacity:>6.1%}" for what, n in rows.items() if n]
-        wanted = f"  {'wanted besides':<26}{size(self.wanted):>12}  {self.wanted / self.capacity:>6.1%}"
-        there = f"  {'there is':<26}{size(self.capacity):>12}"
+        lines = [f"  {what:<26}{format_bytes(n):>12}  {n / self.capacity:>6.1%}" for what, n in rows.items() if n]
+        wanted = f"  {'wanted besides':<26}{format_bytes(self.wanted):>12}  {self.wanted / self.capacity:>6.1%}"
+        there = f"  {'there is':<26}{format_bytes(self.capacity):>12}"
         return "\n".join([*lines, *([wanted] if self.wanted else []), there])
 
 
@@ -131,7 +131,7 @@ def accounted(
         if lack is None:
             raise
         account = take_account(model, masters, optimizer, device, lack)
-        wanted = f", which wanted {size(account.wanted)} more" if account.wanted else ""
+        wanted = f", which wanted {format_bytes(account.wanted)} more" if account.wanted else ""
         said = f"out of memory on {device} {when}{wanted}. It is filled by\n{account}\n"
         needed, free = account.in_use + account.wanted, account.in_use + account.unused
         raise CapacityError(said + _advice(run, device, needed, free)) from error
@@ -159,7 +159,7 @@ def beginning(run: RunConfig, device: torch.device) -> Iterator[None]:
         if lack is None:
             raise
         wanted, free = wanted_bytes(lack), peak_bytes(device)
-        more = f", which wanted {size(wanted)} more" if wanted else ""
+        more = f", which wanted {format_bytes(wanted)} more" if wanted else ""
         need = Need(device.type, _most(run, device), free)
         said = f"out of memory on {device} before the first step{more}. By the memory estimate a rank takes\n{need}\n"
         raise CapacityError(said + _advice(run, device, max(need.total, free + wanted), free)) from error

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from colonnade.config import size
+from colonnade.config import format_bytes
 from colonnade.train.metrics import Row
 from colonnade.train.mfu import Throughput
 
@@ -65,7 +65,7 @@ class ProgressDisplay:
         if speed is not None:
             state += f"  {speed}"
         if "memory_peak_bytes" in row:
-            state += f"  peak {size(int(row['memory_peak_bytes']))}"
+            state += f"  peak {format_bytes(int(row['memory_peak_bytes']))}"
         if self._live is not None and steps < self.total_steps:
             self._state.plain = state
         else:

@@ -145,9 +145,9 @@ class Session:
         """The mean loss on held-out samples, always the same ones."""
         assert self.feed.held_out is not None, "validation is switched off"
         self.watch.at(self.taken, "validates", patient=True)
-        batches = self._on_device(self.feed.held_out.sweep(self.run.train.eval_samples))
+        batches = self._on_device(self.feed.held_out.validation_batches(self.run.train.eval_samples))
         with self._accounted(f"in the validation after step {self.taken}"):
-            return evaluate(self.model, batches, self.piped, self.run.evaluated)
+            return evaluate(self.model, batches, self.piped, self.run.eval_moe)
 
     def save(self) -> Path | None:
         """Begin to write ``runs/NAME/step-N``, which :meth:`settle` ends; no other save may be under way.

@@ -35,7 +35,7 @@ def classifier(start: str | Path, classes: int) -> ModelConfig:
     A run of it begins with the weights of ``train.start``; what is new in it is drawn from ``train.seed``. Raises
     :class:`CheckpointError` where there is no such model, :class:`ConfigError` for one that is no encoder.
     """
-    return open_model(start).config.but(top="classes", classes=classes, tied=True)
+    return open_model(start).config.replace(top="classes", classes=classes, tied=True)
 
 
 def fit(

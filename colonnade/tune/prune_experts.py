@@ -98,4 +98,4 @@ def pruned(config: ModelConfig, load_LE: Tensor, keep: int) -> ModelConfig:
             f"the experts stand in {moe.router.groups} groups, and pruning would leave them unequal; "
             "set moe.router.groups to 1 first, if the router may choose among all of them"
         )
-    return config.but(moe=moe.but(experts=keep))
+    return config.replace(moe=moe.replace(experts=keep))

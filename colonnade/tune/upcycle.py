@@ -49,7 +49,7 @@ def upcycled(config: ModelConfig, experts: int, active: int = 2, **moe: object) 
             "a token's weights must sum to 1 and all its experts take it, with none shared, or the outputs change; "
             "leave router.normalise, router.scale, shared_width and capacity as they are by default"
         )
-    return config.but(moe=made)
+    return config.replace(moe=made)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from typing import Any
 
 from colonnade.config import ModelConfig, MoeConfig, Plan
 from colonnade.config.model import divisors
-from colonnade.config.plan import SEVERAL
+from colonnade.config.plan import MULTI_STAGE_SCHEDULES
 from colonnade.errors import PlanError
 from colonnade.parallel.pipeline import knows
 
@@ -44,8 +44,8 @@ def all_plans(world: int, model: ModelConfig | None = None) -> list[Plan]:
 
 def _with_experts(plan: Plan) -> Iterator[Plan]:
     """``plan`` with every grid of experts, degree and overlap; where no token travels there is one overlap."""
-    for ep, sh in itertools.product(divisors(plan.stage), divisors(plan.stage)):
-        if plan.stage % (ep * sh) == 0:
+    for ep, sh in itertools.product(divisors(plan.stage_ranks), divisors(plan.stage_ranks)):
+        if plan.stage_ranks % (ep * sh) == 0:
             for degree in (0, *divisors(sh)) if ep * sh > 1 else (1,):
                 travels = degree and ep * sh > 1
                 nears = (0, *divisors(ep * sh)[1:-1][:1]) if travels else (0,)
@@ -53,7 +53,7 @@ def _with_experts(plan: Plan) -> Iterator[Plan]:
                 for overlap, near, shadow in itertools.product(overlaps, nears, shadows):
                     laid = {"ep": ep, "sh": sh, "degree": degree, "overlap": overlap, "near": near, "shadows": shadow}
                     with suppress(PlanError):  # some do not go together
-                        yield plan.but(**laid)
+                        yield plan.replace(**laid)
 
 
 def _every(world: int) -> Iterator[Plan]:
@@ -64,7 +64,7 @@ def _every(world: int) -> Iterator[Plan]:
         pipelines: list[dict[str, Any]] = [{}]
         if grid["pp"] > 1:
             pipelines = [{"schedule": name} for name in ("gpipe", "1f1b", "zero_bubble")]
-            pipelines += [{"schedule": name, "stages": STAGES} for name in SEVERAL]
+            pipelines += [{"schedule": name, "stages": STAGES} for name in MULTI_STAGE_SCHEDULES]
         sharded = grid["replicate"] * grid["dp"] * grid["cp"] > 1
         reshards = [True, False] if sharded and grid["pp"] == 1 else [True]
         sequences = [(False, False), (True, False), (True, True)] if grid["tp"] > 1 else [(False, False)]
@@ -113,13 +113,14 @@ def shrink(model: ModelConfig, layers: int) -> ModelConfig:
     # Odd, so that no tensor-parallel degree divides it: the uneven case holds for the even ones too.
     hidden = max(model.heads, LEAST_HIDDEN, round(model.ffn_width * narrower)) | 1
     moe = model.moe and _fewer_experts(model.moe)
-    return model.but(
+    return model.replace(
         layers=layers,
         head_width=round(model.head_width * narrower),
         width=max(2, round(model.width * narrower) // 2 * 2),
         ffn_width=hidden,
         moe=moe,
-        latent=model.latent and model.latent.but(kv_rank=7, q_rank=model.latent.q_rank and 9, rope_width=2, v_width=3),
+        latent=model.latent
+        and model.latent.replace(kv_rank=7, q_rank=model.latent.q_rank and 9, rope_width=2, v_width=3),
         vocab_size=min(model.vocab_size, VOCABULARY),
         context=CONTEXT,
         window=None if model.window is None else min(model.window, 7),
@@ -134,12 +135,12 @@ def _fewer_experts(moe: MoeConfig) -> MoeConfig:
     experts, router = min(moe.experts, EXPERTS), moe.router
     groups = math.gcd(experts, router.groups)
     kept = min(router.groups_kept, groups)
-    return moe.but(
+    return moe.replace(
         experts=experts,
         active=min(moe.active, kept * (experts // groups)),
         ffn_width=EXPERT_WIDTH,
         shared_width=moe.shared_width and EXPERT_WIDTH + 1,
         first=min(moe.first, 1),
         # Verify's texts are of no task.
-        router=router.but(groups=groups, groups_kept=kept, task=0 if router.kind == "task" else router.task),
+        router=router.replace(groups=groups, groups_kept=kept, task=0 if router.kind == "task" else router.task),
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from colonnade.checkpoint import native
 from colonnade.config import ModelConfig, TrainConfig
 from colonnade.data import Batch
-from colonnade.data.batch import together
+from colonnade.data.batch import concatenate
 from colonnade.model import IGNORE, Packed, Rows, Transformer, initialise
 from colonnade.model.moe import Spread
 from colonnade.parallel.axis import SOLO, Axis, world_axis
@@ -105,7 +105,7 @@ class Trial:
         return self
 
     def _step(self, number: int) -> None:
-        train = TRAIN if number == 0 else TRAIN.but(clip=CLIP)
+        train = TRAIN if number == 0 else TRAIN.replace(clip=CLIP)
         degree = self.ground.plan.degree
         assert degree != "auto", "every degree is a plan of its own here"
         spread = [Spread(degree, self.ground.plan.overlap, self.ground.plan.shadows)]
@@ -113,7 +113,7 @@ class Trial:
         lengths, dp = RAGGED if number == 0 else EQUAL, self.ground.axes.dp
         mine = range(dp.rank, self.micro_batches, dp.size)
         drawn = [batch(lengths, i, 1000 * number + i, self.model.config) for i in mine]
-        drawn = [together(drawn[i : i + self.merged]) for i in range(0, len(drawn), self.merged)]
+        drawn = [concatenate(drawn[i : i + self.merged]) for i in range(0, len(drawn), self.merged)]
         batches = [each.to(self.ground.device) for each in drawn]
         outcome: Outcome = step(number, batches)
         self.losses.append((self.ground.axes.everywhere(outcome.loss_sum) / outcome.count).item())

@@ -51,7 +51,7 @@ def _save_at_two(config: RunConfig) -> int:
 @pytest.mark.parametrize("plan", [Plan(), Plan(tp=2, dp=2)], ids=["one", "tp2dp2"])
 def test_it_holds_the_step_at_which_it_was_begun(config: RunConfig, plan: Plan) -> None:
     for name, behind in (("behind", True), ("before", False)):
-        it = config.but(name=name, plan=plan, train=config.train.but(async_save=behind))
+        it = config.replace(name=name, plan=plan, train=config.train.replace(async_save=behind))
         assert in_world(plan.world, _save_at_two, it) == [5] * plan.world
     assert tensors(config.runs / "behind" / "step-2") == tensors(config.runs / "before" / "step-2")
     for name in ("checkpoint.json", "tensors.json"):
@@ -61,7 +61,7 @@ def test_it_holds_the_step_at_which_it_was_begun(config: RunConfig, plan: Plan) 
 
 def test_a_run_saves_the_same_either_way(config: RunConfig) -> None:
     for behind in (True, False):
-        Trainer(config.but(name=str(behind), train=config.train.but(async_save=behind, save_every=1))).fit()
+        Trainer(config.replace(name=str(behind), train=config.train.replace(async_save=behind, save_every=1))).fit()
     for step in range(1, 13):
         assert tensors(config.runs / "True" / f"step-{step}") == tensors(config.runs / "False" / f"step-{step}")
 
@@ -83,7 +83,7 @@ def _fails_on_rank_1(config: RunConfig) -> tuple[int, str]:
 
 
 def test_a_failure_behind_training_ends_the_run_on_every_rank(config: RunConfig) -> None:
-    said = in_world(2, _fails_on_rank_1, config.but(plan=Plan(tp=2)))
+    said = in_world(2, _fails_on_rank_1, config.replace(plan=Plan(tp=2)))
     assert said[0] == said[1] == (2, f"{config.folder}/step-8: Input/output error (rank 1)")
     assert [step for step, _ in folders.steps(config.folder)] == [4]
     assert not list(config.folder.glob(".*"))
@@ -104,6 +104,6 @@ def test_a_second_save_waits_for_the_first(config: RunConfig) -> None:
         return done
 
     with patch.object(Writer, "write_data", write_data):
-        Trainer(config.but(train=config.train.but(steps=4, save_every=1, warmup=1))).fit()
+        Trainer(config.replace(train=config.train.replace(steps=4, save_every=1, warmup=1))).fit()
     assert [step for step, _ in folders.steps(config.folder)] == [4, 3, 2, 1]
     assert most == [1]

@@ -60,14 +60,14 @@ def _moves_nothing(config: RunConfig, value: float) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_bad_batch_moves_nothing_on_any_rank(config: RunConfig, value: float) -> None:
-    in_world(4, _moves_nothing, config.but(plan=Plan(tp=2, dp=2)), value)
+    in_world(4, _moves_nothing, config.replace(plan=Plan(tp=2, dp=2)), value)
 
 
 def test_skipped_batches_are_named_and_survive_a_resume(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps 2 and 7 of 12 are bad (4 micro-batches a step); the run is cut at 8 and resumed, and ends the same."""
-    t = config.train.but(skip_bad_batches=2)
+    t = config.train.replace(skip_bad_batches=2)
     with spoilt(4, 25):
-        Trainer(config.but(name="whole", train=t)).fit()
+        Trainer(config.replace(name="whole", train=t)).fit()
     said = capsys.readouterr().out
     loader = Loader(Corpus(config.data.path).split("train"), config.data, t.batch, t.micro_batch)
     bad = ", ".join(map(str, loader.numbers(6 * t.batch)))
@@ -78,17 +78,17 @@ def test_skipped_batches_are_named_and_survive_a_resume(config: RunConfig, capsy
     assert [row["lr"] for row in rows if "lr" in row] == [learning_rate(i, t) for i in updates]
     assert [(row["step"], row["skipped"]) for row in rows if "skipped" in row] == [(2, 1), (7, 2)]
     with spoilt(4, 25):
-        Trainer(config.but(train=t.but(steps=8, schedule="constant"))).fit()
+        Trainer(config.replace(train=t.replace(steps=8, schedule="constant"))).fit()
     meta = native.read_meta(config.folder / "step-8")
     assert (meta.step, meta.updates, meta.cursor["skipped"]) == (8, 6, 2)
 
 
 def test_a_resumed_run_with_skipped_batches_is_the_same_run(config: RunConfig) -> None:
-    t = config.train.but(skip_bad_batches=1)
+    t = config.train.replace(skip_bad_batches=1)
     with spoilt(4):
-        Trainer(config.but(name="whole", train=t)).fit()
+        Trainer(config.replace(name="whole", train=t)).fit()
         whole = tensors(config.runs / "whole" / "step-12")
-    half = config.but(train=t)
+    half = config.replace(train=t)
     with spoilt(4), pytest.raises(KeyboardInterrupt), patch.object(Session, "save", _stop_after(Session.save)):
         Trainer(half).fit()
     assert Trainer(half).fit().steps == 12
@@ -111,8 +111,8 @@ def _diverges(config: RunConfig) -> str:
 
 @pytest.mark.parametrize("allowed", [0, 2])
 def test_one_bad_batch_too_many_ends_the_run_on_every_rank(config: RunConfig, allowed: int) -> None:
-    t = config.train.but(skip_bad_batches=allowed, save_every=1, log_every=2)
-    said = in_world(2, _diverges, config.but(plan=Plan(dp=2), train=t))
+    t = config.train.replace(skip_bad_batches=allowed, save_every=1, log_every=2)
+    said = in_world(2, _diverges, config.replace(plan=Plan(dp=2), train=t))
     assert said[0] == said[1]
     if allowed:
         assert said[0].startswith("step 4: the loss is nan on data rank 0, 1 of 2; 2 bad batches were skipped before;")

@@ -43,7 +43,7 @@ def _said(config: RunConfig, guilty: int, layer: int) -> list[str]:
 )
 def test_the_layer_and_the_rank_are_named_on_all_ranks(plan: Plan, guilty: int, layer: int, config: RunConfig) -> None:
     moe = MoeConfig(experts=4, active=2, ffn_width=8, bias_rate=0.01)
-    laid = config.but(plan=plan, model=config.model.but(moe=moe, layers=2))
+    laid = config.replace(plan=plan, model=config.model.replace(moe=moe, layers=2))
     for said in in_world(plan.world, _said, laid, guilty, layer):
         (diagnosis,) = said
         assert diagnosis.startswith("step 2: the loss is nan on data rank")

@@ -25,12 +25,12 @@ pytestmark = [pytest.mark.xdist_group("worlds"), pytest.mark.slow, pytest.mark.t
 
 @pytest.fixture
 def config(config: RunConfig) -> RunConfig:
-    return config.but(plan=Plan(tp=2), train=config.train.but(restarts=1))
+    return config.replace(plan=Plan(tp=2), train=config.train.replace(restarts=1))
 
 
 def impatient(config: RunConfig, restarts: int) -> RunConfig:
     """A limit that a busy machine keeps, but a test can wait for."""
-    return config.but(train=config.train.but(timeout_s=8.0, restarts=restarts))
+    return config.replace(train=config.train.replace(timeout_s=8.0, restarts=restarts))
 
 
 def start(fates: str, config: RunConfig, *before: str) -> subprocess.Popen[str]:
@@ -56,8 +56,8 @@ WHOLE: dict[str, dict] = {}
 
 def uninterrupted(config: RunConfig) -> dict:
     """Of a run like ``config``, whose launcher does not start it again; made once for all tests."""
-    whole = config.but(name="whole", train=config.train.but(restarts=0, timeout_s=TrainConfig().timeout_s))
-    key = whole.but(runs=Path()).model_dump_json()
+    whole = config.replace(name="whole", train=config.train.replace(restarts=0, timeout_s=TrainConfig().timeout_s))
+    key = whole.replace(runs=Path()).model_dump_json()
     if key not in WHOLE:
         in_world(2, train, whole)
         WHOLE[key] = tensors(whole.folder / "step-12")
@@ -86,7 +86,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_a_run_that_is_started_twice_goes_on_and_the_second_is_refused(config: RunConfig) -> None:
-    first = start("none", config.but(plan=Plan()))
+    first = start("none", config.replace(plan=Plan()))
     try:
         wait_for((config.folder / LOCK).exists)
         os.killpg(first.pid, signal.SIGSTOP)  # so that it does not end before the second begins
@@ -102,7 +102,7 @@ def test_a_run_that_is_started_twice_goes_on_and_the_second_is_refused(config: R
 
 
 def test_a_rank_killed_in_a_save_and_in_a_step_is_started_again_and_nothing_is_lost(config: RunConfig) -> None:
-    config = config.but(train=config.train.but(restarts=2))
+    config = config.replace(train=config.train.replace(restarts=2))
     process = start("kill in save,kill in step", config)
     said = finish(process)
     again = re.findall(r"rank 1 was killed by SIGKILL .*; starting again, (\d) of at most 2 times\n", said)
@@ -114,7 +114,7 @@ def test_a_rank_killed_in_a_save_and_in_a_step_is_started_again_and_nothing_is_l
 
 
 def test_torchrun_starts_a_killed_rank_again_without_a_flag_of_ours(config: RunConfig) -> None:
-    bare = config.but(train=config.train.but(restarts=0))
+    bare = config.replace(train=config.train.replace(restarts=0))
     process = start("kill in step", bare, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1")
     said = finish(process)
     assert re.search(r"resumed \S+/step-[48]\b", said) and "ended 12" in said, said
@@ -149,7 +149,7 @@ def test_a_stuck_rank_is_named(config: RunConfig) -> None:
 
 
 def test_a_truncated_shard_is_refused_by_name_and_not_tried_again(config: RunConfig) -> None:
-    in_world(2, train, config.but(train=config.train.but(steps=8)))
+    in_world(2, train, config.replace(train=config.train.replace(steps=8)))
     shard = config.folder / "step-8" / "exp_avg-00001.safetensors"
     os.truncate(shard, shard.stat().st_size // 2)
     before = tensors(config.folder / "step-4")

@@ -51,8 +51,8 @@ def _runs_full(config: RunConfig) -> str:
 def test_too_little_room_is_refused_before_anything_is_touched(
     config: RunConfig, small_disk: Path, behind: bool
 ) -> None:
-    t = config.train.but(save_every=1, async_save=behind)
-    it = config.but(runs=small_disk, plan=Plan(dp=2), train=t)
+    t = config.train.replace(save_every=1, async_save=behind)
+    it = config.replace(runs=small_disk, plan=Plan(dp=2), train=t)
     begun: list[str] = in_world(2, _runs_full, it)
     assert begun[0] == begun[1]
     assert "bytes free; nothing was written: free some space" in begun[0]
@@ -61,8 +61,8 @@ def test_too_little_room_is_refused_before_anything_is_touched(
     assert not list(it.folder.glob(".*"))
     assert native.newest(it.folder) == good
     # With room again the same command goes on, to where the run would have come without the trouble.
-    roomy = it.but(train=t.but(keep=2))
-    in_world(2, train, config.but(name="whole", plan=Plan(dp=2)))
+    roomy = it.replace(train=t.replace(keep=2))
+    in_world(2, train, config.replace(name="whole", plan=Plan(dp=2)))
     for step, folder in folders.steps(it.folder)[1:]:
         assert step and not shutil.rmtree(folder)
     in_world(2, train, roomy)
@@ -71,8 +71,8 @@ def test_too_little_room_is_refused_before_anything_is_touched(
 
 def test_a_disk_that_fills_up_midway_leaves_nothing_half(config: RunConfig, small_disk: Path) -> None:
     """Somebody else takes the room after it was looked at."""
-    it = config.but(runs=small_disk)
-    Trainer(it.but(train=config.train.but(steps=4))).fit()
+    it = config.replace(runs=small_disk)
+    Trainer(it.replace(train=config.train.replace(steps=4))).fit()
     good = tensors(it.folder / "step-4")
     hog = small_disk / "hog"
 
@@ -110,7 +110,7 @@ def test_a_full_disk_under_the_metrics_is_told_as_one(config: RunConfig) -> None
 def test_what_is_needed_is_what_is_written(config: RunConfig) -> None:
     asked: list[int] = []
     with patch.object(dcp_storage, "check_room", lambda folder, needs_bytes: asked.append(needs_bytes)):
-        Trainer(config.but(train=config.train.but(save_every=0))).fit()
+        Trainer(config.replace(train=config.train.replace(save_every=0))).fit()
     written = config.folder / "step-12"
     whole_bytes = sum(path.stat().st_size for path in written.rglob("*") if path.is_file())
     assert whole_bytes <= asked[0] <= whole_bytes + native.SMALL_FILES + 30_000
@@ -127,7 +127,7 @@ def test_what_is_needed_is_what_is_written(config: RunConfig) -> None:
     ],
 )
 def test_the_newest_stay(config: RunConfig, keep: int | None, keep_every: int | None, left: list[int]) -> None:
-    Trainer(config.but(train=config.train.but(save_every=2, keep=keep, keep_every=keep_every))).fit()
+    Trainer(config.replace(train=config.train.replace(save_every=2, keep=keep, keep_every=keep_every))).fit()
     assert [step for step, _ in folders.steps(config.folder)] == left
     assert not list(config.folder.glob(".*"))
 
@@ -135,20 +135,20 @@ def test_the_newest_stay(config: RunConfig, keep: int | None, keep_every: int | 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"keep": 0}, "train.keep is 0, and it counts from 1; .* leave it out: then all checkpoints are kept"),
+        ({"keep": 0}, "train.keep is 0 and must be 1 or more; .* leave it out: then all checkpoints are kept"),
         ({"keep": -2}, "train.keep is -2"),
-        ({"keep": 2, "keep_every": 0}, "train.keep_every is 0, .* leave it out: then keep alone says"),
+        ({"keep": 2, "keep_every": 0}, "train.keep_every is 0 .* leave it out: then only keep decides"),
         ({"keep_every": 3}, "without it all are kept; set train.keep, or leave keep_every out"),
     ],
 )
 def test_a_retention_that_keeps_none_is_refused(config: RunConfig, settings: dict[str, int], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        config.train.but(**settings)
+        config.train.replace(**settings)
 
 
 def test_the_only_good_one_stays(config: RunConfig) -> None:
     """Newer ones that lost a file do not count, and are left for somebody to look at."""
-    Trainer(config.but(train=config.train.but(save_every=2))).fit()
+    Trainer(config.replace(train=config.train.replace(save_every=2))).fit()
     for step in (12, 10, 8, 6):
         (config.folder / f"step-{step}" / "weights-00000.safetensors").unlink()
     assert [folder.name for folder in atomic_folder.prune(config.folder, 1)] == ["step-2"]

@@ -22,7 +22,7 @@ WORDS = ["column", "row", "share", "whole", "bears", "stands", "weight", "of", "
 @pytest.mark.parametrize("lengths", [[64, 64, 64], [5, 64, 1, 33]], ids=["equal", "ragged"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)])
 def test_hidden_states_equal_the_cpu(name: str, lengths: list[int], dtype: torch.dtype, tolerance: float) -> None:
-    config = preset(name).but(vocab_size=500, layers=2, width=128, heads=4, ffn_width=256, context=64)
+    config = preset(name).replace(vocab_size=500, layers=2, width=128, heads=4, ffn_width=256, context=64)
     tokens = torch.randint(500, (sum(lengths),), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(n) for n in lengths])
     found = []
@@ -39,7 +39,7 @@ def test_steps_do_not_wait_for_the_device(tmp_path: Path) -> None:
     texts = [(str(i), " ".join(WORDS[(i * j + j) % 10] for j in range(8 + 7 * i % 90))) for i in range(200)]
     build(texts, tmp_path / "corpus", wordpiece=True, vocab_size=300, validation_share=0.2)
     vocab_size = Corpus(tmp_path / "corpus").manifest.vocab_size
-    model = preset("bert-336m").but(vocab_size=vocab_size, layers=2, width=128, heads=4, ffn_width=256, context=64)
+    model = preset("bert-336m").replace(vocab_size=vocab_size, layers=2, width=128, heads=4, ffn_width=256, context=64)
     t = TrainConfig(
         steps=8, batch=8, micro_batch=4, warmup=2, dtype="bfloat16", compile=False, fused_adamw=False, eval_every=0
     )

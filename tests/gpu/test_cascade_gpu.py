@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
-from colonnade.config import Cache, ServeConfig
+from colonnade.config import CacheFormat, ServeConfig
 from colonnade.kernels.attention import cache_write, dispatch, reference, sdpa, triton_cache_write
 from colonnade.kernels.attention.cascade import Cascade
 from colonnade.kernels.attention.triton_decode import attend, paged
@@ -239,7 +239,7 @@ def test_latents_are_stored_with_the_bits_of_plain_torch(
 
 @pytest.mark.parametrize("cache", ["stored", "int8", "float8"])
 @pytest.mark.parametrize("recorded", [False, True])
-def test_a_model_of_latents_says_what_it_says_on_a_cpu(cache: Cache, recorded: bool) -> None:
+def test_a_model_of_latents_says_what_it_says_on_a_cpu(cache: CacheFormat, recorded: bool) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     said = []
     for device in ("cpu", "cuda"):
@@ -250,7 +250,7 @@ def test_a_model_of_latents_says_what_it_says_on_a_cpu(cache: Cache, recorded: b
             model = other.requires_grad_(False)
         limits = ServeConfig(pages=24, page_tokens=4, max_requests=4, token_budget=7, cache=cache)
         fixed = recorded and device == "cuda"
-        engine = Engine(model, tiny.tokenizer(), limits.but(fixed_steps=fixed))
+        engine = Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=fixed))
         said.append([c.token_ids for c in engine.generate([[1, 2, 3], list(range(20)), [9]], params)])
     assert said[0] == said[1]
 

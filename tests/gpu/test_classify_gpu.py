@@ -29,7 +29,7 @@ EXAMPLES = [Example([1, *[3 + i % 3] * (1 + i % 7), *range(10, 12 + i)], i % 3, 
 
 def config(runs: Path, **train: object) -> RunConfig:
     return RunConfig(
-        name="it", runs=runs, device="cuda", model=MODEL, data=DataConfig(sequence=64), train=TRAIN.but(**train)
+        name="it", runs=runs, device="cuda", model=MODEL, data=DataConfig(sequence=64), train=TRAIN.replace(**train)
     )
 
 

@@ -59,29 +59,31 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_has_the_bits_of_the_step_in_pieces(config: RunConfig, case: str) -> None:
-    pieces = config.but(name="pieces", train=config.train.but(**CASES[case]))
-    graphed = config.but(name="graphed", train=pieces.train.but(cuda_graph=True))
+    pieces = config.replace(name="pieces", train=config.train.replace(**CASES[case]))
+    graphed = config.replace(name="graphed", train=pieces.train.replace(cuda_graph=True))
     assert ended(graphed) == ended(pieces)
 
 
 def test_it_resumes_bit_for_bit_into_and_out_of_a_graph(config: RunConfig) -> None:
-    t = config.train.but(save_every=4, dropout=0.1, cuda_graph=True)
-    whole = ended(config.but(name="whole", train=t))
+    t = config.train.replace(save_every=4, dropout=0.1, cuda_graph=True)
+    whole = ended(config.replace(name="whole", train=t))
     for graphed in (True, False):
-        again = config.but(name=f"again-{graphed}", train=t.but(cuda_graph=graphed))
+        again = config.replace(name=f"again-{graphed}", train=t.replace(cuda_graph=graphed))
         shutil.copytree(config.runs / "whole" / "step-4", again.folder / "step-4")
         assert ended(again) == whole
 
 
 def test_ragged_documents_have_recordings_of_their_own(config: RunConfig) -> None:
-    data = config.data.but(separate_documents=True)
-    pieces = config.but(name="pieces", data=data)
-    graphed = config.but(name="graphed", data=data, train=config.train.but(cuda_graph=True))
+    data = config.data.replace(separate_documents=True)
+    pieces = config.replace(name="pieces", data=data)
+    graphed = config.replace(name="graphed", data=data, train=config.train.replace(cuda_graph=True))
     assert ended(graphed) == ended(pieces)
 
 
 def test_it_replays_waits_for_nothing_and_tells_its_memory(config: RunConfig) -> None:
-    config = config.but(train=config.train.but(cuda_graph=True, deterministic=False, fused_adamw=True, steps=20))
+    config = config.replace(
+        train=config.train.replace(cuda_graph=True, deterministic=False, fused_adamw=True, steps=20)
+    )
     with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config, ground)
         outcomes = [session.step() for _ in range(4)]
@@ -102,6 +104,6 @@ def test_it_replays_waits_for_nothing_and_tells_its_memory(config: RunConfig) ->
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_ranks_record_their_collectives(config: RunConfig, sequence_parallel: bool) -> None:
     plan = Plan(tp=2, sequence_parallel=sequence_parallel)
-    pieces = config.but(name="pieces", plan=plan)
-    graphed = config.but(name="graphed", plan=plan, train=config.train.but(cuda_graph=True))
+    pieces = config.replace(name="pieces", plan=plan)
+    graphed = config.replace(name="graphed", plan=plan, train=config.train.replace(cuda_graph=True))
     assert ended(graphed) == ended(pieces)

@@ -70,8 +70,11 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_steps_do_not_wait_for_the_device(config: RunConfig, name: str) -> None:  # noqa: F811
     # Equal sequences: under a compiler new lengths make new graphs, and making them is not what is tested.
-    data, t = config.data.but(separate_documents="compile" not in OPTIONS[name]), config.train.but(**OPTIONS[name])
-    config = config.but(data=data, train=t)
+    data, t = (
+        config.data.replace(separate_documents="compile" not in OPTIONS[name]),
+        config.train.replace(**OPTIONS[name]),
+    )
+    config = config.replace(data=data, train=t)
     with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config, ground)
         with RunLog(session) as log:
@@ -116,8 +119,8 @@ def test_offloaded_moments_are_the_same_bits() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_budget_is_kept(config: RunConfig, compiled: bool) -> None:  # noqa: F811
     """What the blocks of the real model keep is what was chosen, within what is shared by all of them."""
-    t = config.train.but(recompute="budget", activation_bytes=1_500_000, compile=compiled)
-    config = config.but(model=config.model.but(layers=6), train=t)
+    t = config.train.replace(recompute="budget", activation_bytes=1_500_000, compile=compiled)
+    config = config.replace(model=config.model.replace(layers=6), train=t)
     with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config, ground)
         assert session.recomputed is not None and "full" in session.recomputed

@@ -72,7 +72,7 @@ def test_a_model_says_what_it_says_on_a_cpu(weights: str, recorded: bool, tmp_pa
         model = api.load(tmp_path / "m", dtype="float32", device=device, weights=weights, weight_group=32)
         limits = ServeConfig(pages=24, page_tokens=4, max_requests=4, weights=weights)
         fixed = recorded and device == "cuda"
-        engine = Engine(model.transformer, tiny.tokenizer(), limits.but(fixed_steps=fixed))
+        engine = Engine(model.transformer, tiny.tokenizer(), limits.replace(fixed_steps=fixed))
         said.append(engine.generate([[1, 2, 3], [50, 7], [9]], params))
     assert said[0] == said[1]
 
@@ -132,6 +132,6 @@ def test_a_mixture_says_what_it_says_on_a_cpu(weights: str, how: str, tmp_path) 
         model = api.load(tmp_path / "m", **on, experts=experts)
         limits = ServeConfig(pages=24, page_tokens=4, max_requests=4, weights=weights)
         fixed = how == "recorded" and device == "cuda"
-        engine = Engine(model.transformer, tiny.tokenizer(), limits.but(fixed_steps=fixed))
+        engine = Engine(model.transformer, tiny.tokenizer(), limits.replace(fixed_steps=fixed))
         said.append([c.token_ids for c in engine.generate([[1, 2, 3], [50, 7], [9]], params)])
     assert said[0] == said[1]

@@ -113,7 +113,7 @@ def says(plan: Plan, changes: dict) -> list[list[tuple[int, ...]]]:
         model = tiny.model(axes, dtype=torch.float32, **changes).to(ground.device)
         texts = []
         for fixed, times in ((False, 2), (True, 3)):
-            engine = Engine(model, tiny.tokenizer(), LIMITS.but(fixed_steps=fixed, run_ahead=fixed))
+            engine = Engine(model, tiny.tokenizer(), LIMITS.replace(fixed_steps=fixed, run_ahead=fixed))
             if ground.rank:
                 engine.follow()
                 continue
@@ -147,5 +147,5 @@ def test_what_is_not_recorded_says_so() -> None:
     axes = Axes(cp=Axis("cp", 2), model=Axis("model", 2), alike=True)
     model = tiny.model(axes, dtype=torch.float32, window=7).to("cuda")
     with pytest.raises(ConfigError, match=r"steps of attention with a window over cp=2 are not recorded as graphs yet"):
-        Engine(model, tiny.tokenizer(), LIMITS.but(fixed_steps=True))
+        Engine(model, tiny.tokenizer(), LIMITS.replace(fixed_steps=True))
     assert resolve_config(LIMITS, Site.of(model)).fixed_steps is False

@@ -78,7 +78,7 @@ def test_serving_requests_that_come_and_go() -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     limits = ServeConfig(pages=12, page_tokens=4, token_budget=9, max_requests=3)
     prompts = ["The quick brown", "My fellow citizens: we", "ö", "the dog sleeps on"]
-    there = Engine(on_gpu(model), tiny.tokenizer(), limits.but(fixed_steps=False))
+    there = Engine(on_gpu(model), tiny.tokenizer(), limits.replace(fixed_steps=False))
     fetched = Engine(waiting(model, 2), tiny.tokenizer(), limits)
     assert not fetched.config.fixed_steps, "a layer that waits for its router's choice is not recorded"
     texts = [engine.generate(prompts, greedy) for engine in (there, fetched)]

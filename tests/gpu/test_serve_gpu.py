@@ -65,7 +65,7 @@ def test_nobody_need_ask_for_what_is_faster(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_seed_repeats_in_any_batch(dtype, fixed: bool):
-    limits = LIMITS.but(fixed_steps=fixed)
+    limits = LIMITS.replace(fixed_steps=fixed)
     wild = SamplingParams(temperature=1.2, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True)
     model = tiny.model(dtype=dtype).to("cuda")
     alone = Engine(model, tiny.tokenizer(), limits).generate(PROMPTS[:1], wild)
@@ -89,7 +89,7 @@ def test_a_seed_draws_on_a_gpu_what_it_draws_on_a_cpu():
 def test_recorded_steps_say_what_a_cpu_says(ahead: bool):
     """One graph for each size of batch, replayed while requests come, go and are preempted."""
     greedy = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (12, 3, 30, 7)]
-    limits = LIMITS.but(pages=24, max_requests=4, fixed_steps=True, run_ahead=ahead)
+    limits = LIMITS.replace(pages=24, max_requests=4, fixed_steps=True, run_ahead=ahead)
     recorded = Engine(tiny.model(dtype=torch.float32).to("cuda"), tiny.tokenizer(), limits)
     expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), LIMITS).generate(PROMPTS, greedy)
     for _ in range(3):
@@ -115,7 +115,7 @@ def test_recorded_steps_read_a_shared_prefix_once(ahead: bool, monkeypatch: pyte
     expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), limits).generate(prompts, greedy)
     model = tiny.model(dtype=torch.float32).to("cuda")
     for share, kinds in ((True, {False, True}), (False, {False})):
-        recorded = Engine(model, tiny.tokenizer(), limits.but(fixed_steps=True, shared_reading=share))
+        recorded = Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=True, shared_reading=share))
         for _ in range(3):
             assert recorded.generate(prompts, greedy) == expected
         assert {kind for size in recorded._runner.fixed._sizes.values() for kind in size._recorded} == kinds
@@ -128,10 +128,10 @@ def test_recorded_steps_of_latent_attention():
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
     latent = {"kv_heads": 6, "latent": LatentConfig(kv_rank=16, rope_width=2, v_width=3)}
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    limits = LIMITS.but(pages=24, max_requests=4)
+    limits = LIMITS.replace(pages=24, max_requests=4)
     expected = Engine(tiny.model(dtype=torch.float32, **latent), tiny.tokenizer(), limits).generate(PROMPTS, greedy)
     on_gpu = Engine(
-        tiny.model(dtype=torch.float32, **latent).to("cuda"), tiny.tokenizer(), limits.but(fixed_steps=True)
+        tiny.model(dtype=torch.float32, **latent).to("cuda"), tiny.tokenizer(), limits.replace(fixed_steps=True)
     )
     assert on_gpu.generate(PROMPTS, greedy) == expected
 
@@ -157,7 +157,7 @@ def test_a_cache_in_float8_says_what_it_says_on_a_cpu(fixed: bool):
     limits = ServeConfig(pages=24, page_tokens=4, token_budget=9, max_requests=4, cache="float8")
     expected = Engine(tiny.model(dtype=torch.float32), tiny.tokenizer(), limits).generate(PROMPTS, greedy)
     model = tiny.model(dtype=torch.float32).to("cuda")
-    found = Engine(model, tiny.tokenizer(), limits.but(fixed_steps=fixed)).generate(PROMPTS, greedy)
+    found = Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=fixed)).generate(PROMPTS, greedy)
     assert [done.token_ids for done in found] == [done.token_ids for done in expected]
 
 

@@ -28,9 +28,9 @@ MOE = MoeConfig(experts=8, active=2, ffn_width=64, shared_width=32, z_weight=0.0
 MOES: dict[str, MoeConfig | None] = {
     "none": None,
     "dropless": MOE,
-    "capacity": MOE.but(capacity=1.0, router=RouterConfig(noise=1.0, jitter=0.1)),
-    "hash": MOE.but(bias_rate=0.0, router=RouterConfig(kind="hash")),
-    "topology": MOE.but(bias_rate=0.0, router=RouterConfig(kind="topology", nodes=2)),
+    "capacity": MOE.replace(capacity=1.0, router=RouterConfig(noise=1.0, jitter=0.1)),
+    "hash": MOE.replace(bias_rate=0.0, router=RouterConfig(kind="hash")),
+    "topology": MOE.replace(bias_rate=0.0, router=RouterConfig(kind="topology", nodes=2)),
 }
 MODEL = ModelConfig(vocab_size=300, layers=2, width=128, heads=4, kv_heads=2, ffn_width=256, context=64, tied=True)
 
@@ -62,9 +62,9 @@ def config(tmp_path: Path) -> RunConfig:
 def test_steps_do_not_wait_for_the_device(
     config: RunConfig, dtype: str, separate_documents: bool, experts: str
 ) -> None:
-    config = config.but(model=MODEL.but(moe=MOES[experts]))
-    data, t = config.data.but(separate_documents=separate_documents), config.train.but(dtype=dtype)
-    config = config.but(data=data, train=t)
+    config = config.replace(model=MODEL.replace(moe=MOES[experts]))
+    data, t = config.data.replace(separate_documents=separate_documents), config.train.replace(dtype=dtype)
+    config = config.replace(data=data, train=t)
     with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config, ground)
         with StopSignal(session.world) as stop, RunLog(session) as log:
@@ -82,9 +82,9 @@ def test_steps_do_not_wait_for_the_device(
 
 @pytest.mark.parametrize("experts", ["none", "dropless", "capacity"])
 def test_a_deterministic_run_resumes_bit_for_bit(config: RunConfig, experts: str) -> None:
-    config = config.but(model=MODEL.but(moe=MOES[experts]), train=config.train.but(deterministic=True))
+    config = config.replace(model=MODEL.replace(moe=MOES[experts]), train=config.train.replace(deterministic=True))
     Trainer(config).fit()
-    again = config.but(name="again")
+    again = config.replace(name="again")
     shutil.copytree(config.folder / "step-4", again.folder / "step-4")
     Trainer(again).fit()
     for path in sorted((config.folder / "step-8").glob("*.safetensors")):
@@ -96,7 +96,7 @@ def test_the_defaults_of_a_gpu(config: RunConfig, experts: str, capsys: pytest.C
     """bfloat16 with float32 masters, fused AdamW, a dense model compiled: it learns, and says so in its first line."""
     dense = experts == "none"
     t = TrainConfig(steps=30, batch=8, warmup=2, lr=3e-3, min_lr=3e-4, save_every=0, eval_every=0, log_every=1)
-    config = config.but(model=MODEL.but(moe=MOES[experts]), train=t)
+    config = config.replace(model=MODEL.replace(moe=MOES[experts]), train=t)
     with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config, ground)
         assert {p.dtype for p in session.model.parameters()} == {torch.bfloat16}
@@ -111,7 +111,7 @@ def test_the_defaults_of_a_gpu(config: RunConfig, experts: str, capsys: pytest.C
 
 def test_deterministic_goes_back(config: RunConfig) -> None:
     with DistributedContext.build(config.plan, config.device) as ground:
-        session = Session(config.but(train=TrainConfig(deterministic=True)), ground)
+        session = Session(config.replace(train=TrainConfig(deterministic=True)), ground)
         assert {p.dtype for p in session.model.parameters()} == {torch.float32}
         assert all(block._compiled_call_impl is None for block in session.model.blocks)
         assert not isinstance(session.optimizer, FusedAdamW)
@@ -122,8 +122,8 @@ def test_the_memory_estimate_of_a_gpu(config: RunConfig, settings: dict) -> None
     """Within a quarter of what the allocator gave out at most."""
     model = ModelConfig(vocab_size=4096, layers=6, width=1024, heads=16, kv_heads=16, ffn_width=4096, context=1024)
     t = TrainConfig(steps=3, batch=8, micro_batch=8, warmup=1, save_every=0, eval_every=0, **settings)
-    data = config.data.but(sequence=512, separate_documents=False)
-    config = config.but(model=model, train=t, data=data)
+    data = config.data.replace(sequence=512, separate_documents=False)
+    config = config.replace(model=model, train=t, data=data)
     torch.cuda.empty_cache()
     with DistributedContext.build(config.plan, config.device) as ground:
         before = torch.cuda.memory_allocated()
@@ -134,13 +134,13 @@ def test_the_memory_estimate_of_a_gpu(config: RunConfig, settings: dict) -> None
 
 def test_too_large_a_run_is_refused_by_what_is_free(config: RunConfig) -> None:
     """Before anything is allocated on the device: nothing more is in use than was before."""
-    huge = MODEL.but(width=16384, heads=128, kv_heads=128, head_width=128, ffn_width=65536, layers=64)
+    huge = MODEL.replace(width=16384, heads=128, kv_heads=128, head_width=128, ffn_width=65536, layers=64)
     before = torch.cuda.memory_allocated()
     with pytest.raises(CapacityError, match=r"of a GPU's memory, and .* is free; nothing was allocated"):
-        Trainer(config.but(model=huge))
+        Trainer(config.replace(model=huge))
     with (
         DistributedContext.build(config.plan, config.device) as ground,
         pytest.raises(CapacityError, match="nothing was allocated"),
     ):
-        Session(config.but(model=huge), ground)
+        Session(config.replace(model=huge), ground)
     assert torch.cuda.memory_allocated() <= before  # other tests leave garbage that may be collected meanwhile

@@ -66,7 +66,7 @@ def test_runs_that_differ(tmp_path: Path) -> None:
         name="it", runs=tmp_path, device="cpu", model=model, data=DataConfig(path=corpus, sequence=16),
         plan=Plan(dp=2, ep=2), train=TrainConfig(steps=1, batch=4),
     )  # fmt: skip
-    other = one.but(model=model.but(moe=moe.but(ffn_width=12)))
+    other = one.replace(model=model.replace(moe=moe.replace(ffn_width=12)))
     (said,) = set(run(2, _trained, [one, other]))
     assert "rank 1 has model.moe.ffn_width 12 instead of 8" in said
 

@@ -272,15 +272,15 @@ def test_what_we_cannot_express_is_refused(changes: dict[str, Any], message: str
         ({"window": 5}, "causal = False and window = 5 do not belong together"),
         ({"top": "classes"}, "top = 'classes' and classes = 0"),
         ({"classes": 3}, "top = 'pretraining' and classes = 3"),
-        ({"top": "spans", "tied": False}, "no output projection that could be untied"),
+        ({"top": "spans", "tied": False}, "no output projection to untie"),
     ],
 )
 def test_inconsistent_encoders_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        BERTS["post_pretraining"].but(**changes)
+        BERTS["post_pretraining"].replace(**changes)
 
 
 @pytest.mark.parametrize("changes", [{"norm_order": "pre"}, {"embed_norm": False}, {"tied": False}, {"gated": True}])
 def test_what_a_bert_cannot_say_is_not_written(changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=f"'bert' files cannot express {next(iter(changes))}"):
-        config_to_hf(BERTS["post_pretraining"].but(**changes))
+        config_to_hf(BERTS["post_pretraining"].replace(**changes))

@@ -30,10 +30,10 @@ TRAIN = TrainConfig(
 
 def model(family: str, vocab_size: int) -> ModelConfig:
     if family == "qwen3":
-        decoder = preset("qwen3-0.6b").but(causal=False, layers=2, width=24, heads=4, kv_heads=2, head_width=12)
-        return decoder.but(vocab_size=vocab_size, ffn_width=30, context=32)
+        decoder = preset("qwen3-0.6b").replace(causal=False, layers=2, width=24, heads=4, kv_heads=2, head_width=12)
+        return decoder.replace(vocab_size=vocab_size, ffn_width=30, context=32)
     whole = preset("bert-base" if family == "bert" else "bert-336m")
-    return whole.but(vocab_size=vocab_size, layers=2, width=24, heads=4, ffn_width=30, context=32)
+    return whole.replace(vocab_size=vocab_size, layers=2, width=24, heads=4, ffn_width=30, context=32)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def config(corpus: Path, runs: Path, family: str = "megatron-bert", **train: obj
         device="cpu",
         model=model(family, Corpus(corpus).manifest.vocab_size),
         data=DataConfig(path=corpus, sequence=16),
-        train=TRAIN.but(**train),
+        train=TRAIN.replace(**train),
     )
 
 
@@ -81,7 +81,7 @@ def history(run: RunConfig) -> dict[int, tuple[float, ...]]:
 def test_any_plan_is_the_same_run(family: str, plan: Plan, corpus: Path, tmp_path: Path) -> None:
     alone = config(corpus, tmp_path / "alone", family)
     Trainer(alone).fit()
-    several = alone.but(runs=tmp_path / "several", plan=plan, train=alone.train.but(micro_batch=1))
+    several = alone.replace(runs=tmp_path / "several", plan=plan, train=alone.train.replace(micro_batch=1))
     in_world(plan.world, train, several)
     expected, found = history(alone), history(several)
     assert expected.keys() == found.keys() == set(range(1, 9)) and len(expected[8]) == 3
@@ -146,10 +146,12 @@ def test_it_learns_and_fills_in_the_mask(family: str, tmp_path: Path) -> None:
 def test_what_cannot_be_trained_is_refused(corpus: Path, tmp_path: Path) -> None:
     good = config(corpus, tmp_path)
     with pytest.raises(ConfigError, match="top = 'encoder' predicts no tokens"):
-        Trainer(good.but(model=good.model.but(top="encoder")))
+        Trainer(good.replace(model=good.model.replace(top="encoder")))
     build([("", TEXT), ("", TEXT[::-1])], tmp_path / "bytes", vocab_size=257, validation_share=0)
-    other = good.but(
-        data=good.data.but(path=tmp_path / "bytes"), model=good.model.but(vocab_size=300), train=TRAIN.but(eval_every=0)
+    other = good.replace(
+        data=good.data.replace(path=tmp_path / "bytes"),
+        model=good.model.replace(vocab_size=300),
+        train=TRAIN.replace(eval_every=0),
     )
     with pytest.raises(DataError, match=r"no \[CLS\], \[MASK\], \[SEP\]"):
         Trainer(other).fit()

@@ -62,7 +62,7 @@ def start(folder: Path, name: str = "post_encoder") -> Path:
 def config(runs: Path, place: Path, **train: object) -> RunConfig:
     return RunConfig(
         name="it", runs=runs, device="cpu", model=classifier(place, classes=3), data=DataConfig(sequence=32),
-        train=TRAIN.but(start=str(place), **train),
+        train=TRAIN.replace(start=str(place), **train),
     )  # fmt: skip
 
 
@@ -144,9 +144,9 @@ def test_any_plan_is_the_same_fine_tuning(plan: Plan, then: Plan, tmp_path: Path
     """With dropout, the second half resumed under another plan; validations included."""
     alone = config(tmp_path / "alone", start(tmp_path), **DROPOUT)
     _fit(alone)
-    several = alone.but(runs=tmp_path / "several")
+    several = alone.replace(runs=tmp_path / "several")
     for laid in (plan, then):
-        leg = several.but(plan=laid, train=alone.train.but(micro_batch=1 if laid.pp > 1 else 2))
+        leg = several.replace(plan=laid, train=alone.train.replace(micro_batch=1 if laid.pp > 1 else 2))
         in_world(laid.world, _fit, leg)
         if laid is plan:
             shutil.rmtree(leg.folder / "step-6")
@@ -162,11 +162,11 @@ def test_a_mixture_of_experts_is_tuned_alike_on_any_grid(tmp_path: Path) -> None
         experts=4, active=2, ffn_width=12, balance_weight=0.1, bias_rate=0.01, router=RouterConfig(noise=1.0)
     )
     alone = config(tmp_path / "alone", start(tmp_path))
-    alone = alone.but(model=alone.model.but(moe=moe), train=alone.train.but(start="", expert_dropout=0.1))
+    alone = alone.replace(model=alone.model.replace(moe=moe), train=alone.train.replace(start="", expert_dropout=0.1))
     _fit(alone)
     for number, plan in enumerate((Plan(dp=2, ep=2), Plan(tp=2, sh=2))):
-        several = alone.but(
-            runs=tmp_path / str(number), plan=plan, train=alone.train.but(micro_batch=6 // plan.data_ranks)
+        several = alone.replace(
+            runs=tmp_path / str(number), plan=plan, train=alone.train.replace(micro_batch=6 // plan.data_ranks)
         )
         in_world(plan.world, _fit, several)
         assert history(several) == pytest.approx(history(alone), rel=1e-9)
@@ -185,7 +185,7 @@ def test_a_tuned_model_loads_and_goes_on(tmp_path: Path) -> None:
     for place in (run.folder, tuned):
         for classes, kept in ((3, True), (5, False)):
             again = config(tmp_path, place, steps=1, warmup=0, lr=1e-12, save_every=0, eval_every=0)
-            again = again.but(name=f"again-{place.name}-{classes}", model=classifier(place, classes))
+            again = again.replace(name=f"again-{place.name}-{classes}", model=classifier(place, classes))
             fit(again, examples())
             after = weights(again)
             assert (after["top.classes.weight"].shape == before["top.classes.weight"].shape) == kept
@@ -201,7 +201,7 @@ def test_every_part_of_the_start_is_taken_under_any_plan(name: str, plan: Plan, 
     place = tmp_path / "start"
     native.save(place, whole, native.Meta(model=whole.config), DistributedContext.solo())
     run = config(tmp_path, place, steps=1, batch=4, micro_batch=1, warmup=0, lr=1e-12, save_every=0, eval_every=0)
-    in_world(plan.world, _fit, run.but(plan=plan))
+    in_world(plan.world, _fit, run.replace(plan=plan))
     found, drawn = weights(run), replace_head(whole, "classes", classes=3, seed=run.train.seed).state_dict()
     for key, x in drawn.items():
         assert_same(found[key], x, 1e-9, key)
@@ -284,7 +284,7 @@ def test_what_cannot_be_learnt_is_refused(tmp_path: Path) -> None:
         fit(run, examples())
     fit(run, examples(), examples(7))
     with pytest.raises(DataError, match=r"this list of examples is not the data that .* was trained on"):
-        fit(run.but(train=run.train.but(steps=9)), examples()[::-1], examples(7))
+        fit(run.replace(train=run.train.replace(steps=9)), examples()[::-1], examples(7))
     with pytest.raises(DataError, match="no examples"):
         accuracy(colonnade.load(run.folder, device="cpu").transformer, [])
 

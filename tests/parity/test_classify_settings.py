@@ -51,8 +51,8 @@ class Watched:
 
 def config(runs: Path, train: dict[str, Any], data: dict[str, Any], model: dict[str, Any]) -> RunConfig:
     return RunConfig(
-        name="it", runs=runs, device="cpu", model=MODEL.but(**model),
-        data=DataConfig(**{"sequence": 32} | data), train=TRAIN.but(**train),
+        name="it", runs=runs, device="cpu", model=MODEL.replace(**model),
+        data=DataConfig(**{"sequence": 32} | data), train=TRAIN.replace(**train),
     )  # fmt: skip
 
 
@@ -221,12 +221,12 @@ def test_the_data_sections_sequence_and_seed(base: Callable[..., Tuned], tmp_pat
 def test_other_examples_are_refused_unless_the_data_restarts(tmp_path: Path) -> None:
     run = config(tmp_path, {"steps": 2, "eval_every": 0}, {}, {})
     fit(run, examples())
-    longer = run.but(train=run.train.but(steps=3))
+    longer = run.replace(train=run.train.replace(steps=3))
     with pytest.raises(
         DataError, match=r"is not the data that .*step-2 was trained on: other examples.*--data.restart"
     ):
         fit(longer, examples(7))
-    assert fit(longer.but(data=run.data.but(restart=True)), examples(7)).steps == 3
+    assert fit(longer.replace(data=run.data.replace(restart=True)), examples(7)).steps == 3
 
 
 def test_memory_is_checked_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,13 +234,13 @@ def test_memory_is_checked_unless_told_otherwise(tmp_path: Path, monkeypatch: py
     run = config(tmp_path, {"steps": 1, "eval_every": 0}, {}, {})
     with pytest.raises(CapacityError, match="nothing was allocated"):
         fit(run, examples())
-    assert fit(run.but(train=run.train.but(check_memory=False)), examples()).steps == 1
+    assert fit(run.replace(train=run.train.replace(check_memory=False)), examples()).steps == 1
 
 
 def test_another_model_or_plan_is_refused_where_it_cannot_be(tmp_path: Path) -> None:
     good = config(tmp_path, {}, {}, {})
     with pytest.raises(ConfigError, match=r"needs a model with top = 'classes', not 'encoder'"):
-        fit(good.but(model=MODEL.but(top="encoder", classes=0)), examples())
-    mixed = good.but(model=MODEL.but(**MOE), plan=Plan(pp=2))
+        fit(good.replace(model=MODEL.replace(top="encoder", classes=0)), examples())
+    mixed = good.replace(model=MODEL.replace(**MOE), plan=Plan(pp=2))
     with pytest.raises(ConfigError, match=r"plan.pp needs micro-batches of one shape"):
         fit(mixed, examples())

@@ -24,7 +24,7 @@ from tests.parity.train_cases import CASES, PLANS, TRAIN, Run, alone, micro_batc
 from tests.worlds import assert_same, run
 
 DROPS = {"dropout": 0.2, "attention_dropout": 0.3, "embedding_dropout": 0.1}
-WITH = TRAIN.but(**DROPS)
+WITH = TRAIN.replace(**DROPS)
 
 
 def _same_training(plan: Plan, case: str, steps: int) -> None:
@@ -139,9 +139,9 @@ def test_each_rate_matters_and_each_token_step_and_seed() -> None:
         return it.step(step, batches).loss_sum.item()
 
     plain = loss(TRAIN)
-    assert plain == loss(TRAIN, step=1) == loss(TRAIN.but(seed=1))
-    found = [plain, loss(WITH), loss(WITH, step=1), loss(WITH, shift=1), loss(WITH.but(seed=1))]
-    found += [loss(TRAIN.but(**{name: rate})) for name, rate in DROPS.items()]
+    assert plain == loss(TRAIN, step=1) == loss(TRAIN.replace(seed=1))
+    found = [plain, loss(WITH), loss(WITH, step=1), loss(WITH, shift=1), loss(WITH.replace(seed=1))]
+    found += [loss(TRAIN.replace(**{name: rate})) for name, rate in DROPS.items()]
     assert len(set(found)) == len(found)
     assert all(abs(other / plain - 1) < 0.05 for other in found), "the mean is kept"
 
@@ -209,16 +209,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_repeated_and_resumed_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
     data = DataConfig(path=corpus, sequence=16)
     base = RunConfig(runs=tmp_path, device="cpu", model=MODEL, data=data, train=SHORT)
-    one, two, stopped = (base.but(name=name) for name in ("one", "two", "stopped"))
-    for config in (one, two, stopped.but(train=SHORT.but(steps=3))):
+    one, two, stopped = (base.replace(name=name) for name in ("one", "two", "stopped"))
+    for config in (one, two, stopped.replace(train=SHORT.replace(steps=3))):
         Trainer(config).fit()
     assert tensors(stopped.folder / "step-3") != tensors(one.folder / "step-6")
     Trainer(stopped).fit()
     last = [tensors(run.folder / "step-6") for run in (one, two, stopped)]
     assert last[0] == last[1] == last[2]
-    other = base.but(name="other", train=SHORT.but(micro_batch=1))
-    dry = base.but(name="dry", train=SHORT.but(dropout=0, attention_dropout=0, embedding_dropout=0))
+    other = base.replace(name="other", train=SHORT.replace(micro_batch=1))
+    dry = base.replace(name="dry", train=SHORT.replace(dropout=0, attention_dropout=0, embedding_dropout=0))
     losses = [Trainer(config).fit().loss for config in (other, dry)]
-    again = Trainer(one.but(name="again")).fit().loss
+    again = Trainer(one.replace(name="again")).fit().loss
     assert losses[0] == pytest.approx(again, abs=1e-12)
     assert losses[1] != pytest.approx(again, abs=1e-3)

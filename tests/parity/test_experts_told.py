@@ -32,7 +32,7 @@ TOKENS = list(range(1, 30))
 
 def told(config: ModelConfig, **changes: object) -> ModelConfig:
     assert config.moe is not None
-    return config.but(moe=config.moe.but(**changes))
+    return config.replace(moe=config.moe.replace(**changes))
 
 
 def tasked(tasks: int = 3) -> ModelConfig:
@@ -120,9 +120,10 @@ def test_a_task_for_all_tokens(tmp_path: Path) -> None:
         (CONFIG, {"active": 5}, "cannot go to 5 of 4 experts; set --experts.active 4 or less"),
         (CONFIG, {"task": 1}, "router 'softmax' knows no tasks; leave --experts.task out"),
         (tasked(), {"task": 3}, "no task 3 among 3; set --experts.task to one of 0 to 2"),
-        (tasked(), {"task": "web"}, "called 'web': this model has come without its tasks' names; set .* 0 to 2"),
+        (tasked(), {"task": "web"}, "called 'web': the names of this model's tasks are not stored; set .* 0 to 2"),
         (CONFIG, {"resident": 3}, "3 is more than the 2 layers of experts .* or set it to 1 or less"),
-        (CONFIG.but(moe=None), {"active": 1, "capacity": 2.0}, "--experts.active and --experts.capacity would change"),
+        (CONFIG.replace(moe=None), {"active": 1, "capacity": 2.0},
+         "--experts.active and --experts.capacity would change"),
         (told(CONFIG, active=1, router=RouterConfig(kind="switch")), {"active": 2},
          "'switch' sends a token to 1 of the experts, not 2; leave --experts.active out"),
         (told(CONFIG, router=RouterConfig(kind="gshard")), {"active": 1},
@@ -158,7 +159,7 @@ def test_a_run_of_another_model_is_refused_as_ever(tmp_path: Path) -> None:
 @pytest.mark.parametrize("plan", [Plan(), Plan(dp=2, ep=2), Plan(pp=2)], ids=str)
 def test_a_run_validates_as_it_is_told(plan: Plan, tmp_path: Path) -> None:
     corpus = small(tmp_path / "corpus", TEXT)
-    model = told(CONFIG.but(vocab_size=Corpus(corpus).manifest.vocab_size), capacity=0.5)
+    model = told(CONFIG.replace(vocab_size=Corpus(corpus).manifest.vocab_size), capacity=0.5)
     setting = Train(
         steps=2, batch=4, micro_batch=4 // plan.world, lr=1e-2, warmup=0, dtype="float64", eval_every=2,
         eval_samples=4, save_every=0,
@@ -167,8 +168,8 @@ def test_a_run_validates_as_it_is_told(plan: Plan, tmp_path: Path) -> None:
         name="as", runs=tmp_path, device="cpu", model=model, data=DataConfig(path=corpus, sequence=16), train=setting
     )
     runs = [
-        base.but(plan=plan),
-        base.but(name="otherwise", plan=plan, train=setting.but(eval_active=3, eval_capacity="off")),
+        base.replace(plan=plan),
+        base.replace(name="otherwise", plan=plan, train=setting.replace(eval_active=3, eval_capacity="off")),
     ]
     for it in runs:
         if plan.world == 1:
@@ -188,13 +189,13 @@ def _validated(loaded: api.Model, it: RunConfig) -> float:
     from colonnade.train.data_feed import CorpusFeed
     from colonnade.train.train_step import evaluate
 
-    held_out = CorpusFeed(it.but(plan=Plan())).held_out
+    held_out = CorpusFeed(it.replace(plan=Plan())).held_out
     assert held_out is not None
-    return evaluate(loaded.transformer, held_out.sweep(it.train.eval_samples)).item()
+    return evaluate(loaded.transformer, held_out.validation_batches(it.train.eval_samples)).item()
 
 
 def test_what_a_validation_cannot_do_is_refused() -> None:
     for changes, said in (({"eval_active": 5}, "--train.eval_active 4 or less"), ({"eval_capacity": 2.0}, "")):
-        config = CONFIG if said else CONFIG.but(moe=None)
+        config = CONFIG if said else CONFIG.replace(moe=None)
         with pytest.raises(ConfigError, match=said or "--train.eval_capacity would change"):
             RunConfig(model=config, train=Train(**changes))

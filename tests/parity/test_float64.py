@@ -61,7 +61,7 @@ MODELS: dict[str, ModelConfig] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_and_a_validation(name: str) -> None:
-    it = Run.start(MODELS[name], DistributedContext.solo(), TRAIN.but(fused_adamw=name == "gpt2"))
+    it = Run.start(MODELS[name], DistributedContext.solo(), TRAIN.replace(fused_adamw=name == "gpt2"))
     batches = [batch(made, name) for made in micro_batches(0, it.ground.axes.dp, MODELS[name])]
     with Narrow() as narrow:
         it.step(0, batches)
@@ -76,8 +76,8 @@ def batch(made: Batch, name: str) -> Batch:
 
 
 def test_fine_tuning(tmp_path: Path) -> None:
-    model = BERTS["post_encoder"].but(top="classes", classes=3)
-    train = TRAIN.but(steps=2, batch=6, micro_batch=2, eval_every=0, log_every=1, expert_dropout=0.0)
+    model = BERTS["post_encoder"].replace(top="classes", classes=3)
+    train = TRAIN.replace(steps=2, batch=6, micro_batch=2, eval_every=0, log_every=1, expert_dropout=0.0)
     run = RunConfig(name="it", runs=tmp_path, device="cpu", model=model, data=DataConfig(sequence=32), train=train)
     with (
         DistributedContext.build(run.plan, "cpu") as ground,

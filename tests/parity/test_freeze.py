@@ -45,7 +45,7 @@ def config(corpus: Path, runs: Path, *freeze: str, **train: object) -> RunConfig
         clip=0.1, freeze=freeze,
     )  # fmt: skip
     data = DataConfig(path=corpus, sequence=16)
-    return RunConfig(name="it", runs=runs, device="cpu", model=model, data=data, train=settings.but(**train))
+    return RunConfig(name="it", runs=runs, device="cpu", model=model, data=data, train=settings.replace(**train))
 
 
 def _weights(run: RunConfig) -> dict[str, torch.Tensor]:
@@ -76,7 +76,7 @@ def test_any_plan_freezes_the_same(
     micro = 1 if plan.pp > 1 else 4 // plan.data_ranks
     alone = config(corpus, tmp_path / "alone", *freeze, micro_batch=micro * plan.data_ranks, **options)
     Trainer(alone).fit()
-    several = alone.but(runs=tmp_path / "several", plan=plan, train=alone.train.but(micro_batch=micro))
+    several = alone.replace(runs=tmp_path / "several", plan=plan, train=alone.train.replace(micro_batch=micro))
     in_world(plan.world, train, several)
     shutil.rmtree(several.folder / "step-4")
     in_world(plan.world, train, several)
@@ -122,7 +122,7 @@ def test_what_matches_nothing_is_refused_with_the_nearest_names(corpus: Path, tm
             Trainer(config(corpus, tmp_path, "norm", pattern))
     dense = config(corpus, tmp_path, "experts")
     with pytest.raises(ConfigError, match=r"train\.freeze experts is about experts, and this model has none"):
-        Trainer(dense.but(model=dense.model.but(moe=None)))
+        Trainer(dense.replace(model=dense.model.replace(moe=None)))
 
 
 def test_one_pattern_is_a_list_of_one() -> None:

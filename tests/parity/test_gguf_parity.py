@@ -50,7 +50,7 @@ def test_equal_to_the_hugging_face_folder(case: str, tmp_path: Path) -> None:
     model = from_gguf(write_gguf(tmp_path / "model.gguf", theirs))
     # What GGUF does not say: its activation (the architecture's own) and the initial deviation; Mistral is "llama".
     silent = {"activation": ours.config.activation, "init_std": ours.config.init_std, "family": ours.config.family}
-    assert model.config.but(**silent) == ours.config
+    assert model.config.replace(**silent) == ours.config
     expected = dict(ours.named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected.pop(name)), name
@@ -63,7 +63,7 @@ def test_both_directions_and_absent_features_are_read(tmp_path: Path) -> None:
         plain = GGUFFile(write_gguf(tmp_path / "plain.gguf", quantisable(kind))).config
         assert plain.causal
         path = write_gguf(tmp_path / "both.gguf", quantisable(kind), keys=keys)
-        assert GGUFFile(path).config == plain.but(causal=False)
+        assert GGUFFile(path).config == plain.replace(causal=False)
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,9 @@ def test_the_balance_loss_is_transformers_and_so_is_its_gradient(case: str, laye
     moe = files.config.moe
     assert moe is not None
     assert (moe.balance, moe.balance_over, moe.balance_weight) == ("choices", "model", 0.7)
-    ours = Transformer(files.config.but(moe=moe.but(z_weight=0)), dtype=torch.float64)  # OLMoE's authors had one
+    ours = Transformer(
+        files.config.replace(moe=moe.replace(z_weight=0)), dtype=torch.float64
+    )  # OLMoE's authors had one
     files.fill(ours)
     texts = sorted(documents(ours.config.vocab_size), key=len)[-2:]
     stream, attend, targets = stream_of(texts)
@@ -282,7 +284,7 @@ def test_the_balance_loss_of_each_layer_is_that_of_its_scores(tmp_path: Path) ->
     theirs.save_pretrained(tmp_path / "hf")
     files = HFFolder(tmp_path / "hf")
     assert files.config.moe is not None
-    ours = Transformer(files.config.but(moe=files.config.moe.but(balance_over="layer")), dtype=torch.float64)
+    ours = Transformer(files.config.replace(moe=files.config.moe.replace(balance_over="layer")), dtype=torch.float64)
     files.fill(ours)
     text = documents(ours.config.vocab_size)[2]
     stream, attend, targets = stream_of([text])

@@ -101,7 +101,7 @@ def single(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     ],
 )
 def test_two_machines_train_as_one_process(single: RunConfig, plan: Plan, local: int, tmp_path: Path) -> None:
-    run = single.but(name="hosts", runs=tmp_path, plan=plan)
+    run = single.replace(name="hosts", runs=tmp_path, plan=plan)
     (tmp_path / "run.toml").write_text(dumps(run))
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(local),

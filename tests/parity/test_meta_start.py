@@ -49,15 +49,15 @@ def _peak(run: RunConfig, checked: bool) -> float:
 @pytest.mark.parametrize("plan", [Plan(dp=4), Plan(dp=2, cp=2)], ids=str)
 def test_no_rank_ever_holds_the_whole_model(config: RunConfig, plan: Plan) -> None:
     """A quarter of the weights and of each moment, and the largest parameter for a moment: not 1 and 2/4 of it."""
-    for share in in_world(4, _peak, config.but(plan=plan), True):
+    for share in in_world(4, _peak, config.replace(plan=plan), True):
         assert 0.7 < share < 0.95
 
 
 def test_nor_when_it_begins_with_weights_or_resumes(config: RunConfig, tmp_path: Path) -> None:
-    one = config.but(name="one", runs=tmp_path)
+    one = config.replace(name="one", runs=tmp_path)
     train(one)
-    began = one.but(name="began", plan=Plan(dp=4), train=TRAIN.but(start=str(one.folder)))
-    resumed = one.but(plan=Plan(dp=4), train=TRAIN.but(steps=2))
+    began = one.replace(name="began", plan=Plan(dp=4), train=TRAIN.replace(start=str(one.folder)))
+    resumed = one.replace(plan=Plan(dp=4), train=TRAIN.replace(steps=2))
     for run in (began, resumed):
         for share in in_world(4, _peak, run, False):
             assert 0.7 < share < 0.95

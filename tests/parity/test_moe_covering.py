@@ -104,7 +104,7 @@ class Found(NamedTuple):
 
 def layer_of(router: str, drop: str, axes: Axes, dtype: torch.dtype) -> MixtureOfExperts:
     moe = moe_of(router, **DROPS[drop], shared_width=5)
-    config = config_of(moe).but(init_std=0.5, ffn_bias=True, heads=4, kv_heads=4)
+    config = config_of(moe).replace(init_std=0.5, ffn_bias=True, heads=4, kv_heads=4)
     model = initialise(Transformer(config, axes, dtype=dtype), seed=2)
     layer = model.get_submodule("blocks.0.ffn")
     assert isinstance(layer, MixtureOfExperts)

@@ -46,7 +46,7 @@ def config(corpus: Path, runs: Path, **train: object) -> RunConfig:
     )
     return RunConfig(
         name="it", runs=runs, device="cpu", model=model, data=DataConfig(path=corpus, sequence=16),
-        train=TRAIN.but(**train),
+        train=TRAIN.replace(**train),
     )  # fmt: skip
 
 
@@ -71,13 +71,13 @@ def history(run: RunConfig, keys: tuple[str, ...] = (*LOSSES, "moe/balance")) ->
 def test_any_plan_is_the_same_run(plan: Plan, then: Plan, over: str, corpus: Path, tmp_path: Path) -> None:
     """Under one plan, its second half again under another; with a balance loss of each layer or of all together."""
     alone = config(corpus, tmp_path / "alone")
-    alone = alone.but(model=alone.model.but(moe=MOE.but(balance_over=over)))
+    alone = alone.replace(model=alone.model.replace(moe=MOE.replace(balance_over=over)))
     Trainer(alone).fit()
-    several = alone.but(runs=tmp_path / "several")
+    several = alone.replace(runs=tmp_path / "several")
     for laid in (plan, then):
         # What is balanced together is the micro-batches of all data ranks.
         kept = "full" if laid.overlap > 1 or laid.degree == 0 else "none"
-        leg = several.but(plan=laid, train=alone.train.but(micro_batch=4 // laid.data_ranks, recompute=kept))
+        leg = several.replace(plan=laid, train=alone.train.replace(micro_batch=4 // laid.data_ranks, recompute=kept))
         if leg.plan.world == 1:
             Trainer(leg).fit()
         else:
@@ -122,7 +122,7 @@ def test_an_adaptive_run_is_the_same_run(corpus: Path, tmp_path: Path) -> None:
     alone = config(corpus, tmp_path / "alone")
     Trainer(alone).fit()
     plan = Plan(dp=2, sh=2, degree="auto")
-    several = alone.but(runs=tmp_path / "several", plan=plan, train=alone.train.but(micro_batch=2, log_every=1))
+    several = alone.replace(runs=tmp_path / "several", plan=plan, train=alone.train.replace(micro_batch=2, log_every=1))
     said, _ = in_world(2, _adapting, several)
     assert history(several, LOSSES) == pytest.approx(history(alone, LOSSES), rel=1e-9)
     # What each step did, and the two layers take turns; what was decided after it is said.
@@ -159,7 +159,7 @@ def _adapting(run: RunConfig) -> list[str]:
 )
 def test_what_is_frozen_stays(freeze: str, plan: Plan, dtype: str, corpus: Path, tmp_path: Path) -> None:
     """To the bit, whatever the compute type; all else moves, and a run goes on from where it was."""
-    run = config(corpus, tmp_path, freeze=freeze, dtype=dtype, micro_batch=2, save_every=2, steps=4).but(plan=plan)
+    run = config(corpus, tmp_path, freeze=freeze, dtype=dtype, micro_batch=2, save_every=2, steps=4).replace(plan=plan)
     if plan.world == 1:
         Trainer(run).fit()
     else:
@@ -181,7 +181,7 @@ def test_what_is_frozen_stays(freeze: str, plan: Plan, dtype: str, corpus: Path,
 
 def test_capacity_drops_and_says_so(corpus: Path, tmp_path: Path) -> None:
     run = config(corpus, tmp_path, steps=2, log_every=1)
-    run = run.but(model=run.model.but(moe=MOE.but(capacity=0.5)))
+    run = run.replace(model=run.model.replace(moe=MOE.replace(capacity=0.5)))
     Trainer(run).fit()
     assert all(row["1"]["dropped"] > 0 for row in read_rows(run.folder, ROUTING))
 
@@ -201,17 +201,17 @@ def test_a_trained_one_is_loaded_and_generates(corpus: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda: MOE.but(active=5), "cannot go to 5 of 4 experts"),
-        (lambda: MOE.but(capacity=float("inf")), "capacity is inf: input should be a finite number"),
-        (lambda: TRAIN.but(eval_capacity=float("nan")), "eval_capacity.* is nan"),
-        (lambda: MOE.but(router=RouterConfig(groups=3)), "4 experts do not divide into 3 groups"),
+        (lambda: MOE.replace(active=5), "cannot go to 5 of 4 experts"),
+        (lambda: MOE.replace(capacity=float("inf")), "capacity is inf: input should be a finite number"),
+        (lambda: TRAIN.replace(eval_capacity=float("nan")), "eval_capacity.* is nan"),
+        (lambda: MOE.replace(router=RouterConfig(groups=3)), "4 experts do not divide into 3 groups"),
         (lambda: Plan(dp=2, ep=3), "does not divide the 2 of a pipeline stage .* set --plan.dp 3"),
         (lambda: Plan(dp=4, sh=4, degree=3), "degree=3 does not divide the sh=4 ranks"),
         (lambda: RunConfig(model=ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8),
                            train=TrainConfig(expert_dropout=0.1)), "expert_dropout 0.1 is about experts"),
         (lambda: RunConfig(model=ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8, moe=MOE),
                            train=TrainConfig(expert_dropout=0.1, float8="rowwise", dtype="bfloat16")),
-         "products of experts do not drop"),
+         "kernels of experts do not support dropout"),
         (lambda: Plan(dp=3, ep=3).check(ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8, moe=MOE)),
          "4 experts do not divide over ep=3"),
         (lambda: Plan(dp=5, sh=5).check(ModelConfig(vocab_size=9, layers=1, width=8, heads=2, ffn_width=8, moe=MOE)),

@@ -106,9 +106,9 @@ def _check_training(plan: Plan, moe: MoeConfig) -> None:
     [
         (Plan(tp=2), EXPERTS),
         (Plan(dp=2, ep=2), EXPERTS),
-        (Plan(dp=2, sh=2), EXPERTS.but(shared_width=6, balance="importance")),
-        (Plan(dp=2, ep=2), EXPERTS.but(balance="sequence", capacity=0.75)),
-        (Plan(tp=2, dp=2, ep=2, sh=2), EXPERTS.but(router=RouterConfig(noise=1.0), balance="gshard")),
+        (Plan(dp=2, sh=2), EXPERTS.replace(shared_width=6, balance="importance")),
+        (Plan(dp=2, ep=2), EXPERTS.replace(balance="sequence", capacity=0.75)),
+        (Plan(tp=2, dp=2, ep=2, sh=2), EXPERTS.replace(router=RouterConfig(noise=1.0), balance="gshard")),
     ],
     ids=["tp", "ep", "sh", "capacity", "tp_dp_ep_sh"],
 )
@@ -203,7 +203,7 @@ def test_errors_name_the_numbers_and_the_remedy() -> None:
     with pytest.raises(PlanError, match="without sequence_parallel"):
         MoE(D, EXPERTS, Axes(sequence_parallel=True))
     with pytest.raises(ConfigError, match=r"nn\.MoE is one layer; set balance_over 'layer'"):
-        MoE(D, EXPERTS.but(balance_over="model"))
+        MoE(D, EXPERTS.replace(balance_over="model"))
     cache = PagedCache(layers=1, kv_heads=1, head_width=4, pages=2, page_tokens=4)
     with pytest.raises(CapacityError, match="request 0 has 9 tokens and 2 pages of 4; give it 3"):
         cache.batch([[0, 1]], [9], [1])

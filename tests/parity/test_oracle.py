@@ -65,7 +65,7 @@ def draw(seed: int, world: int) -> tuple[ModelConfig, TrainConfig, Plan]:
             common["vocab_size"] = 2003  # equal tokens that begin two sequences have equal priorities
         model = ModelConfig(**common, **window, **query, **clip, **moe)
     if model.moe is None:
-        plan = plan.but(ep=1, sh=1, degree=1, overlap=1, shadows=0)
+        plan = plan.replace(ep=1, sh=1, degree=1, overlap=1, shadows=0)
     train = TrainConfig(
         steps=r.choice([3, 20]), warmup=r.choice([0, 2]), lr=3e-3, min_lr=1e-4, dtype="float64",
         schedule=r.choice(["cosine", "linear", "constant"]), weight_decay=r.choice([0, 0.1]),

@@ -38,7 +38,7 @@ PLANS = {
 
 
 def _as_one(plan: Plan, case: str) -> None:
-    config = CASES[case].but(layers=LAYERS)
+    config = CASES[case].replace(layers=LAYERS)
     one, expected = alone(config, 3)
     with DistributedContext.build(plan) as ground:
         several = Run.start(config, ground)
@@ -68,26 +68,26 @@ def test_pipeline_equals_one_process(world: int) -> None:
 
 
 def test_spans_cover_every_layer_and_spare_the_ends() -> None:
-    assert [len(s) for s in Plan(pp=4).spans(10)] == [2, 3, 3, 2]
-    assert [list(s) for s in Plan(pp=2, layers=(1, 2)).spans(3)] == [[0], [1, 2]]
+    assert [len(s) for s in Plan(pp=4).stage_layers(10)] == [2, 3, 3, 2]
+    assert [list(s) for s in Plan(pp=2, layers=(1, 2)).stage_layers(3)] == [[0], [1, 2]]
     for layers in range(6, 20):
-        spans = Plan(pp=3, stages=2, schedule="interleaved").spans(layers)
+        spans = Plan(pp=3, stages=2, schedule="interleaved").stage_layers(layers)
         assert [i for span in spans for i in span] == list(range(layers))
 
 
 def test_impossible_pipelines_are_refused() -> None:
-    with pytest.raises(PlanError, match="2 stages a rank need a pipeline"):
+    with pytest.raises(PlanError, match="2 stages per rank need a pipeline"):
         Plan(stages=2)
-    with pytest.raises((PlanError, ConfigError), match="1f1b has one stage on each rank, not 2"):
+    with pytest.raises((PlanError, ConfigError), match="1f1b has one stage per rank, not 2"):
         Plan(pp=2, stages=2)
     with pytest.raises(PlanError, match="2 layers do not fill 4 pipeline stages"):
         Plan(pp=4).check(CASES["gpt2"])
     with pytest.raises(PlanError, match="are 5 blocks, and the model has 2"):
         Plan(pp=2, layers=(2, 3)).check(CASES["gpt2"])
-    with pytest.raises(PlanError, match="needs at least 4 micro-batches a step and has 2"):
+    with pytest.raises(PlanError, match="needs at least 4 micro-batches per step and has 2"):
         Plan(pp=4).check_micro_batches(2)
     with pytest.raises(
-        ConfigError, match="zero_bubble computes the gradients of weights apart, and a compiled block all"
+        ConfigError, match="zero_bubble computes the gradients of the weights separately, and a compiled"
     ):
         RunConfig(
             model=CASES["gpt2"], plan=Plan(pp=2, schedule="zero_bubble"), data=DataConfig(sequence=8),

@@ -49,7 +49,7 @@ def rows(run: RunConfig) -> list[dict[str, float]]:
 
 
 def test_float16_gets_over_an_overflow_and_resumes_exactly(config: RunConfig, capsys) -> None:
-    whole = config.but(name="whole", train=TRAIN.but(**HALF))
+    whole = config.replace(name="whole", train=TRAIN.replace(**HALF))
     summary = Trainer(whole).fit()
     assert summary.loss is not None and summary.picture is not None
     noted = rows(whole)
@@ -60,7 +60,7 @@ def test_float16_gets_over_an_overflow_and_resumes_exactly(config: RunConfig, ca
     first, last = (native.read_meta(whole.folder / f"step-{n}") for n in (4, 12))
     assert first.updates == 0 and last.updates == 12 - len(skipped) and last.loss_scale is not None
 
-    part = config.but(train=TRAIN.but(**HALF))
+    part = config.replace(train=TRAIN.replace(**HALF))
     part.folder.mkdir()
     for step in (4, 8):  # one resumes amid overflows, one after them
         shutil.copytree(whole.folder / f"step-{step}", part.folder / f"step-{step}")
@@ -74,16 +74,16 @@ def test_float16_gets_over_an_overflow_and_resumes_exactly(config: RunConfig, ca
 
 
 def test_a_float16_run_goes_on_in_another_type(config: RunConfig) -> None:
-    Trainer(config.but(train=TRAIN.but(steps=4, **HALF))).fit()
+    Trainer(config.replace(train=TRAIN.replace(steps=4, **HALF))).fit()
     for steps, dtype in ((8, "bfloat16"), (12, "float16")):
-        Trainer(config.but(train=TRAIN.but(steps=steps, dtype=dtype))).fit()
+        Trainer(config.replace(train=TRAIN.replace(steps=steps, dtype=dtype))).fit()
         meta = native.read_meta(config.folder / f"step-{steps}")
         assert meta.updates == steps - 4 and (meta.loss_scale is None) == (dtype == "bfloat16")
 
 
 def test_a_scale_that_falls_without_end_is_a_divergence(config: RunConfig) -> None:
-    short = TRAIN.but(steps=4, dtype="float16", loss_scale=8.0)
-    Trainer(config.but(train=short)).fit()
+    short = TRAIN.replace(steps=4, dtype="float16", loss_scale=8.0)
+    Trainer(config.replace(train=short)).fit()
     good = config.folder / "step-4"
     weights = load_file(good / "weights-00000.safetensors")
     weights["norm.weight"][0] = float("nan")
@@ -92,15 +92,15 @@ def test_a_scale_that_falls_without_end_is_a_divergence(config: RunConfig) -> No
     manifest["files"]["weights-00000.safetensors"] = folders.digest_of(good / "weights-00000.safetensors").model_dump()
     (good / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(Diverged, match=r"step 8: .* nan.* loss scale fell to 1 after 4 skipped steps: no scale helps"):
-        Trainer(config.but(train=short.but(steps=12))).fit()
+        Trainer(config.replace(train=short.replace(steps=12))).fit()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [Plan(tp=2), Plan(dp=2), Plan(pp=2), Plan(cp=2)], ids=str)
 def test_ranks_skip_alike_and_resume_exactly(config: RunConfig, plan: Plan) -> None:
-    whole = config.but(name="whole", plan=plan, train=TRAIN.but(**HALF))
+    whole = config.replace(name="whole", plan=plan, train=TRAIN.replace(**HALF))
     in_world(2, train, whole)
-    one = config.but(name="one", train=TRAIN.but(**HALF))
+    one = config.replace(name="one", train=TRAIN.replace(**HALF))
     Trainer(one).fit()
     found, expected = rows(whole), rows(one)
     # A rank's part of a sum over tokens may just fit into float16 where the whole sum overflows.
@@ -110,7 +110,7 @@ def test_ranks_skip_alike_and_resume_exactly(config: RunConfig, plan: Plan) -> N
     assert alike >= 6
     losses, wanted = ([row["loss"] for row in side[:alike]] for side in (found, expected))
     assert losses == pytest.approx(wanted, abs=0.05)
-    part = config.but(plan=plan, train=TRAIN.but(**HALF))
+    part = config.replace(plan=plan, train=TRAIN.replace(**HALF))
     part.folder.mkdir()
     shutil.copytree(whole.folder / "step-4", part.folder / "step-4")
     in_world(2, train, part)
@@ -127,12 +127,12 @@ def test_what_is_recomputed_or_offloaded_changes_no_bit(config: RunConfig, plan:
         "attention": {"recompute": "attention"},
         "budget": {"recompute": "budget", "activation_bytes": 40_000, "offload": "optimizer"},
     }
-    short = TRAIN.but(steps=6, save_every=3)
-    plain = config.but(name="plain", plan=plan)
+    short = TRAIN.replace(steps=6, save_every=3)
+    plain = config.replace(name="plain", plan=plan)
     for name, changes in settings.items():
-        in_world(plan.world, train, config.but(name=name, plan=plan, train=short.but(**changes)))
+        in_world(plan.world, train, config.replace(name=name, plan=plan, train=short.replace(**changes)))
         assert tensors(config.runs / name / "step-6") == tensors(plain.folder / "step-6"), name
-    crossed = config.but(name="crossed", plan=plan, train=short.but(offload="optimizer"))
+    crossed = config.replace(name="crossed", plan=plan, train=short.replace(offload="optimizer"))
     crossed.folder.mkdir()
     shutil.copytree(plain.folder / "step-3", crossed.folder / "step-3")
     in_world(plan.world, train, crossed)
@@ -143,8 +143,8 @@ def test_what_is_recomputed_or_offloaded_changes_no_bit(config: RunConfig, plan:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_schedule_adds_gradients_up_in_float32(config: RunConfig, dtype: str) -> None:
     """Where a schedule adds them up itself, a sum over sixteen micro-batches would be rounded sixteen times."""
-    many = TRAIN.but(steps=2, batch=16, micro_batch=1, dtype=dtype, save_every=0, loss_scale=16.0)
-    runs = [config.but(name=plan.schedule, plan=plan, train=many) for plan in (Plan(pp=2), SPLIT)]
+    many = TRAIN.replace(steps=2, batch=16, micro_batch=1, dtype=dtype, save_every=0, loss_scale=16.0)
+    runs = [config.replace(name=plan.schedule, plan=plan, train=many) for plan in (Plan(pp=2), SPLIT)]
     for run in runs:
         in_world(2, train, run)
     assert tensors(runs[0].folder / "step-2") == tensors(runs[1].folder / "step-2")
@@ -152,39 +152,39 @@ def test_every_schedule_adds_gradients_up_in_float32(config: RunConfig, dtype: s
 
 def test_the_first_lines_say_what_was_chosen(config: RunConfig, capsys) -> None:
     options = {"recompute": "budget", "activation_bytes": 40_000, "offload": "optimizer"}
-    Trainer(config.but(train=TRAIN.but(steps=2, **options))).fit()
+    Trainer(config.replace(train=TRAIN.replace(steps=2, **options))).fit()
     said = capsys.readouterr().out
     assert "offload optimizer" in said
     assert "recompute in 3 blocks: " in said and "of the 39.06 KiB allowed for a micro-batch" in said
     with pytest.raises(
         CapacityError, match=r"3 blocks keep .* train.activation_bytes allows 100 bytes; set it to at l"
     ):
-        Trainer(config.but(name="little", train=TRAIN.but(recompute="budget", activation_bytes=100))).fit()
+        Trainer(config.replace(name="little", train=TRAIN.replace(recompute="budget", activation_bytes=100))).fit()
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_float8_runs_learn(config: RunConfig, scaling: str) -> None:
-    t = TRAIN.but(dtype="bfloat16", float8=scaling, recompute="full", micro_batch=3, batch=3)
-    summary = Trainer(config.but(train=t)).fit()
+    t = TRAIN.replace(dtype="bfloat16", float8=scaling, recompute="full", micro_batch=3, batch=3)
+    summary = Trainer(config.replace(train=t)).fit()
     losses = [row["loss"] for row in rows(config)]
     assert summary.loss is not None and losses[-1] < losses[0] - 0.2
-    plain = config.but(name="plain", train=t.but(float8="none"))
+    plain = config.replace(name="plain", train=t.replace(float8="none"))
     Trainer(plain).fit()
     assert losses != (reference := [row["loss"] for row in rows(plain)])
     assert torch.tensor(losses).sub(torch.tensor(reference)).abs().max() < 0.05
 
 
 def test_what_float8_cannot_take_is_refused_before_the_start(config: RunConfig) -> None:
-    eight = TRAIN.but(dtype="bfloat16", float8="rowwise")
+    eight = TRAIN.replace(dtype="bfloat16", float8="rowwise")
     with pytest.raises(ConfigError, match=r"multiples of 16, and the model has ffn_width 40; change it, or set"):
-        config.but(model=MODEL.but(ffn_width=40), train=eight)
+        config.replace(model=MODEL.replace(ffn_width=40), train=eight)
     with pytest.raises(PlanError, match=r"tp=2 leaves a rank 8 of columns of heads 16; use a lower tp"):
-        config.but(plan=Plan(tp=2), train=eight)
-    wide = MODEL.but(width=32, ffn_width=48)
+        config.replace(plan=Plan(tp=2), train=eight)
+    wide = MODEL.replace(width=32, ffn_width=48)
     with pytest.raises(PlanError, match=r"tp=2 leaves a rank 24 of ffn_width 48"):
-        config.but(model=wide, plan=Plan(tp=2), train=eight)
-    assert config.but(model=wide.but(ffn_width=64), plan=Plan(tp=2), train=eight).train.float8 == "rowwise"
-    with pytest.raises(ConfigError, match=r"float8 rowwise computes beside bfloat16, not float32"):
+        config.replace(model=wide, plan=Plan(tp=2), train=eight)
+    assert config.replace(model=wide.replace(ffn_width=64), plan=Plan(tp=2), train=eight).train.float8 == "rowwise"
+    with pytest.raises(ConfigError, match=r"float8 rowwise needs bfloat16, not float32"):
         TrainConfig(float8="rowwise", dtype="float32")
     with pytest.raises(ConfigError, match=r"a budget needs bytes, and bytes need recompute budget"):
         TrainConfig(recompute="budget")

@@ -18,7 +18,7 @@ from tests.worlds import assert_same, run
 
 # Rows of heads and of hidden units whose halves are whole groups of 32, and for 8 bits some that are cut unevenly.
 CONFIG = ModelConfig(vocab_size=301, layers=2, width=40, heads=8, kv_heads=4, head_width=16, ffn_width=128, context=64)
-UNEVEN = CONFIG.but(ffn_width=37)
+UNEVEN = CONFIG.replace(ffn_width=37)
 
 
 def _load(folder: Path, world: int, weights: str) -> tuple[Tensor, list[int], dict[str, Tensor]]:
@@ -63,11 +63,11 @@ def test_two_ranks_have_the_bits_of_one(format: str, weights: str, config: Model
 
 
 SHARED = MoeConfig(experts=4, active=2, ffn_width=64, first=1, shared_width=64, shared_gate=True)
-_GATED = CONFIG.but(layers=3, init_std=0.3, moe=SHARED)
+_GATED = CONFIG.replace(layers=3, init_std=0.3, moe=SHARED)
 MIXTURES = {
     "gated": _GATED,
-    "biased": _GATED.but(
-        gated=False, activation="gelu_tanh", ffn_bias=True, moe=SHARED.but(ffn_width=36, shared_width=37)
+    "biased": _GATED.replace(
+        gated=False, activation="gelu_tanh", ffn_bias=True, moe=SHARED.replace(ffn_width=36, shared_width=37)
     ),
 }
 """A dense layer, then experts beside shared ones; of the second, 8 bits alone can be cut over ranks."""

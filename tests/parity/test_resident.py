@@ -8,7 +8,7 @@ import torch
 
 import colonnade
 from colonnade import api
-from colonnade.config import ExpertsConfig, ModelConfig, MoeConfig, Plan, ServeConfig, size
+from colonnade.config import ExpertsConfig, ModelConfig, MoeConfig, Plan, ServeConfig, format_bytes
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.model import Transformer
 from colonnade.model.moe import MixtureOfExperts, OffloadedExperts, experts_of
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 MOE = MoeConfig(experts=4, active=2, ffn_width=10, first=1, shared_width=5)
 SIZES: dict[str, Any] = {"layers": 5, "moe": MOE, "family": "deepseek_v2"}
 """Four layers of five have experts."""
-PLAIN: dict[str, Any] = {"layers": 4, "family": "mixtral", "moe": MOE.but(first=0, shared_width=0, ffn_width=35)}
+PLAIN: dict[str, Any] = {"layers": 4, "family": "mixtral", "moe": MOE.replace(first=0, shared_width=0, ffn_width=35)}
 """What a file of Mixtral's can hold."""
 
 
@@ -74,7 +74,7 @@ def test_a_buffer_is_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_few_tokens_bring_the_experts_that_they_chose(buffers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And those of layers that are there whole need not come; large and small passes may follow one another."""
-    many = {**SIZES, "moe": MOE.but(experts=8)}
+    many = {**SIZES, "moe": MOE.replace(experts=8)}
     plain, model, came = tiny.model(**many), tiny.model(**many), []
     copy = OffloadedExperts._copy
 
@@ -179,8 +179,8 @@ def test_no_room(experts: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         colonnade.load(place, dtype="float64", device="cpu", experts=ExpertsConfig(**experts))
     # On a CPU the experts that wait share the memory with those of a few layers.
     held = device_bytes(model) + device_bytes(model, experts.get("resident", 0)) - device_bytes(model, 0)
-    assert f"{place} does not fit: it takes {size(held)} of a rank's memory (cpu)" in str(refusal.value)
-    assert f"enough would be: --dtype bfloat16 ({size(held // 4)})" in str(refusal.value)
+    assert f"{place} does not fit: it takes {format_bytes(held)} of a rank's memory (cpu)" in str(refusal.value)
+    assert f"enough would be: --dtype bfloat16 ({format_bytes(held // 4)})" in str(refusal.value)
 
 
 def test_a_dense_model_has_none_to_wait(tmp_path: Path) -> None:

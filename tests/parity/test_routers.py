@@ -178,7 +178,7 @@ def test_a_run_is_the_same_under_a_plan(
     name: str, changes: dict[str, Any], plan: Plan, corpus: Path, tmp_path: Path
 ) -> None:
     """Packed documents, micro-batches, and a stream that is cut by tensor, context, data or pipeline ranks."""
-    model = config_of(moe_of(name, **changes)).but(vocab_size=Corpus(corpus).manifest.vocab_size, layers=2)
+    model = config_of(moe_of(name, **changes)).replace(vocab_size=Corpus(corpus).manifest.vocab_size, layers=2)
     train_config = TrainConfig(
         steps=3, batch=8, micro_batch=4, lr=1e-2, min_lr=1e-3, warmup=1, dtype="float64", eval_every=3, eval_samples=8
     )
@@ -186,7 +186,9 @@ def test_a_run_is_the_same_under_a_plan(
         name="it", runs=tmp_path / "alone", device="cpu", model=model, data=DataConfig(path=corpus, sequence=16),
         train=train_config,
     )  # fmt: skip
-    laid = alone.but(runs=tmp_path / "laid", plan=plan, train=train_config.but(micro_batch=4 // plan.data_ranks))
+    laid = alone.replace(
+        runs=tmp_path / "laid", plan=plan, train=train_config.replace(micro_batch=4 // plan.data_ranks)
+    )
     Trainer(alone).fit()
     run(plan.world, train, laid)
     numbers, expected = (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from colonnade import api
-from colonnade.config import Cache, Plan
+from colonnade.config import CacheFormat, Plan
 from colonnade.errors import PlanError
 from colonnade.model import KVCache, Rows
 from colonnade.parallel.axis import Axes, Axis
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.xdist_group("worlds")
 )
 def test_greedy_is_the_reference_forward(name: str, cp: int) -> None:
     """Prompts in chunks, decodes among them, preemption, a shared prefix, odd pages, ranks that hold nothing."""
-    changes, limits = MODELS[name], LIMITS.but(run_ahead=cp > 2, fixed_steps=cp > 2)
+    changes, limits = MODELS[name], LIMITS.replace(run_ahead=cp > 2, fixed_steps=cp > 2)
     (texts, preemptions, found, pages), *others = run(cp, serve, {"cp": cp}, limits, changes)
     assert texts == expected(changes)
     assert preemptions > 0
@@ -61,8 +61,8 @@ def test_greedy_is_the_reference_forward(name: str, cp: int) -> None:
 def test_eight_bits_are_the_same_on_all_ranks(cache: str, plan: dict[str, int]) -> None:
     """Prompts in chunks, whose own tokens no rank reads from the cache, and decodes: the tokens of one process."""
     name, kind = cache.split()
-    limits, changes = LIMITS.but(cache=kind, run_ahead="tp" in plan, fixed_steps="tp" in plan), MODELS[name]
-    alone = Engine(tiny.model(**changes), tiny.tokenizer(), limits.but(pages=64, token_budget=64))
+    limits, changes = LIMITS.replace(cache=kind, run_ahead="tp" in plan, fixed_steps="tp" in plan), MODELS[name]
+    alone = Engine(tiny.model(**changes), tiny.tokenizer(), limits.replace(pages=64, token_budget=64))
     greedy = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
     said = [done.token_ids for done in alone.generate(PROMPTS, [greedy] * len(PROMPTS))]
     (texts, _, found, _), *_ = run(Plan(**plan).world, serve, plan, limits, changes)
@@ -70,7 +70,7 @@ def test_eight_bits_are_the_same_on_all_ranks(cache: str, plan: dict[str, int]) 
     assert found > 0
 
 
-def _logits(cp: int, name: str, kind: Cache) -> list[torch.Tensor]:
+def _logits(cp: int, name: str, kind: CacheFormat) -> list[torch.Tensor]:
     """Of three steps: two prompts, chunks of both, and what decodes beside a chunk."""
     with DistributedContext.build(Plan(cp=cp)) as ground:
         model = tiny.model(ground.axes.serving(), **MODELS[name])
@@ -89,7 +89,7 @@ def _logits(cp: int, name: str, kind: Cache) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("latent", "int8"), ("latent", "float8"), ("llama", "float8")])
-def test_a_chunk_sees_its_own_keys_as_they_are_kept(name: str, kind: Cache) -> None:
+def test_a_chunk_sees_its_own_keys_as_they_are_kept(name: str, kind: CacheFormat) -> None:
     """Which no rank reads from the cache."""
     (alone,) = run(1, _logits, 1, name, kind)
     for found in run(2, _logits, 2, name, kind):
@@ -112,10 +112,10 @@ def test_a_chunk_sees_its_own_keys_as_they_are_kept(name: str, kind: Cache) -> N
 )
 def test_together_with_other_axes(name: str, plan: dict[str, int]) -> None:
     """No two ranks hand the same token to the experts, which a capacity would count twice."""
-    limits = LIMITS.but(run_ahead=True, fixed_steps=True, page_tokens=2, pages=24)
+    limits = LIMITS.replace(run_ahead=True, fixed_steps=True, page_tokens=2, pages=24)
     changes = MODELS[name]
     if "capacity" in name:  # who is dropped depends on who else is in the step
-        limits = limits.but(run_ahead=False, fixed_steps=False)
+        limits = limits.replace(run_ahead=False, fixed_steps=False)
     world = plan["cp"] * plan.get("tp", 1)
     texts, preemptions, found, _ = run(world, serve, plan, limits, changes)[0]
     if "capacity" in name:

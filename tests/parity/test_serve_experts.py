@@ -31,7 +31,7 @@ pytestmark = pytest.mark.xdist_group("worlds")
 )
 def test_greedy_is_the_reference_forward(name: str, plan: dict[str, int], ahead: bool) -> None:
     """Preempted, with a shared prefix, waiting for each step or running ahead in steps of fixed shape."""
-    limits = LIMITS.but(run_ahead=ahead, fixed_steps=ahead)
+    limits = LIMITS.replace(run_ahead=ahead, fixed_steps=ahead)
     texts, preemptions, found, _ = run(plan["tp"], serve, plan, limits, MODELS[name])[0]
     assert texts == expected(MODELS[name])
     assert preemptions > 0

@@ -22,7 +22,7 @@ WILD = SamplingParams(temperature=1, top_k=40, seed=3, max_tokens=9, ignore_eos=
 def _serve(world: int, changes: dict, grid: dict | None = None) -> list[tuple[int, ...]]:
     with DistributedContext.build(Plan(tp=world, **(grid or {}))) as ground:
         # One process waits for each step's tokens, several run ahead of them, in steps of fixed shape.
-        limits = LIMITS.but(run_ahead=world > 1, fixed_steps=world > 1)
+        limits = LIMITS.replace(run_ahead=world > 1, fixed_steps=world > 1)
         engine = Engine(tiny.model(ground.axes, **changes), tiny.tokenizer(), limits)
         if ground.rank:
             engine.follow()
@@ -63,7 +63,7 @@ FOUR_HEADS = {"heads": 4, "kv_heads": 4}
 def test_greedy_is_the_reference_forward(name: str, tp: int) -> None:
     """Preempted, with a shared prefix, in odd pages; running ahead in steps of fixed shape over four."""
     changes = ranks.MODELS[name] | (FOUR_HEADS if tp == 4 else {})
-    limits = ranks.LIMITS.but(run_ahead=tp == 4, fixed_steps=tp == 4)
+    limits = ranks.LIMITS.replace(run_ahead=tp == 4, fixed_steps=tp == 4)
     texts, preemptions, found, _ = run(tp, ranks.serve, {"tp": tp}, limits, changes)[0]
     assert texts == ranks.expected(changes)
     assert preemptions > 0

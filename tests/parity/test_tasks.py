@@ -57,7 +57,7 @@ def config(corpus: Path, runs: Path, **train: object) -> RunConfig:
     )  # fmt: skip
     return RunConfig(
         name="it", runs=runs, device="cpu", model=model, data=DataConfig(path=corpus, sequence=16),
-        train=settings.but(**train),
+        train=settings.replace(**train),
     )  # fmt: skip
 
 
@@ -71,8 +71,8 @@ def test_any_plan_is_the_same_run(corpus: Path, tmp_path: Path) -> None:
     Trainer(alone).fit()
     expected = colonnade.load(alone.folder, device="cpu", dtype="float64").transformer.state_dict()
     for plan in (Plan(tp=2, cp=2, ep=2, sh=2), Plan(pp=2, dp=2, ep=2, schedule="gpipe")):
-        leg = alone.train.but(micro_batch=4 // plan.data_ranks)
-        several = alone.but(plan=plan, runs=tmp_path / f"{plan.pp}-{plan.cp}-{plan.dp}", train=leg)
+        leg = alone.train.replace(micro_batch=4 // plan.data_ranks)
+        several = alone.replace(plan=plan, runs=tmp_path / f"{plan.pp}-{plan.cp}-{plan.dp}", train=leg)
         in_world(plan.world, train, several)
         assert history(several) == pytest.approx(history(alone), rel=1e-9)
         found = colonnade.load(several.folder, device="cpu", dtype="float64").transformer.state_dict()
@@ -83,7 +83,7 @@ def test_any_plan_is_the_same_run(corpus: Path, tmp_path: Path) -> None:
 def test_a_task_moves_its_own_row(corpus: Path, tmp_path: Path) -> None:
     """The fourth task has no documents; all tokens of a task go to one expert."""
     run = config(corpus, tmp_path, log_every=1)
-    run = run.but(model=run.model.but(moe=MOE.but(router=RouterConfig(kind="task", tasks=4))))
+    run = run.replace(model=run.model.replace(moe=MOE.replace(router=RouterConfig(kind="task", tasks=4))))
     Trainer(run).fit()
     found = colonnade.load(run.folder, device="cpu", dtype="float64").transformer
     before = initialise(Transformer(run.model, dtype=torch.float64), run.train.seed)
@@ -123,13 +123,15 @@ def test_a_task_moves_its_own_row(corpus: Path, tmp_path: Path) -> None:
 
 def test_a_corpus_that_does_not_fit_is_refused(corpus: Path, tmp_path: Path) -> None:
     run = config(corpus, tmp_path)
-    few = run.but(model=run.model.but(moe=MOE.but(router=RouterConfig(kind="task", tasks=2))))
+    few = run.replace(model=run.model.replace(moe=MOE.replace(router=RouterConfig(kind="task", tasks=2))))
     with pytest.raises(ConfigError, match=r"has 3 tasks and the router 2; set --model\.moe\.router\.tasks 3"):
         CorpusFeed(few)
     plain = small(tmp_path / "plain")
-    mute = run.but(data=DataConfig(path=plain, sequence=16))
+    mute = run.replace(data=DataConfig(path=plain, sequence=16))
     with pytest.raises(ConfigError, match="colonnade corpus FILES --tasks source"):
         CorpusFeed(mute)
-    CorpusFeed(mute.but(model=run.model.but(moe=MOE.but(router=RouterConfig(kind="task", tasks=4, task=1)))))
+    CorpusFeed(
+        mute.replace(model=run.model.replace(moe=MOE.replace(router=RouterConfig(kind="task", tasks=4, task=1))))
+    )
     with pytest.raises(ConfigError, match="decides by tasks, and balance 'sequence' counts by sequences"):
-        CorpusFeed(run.but(model=run.model.but(moe=MOE.but(balance="sequence"))))
+        CorpusFeed(run.replace(model=run.model.replace(moe=MOE.replace(balance="sequence"))))

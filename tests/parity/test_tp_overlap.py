@@ -136,7 +136,7 @@ def test_it_needs_sequence_parallelism_and_whole_precision() -> None:
         Plan(tp=2, tp_overlap=True)
     with pytest.raises(ConfigError, match=r"float8 tensorwise scales whole operands.*plan.tp_overlap False"):
         RunConfig(
-            model=LLAMA.but(width=256, ffn_width=256, head_width=32),
+            model=LLAMA.replace(width=256, ffn_width=256, head_width=32),
             plan=Plan(tp=2, sequence_parallel=True, tp_overlap=True),
             data=DataConfig(sequence=16),
             train=TrainConfig(dtype="bfloat16", float8="tensorwise"),

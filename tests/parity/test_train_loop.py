@@ -107,7 +107,7 @@ def test_what_a_run_leaves_behind(config: RunConfig, capsys: pytest.CaptureFixtu
 
 
 def test_a_signal_saves_and_the_resumed_run_is_the_same_run(config: RunConfig) -> None:
-    whole = config.but(name="whole")
+    whole = config.replace(name="whole")
     Trainer(whole).fit()
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     taken: list[int] = []
@@ -167,8 +167,8 @@ def test_two_ranks_are_killed_and_stopped_and_go_on(config: RunConfig, tmp_path:
     """SIGKILL for the whole group, then SIGTERM for the launcher, then on: the uninterrupted run, bit for bit."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    slow = config.train.but(steps=60, save_every=3, eval_every=0, log_every=3)
-    config = config.but(plan=Plan(tp=2), train=slow)
+    slow = config.train.replace(steps=60, save_every=3, eval_every=0, log_every=3)
+    config = config.replace(plan=Plan(tp=2), train=slow)
 
     def start() -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -194,12 +194,12 @@ def test_two_ranks_are_killed_and_stopped_and_go_on(config: RunConfig, tmp_path:
     assert f"resumed {config.folder}/step-{first}" in said
     assert f"ended {second} SIGTERM" in said and stopped.returncode == 0
     for name in (config.name, "whole"):
-        in_world(2, train, config.but(name=name, train=slow.but(save_every=0)))
+        in_world(2, train, config.replace(name=name, train=slow.replace(save_every=0)))
     assert tensors(config.folder / "step-60") == tensors(config.runs / "whole" / "step-60")
 
 
 def test_divergence_stops_with_step_and_last_good_checkpoint(config: RunConfig) -> None:
-    Trainer(config.but(train=TRAIN.but(steps=4, eval_every=0))).fit()
+    Trainer(config.replace(train=TRAIN.replace(steps=4, eval_every=0))).fit()
     good = config.folder / "step-4"
     weights = load_file(good / "weights-00000.safetensors")
     weights["norm.weight"][0] = float("nan")
@@ -229,29 +229,29 @@ def test_a_newer_checkpoint_that_lost_a_file_is_not_passed_over(config: RunConfi
 
 def test_runs_that_cannot_be(config: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"vocabulary of 300 tokens, the model of 50; set --model.vocab_size 300"):
-        Trainer(config.but(model=MODEL.but(vocab_size=50))).fit()
+        Trainer(config.replace(model=MODEL.replace(vocab_size=50))).fit()
     assert not config.folder.exists()
     with pytest.raises(ConfigError, match="timeout_s is inf: input should be less than"):
-        TRAIN.but(timeout_s=float("inf"))
+        TRAIN.replace(timeout_s=float("inf"))
     with pytest.raises(ConfigError, match="name is ''"):
-        config.but(name="")
+        config.replace(name="")
     with pytest.raises(ConfigError, match=r"name '\.\./other' leads out of the folder of runs"):
-        config.but(name="../other")
+        config.replace(name="../other")
     with pytest.raises(DataError):
-        Trainer(config.but(data=DataConfig(path=tmp_path / "nowhere", sequence=16))).fit()
-    short = config.but(train=TRAIN.but(steps=4, eval_every=0))
+        Trainer(config.replace(data=DataConfig(path=tmp_path / "nowhere", sequence=16))).fit()
+    short = config.replace(train=TRAIN.replace(steps=4, eval_every=0))
     Trainer(short).fit()
     with pytest.raises(CheckpointError, match=r"is asked for \(model.ffn_width: 24 -> 32\); go on with"):
-        Trainer(short.but(model=MODEL.but(ffn_width=32))).fit()
+        Trainer(short.replace(model=MODEL.replace(ffn_width=32))).fit()
     other = tmp_path / "other"
     words = corpora.TEXT.split()
     build([(str(i), " ".join(words[: 5 + i % 7])) for i in range(90)], other, vocab_size=300, validation_share=0.2)
     with pytest.raises(DataError, match=r"is not the data that .* was trained on: it has another tokenizer; use that"):
-        Trainer(short.but(data=DataConfig(path=other, sequence=16))).fit()
+        Trainer(short.replace(data=DataConfig(path=other, sequence=16))).fit()
     with pytest.raises(ConfigError, match=r"data.seed is 7, and .* trained with 0: .* set --data.seed 0, start the"):
-        Trainer(short.but(data=short.data.but(seed=7))).fit()
+        Trainer(short.replace(data=short.data.replace(seed=7))).fit()
     with pytest.raises(ConfigError, match=r"data.sequence is 8, and .* trained with 16"):
-        Trainer(short.but(data=short.data.but(sequence=8))).fit()
+        Trainer(short.replace(data=short.data.replace(sequence=8))).fit()
 
 
 def test_a_resume_checks_its_corpus(config: RunConfig, corpus: Path, tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_resume_checks_its_corpus(config: RunConfig, corpus: Path, tmp_path: P
 
     def fit(name: str, steps: int, **data) -> int:
         data = DataConfig(path=tmp_path / name, sequence=16, **data)
-        Trainer(config.but(data=data, train=TRAIN.but(steps=steps, eval_every=0))).fit()
+        Trainer(config.replace(data=data, train=TRAIN.replace(steps=steps, eval_every=0))).fit()
         return native.read_meta(config.folder / f"step-{steps}").cursor["seen"] // TRAIN.batch
 
     assert fit("forth", 4) == 4
@@ -289,15 +289,15 @@ def _fitted(by_rank: list[RunConfig]) -> str:
 
 def test_ranks_read_the_same_corpus(config: RunConfig, corpus: Path, tmp_path: Path) -> None:
     corpora.small(tmp_path / "other", corpora.TEXT.upper())
-    one = config.but(plan=Plan(dp=2), train=TRAIN.but(steps=4, eval_every=0))
-    other = one.but(data=DataConfig(path=tmp_path / "other", sequence=16))
+    one = config.replace(plan=Plan(dp=2), train=TRAIN.replace(steps=4, eval_every=0))
+    other = one.replace(data=DataConfig(path=tmp_path / "other", sequence=16))
     (said,) = set(in_world(2, _fitted, [one, other]))
     assert re.search(r"rank 1 has corpus [0-9a-f]{12} instead of [0-9a-f]{12};", said), said
 
 
 def test_bfloat16_and_deterministic_runs_learn(config: RunConfig) -> None:
     for name, changes in (("bf16", {"dtype": "bfloat16"}), ("deterministic", {"deterministic": True})):
-        summary = Trainer(config.but(name=name, train=TRAIN.but(**changes))).fit()
+        summary = Trainer(config.replace(name=name, train=TRAIN.replace(**changes))).fit()
         assert summary.loss is not None and summary.loss < 5.6
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -307,7 +307,7 @@ def test_bfloat16_and_deterministic_runs_learn(config: RunConfig) -> None:
 def test_compiled_blocks_train_alike(config: RunConfig) -> None:
     losses = []
     for compile_blocks in (False, True):
-        t = TRAIN.but(steps=2, eval_every=0, micro_batch=4, compile=compile_blocks)
-        data = config.data.but(separate_documents=False)
-        losses.append(Trainer(config.but(name=str(compile_blocks), train=t, data=data)).fit().loss)
+        t = TRAIN.replace(steps=2, eval_every=0, micro_batch=4, compile=compile_blocks)
+        data = config.data.replace(separate_documents=False)
+        losses.append(Trainer(config.replace(name=str(compile_blocks), train=t, data=data)).fit().loss)
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)

@@ -36,7 +36,7 @@ def config(corpus: Path, runs: Path, name: str, **train: object) -> RunConfig:
         log_every=1,
     )  # fmt: skip
     data = DataConfig(path=corpus, sequence=16)
-    return RunConfig(name=name, runs=runs, device="cpu", model=MODEL, data=data, train=settings.but(**train))
+    return RunConfig(name=name, runs=runs, device="cpu", model=MODEL, data=data, train=settings.replace(**train))
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,9 @@ def test_any_plan_begins_alike(corpus: Path, there: Path, tmp_path: Path, plan: 
             place = colonnade.save(model, tmp_path / "hf", format="hf")
     run = config(corpus, tmp_path, "again", start=str(place))
     loss, norm = first(run)
-    drawn, _ = first(run.but(train=run.train.but(start="")))
+    drawn, _ = first(run.replace(train=run.train.replace(start="")))
     assert abs(loss - drawn) > 1e-3
-    laid = run.but(plan=plan, train=run.train.but(micro_batch=2 // plan.data_ranks))
+    laid = run.replace(plan=plan, train=run.train.replace(micro_batch=2 // plan.data_ranks))
     for theirs, their_norm in in_world(plan.world, first, laid):
         assert (theirs, their_norm) == (pytest.approx(loss, rel=1e-10), pytest.approx(norm, rel=1e-10))
 
@@ -76,7 +76,7 @@ def test_what_was_frozen_is_thawed_in_a_run_of_its_own(corpus: Path, there: Path
         Trainer(thawed).fit()
     begun = config(corpus, there.parent, "thawed", start=str(there), freeze="rest")
     Trainer(begun).fit()
-    Trainer(begun.but(train=begun.train.but(steps=3, start="nowhere"))).fit()  # resumed: no longer asked for
+    Trainer(begun.replace(train=begun.train.replace(steps=3, start="nowhere"))).fit()  # resumed: no longer asked for
     before, after = (
         colonnade.load(folder, device="cpu", dtype="float64").transformer.state_dict()
         for folder in (there, begun.folder)
@@ -88,20 +88,20 @@ def test_what_was_frozen_is_thawed_in_a_run_of_its_own(corpus: Path, there: Path
 def test_what_does_not_fit_is_refused(corpus: Path, there: Path, tmp_path: Path) -> None:
     run = config(corpus, tmp_path, "other", start=str(there))
     for model, said in (
-        (MODEL.but(norm_eps=1e-3), "norm_eps: 1e-0[56] -> 0.001; give the run that model"),
+        (MODEL.replace(norm_eps=1e-3), "norm_eps: 1e-0[56] -> 0.001; give the run that model"),
         (
-            MODEL.but(moe=MOE.but(experts=8)),
+            MODEL.replace(moe=MOE.replace(experts=8)),
             r"'blocks.0.ffn.experts.down': \(4, 12, 16\) -> \(8, .* and 5 more; give",
         ),
     ):
         with pytest.raises(ConfigError, match=said):
-            Trainer(run.but(model=model))
+            Trainer(run.replace(model=model))
     with pytest.raises(CheckpointError, match="nothing-here does not exist"):
         Trainer(config(corpus, tmp_path, "other", start="nothing-here"))
     build([(f"doc{i}", f"{i} {TEXT[::-1]}") for i in range(30)], tmp_path / "words", vocab_size=300)
     with pytest.raises(ConfigError, match=r"another tokenizer than that of train\.start .* --tokenizer"):
         Trainer(config(tmp_path / "words", tmp_path, "other", start=str(there)))
-    Trainer(run.but(model=MODEL.but(moe=MOE.but(capacity=2.0, balance_weight=0.1))))
+    Trainer(run.replace(model=MODEL.replace(moe=MOE.replace(capacity=2.0, balance_weight=0.1))))
 
 
 def test_the_command_line_takes_the_model_from_it(corpus: Path, there: Path, tmp_path: Path) -> None:
@@ -109,4 +109,4 @@ def test_the_command_line_takes_the_model_from_it(corpus: Path, there: Path, tmp
     words += [str(tmp_path), "--name", "on", "--train.steps", "1", "--train.batch", "2", "--train.eval_every", "0"]
     main([*words, "--device", "cpu", "--model.moe.capacity", "2"])
     trained = colonnade.load(tmp_path / "on", device="cpu").config
-    assert trained == MODEL.but(moe=MOE.but(capacity=2.0))
+    assert trained == MODEL.replace(moe=MOE.replace(capacity=2.0))

@@ -69,7 +69,7 @@ def test_training_equals_one_process(case: str, world: int) -> None:
 
 def _one_pass() -> None:
     for plan in (Plan(tp=2), Plan(dp=2), Plan(pp=2)):
-        _trains_as_one(plan, "gpt2", TRAIN.but(fused_adamw=True))
+        _trains_as_one(plan, "gpt2", TRAIN.replace(fused_adamw=True))
 
 
 @pytest.mark.xdist_group("worlds")

@@ -84,7 +84,7 @@ def test_the_loss_is_not_off_by_the_logarithm_of_tp() -> None:
 
 def _uneven(case: str, V: int, tp: int) -> list[int]:
     """Two steps at a vocabulary that does not divide; the rows of it on each rank."""
-    config = CASES[case].but(vocab_size=V)
+    config = CASES[case].replace(vocab_size=V)
     one = Run.start(config, DistributedContext.solo())
     expected = one.go(0, 2)
     with DistributedContext.build(Plan(tp=tp)) as ground:
@@ -107,7 +107,7 @@ def test_vocabularies_that_do_not_divide(V: int, rows: list[int]) -> None:
 
 def test_a_rank_without_vocabulary_is_refused() -> None:
     with pytest.raises(PlanError, match="5 vocabulary rows leave the last of 4 tensor-parallel ranks empty"):
-        Plan(tp=4).check(CASES["gpt2"].but(vocab_size=5))
+        Plan(tp=4).check(CASES["gpt2"].replace(vocab_size=5))
 
 
 def _lopsided(seed: int, config: ModelConfig, valid: slice) -> Batch:
@@ -123,10 +123,10 @@ def _weighted(plan: Plan) -> None:
     # Of the first micro-batch everything counts, of the second one token, of the third nothing.
     whole = [_lopsided(i, config, valid) for i, valid in enumerate((slice(None), slice(0, 1), none, slice(5, 8)))]
     whole = [replace(batch, first=13 * i) for i, batch in enumerate(whole)]
-    one = Run.start(config, DistributedContext.solo(), TRAIN.but(clip=float("inf")))
+    one = Run.start(config, DistributedContext.solo(), TRAIN.replace(clip=float("inf")))
     alone = one.step(0, whole)
     with DistributedContext.build(plan) as ground:
-        it = Run.start(config, ground, TRAIN.but(clip=float("inf")))
+        it = Run.start(config, ground, TRAIN.replace(clip=float("inf")))
         mine = whole[slice(*ground.axes.dp.part(4))]
         out = it.step(0, mine)
         assert int(out.count) == int(alone.count) == 13 + 1 + 3
@@ -150,7 +150,7 @@ def _norm(plan: Plan, case: str) -> None:
     config = CASES[case]
     one = Run.start(config, DistributedContext.solo())
     one.optimizer.step = lambda *_, **__: None
-    one.step.move.train = TRAIN.but(clip=float("inf"))
+    one.step.move.train = TRAIN.replace(clip=float("inf"))
     right = one.step(0, micro_batches(0, DistributedContext.solo().axes.dp, config)).norm
     gradients = {name: weight.grad for name, weight in one.masters.local.items()}
     assert_same(torch.cat([grad.flatten() for grad in gradients.values()]).norm(), right, what="one process")
@@ -175,7 +175,7 @@ def test_the_gradient_norm_counts_each_parameter_once(plan: Plan, case: str) -> 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
-EXPERTS = CASES["llama"].but(
+EXPERTS = CASES["llama"].replace(
     ffn_bias=True, moe=MoeConfig(experts=4, active=2, ffn_width=8, first=1, balance_weight=0, z_weight=0)
 )
 """Dropless and not balanced, so that a token's experts do not depend on which tokens are beside it."""
@@ -195,7 +195,7 @@ def _experts_norm(plan: Plan) -> None:
     twice = (right**2 + sum(grad.square().sum() for name, grad in gradients.items() if "experts." in name)).sqrt()
     assert abs(twice / right - 1) > 1e-4, "counting experts twice would show"
     with DistributedContext.build(plan) as ground:
-        it = Run.start(EXPERTS, ground, TRAIN.but(clip=float("inf")))
+        it = Run.start(EXPERTS, ground, TRAIN.replace(clip=float("inf")))
         out = it.step(0, micro_batches(0, ground.axes.dp, EXPERTS))
         assert_same(out.norm, right, what=str(plan))
 
@@ -271,7 +271,7 @@ def _runs(corpus: Path, folder: Path, plan: Plan) -> tuple[RunConfig, RunConfig]
     base = RunConfig(
         runs=folder, device="cpu", model=MODEL, data=DataConfig(path=corpus, sequence=16), train=SHORT, plan=plan
     )
-    return base.but(name="whole"), base.but(name="stopped")
+    return base.replace(name="whole"), base.replace(name="stopped")
 
 
 def _losses(config: RunConfig) -> list[float]:
@@ -283,7 +283,7 @@ def _losses(config: RunConfig) -> list[float]:
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(corpus: Path, tmp_path: Path, plan: Plan) -> None:
     """Trap: something that matters is not in the checkpoint: a moment, Adam's count, the data's place, a generator."""
     whole, stopped = _runs(corpus, tmp_path, plan)
-    for config in (whole, stopped.but(train=SHORT.but(steps=3)), stopped):
+    for config in (whole, stopped.replace(train=SHORT.replace(steps=3)), stopped):
         run(2, train, config)
     files = [path.name for path in (whole.folder / "step-6").glob("*.safetensors")]
     assert len(files) == 2 * 3, "weights and two moments of each rank"
@@ -298,7 +298,7 @@ def test_a_run_resumed_on_other_data_ranks_is_the_same_run(corpus: Path, tmp_pat
     whole, stopped = _runs(corpus, tmp_path, Plan())
     train(whole)
     for steps, plan in ((2, Plan(dp=2)), (4, Plan()), (6, Plan(cp=2))):
-        run(plan.world, train, stopped.but(plan=plan, train=SHORT.but(steps=steps)))
+        run(plan.world, train, stopped.replace(plan=plan, train=SHORT.replace(steps=steps)))
     assert _losses(stopped) == pytest.approx(_losses(whole), abs=1e-10)
     assert len(set(_losses(whole))) == 6
     one, other = (_weights(config.folder / "step-6") for config in (whole, stopped))

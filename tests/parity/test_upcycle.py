@@ -201,7 +201,7 @@ def test_experts_that_no_token_chose_go_without_a_trace(tmp_path: Path) -> None:
 
 def test_loads_are_measured_in_the_models_own_direction() -> None:
     causal = _routed(ROUTERS["softmax"], set())
-    model = Transformer(causal.config.but(causal=False), dtype=torch.float64)
+    model = Transformer(causal.config.replace(causal=False), dtype=torch.float64)
     model.load_state_dict(causal.state_dict())
     text = torch.arange(30) * 7 % 101
     routing = Routing(torch.arange(30))
@@ -238,7 +238,7 @@ def test_what_cannot_be_pruned_is_refused() -> None:
     dense = build(CONFIGS["llama"])
     with pytest.raises(ConfigError, match="no experts"):
         measure(dense, [])
-    grouped = model.config.but(
+    grouped = model.config.replace(
         moe=MoeConfig(experts=6, ffn_width=8, first=1, router=RouterConfig(groups=3, groups_kept=2))
     )
     with pytest.raises(ConfigError, match="3 groups"):
@@ -246,10 +246,10 @@ def test_what_cannot_be_pruned_is_refused() -> None:
 
 
 def test_a_pruned_model_is_saved_and_loaded(tmp_path: Path) -> None:
-    model = build(upcycle(build(CONFIGS["llama"].but(layers=3)), 6).config)
+    model = build(upcycle(build(CONFIGS["llama"].replace(layers=3)), 6).config)
     small = prune(model, torch.arange(18).view(3, 6), 3)
     write_hf(small, tmp_path / "hf")
     again = load(tmp_path / "hf")
-    assert again.config == small.config.but(moe=again.config.moe)
+    assert again.config == small.config.replace(moe=again.config.moe)
     for name, parameter in small.named_parameters():
         assert torch.equal(again.get_parameter(name), parameter), name

@@ -130,13 +130,13 @@ def test_nan_is_a_miss(tmp_path: Path) -> None:
 @pytest.mark.long  # a model of experts has its few plans of four processes in test_verify_moe
 def test_a_few_plans_of_four_processes(tmp_path: Path) -> None:
     """Those in which most choices meet; the whole covering set is below."""
-    plans = covering(all_plans(4, MODEL.but(layers=4)))[:6]
+    plans = covering(all_plans(4, MODEL.replace(layers=4)))[:6]
     plans += [Plan(dp=2, cp=2), Plan(pp=2, tp=2, sequence_parallel=True)]
     in_parts(4, MODEL, plans, tmp_path, 4)
 
 
 def test_a_decoder_that_attends_in_both_directions(tmp_path: Path) -> None:
-    model = MODEL.but(causal=False, window=None)
+    model = MODEL.replace(causal=False, window=None)
     plans = [Plan(tp=2, sequence_parallel=True), Plan(cp=2), Plan(pp=2), Plan(dp=2)]
     for results in run(2, compared, model, plans, tmp_path, None):
         assert {str(result.plan): result.errors for result in results if not result.ok} == {}
@@ -146,13 +146,13 @@ def test_a_decoder_that_attends_in_both_directions(tmp_path: Path) -> None:
 def test_three_processes_share_the_micro_batches(tmp_path: Path) -> None:
     """16 do not divide by 3: one data rank would wait for the others' gathers for ever."""
     plans = [Plan(dp=3), Plan(pp=3, schedule="interleaved", stages=2), Plan(cp=3)]
-    for results in run(3, compared, MODEL.but(layers=7), plans, tmp_path, None):
+    for results in run(3, compared, MODEL.replace(layers=7), plans, tmp_path, None):
         assert {str(result.plan): result.errors for result in results if not result.ok} == {}
 
 
 def in_parts(world: int, model: ModelConfig, plans: list[Plan], folder: Path, size: int) -> None:
     """A few plans at a time: an answer of a world is waited for two minutes."""
-    model = model.but(layers=1 + max(plan.all_stages for plan in plans))
+    model = model.replace(layers=1 + max(plan.total_stages for plan in plans))
     for first in range(0, len(plans), size):
         (here := folder / str(first)).mkdir()
         for results in run(world, compared, model, plans[first : first + size], here, None):
@@ -162,7 +162,7 @@ def in_parts(world: int, model: ModelConfig, plans: list[Plan], folder: Path, si
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_covering_set_of_four_processes(tmp_path: Path) -> None:
-    plans = covering(all_plans(4, MODEL.but(layers=8)))
+    plans = covering(all_plans(4, MODEL.replace(layers=8)))
     assert len(plans) > 30
     in_parts(4, MODEL, plans, tmp_path, 4)
 
@@ -170,13 +170,13 @@ def test_the_covering_set_of_four_processes(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_an_encoder_over_four_processes(tmp_path: Path) -> None:
-    in_parts(4, BERT, covering(all_plans(4, BERT.but(layers=8)))[:8], tmp_path, 4)
+    in_parts(4, BERT, covering(all_plans(4, BERT.replace(layers=8)))[:8], tmp_path, 4)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_eight_processes(tmp_path: Path) -> None:
-    in_parts(8, MODEL, covering(all_plans(8, MODEL.but(layers=16)))[:4], tmp_path, 1)
+    in_parts(8, MODEL, covering(all_plans(8, MODEL.replace(layers=16)))[:4], tmp_path, 1)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_an_encoder_has_no_tokens_to_compare(
 
 
 def _checkpoint(folder: Path) -> Path:
-    config = MODEL.but(kv_heads=1, layers=2)
+    config = MODEL.replace(kv_heads=1, layers=2)
     native.save(folder, initialise(Transformer(config), 0), native.Meta(model=config), DistributedContext.solo())
     return folder
 

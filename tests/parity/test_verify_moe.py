@@ -54,15 +54,15 @@ def test_the_same_comparison_passes_without_a_fault(tmp_path: Path) -> None:
 
 def test_a_few_plans_of_four_processes(tmp_path: Path) -> None:
     """Those in which most choices meet."""
-    plans = covering(all_plans(4, MODEL.but(layers=4)))[:1]
+    plans = covering(all_plans(4, MODEL.replace(layers=4)))[:1]
     plans += [Plan(cp=2, dp=2, ep=2, sh=2, near=2, degree=2)]
     plans += [Plan(pp=2, tp=2, sh=2, schedule="zero_bubble")]  # gathered weights, whose gradients come transposed
     in_parts(4, MODEL, list(filter(knows, plans)), tmp_path, 3)
 
 
-POOLED = MODEL.but(
+POOLED = MODEL.replace(
     layers=4,
-    moe=MODEL.moe.but(balance_over="model", balance_weight=3.0, dense=(3,)),  # type: ignore[union-attr]
+    moe=MODEL.moe.replace(balance_over="model", balance_weight=3.0, dense=(3,)),  # type: ignore[union-attr]
 )
 """One balance loss of layers 1 and 2; the first and last stages of four have no experts."""
 POOLED_PLANS = [
@@ -98,7 +98,7 @@ def test_a_balance_loss_over_some_layers_or_ranks_is_found(fault: Callable, plan
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_covering_set_of_four_processes(tmp_path: Path) -> None:
-    plans = covering(all_plans(4, MODEL.but(layers=8)))
+    plans = covering(all_plans(4, MODEL.replace(layers=8)))
     assert len(plans) > 40
     in_parts(4, MODEL, plans, tmp_path, 3)
 
@@ -126,6 +126,6 @@ LAID = [
 @pytest.mark.parametrize("name", ROUTERS)
 def test_whole_models_with_each_router(name: str, tmp_path: Path) -> None:
     """Over context, data, tensor and pipeline ranks; one layer of each in more ways: test_moe_covering.py."""
-    model = MODEL.but(moe=MODEL.moe.but(**ROUTERS[name]))  # type: ignore[union-attr]
+    model = MODEL.replace(moe=MODEL.moe.replace(**ROUTERS[name]))  # type: ignore[union-attr]
     for results in run(2, compared, model, LAID, tmp_path, None):
         assert {str(result.plan): result.errors for result in results if not result.ok} == {}

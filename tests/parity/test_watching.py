@@ -46,7 +46,7 @@ def config(corpus: Path, tmp_path: Path) -> RunConfig:
 
 
 def test_a_profile_of_two_ranks(config: RunConfig) -> None:
-    config = config.but(plan=Plan(tp=2), train=config.train.but(profile=2))
+    config = config.replace(plan=Plan(tp=2), train=config.train.replace(profile=2))
     in_world(2, train, config)
     rows = {row["step"]: row for row in read_rows(config.folder)}
     tabled = [row for row in read_rows(config.folder) if "compute_s" in row]
@@ -66,11 +66,11 @@ def test_a_profile_of_two_ranks(config: RunConfig) -> None:
 def test_the_table_is_shown_and_a_short_run_says_why_there_is_none(
     config: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Trainer(config.but(train=config.train.but(profile=1))).fit()
+    Trainer(config.replace(train=config.train.replace(profile=1))).fit()
     said = capsys.readouterr().out
     assert "1 steps traced" in said and "matmul" in said and "rank-0.json.gz" in said
     assert "exposed communication" not in said, "one process has none"
-    Trainer(config.but(name="short", train=config.train.but(steps=4, warmup=0, profile=2))).fit()
+    Trainer(config.replace(name="short", train=config.train.replace(steps=4, warmup=0, profile=2))).fit()
     said = capsys.readouterr().out
     assert "no profile: it takes 5 steps, and 4 are left" in said
     assert "traced" not in said
@@ -116,11 +116,11 @@ def amount(said: str, row: str) -> str:
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(tp=2), Plan(dp=2)], ids=str)
 def test_an_account_of_what_filled_the_memory(config: RunConfig, plan: Plan) -> None:
-    for said, n in in_world(plan.world, check_starved, config.but(plan=plan)):
+    for said, n in in_world(plan.world, check_starved, config.replace(plan=plan)):
         first = said.splitlines()[0]
         assert first == "out of memory on cpu in step 2, which wanted 1.5 GiB more. It is filled by"
-        assert amount(said, "master weights") == memory.size(4 * n)
-        assert amount(said, "moments") == memory.size(2 * 4 * n)
+        assert amount(said, "master weights") == memory.format_bytes(4 * n)
+        assert amount(said, "moments") == memory.format_bytes(2 * 4 * n)
         assert amount(said, "wanted besides") == "1.5 GiB"
         assert "gradients" not in said, "they were dropped after step 1, and this is a forward pass"
         assert "by the same estimate" in said
@@ -136,7 +136,7 @@ def test_a_run_ends_with_it(config: RunConfig, monkeypatch: pytest.MonkeyPatch) 
     assert "gradients" in str(caught.value), "after the backward pass they are there"
     monkeypatch.setattr("colonnade.train.grad_norm.clip_", lambda *_: [].pop())
     with pytest.raises(IndexError):
-        Trainer(config.but(name="bug")).fit()
+        Trainer(config.replace(name="bug")).fit()
 
 
 def _begins(config: RunConfig) -> tuple[str, dict[str, int], memory.Account]:
@@ -155,7 +155,7 @@ def _begins(config: RunConfig) -> tuple[str, dict[str, int], memory.Account]:
 @pytest.mark.parametrize("plan", [Plan(), Plan(tp=2), Plan(dp=2), Plan(pp=2), Plan(cp=2)], ids=str)
 def test_a_run_that_is_too_large_to_begin(config: RunConfig, plan: Plan, dtype: str) -> None:
     """Its tensors are counted before they are there, to the byte."""
-    config = config.but(plan=plan, train=config.train.but(dtype=dtype))
+    config = config.replace(plan=plan, train=config.train.replace(dtype=dtype))
     for rank, (said, estimated, held) in enumerate(in_world(plan.world, _begins, config)):
         first = said.splitlines()[0]
         assert first.startswith("out of memory on cpu before the first step, which wanted 1.5 GiB more. By the memory ")
@@ -164,13 +164,13 @@ def test_a_run_that_is_too_large_to_begin(config: RunConfig, plan: Plan, dtype: 
         if plan.dp * plan.cp == 1 or rank == 0:  # the first shard is the largest
             assert (estimated["master weights"], estimated["moments"]) == (held.masters, held.moments)
         most = max(held.moments, estimated["moments"])
-        assert amount(said, "moments") in (memory.size(held.moments), memory.size(most)) or plan.pp > 1
+        assert amount(said, "moments") in (memory.format_bytes(held.moments), memory.format_bytes(most)) or plan.pp > 1
 
 
 def test_a_validation_that_runs_out_of_memory(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colonnade.train.session.evaluate", out_of_memory)
     with pytest.raises(CapacityError, match=r"on cpu in the validation after step 4, which wanted 1\.5 GiB more"):
-        Trainer(config.but(train=config.train.but(eval_every=4))).fit()
+        Trainer(config.replace(train=config.train.replace(eval_every=4))).fit()
 
 
 def test_no_room_for_a_copy_to_save(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_no_room_for_a_copy_to_save(config: RunConfig, monkeypatch: pytest.Monke
         CapacityError, match=r"no host memory for a copy of what step-8 is made of.* set --train.no_async_save"
     ):
         Trainer(config).fit()
-    assert Trainer(config.but(train=config.train.but(async_save=False))).fit().steps == 8
+    assert Trainer(config.replace(train=config.train.replace(async_save=False))).fit().steps == 8
 
 
 def test_what_a_pipeline_wraps_is_found() -> None:
@@ -195,14 +195,14 @@ def test_what_a_pipeline_wraps_is_found() -> None:
 
 def test_after_it_only_remedies_that_are_enough_are_offered(config: RunConfig) -> None:
     """In proportion to how much more the run needed than was estimated; more ranks on this host are none."""
-    model = MODEL.but(width=64, layers=8, ffn_width=256, context=512)
-    data, cpu = config.data.but(sequence=512), torch.device("cpu")
-    config = config.but(model=model, data=data, train=config.train.but(async_save=False))
+    model = MODEL.replace(width=64, layers=8, ffn_width=256, context=512)
+    data, cpu = config.data.replace(sequence=512), torch.device("cpu")
+    config = config.replace(model=model, data=data, train=config.train.replace(async_save=False))
     estimated = sum(estimate(config, "cpu").device.values())
     said = memory._advice(config, cpu, needed=10 * estimated, free=7 * estimated)
     assert "--train.recompute full" in said and "--train.micro_batch 2" in said
     assert "--plan.dp 4  (on 4 hosts like this one, by torchrun" in said
-    assert f"{memory.size(7 * estimated)}" not in said
+    assert f"{memory.format_bytes(7 * estimated)}" not in said
     less = memory._advice(config, cpu, needed=10 * estimated, free=estimated // 10)
     assert "--train.micro_batch 2 " not in less
 
@@ -218,12 +218,12 @@ def test_a_missing_package_is_said_before_training(
     monkeypatch.delitem(sys.modules, "mlflow", raising=False)
     for name in ("wandb", "mlflow"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-        wanted = config.but(train=config.train.but(trackers=(name,)))
+        wanted = config.replace(train=config.train.replace(trackers=(name,)))
         with pytest.raises(ConfigError, match=f"'{name}' is not installed.*colonnade\\[track\\]"):
             Trainer(wanted)
     assert not config.folder.exists()
     with pytest.raises(ConfigError, match="trackers"):
-        config.train.but(trackers=("tensorboard",))
+        config.train.replace(trackers=("tensorboard",))
 
 
 class Fails:
@@ -245,7 +245,7 @@ def test_a_service_that_fails_is_left_behind(
 ) -> None:
     monkeypatch.setitem(NAMED, "mlflow", Fails)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: SimpleNamespace(origin="there"))
-    assert Trainer(config.but(train=config.train.but(trackers=("mlflow",)))).fit().steps == 8
+    assert Trainer(config.replace(train=config.train.replace(trackers=("mlflow",)))).fit().steps == 8
     said = capsys.readouterr().err
     assert said.count("mlflow") == 1
     assert (
@@ -262,7 +262,7 @@ from colonnade.train import Trainer
 if __name__ == "__main__":
     run = RunConfig.model_validate_json(sys.argv[1])
     Trainer(run).fit()
-    Trainer(run.but(train=run.train.but(steps=12))).fit()
+    Trainer(run.replace(train=run.train.replace(steps=12))).fit()
     if "mlflow" in run.train.trackers:
         import mlflow
         client = mlflow.MlflowClient()
@@ -279,7 +279,7 @@ def served(config: RunConfig, name: str, **settings: str) -> str:
     pytest.importorskip(name, reason=f"needs the package {name}: pip install 'colonnade[track]'", exc_type=ImportError)
     script = config.runs / "script.py"
     script.write_text(SERVICES)
-    given = config.but(train=config.train.but(trackers=(name,))).model_dump_json()
+    given = config.replace(train=config.train.replace(trackers=(name,))).model_dump_json()
     done = subprocess.run(
         [sys.executable, str(script), given], cwd=config.runs, env=os.environ | settings, capture_output=True,
         text=True, timeout=170, check=False,

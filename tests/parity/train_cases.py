@@ -136,7 +136,7 @@ def alone(config: ModelConfig, steps: int, train: TrainConfig = TRAIN) -> tuple[
 
 def raw(config: ModelConfig, ground: DistributedContext, number: int, train: TrainConfig = TRAIN) -> Run:
     """A new run with the gradients of step ``number``, which are not clipped and move nothing."""
-    it = Run.start(config, ground, train.but(clip=float("inf")))
+    it = Run.start(config, ground, train.replace(clip=float("inf")))
     it.optimizer.step = lambda *_, **__: None
     it.go(number, number + 1)
     return it

@@ -19,9 +19,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent": LATENT,
     "window": {"window": 7, "window_from_layer": 1, "qk_norm": True},
     "experts": {"moe": EXPERTS},
-    "capacity": {"moe": EXPERTS.but(capacity=1.0, priority=True, dropped="residual")},
+    "capacity": {"moe": EXPERTS.replace(capacity=1.0, priority=True, dropped="residual")},
     "biased": GPT2 | {"moe": EXPERTS},
-    "four_heads": {"heads": 4, "kv_heads": 4, "moe": EXPERTS.but(shared_width=7)},
+    "four_heads": {"heads": 4, "kv_heads": 4, "moe": EXPERTS.replace(shared_width=7)},
 }
 SYSTEM = [(7 * i) % 300 for i in range(10)]
 PROMPTS = [[*SYSTEM, 5], [3], [*SYSTEM, 9, 2, 4], list(range(40, 57)), [8, 1]]

@@ -52,7 +52,7 @@ def bits(
 ) -> Bits:
     """(tokens, every layer's keys and values) of one request that comes as number ``at`` among the ``others``, when
     these have run ``after`` steps."""
-    engine = Engine(it, tiny.tokenizer(), LIMITS.but(**limits))
+    engine = Engine(it, tiny.tokenizer(), LIMITS.replace(**limits))
     for prompt, theirs in others[:at]:
         engine.add(prompt, theirs)
     for _ in range(after):
@@ -124,4 +124,4 @@ def test_where_it_cannot_be_it_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"is for one rank, and this model lies on cp=2: .*use --plan.cp 1"):
         Engine(tiny.model(Axes(cp=Axis("cp", 2), alike=True)), tiny.tokenizer(), LIMITS)
     with pytest.raises(ConfigError, match=r"one token at a time on a CPU, which serve.fixed_steps cannot pad"):
-        Engine(tiny.model(), tiny.tokenizer(), LIMITS.but(fixed_steps=True))
+        Engine(tiny.model(), tiny.tokenizer(), LIMITS.replace(fixed_steps=True))

@@ -39,7 +39,7 @@ def tokenizer(chat: bool = True) -> Tokenizer:
         show_progress=False,
     )
     parts.train_from_iterator(TEXT, trainer)
-    return Tokenizer.from_parts(parts, bos_id=None, eos_ids=(0,), chat_template=TEMPLATE if chat else None)
+    return Tokenizer(parts, bos_id=None, eos_ids=(0,), chat_template=TEMPLATE if chat else None)
 
 
 def config(**changes: object) -> ModelConfig:

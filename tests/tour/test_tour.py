@@ -58,7 +58,7 @@ def test_2_a_model_is_a_configuration() -> None:
     assert TINY.parameters == sum(p.numel() for p in tiny().parameters()) == 25_504
     assert TINY.head_width == 8
     with pytest.raises(ConfigError, match=r"^ModelConfig has no key 'layres'; did you mean 'layers'\?$"):
-        TINY.but(layres=3)
+        TINY.replace(layres=3)
 
 
 def test_3_one_line_trains_and_scores() -> None:

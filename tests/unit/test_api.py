@@ -168,15 +168,15 @@ def test_a_resumed_run_goes_on_with_the_next_sample(tmp_path: Path) -> None:
     colonnade.Trainer(whole, data=Squares()).fit()
     half = run_of(tmp_path, "half", steps=2, schedule="constant", warmup=0)
     colonnade.Trainer(half, data=Squares()).fit()
-    rest = half.but(train=half.train.but(steps=4))
+    rest = half.replace(train=half.train.replace(steps=4))
     summary = colonnade.Trainer(rest, data=Squares()).fit()
     assert summary.steps == 4
     assert losses(rest) == losses(whole)
     with pytest.raises(
-        DataError, match=r"the data is not that of .*tokens, which the run was begun with; give the same"
+        DataError, match=r"the data differs from .*tokens, with which the run was started; give the same"
     ):
         colonnade.Trainer(rest, data=[[1, 2, 3]] * 40)
-    again = rest.but(data=rest.data.but(path=rest.folder / "tokens"), train=rest.train.but(steps=5))
+    again = rest.replace(data=rest.data.replace(path=rest.folder / "tokens"), train=rest.train.replace(steps=5))
     assert colonnade.Trainer(again).fit().steps == 5, "without the data, by what was kept of it"
 
 
@@ -184,14 +184,14 @@ def test_endless_data_is_read_as_far_as_the_steps_need(tmp_path: Path) -> None:
     run = run_of(tmp_path, "endless")
     colonnade.Trainer(run, data=Endless()).fit()
     assert Corpus(run.folder / "tokens").manifest.train.tokens == 4 * 4 * 8 + 1
-    colonnade.Trainer(run_of(tmp_path, "two").but(plan=Plan(dp=2)), data=Endless()).fit()
+    colonnade.Trainer(run_of(tmp_path, "two").replace(plan=Plan(dp=2)), data=Endless()).fit()
     assert losses(run_of(tmp_path, "two")) == pytest.approx(losses(run), rel=1e-5), "any plan reads the same samples"
 
 
 def test_the_tokenizer_goes_into_the_checkpoint(tmp_path: Path) -> None:
     words = tiny.tokenizer()
     run = run_of(tmp_path, "spoken")
-    run = run.but(model=run.model.but(vocab_size=words.vocab_size))
+    run = run.replace(model=run.model.replace(vocab_size=words.vocab_size))
     documents = [words.encode(f"column {i} bears loads") for i in range(40)]
     colonnade.Trainer(run, data=documents, tokenizer=words).fit()
     with colonnade.load(run.folder) as loaded:
@@ -213,7 +213,7 @@ def test_the_tokenizer_goes_into_the_checkpoint(tmp_path: Path) -> None:
         ("once", "the data is 'once'; give documents"),
         ({"a": [1]}, r"the data is \{'a': \[1\]\}; give documents"),
         (7, "the data is a int; give an iterable of token lists, or a PyTorch dataset"),
-        (iter(()), "the data has no tokens; an iterator that was read before is empty"),
+        (iter(()), "the data has no tokens; if it is an iterator that was read before, create a new one"),
         ([[True, False]], "item 0 of the data is"),
     ],
 )

@@ -333,7 +333,7 @@ def test_decode_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_quantised_quality(tmp_path: Path) -> None:
     """Shuffled, a model says the same and its groups are others; a model beside itself has no distance."""
-    config = decode_model.TINY.but(width=64, tied=True)
+    config = decode_model.TINY.replace(width=64, tied=True)
 
     def model() -> api.Model:
         return api.Model(build(config, dtype=torch.float64), None, api._ground(Plan(), "cpu", None), "tiny")

@@ -203,7 +203,7 @@ def test_types_and_sizes_must_agree(saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"in float32, and this run keeps it in float64"):
         native.load(saved, model, SOLO, masters=held, optimizer=optimizer)
     native.load(saved, model, SOLO)  # weights alone are cast, as asked for
-    model, held, optimizer = start(CONFIG.but(ffn_width=18))
+    model, held, optimizer = start(CONFIG.replace(ffn_width=18))
     with pytest.raises(CheckpointError, match=r"is asked for \(model.ffn_width: 17 -> 18\); go on with"):
         native.load(saved, model, SOLO, masters=held, optimizer=optimizer)
 
@@ -268,7 +268,7 @@ def _save_for_ever(root: Path, config: ModelConfig) -> None:
 
 def test_kill_during_a_save_loses_nothing(tmp_path: Path) -> None:
     """A process that does nothing but save is killed at arbitrary moments; the newest folder always loads."""
-    config = CONFIG.but(width=128, heads=4, head_width=0, kv_heads=0, ffn_width=1000, layers=8)
+    config = CONFIG.replace(width=128, heads=4, head_width=0, kv_heads=0, ffn_width=1000, layers=8)
     model, _, _ = start(config)
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["colonnade.checkpoint.native"])

@@ -21,7 +21,7 @@ from rich.console import Console
 import colonnade
 from colonnade.checkpoint import native
 from colonnade.cli import VERBS, main, parse
-from colonnade.config import ModelConfig, Plan, TrainConfig, count
+from colonnade.config import ModelConfig, Plan, TrainConfig, plural
 from colonnade.config.presets import PRESETS, preset
 from colonnade.data import Corpus, build
 from colonnade.errors import ColonnadeError, Interrupted, PlanError
@@ -143,9 +143,11 @@ def test_missing_toml(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_plan_in_words() -> None:
-    assert "703 of 703 hidden units, 4096 of 4096" in Plan().table(preset("tour").but(ffn_width=703))[0][2]
-    assert [count(1, "rank"), count(0, "rank"), count(2, "process")] == ["1 rank", "0 ranks", "2 processes"]
-    assert "up to 352 of 703 hidden units, 2048 of 4096" in Plan(tp=2).table(preset("tour").but(ffn_width=703))[0][2]
+    assert "703 of 703 hidden units, 4096 of 4096" in Plan().table(preset("tour").replace(ffn_width=703))[0][2]
+    assert [plural(1, "rank"), plural(0, "rank"), plural(2, "process")] == ["1 rank", "0 ranks", "2 processes"]
+    assert (
+        "up to 352 of 703 hidden units, 2048 of 4096" in Plan(tp=2).table(preset("tour").replace(ffn_width=703))[0][2]
+    )
 
 
 def test_unknown_preset(capsys: pytest.CaptureFixture[str]) -> None:

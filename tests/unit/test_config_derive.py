@@ -10,7 +10,7 @@ from colonnade import ModelConfig, MoeConfig, RunConfig, TrainConfig
 from colonnade.cli import main
 from colonnade.cli.training import train_defaults
 from colonnade.config import Config, DataConfig
-from colonnade.config.derive import flat, replaced
+from colonnade.config.derive import flatten, replace_paths
 from colonnade.config.presets import PRESETS, preset
 from colonnade.config.toml import dumps, parse
 from colonnade.errors import ConfigError
@@ -33,7 +33,7 @@ REFUSED = {
 
 def sizes(model: Config) -> dict[str, Any]:
     """The whole numbers of a config, by dotted names; truths are none."""
-    found = flat(model.model_dump())
+    found = flatten(model.model_dump())
     return {name: value for name, value in found.items() if type(value) is int}
 
 
@@ -78,21 +78,21 @@ def _whole(model: ModelConfig) -> dict[str, Any]:
 
 
 def _by_but(model: ModelConfig, change: dict[str, int]) -> ModelConfig:
-    """In Python a section is changed by its own ``but``, after what follows from the model's."""
+    """In Python a section is changed by its own ``replace``, after what follows from the model's."""
     ((field, value),) = change.items()
     section, _, inner = field.rpartition(".")
     if not section:
-        return model.but(**change)
+        return model.replace(**change)
     first, _, second = section.partition(".")
     part = getattr(model, first)
     if second:
-        return model.but(**{first: part.but(**{second: getattr(part, second).but(**{inner: value})})})
-    return model.but(**{first: part.but(**{inner: value})})
+        return model.replace(**{first: part.replace(**{second: getattr(part, second).replace(**{inner: value})})})
+    return model.replace(**{first: part.replace(**{inner: value})})
 
 
 def _by_file(model: ModelConfig, change: dict[str, int]) -> ModelConfig:
     ((field, value),) = change.items()
-    return parse(RunConfig, f"model.{field} = {value}", base=RunConfig(model=_trainable(model))).model.but(
+    return parse(RunConfig, f"model.{field} = {value}", base=RunConfig(model=_trainable(model))).model.replace(
         top=model.top, classes=model.classes
     )
 
@@ -101,27 +101,27 @@ def _by_flags(name: str, change: dict[str, int]) -> ModelConfig:
     """What the parser makes of the defaults and the flag itself."""
     ((field, value),) = change.items()
     if not (preset(name).causal or preset(name).predicts_masked):
-        return preset(name).but(**change)  # not for training
+        return preset(name).replace(**change)  # not for training
     args, _ = train_defaults(["--preset", name, f"--model.{field}", str(value)])
-    return ModelConfig(**_whole(replaced(args.run.model, change)))
+    return ModelConfig(**_whole(replace_paths(args.run.model, change)))
 
 
 def _trainable(model: ModelConfig) -> ModelConfig:
-    return model if model.causal or model.predicts_masked else model.but(top="pretraining")
+    return model if model.causal or model.predicts_masked else model.replace(top="pretraining")
 
 
 @pytest.mark.parametrize(
     "name", ["tour", "tour-moe", "gpt2-switch-8", "deepseek-v2-lite", "qwen1.5-moe-a2.7b", "bert-tour"]
 )
 def test_a_wider_model_is_whole(name: str) -> None:
-    model = preset(name).but(layers=2, vocab_size=64)
-    wider = model.but(width=3 * model.width // 2)
+    model = preset(name).replace(layers=2, vocab_size=64)
+    wider = model.replace(width=3 * model.width // 2)
     assert sum(p.numel() for p in Transformer(wider, device="meta").parameters()) == wider.parameters
 
 
 def test_sizes_of_published_families() -> None:
     def changed(name: str, **changes: int) -> tuple[int, ...]:
-        model = preset(name).but(**changes)
+        model = preset(name).replace(**changes)
         experts = () if model.moe is None else (model.moe.ffn_width, model.moe.shared_width)
         return (model.kv_heads, model.head_width, model.ffn_width, *experts)
 
@@ -139,10 +139,10 @@ def test_sizes_of_published_families() -> None:
 
 def test_what_is_given_stays() -> None:
     tour = preset("tour-moe")
-    model = tour.but(width=512, heads=16, ffn_width=100, kv_heads=16, head_width=8)
+    model = tour.replace(width=512, heads=16, ffn_width=100, kv_heads=16, head_width=8)
     assert (model.ffn_width, model.kv_heads, model.head_width) == (100, 16, 8)
     whole = MoeConfig(experts=4, ffn_width=352)
-    assert tour.but(width=512, moe=whole).moe == whole, "a section that is given whole"
+    assert tour.replace(width=512, moe=whole).moe == whole, "a section that is given whole"
     file = "[model]\nwidth = 512\n[model.moe]\nffn_width = 352\n"
     assert parse(RunConfig, file, base=RunConfig(model=tour)).model.moe == tour.moe
     file = "[model]\nwidth = 512\n[model.moe]\nexperts = 4\n"
@@ -156,23 +156,23 @@ def test_experts_bring_their_family() -> None:
     run = parse(RunConfig, "[model.moe]\nexperts = 4\n", base=RunConfig(model=preset("tour")))
     assert run.model.moe is not None
     assert (run.model.family, run.model.moe.ffn_width) == ("mixtral", 704)
-    assert preset("mistral-7b").but(moe=run.model.moe).family == "mixtral"
-    assert preset("tour-moe").but(moe=None).family == "llama"
-    assert preset("tour-moe").but(moe=None, family="mistral").family == "mistral"
+    assert preset("mistral-7b").replace(moe=run.model.moe).family == "mixtral"
+    assert preset("tour-moe").replace(moe=None).family == "llama"
+    assert preset("tour-moe").replace(moe=None, family="mistral").family == "mistral"
 
 
 def test_learning_rate_and_samples_follow() -> None:
     assert TrainConfig(lr=1e-5).final_lr == pytest.approx(1e-6)
-    assert TrainConfig(lr=1e-5, min_lr=1e-5).but(steps=9).final_lr == 1e-5
-    assert TrainConfig().but(lr=1e-5).final_lr == pytest.approx(1e-6)
-    run = RunConfig(model=preset("tour").but(context=128), data=DataConfig(path=Path("x")))
+    assert TrainConfig(lr=1e-5, min_lr=1e-5).replace(steps=9).final_lr == 1e-5
+    assert TrainConfig().replace(lr=1e-5).final_lr == pytest.approx(1e-6)
+    run = RunConfig(model=preset("tour").replace(context=128), data=DataConfig(path=Path("x")))
     assert run.data.sequence == 128
-    assert run.but(model=preset("tour")).data.sequence == 512
-    short = run.but(data=DataConfig(sequence=64))
-    assert short.but(model=preset("tour")).data.sequence == 64
+    assert run.replace(model=preset("tour")).data.sequence == 512
+    short = run.replace(data=DataConfig(sequence=64))
+    assert short.replace(model=preset("tour")).data.sequence == 64
     assert parse(RunConfig, "[model]\ncontext = 99\n", base=RunConfig(model=preset("tour"))).data.sequence == 99
     with pytest.raises(ConfigError, match=r"data.sequence 512 is longer than the model's context 128"):
-        RunConfig(model=preset("tour").but(context=128), data=DataConfig(sequence=512))
+        RunConfig(model=preset("tour").replace(context=128), data=DataConfig(sequence=512))
 
 
 def test_what_was_derived_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_what_was_derived_is_printed(capsys: pytest.CaptureFixture[str], tmp_pat
 
 def test_fewer_layers_keep_experts() -> None:
     """Of DeepSeek-V3's 61 layers the first 3 are dense: 2 layers would have had no experts, without a word."""
-    small = preset("deepseek-v3").but(layers=2)
+    small = preset("deepseek-v3").replace(layers=2)
     assert small.moe is not None
     assert (small.moe.first, small.expert_layers) == (1, 1)
-    assert preset("deepseek-v3").but(layers=9).moe == preset("deepseek-v3").moe
+    assert preset("deepseek-v3").replace(layers=9).moe == preset("deepseek-v3").moe

@@ -72,7 +72,7 @@ def test_absurd_numbers_are_config_errors(config: Config, name: str, kinds: set[
         if (type(config).__name__, name, value) in MEANT:
             continue
         with pytest.raises((ConfigError, PlanError)) as caught:
-            config.but(**{name: (value,) if several else value})
+            config.replace(**{name: (value,) if several else value})
         assert "\n" not in str(caught.value)
 
 
@@ -95,12 +95,12 @@ def test_the_largest_capacity_computes() -> None:
     tokens_T = torch.arange(5)
     assert model(Stream(tokens_T, tokens_T), Packed.of([5], "cpu"), Rows()).isfinite().all()
     with pytest.raises(ConfigError, match=r"MoeConfig.capacity.* less than or equal to 1000000"):
-        moe.but(capacity=1e20)
+        moe.replace(capacity=1e20)
 
 
 def test_sizes_that_no_machine_holds() -> None:
     with pytest.raises(ConfigError, match=r"1.38e\+16 parameters are more than any machine holds"):
-        preset("tour").but(width=2**24, heads=2**10, kv_heads=2**10)
+        preset("tour").replace(width=2**24, heads=2**10, kv_heads=2**10)
     with pytest.raises(PlanError, match=r"4,294,967,296 processes, more than 1,048,576; lower its axes"):
         Plan(tp=1 << 16, dp=1 << 16)
 

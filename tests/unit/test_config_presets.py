@@ -1,8 +1,10 @@
 """Presets have the sizes of the published models: their parameter counts are those of the files on the Hub."""
 
+from pathlib import Path
+
 import pytest
 
-from colonnade.config import Plan
+from colonnade.config import Plan, presets
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import ConfigError
 from colonnade.model import Transformer
@@ -111,6 +113,12 @@ def test_the_shapes_of_the_megatron_paper() -> None:
 def test_the_tour_fits_the_demo() -> None:
     for tp in (1, 2, 4):
         Plan(tp=tp).check(preset("tour"))
+
+
+def test_every_file_of_presets_is_listed() -> None:
+    folder = Path(presets.__file__).with_suffix("")
+    assert sorted(file.stem for file in folder.glob("*.toml")) == sorted(presets.FILES)
+    assert all(not name.startswith("_") for name in PRESETS), "tables that are only bases are no models"
 
 
 def test_a_misspelt_preset_gets_the_nearest_name() -> None:

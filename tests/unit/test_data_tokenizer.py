@@ -21,7 +21,7 @@ CHATML = (
 @pytest.fixture
 def chatty() -> Tokenizer:
     core = train_bpe([tokens.TEXT], 320, special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
-    return Tokenizer.from_parts(core, 0, (2, 0), CHATML)
+    return Tokenizer(core, 0, (2, 0), CHATML)
 
 
 def write(folder, **files):
@@ -104,7 +104,7 @@ def test_padding_and_truncation_in_the_file_do_not_count(chatty, tmp_path):
         ({"tokenizer__json": "{"}, "tokenizer.json is not a tokenizer.json"),
         ({"tokenizer__json": {"version": "1.0"}}, "tokenizer.json is not a tokenizer.json"),
         ({"tokenizer_config__json": "nothing"}, "tokenizer_config.json is not JSON"),
-        ({"generation_config__json": [1]}, "generation_config.json holds list"),
+        ({"generation_config__json": [1]}, "generation_config.json contains list"),
         ({"generation_config__json": {"eos_token_id": 9999}}, "9999 is outside the vocabulary of 300"),
     ],
 )

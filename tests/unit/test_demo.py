@@ -11,7 +11,7 @@ from colonnade.config.presets import preset
 from colonnade.demo import _duration, suggestions
 from colonnade.train.mfu import Throughput
 
-RUN = RunConfig(name="tour", runs=Path("runs/demo"), model=preset("tour-moe").but(vocab_size=4096))
+RUN = RunConfig(name="tour", runs=Path("runs/demo"), model=preset("tour-moe").replace(vocab_size=4096))
 
 
 def speed(tflops: float) -> Throughput:
@@ -20,7 +20,7 @@ def speed(tflops: float) -> Throughput:
 
 def test_what_takes_long_says_how_long() -> None:
     """At the measured speed of one process, of which there was one: 17 M tokens of a model of 110 M parameters."""
-    larger = preset("smollm2-135m").but(vocab_size=4096)
+    larger = preset("smollm2-135m").replace(vocab_size=4096)
     flops = 1000 * 32 * 512 * larger.flops_per_token(512, causal=False)
     slow = suggestions(RUN, speed(0.05))
     assert f"about {flops / 0.05e12 / 86400:.0f} days at the speed of this demo, minutes on a GPU" in slow

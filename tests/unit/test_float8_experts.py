@@ -139,11 +139,11 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     eight = TrainConfig(dtype="bfloat16", float8="rowwise")
     run = RunConfig(model=MODEL, data=DataConfig(sequence=32), train=eight)
     with pytest.raises(ConfigError, match=r"moe.ffn_width 24"):
-        run.but(model=MODEL.but(moe=MOE.but(ffn_width=24)))
+        run.replace(model=MODEL.replace(moe=MOE.replace(ffn_width=24)))
     with pytest.raises(PlanError, match=r"sh=4 leaves a rank 8 of moe.ffn_width 32; use a lower sh"):
-        run.but(plan=Plan(dp=4, sh=4))
+        run.replace(plan=Plan(dp=4, sh=4))
     with pytest.raises(ConfigError, match=r"moe.shared_width 24"):
-        run.but(model=MODEL.but(moe=MOE.but(shared_width=24)))
+        run.replace(model=MODEL.replace(moe=MOE.replace(shared_width=24)))
     # A GPU that has float8 and no such grouped product.
     model = build(MODEL, dtype=torch.float32)
 

@@ -132,21 +132,21 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_resumes_bit_for_bit_and_from_the_other_optimizer(
     corpus: Path, tmp_path: Path, dtype: str, micro_batch: int
 ) -> None:
-    model = MODEL.but(vocab_size=300)
+    model = MODEL.replace(vocab_size=300)
     t = TrainConfig(
         steps=6, batch=4, micro_batch=micro_batch, lr=1e-2, min_lr=1e-3, dtype=dtype, fused_adamw=True,  # type: ignore[arg-type]
         loss_scale=2.0**24, loss_scale_steps=2, log_every=1, eval_every=0, save_every=3,
     )  # fmt: skip
     data = DataConfig(path=corpus, sequence=16)
     whole = RunConfig(name="whole", runs=tmp_path, device="cpu", model=model, data=data, train=t)
-    plain = whole.but(name="plain", train=t.but(fused_adamw=False))
+    plain = whole.replace(name="plain", train=t.replace(fused_adamw=False))
     for run in (whole, plain):
         Trainer(run).fit()
     lines = [(run.folder / "metrics.jsonl").read_text().splitlines() for run in (whole, plain)]
     losses = [[json.loads(line)["loss"] for line in run] for run in lines]
     assert losses[0] == pytest.approx(losses[1], rel=3e-3) and losses[0][-1] < losses[0][0] - 0.05
     for source in (whole, plain):
-        again = whole.but(name=f"after-{source.name}")
+        again = whole.replace(name=f"after-{source.name}")
         shutil.copytree(source.folder / "step-3", again.folder / "step-3")
         Trainer(again).fit()
         files = sorted((whole.folder / "step-6").glob("*.safetensors"))

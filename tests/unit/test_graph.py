@@ -69,8 +69,8 @@ def test_a_recording_holds_for_shapes_and_numbers_not_for_values() -> None:
         key(replace(batch, cu_seqlens=torch.cat((batch.cu_seqlens, batch.cu_seqlens[-1:])))),
         key(replace(batch, longest=batch.longest + 1)),
         key(replace(batch, first=5)),
-        key(batch, train=train.but(dropout=0.1)),
-        key(batch, train=train.but(dropout=0.0)),
+        key(batch, train=train.replace(dropout=0.1)),
+        key(batch, train=train.replace(dropout=0.0)),
         key(batch, smoothing=0.1),
     ]
     assert len({key(batch), *others}) == 1 + len(others)
@@ -100,7 +100,9 @@ class Replayed(Graphed):
 def test_replayed_steps_are_the_steps(fused: bool, dtype: str) -> None:
     """Two shapes in turn, dropout, a clip, an overflow of float16: weights, moments and outcomes to the last bit."""
     config, found = CASES["gpt2"], []
-    train = TRAIN.but(dtype=dtype, fused_adamw=fused, dropout=0.2, clip=0.05, steps=12, warmup=2, loss_scale=2.0**40)
+    train = TRAIN.replace(
+        dtype=dtype, fused_adamw=fused, dropout=0.2, clip=0.05, steps=12, warmup=2, loss_scale=2.0**40
+    )
     cpu = torch.device("cpu")
     on_a_cpu = dict.fromkeys(
         ("Stream", "CUDAGraph", "current_stream", "stream", "graph", "graph_pool_handle"), mock.DEFAULT
@@ -137,30 +139,30 @@ def test_replayed_steps_are_the_steps(fused: bool, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ({"plan": Plan(pp=2), "model": MODEL.but(layers=2), "train": TRAIN.but(micro_batch=2)}, "pp=2"),
+        ({"plan": Plan(pp=2), "model": MODEL.replace(layers=2), "train": TRAIN.replace(micro_batch=2)}, "pp=2"),
         ({"plan": Plan(cp=2)}, "cp=2"),
         ({"plan": Plan(dp=2)}, "dp=2"),
         ({"plan": Plan(dp=1, replicate=2)}, "dp=2"),
-        ({"model": MODEL.but(moe=MoeConfig(experts=4, active=2, ffn_width=8))}, "dense"),
-        ({"train": TRAIN.but(micro_batch=2)}, "2 micro-batches of 2; set train.micro_batch 4"),
-        ({"train": TRAIN.but(dtype="float32")}, "one by one.*separate_documents"),
-        ({"model": MODEL.but(head_width=4)}, "heads of width 4"),
-        ({"model": preset("bert-base").but(head_width=4)}, "one by one"),
+        ({"model": MODEL.replace(moe=MoeConfig(experts=4, active=2, ffn_width=8))}, "dense"),
+        ({"train": TRAIN.replace(micro_batch=2)}, "2 micro-batches of 2; set train.micro_batch 4"),
+        ({"train": TRAIN.replace(dtype="float32")}, "one by one.*separate_documents"),
+        ({"model": MODEL.replace(head_width=4)}, "heads of width 4"),
+        ({"model": preset("bert-base").replace(head_width=4)}, "one by one"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_what_cannot_be_recorded_is_refused_with_a_remedy(what: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        RUN.but(**what)
-    assert RUN.but(plan=Plan(tp=2)).train.cuda_graph
-    equal = RUN.data.but(separate_documents=False)
-    assert RUN.but(train=TRAIN.but(dtype="float32"), data=equal).train.cuda_graph
+        RUN.replace(**what)
+    assert RUN.replace(plan=Plan(tp=2)).train.cuda_graph
+    equal = RUN.data.replace(separate_documents=False)
+    assert RUN.replace(train=TRAIN.replace(dtype="float32"), data=equal).train.cuda_graph
 
 
 def test_a_cpu_is_refused(tmp_path: Path) -> None:
     for ask in (
         lambda: Graphed(lambda *_: torch.zeros(()), [], torch.device("cpu")),
-        lambda: Trainer(RUN.but(runs=tmp_path, plan=Plan(tp=2))),
+        lambda: Trainer(RUN.replace(runs=tmp_path, plan=Plan(tp=2))),
     ):
         with pytest.raises(ConfigError, match="needs a GPU, and this run is on the cpu"):
             ask()

@@ -180,7 +180,7 @@ def test_presets_survive_a_round_trip_and_transformers_reads_them_alike(name: st
 
 def test_our_own_small_model_with_experts_can_be_saved_for_others() -> None:
     config = preset("tour-moe")
-    assert config_from_hf(config_to_hf(config)).but(moe=config.moe, ffn_width=config.ffn_width) == config
+    assert config_from_hf(config_to_hf(config)).replace(moe=config.moe, ffn_width=config.ffn_width) == config
 
 
 @pytest.mark.parametrize("name", ["gpt2-switch-8", "gpt2-gshard-8"])
@@ -192,17 +192,17 @@ def test_a_family_without_experts_cannot_express_them(name: str) -> None:
 def test_settings_of_a_run_alone_need_no_words_in_a_file() -> None:
     config = preset("qwen3-30b-a3b")
     assert config.moe is not None
-    trained = config.moe.but(
-        balance="gshard", balance_over="layer", z_weight=0.1, router=config.moe.router.but(noise=1.0)
+    trained = config.moe.replace(
+        balance="gshard", balance_over="layer", z_weight=0.1, router=config.moe.router.replace(noise=1.0)
     )
-    assert config_from_hf(config_to_hf(config.but(moe=trained))) == config
+    assert config_from_hf(config_to_hf(config.replace(moe=trained))) == config
 
 
 @pytest.mark.parametrize(("balance", "coefficient"), [("choices", 0.4), ("switch", 0.05), ("none", 0.0)])
 def test_a_balance_loss_over_all_layers_is_written_as_transformers_has_it(balance: str, coefficient: float) -> None:
     config = preset("qwen3-30b-a3b")
     assert config.moe is not None and config.moe.active == 8
-    raw = config_to_hf(config.but(moe=config.moe.but(balance=balance, balance_weight=0.4)))
+    raw = config_to_hf(config.replace(moe=config.moe.replace(balance=balance, balance_weight=0.4)))
     assert raw["router_aux_loss_coef"] == coefficient
     read = config_from_hf(raw).moe
     assert read is not None and (read.balance, read.balance_over) == ("choices", "model")
@@ -398,9 +398,9 @@ def test_what_we_cannot_express_is_refused(name: str, changes: dict[str, Any], m
 )
 def test_what_a_family_cannot_say_is_not_written(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        config_to_hf(preset(name).but(**changes))
+        config_to_hf(preset(name).replace(**changes))
 
 
 def test_the_settings_of_the_config_itself_stay_config_errors() -> None:
     with pytest.raises(ConfigError):
-        preset("gpt2").but(heads=7)
+        preset("gpt2").replace(heads=7)

@@ -212,7 +212,7 @@ def test_a_model_of_another_config_is_our_bug(tmp_path: Path) -> None:
 
 def test_boxes_that_cut_through_heads_and_groups(tmp_path: Path) -> None:
     """What FSDP would ask for: any rows of any parameter."""
-    config = LLAMA.but(heads=6, kv_heads=2, width=10)
+    config = LLAMA.replace(heads=6, kv_heads=2, width=10)
     whole = build(config)
     write_hf(whole, tmp_path / "x")
     weights = HFFolder(tmp_path / "x")._weights

@@ -55,7 +55,7 @@ def test_an_engine_keeps_twice_as_much_and_says_nearly_the_same() -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[5, 6, 7], list(range(40, 57)), [3]]
     said = [done.token_ids for done in Engine(model, tiny.tokenizer(), limits).generate(prompts, [greedy] * 3)]
-    at_once = limits.but(token_budget=64, pages=64, fixed_steps=True)
+    at_once = limits.replace(token_budget=64, pages=64, fixed_steps=True)
     assert said == [done.token_ids for done in Engine(model, tiny.tokenizer(), at_once).generate(prompts, [greedy] * 3)]
     exact = [tuple(tiny.greedy(model, prompt, 12)) for prompt in prompts]
     assert sum(a == b for x, y in zip(said, exact, strict=True) for a, b in zip(x, y, strict=True)) > 12

@@ -117,20 +117,21 @@ def test_a_token_costs_a_byte_a_number_and_two_scales(kind: cache_write.Kind) ->
 def test_twice_the_tokens_in_the_same_memory_and_half_of_it_for_the_same() -> None:
     model = tiny.model(dtype=torch.float32, **LATENT | {"latent": LatentConfig(kv_rank=56, rope_width=4, v_width=3)})
     limits = ServeConfig(cache_bytes=100_000, page_tokens=4)
-    stored, kept = (Engine(model, tiny.tokenizer(), limits.but(cache=kind)) for kind in ("stored", "int8"))
+    stored, kept = (Engine(model, tiny.tokenizer(), limits.replace(cache=kind)) for kind in ("stored", "int8"))
     for engine in (stored, kept):
         asked = Asked(model.config, engine.config, torch.float32, CPU)
         assert asked.needs().cache == engine.cache.bytes <= 100_000
     assert kept.cache.pages / stored.cache.pages == pytest.approx(60 * 4 / (60 + 8), rel=0.05)
-    asked = Asked(model.config, limits.but(pages=100), torch.float32, CPU)
+    asked = Asked(model.config, limits.replace(pages=100), torch.float32, CPU)
     saves = {flags: saves for flags, saves, _ in remedies(asked, asked.needs(), 1000, number=9)}
     assert 0 < saves["--serve.cache int8"] < 100 * 4 * 2 * (60 * 4 - 68)
-    other = Asked(tiny.config(), limits.but(pages=100), torch.float32, CPU)
+    other = Asked(tiny.config(), limits.replace(pages=100), torch.float32, CPU)
     saves = {flags: saves for flags, saves, _ in remedies(other, other.needs(), 1000, number=9)}
     assert "--serve.cache int8" not in saves, "which is for latents"
     assert 0 < saves["--serve.cache float8"] < other.needs().cache
     assert not any(
-        "serve.cache " in f for f, _, _ in remedies(other.but(serve=limits.but(cache="float8")), other.needs(), 1, 9)
+        "serve.cache " in f
+        for f, _, _ in remedies(other.replace(serve=limits.replace(cache="float8")), other.needs(), 1, 9)
     )
 
 
@@ -144,9 +145,9 @@ def test_an_engine_says_the_same_however_prompts_are_cut(kind: cache_write.Kind)
         [c.token_ids for c in Engine(model, tiny.tokenizer(), limits).generate(PROMPTS, [params] * len(PROMPTS))]
         for limits in (
             whole,
-            LIMITS.but(cache=kind),
-            LIMITS.but(cache=kind, fixed_steps=True),
-            whole.but(batch_invariant=True),
+            LIMITS.replace(cache=kind),
+            LIMITS.replace(cache=kind, fixed_steps=True),
+            whole.replace(batch_invariant=True),
         )
     ]
     assert said[0] == said[1] == said[2] == said[3]
@@ -155,13 +156,13 @@ def test_an_engine_says_the_same_however_prompts_are_cut(kind: cache_write.Kind)
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     limits = ServeConfig(cache="int8")
-    with pytest.raises(ConfigError, match=r"a cache in int8 is for latent attention.*2 key/value heads.*use --serve"):
+    with pytest.raises(ConfigError, match=r"an int8 cache needs latent attention.*2 key/value heads.*use --serve"):
         Engine(tiny.model(), tiny.tokenizer(), limits)
     api.save(
         api.Model(tiny.model(dtype=torch.float32), tiny.tokenizer(), DistributedContext.solo(CPU), "m"), tmp_path / "m"
     )
     where = chat.Where(str(tmp_path / "m"), Plan(), limits, "cpu", "float32")
-    with pytest.raises(ConfigError, match="a cache in int8 is for latent attention"):
+    with pytest.raises(ConfigError, match="an int8 cache needs latent attention"):
         where.find()
     with pytest.raises(ConfigError):
         ServeConfig(cache="int4")

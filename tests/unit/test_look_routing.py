@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from colonnade.config import MoeConfig
-from colonnade.data.token_classes import kinds_of
+from colonnade.data.token_classes import classify_tokens
 from colonnade.errors import RequestError
 from colonnade.look.routing import follow, tables
 from colonnade.model import Packed, Rows, Stream
@@ -27,7 +27,7 @@ def test_the_tables_count_every_choice_once() -> None:
     assert list(found.layers) == [layer for layer in range(model.config.layers) if layer]
     for it in found.layers.values():
         assert sum(map(sum, it.counts)) == 2 * (len(tokens) - 1), "two choices for each token that is read"
-        kinds = kinds_of([tokenizer.decode([token]) for token in tokens[:-1]])
+        kinds = classify_tokens([tokenizer.decode([token]) for token in tokens[:-1]])
         assert {kind: sum(row) for kind, row in zip(it.kinds, it.counts, strict=True)} == {
             kind: 2 * kinds.count(kind) for kind in set(kinds)
         }
@@ -35,7 +35,7 @@ def test_the_tables_count_every_choice_once() -> None:
 
 def test_a_token_that_one_expert_takes_is_its_example() -> None:
     """The router is bent so that commas alone go to expert 3."""
-    model, tokenizer = tiny.model(moe=MOE.but(active=1, first=0)), tiny.tokenizer()
+    model, tokenizer = tiny.model(moe=MOE.replace(active=1, first=0)), tiny.tokenizer()
     (comma,) = tokenizer.encode(",")
     tokens = tokenizer.encode(TEXT)
     with torch.no_grad(), recorded(model):

@@ -37,12 +37,12 @@ LATENT = LatentConfig(kv_rank=32, rope_width=16, v_width=24)
 FAMILIES: dict[str, tuple[ModelConfig, dict[str, object]]] = {
     "llama": (MODEL, {}),
     "bfloat16": (MODEL, {"dtype": "bfloat16"}),
-    "qk_norm": (MODEL.but(qk_norm=True), {"dtype": "bfloat16"}),
-    "gpt2": (preset("gpt2").but(vocab_size=300, layers=2, width=128, heads=4, kv_heads=4, head_width=32,
+    "qk_norm": (MODEL.replace(qk_norm=True), {"dtype": "bfloat16"}),
+    "gpt2": (preset("gpt2").replace(vocab_size=300, layers=2, width=128, heads=4, kv_heads=4, head_width=32,
                                 ffn_width=512, context=64), {}),
-    "experts": (MODEL.but(moe=MOE), {}),
-    "experts in bfloat16": (MODEL.but(moe=MOE.but(shared_width=0)), {"dtype": "bfloat16"}),
-    "latent": (MODEL.but(latent=LATENT, kv_heads=4, head_width=40), {}),
+    "experts": (MODEL.replace(moe=MOE), {}),
+    "experts in bfloat16": (MODEL.replace(moe=MOE.replace(shared_width=0)), {"dtype": "bfloat16"}),
+    "latent": (MODEL.replace(latent=LATENT, kv_heads=4, head_width=40), {}),
     "attention dropout": (MODEL, {"attention_dropout": 0.1}),
 }  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_a_block_keeps_what_is_estimated(name: str, ragged: bool) -> None:
     for kind in KINDS:
         kept: list[int] = []
         for layers in (1, 2):
-            it = Transformer(model.but(layers=layers), dtype=getattr(torch, run.train.dtype))
+            it = Transformer(model.replace(layers=layers), dtype=getattr(torch, run.train.dtype))
             with torch.no_grad():
                 for p in it.parameters():
                     p.normal_(0, 0.1)
@@ -83,18 +83,18 @@ def test_a_block_keeps_what_is_estimated(name: str, ragged: bool) -> None:
         assert estimated == pytest.approx(kept[1] - kept[0], rel=TOLERANCES.get(name, 0.015)), kind
 
 
-MEDIUM = MODEL.but(
+MEDIUM = MODEL.replace(
     vocab_size=4096, layers=3, width=512, heads=8, kv_heads=4, head_width=64, ffn_width=2048, context=256
 )
 ONE_STEP: dict[str, object] = {"steps": 2, "batch": 4, "micro_batch": 4, "save_every": 1, "async_save": False}
 SHAPES: dict[str, tuple[ModelConfig, dict[str, object]]] = {
     "dense": (MEDIUM, {}),
     "experts in bfloat16, two micro-batches, saved": (
-        MEDIUM.but(vocab_size=2048, layers=2, moe=MoeConfig(experts=8, active=2, ffn_width=512)),
+        MEDIUM.replace(vocab_size=2048, layers=2, moe=MoeConfig(experts=8, active=2, ffn_width=512)),
         {"dtype": "bfloat16", "micro_batch": 2, "async_save": True},
     ),
     "gpt2, recomputed": (
-        preset("gpt2").but(vocab_size=4096, layers=4, width=512, heads=8, kv_heads=8, head_width=64, ffn_width=2048,
+        preset("gpt2").replace(vocab_size=4096, layers=4, width=512, heads=8, kv_heads=8, head_width=64, ffn_width=2048,
                            context=256),
         {"recompute": "full"},
     ),
@@ -127,7 +127,7 @@ def test_what_a_setting_saves() -> None:
     run = RunConfig(model=MEDIUM, train=train, data=data)
 
     def rows(device: str = "cpu", plan: Plan = run.plan, **train: object) -> dict[str, int]:
-        return estimate(run.but(plan=plan, train=run.train.but(**train)), device).device
+        return estimate(run.replace(plan=plan, train=run.train.replace(**train)), device).device
 
     P, whole = MEDIUM.parameters, rows()
     assert (whole["master weights"], whole["gradients"], whole["moments"]) == (4 * P, 4 * P, 8 * P)
@@ -140,11 +140,13 @@ def test_what_a_setting_saves() -> None:
     assert rows(recompute="full")["activations"] < rows(recompute="attention")["activations"] < whole["activations"]
     assert rows(async_save=True, save_every=10)["checkpoint"] == 12 * P
     assert sum(rows(async_save=True).values()) < sum(rows(async_save=True, save_every=10).values()), "at the end only"
-    offloaded = estimate(run.but(train=run.train.but(offload="optimizer")), "cuda")
+    offloaded = estimate(run.replace(train=run.train.replace(offload="optimizer")), "cuda")
     assert (offloaded.device["moments"], offloaded.host) == (8 * P, {"moments": 8 * P}), "three buckets hold so few"
     assert rows(plan=Plan(tp=2))["master weights"] == pytest.approx(2 * P, rel=0.01)
     assert rows(plan=Plan(dp=2))["moments"] == pytest.approx(4 * P, rel=0.01)
-    stages = [estimate(run.but(plan=Plan(pp=2), train=run.train.but(micro_batch=2)), "cpu", r).device for r in (0, 1)]
+    stages = [
+        estimate(run.replace(plan=Plan(pp=2), train=run.train.replace(micro_batch=2)), "cpu", r).device for r in (0, 1)
+    ]
     assert sum(stage["master weights"] for stage in stages) == 4 * P
 
 
@@ -161,25 +163,25 @@ def test_too_large_a_run_is_refused_with_numbers() -> None:
     assert re.search(r"this run takes 26\d\.\d GiB of a host's memory, and 20 GiB is free; nothing was allocated", said)
     assert re.search(r"\n  moments +59\.83 GiB +299\.\d%\n", said)
     assert "--train.no_check_memory tries it anyway" in said
-    check(LLAMA.but(train=LLAMA.train.but(check_memory=False)), Machine("cpu", 20 * GIB))
+    check(LLAMA.replace(train=LLAMA.train.replace(check_memory=False)), Machine("cpu", 20 * GIB))
     check(LLAMA, Machine("cpu", 300 * GIB))
 
 
 def test_all_ranks_of_a_host_count() -> None:
-    alone, two = (needs(LLAMA.but(plan=plan), Machine("cpu", GIB))[0].total for plan in (Plan(), Plan(dp=2)))
+    alone, two = (needs(LLAMA.replace(plan=plan), Machine("cpu", GIB))[0].total for plan in (Plan(), Plan(dp=2)))
     assert two > alone, "the same state cut in two, on the same host"
-    apart = needs(LLAMA.but(plan=Plan(dp=2)), Machine("cpu", GIB, ranks=1))[0].total
+    apart = needs(LLAMA.replace(plan=Plan(dp=2)), Machine("cpu", GIB, ranks=1))[0].total
     assert 0.4 * two < apart < 0.6 * two
-    started = needs(LLAMA.but(plan=Plan(dp=2)), Machine("cpu", GIB, program=GIB))[0]
+    started = needs(LLAMA.replace(plan=Plan(dp=2)), Machine("cpu", GIB, program=GIB))[0]
     assert started.rows["processes"] == 2 * GIB
-    gpu, host = needs(LLAMA.but(plan=Plan(dp=2)), Machine("cuda", GIB, device=GIB))
+    gpu, host = needs(LLAMA.replace(plan=Plan(dp=2)), Machine("cuda", GIB, device=GIB))
     assert gpu.total < 0.7 * needs(LLAMA, Machine("cuda", GIB, device=GIB))[0].total, "each GPU has memory of its own"
     assert host.rows == {"checkpoint": 12 * LLAMA.model.parameters}, "copies of both ranks' parts"
 
 
 MACHINES = {
     "small host": (LLAMA, Machine("cpu", 20 * GIB)),
-    "small host, two ranks": (LLAMA.but(plan=Plan(tp=2)), Machine("cpu", 20 * GIB, program=400 << 20)),
+    "small host, two ranks": (LLAMA.replace(plan=Plan(tp=2)), Machine("cpu", 20 * GIB, program=400 << 20)),
     "long samples": (
         RunConfig(model=preset("smollm2-135m"), data=DataConfig(sequence=2048)), Machine("cpu", 20 * GIB),
     ),
@@ -218,7 +220,7 @@ def test_the_least_change_is_offered() -> None:
     run, machine = MACHINES["long samples"]
     flags = [remedy.flags for remedy in remedies(run, machine)]
     assert "--train.micro_batch 4" in flags
-    assert not fits(run.but(train=run.train.but(micro_batch=7)), machine)
+    assert not fits(run.replace(train=run.train.replace(micro_batch=7)), machine)
     (several, *_) = remedies(*MACHINES["no setting alone"])
     assert several.flags.count("--") > 1
     words = several.flags.split(" --")
@@ -238,7 +240,7 @@ def test_a_run_that_does_not_fit_starts_nothing(
             main([*words, "--device", "cpu", *more])
         assert "20 GiB is free; nothing was allocated" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
-    run = LLAMA.but(runs=tmp_path, device="cpu", data=DataConfig(path=corpus))
+    run = LLAMA.replace(runs=tmp_path, device="cpu", data=DataConfig(path=corpus))
     monkeypatch.setattr("colonnade.train.session.Session._build", None)
     with (
         DistributedContext.build(run.plan, "cpu") as ground,
@@ -253,7 +255,7 @@ def test_a_run_that_is_not_checked_begins(corpus: Path, tmp_path: Path, monkeypa
     run = RunConfig(runs=tmp_path, device="cpu", model=MODEL, data=DataConfig(path=corpus, sequence=16), train=train)
     with pytest.raises(CapacityError, match="1 MiB is free"):
         Trainer(run)
-    assert Trainer(run.but(train=train.but(check_memory=False))).fit().steps == 1
+    assert Trainer(run.replace(train=train.replace(check_memory=False))).fit().steps == 1
 
 
 # -- what is free -----------------------------------------------------------------------------------------------------

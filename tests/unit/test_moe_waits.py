@@ -24,7 +24,7 @@ def model_of(moe: MoeConfig) -> ModelConfig:
 def test_a_step_copies_no_numbers_of_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     moe = moe_of(name, capacity=1.0)
     if kind_of(name) == "task":
-        moe = moe.but(router=moe.router.but(task=0))
+        moe = moe.replace(router=moe.router.replace(task=0))
     config = model_of(moe)
     with DistributedContext.build(Plan()) as ground:
         trial = Trial.start(config, ground, 1)

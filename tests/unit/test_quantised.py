@@ -162,14 +162,16 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="are for models that generate"):
         check_quantised(BERTS["post_masked"], "int8", 64, 1)
     moe = tiny.config(ffn_width=35, moe=MoeConfig(experts=4, active=2, ffn_width=64, shared_width=256))
-    check_quantised(moe.but(heads=16, head_width=16), "int4", 64, 2)  # no layer has the 35 hidden units of a dense one
+    check_quantised(
+        moe.replace(heads=16, head_width=16), "int4", 64, 2
+    )  # no layer has the 35 hidden units of a dense one
     check_quantised(moe, "int8", 64, 2, sh=4)
     with pytest.raises(PlanError, match=r"sh=2 leaves a rank 32 of moe.ffn_width 64.*use --serve.weight_group 32"):
         check_quantised(moe, "int4", 64, 1, sh=2)
     with pytest.raises(PlanError, match=r"sh=4 leaves a rank 16 of moe.ffn_width 64.*use another sh, or --serve"):
         check_quantised(moe, "int4", 32, 1, sh=4)
     with pytest.raises(PlanError, match=r"tp=2 leaves a rank 32 of moe.shared_width 64"):
-        check_quantised(moe.but(heads=16, head_width=16, moe=moe.moe.but(shared_width=64)), "int4", 64, 2)
+        check_quantised(moe.replace(heads=16, head_width=16, moe=moe.moe.replace(shared_width=64)), "int4", 64, 2)
     with pytest.raises(ConfigError, match=r"serve.weights is int4, and this model's are stored.*load it with weights"):
         Engine(tiny.model(), tiny.tokenizer(), ServeConfig(weights="int4"))
     with pytest.raises(ConfigError):

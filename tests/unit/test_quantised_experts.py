@@ -57,7 +57,7 @@ def test_it_is_the_reference_with_what_is_stored(row, kind: str, group: int, sha
 
 
 def layer_of(experts: int, hidden: int, width: int) -> Experts:
-    config = tiny.config(width=width, moe=EXPERTS.but(experts=experts, ffn_width=hidden))
+    config = tiny.config(width=width, moe=EXPERTS.replace(experts=experts, ffn_width=hidden))
     return Experts(config, config.moe, SOLO_AXES, device=CPU, dtype=torch.float32)
 
 
@@ -115,7 +115,7 @@ def dequantised(model: Transformer, like: Transformer) -> Transformer:
 @pytest.mark.parametrize(("name", "format"), [("gated", "hf"), ("biased_shared", "colonnade")])
 def test_a_mixture_is_quantised_while_it_is_read(name: str, format: str, weights: str, tmp_path: Path) -> None:
     """Also a layer of it that is dense. What decides where a token goes, and how much of it, stays as it was."""
-    config = MOES[name].but(family="mixtral") if format == "hf" else MOES[name]
+    config = MOES[name].replace(family="mixtral") if format == "hf" else MOES[name]
     whole = build(config, dtype=torch.float32)
     if format == "hf":
         write_hf(whole, tmp_path / "m", shard_bytes=10_000)
@@ -142,7 +142,7 @@ def test_a_mixture_is_quantised_while_it_is_read(name: str, format: str, weights
 @pytest.mark.parametrize(("changes", "weights"), [({}, "int8"), (GPT2, "int4")], ids=["gated", "biased"])
 def test_an_engine_says_what_the_reference_forward_says(changes: dict, weights: str, tmp_path: Path) -> None:
     """Prompts in chunks beside single tokens; and the same when experts wait in host memory, to the bit."""
-    moe = EXPERTS.but(experts=8, ffn_width=33)
+    moe = EXPERTS.replace(experts=8, ffn_width=33)
     whole = tiny.model(dtype=torch.float32, **changes, layers=3, moe=moe)
     api.save(api.Model(whole, tiny.tokenizer(), DistributedContext.solo(CPU), "tiny"), tmp_path / "m")
     on = {"dtype": "float64", "device": "cpu", "weights": weights, "weight_group": 32}

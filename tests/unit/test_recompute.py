@@ -31,7 +31,7 @@ def trained(config: ModelConfig, kinds: list[Kind]):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_values_and_gradients_are_the_same_bits(name: str) -> None:
-    config = CONFIGS[name].but(layers=3)
+    config = CONFIGS[name].replace(layers=3)
     loss, grads, kept = trained(config, ["none"] * 3)
     for kinds in (["attention"] * 3, ["full"] * 3, MIXED):
         again, others, less = trained(config, kinds)
@@ -45,7 +45,7 @@ def test_values_and_gradients_are_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize("kind", ["attention", "full"])
 def test_compiled_blocks_recompute_too(kind: Kind) -> None:
     torch._dynamo.reset()
-    config = CONFIGS["qwen3_window_tied"].but(window=None)
+    config = CONFIGS["qwen3_window_tied"].replace(window=None)
     model, plain = build(config), build(config)
     recompute(model.blocks, [kind] * 2)
     for block in model.blocks:
@@ -75,7 +75,7 @@ def test_a_block_is_weighed_right() -> None:
     block = weigh(lambda it: Transformer(it, dtype=torch.float64), config, run, SOLO)
     assert block["full"] == stream.tokens_T.numel() * config.width * 8 < block["attention"] < block["none"]
     for kind in KINDS:
-        five, two = (trained(config.but(layers=layers), [kind] * layers)[2] for layers in (5, 2))
+        five, two = (trained(config.replace(layers=layers), [kind] * layers)[2] for layers in (5, 2))
         assert five - two == 3 * block[kind]
 
 

@@ -446,7 +446,7 @@ def test_a_router_of_ones_own_needs_one_function():
         ({"kind": "gshard"}, {"active": 3}, "'gshard' sends a token to 2 of the experts, not 3"),
         ({"kind": "noisy"}, {"bias_rate": 0.1}, r"'noisy' does not heed model\.moe\.bias_rate; .* softmax"),
         ({"kind": "hash", "groups": 2}, {}, r"'hash' does not heed model\.moe\.router\.groups"),
-        ({"nodes": 7}, {}, "6 experts are not at home on 7 nodes"),
+        ({"nodes": 7}, {}, "6 experts cannot be spread over 7 nodes"),
         ({}, {"active": 7}, "a token cannot go to 7 of 6 experts"),
         ({"groups": 4}, {}, "6 experts do not divide into 4 groups"),
         (

@@ -27,7 +27,7 @@ def test_padding_writes_where_nobody_reads():
     """The last page of the cache is given to no request, and is all that padding touches."""
     model, params = tiny.model(), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     limits = ServeConfig(pages=30, page_tokens=4, max_requests=12)
-    plain, fixed = (Engine(model, tiny.tokenizer(), limits.but(fixed_steps=f)) for f in (False, True))
+    plain, fixed = (Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=f)) for f in (False, True))
     prompts = [[i + 1, 2 * i] for i in range(9)]
     assert fixed.generate(prompts, params) == plain.generate(prompts, params)
     assert fixed.scheduler.pool.pages == fixed.stats.pages == plain.cache.pages == fixed.cache.pages - 1
@@ -113,7 +113,7 @@ def test_steps_with_gaps_say_what_steps_without_say():
     limits = ServeConfig(pages=200, page_tokens=4, max_requests=18, token_budget=40)
     params = [SamplingParams(temperature=0, max_tokens=1 + 5 * i % 13, ignore_eos=True) for i in range(40)]
     prompts = [[i + 1, 2 * i, 3] for i in range(40)]
-    plain, fixed = (Engine(model, tiny.tokenizer(), limits.but(fixed_steps=f)) for f in (False, True))
+    plain, fixed = (Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=f)) for f in (False, True))
     seen = list[Sequence[int]]()
     runner = fixed._runner.fixed
     assert runner is not None

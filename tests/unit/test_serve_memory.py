@@ -107,7 +107,7 @@ def test_too_little_is_refused_with_a_table_and_each_remedy_does() -> None:
         assert f"{flags} " in said
         name, value = flags.removeprefix("--").split()
         if name.startswith("serve.") and name != "serve.weights":
-            but = serve.but(**{name.removeprefix("serve."): int(value) if value.isdecimal() else value})
+            but = serve.replace(**{name.removeprefix("serve."): int(value) if value.isdecimal() else value})
             assert Engine(model, tiny.tokenizer(), but).generate([[1, 2]], SamplingParams(max_tokens=2))
 
 
@@ -130,7 +130,7 @@ def test_where_no_remedy_is_enough_alone_they_are_told_together(there: int, size
                 changes[name.removeprefix("serve.")] = int(value) if value.isdecimal() else value
             else:
                 rest |= {"dtype": {"dtype": torch.bfloat16}, "plan.tp": {"tp": 2}}[name]
-        return replace(asked(model, serve.but(**changes)), **rest).needs().total
+        return replace(asked(model, serve.replace(**changes)), **rest).needs().total
 
     several = together(asked(model, serve), needs, there)
     assert several is not None

@@ -91,9 +91,9 @@ def test_without_triton_nothing_changes() -> None:
 @pytest.mark.usefixtures("kernels")
 def test_padding_is_for_those_whose_answer_it_cannot_change() -> None:
     """Where what pads a step would take a place from a token, only who asks for it gets it."""
-    chooses = MOE.but(router=RouterConfig(kind="expert_choice"))
+    chooses = MOE.replace(router=RouterConfig(kind="expert_choice"))
     for site in (
-        on_gpu(moe=MOE.but(capacity=1.0)), on_gpu(moe=chooses), Site(tiny.config(), torch.bfloat16, GPU, cut=True)
+        on_gpu(moe=MOE.replace(capacity=1.0)), on_gpu(moe=chooses), Site(tiny.config(), torch.bfloat16, GPU, cut=True)
     ):  # fmt: skip
         assert resolve_config(ServeConfig(), site).fixed_steps is False
         check_steps(ServeConfig(fixed_steps=True), site)
@@ -126,8 +126,8 @@ def test_what_a_gpu_records_is_reckoned_and_named_as_what_could_be_left_out() ->
     assert not any("fixed" in f for f, *_ in remedies(Asked(llama.model, ServeConfig(), torch.bfloat16, CPU), plain, 1))
     # Experts that wait in host memory are not recorded, and the page that is nobody's is not needed.
     mixtral = Asked(preset("mixtral-8x7b"), ServeConfig(), torch.bfloat16, GPU)
-    assert mixtral.needs().graphs > 0 and mixtral.but(resident=2).needs().graphs == 0
-    assert mixtral.but(resident=32).needs().graphs > 0
+    assert mixtral.needs().graphs > 0 and mixtral.replace(resident=2).needs().graphs == 0
+    assert mixtral.replace(resident=32).needs().graphs > 0
     assert spare_pages(mixtral.axes, mixtral.settled) == 1
 
 

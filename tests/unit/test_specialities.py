@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from colonnade.data.token_classes import KINDS, kinds_of
+from colonnade.data.token_classes import TOKEN_CLASSES, classify_tokens
 from colonnade.model import Packed, Rows
 from colonnade.model.moe.expert_specialization import examples, recorded, specializations
 from tests.models import MOES, build, ragged
@@ -16,17 +16,17 @@ def test_kinds_of_tokens():
         "The", " old", " Pres", "ident", " Lincoln", " was", " walking", ",", " in", " 18", "65", ".", "\n", "We",
         " saw", "!",
     ]  # fmt: skip
-    assert kinds_of(pieces) == [
+    assert classify_tokens(pieces) == [
         "function word", "word", "name", "part of a word", "name", "verb", "verb", "punctuation", "function word",
         "number", "number", "punctuation", "white space", "function word", "verb", "punctuation",
     ]  # fmt: skip
-    assert set(kinds_of(pieces)) == set(KINDS)
+    assert set(classify_tokens(pieces)) == set(TOKEN_CLASSES)
 
 
 def test_a_capital_names_nobody_at_a_sentences_start():
-    assert kinds_of(["Lawyers", " met", ".", " Lawyers", " met", " Lawyers"])[::3] == ["word", "word"]
-    assert kinds_of(["Lawyers", " met", " Lawyers"])[2] == "name"
-    assert kinds_of(["", " ", "x"]) == ["white space", "white space", "word"]
+    assert classify_tokens(["Lawyers", " met", ".", " Lawyers", " met", " Lawyers"])[::3] == ["word", "word"]
+    assert classify_tokens(["Lawyers", " met", " Lawyers"])[2] == "name"
+    assert classify_tokens(["", " ", "x"]) == ["white space", "white space", "word"]
 
 
 def test_experts_that_tell_the_kind_and_experts_that_do_not_care():

@@ -23,7 +23,7 @@ def test_what_repeats_as_often_as_there_are_layers_is_a_layer() -> None:
 
 
 def test_times_gaps_and_bytes_of_a_layer() -> None:
-    config = step_profile.TINY.but(layers=3)
+    config = step_profile.TINY.replace(layers=3)
     block = Transformer(config, dtype=torch.bfloat16).blocks[0]
     assert isinstance(block, Block)
     layer = [("norm", 2.0), ("gemv", 4.0), ("attend", 8.0), ("gemv", 3.0), ("gemv", 5.0), ("gemv", 5.0), ("gemv", 6.0)]

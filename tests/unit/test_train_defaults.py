@@ -19,7 +19,9 @@ CPU, GPU = ("float32", False, False), ("bfloat16", True, True)
 
 
 def decided(device: str, plan: Plan | None = None, **settings: object) -> tuple[str, object, object]:
-    model = MODEL.but(moe=MoeConfig(experts=4, active=2, ffn_width=8)) if plan is not None and plan.ep > 1 else MODEL
+    model = (
+        MODEL.replace(moe=MoeConfig(experts=4, active=2, ffn_width=8)) if plan is not None and plan.ep > 1 else MODEL
+    )
     t = RunConfig(model=model, plan=plan or Plan(), train=TrainConfig(**settings)).resolved(device).train
     return t.dtype, t.compile, t.fused_adamw
 
@@ -60,7 +62,7 @@ def test_the_first_line_says_what_was_decided() -> None:
     t = TrainConfig()
     assert computing(t.resolved("cpu")) == "float32"
     assert computing(t.resolved("cuda")) == "bfloat16 with float32 masters, compiled, fused AdamW"
-    assert computing(t.but(dtype="float16", compile=False).resolved("cuda")) == (
+    assert computing(t.replace(dtype="float16", compile=False).resolved("cuda")) == (
         "float16 with float32 masters, fused AdamW"
     )
 
@@ -69,7 +71,7 @@ def test_a_run_on_a_cpu_is_in_float32(tmp_path: Path, capsys: pytest.CaptureFixt
     corpus = corpora.small(tmp_path / "corpus")
     train = TrainConfig(steps=1, batch=1, warmup=0, eval_every=0)
     run = RunConfig(runs=tmp_path, device="cpu", model=MODEL, train=train)
-    run = run.but(data=run.data.but(path=corpus, sequence=16))
+    run = run.replace(data=run.data.replace(path=corpus, sequence=16))
     Trainer(run).fit()
     assert "one process on cpu, float32, 16 tokens a step" in capsys.readouterr().out
     with DistributedContext.build(run.plan, "cpu") as ground:

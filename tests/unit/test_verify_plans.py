@@ -123,7 +123,7 @@ def test_a_likeness_keeps_what_decides_layouts(name: str) -> None:
 
 
 def test_a_window_that_begins_late_still_does() -> None:
-    model = preset("mistral-7b").but(window_from_layer=20)
+    model = preset("mistral-7b").replace(window_from_layer=20)
     small = shrink(model, 5)
     assert [small.window_of(i) for i in range(5)] == [None] * 4 + [7]
 
@@ -131,15 +131,15 @@ def test_a_window_that_begins_late_still_does() -> None:
 def test_other_tops_become_the_two_losses() -> None:
     bert = preset("bert-base")
     for top in ("encoder", "classes", "spans"):
-        whole = bert.but(top=top, classes=5) if top == "classes" else bert.but(top=top)
+        whole = bert.replace(top=top, classes=5) if top == "classes" else bert.replace(top=top)
         assert shrink(whole, 2).top == "pretraining"
-    assert shrink(bert.but(top="masked"), 2).top == "masked"
+    assert shrink(bert.replace(top="masked"), 2).top == "masked"
 
 
 def test_a_router_of_tasks_is_told_one() -> None:
     tour = preset("tour-moe")
     assert tour.moe is not None
-    likeness = shrink(tour.but(moe=tour.moe.but(router=RouterConfig(kind="task", tasks=3))), 4)
+    likeness = shrink(tour.replace(moe=tour.moe.replace(router=RouterConfig(kind="task", tasks=3))), 4)
     assert likeness.moe is not None and likeness.moe.router.task == 0
 
 

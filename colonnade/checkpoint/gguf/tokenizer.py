@@ -29,7 +29,7 @@ QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
 
 
 class TokenizerParts(NamedTuple):
-    """What :meth:`colonnade.data.tokenizer.Tokenizer.from_parts` takes."""
+    """The arguments of :class:`colonnade.data.tokenizer.Tokenizer`."""
 
     tokenizer: Tokenizer
     bos_id: int | None

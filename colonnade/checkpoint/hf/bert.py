@@ -15,9 +15,9 @@ from colonnade.checkpoint.hf.family import Family, Keys, activation_from_hf, act
 from colonnade.checkpoint.weight_mapping import SplitQKV, Stored, Table
 from colonnade.config import ModelConfig
 from colonnade.config.model import Family as Kind
-from colonnade.config.model import Top
+from colonnade.config.model import TaskHead
 
-TOPS: dict[str, Top] = {
+TOPS: dict[str, TaskHead] = {
     "Model": "encoder",
     "ForPreTraining": "pretraining",
     "ForMaskedLM": "masked",
@@ -99,7 +99,7 @@ def _from_hf(kind: Kind, stem: str) -> Callable[[Keys], ModelConfig]:
         for name in POOLER:
             keys.take(name)
         named = (keys.take("architectures") or [f"{stem}Model"])[0]
-        known: dict[str, Top] = {stem + end: top for end, top in TOPS.items()}
+        known: dict[str, TaskHead] = {stem + end: top for end, top in TOPS.items()}
         if not isinstance(named, str) or named not in known:
             raise keys.refuse("architectures", f"known classes are {', '.join(known)}")
         top = known[named]
@@ -153,7 +153,7 @@ def _to_hf(stem: str) -> Callable[[ModelConfig], dict[str, Any]]:
 
 def _as_held(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     whole = {"bert.pooler.dense.weight", "cls.seq_relationship.weight"} <= set(names)
-    return config.but(top="pretraining") if config.top == "masked" and whole else config
+    return config.replace(top="pretraining") if config.top == "masked" and whole else config
 
 
 def _family(kind: Kind, stem: str) -> Family:

@@ -183,7 +183,7 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
             "n_shared_experts": moe.shared_width // moe.ffn_width,
             "first_k_dense_replace": moe.first,
             "routed_scaling_factor": moe.router.scale,
-            "norm_topk_prob": moe.normalises,
+            "norm_topk_prob": moe.normalises_weights,
         }
     return raw
 

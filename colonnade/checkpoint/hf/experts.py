@@ -154,7 +154,7 @@ def expressible(config: ModelConfig) -> dict[str, Any]:
     for name in (*follow, *unused):
         fields.pop(f"moe.{name}")
     fields.pop("moe.router.normalise_single")
-    fields["moe.router.normalise"] = moe.normalises
+    fields["moe.router.normalise"] = moe.normalises_weights
     if moe.router.groups == 1:
         fields.pop("moe.router.group_score")
     return fields | {"layers with experts": has, "moe.bias_rate": bool(moe.bias_rate)}

@@ -71,7 +71,7 @@ def _olmoe_from_hf(keys: Keys) -> ModelConfig:
     experts, balance_weight = keys.size("num_experts", 64), keys.number("router_aux_loss_coef", 0.01)
     normalise = keys.flag("norm_topk_prob", False)
     moe = moe_from_hf(keys, experts, fields["ffn_width"], normalise=normalise, z_weight=Z_WEIGHT)
-    moe = moe.but(balance_weight=balance_weight)
+    moe = moe.replace(balance_weight=balance_weight)
     return ModelConfig(
         family="olmoe", **fields, qk_norm=True, qk_norm_over="all", qkv_clip=clip, qkv_bias=bias, out_bias=bias, moe=moe
     )
@@ -84,7 +84,7 @@ def _olmoe_to_hf(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": moe.ffn_width,
         "num_experts": moe.experts,
         "num_experts_per_tok": moe.active,
-        "norm_topk_prob": moe.normalises,
+        "norm_topk_prob": moe.normalises_weights,
         **balance_to_hf(moe),
     })  # fmt: skip
 

@@ -141,7 +141,7 @@ def _moe_to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_experts": moe.experts,
         "num_experts_per_tok": moe.active,
         "moe_intermediate_size": moe.ffn_width,
-        "norm_topk_prob": moe.normalises,
+        "norm_topk_prob": moe.normalises_weights,
         **balance_to_hf(moe),
         "decoder_sparse_step": step,
         "mlp_only_layers": [i for i in range(step - 1, config.layers, step) if i not in with_experts],

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade.compat.tutel.gates import COMMON, GATES
-from colonnade.config.base import nearest
+from colonnade.config.base import did_you_mean
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model.activation_checkpointing import again
 from colonnade.parallel.process_groups import axis_of, inner
@@ -205,7 +205,7 @@ def make_experts(options: dict[str, Any], model_dim: int, local: int, sharded: i
     elif kind in EXPERTS:
         module = EXPERTS[kind]
     else:
-        raise ConfigError(f"there are no experts of type '{kind}'" + nearest(str(kind), [*EXPERTS, "custom"]))
+        raise ConfigError(f"there are no experts of type '{kind}'" + did_you_mean(str(kind), [*EXPERTS, "custom"]))
     names = inspect.signature(module).parameters
     # The name of older programs.
     old = "local_experts" in names and "num_experts_per_device" not in names
@@ -216,7 +216,7 @@ def make_experts(options: dict[str, Any], model_dim: int, local: int, sharded: i
             raise ConfigError(f"experts of type '{kind}' have no size; give experts={{'hidden_size_per_expert': …}}")
         for name in options:
             if name not in names:
-                raise ConfigError(f"experts of type '{kind}' have no option '{name}'" + nearest(name, list(names)))
+                raise ConfigError(f"experts of type '{kind}' have no option '{name}'" + did_you_mean(name, list(names)))
     return module(**options)
 
 
@@ -231,7 +231,7 @@ def make_gate(kind: Any, model_dim: int, experts: int) -> nn.Module:
     if name == "custom" and "module" not in options:
         raise ConfigError("a gate of type 'custom' needs a class; give gate_type={'module': …}")
     if name != "custom" and name not in GATES:
-        raise ConfigError(f"there is no gate of type '{name}'" + nearest(str(name), [*GATES, "custom"]))
+        raise ConfigError(f"there is no gate of type '{name}'" + did_you_mean(str(name), [*GATES, "custom"]))
     module = options.pop("module") if name == "custom" else GATES[name]
     # The layer reads these; a gate of one's own is told if it wants to be.
     told = {key: value for key, value in options.items() if key not in COMMON or _takes(module, key)}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from colonnade.config.base import nearest
+from colonnade.config.base import did_you_mean
 from colonnade.errors import ConfigError
 
 COMMON = ("capacity_factor", "gate_noise")
@@ -24,7 +24,7 @@ COMMON = ("capacity_factor", "gate_noise")
 def _check(options: dict[str, Any], known: tuple[str, ...]) -> None:
     for name in options:
         if name not in COMMON:
-            raise ConfigError(f"a gate has no option '{name}'" + nearest(name, sorted((*COMMON, *known))))
+            raise ConfigError(f"a gate has no option '{name}'" + did_you_mean(name, sorted((*COMMON, *known))))
 
 
 class LinearTopKGate(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from colonnade.compat.tutel.experts import EXPERTS, make_experts, make_gate
 from colonnade.compat.tutel.gates import GATES, gshard_loss, load_importance_loss
 from colonnade.compat.tutel.routing import Critical, critical, fast_decode, fast_encode
-from colonnade.config.base import nearest
+from colonnade.config.base import did_you_mean
 from colonnade.config.model import divisors
 from colonnade.errors import CheckpointError, ConfigError, PlanError
 from colonnade.parallel.process_groups import Group, all_ranks, axis_of, web_of
@@ -51,7 +51,9 @@ class MOELayer(nn.Module):
         if not experts:
             raise ConfigError("no experts; give experts={'type': 'ffn', 'hidden_size_per_expert': …}")
         if load_loss_input not in (inputs := ["probabilities", "logits"]):
-            raise ConfigError(f"there is no load_loss_input '{load_loss_input}'" + nearest(load_loss_input, inputs))
+            raise ConfigError(
+                f"there is no load_loss_input '{load_loss_input}'" + did_you_mean(load_loss_input, inputs)
+            )
         self.group = all_ranks() if group is None else group
         self.world_size = axis_of(self.group).size
         self.model_dim, self.result_func = model_dim, result_func
@@ -122,7 +124,7 @@ class MOELayer(nn.Module):
             return self._valid(min(max(int(number), 0), self.sharded_count))
         if parallel_type not in degrees:
             raise ConfigError(
-                f"there is no parallel_type '{parallel_type}'" + nearest(parallel_type, ["adaptive:1", *degrees])
+                f"there is no parallel_type '{parallel_type}'" + did_you_mean(parallel_type, ["adaptive:1", *degrees])
             )
         return degrees[parallel_type]
 
@@ -142,7 +144,7 @@ class MOELayer(nn.Module):
         """The named parameters of the 'gate' or of the 'local_experts'."""
         parts = {"gate": self.gates, "local_experts": self.experts}
         if param_type not in parts:
-            raise ConfigError(f"there are no parameters of type '{param_type}'" + nearest(param_type, list(parts)))
+            raise ConfigError(f"there are no parameters of type '{param_type}'" + did_you_mean(param_type, list(parts)))
         return parts[param_type].named_parameters()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:

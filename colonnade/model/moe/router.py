@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade.config import ModelConfig, MoeConfig
-from colonnade.config.base import nearest
+from colonnade.config.base import did_you_mean
 from colonnade.errors import ConfigError
 from colonnade.kernels.registry import choose
 from colonnade.model.dropout import BlockDropout
@@ -144,7 +144,7 @@ def rule(moe: MoeConfig, otherwise: str = "") -> Rule:
     """
     kind, config = moe.router.kind, moe.router
     if kind not in RULES:
-        known = nearest(kind, sorted(RULES))
+        known = did_you_mean(kind, sorted(RULES))
         raise ConfigError(f"there is no router '{kind}'{known}; one of your own needs --import MODULE")
     found = RULES[kind]
     if found.active not in (None, moe.active):
@@ -169,8 +169,10 @@ def best(moe: MoeConfig, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor
     scores, divided by their sum where the config says so, and scaled.
     """
     run = choose("best_experts", compared_TE.device.type, compared_TE.dtype)
-    ids_TA, weights_TA = run(compared_TE, scores_TE, moe.active, normalise=moe.normalises, scale=moe.router.scale)
-    if moe.normalises and moe.active == 1:
+    ids_TA, weights_TA = run(
+        compared_TE, scores_TE, moe.active, normalise=moe.normalises_weights, scale=moe.router.scale
+    )
+    if moe.normalises_weights and moe.active == 1:
         # Always 1: what gradient it has is rounding, which Adam would make as large as any other.
         weights_TA = weights_TA.detach() + 0 * weights_TA
     return ids_TA, weights_TA

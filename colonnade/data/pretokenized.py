@@ -1,10 +1,9 @@
-"""A corpus from tokens that a program already has: lists, arrays, PyTorch datasets.
+"""Writes a corpus from tokens in memory: lists, arrays, PyTorch datasets.
 
-The tokens are read once and written as memory-mapped shards, like those of a corpus of text. So a run on them has the
-same data cursor: any number of processes read it, and a resumed run goes on with the very next sample.
+The tokens are read once and written as memory-mapped shards, like those of a text corpus, so that any number of
+processes can read them and a resumed run continues with the next sample.
 """
 
-import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
@@ -12,20 +11,20 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from colonnade.config import shown
-from colonnade.data.corpus_builder import publish
+from colonnade.config import short_repr
+from colonnade.data.corpus import ShardWriter
+from colonnade.data.corpus_builder import publish, temporary_folder
 from colonnade.data.manifest import MANIFEST, SPLITS, Manifest, SplitRecord, token_dtype
-from colonnade.data.shards import ShardWriter
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import DataError
 
 
 @runtime_checkable
-class Indexed(Protocol):
-    """A map-style dataset, as PyTorch has them: a length, and an item for each number below it."""
+class MapDataset(Protocol):
+    """A map-style PyTorch dataset: a length, and an item for each index below it."""
 
     def __len__(self) -> int:
-        """Items in all."""
+        """Number of items."""
         ...
 
     def __getitem__(self, index: int, /) -> Any:
@@ -33,9 +32,9 @@ class Indexed(Protocol):
         ...
 
 
-TokenData = Iterable[Any] | Indexed
-"""Documents, each a list, array or tensor of token ids, or a mapping that holds one as "input_ids"."""
-GIVE = "give a list of token ids, or a mapping with input_ids"
+TokenData = Iterable[Any] | MapDataset
+"""Documents, each a list, array or tensor of token ids, or a mapping with one as "input_ids"."""
+_REMEDY = "give a list of token ids, or a mapping with input_ids"
 
 
 def write_tokens(
@@ -49,21 +48,21 @@ def write_tokens(
     shard_tokens: int = 1 << 27,
     keep: bool = False,
 ) -> Manifest:
-    """Write the documents of ``data`` to the corpus folder ``out``, whole or not at all, and return its manifest.
+    """Write the documents of ``data`` to the corpus folder ``out``, atomically, and return its manifest.
 
-    Items are taken as they are, without an end token or padding; empty ones are left out. Data without a length is read
-    until there are ``most_tokens`` of it. ``vocab_size`` is the ``tokenizer``'s unless it is given; one of the two is
-    needed. A corpus that is there is replaced if it differs, unless ``keep`` says that it must not.
+    Items are stored unchanged, without an end token or padding; empty ones are skipped. Data without a length is read
+    until it has ``most_tokens`` tokens. ``vocab_size`` defaults to that of ``tokenizer``; one of the two is needed. An
+    existing corpus that differs is replaced, or refused if ``keep`` is set.
 
-    Raises :class:`DataError` for items that are no token ids of the vocabulary, for no tokens at all, and for a corpus
-    that must be kept and differs.
+    Raises :class:`DataError` for items that are not ids of the vocabulary, for data without tokens, and for an existing
+    corpus that differs if ``keep`` is set.
     """
     out = Path(out)
-    words = tokenizer if isinstance(tokenizer, Tokenizer | None) else Tokenizer.from_file(tokenizer)
-    size = vocab_size or (words.vocab_size if words else 0)
+    tokenizer = tokenizer if isinstance(tokenizer, Tokenizer | None) else Tokenizer.from_file(tokenizer)
+    size = vocab_size or (tokenizer.vocab_size if tokenizer else 0)
     if not size:
         raise DataError("neither a vocabulary size nor a tokenizer is given; set vocab_size to that of the model")
-    folder = (here := out.absolute()).with_name(f".{here.name}.building-{secrets.token_hex(4)}")
+    folder = temporary_folder(out)
     folder.mkdir(parents=True)
     try:
         train, held_out = (
@@ -71,13 +70,13 @@ def write_tokens(
             for name, part in zip(SPLITS, (data, () if validation is None else validation), strict=True)
         )
         if not train.tokens:
-            raise DataError("the data has no tokens; an iterator that was read before is empty: give it anew")
-        if words is not None:
-            words.save(folder / "tokenizer")
+            raise DataError("the data has no tokens; if it is an iterator that was read before, create a new one")
+        if tokenizer is not None:
+            tokenizer.save(folder / "tokenizer")
         manifest = Manifest(
             dtype=token_dtype(size),
             vocab_size=size,
-            tokenizer_sha256=words and words.fingerprint,
+            tokenizer_sha256=tokenizer and tokenizer.fingerprint,
             validation_share=0,
             source_bytes=0,
             train=train,
@@ -88,7 +87,7 @@ def write_tokens(
             return manifest
         if keep:
             raise DataError(
-                f"the data is not that of {out}, which the run was begun with; give the same data, leave it out and "
+                f"the data differs from {out}, with which the run was started; give the same data, leave it out and "
                 f"set data.path to {out}, or use another run name"
             )
         if out.exists() and not (out / MANIFEST).is_file():
@@ -103,43 +102,45 @@ def _write(
     folder: Path, name: str, data: TokenData, vocab_size: int, most_tokens: int | None, shard_tokens: int
 ) -> SplitRecord:
     dtype = np.dtype(token_dtype(vocab_size)).newbyteorder("<")
-    most = None if isinstance(data, Sized) else most_tokens
+    limit = None if isinstance(data, Sized) else most_tokens
     with ShardWriter(folder, name, dtype, shard_tokens) as writer:
         for number, item in enumerate(_items(data)):
             ids = _ids(item, number, vocab_size)
             if ids.size:
-                writer.append(ids)  # type: ignore[arg-type] - it makes an array of it
+                writer.append(ids)  # type: ignore[arg-type] - it is converted to an array
                 writer.end_document()
-            if most is not None and writer.tokens >= most:
+            if limit is not None and writer.tokens >= limit:
                 break
         return writer.finish()
 
 
 def _items(data: TokenData) -> Iterator[Any]:
     if isinstance(data, str | bytes | Mapping):
-        raise DataError(f"the data is {shown(data)}; give documents, each a list of token ids")
+        raise DataError(f"the data is {short_repr(data)}; give documents, each a list of token ids")
     if isinstance(data, Iterable):
         return iter(data)
-    if isinstance(data, Indexed):
+    if isinstance(data, MapDataset):
         return (data[i] for i in range(len(data)))
     raise DataError(f"the data is a {type(data).__name__}; give an iterable of token lists, or a PyTorch dataset")
 
 
 def _ids(item: object, number: int, vocab_size: int) -> np.ndarray:
-    """The token ids of item ``number``, checked."""
-    given: Any = item.get("input_ids") if isinstance(item, Mapping) else item
-    if isinstance(given, str | bytes):
-        raise DataError(f"item {number} of the data is text, {shown(given)}; {GIVE}, or build a corpus of texts")
-    try:
-        ids = np.asarray(given)
-    except (TypeError, ValueError):
-        raise DataError(f"item {number} of the data is {shown(item)}; {GIVE}") from None
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise DataError(f"item {number} of the data is {shown(item)}; {GIVE}")
-    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-        strange = ids.min() if ids.min() < 0 else ids.max()
+    """The token ids of item ``number``, validated."""
+    value: Any = item.get("input_ids") if isinstance(item, Mapping) else item
+    if isinstance(value, str | bytes):
         raise DataError(
-            f"item {number} of the data has token {strange}, and the vocabulary is {vocab_size}; give ids from 0 to "
+            f"item {number} of the data is text, {short_repr(value)}; {_REMEDY}, or build a corpus of texts"
+        )
+    try:
+        ids = np.asarray(value)
+    except (TypeError, ValueError):
+        raise DataError(f"item {number} of the data is {short_repr(item)}; {_REMEDY}") from None
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise DataError(f"item {number} of the data is {short_repr(item)}; {_REMEDY}")
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        invalid = ids.min() if ids.min() < 0 else ids.max()
+        raise DataError(
+            f"item {number} of the data has token {invalid}, and the vocabulary is {vocab_size}; give ids from 0 to "
             f"{vocab_size - 1}"
         )
     return ids
