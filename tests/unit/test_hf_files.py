@@ -99,7 +99,7 @@ def test_the_original_gpt2_lacks_the_prefix_and_carries_masks(tmp_path: Path) ->
             lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"),
             r"lacks the tensor .*k_proj",
         ),
-        (lambda t: t.update({"a.lora_A": torch.ones(2)}), r"holds 'a\.lora_A', for which the model has no place"),
+        (lambda t: t.update({"a.lora_A": torch.ones(2)}), r"contains 'a\.lora_A', which the model does not have"),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(13)}),
             r"of shape \[13\].*makes it \[12\]",
@@ -207,7 +207,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_model_of_another_config_is_our_bug(tmp_path: Path) -> None:
     files = HFFolder(folder(tmp_path / "x"))
     with pytest.raises(KeyError):
-        files.fill(build(GPT2))
+        files.load_weights(build(GPT2))
 
 
 def test_boxes_that_cut_through_heads_and_groups(tmp_path: Path) -> None:
@@ -220,5 +220,5 @@ def test_boxes_that_cut_through_heads_and_groups(tmp_path: Path) -> None:
         n = parameter.shape[0]
         for start, stop in ((0, n), (1, n - 1), (n // 3, n // 2), (n // 2, n // 2), (n - 1, n)):
             box = ((start, stop), *((0, m) for m in parameter.shape[1:]))
-            got = weights.forms[name].read(weights.source, box, config)
+            got = weights.mappings[name].read(weights.source, box, config)
             assert torch.equal(got, parameter[start:stop]), (name, start, stop)
