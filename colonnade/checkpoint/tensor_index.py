@@ -62,8 +62,8 @@ class Index(Config):
             for piece in entry.pieces:
                 if not _is_inside(piece, entry.shape) or not piece.file.startswith(f"{split_key(key)[0]}-"):
                     raise CheckpointError(
-                        f"{file} lists an impossible piece of '{key}' {entry.shape}: {piece.sizes} at {piece.offsets} "
-                        f"in {piece.file}; use another checkpoint"
+                        f"{file} lists a piece {piece.sizes} at {piece.offsets} in {piece.file} of '{key}' "
+                        f"{entry.shape}, which does not fit; use another checkpoint"
                     )
         return index
 

@@ -126,6 +126,16 @@ MappingTable = Mapping[str, ParamMapping]
 """Our parameter names, with ``{i}`` for the layer, to their mappings."""
 
 
+def weight_and_bias(
+    ours: str, *theirs: str, mapping: type[ParamMapping] = ParamMapping, transposed: bool = False
+) -> MappingTable:
+    """Mappings of a layer's ``weight`` (optionally ``transposed``) and ``bias``."""
+    return {
+        f"{ours}.weight": mapping(*(f"{name}.weight" for name in theirs), transposed=transposed),
+        f"{ours}.bias": mapping(*(f"{name}.bias" for name in theirs)),
+    }
+
+
 def map_parameters(names: list[str], table: MappingTable, file: str) -> dict[str, ParamMapping]:
     """The mapping of each of our parameters ``names``.
 

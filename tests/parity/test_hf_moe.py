@@ -239,7 +239,7 @@ def test_a_missing_or_an_extra_expert_is_named(case: str, tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=f"contains '{extra}', which the model does not have"):
         HFFolder(tmp_path)
     save_file({**held, name: held[name][:, :-1].clone()}, file, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"holds '{name}' of shape"):
+    with pytest.raises(CheckpointError, match=f"contains '{name}' of shape"):
         HFFolder(tmp_path)
 
 

@@ -126,7 +126,7 @@ def _edit(**changes: Any) -> Callable[[Path], None]:
         (lambda folder: (folder / "manifest.json").unlink(), "no manifest.json"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json cannot be read"),
         (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),
-        (lambda folder: (folder / "manifest.json").write_text("[]"), "no JSON object"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "is not a JSON object"),
         (lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json cannot be read"),
         (_edit(format="other"), "format 'other'"),
         (_edit(version=99), "upgrade Colonnade"),

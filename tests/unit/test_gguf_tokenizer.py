@@ -188,18 +188,18 @@ def test_llama3_takes_a_whole_word_without_its_merges() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, "of the kind 'llama'.*use a Hugging Face folder"),
-        ({"pre": "tekken"}, "by the rule 'tekken'; known rules are gpt-2, smollm"),
-        ({"tokens": []}, "0 tokens for an embedding of 402 rows"),
-        ({"tokens": [str(i) for i in range(403)]}, "403 tokens for an embedding of 402 rows"),
+        ({"model": "llama"}, "of type 'llama'.*use a Hugging Face folder"),
+        ({"pre": "tekken"}, "the pre-tokenizer 'tekken'; known ones are gpt-2, smollm"),
+        ({"tokens": []}, "0 tokens, but its embedding has 402 rows"),
+        ({"tokens": [str(i) for i in range(403)]}, "403 tokens, but its embedding has 402 rows"),
         ({"tokens": ["a", "a"]}, "lists a token twice"),
-        ({"tokens": [1, 2]}, "strange 'tokenizer.ggml.tokens'"),
-        ({"tokens": "abc"}, "strange 'tokenizer.ggml.tokens'"),
-        ({"merges": ["q z"]}, "merges 'q z', which its tokens do not have"),
-        ({"merges": ["qz"]}, "merges 'qz', which its tokens do not have"),
-        ({"bos_token_id": 402}, "bos_token_id 402 and only 402 tokens"),
+        ({"tokens": [1, 2]}, "'tokenizer.ggml.tokens' of the wrong type"),
+        ({"tokens": "abc"}, "'tokenizer.ggml.tokens' of the wrong type"),
+        ({"merges": ["q z"]}, "the merge 'q z' of unknown tokens"),
+        ({"merges": ["qz"]}, "the merge 'qz' of unknown tokens"),
+        ({"bos_token_id": 402}, "bos_token_id 402 but only 402 tokens"),
         ({"eos_token_id": "end"}, "eos_token_id 'end'"),
-        ({"pre": 7}, "strange 'tokenizer.ggml.pre'"),
+        ({"pre": 7}, "'tokenizer.ggml.pre' of the wrong type"),
     ],
 )
 def test_what_cannot_be_rebuilt_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -106,7 +106,7 @@ def test_the_original_gpt2_lacks_the_prefix_and_carries_masks(tmp_path: Path) ->
         ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(12, dtype=torch.int8)}),
-            r"as I8, and only F64, F32, F16, BF16",
+            r"as I8, but only F64, F32, F16, BF16",
         ),
         (lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}), "'lm_head.weight' that differs"),
         (lambda t: t.update({"lm_head.weight": torch.ones(3, 3)}), "'lm_head.weight' that differs"),
@@ -160,13 +160,13 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         return path
 
-    refused(broken(lambda path, _: (path / first).unlink()), rf"{first} is missing, and .*index\.json names it")
+    refused(broken(lambda path, _: (path / first).unlink()), rf"{first} is missing, but .*index\.json lists it")
     refused(broken(lambda path, _: (path / first).write_bytes(b"x" * 50)), f"{first} is damaged")
     refused(
-        broken(lambda _, m: m.update(dict.fromkeys(names, "../good/" + first))), "no safetensors file of this folder"
+        broken(lambda _, m: m.update(dict.fromkeys(names, "../good/" + first))), "not a safetensors file of this folder"
     )
-    refused(broken(lambda _, m: m.update(dict.fromkeys(names, "/etc/passwd"))), "no safetensors file of this folder")
-    refused(broken(lambda _, m: m.pop(names[0])), rf"{first} holds the tensor '{names[0]}'.*says otherwise")
+    refused(broken(lambda _, m: m.update(dict.fromkeys(names, "/etc/passwd"))), "not a safetensors file of this folder")
+    refused(broken(lambda _, m: m.pop(names[0])), rf"{first} contains the tensor '{names[0]}'.*says otherwise")
     refused(broken(lambda _, m: m.update(ghost=first)), rf"{first} lacks the tensor 'ghost'.*says otherwise")
     refused(broken(lambda _, m: m.clear()), "has no 'weight_map'")
     assert same(load(broken(lambda _path, _map: None)))

@@ -17,7 +17,16 @@ from colonnade.checkpoint.gguf.config import ROPE_DIVISORS, config_from_header
 from colonnade.checkpoint.gguf.header import Header, TensorInfo, read_header
 from colonnade.checkpoint.gguf.tokenizer import TokenizerParts, tokenizer_from_header
 from colonnade.checkpoint.load_weights import WeightLoader
-from colonnade.checkpoint.weight_mapping import Box, FusedQKV, MappingTable, ParamMapping, Shape, SplitQKV, TensorSource
+from colonnade.checkpoint.weight_mapping import (
+    Box,
+    FusedQKV,
+    MappingTable,
+    ParamMapping,
+    Shape,
+    SplitQKV,
+    TensorSource,
+    weight_and_bias,
+)
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
@@ -41,39 +50,29 @@ class InterleavedQKV(SplitQKV):
 
 
 _BLOCK = "blk.{i}."
+_QKV = "blocks.{i}.attention.qkv"
 _SPLIT = [f"{_BLOCK}attn_{part}" for part in "qkv"]
-
-
-def _qkv(mapping: type[SplitQKV], *names: str) -> MappingTable:
-    return {
-        f"blocks.{{i}}.attention.qkv.{kind}": mapping(*(f"{name}.{kind}" for name in names))
-        for kind in ("weight", "bias")
-    }
-
-
-def _weight_and_bias(ours: str, theirs: str) -> MappingTable:
-    return {f"{ours}.{kind}": ParamMapping(f"{theirs}.{kind}") for kind in ("weight", "bias")}
 
 
 _COMMON: MappingTable = {
     "embed.tokens.weight": ParamMapping("token_embd.weight"),
     "embed.positions.weight": ParamMapping("position_embd.weight"),
-    **_weight_and_bias("blocks.{i}.norm1", f"{_BLOCK}attn_norm"),
+    **weight_and_bias("blocks.{i}.norm1", f"{_BLOCK}attn_norm"),
     "blocks.{i}.attention.q_norm.weight": ParamMapping(f"{_BLOCK}attn_q_norm.weight"),
     "blocks.{i}.attention.k_norm.weight": ParamMapping(f"{_BLOCK}attn_k_norm.weight"),
-    **_weight_and_bias("blocks.{i}.attention.out", f"{_BLOCK}attn_output"),
-    **_weight_and_bias("blocks.{i}.norm2", f"{_BLOCK}ffn_norm"),
-    **_weight_and_bias("blocks.{i}.ffn.gate", f"{_BLOCK}ffn_gate"),
-    **_weight_and_bias("blocks.{i}.ffn.up", f"{_BLOCK}ffn_up"),
-    **_weight_and_bias("blocks.{i}.ffn.down", f"{_BLOCK}ffn_down"),
-    **_weight_and_bias("norm", "output_norm"),
+    **weight_and_bias("blocks.{i}.attention.out", f"{_BLOCK}attn_output"),
+    **weight_and_bias("blocks.{i}.norm2", f"{_BLOCK}ffn_norm"),
+    **weight_and_bias("blocks.{i}.ffn.gate", f"{_BLOCK}ffn_gate"),
+    **weight_and_bias("blocks.{i}.ffn.up", f"{_BLOCK}ffn_up"),
+    **weight_and_bias("blocks.{i}.ffn.down", f"{_BLOCK}ffn_down"),
+    **weight_and_bias("norm", "output_norm"),
     "unembed.weight": ParamMapping("output.weight"),
 }
 TABLES: dict[str, MappingTable] = {
-    "llama": {**_COMMON, **_qkv(InterleavedQKV, *_SPLIT)},
-    "qwen2": {**_COMMON, **_qkv(SplitQKV, *_SPLIT)},
-    "qwen3": {**_COMMON, **_qkv(SplitQKV, *_SPLIT)},
-    "gpt2": {**_COMMON, **_qkv(FusedQKV, f"{_BLOCK}attn_qkv")},
+    "llama": {**_COMMON, **weight_and_bias(_QKV, *_SPLIT, mapping=InterleavedQKV)},
+    "qwen2": {**_COMMON, **weight_and_bias(_QKV, *_SPLIT, mapping=SplitQKV)},
+    "qwen3": {**_COMMON, **weight_and_bias(_QKV, *_SPLIT, mapping=SplitQKV)},
+    "gpt2": {**_COMMON, **weight_and_bias(_QKV, f"{_BLOCK}attn_qkv", mapping=FusedQKV)},
 }
 """Our parameter names to llama.cpp's, for each architecture."""
 

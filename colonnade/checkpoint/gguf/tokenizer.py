@@ -79,7 +79,7 @@ def tokenizer_from_header(header: Header, vocab_size: int) -> TokenizerParts:
     tokens = keys.strings("tokens")
     if not tokens or len(tokens) > vocab_size:
         raise CheckpointError(
-            f"{header.path} has {len(tokens)} tokens but its embedding has {vocab_size} rows; it is damaged"
+            f"{header.path} has {len(tokens)} tokens, but its embedding has {vocab_size} rows; it is damaged"
         )
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) < len(tokens):

@@ -23,7 +23,7 @@ from colonnade.checkpoint.hf.experts import (
 )
 from colonnade.checkpoint.hf.family import ConfigKeys, Family
 from colonnade.checkpoint.hf.llama import BUFFERS, LLAMA_TABLE, common_from_hf, common_to_hf
-from colonnade.checkpoint.weight_mapping import Box, MappingTable, ParamMapping, TensorSource
+from colonnade.checkpoint.weight_mapping import Box, MappingTable, ParamMapping, TensorSource, weight_and_bias
 from colonnade.config import LatentConfig, ModelConfig
 from colonnade.config.model import Family as Kind
 
@@ -67,8 +67,7 @@ _OURS = "blocks.{i}.attention."
 TABLE: MappingTable = {
     **{name: mapping for name, mapping in LLAMA_TABLE.items() if ".qkv." not in name},
     f"{_OURS}q.weight": InterleavedRope(f"{_ATTENTION}q_proj.weight", "head"),
-    f"{_OURS}q_down.weight": ParamMapping(f"{_ATTENTION}q_a_proj.weight"),
-    f"{_OURS}q_down.bias": ParamMapping(f"{_ATTENTION}q_a_proj.bias"),
+    **weight_and_bias(f"{_OURS}q_down", f"{_ATTENTION}q_a_proj"),
     f"{_OURS}q_norm.weight": ParamMapping(f"{_ATTENTION}q_a_layernorm.weight"),
     f"{_OURS}q_up.weight": InterleavedRope(f"{_ATTENTION}q_b_proj.weight", "head"),
     f"{_OURS}kv_down.weight": InterleavedRope(f"{_ATTENTION}kv_a_proj_with_mqa.weight", "compressed"),
@@ -209,7 +208,7 @@ def _v3_to_hf(config: ModelConfig) -> dict[str, Any]:
 def _family(kind: Kind, architecture: str, from_hf: Any, to_hf: Any) -> Family:
     # Layer 61 is V3's multi-token prediction; none of these models has more than 61 layers.
     buffers = rf"{BUFFERS}|model\.layers\.61\..*"
-    return Family(kind, architecture, "model.", TABLE, from_hf, to_hf, buffers, moe=True, stacked_table=STACKED)
+    return Family(kind, architecture, "model.", TABLE, from_hf, to_hf, buffers, stacked_table=STACKED)
 
 
 V2 = _family("deepseek_v2", "DeepseekV2ForCausalLM", _v2_from_hf, _v2_to_hf)

@@ -97,7 +97,7 @@ class StrictKeys:
         value = self.take(name, default, null=null)
         if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= minimum):
             return value
-        raise self.refuse(name, f"one {'positive whole number' if minimum else 'whole number from 0 on'} was expected")
+        raise self.refuse(name, f"a {'positive whole number' if minimum else 'whole number from 0 on'} was expected")
 
     def number(self, name: str, default: float | None = None) -> float:
         """A number; required unless ``default`` is given."""
@@ -205,12 +205,16 @@ class Family:
     """Tensors that may be stored again under another name, to the original."""
     renamed_suffixes: tuple[tuple[str, str], ...] = ()
     """Suffixes of tensor names in old files, to today's."""
-    moe: bool = False
-    """Whether its models have experts, in some layers or all."""
     stacked_table: MappingTable = field(default_factory=dict)
-    """Replaces entries of :attr:`table` for files with stacked experts, as transformers 5's modules have them."""
+    """For families with experts: replaces entries of :attr:`table` for files with stacked experts, the form of
+    transformers 5's modules."""
     config_for_tensors: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
     """Corrects the config by the names of the tensors that are in the folder."""
+
+    @property
+    def moe(self) -> bool:
+        """Whether its models have experts, in some layers or all."""
+        return bool(self.stacked_table)
 
     def table_for(self, names: Collection[str]) -> MappingTable:
         """The mappings for a file with the tensors ``names``."""
@@ -229,3 +233,23 @@ def activation_from_hf(keys: ConfigKeys, key: str, default: str) -> Activation:
 def activation_to_hf(ours: Activation) -> str:
     """Converts our name of an activation function to theirs."""
     return next(theirs for theirs, name in ACTIVATIONS.items() if name == ours)
+
+
+SIZES = {
+    "vocab_size": "vocab_size",
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "ffn_width": "intermediate_size",
+}
+"""Our fields to theirs, for the sizes that every family but GPT-2 has under these names."""
+
+
+def sizes_from_hf(keys: ConfigKeys) -> dict[str, Any]:
+    """Reads :data:`SIZES`, which are required."""
+    return {ours: keys.size(theirs) for ours, theirs in SIZES.items()}
+
+
+def sizes_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Writes :data:`SIZES`."""
+    return {theirs: getattr(config, ours) for ours, theirs in SIZES.items()}

@@ -8,27 +8,20 @@ from typing import Any
 
 from colonnade.checkpoint.hf.family import ConfigKeys, Family, activation_from_hf, activation_to_hf
 from colonnade.checkpoint.hf.llama import causal_to_hf
-from colonnade.checkpoint.weight_mapping import FusedQKV, MappingTable, ParamMapping
+from colonnade.checkpoint.weight_mapping import FusedQKV, MappingTable, ParamMapping, weight_and_bias
 from colonnade.config import ModelConfig
 
 _LAYER = "transformer.h.{i}."
 TABLE: MappingTable = {
     "embed.tokens.weight": ParamMapping("transformer.wte.weight"),
     "embed.positions.weight": ParamMapping("transformer.wpe.weight"),
-    "blocks.{i}.norm1.weight": ParamMapping(f"{_LAYER}ln_1.weight"),
-    "blocks.{i}.norm1.bias": ParamMapping(f"{_LAYER}ln_1.bias"),
-    "blocks.{i}.attention.qkv.weight": FusedQKV(f"{_LAYER}attn.c_attn.weight", transposed=True),
-    "blocks.{i}.attention.qkv.bias": FusedQKV(f"{_LAYER}attn.c_attn.bias"),
-    "blocks.{i}.attention.out.weight": ParamMapping(f"{_LAYER}attn.c_proj.weight", transposed=True),
-    "blocks.{i}.attention.out.bias": ParamMapping(f"{_LAYER}attn.c_proj.bias"),
-    "blocks.{i}.norm2.weight": ParamMapping(f"{_LAYER}ln_2.weight"),
-    "blocks.{i}.norm2.bias": ParamMapping(f"{_LAYER}ln_2.bias"),
-    "blocks.{i}.ffn.up.weight": ParamMapping(f"{_LAYER}mlp.c_fc.weight", transposed=True),
-    "blocks.{i}.ffn.up.bias": ParamMapping(f"{_LAYER}mlp.c_fc.bias"),
-    "blocks.{i}.ffn.down.weight": ParamMapping(f"{_LAYER}mlp.c_proj.weight", transposed=True),
-    "blocks.{i}.ffn.down.bias": ParamMapping(f"{_LAYER}mlp.c_proj.bias"),
-    "norm.weight": ParamMapping("transformer.ln_f.weight"),
-    "norm.bias": ParamMapping("transformer.ln_f.bias"),
+    **weight_and_bias("blocks.{i}.norm1", f"{_LAYER}ln_1"),
+    **weight_and_bias("blocks.{i}.attention.qkv", f"{_LAYER}attn.c_attn", mapping=FusedQKV, transposed=True),
+    **weight_and_bias("blocks.{i}.attention.out", f"{_LAYER}attn.c_proj", transposed=True),
+    **weight_and_bias("blocks.{i}.norm2", f"{_LAYER}ln_2"),
+    **weight_and_bias("blocks.{i}.ffn.up", f"{_LAYER}mlp.c_fc", transposed=True),
+    **weight_and_bias("blocks.{i}.ffn.down", f"{_LAYER}mlp.c_proj", transposed=True),
+    **weight_and_bias("norm", "transformer.ln_f"),
     "unembed.weight": ParamMapping("lm_head.weight"),
 }
 

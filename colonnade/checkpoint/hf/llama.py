@@ -11,33 +11,34 @@ tables and functions here.
 from collections.abc import Callable
 from typing import Any
 
-from colonnade.checkpoint.hf.family import ConfigKeys, Family, activation_from_hf, activation_to_hf
+from colonnade.checkpoint.hf.family import (
+    ConfigKeys,
+    Family,
+    activation_from_hf,
+    activation_to_hf,
+    sizes_from_hf,
+    sizes_to_hf,
+)
 from colonnade.checkpoint.hf.rope import rope_from_hf, rope_to_hf
-from colonnade.checkpoint.weight_mapping import MappingTable, ParamMapping, SplitQKV
+from colonnade.checkpoint.weight_mapping import MappingTable, ParamMapping, SplitQKV, weight_and_bias
 from colonnade.config import ModelConfig
+
+BUFFERS = r".*\.rotary_emb\.inv_freq"
 
 _LAYER = "model.layers.{i}."
 _QKV = [f"{_LAYER}self_attn.{part}_proj" for part in "qkv"]
 LLAMA_TABLE: MappingTable = {
     "embed.tokens.weight": ParamMapping("model.embed_tokens.weight"),
     "blocks.{i}.norm1.weight": ParamMapping(f"{_LAYER}input_layernorm.weight"),
-    "blocks.{i}.attention.qkv.weight": SplitQKV(*(f"{name}.weight" for name in _QKV)),
-    "blocks.{i}.attention.qkv.bias": SplitQKV(*(f"{name}.bias" for name in _QKV)),
-    "blocks.{i}.attention.out.weight": ParamMapping(f"{_LAYER}self_attn.o_proj.weight"),
-    "blocks.{i}.attention.out.bias": ParamMapping(f"{_LAYER}self_attn.o_proj.bias"),
+    **weight_and_bias("blocks.{i}.attention.qkv", *_QKV, mapping=SplitQKV),
+    **weight_and_bias("blocks.{i}.attention.out", f"{_LAYER}self_attn.o_proj"),
     "blocks.{i}.norm2.weight": ParamMapping(f"{_LAYER}post_attention_layernorm.weight"),
-    "blocks.{i}.ffn.gate.weight": ParamMapping(f"{_LAYER}mlp.gate_proj.weight"),
-    "blocks.{i}.ffn.gate.bias": ParamMapping(f"{_LAYER}mlp.gate_proj.bias"),
-    "blocks.{i}.ffn.up.weight": ParamMapping(f"{_LAYER}mlp.up_proj.weight"),
-    "blocks.{i}.ffn.up.bias": ParamMapping(f"{_LAYER}mlp.up_proj.bias"),
-    "blocks.{i}.ffn.down.weight": ParamMapping(f"{_LAYER}mlp.down_proj.weight"),
-    "blocks.{i}.ffn.down.bias": ParamMapping(f"{_LAYER}mlp.down_proj.bias"),
+    **weight_and_bias("blocks.{i}.ffn.gate", f"{_LAYER}mlp.gate_proj"),
+    **weight_and_bias("blocks.{i}.ffn.up", f"{_LAYER}mlp.up_proj"),
+    **weight_and_bias("blocks.{i}.ffn.down", f"{_LAYER}mlp.down_proj"),
     "norm.weight": ParamMapping("model.norm.weight"),
     "unembed.weight": ParamMapping("lm_head.weight"),
 }
-
-
-BUFFERS = r".*\.rotary_emb\.inv_freq"
 
 
 def common_from_hf(
@@ -48,43 +49,34 @@ def common_from_hf(
     Sizes are required. The other keys have transformers' defaults; the arguments are those that differ between
     families: ``kv_heads`` None means as many as query heads, and ``theta`` is the RoPE base.
     """
-    heads = keys.size("num_attention_heads")
-    return {
-        "vocab_size": keys.size("vocab_size"),
-        "layers": keys.size("num_hidden_layers"),
-        "width": keys.size("hidden_size"),
-        "heads": heads,
-        "kv_heads": keys.size("num_key_value_heads", kv_heads or heads, null=heads),
-        "head_width": keys.size("head_dim", None) or 0,
-        "ffn_width": keys.size("intermediate_size"),
-        "norm_eps": keys.number("rms_norm_eps", eps),
-        "activation": activation_from_hf(keys, "hidden_act", "silu"),
-        "tied": keys.flag("tie_word_embeddings", False),
-        "init_std": keys.number("initializer_range", 0.02),
-        "causal": keys.flag("is_causal", True),
-    } | rope_from_hf(keys, keys.size("max_position_embeddings", context), theta=theta)
+    sizes = sizes_from_hf(keys)
+    return (
+        sizes
+        | {
+            "kv_heads": keys.size("num_key_value_heads", kv_heads or sizes["heads"], null=sizes["heads"]),
+            "head_width": keys.size("head_dim", None) or 0,
+            "norm_eps": keys.number("rms_norm_eps", eps),
+            "activation": activation_from_hf(keys, "hidden_act", "silu"),
+            "tied": keys.flag("tie_word_embeddings", False),
+            "init_std": keys.number("initializer_range", 0.02),
+            "causal": keys.flag("is_causal", True),
+        }
+        | rope_from_hf(keys, keys.size("max_position_embeddings", context), theta=theta)
+    )
 
 
 def common_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The keys that all Llama-like families share."""
-    return (
-        {
-            "vocab_size": config.vocab_size,
-            "num_hidden_layers": config.layers,
-            "hidden_size": config.width,
-            "num_attention_heads": config.heads,
-            "num_key_value_heads": config.kv_heads,
-            "head_dim": config.head_width,
-            "intermediate_size": config.ffn_width,
-            "max_position_embeddings": config.context,
-            "rms_norm_eps": config.norm_eps,
-            "hidden_act": activation_to_hf(config.activation),
-            "tie_word_embeddings": config.tied,
-            "initializer_range": config.init_std,
-        }
-        | rope_to_hf(config)
-        | causal_to_hf(config)
-    )
+    fields = {
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": activation_to_hf(config.activation),
+        "tie_word_embeddings": config.tied,
+        "initializer_range": config.init_std,
+    }
+    return sizes_to_hf(config) | fields | rope_to_hf(config) | causal_to_hf(config)
 
 
 def causal_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -100,29 +92,14 @@ def llama_like(
     to_hf: Callable[[ModelConfig], dict[str, Any]],
     stacked_table: MappingTable | None = None,
 ) -> Family:
-    """A family with Llama's prefix and buffers; ``stacked_table`` is given for one with experts."""
-    return Family(
-        name,
-        architecture,
-        "model.",
-        table,
-        from_hf,
-        to_hf,
-        BUFFERS,
-        moe=stacked_table is not None,
-        stacked_table=stacked_table or {},
-    )
+    """A family with Llama's prefix and buffers; ``stacked_table`` as in :class:`Family`."""
+    return Family(name, architecture, "model.", table, from_hf, to_hf, BUFFERS, stacked_table=stacked_table or {})
 
 
 def _llama_from_hf(keys: ConfigKeys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
-    return ModelConfig(
-        family="llama",
-        **common_from_hf(keys, context=2048),
-        qkv_bias=bias,
-        out_bias=bias,
-        ffn_bias=keys.flag("mlp_bias", False),
-    )
+    fields, ffn_bias = common_from_hf(keys, context=2048), keys.flag("mlp_bias", False)
+    return ModelConfig(family="llama", **fields, qkv_bias=bias, out_bias=bias, ffn_bias=ffn_bias)
 
 
 def _llama_to_hf(config: ModelConfig) -> dict[str, Any]:
