@@ -80,17 +80,6 @@ def _table(kind: Kind) -> MappingTable:
     return table
 
 
-COMMON: dict[str, Any] = {
-    "causal": False,
-    "positions": "learned",
-    "norm": "layernorm",
-    "gated": False,
-    "qkv_bias": True,
-    "out_bias": True,
-    "ffn_bias": True,
-    "tied": True,
-}
-"""The fields that all BERT models share."""
 _POOLER_SIZES = ("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head")
 """In Google's multilingual files, for other pooler types than theirs."""
 
@@ -126,7 +115,14 @@ def _from_hf(kind: Kind, stem: str, keys: ConfigKeys) -> ModelConfig:
         init_std=keys.number("initializer_range", 0.02),
         top=top,
         classes=outputs if top == "classes" else 0,
-        **COMMON,
+        causal=False,
+        positions="learned",
+        norm="layernorm",
+        gated=False,
+        qkv_bias=True,
+        out_bias=True,
+        ffn_bias=True,
+        tied=True,
     )
 
 

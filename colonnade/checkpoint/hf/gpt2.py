@@ -25,16 +25,6 @@ TABLE: MappingTable = {
     "unembed.weight": ParamMapping("lm_head.weight"),
 }
 
-COMMON: dict[str, Any] = {
-    "positions": "learned",
-    "norm": "layernorm",
-    "gated": False,
-    "qkv_bias": True,
-    "out_bias": True,
-    "ffn_bias": True,
-}
-"""The fields that all GPT-2 models share."""
-
 
 def _from_hf(keys: ConfigKeys) -> ModelConfig:
     width = keys.size("n_embd")
@@ -54,7 +44,12 @@ def _from_hf(keys: ConfigKeys) -> ModelConfig:
         tied=keys.flag("tie_word_embeddings", True),
         init_std=keys.number("initializer_range", 0.02),
         causal=keys.flag("is_causal", True),
-        **COMMON,
+        positions="learned",
+        norm="layernorm",
+        gated=False,
+        qkv_bias=True,
+        out_bias=True,
+        ffn_bias=True,
     )
 
 

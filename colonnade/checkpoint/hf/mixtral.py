@@ -1,8 +1,9 @@
 """Mixtral (Jiang 2024, arXiv 2401.04088) and OLMoE (Muennighoff 2024, arXiv 2409.02060): experts in every layer.
 
-mixtral    Mistral with 8 experts, 2 of them active, whose weights are divided by their sum. Files on the Hub call
-           the layer ``block_sparse_moe`` and an expert's matrices w1 (gate), w3 (up) and w2 (down)
-olmoe      64 small experts, 8 of them active; queries and keys are normalised over all heads together
+    mixtral    Mistral with 8 experts, 2 of them active, whose weights are divided by their sum
+    olmoe      64 small experts, 8 of them active; queries and keys are normalised over all heads together
+
+Mixtral's files on the Hub call the layer ``block_sparse_moe`` and an expert's matrices w1 (gate), w3 (up), w2 (down).
 """
 
 from typing import Any

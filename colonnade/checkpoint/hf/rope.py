@@ -11,24 +11,14 @@ from colonnade.checkpoint.hf.family import ConfigKeys
 from colonnade.config import ModelConfig, RopeScaling
 from colonnade.errors import CheckpointError
 
+ORIGINAL = "original_max_position_embeddings"
 FIELDS: dict[str, dict[str, str]] = {
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "original_context": "original_max_position_embeddings",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-    },
-    "yarn": {
-        "factor": "factor",
-        "original_context": "original_max_position_embeddings",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "attention_factor": "attention_factor",
-        "mscale": "mscale",
-        "mscale_all_dim": "mscale_all_dim",
-        "truncate": "truncate",
-    },
+    kind: {name: ORIGINAL if name == "original_context" else name for name in names.split()}
+    for kind, names in {
+        "linear": "factor",
+        "llama3": "factor original_context low_freq_factor high_freq_factor",
+        "yarn": "factor original_context beta_fast beta_slow attention_factor mscale mscale_all_dim truncate",
+    }.items()
 }
 """Our field names to theirs, for each kind."""
 REFUSED = {
@@ -101,8 +91,8 @@ def _scaling(keys: ConfigKeys, name: str, table: dict[str, Any], context: int) -
     values: dict[str, Any] = {"kind": kind}
     values |= {ours: table[theirs] for ours, theirs in known.items() if table.get(theirs) is not None}
     if "original_context" in known:
-        inner, outer = values.get("original_context"), keys.take("original_max_position_embeddings")  # Phi
-        originals = {f"{name}.{known['original_context']}": inner, "original_max_position_embeddings": outer}
+        inner, outer = values.get("original_context"), keys.take(ORIGINAL)  # Phi
+        originals = {f"{name}.{ORIGINAL}": inner, ORIGINAL: outer}
         _check_equal(keys, {key: value for key, value in originals.items() if value is not None})
         values["original_context"] = outer or inner or context
     if kind == "llama3" and (missing := set(known) - values.keys()):
