@@ -33,7 +33,8 @@ LLAMA3_ORIGINAL_CONTEXT = 8192
 class GGUFKeys(StrictKeys):
     """The keys of the file's architecture, and its tensors."""
 
-    unsupported = UNSUPPORTED
+    ignored, unsupported = IGNORED_KEYS, UNSUPPORTED
+    remedy = "use the original checkpoint of the model"
 
     def __init__(self, header: Header, architecture: str):
         prefix = f"{architecture}."
@@ -42,26 +43,18 @@ class GGUFKeys(StrictKeys):
         self._tensors = header.tensors
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number, as the shortest decimal that its 32 bits can mean: 1e-5, not 9.999999747378752e-06."""
+        """Reads a finite number: the shortest decimal with these 32 bits, 1e-5 and not 9.999999747378752e-06."""
         value = super().number(name, default)
         if not math.isfinite(value):
             raise self.refuse(name, "a number was expected")
         return float(str(np.float32(value))) if np.float32(value) == value else value
-
-    def ignores(self, name: str) -> bool:
-        """Whether a key is in :data:`IGNORED_KEYS`."""
-        return name in IGNORED_KEYS
-
-    def remedy(self, name: str) -> str:
-        """Another file: keys cannot be removed from a GGUF file."""
-        return "Colonnade does not know this key; use the original checkpoint of the model"
 
     def has(self, tensor: str) -> bool:
         """Whether the file contains ``tensor``."""
         return tensor in self._tensors
 
     def rows(self, tensor: str) -> int:
-        """The number of rows of ``tensor``."""
+        """Returns the number of rows of ``tensor``."""
         if tensor not in self._tensors:
             raise CheckpointError(f"{self.file} lacks the tensor '{tensor}'; it is incomplete")
         return self._tensors[tensor].shape[0]

@@ -70,8 +70,14 @@ class StrictKeys:
     refused where neither ``null`` nor a default of None is given.
     """
 
+    ignored: Collection[str] = ()
+    """Keys that cannot change a logit."""
+    ignored_prefixes: tuple[str, ...] = ()
+    """Prefixes of such keys."""
     unsupported: Mapping[str, Any] = {}
     """Features that are not implemented, with the value that switches them off."""
+    remedy: str
+    """What to do about an unknown key."""
 
     def __init__(self, raw: Mapping[str, Any], file: str, prefix: str = ""):
         """``file`` and ``prefix`` (of all names) are for messages."""
@@ -79,7 +85,7 @@ class StrictKeys:
         self._taken: set[str] = set()
 
     def take(self, name: str, default: Any = None, *, null: Any = _MISSING) -> Any:
-        """The value of a key of any type."""
+        """Reads a value of any type."""
         self._taken.add(name)
         value = self.raw.get(name, default)
         if value is not None or default is None:
@@ -89,7 +95,7 @@ class StrictKeys:
         return null
 
     def size(self, name: str, default: int | None = _MISSING, *, null: int | None = _MISSING, minimum: int = 1) -> Any:
-        """A whole number not below ``minimum``; required unless ``default`` is given."""
+        """Reads a whole number not below ``minimum``; required unless ``default`` is given."""
         if default is _MISSING and self.raw.get(name) is None:
             raise CheckpointError(
                 f"{self.file} lacks '{self._prefix}{name}'; it is incomplete, or does not describe a model"
@@ -100,14 +106,14 @@ class StrictKeys:
         raise self.refuse(name, f"a {'positive whole number' if minimum else 'whole number from 0 on'} was expected")
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number; required unless ``default`` is given."""
+        """Reads a number; required unless ``default`` is given."""
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refuse(name, "a number was expected")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Reads true or false."""
         value = self.take(name, default)
         if not isinstance(value, bool):
             raise self.refuse(name, "true or false was expected")
@@ -126,45 +132,35 @@ class StrictKeys:
         )
 
     def refuse(self, name: str, why: str) -> CheckpointError:
-        """The error that names the file, the key and its value."""
+        """Returns an error that names the file, the key and its value."""
         return CheckpointError(f"{self.file} sets {self._prefix + name!r} to {_short(self.raw.get(name))}: {why}")
 
     def refuse_unknown(self) -> None:
         """Refuses the file when it has a key that was not taken and is not ignored."""
         for name in self.raw:
-            if name in self._taken or self.ignores(name):
+            if name in self._taken or name in self.ignored or name.startswith(self.ignored_prefixes):
                 continue
             if name in self.unsupported:
                 self.must_be(name, self.unsupported[name], "this is not implemented for this family")
             else:
-                raise self.refuse(name, self.remedy(name))
-
-    def ignores(self, name: str) -> bool:
-        """Whether a key cannot change a logit."""
-        raise NotImplementedError
-
-    def remedy(self, name: str) -> str:
-        """What to do about an unknown key."""
-        raise NotImplementedError
+                raise self.refuse(name, f"Colonnade does not know this key; {self.remedy}")
 
 
 class ConfigKeys(StrictKeys):
     """The keys of one config.json."""
 
-    unsupported = UNSUPPORTED
+    ignored, ignored_prefixes, unsupported = IGNORED_KEYS, IGNORED_PREFIXES, UNSUPPORTED
+    remedy = "if the model without it computes the same, remove the key and load again"
 
-    def ignores(self, name: str) -> bool:
-        """Whether a key is in :data:`IGNORED_KEYS` or has one of :data:`IGNORED_PREFIXES`."""
-        return name in IGNORED_KEYS or name.startswith(IGNORED_PREFIXES)
-
-    def remedy(self, name: str) -> str:
-        """Removing the key, if the model is the same without it."""
-        why = (
-            "the model comes with its own code, which is not run; if transformers' own class"
-            if name == "auto_map"
-            else "Colonnade does not know this key; if the model without it"
-        )
-        return f"{why} computes the same, remove the key and load again"
+    def refuse_unknown(self) -> None:
+        """As in :class:`StrictKeys`; explains that code in the folder (``auto_map``) is not run."""
+        if "auto_map" in self.raw and "auto_map" not in self._taken:
+            raise self.refuse(
+                "auto_map",
+                "the model comes with its own code, which is not run; if transformers' own class computes the same, "
+                "remove the key and load again",
+            )
+        super().refuse_unknown()
 
 
 def _short(value: Any) -> str:
