@@ -277,7 +277,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         place = locate(place)
     elif place.suffix == ".json":
         return Tokenizer.from_file(place)
-    if (found := Tokenizer.from_model(open_model(place).words)) is None:
+    if (found := Tokenizer.from_model(open_model(place).tokenizer_source)) is None:
         raise CheckpointError(f"{path} has no tokenizer; give another model, or a tokenizer.json")
     return found
 
@@ -348,12 +348,12 @@ def _load(
             transformer, put = Transformer(found.config, axes, **on), in_place
         else:
             transformer, put = build(found.config, axes, **on, kind=weights, group=group)
-        found.fill(transformer.eval().requires_grad_(False), ground, put)
+        found.load_weights(transformer.eval().requires_grad_(False), ground, put)
         if resident is not None:
             OffloadedExperts(experts_of(transformer), resident, ground.device)
     except torch.OutOfMemoryError:
         raise memory.refusal(source, share_bytes(ground.device), free_host_bytes()) from None
-    return Model(transformer, Tokenizer.from_model(found.words), ground, source, found.tasks)
+    return Model(transformer, Tokenizer.from_model(found.tokenizer_source), ground, source, found.tasks)
 
 
 def _named_dtype(dtype: DType | torch.dtype) -> DType:

@@ -54,7 +54,7 @@ class Where:
 
     def loading(self, found: OpenedModel) -> Load:
         """What an engine process calls for its share of the model that :meth:`writer` opened."""
-        return functools.partial(_load, replace(self, model=str(found.place)))
+        return functools.partial(_load, replace(self, model=str(found.path)))
 
     def writer(self) -> OpenedModel:
         """What :meth:`find` opens, which must be a model that writes; raises :class:`ConfigError` for another."""
@@ -145,7 +145,7 @@ def chat(where: Where, system: str | None, params: SamplingParams) -> None:
     :class:`CheckpointError` for a model without a chat template.
     """
     found = where.writer()
-    tokenizer = Tokenizer.from_model(found.words)
+    tokenizer = Tokenizer.from_model(found.tokenizer_source)
     if tokenizer is None or tokenizer.chat_template is None:
         raise CheckpointError(
             f"{where.model} has no chat template, so that it cannot chat; continue a text: "

@@ -33,7 +33,7 @@ def load(folder: Path, axes: Axes = SOLO_AXES, dtype: torch.dtype = torch.float6
     """Our model of a Hugging Face folder."""
     files = HFFolder(folder)
     model = Transformer(files.config, axes, dtype=dtype)
-    files.fill(model)
+    files.load_weights(model)
     return model
 
 

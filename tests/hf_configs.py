@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from colonnade.checkpoint.hf.experts import held_layers
+from colonnade.checkpoint.hf.experts import expert_layers
 from colonnade.checkpoint.hf.families import FAMILIES
 from colonnade.config import LatentConfig, ModelConfig, MoeConfig, RopeScaling, RouterConfig
 
@@ -98,7 +98,7 @@ def _experts(draw: st.DrawFn, fields: dict[str, Any]) -> MoeConfig:
         router |= {"kind": "sigmoid"}
         own |= {"balance": "none", "balance_over": "layer", "bias_rate": 0.001, "balance_weight": 0.001}
     if family.startswith("qwen"):
-        own |= held_layers(draw(st.integers(1, 3)), draw(st.lists(st.integers(0, layers - 1), unique=True)), layers)
+        own |= expert_layers(draw(st.integers(1, 3)), draw(st.lists(st.integers(0, layers - 1), unique=True)), layers)
     width = fields["ffn_width"] if family in ("mixtral", "olmoe") else draw(st.integers(1, 20))
     if family == "olmoe":
         own |= {"z_weight": 0.001}

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from colonnade.checkpoint.hf.families import FAMILIES
-from colonnade.checkpoint.weight_mapping import stored_parameters
+from colonnade.checkpoint.weight_mapping import map_parameters
 from colonnade.model import Loss, Rows, Transformer
 from tests.hf import documents, stream_of
 from tests.worlds import assert_same
@@ -62,7 +62,7 @@ def same_as_transformers(
 def same_gradients(ours: Transformer, theirs: dict[str, Tensor], tolerance: float = TOLERANCE) -> int:
     """Every gradient of ours, as a file would hold it, is theirs of that name; how many these are."""
     names = [name for name, _ in ours.named_parameters()]
-    forms, compared = stored_parameters(names, FAMILIES[ours.config.family].table, "the gradients"), 0
+    forms, compared = map_parameters(names, FAMILIES[ours.config.family].table, "the gradients"), 0
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None, name
         for their_name, gradient in forms[name].write(parameter.grad, ours.config).items():

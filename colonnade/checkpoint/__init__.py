@@ -1,1 +1,1 @@
-"""Weights on disk: checkpoints of our own in any layout, Hugging Face folders, GGUF files."""
+"""Weights on disk: native checkpoints, Hugging Face folders and GGUF files, all under any layout."""

@@ -1,12 +1,12 @@
-"""Saving while training goes on: the state is copied at once and written by a thread.
+"""Asynchronous checkpointing: the state is copied to host memory and written by a background thread.
 
-    stage     weights and moments of this rank are copied into host memory, where the next step does not move them;
-              on a GPU into pinned buffers, behind the step that is still running, so that nobody waits
-    write     a thread lets torch.distributed.checkpoint plan, write and commit, over a gloo group of its own:
-              its messages must never meet those of training, which come in another order
-    settle    training asks at each step whether it is over; a failure is raised there
+    stage    copies this rank's weights and moments to host memory before the next step changes them; on a GPU to
+             pinned buffers and on the current stream, so that the CPU does not wait
+    start    a thread lets torch.distributed.checkpoint plan, write and commit over its own gloo group: its collectives
+             must not interleave with those of training, which run in another order
+    wait     training polls ``finished`` each step, then waits; a failure of the thread is raised there
 
-The buffers are made at the first save and kept: one more copy of what this rank holds.
+The buffers are allocated by the first save and reused: they cost one more copy of this rank's state.
 """
 
 import datetime
@@ -18,18 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LONGEST_WRITE = datetime.timedelta(hours=12)
-"""How long ranks that have written wait for one that has not. A rank that dies is noticed at once in any case."""
+WRITE_TIMEOUT = datetime.timedelta(hours=12)
+"""How long a rank that has written waits for a slower one. The death of a rank is noticed at once in any case."""
 
 
 class AsyncSave:
-    """Writes one checkpoint at a time; every rank of the run makes one, for the group is made by all."""
+    """Writes one checkpoint at a time. Every rank constructs one, because creating the group is a collective."""
 
     def __init__(self, device: torch.device):
-        group = dist.new_group(backend="gloo", timeout=LONGEST_WRITE)
+        group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         assert isinstance(group, dist.ProcessGroup), "every rank is a member"
         self.group = group
-        """For the collectives of the writing thread, and of nobody else."""
+        """For the collectives of the writing thread only."""
         self._buffers: dict[str, Tensor] = {}
         self._on_gpu = device.type == "cuda"
         self._thread: threading.Thread | None = None
@@ -37,7 +37,7 @@ class AsyncSave:
         self._failure: Exception | None = None
 
     def stage(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of ``local`` in host memory; they are complete when :meth:`start` begins to write."""
+        """Copies ``local`` to host memory; the copies are complete when the thread of :meth:`start` begins to write."""
         for name, tensor in local.items():
             if name not in self._buffers:
                 self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._on_gpu)
@@ -45,8 +45,8 @@ class AsyncSave:
         return dict(self._buffers)
 
     def start(self, folder: Path, write: Callable[[], None]) -> None:
-        """Let ``write``, which makes ``folder``, run in a thread; nothing else may be running."""
-        assert self._thread is None, "one checkpoint at a time: settle the last one first"
+        """Runs ``write``, which creates ``folder``, in a thread; the previous save must have been waited for."""
+        assert self._thread is None, "one checkpoint at a time: wait for the last one first"
         copied = torch.cuda.current_stream().record_event() if self._on_gpu else None
 
         def work() -> None:
@@ -54,26 +54,26 @@ class AsyncSave:
                 if copied is not None:
                     copied.synchronize()
                 write()
-            except Exception as failure:  # noqa: BLE001 - raised where the run settles
+            except Exception as failure:  # noqa: BLE001 - raised by wait()
                 self._failure = failure
 
-        # A daemon: a process whose peers are gone must be able to end.
+        # A daemon thread, so that a process whose peers have died can exit.
         self._folder, self._failure = folder, None
         self._thread = threading.Thread(target=work, name=f"writes {folder.name}", daemon=True)
         self._thread.start()
 
     @property
     def running(self) -> bool:
-        """Whether a checkpoint was started and not yet settled."""
+        """Whether a save was started and not yet waited for."""
         return self._thread is not None
 
     @property
-    def over(self) -> bool:
-        """Whether this rank's part of it has ended, well or badly."""
+    def finished(self) -> bool:
+        """Whether this rank's thread has ended, with or without a failure."""
         return self._thread is not None and not self._thread.is_alive()
 
-    def settle(self) -> Path:
-        """Wait for the checkpoint that was started and return its folder; raises what went wrong with it."""
+    def wait(self) -> Path:
+        """Waits for the save and returns its folder; raises the failure of the writing thread."""
         assert self._thread is not None
         self._thread.join()
         self._thread, failure = None, self._failure

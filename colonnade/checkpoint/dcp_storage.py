@@ -1,14 +1,10 @@
-"""``tensors.json`` of a native checkpoint: the shape, the type and the pieces of each tensor, by key.
+"""Storage backend for torch.distributed.checkpoint (DCP): safetensors files and a JSON index, no pickle.
 
-Keys are ``part/parameter`` with the parts ``weights``, ``exp_avg`` and ``exp_avg_sq``.
+DCP plans which rank writes which shard and which saved pieces each rank must read; that is what lets a checkpoint load
+under any layout. This module only reads and writes the pieces. DCP's own file storage keeps its metadata in a pickle,
+which would run code from an untrusted checkpoint, hence this one (docs/decisions/0003-checkpoint-format.md).
 
-torch.distributed.checkpoint's plug for storage: safetensors files and a JSON index, nothing pickled.
-
-torch plans who writes which shard and which saved pieces each rank must read (that is what makes a checkpoint load
-under any layout); this file only moves the pieces. torch's own file storage keeps its metadata in a pickle, which
-would run whatever a stranger's checkpoint holds, hence this one (docs/decisions/0003-checkpoint-format.md).
-
-Each rank writes one file a part; :mod:`colonnade.checkpoint.dcp_storage` says which piece of which tensor is where.
+Each rank writes one file a part; :mod:`colonnade.checkpoint.tensor_index` says which file contains which piece.
 Imported when something is saved or loaded: torch's part takes a second.
 """
 
@@ -21,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
@@ -35,160 +30,90 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from colonnade.checkpoint import atomic_folder as folders
-from colonnade.checkpoint.atomic_folder import FULL, Digest, Manifest, check_room
-from colonnade.config import Config
-from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
-
-INDEX = "tensors.json"
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16,
-)}  # fmt: skip
-
-
-class Piece(Config):
-    """One saved box of a tensor."""
-
-    offsets: tuple[int, ...]
-    """Where it begins in the whole."""
-    sizes: tuple[int, ...]
-    """Its shape."""
-    file: str
-    """The safetensors file that holds it, under the parameter's name."""
-
-
-class Entry(Config):
-    """One tensor."""
-
-    shape: tuple[int, ...]
-    """Of the whole."""
-    dtype: str = Field(pattern=f"^({'|'.join(DTYPES)})$")
-    """As torch calls it."""
-    pieces: list[Piece]
-    """Together the whole."""
-
-
-class Index(Config):
-    """All tensors of a checkpoint, by key."""
-
-    tensors: dict[str, Entry]
-    """``part/parameter`` to where it is."""
-
-    @staticmethod
-    def read(folder: Path) -> "Index":
-        """The index of a checkpoint, whose own checksum has been verified."""
-        try:
-            index = Index(**folders.read_json(folder / INDEX))
-        except ConfigError as why:
-            raise CheckpointError(f"{folder / INDEX} is damaged: {why}; use another checkpoint") from None
-        for key, entry in index.tensors.items():
-            if sum(math.prod(piece.sizes) for piece in entry.pieces) != math.prod(entry.shape):
-                raise CheckpointError(f"{folder / INDEX} has only parts of {key}; use another checkpoint")
-            if len({piece.offsets for piece in entry.pieces}) < len(entry.pieces):
-                raise CheckpointError(f"{folder / INDEX} has parts of {key} twice; use another checkpoint")
-            for piece in entry.pieces:
-                if not _within(piece, entry.shape) or not piece.file.startswith(f"{part_of(key)[0]}-"):
-                    raise CheckpointError(
-                        f"{folder / INDEX} has a piece {piece.sizes} at {piece.offsets} in {piece.file} of '{key}' "
-                        f"{entry.shape}, where none can be; use another checkpoint"
-                    )
-        return index
-
-
-def _within(piece: Piece, shape: tuple[int, ...]) -> bool:
-    if not len(piece.offsets) == len(piece.sizes) == len(shape):
-        return False
-    return all(
-        a >= 0 and n > 0 and a + n <= whole for a, n, whole in zip(piece.offsets, piece.sizes, shape, strict=True)
-    )
-
-
-def part_of(key: str) -> tuple[str, str]:
-    """``part/parameter`` taken apart."""
-    part, _, name = key.partition("/")
-    return part, name
-
+from colonnade.checkpoint import atomic_folder
+from colonnade.checkpoint.atomic_folder import DISK_FULL_ERRNOS, Digest, Manifest, check_disk_space
+from colonnade.checkpoint.tensor_index import DTYPES, INDEX, Entry, Index, Piece, split_key
+from colonnade.errors import CapacityError, CheckpointError, ColonnadeError
 
 BLOCK_BYTES = 4096
+"""Block size of the file system, for estimates."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """What a rank tells the coordinator about one piece."""
+    """What a rank reports to the coordinator about one piece."""
 
     piece: Piece
     digest: Digest
 
 
 class Writer(StorageWriter):
-    """Writes a checkpoint folder; ``seal`` adds the coordinator's own files just before the folder appears.
-
-    ``after`` is the coordinator's work once it is there; a failure in it reaches all ranks, as any other does.
-    """
+    """Writes one checkpoint folder."""
 
     def __init__(
         self,
         folder: Path,
-        seal: Callable[[Path], None],
-        after: Callable[[], object] = lambda: None,
+        write_metadata: Callable[[Path], None],
+        on_commit: Callable[[], object] = lambda: None,
         *,
         overwrite: bool = False,
-        seal_bytes: int = 0,
+        metadata_bytes: int = 0,
     ):
-        """``overwrite`` replaces a model that is there; ``seal_bytes`` is what the coordinator's own files take at
-        most.
+        """The coordinator calls ``write_metadata`` to add its own files just before the folder is renamed, which take
+        at most ``metadata_bytes``, and ``on_commit`` afterwards; a failure in either reaches all ranks. ``overwrite``
+        replaces an existing model.
         """
-        self.folder, self.seal, self.after = folder, seal, after
-        self.overwrite, self.seal_bytes = overwrite, seal_bytes
+        self.folder, self.write_metadata, self.on_commit = folder, write_metadata, on_commit
+        self.overwrite, self.metadata_bytes = overwrite, metadata_bytes
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A writer serves one checkpoint."""
+        """Does nothing: a writer is used for one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare."""
+        """Does nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As planned, but for pieces without elements (a rank beyond the rows of a small tensor)."""
-        kept = [item for item in plan.items if item.tensor_data is None or math.prod(item.tensor_data.chunk.sizes)]
-        return dataclasses.replace(plan, items=kept)
+        """Drops empty pieces (of a rank beyond the rows of a small tensor)."""
+        items = [item for item in plan.items if item.tensor_data is None or math.prod(item.tensor_data.chunk.sizes)]
+        return dataclasses.replace(plan, items=items)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator, before anyone writes: see that all fits, make the place, number the ranks' files."""
-        folders.refuse_existing(self.folder, self.overwrite)
-        folders.discard(self.folder)
-        check_room(self.folder, self.seal_bytes + sum(_size_bytes(plan) for plan in plans))
-        folders.begin(self.folder, self.overwrite)
+        """On the coordinator, before any write: checks disk space, creates the folder, numbers the ranks' files."""
+        atomic_folder.refuse_existing(self.folder, self.overwrite)
+        atomic_folder.remove_partial(self.folder)
+        check_disk_space(self.folder, self.metadata_bytes + sum(_plan_bytes(plan) for plan in plans))
+        atomic_folder.create_partial(self.folder, self.overwrite)
         return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """On each rank: one file a part, flushed to the disk."""
+        """On each rank: writes one file a part and flushes it to the disk."""
         parts: defaultdict[str, list[Any]] = defaultdict(list)
         for item in plan.items:
-            parts[part_of(item.index.fqn)[0]].append(item)
-        written: list[WriteResult] = []
+            parts[split_key(item.index.fqn)[0]].append(item)
+        results: list[WriteResult] = []
         for part, items in parts.items():
             name = f"{part}-{plan.storage_data:05d}.safetensors"
-            path = folders.partial(self.folder) / name
+            path = atomic_folder.partial_path(self.folder) / name
             tensors: dict[str, Tensor] = {}
             for item in items:
                 tensor = planner.resolve_data(item)
-                assert isinstance(tensor, Tensor), "a checkpoint holds tensors only"
-                tensors[part_of(item.index.fqn)[1]] = tensor.detach().cpu().contiguous()
+                assert isinstance(tensor, Tensor), "a checkpoint contains tensors only"
+                tensors[split_key(item.index.fqn)[1]] = tensor.detach().cpu().contiguous()
             try:
-                folders.write_tensors(path, tensors)
+                atomic_folder.write_tensors(path, tensors)
             except SafetensorError as why:
-                raise _cannot_write(path, why) from None
-            folders.flush(path)
-            digest = folders.digest_of(path)
+                raise _write_error(path, why) from None
+            atomic_folder.fsync(path)
+            digest = atomic_folder.digest_of(path)
             for item in items:
-                box = item.tensor_data.chunk
-                piece = Piece(offsets=tuple(box.offsets), sizes=tuple(box.sizes), file=name)
-                size_bytes = tensors[part_of(item.index.fqn)[1]].nbytes
-                written.append(WriteResult(item.index, size_bytes, _Written(piece, digest)))
-        return _done(written)
+                chunk = item.tensor_data.chunk
+                piece = Piece(offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes), file=name)
+                size_bytes = tensors[split_key(item.index.fqn)[1]].nbytes
+                results.append(WriteResult(item.index, size_bytes, _Written(piece, digest)))
+        return _completed(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when all have written: the index, the seal, the manifest, the rename."""
+        """On the coordinator, after all ranks have written: writes index and metadata, commits the folder."""
         pieces: defaultdict[str, list[Piece]] = defaultdict(list)
         digests: dict[str, Digest] = {}
         for result in (result for rank in results for result in rank):
@@ -200,105 +125,105 @@ class Writer(StorageWriter):
             assert isinstance(tensor, TensorStorageMetadata)
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             tensors[key] = Entry(shape=tuple(tensor.size), dtype=dtype, pieces=pieces[key])
-        place = folders.partial(self.folder)
-        folders.write_json(place / INDEX, Index(tensors=tensors).model_dump(mode="json"))
-        self.seal(place)
-        folders.commit(self.folder, digests)
-        self.after()
+        partial = atomic_folder.partial_path(self.folder)
+        atomic_folder.write_json(partial / INDEX, Index(tensors=tensors).model_dump(mode="json"))
+        self.write_metadata(partial)
+        atomic_folder.commit(self.folder, digests)
+        self.on_commit()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """A writer is always made with its folder."""
+        """Always False: a writer is constructed with its folder."""
         return False
 
 
 class Reader(StorageReader):
-    """Reads the boxes that this rank needs, after every file that anyone needs was checked by someone."""
+    """Reads the boxes that this rank needs; the ranks share the verification of the files' checksums."""
 
     def __init__(self, folder: Path, manifest: Manifest, index: Index, parts: set[str], *, rank: int, world: int):
-        """``parts`` are read by some rank or other, by each what it needs of them."""
+        """``parts`` are the parts whose files are verified: those that any rank reads."""
         self.folder, self.manifest, self.index = folder, manifest, index
-        needed = {
-            piece.file for key, entry in index.tensors.items() if part_of(key)[0] in parts for piece in entry.pieces
+        files = {
+            piece.file for key, entry in index.tensors.items() if split_key(key)[0] in parts for piece in entry.pieces
         }
-        self._to_check = sorted(needed)[rank::world]
+        self._to_verify = sorted(files)[rank::world]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A reader serves one checkpoint."""
+        """Does nothing: a reader is used for one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index in torch's terms."""
+        """Converts the index to DCP's metadata."""
         tensors: dict[str, Any] = {}
-        files: dict[MetadataIndex, Piece] = {}
+        pieces: dict[MetadataIndex, Piece] = {}
         for key, entry in self.index.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in entry.pieces]
             properties = TensorProperties(dtype=DTYPES[entry.dtype])
             tensors[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
-            files |= {MetadataIndex(key, p.offsets): p for p in entry.pieces}
-        return Metadata(state_dict_metadata=tensors, storage_data=files)
+            pieces |= {MetadataIndex(key, p.offsets): p for p in entry.pieces}
+        return Metadata(state_dict_metadata=tensors, storage_data=pieces)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Check this rank's share of the checksums; a failure reaches all ranks with the plan."""
-        self.manifest.check_contents(self.folder, self._to_check)
-        self._files = metadata.storage_data
+        """Verifies this rank's share of the checksums; DCP reports a failure to all ranks with the plan."""
+        self.manifest.check_contents(self.folder, self._to_verify)
+        self._pieces = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As planned."""
+        """Returns the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As planned."""
+        """Returns the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy each planned box into its place, straight from the (memory-mapped) file."""
+        """Copies each planned box from the memory-mapped file to its destination."""
         by_file: defaultdict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
-            by_file[self._files[item.storage_index].file].append(item)
+            by_file[self._pieces[item.storage_index].file].append(item)
         for name, items in by_file.items():
             try:
                 with safe_open(self.folder / name, framework="pt") as file:
                     for item in items:
                         box = tuple(slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True))
-                        _, parameter = part_of(item.storage_index.fqn)
-                        stored, sizes = file.get_slice(parameter), self._files[item.storage_index].sizes
-                        if tuple(stored.get_shape()) != sizes:
+                        _, parameter = split_key(item.storage_index.fqn)
+                        saved, sizes = file.get_slice(parameter), self._pieces[item.storage_index].sizes
+                        if tuple(saved.get_shape()) != sizes:
                             raise CheckpointError(
-                                f"{self.folder / name} holds '{parameter}' of shape {tuple(stored.get_shape())}, and "
+                                f"{self.folder / name} contains '{parameter}' of shape {tuple(saved.get_shape())}, but "
                                 f"{INDEX} says {sizes}; restore it or use another checkpoint"
                             )
-                        planner.resolve_tensor(item).detach().copy_(stored[box])
+                        planner.resolve_tensor(item).detach().copy_(saved[box])
             except (SafetensorError, OSError) as why:
                 raise CheckpointError(
                     f"{self.folder / name} cannot be read: {why}; restore it or use another checkpoint"
                 ) from None
-        return _done(None)
+        return _completed(None)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """A reader is always made with its folder."""
+        """Always False: a reader is constructed with its folder."""
         return False
 
 
-def _size_bytes(plan: SavePlan) -> int:
-    """What a rank takes on the disk: numbers, their lines in headers and index, and files that fill whole blocks."""
+def _plan_bytes(plan: SavePlan) -> int:
+    """An upper bound for a rank's files: values, headers, index entries, and a partly filled block for each file."""
     total = 0
     for item in plan.items:
         data = item.tensor_data
-        assert data is not None, "a checkpoint holds tensors only"
-        lines = 4 * len(item.index.fqn) + 300
-        total += math.prod(data.chunk.sizes) * data.properties.dtype.itemsize + lines
-    return total + BLOCK_BYTES * len({part_of(item.index.fqn)[0] for item in plan.items})
+        assert data is not None, "a checkpoint contains tensors only"
+        entry_bytes = 4 * len(item.index.fqn) + 300
+        total += math.prod(data.chunk.sizes) * data.properties.dtype.itemsize + entry_bytes
+    return total + BLOCK_BYTES * len({split_key(item.index.fqn)[0] for item in plan.items})
 
 
-def _cannot_write(path: Path, why: SafetensorError) -> ColonnadeError:
-    """safetensors tells the operating system's error in words only."""
-    if any(f"os error {full}" in str(why) for full in FULL):
+def _write_error(path: Path, why: SafetensorError) -> ColonnadeError:
+    """The error for a failed write; safetensors gives the operating system's errno only in its message."""
+    if any(f"os error {errno}" in str(why) for errno in DISK_FULL_ERRNOS):
         return CapacityError(f"the disk is full: {path} was not written; free some space")
     return CheckpointError(f"{path} cannot be written: {why}")
 
 
-def _done(value: Any) -> Future[Any]:
+def _completed(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future

@@ -1,8 +1,8 @@
-"""The storage view: each rank's own tensors as parts of whole ones, for torch's planner of checkpoints.
+"""Storage views: each rank's tensors as DTensors, for the planner of torch.distributed.checkpoint.
 
-A DTensor over (tp, replicate, shard), cut by the parameter's layout and, inside that, by FSDP (layout rule 1); experts
-over their own grid. The view aliases the local tensor, so that loading fills it in place. It is the only place where
-the placements of a layout become DTensors.
+A view is a DTensor over (tp, replicate, shard): sharded by the parameter's layout and, inside that, by FSDP (layout
+rule 1); experts use their own mesh. It aliases the local tensor, so loading fills the tensor in place. Only this module
+translates the placements of a layout to DTensor placements.
 """
 
 from collections.abc import Mapping
@@ -11,18 +11,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from colonnade.checkpoint.tensor_index import split_key
 from colonnade.model import Transformer
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of
 
 
-class Moments(Protocol):
-    """What a checkpoint needs of an optimizer (:class:`colonnade.train.optimizer.AdamW` is one)."""
+class OptimizerState(Protocol):
+    """What a checkpoint saves of an optimizer (:class:`colonnade.train.optimizer.AdamW` is one)."""
 
     @property
     def steps(self) -> int:
-        """Steps that moved the weights; torch would replace this scalar, not fill it: it is in ``checkpoint.json``."""
+        """Steps that changed the weights. In ``checkpoint.json``, because DCP replaces scalars and cannot fill them."""
         ...
 
     @steps.setter
@@ -30,17 +31,12 @@ class Moments(Protocol):
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """``{moment}/{parameter}`` to a tensor laid out as the parameter, to be filled in place."""
+        """``{moment}/{parameter}`` to a tensor sharded like the parameter, to be filled in place."""
         ...
 
 
-def parameter_of(key: str) -> str:
-    """The parameter of ``part/parameter``."""
-    return key.partition("/")[2]
-
-
-def local_tensors(model: Transformer, masters: Masters | None, optimizer: Moments | None) -> dict[str, Tensor]:
-    """``part/parameter`` to this rank's own tensor of it, which a load fills in place."""
+def local_tensors(model: Transformer, masters: Masters | None, optimizer: OptimizerState | None) -> dict[str, Tensor]:
+    """``part/parameter`` to this rank's own tensor, which loading fills in place."""
     weights: Mapping[str, Tensor] = (
         dict(model.named_parameters()) if masters is None else masters.local | masters.frozen
     )
@@ -49,41 +45,42 @@ def local_tensors(model: Transformer, masters: Masters | None, optimizer: Moment
 
 
 def storage_views(
-    tensors: dict[str, Tensor], model: Transformer, ground: DistributedContext, *, sharded: bool
+    tensors: dict[str, Tensor], model: Transformer, context: DistributedContext, *, sharded: bool
 ) -> dict[str, Tensor]:
-    """The storage view of each tensor; in a world of one, the tensor itself."""
-    if ground.world == 1:
+    """The storage view of each tensor; with one rank, the tensor itself."""
+    if context.world == 1:
         return tensors
-    layout, whole = layout_of(model), model.whole_shapes()
-    state = {name for name, _ in model.named_buffers()}  # the same on all ranks
+    layout, shapes = layout_of(model), model.whole_shapes()
+    buffers = {name for name, _ in model.named_buffers()}  # replicated
 
     def view(name: str, tensor: Tensor) -> Tensor:
-        at, cut = (WHOLE, False) if name in state else (layout[name], sharded)
-        return storage_view(tensor, at, whole[name], ground, sharded=cut)
+        placement, over_fsdp = (WHOLE, False) if name in buffers else (layout[name], sharded)
+        return storage_view(tensor, placement, shapes[name], context, sharded=over_fsdp)
 
-    return {key: view(parameter_of(key), tensor) for key, tensor in tensors.items()}
+    return {key: view(split_key(key)[1], tensor) for key, tensor in tensors.items()}
 
 
 def storage_view(
-    local: Tensor, placement: Placement, whole: torch.Size, ground: DistributedContext, *, sharded: bool
+    local: Tensor, placement: Placement, shape: torch.Size, context: DistributedContext, *, sharded: bool
 ) -> Tensor:
-    """``local`` as this rank's part of the whole tensor, for torch's planner; it aliases ``local``.
+    """A DTensor of the whole ``shape`` that aliases ``local``, this rank's part; ``sharded``: FSDP shards it.
 
-    The mesh is (tp, replicate, shard) in this order: FSDP cuts what tensor parallelism left (the other order corrupts
-    without a word). ``sharded`` says whether FSDP cut it. Shape and stride are given because uneven shares cannot tell
-    them.
+    The mesh order is (tp, replicate, shard), because FSDP shards what tensor parallelism left; the other order
+    corrupts the tensor without an error. Shape and stride are passed because DTensor cannot infer them from uneven
+    shards.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard  # a second to import
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # takes a second to import
 
-    stride = torch.empty(whole, device="meta").stride()
-    # A DTensor moves what is not on its mesh's device, and would then alias nothing: moments in host memory.
-    here = local.device.type == ground.device.type
-    if isinstance(placement, Experts) and ground.expert_mesh is not None:
-        mesh = ground.expert_storage_mesh if here else ground.host_expert_storage_mesh
+    stride = torch.empty(shape, device="meta").stride()
+    # DTensor copies a tensor that is not on the mesh's device, and the copy would not alias it: offloaded moments.
+    on_device = local.device.type == context.device.type
+    if isinstance(placement, Experts) and context.expert_mesh is not None:
+        mesh = context.expert_storage_mesh if on_device else context.host_expert_storage_mesh
         hidden = Replicate() if placement.hidden is None else Shard(placement.hidden)
-        cuts = [Replicate(), Shard(0), hidden]
+        placements = [Replicate(), Shard(0), hidden]
     else:
-        mesh = ground.storage_mesh if here else ground.host_storage_mesh
+        mesh = context.storage_mesh if on_device else context.host_storage_mesh
         over_tp = Shard(placement) if isinstance(placement, int) else Replicate()
-        cuts = [over_tp, Replicate(), Shard(0) if sharded and not isinstance(placement, Experts) else Replicate()]
-    return DTensor.from_local(local, mesh, cuts, run_check=False, shape=whole, stride=stride)
+        over_fsdp = Shard(0) if sharded and not isinstance(placement, Experts) else Replicate()
+        placements = [over_tp, Replicate(), over_fsdp]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

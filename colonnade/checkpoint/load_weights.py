@@ -1,8 +1,8 @@
-"""Filling a model from foreign tensors: each rank reads its own boxes, one parameter at a time.
+"""Loads foreign weights into a model: each rank reads its own boxes, one parameter at a time.
 
-Used by Hugging Face folders and GGUF files alike. Names and shapes are compared when the file is opened, so that a
-foreign or damaged one is refused before a model of its size is even allocated; then each parameter is read, cast and
-put in place. Beside the model one parameter's share is in memory, never a second model.
+Used for Hugging Face folders and GGUF files. Names and shapes are compared when the file is opened, so that a wrong or
+damaged one is refused before a model of its size is allocated; then each parameter is read, cast and assigned. Beside
+the model only one parameter's shard is in memory, never a second model.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from colonnade.checkpoint.weight_mapping import Box, Shape, Source, Stored, Table, stored_parameters
+from colonnade.checkpoint.weight_mapping import Box, MappingTable, ParamMapping, Shape, TensorSource, map_parameters
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
@@ -19,87 +19,88 @@ from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of
 
 
-class Weights:
-    """The tensors of ``source``, known to be those of a model of ``config``.
+class WeightLoader:
+    """The tensors of ``source``, checked to be those of a model of ``config``.
 
-    ``copies`` names tensors that may be there as a copy of another (a tied output projection of the embedding).
-    Raises :class:`CheckpointError`, naming file and tensor, for what is missing, has another shape or no place.
+    ``duplicates`` maps tensors that may be a copy of another one to that one (a tied output projection to the
+    embedding). Raises :class:`CheckpointError`, naming file and tensor, for missing and unexpected tensors and for
+    wrong shapes.
     """
 
-    def __init__(self, config: ModelConfig, source: Source, table: Table, copies: Mapping[str, str]):
-        self.config, self.source, self.copies = config, source, copies
-        held = sum(math.prod(shape) for shape in source.shapes.values())
-        if config.parameters > 16 * held:
-            # Said before the list of names is made, which an absurd number of layers would make endless.
+    def __init__(self, config: ModelConfig, source: TensorSource, table: MappingTable, duplicates: Mapping[str, str]):
+        self.config, self.source, self.duplicates = config, source, duplicates
+        stored = sum(math.prod(shape) for shape in source.shapes.values())
+        if config.parameters > 16 * stored:
+            # Checked before the names are listed, which an absurd number of layers would make endless.
             raise CheckpointError(
-                f"{source.file_of('')} holds {held:,} numbers, and the config describes a model of "
-                f"{config.parameters:,}; they belong to different models"
+                f"{source.file_of('')} contains {stored:,} values, but the config describes a model of "
+                f"{config.parameters:,} parameters; they belong to different models"
             )
-        meta = Transformer(config, device="meta")
-        shapes = {name: tuple(shape) for name, shape in meta.whole_shapes().items()}
-        self.forms: dict[str, Stored] = stored_parameters(list(shapes), table, source.file_of(""))
-        wanted = {
+        shapes = {name: tuple(shape) for name, shape in Transformer(config, device="meta").whole_shapes().items()}
+        self.mappings: dict[str, ParamMapping] = map_parameters(list(shapes), table, source.file_of(""))
+        expected = {
             theirs: shape
-            for name, form in self.forms.items()
-            for theirs, shape in form.shapes(shapes[name], config).items()
+            for name, mapping in self.mappings.items()
+            for theirs, shape in mapping.shapes(shapes[name], config).items()
         }
-        for name, shape in wanted.items():
-            self._compare(name, shape)
-        if strangers := sorted(source.shapes.keys() - wanted.keys() - copies.keys()):
-            more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
+        for name, shape in expected.items():
+            self._check_shape(name, shape)
+        if unexpected := sorted(source.shapes.keys() - expected.keys() - duplicates.keys()):
+            more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
             raise CheckpointError(
-                f"{source.file_of(strangers[0])} holds {strangers[0]!r}{more}, for which the model has no place; "
-                "the config describes another model, or the file is of an adapter or a quantiser"
+                f"{source.file_of(unexpected[0])} contains {unexpected[0]!r}{more}, which the model does not have; "
+                "the config describes another model, or the file belongs to an adapter or a quantised model"
             )
 
     @torch.no_grad()
-    def fill(self, model: Transformer, place: Place = in_place) -> None:
-        """Read into ``model``: of our :attr:`config`, with plain local parameters (before FSDP wraps them).
+    def load_weights(self, model: Transformer, place: Place = in_place) -> None:
+        """Reads this rank's share into ``model``, built from :attr:`config`, before FSDP wraps its parameters.
 
-        Values are cast to the parameters' type, or are put where ``place`` puts them. Raises :class:`CheckpointError`
-        for data that cannot be read, and for a copy that differs from its original.
+        ``place`` assigns each value; by default it copies and casts it into the parameter. Raises
+        :class:`CheckpointError` for data that cannot be read, and for a duplicate that differs from its original.
         """
-        for copy, original in self.copies.items():
-            if copy in self.source.shapes and not same(self.source, copy, original):
+        for duplicate, original in self.duplicates.items():
+            if duplicate in self.source.shapes and not tensors_equal(self.source, duplicate, original):
                 raise CheckpointError(
-                    f"{self.source.file_of(copy)} holds a '{copy}' that differs from '{original}', but the config ties "
-                    'them; untie them there ("tie_word_embeddings": false)'
+                    f"{self.source.file_of(duplicate)} contains a '{duplicate}' that differs from '{original}', but "
+                    'the config ties them; untie them there ("tie_word_embeddings": false)'
                 )
         shapes, layout = model.whole_shapes(), layout_of(model)
-        for name, held in (*model.named_parameters(), *model.named_buffers()):
-            box = box_of(tuple(shapes[name]), layout.get(name, WHOLE), model.axes)
-            place(name, held, self.forms[name].read(self.source, box, self.config))
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            box = local_box(tuple(shapes[name]), layout.get(name, WHOLE), model.axes)
+            place(name, parameter, self.mappings[name].read(self.source, box, self.config))
 
-    def _compare(self, name: str, shape: Shape) -> None:
-        found, file = self.source.shapes.get(name), self.source.file_of(name)
-        if found is None:
+    def _check_shape(self, name: str, shape: Shape) -> None:
+        stored, file = self.source.shapes.get(name), self.source.file_of(name)
+        if stored is None:
             raise CheckpointError(
-                f"{file} lacks the tensor '{name}' {list(shape)}; it is incomplete, or of another model than the config"
+                f"{file} lacks the tensor '{name}' {list(shape)}; it is incomplete, or the config describes another "
+                "model"
             )
-        if found != shape:
+        if stored != shape:
             raise CheckpointError(
-                f"{file} holds '{name}' of shape {list(found)}, but the config makes it {list(shape)}; "
+                f"{file} contains '{name}' of shape {list(stored)}, but the config makes it {list(shape)}; "
                 "config and weights belong to different models"
             )
 
 
-def box_of(shape: Shape, placement: Placement, axes: Axes) -> Box:
-    """The part of a parameter of ``shape`` that this rank holds."""
-    cut: dict[int | None, Axis] = {}
+def local_box(shape: Shape, placement: Placement, axes: Axes) -> Box:
+    """This rank's box of a parameter of ``shape``."""
+    sharded: dict[int | None, Axis] = {}
     if isinstance(placement, Experts):
-        cut = {placement.hidden: axes.grid.sh, 0: axes.grid.ep}
+        sharded = {placement.hidden: axes.grid.sh, 0: axes.grid.ep}
     elif isinstance(placement, int):
-        cut = {placement: axes.tp}
-    return tuple(cut[dim].part(n) if dim in cut else (0, n) for dim, n in enumerate(shape))
+        sharded = {placement: axes.tp}
+    return tuple(sharded[dim].part(n) if dim in sharded else (0, n) for dim, n in enumerate(shape))
 
 
-def same(source: Source, a: str, b: str, rows: int = 4096) -> bool:
-    """Whether two tensors hold equal numbers; read in bands of ``rows``, so that memory stays small."""
+def tensors_equal(source: TensorSource, a: str, b: str, rows: int = 4096) -> bool:
+    """Whether two tensors are equal; reads ``rows`` rows at a time to save memory."""
     shape = source.shapes[a]
     if source.shapes[b] != shape:
         return False
     for start in range(0, shape[0], rows):
-        band = ((start, min(start + rows, shape[0])), *((0, n) for n in shape[1:]))
-        if not torch.equal(source.read(a, band), source.read(b, band)):
+        box = ((start, min(start + rows, shape[0])), *((0, n) for n in shape[1:]))
+        if not torch.equal(source.read(a, box), source.read(b, box)):
             return False
     return True

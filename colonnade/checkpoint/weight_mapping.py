@@ -1,15 +1,15 @@
-"""How others store a parameter of ours, and how a part of it is read without reading the rest.
+"""Mapping of our parameters to the tensors of foreign files, and reading parts of them.
 
-Our parameters are cut into *boxes* (one half-open range per dimension): tensor parallelism cuts one dimension, FSDP
-may cut another. A :class:`Stored` knows under which names, and in which order of rows, a foreign file keeps one of our
-parameters; ``read`` fetches exactly one box of it, ``write`` turns the whole back into their tensors.
+Our parameters are cut into *boxes* (one half-open range per dimension): tensor parallelism shards one dimension, FSDP
+may shard another. A :class:`ParamMapping` knows the names and the row order under which foreign files store one of our
+parameters; ``read`` reads one box of it, ``write`` converts the whole parameter to their tensors.
 
-    Stored      the same tensor under another name, perhaps transposed (GPT-2's Conv1D keeps (in, out))
-    SplitQKV    query, key and value in three tensors; ours interleaves them by key/value head
-    FusedQKV    all queries, all keys, all values in one tensor (GPT-2's c_attn)
+    ParamMapping    the same tensor under another name, optionally transposed (GPT-2's Conv1D stores (in, out))
+    SplitQKV        query, key and value in three tensors; ours interleaves them by key/value head
+    FusedQKV        all queries, all keys, all values in one tensor (GPT-2's c_attn)
 
-Our qkv rows are Megatron-LM's (arXiv 1909.08053): for each key/value head its G query heads, then its key head, then
-its value head, so that a contiguous share of the rows is whole heads.
+Our qkv rows are in Megatron-LM's order (arXiv 1909.08053): for each key/value head its G query heads, then its key
+head, then its value head, so that a contiguous share of the rows consists of whole heads.
 """
 
 import copy
@@ -28,129 +28,138 @@ Box = tuple[tuple[int, int], ...]
 """A half-open range for each dimension."""
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A file or folder of foreign tensors, of which any box can be read."""
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
-        """The shape of every tensor that the source holds, by its name there."""
+        """The shape of every tensor, by its name in the file."""
         ...
 
     def read(self, name: str, box: Box) -> Tensor:
-        """One box of one tensor, in the type it has on disk (dequantised where it was quantised)."""
+        """Reads one box of one tensor, in its dtype on disk (dequantised if it was quantised)."""
         ...
 
     def file_of(self, name: str) -> str:
-        """The file that holds (or should hold) ``name``, for messages."""
+        """The file that contains, or should contain, ``name``; for messages."""
         ...
 
 
-def whole(shape: Shape) -> Box:
-    """The box that is all of a tensor."""
-    return tuple((0, n) for n in shape)
-
-
-class Stored:
-    """A parameter stored plainly under another name, or ``transposed``; ``names`` have ``{i}`` for the layer."""
+class ParamMapping:
+    """A parameter stored under another name, or ``transposed``; ``names`` contain ``{i}`` for the layer."""
 
     def __init__(self, *names: str, transposed: bool = False):
         self.names, self.transposed = names, transposed
 
-    def at(self, layer: int) -> Self:
-        """The same for one layer."""
-        form = copy.copy(self)
-        form.names = tuple(name.replace("{i}", str(layer)) for name in self.names)
-        return form
+    def for_layer(self, layer: int) -> Self:
+        """Returns a copy with the number of a layer in its names."""
+        mapping = copy.copy(self)
+        mapping.names = tuple(name.replace("{i}", str(layer)) for name in self.names)
+        return mapping
 
     def shapes(self, shape: Shape, config: ModelConfig) -> dict[str, Shape]:
-        """Their tensors' names and shapes, when our parameter has ``shape``."""
+        """Names and shapes of their tensors, when our parameter has ``shape``."""
         return {self.names[0]: shape[::-1] if self.transposed else shape}
 
-    def read(self, source: Source, box: Box, config: ModelConfig) -> Tensor:
-        """A box of *our* parameter."""
-        return self._fetch(source, self.names[0], box)
+    def read(self, source: TensorSource, box: Box, config: ModelConfig) -> Tensor:
+        """Reads a box of *our* parameter."""
+        return self._read(source, self.names[0], box)
 
     def write(self, parameter: Tensor, config: ModelConfig) -> dict[str, Tensor]:
-        """Their tensors, from our whole parameter."""
+        """Converts our whole parameter to their tensors."""
         return {self.names[0]: (parameter.t() if self.transposed else parameter).contiguous()}
 
-    def _fetch(self, source: Source, name: str, box: Box) -> Tensor:
+    def _read(self, source: TensorSource, name: str, box: Box) -> Tensor:
         return source.read(name, box[::-1]).t() if self.transposed else source.read(name, box)
 
 
-class SplitQKV(Stored):
-    """Query, key and value weights (or biases) in three tensors, each of whole heads in their order."""
+class SplitQKV(ParamMapping):
+    """Query, key and value weights (or biases) in three tensors, each with its heads in order."""
 
     def shapes(self, shape: Shape, config: ModelConfig) -> dict[str, Shape]:
-        """Three tensors: N·H, K·H and K·H rows."""
-        rows = (config.kv_heads * n for n in _rows(config))
+        """Three tensors of N·H, K·H and K·H rows."""
+        rows = (config.kv_heads * n for n in _rows_per_kv_head(config))
         return {name: (n, *shape[1:]) for name, n in zip(self.names, rows, strict=True)}
 
-    def read(self, source: Source, box: Box, config: ModelConfig) -> Tensor:
-        """The heads that the box touches, laid group by group."""
+    def read(self, source: TensorSource, box: Box, config: ModelConfig) -> Tensor:
+        """Reads the heads that the box touches, interleaved by key/value head."""
         (start, stop), rest = box[0], box[1:]
-        group = sum(_rows(config))
-        # A box may cut through a group (FSDP's do): fetch whole groups, then trim.
+        group = sum(_rows_per_kv_head(config))
+        # FSDP's boxes may cut through a group: read whole groups, then trim.
         first, last = start // group, -(-stop // group)
         parts = [
-            self._part(source, which, (first * n, last * n), rest, config).unflatten(0, (last - first, n))
-            for which, n in enumerate(_rows(config))
+            self._read_part(source, which, (first * n, last * n), rest, config).unflatten(0, (last - first, n))
+            for which, n in enumerate(_rows_per_kv_head(config))
         ]
         return torch.cat(parts, dim=1).flatten(0, 1)[start - first * group : stop - first * group]
 
     def write(self, parameter: Tensor, config: ModelConfig) -> dict[str, Tensor]:
-        """The three tensors."""
-        return dict(zip(self.names, _ungrouped(parameter, config), strict=True))
+        """Converts to three tensors."""
+        return dict(zip(self.names, _split_qkv(parameter, config), strict=True))
 
-    def _part(self, source: Source, which: int, rows: tuple[int, int], rest: Box, config: ModelConfig) -> Tensor:
-        """Some rows of the query (0), key (1) or value (2) part."""
+    def _read_part(
+        self, source: TensorSource, which: int, rows: tuple[int, int], rest: Box, config: ModelConfig
+    ) -> Tensor:
+        """Reads some rows of the query (0), key (1) or value (2) part."""
         return source.read(self.names[which], (rows, *rest))
 
 
 class FusedQKV(SplitQKV):
-    """All query rows, then all key rows, then all value rows, in one tensor, perhaps ``transposed``."""
+    """All query rows, then all key rows, then all value rows, in one tensor, optionally ``transposed``."""
 
     def shapes(self, shape: Shape, config: ModelConfig) -> dict[str, Shape]:
         """One tensor of our shape."""
-        return Stored.shapes(self, shape, config)
+        return ParamMapping.shapes(self, shape, config)
 
     def write(self, parameter: Tensor, config: ModelConfig) -> dict[str, Tensor]:
-        """One tensor, its rows in three blocks."""
-        return Stored.write(self, torch.cat(_ungrouped(parameter, config)), config)
+        """Converts to one tensor with its rows in three blocks."""
+        return ParamMapping.write(self, torch.cat(_split_qkv(parameter, config)), config)
 
-    def _part(self, source: Source, which: int, rows: tuple[int, int], rest: Box, config: ModelConfig) -> Tensor:
-        before = config.kv_heads * sum(_rows(config)[:which])
-        return self._fetch(source, self.names[0], ((before + rows[0], before + rows[1]), *rest))
-
-
-Table = Mapping[str, Stored]
-"""Our parameter names, with ``{i}`` for the layer, to the form in which others store them."""
+    def _read_part(
+        self, source: TensorSource, which: int, rows: tuple[int, int], rest: Box, config: ModelConfig
+    ) -> Tensor:
+        before = config.kv_heads * sum(_rows_per_kv_head(config)[:which])
+        return self._read(source, self.names[0], ((before + rows[0], before + rows[1]), *rest))
 
 
-def stored_parameters(names: list[str], table: Table, where: str) -> dict[str, Stored]:
-    """The stored form of each of our parameters ``names``.
+MappingTable = Mapping[str, ParamMapping]
+"""Our parameter names, with ``{i}`` for the layer, to their mappings."""
 
-    Raises :class:`CheckpointError`, naming ``where``, when the table has no place for one.
+
+def weight_and_bias(
+    ours: str, *theirs: str, mapping: type[ParamMapping] = ParamMapping, transposed: bool = False
+) -> MappingTable:
+    """Mappings of a layer's ``weight`` (optionally ``transposed``) and ``bias``."""
+    return {
+        f"{ours}.weight": mapping(*(f"{name}.weight" for name in theirs), transposed=transposed),
+        f"{ours}.bias": mapping(*(f"{name}.bias" for name in theirs)),
+    }
+
+
+def map_parameters(names: list[str], table: MappingTable, file: str) -> dict[str, ParamMapping]:
+    """The mapping of each of our parameters ``names``.
+
+    Raises :class:`CheckpointError`, naming ``file``, when the table lacks one.
     """
-    forms: dict[str, Stored] = {}
+    mappings: dict[str, ParamMapping] = {}
     for name in names:
         layer = re.match(r"blocks\.(\d+)\.", name)
         template = f"blocks.{{i}}.{name[layer.end() :]}" if layer else name
         if template not in table:
             raise CheckpointError(
-                f"{where}: this family has no place for the parameter '{name}'; choose another one, or write "
+                f"{file}: models of this family have no parameter '{name}'; choose another family, or write "
                 "--format colonnade"
             )
-        forms[name] = table[template].at(int(layer[1])) if layer else table[template]
-    return forms
+        mappings[name] = table[template].for_layer(int(layer[1])) if layer else table[template]
+    return mappings
 
 
-def _rows(config: ModelConfig) -> list[int]:
-    """Rows that one key/value head has in the query, key and value part."""
+def _rows_per_kv_head(config: ModelConfig) -> list[int]:
+    """Rows of the query, key and value part that belong to one key/value head."""
     return [config.group * config.head_width, config.head_width, config.head_width]
 
 
-def _ungrouped(parameter: Tensor, config: ModelConfig) -> list[Tensor]:
-    """The query, key and value rows of our whole parameter, heads in their order."""
+def _split_qkv(parameter: Tensor, config: ModelConfig) -> list[Tensor]:
+    """Splits our whole parameter into query, key and value rows, each with its heads in order."""
     groups = parameter.unflatten(0, (config.kv_heads, -1))
-    return [part.flatten(0, 1).contiguous() for part in groups.split(_rows(config), dim=1)]
+    return [part.flatten(0, 1).contiguous() for part in groups.split(_rows_per_kv_head(config), dim=1)]

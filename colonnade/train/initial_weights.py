@@ -42,13 +42,13 @@ def begin(model: Transformer, run: RunConfig, ground: DistributedContext, held: 
         return
     it = open_model(run.train.start)
     if not _new_top(it.config, run.model):
-        it.into(model, ground, held)
+        it.load_masters(model, ground, held)
         return
     # The model with the other top is read beside ours, which takes this rank's share of the weights once more.
     kept = next(iter((held.local | held.frozen).values())).dtype
     config, spans = it.config.replace(tied=run.model.tied), [span for _, span in ground.stages(run.model.layers)]
     theirs = Transformer(config, ground.axes, spans=spans, device=ground.device, dtype=kept)
-    it.fill(theirs, ground, in_place)
+    it.load_weights(theirs, ground, in_place)
     found, shapes, wanted = dict(_tensors(theirs)), theirs.whole_shapes(), model.whole_shapes()
     same = {name: found[name] for name, _ in _tensors(model) if wanted[name] == shapes.get(name)}
     initialise(model, run.train.seed, held.place, leave=same)
@@ -159,7 +159,7 @@ def _said(shape: torch.Size | None) -> str:
 
 
 def _same_tokens(it: OpenedModel, run: RunConfig, corpus: Corpus) -> None:
-    theirs = Tokenizer.from_model(it.words)
+    theirs = Tokenizer.from_model(it.tokenizer_source)
     corpus = Corpus(run.data.path)
     if (
         theirs is None or not corpus.has_tokenizer

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from colonnade.checkpoint.file_lock import Lock
+from colonnade.checkpoint.file_lock import FileLock
 from colonnade.errors import CheckpointError
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.config_check import first_says
@@ -19,7 +19,7 @@ class RunLock:
     """
 
     def __init__(self, run: Path, world: Axis):
-        self._lock, self._world = Lock(run, job()), world
+        self._lock, self._world = FileLock(run, job()), world
 
     def __enter__(self) -> Self:
         self._together(self._lock.acquire)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from colonnade.checkpoint.atomic_folder import FULL
+from colonnade.checkpoint.atomic_folder import DISK_FULL_ERRNOS
 from colonnade.config import TrainConfig
 from colonnade.errors import CapacityError
 from colonnade.train.metrics import Diverged, Meter, Row, rates
@@ -212,7 +212,7 @@ class RunLog:
             for tracker in self._trackers:
                 tracker.record(taken, row)
         except OSError as why:
-            if why.errno not in FULL:
+            if why.errno not in DISK_FULL_ERRNOS:
                 raise
             raise CapacityError(
                 f"the disk is full: step {taken} could not be noted in {self.run.folder}; free some space; the same "

@@ -168,7 +168,7 @@ class Session:
 
     def _writing(self, folder: Path) -> Callable[[], None]:
         t = self.run.train
-        return native.writing(
+        return native.prepare_save(
             folder,
             self.model,
             native.Meta(
@@ -185,7 +185,7 @@ class Session:
             tokenizer=self.feed.tokenizer,
             stage=self._saving.stage if t.async_save else dict,
             group=self._saving.group,
-            after=lambda: prune(self.run.folder, t.keep, t.keep_every),
+            on_commit=lambda: prune(self.run.folder, t.keep, t.keep_every),
         )
 
     def settle(self, *, wait: bool = False) -> Path | None:
@@ -196,11 +196,11 @@ class Session:
         if not self._saving.running:
             return None
         # When one rank has seen the end, the others are about to: torch's last collective of a save is behind it.
-        if not wait and not int(self.world.max_(torch.tensor(int(self._saving.over)))):
+        if not wait and not int(self.world.max_(torch.tensor(int(self._saving.finished)))):
             return None
         if wait:
             self.watch.at(self.taken, "waits for a checkpoint", patient=True)
-        self.checkpoint = self._saving.settle()
+        self.checkpoint = self._saving.wait()
         return self.checkpoint
 
     def __enter__(self) -> Self:
@@ -212,7 +212,7 @@ class Session:
             return
         self.watch.at(self.taken, "ends", patient=True)
         try:
-            self.checkpoint = self._saving.settle()
+            self.checkpoint = self._saving.wait()
         except BaseException as failure:
             if error is None:
                 raise
@@ -289,11 +289,11 @@ def newest(run: Path, world: Axis) -> Path | None:
     files: to pass over it would mean to fail when its step comes again.
     """
     if world.rank == 0:
-        folders.discard_all(run)
+        folders.remove_partials(run)
     found = native.newest(run) if world.rank == 0 else None
     step = torch.tensor(-1 if found is None else int(found.name.removeprefix("step-")))
     world.broadcast_(step)
-    for number, damaged in folders.steps(run)[:1]:
+    for number, damaged in folders.list_steps(run)[:1]:
         if number > int(step):
             Manifest.read(damaged).check_sizes(damaged)
     return None if step < 0 else run / f"step-{int(step)}"

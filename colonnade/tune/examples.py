@@ -201,4 +201,4 @@ def check_settings(run: RunConfig) -> bool:
 def _tokenizer(run: RunConfig) -> Tokenizer | None:
     """That of the checkpoint that is resumed, or of the model that the run begins with."""
     place = native.newest(run.folder) or run.train.start
-    return Tokenizer.from_model(open_model(place).words) if place else None
+    return Tokenizer.from_model(open_model(place).tokenizer_source) if place else None

@@ -85,7 +85,7 @@ def _fails_on_rank_1(config: RunConfig) -> tuple[int, str]:
 def test_a_failure_behind_training_ends_the_run_on_every_rank(config: RunConfig) -> None:
     said = in_world(2, _fails_on_rank_1, config.replace(plan=Plan(tp=2)))
     assert said[0] == said[1] == (2, f"{config.folder}/step-8: Input/output error (rank 1)")
-    assert [step for step, _ in folders.steps(config.folder)] == [4]
+    assert [step for step, _ in folders.list_steps(config.folder)] == [4]
     assert not list(config.folder.glob(".*"))
     assert native.newest(config.folder) == config.folder / "step-4"
 
@@ -105,5 +105,5 @@ def test_a_second_save_waits_for_the_first(config: RunConfig) -> None:
 
     with patch.object(Writer, "write_data", write_data):
         Trainer(config.replace(train=config.train.replace(steps=4, save_every=1, warmup=1))).fit()
-    assert [step for step, _ in folders.steps(config.folder)] == [4, 3, 2, 1]
+    assert [step for step, _ in folders.list_steps(config.folder)] == [4, 3, 2, 1]
     assert most == [1]

@@ -98,7 +98,7 @@ def test_a_run_that_is_started_twice_goes_on_and_the_second_is_refused(config: R
         os.killpg(first.pid, signal.SIGCONT)
         said = finish(first)
     assert said.rstrip().endswith("ended 12") and first.returncode == 0, said
-    assert [step for step, _ in folders.steps(config.folder)] == [12, 8, 4]
+    assert [step for step, _ in folders.list_steps(config.folder)] == [12, 8, 4]
 
 
 def test_a_rank_killed_in_a_save_and_in_a_step_is_started_again_and_nothing_is_lost(config: RunConfig) -> None:
@@ -143,7 +143,7 @@ def test_a_stuck_rank_is_named(config: RunConfig) -> None:
     assert re.search(r"WorkerError: step 10: .* alive: rank 1 reads samples in step 10 for \S+ s; look there", said), (
         said
     )
-    assert [step for step, _ in folders.steps(config.folder)][-1] == 4
+    assert [step for step, _ in folders.list_steps(config.folder)][-1] == 4
     in_world(2, train, config)
     same_as_uninterrupted(config)
 

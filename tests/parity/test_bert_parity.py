@@ -12,7 +12,7 @@ from torch import Tensor
 
 from colonnade.checkpoint.hf.families import FAMILIES, config_from_hf, config_to_hf
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.checkpoint.weight_mapping import stored_parameters
+from colonnade.checkpoint.weight_mapping import map_parameters
 from colonnade.config import ModelConfig, Plan
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.model import (
@@ -183,7 +183,7 @@ def test_outputs_and_every_gradient_equal_transformers(name: str, tmp_path: Path
     weights = {key: torch.rand_like(value) for key, value in got.items()}
     sum((value * weights[key]).sum() for key, value in got.items()).backward()
     sum((value * weights[key]).sum() for key, value in expected.items()).backward()
-    forms = stored_parameters([n for n, _ in ours.named_parameters()], FAMILIES[ours.config.family].table, name)
+    forms = map_parameters([n for n, _ in ours.named_parameters()], FAMILIES[ours.config.family].table, name)
     gradients = {key: p.grad for key, p in theirs.named_parameters()}
     compared = 0
     for key, parameter in ours.named_parameters():
@@ -252,9 +252,9 @@ def test_old_files_are_read_as_what_they_hold(tmp_path: Path) -> None:
     [
         ({"architectures": ["BertForTokenClassification"]}, "known classes are BertModel, BertForPreTraining"),
         ({"architectures": [["BertModel"]]}, "known classes are"),
-        ({"position_embedding_type": "relative_key"}, "only positions that are added"),
+        ({"position_embedding_type": "relative_key"}, "only absolute positions"),
         ({"is_decoder": True}, "only the encoder"),
-        ({"tie_word_embeddings": False}, "BERT's output projection is its embedding"),
+        ({"tie_word_embeddings": False}, "BERT ties its output projection to the embedding"),
         ({"hidden_act": "quick_gelu"}, "known activations"),
     ],
 )

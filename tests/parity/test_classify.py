@@ -12,8 +12,8 @@ from torch import Tensor
 
 import colonnade
 from colonnade.checkpoint import native
-from colonnade.checkpoint.hf.read import find_minilm
 from colonnade.checkpoint.hf.write import write_hf
+from colonnade.checkpoint.open_model import find_packaged
 from colonnade.config import DataConfig, MoeConfig, Plan, RouterConfig, RunConfig, TrainConfig
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Hidden
@@ -312,7 +312,7 @@ def test_the_century_of_a_speech_by_the_median_of_five_seeds(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     try:
-        find_minilm()
+        find_packaged("minilm")
     except CheckpointError as why:
         pytest.skip(str(why))
     median = _example().main(["--per-class", "60", "--held-out", "40", "--runs", str(tmp_path)])

@@ -149,7 +149,7 @@ def test_a_run_of_another_model_is_refused_as_ever(tmp_path: Path) -> None:
     """What is told to a loaded model is told to nobody else."""
     saved(tmp_path / "it")
     other = Transformer(told(CONFIG, active=1), dtype=torch.float64)
-    with pytest.raises(CheckpointError, match=r"is asked for \(model\.moe\.active: 2 -> 1\); go on"):
+    with pytest.raises(CheckpointError, match=r"of another model \(model\.moe\.active: 2 -> 1\); resume with"):
         api.native.load(tmp_path / "it", other, DistributedContext.solo(torch.device("cpu")))
 
 

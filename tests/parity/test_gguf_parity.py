@@ -12,7 +12,8 @@ from gguf import GGUFReader
 
 from colonnade.checkpoint.gguf import GGUFFile
 from colonnade.checkpoint.gguf.header import read_header
-from colonnade.checkpoint.gguf.read import block_sizes, find_smollm2
+from colonnade.checkpoint.gguf.read import block_sizes
+from colonnade.checkpoint.open_model import find_packaged
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
 from colonnade.parallel.axis import SOLO_AXES, Axes, Axis
@@ -26,7 +27,7 @@ def from_gguf(path: Path, axes: Axes = SOLO_AXES) -> Transformer:
     """Our float32 model of a GGUF file."""
     file = GGUFFile(path)
     model = Transformer(file.config, axes)
-    file.fill(model)
+    file.load_weights(model)
     return model
 
 
@@ -142,7 +143,7 @@ def test_a_repeated_output_projection_is_a_tied_one(tmp_path: Path) -> None:
 
 
 def test_the_header_agrees_with_the_packages_own_reader() -> None:
-    path = find_smollm2()
+    path = find_packaged("smollm2")
     header, reader = read_header(path, block_sizes()), GGUFReader(path)
     assert header.values == {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}
     assert list(header.tensors) == [tensor.name for tensor in reader.tensors]

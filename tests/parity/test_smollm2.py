@@ -8,8 +8,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
+from colonnade.checkpoint.gguf import GGUFFile
 from colonnade.checkpoint.hf.write import write_hf
+from colonnade.checkpoint.open_model import find_packaged
 from colonnade.config.presets import preset
 from colonnade.model import Packed, Rows, Stream, Transformer
 from colonnade.parallel.axis import Axes, Axis
@@ -21,13 +22,13 @@ DOCUMENTS, LENGTH = 2, 400
 
 @pytest.fixture(scope="module")
 def file() -> GGUFFile:
-    return GGUFFile(find_smollm2())
+    return GGUFFile(find_packaged("smollm2"))
 
 
 @pytest.fixture(scope="module")
 def ours(file: GGUFFile) -> Transformer:
     model = Transformer(file.config)
-    file.fill(model)
+    file.load_weights(model)
     return model
 
 
@@ -40,7 +41,7 @@ def theirs(config_folder: Path) -> transformers.LlamaForCausalLM:
     }
     their_names |= {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
     state: dict[str, Tensor] = {}
-    for tensor in gguf.GGUFReader(find_smollm2()).tensors:
+    for tensor in gguf.GGUFReader(find_packaged("smollm2")).tensors:
         values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
         stem, _, kind = tensor.name.rpartition(".")
         prefix = ""
@@ -82,7 +83,7 @@ def test_logits_equal_transformers_and_the_export_loads(file: GGUFFile, ours: Tr
 def test_each_of_three_ranks_gets_its_share(file: GGUFFile, ours: Transformer) -> None:
     layout, axis = layout_of(ours), Axis("tp", 3, 1)
     model = Transformer(file.config, Axes(tp=axis))
-    file.fill(model)
+    file.load_weights(model)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, share(ours.get_parameter(name), layout[name], Axes(tp=axis))), name
 

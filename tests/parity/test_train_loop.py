@@ -84,7 +84,7 @@ def test_what_a_run_leaves_behind(config: RunConfig, capsys: pytest.CaptureFixtu
     assert told[0] == (1, {"loss", "grad_norm", "lr", "data_s", "memory_peak_bytes"})
     assert told[-2:] == [(12, {"validation_loss"}), (-1, set())]
     assert summary.checkpoint == config.folder / "step-12" == native.newest(config.folder)
-    assert [step for step, _ in folders.steps(config.folder)] == [12, 8, 4]
+    assert [step for step, _ in folders.list_steps(config.folder)] == [12, 8, 4]
     rows = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
     held_out = {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
@@ -178,7 +178,7 @@ def test_two_ranks_are_killed_and_stopped_and_go_on(config: RunConfig, tmp_path:
         )  # fmt: skip
 
     def newest_step() -> int:
-        return folders.steps(config.folder)[0][0] if folders.steps(config.folder) else 0
+        return folders.list_steps(config.folder)[0][0] if folders.list_steps(config.folder) else 0
 
     killed = start()
     wait_for(lambda: newest_step() >= 3)
@@ -241,7 +241,7 @@ def test_runs_that_cannot_be(config: RunConfig, tmp_path: Path) -> None:
         Trainer(config.replace(data=DataConfig(path=tmp_path / "nowhere", sequence=16))).fit()
     short = config.replace(train=TRAIN.replace(steps=4, eval_every=0))
     Trainer(short).fit()
-    with pytest.raises(CheckpointError, match=r"is asked for \(model.ffn_width: 24 -> 32\); go on with"):
+    with pytest.raises(CheckpointError, match=r"of another model \(model.ffn_width: 24 -> 32\); resume with"):
         Trainer(short.replace(model=MODEL.replace(ffn_width=32))).fit()
     other = tmp_path / "other"
     words = corpora.TEXT.split()

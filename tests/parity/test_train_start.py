@@ -72,7 +72,7 @@ def test_any_plan_begins_alike(corpus: Path, there: Path, tmp_path: Path, plan: 
 
 def test_what_was_frozen_is_thawed_in_a_run_of_its_own(corpus: Path, there: Path) -> None:
     thawed = config(corpus, there.parent, "there", steps=4)
-    with pytest.raises(CheckpointError, match=r"no optimizer state .* with train\.freeze as it was, or begin"):
+    with pytest.raises(CheckpointError, match=r"no optimizer state .* with the same train\.freeze, or start"):
         Trainer(thawed).fit()
     begun = config(corpus, there.parent, "thawed", start=str(there), freeze="rest")
     Trainer(begun).fit()

@@ -126,13 +126,13 @@ def _edit(**changes: Any) -> Callable[[Path], None]:
         (lambda folder: (folder / "manifest.json").unlink(), "no manifest.json"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json cannot be read"),
         (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),
-        (lambda folder: (folder / "manifest.json").write_text("[]"), "no JSON object"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "is not a JSON object"),
         (lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json cannot be read"),
         (_edit(format="other"), "format 'other'"),
         (_edit(version=99), "upgrade Colonnade"),
         (_edit(files={"../../etc/passwd": {"bytes": 1, "sha256": "0" * 64}}), "outside its folder"),
         (_edit(files={}), "is not in manifest.json"),
-        (_edit(files={"a": 1}), "damaged or foreign"),
+        (_edit(files={"a": 1}), "damaged, or was not written by Colonnade"),
         (shutil.rmtree, "does not exist"),
     ],
 )
@@ -164,7 +164,7 @@ def _other_type(index: dict[str, Any]) -> None:
         (_piece(offsets=[0, 0], sizes=[16, 1]), r"a piece \(16, 1\) at \(0, 0\)"),
         (_piece(file="exp_avg-00000.safetensors"), r"in exp_avg-00000.safetensors of 'weights/norm.weight'"),
         (_piece(file="weights-00001.safetensors"), r"weights-00001.safetensors is not in manifest.json"),
-        (_halves, r"has parts of weights/norm.weight twice"),
+        (_halves, r"lists a piece of weights/norm.weight twice"),
         (_other_type, r"dtype is 'float320'"),
     ],
 )  # fmt: skip
@@ -200,11 +200,11 @@ def test_nothing_is_unpickled(saved: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_types_and_sizes_must_agree(saved: Path) -> None:
     model, held, optimizer = start(dtype=torch.float64)
-    with pytest.raises(CheckpointError, match=r"in float32, and this run keeps it in float64"):
+    with pytest.raises(CheckpointError, match=r"in float32, but this run uses float64"):
         native.load(saved, model, SOLO, masters=held, optimizer=optimizer)
     native.load(saved, model, SOLO)  # weights alone are cast, as asked for
     model, held, optimizer = start(CONFIG.replace(ffn_width=18))
-    with pytest.raises(CheckpointError, match=r"is asked for \(model.ffn_width: 17 -> 18\); go on with"):
+    with pytest.raises(CheckpointError, match=r"of another model \(model.ffn_width: 17 -> 18\); resume with"):
         native.load(saved, model, SOLO, masters=held, optimizer=optimizer)
 
 
@@ -288,5 +288,5 @@ def test_kill_during_a_save_loses_nothing(tmp_path: Path) -> None:
         folder = native.newest(root)
         assert folder is not None
         assert native.load(folder, model, SOLO).step == int(folder.name.removeprefix("step-"))
-        assert folder == folders.steps(root)[0][1], "every folder that appeared is complete"
+        assert folder == folders.list_steps(root)[0][1], "every folder that appeared is complete"
     assert interrupted, "no kill came during a save; the test proves nothing"

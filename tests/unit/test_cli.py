@@ -484,7 +484,7 @@ def test_convert_overwrites_only_a_model(
     assert not (out / "of-the-old-one").exists()
     assert colonnade.load(out).logits([1, 2]).shape == (2, 300)
     words = ["convert", str(model), str(precious), "--format", format, "--overwrite"]
-    assert "is no model, so that it is not overwritten" in refused(capsys, *words)
+    assert "is not a model, so it is not overwritten" in refused(capsys, *words)
     assert sorted(path.name for path in tmp_path.rglob("*") if path.suffix == ".txt") == ["novel.txt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "precious"], "nothing is left beside them"
 
@@ -589,7 +589,7 @@ def test_resuming_says_what_is_wrong(
     words[words.index("--model.layers") + 1] = "3"
     monkeypatch.setattr("colonnade.parallel.launch.elastic_launch", None)
     said = refused(capsys, *words, "--plan.dp", "2")  # before any process starts
-    assert "holds another model than is asked for (model.layers: 1 -> 3); go on with the model as it was" in said
+    assert "is a checkpoint of another model (model.layers: 1 -> 3); resume with the model settings" in said
 
 
 def test_experts_for_a_dense_preset(capsys: pytest.CaptureFixture[str], corpus: Path, tmp_path: Path) -> None:

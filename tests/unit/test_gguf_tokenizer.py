@@ -18,9 +18,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from colonnade.checkpoint.gguf import GGUFFile, find_smollm2
+from colonnade.checkpoint.gguf import GGUFFile
 from colonnade.checkpoint.gguf.header import Header
-from colonnade.checkpoint.gguf.tokenizer import tokenizer_of
+from colonnade.checkpoint.gguf.tokenizer import tokenizer_from_header
+from colonnade.checkpoint.open_model import find_packaged
 from colonnade.errors import CheckpointError
 from tests.gguf_files import quantisable, speech, vocabulary, write_gguf
 
@@ -88,7 +89,7 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def smollm2() -> GGUFFile:
-    return GGUFFile(find_smollm2())
+    return GGUFFile(find_packaged("smollm2"))
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ _CACHE: list[tuple[Tokenizer, Oracle]] = []
 def _cached() -> tuple[Tokenizer, Oracle]:
     """hypothesis refuses fixtures that are not renewed for each example; this pair never changes."""
     if not _CACHE:
-        file = GGUFFile(find_smollm2())
+        file = GGUFFile(find_packaged("smollm2"))
         values = file.header.values
         oracle = Oracle("smollm", values["tokenizer.ggml.tokens"], values["tokenizer.ggml.merges"])
         _CACHE.append((file.tokenizer().tokenizer, oracle))
@@ -163,7 +164,7 @@ def test_the_other_rules(rule: str, tmp_path: Path) -> None:
 def parts(**changes: Any) -> Any:
     """The tokenizer of a header that holds only a tokenizer."""
     values = vocabulary() | {f"tokenizer.ggml.{key}": value for key, value in ({"pre": "gpt-2"} | changes).items()}
-    return tokenizer_of(Header(Path("model.gguf"), values, {}, np.empty(0, np.uint8)), 402)
+    return tokenizer_from_header(Header(Path("model.gguf"), values, {}, np.empty(0, np.uint8)), 402)
 
 
 def test_begin_and_end_are_added_when_the_file_says_so() -> None:
@@ -187,18 +188,18 @@ def test_llama3_takes_a_whole_word_without_its_merges() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, "of the kind 'llama'.*use a Hugging Face folder"),
-        ({"pre": "tekken"}, "by the rule 'tekken'; known rules are gpt-2, smollm"),
-        ({"tokens": []}, "0 tokens for an embedding of 402 rows"),
-        ({"tokens": [str(i) for i in range(403)]}, "403 tokens for an embedding of 402 rows"),
+        ({"model": "llama"}, "of type 'llama'.*use a Hugging Face folder"),
+        ({"pre": "tekken"}, "the pre-tokenizer 'tekken'; known ones are gpt-2, smollm"),
+        ({"tokens": []}, "0 tokens, but its embedding has 402 rows"),
+        ({"tokens": [str(i) for i in range(403)]}, "403 tokens, but its embedding has 402 rows"),
         ({"tokens": ["a", "a"]}, "lists a token twice"),
-        ({"tokens": [1, 2]}, "strange 'tokenizer.ggml.tokens'"),
-        ({"tokens": "abc"}, "strange 'tokenizer.ggml.tokens'"),
-        ({"merges": ["q z"]}, "merges 'q z', which its tokens do not have"),
-        ({"merges": ["qz"]}, "merges 'qz', which its tokens do not have"),
-        ({"bos_token_id": 402}, "bos_token_id 402 and only 402 tokens"),
+        ({"tokens": [1, 2]}, "'tokenizer.ggml.tokens' of the wrong type"),
+        ({"tokens": "abc"}, "'tokenizer.ggml.tokens' of the wrong type"),
+        ({"merges": ["q z"]}, "the merge 'q z' of unknown tokens"),
+        ({"merges": ["qz"]}, "the merge 'qz' of unknown tokens"),
+        ({"bos_token_id": 402}, "bos_token_id 402 but only 402 tokens"),
         ({"eos_token_id": "end"}, "eos_token_id 'end'"),
-        ({"pre": 7}, "strange 'tokenizer.ggml.pre'"),
+        ({"pre": 7}, "'tokenizer.ggml.pre' of the wrong type"),
     ],
 )
 def test_what_cannot_be_rebuilt_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -99,14 +99,14 @@ def test_the_original_gpt2_lacks_the_prefix_and_carries_masks(tmp_path: Path) ->
             lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"),
             r"lacks the tensor .*k_proj",
         ),
-        (lambda t: t.update({"a.lora_A": torch.ones(2)}), r"holds 'a\.lora_A', for which the model has no place"),
+        (lambda t: t.update({"a.lora_A": torch.ones(2)}), r"contains 'a\.lora_A', which the model does not have"),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(13)}),
             r"of shape \[13\].*makes it \[12\]",
         ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(12, dtype=torch.int8)}),
-            r"as I8, and only F64, F32, F16, BF16",
+            r"as I8, but only F64, F32, F16, BF16",
         ),
         (lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}), "'lm_head.weight' that differs"),
         (lambda t: t.update({"lm_head.weight": torch.ones(3, 3)}), "'lm_head.weight' that differs"),
@@ -160,13 +160,13 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         return path
 
-    refused(broken(lambda path, _: (path / first).unlink()), rf"{first} is missing, and .*index\.json names it")
+    refused(broken(lambda path, _: (path / first).unlink()), rf"{first} is missing, but .*index\.json lists it")
     refused(broken(lambda path, _: (path / first).write_bytes(b"x" * 50)), f"{first} is damaged")
     refused(
-        broken(lambda _, m: m.update(dict.fromkeys(names, "../good/" + first))), "no safetensors file of this folder"
+        broken(lambda _, m: m.update(dict.fromkeys(names, "../good/" + first))), "not a safetensors file of this folder"
     )
-    refused(broken(lambda _, m: m.update(dict.fromkeys(names, "/etc/passwd"))), "no safetensors file of this folder")
-    refused(broken(lambda _, m: m.pop(names[0])), rf"{first} holds the tensor '{names[0]}'.*says otherwise")
+    refused(broken(lambda _, m: m.update(dict.fromkeys(names, "/etc/passwd"))), "not a safetensors file of this folder")
+    refused(broken(lambda _, m: m.pop(names[0])), rf"{first} contains the tensor '{names[0]}'.*says otherwise")
     refused(broken(lambda _, m: m.update(ghost=first)), rf"{first} lacks the tensor 'ghost'.*says otherwise")
     refused(broken(lambda _, m: m.clear()), "has no 'weight_map'")
     assert same(load(broken(lambda _path, _map: None)))
@@ -207,7 +207,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_model_of_another_config_is_our_bug(tmp_path: Path) -> None:
     files = HFFolder(folder(tmp_path / "x"))
     with pytest.raises(KeyError):
-        files.fill(build(GPT2))
+        files.load_weights(build(GPT2))
 
 
 def test_boxes_that_cut_through_heads_and_groups(tmp_path: Path) -> None:
@@ -220,5 +220,5 @@ def test_boxes_that_cut_through_heads_and_groups(tmp_path: Path) -> None:
         n = parameter.shape[0]
         for start, stop in ((0, n), (1, n - 1), (n // 3, n // 2), (n // 2, n // 2), (n - 1, n)):
             box = ((start, stop), *((0, m) for m in parameter.shape[1:]))
-            got = weights.forms[name].read(weights.source, box, config)
+            got = weights.mappings[name].read(weights.source, box, config)
             assert torch.equal(got, parameter[start:stop]), (name, start, stop)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from colonnade.checkpoint.hf.read import fetch
 from colonnade.checkpoint.hf.write import write_hf
+from colonnade.checkpoint.open_model import download
 from colonnade.errors import CheckpointError
 from tests.models import build
 from tests.unit.test_hf_files import LLAMA
@@ -22,11 +22,12 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # A process of its own, because huggingface_hub reads its environment once, when it is imported.
 SCRIPT = """
 import sys
-from colonnade.checkpoint.hf import HFFolder, fetch
+from colonnade.checkpoint.hf import HFFolder
+from colonnade.checkpoint.open_model import download
 from colonnade.errors import CheckpointError
 for model_id in sys.argv[1:]:
     try:
-        folder = fetch(model_id)
+        folder = download(model_id)
         print(*sorted(path.name for path in folder.iterdir()), HFFolder(folder).config.layers)
     except CheckpointError as error:
         print("refused:", error)
@@ -124,7 +125,7 @@ def test_what_goes_wrong_is_one_line(hub: tuple[str, list[str]], tmp_path: Path)
     address, _ = hub
     unknown, misspelt = ask(address, "us/nothing a/b/c", tmp_path).splitlines()
     unreachable = ask("http://127.0.0.1:9", "us/tiny", tmp_path)
-    assert unknown.startswith("refused: cannot fetch 'us/nothing' from the Hub")
+    assert unknown.startswith("refused: cannot download 'us/nothing' from the Hub")
     assert unreachable.startswith("refused: ") and "cannot be reached" in unreachable and "\n" not in unreachable
     assert misspelt == "refused: 'a/b/c' is neither a file or folder here nor a Hub id (owner/name)"
 
@@ -132,4 +133,4 @@ def test_what_goes_wrong_is_one_line(hub: tuple[str, list[str]], tmp_path: Path)
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError, match=r"pip install 'colonnade\[hub\]'"):
-        fetch("us/tiny")
+        download("us/tiny")

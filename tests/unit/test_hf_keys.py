@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from colonnade.checkpoint.hf.families import FAMILIES, config_from_hf
-from colonnade.checkpoint.hf.family import ABSENT, HARMLESS, HARMLESS_PREFIXES
+from colonnade.checkpoint.hf.family import IGNORED_KEYS, IGNORED_PREFIXES, UNSUPPORTED
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 
@@ -181,18 +181,18 @@ def test_every_changed_key_is_read_or_refused_or_harmless(family: str) -> None:
             continue
         if same:
             silent.append(key)
-    known = HARMLESS | set(WITHOUT_EFFECT.get(family, ()))
-    assert [key for key in silent if key not in known and not key.startswith(HARMLESS_PREFIXES)] == []
+    known = IGNORED_KEYS | set(WITHOUT_EFFECT.get(family, ()))
+    assert [key for key in silent if key not in known and not key.startswith(IGNORED_PREFIXES)] == []
 
 
 def changes(family: str) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """(file, key, another value) for each key of a family, in files where the key matters."""
     for file in (default(family), as_of_4(family)):
-        for key in {**file, **ABSENT, "is_causal": "bert" not in family}:
+        for key in {**file, **UNSUPPORTED, "is_causal": "bert" not in family}:
             raw = {**file, **MATTERS.get((family, key), {})}
             if (family, key) in MATTERS:
                 raw.pop("layer_types", None)  # it would contradict a changed window
-            value = raw.get(key, ABSENT.get(key))
+            value = raw.get(key, UNSUPPORTED.get(key))
             yield raw, key, other(key, "bert" not in family if key == "is_causal" else value)
 
 
@@ -221,7 +221,9 @@ def test_the_harmless_keys_change_no_logit_of_transformers() -> None:
         raw = {key: value for key, value in raw.items() if key not in ("head_dim", "model_type", "torch_dtype")}
         raw |= {key: size for key, size in sizes.items() if key in raw}
         expected = logits(family, raw)
-        for key in sorted(HARMLESS & raw.keys() - {"transformers_version", "architectures", "dtype", "return_dict"}):
+        for key in sorted(
+            IGNORED_KEYS & raw.keys() - {"transformers_version", "architectures", "dtype", "return_dict"}
+        ):
             if key == "is_decoder" and family == "bert":
                 continue  # refused there
             value = typed.get(key, other(key, raw[key]))

@@ -111,7 +111,10 @@ def test_a_folder_is_not_written_under_a_files_name(
 ) -> None:
     said = refused(capsys, "convert", run, tmp_path / name)
     suffix = Path(name).suffix.lower()
-    assert f"{name} names one {suffix} file, which cannot be written: the formats hf and colonnade are folders" in said
+    assert (
+        f"{name} is the name of one {suffix} file, which cannot be written: the formats hf and colonnade are folders"
+        in said
+    )
     with colonnade.load(run) as model:
         for format in ("hf", "colonnade"):
             with pytest.raises(CheckpointError, match=f"leave {suffix} out"):

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from colonnade.checkpoint.file_lock import LOCK, Lock
+from colonnade.checkpoint.file_lock import LOCK, FileLock
 from colonnade.errors import CheckpointError
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from colonnade.checkpoint.file_lock import Lock
+from colonnade.checkpoint.file_lock import FileLock
 from colonnade.errors import CheckpointError
 run, job, attempt, stale_s = sys.argv[1:]
-lock = Lock(Path(run), (job, attempt), beat_s=0.1, stale_s=float(stale_s))
+lock = FileLock(Path(run), (job, attempt), heartbeat_s=0.1, stale_s=float(stale_s))
 try:
     lock.acquire()
 except CheckpointError as error:
@@ -132,7 +132,7 @@ def test_the_pid_of_another_process_is_no_owner(start: Starter) -> None:
     (start.run / LOCK).write_text(json.dumps(held | {"started": "1"}))  # the pid was used before
     owns(second := start())
     ends(second)
-    assert "is no longer this run's: its lock was deleted" in first.communicate("\n")[1]
+    assert "is no longer locked by this run: its lock was deleted" in first.communicate("\n")[1]
 
 
 @pytest.mark.parametrize("text", ["elsewhere", "", "half of {", '{"pid": 1}', "[]"])
@@ -141,7 +141,7 @@ def test_a_machine_that_cannot_be_asked_and_does_not_beat_is_replaced(tmp_path: 
     for silent_s, waits in ((0, True), (500, False)):
         (tmp_path / LOCK).write_text(held)
         os.utime(tmp_path / LOCK, (time.time() - silent_s,) * 2)
-        lock = Lock(tmp_path, stale_s=1.0 if waits else 120.0)
+        lock = FileLock(tmp_path, stale_s=1.0 if waits else 120.0)
         lock.acquire()
         assert ("waiting for" in capsys.readouterr().err) == waits
         lock.check()
@@ -161,7 +161,7 @@ def test_a_machine_whose_heart_beats_is_refused(tmp_path: Path, capsys) -> None:
     thread.start()
     try:
         with pytest.raises(CheckpointError, match="in use by process 1 on node-7, job 5"):
-            Lock(tmp_path, stale_s=60).acquire()
+            FileLock(tmp_path, stale_s=60).acquire()
     finally:
         over.set()
         thread.join()
@@ -169,13 +169,13 @@ def test_a_machine_whose_heart_beats_is_refused(tmp_path: Path, capsys) -> None:
 
 
 def test_an_owner_that_lost_its_lock_does_not_write(tmp_path: Path) -> None:
-    lock = Lock(tmp_path, beat_s=0.05)
+    lock = FileLock(tmp_path, heartbeat_s=0.05)
     lock.acquire()
     before = (tmp_path / LOCK).stat().st_mtime_ns
     while (tmp_path / LOCK).stat().st_mtime_ns == before:  # its heart beats
         time.sleep(0.01)
     text = elsewhere(tmp_path)
-    with pytest.raises(CheckpointError, match=r"no longer this run's: process 1 on node-7.* has it"):
+    with pytest.raises(CheckpointError, match=r"no longer locked by this run: process 1 on node-7.* has it"):
         lock.check()
     lock.release()
     assert (tmp_path / LOCK).read_text() == text, "what is another's stays"
@@ -184,4 +184,4 @@ def test_an_owner_that_lost_its_lock_does_not_write(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot be locked: .*; make it writable, or use other --runs"):
-        Lock(tmp_path / "file").acquire()
+        FileLock(tmp_path / "file").acquire()

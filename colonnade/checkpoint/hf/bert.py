@@ -1,18 +1,26 @@
-"""BERT (Devlin 2019) and Megatron's BERT (Shoeybi 2019), by the classes of transformers that hold them.
+"""BERT (Devlin 2019) and Megatron's BERT (Shoeybi 2019), with the heads of transformers' classes.
 
     "bert"            norms after each part and after the embedding (figure 7a of arXiv 1909.08053)
     "megatron-bert"   norms before each part and after the last block (figure 7b)
 
-``architectures`` says what stands on the blocks (our :attr:`ModelConfig.top`); without it, a pooler alone. The
-original files name norms as TensorFlow did (gamma, beta), and ``bert-base-uncased`` calls itself a masked-token model
-while it holds the pooler and the sentence head too: then it is read as what it holds.
+``architectures`` determines the head (our :attr:`ModelConfig.top`); without it, only a pooler. The original files name
+norms as TensorFlow did (gamma, beta), and ``bert-base-uncased`` declares a masked-token model but contains the pooler
+and the sentence head too: it is read with all of them.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
-from colonnade.checkpoint.hf.family import Family, Keys, activation_from_hf, activation_to_hf
-from colonnade.checkpoint.weight_mapping import SplitQKV, Stored, Table
+from colonnade.checkpoint.hf.family import (
+    ConfigKeys,
+    Family,
+    activation_from_hf,
+    activation_to_hf,
+    sizes_from_hf,
+    sizes_to_hf,
+)
+from colonnade.checkpoint.weight_mapping import MappingTable, ParamMapping, SplitQKV, weight_and_bias
 from colonnade.config import ModelConfig
 from colonnade.config.model import Family as Kind
 from colonnade.config.model import TaskHead
@@ -24,9 +32,9 @@ TOPS: dict[str, TaskHead] = {
     "ForSequenceClassification": "classes",
     "ForQuestionAnswering": "spans",
 }
-"""The end of a class's name to our top."""
+"""The end of a class's name to our head."""
 
-COPIES = {
+DUPLICATES = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
@@ -44,7 +52,8 @@ _NORMS: dict[Kind, dict[str, str]] = {
         "norm": "bert.encoder.ln",
     },
 }
-_PAIRS = {
+_QKV = [f"{_LAYER}attention.self.{part}" for part in ("query", "key", "value")]
+_LAYERS = {
     "blocks.{i}.attention.out": f"{_LAYER}attention.output.dense",
     "blocks.{i}.ffn.up": f"{_LAYER}intermediate.dense",
     "blocks.{i}.ffn.down": f"{_LAYER}output.dense",
@@ -57,110 +66,93 @@ _PAIRS = {
 }
 
 
-def _table(kind: Kind) -> Table:
-    parts = ("weight", "bias")
-    pairs = {f"{ours}.{p}": Stored(f"{theirs}.{p}") for ours, theirs in (_PAIRS | _NORMS[kind]).items() for p in parts}
-    qkv = [f"{_LAYER}attention.self.{part}" for part in ("query", "key", "value")]
-    return {
-        "embed.tokens.weight": Stored("bert.embeddings.word_embeddings.weight"),
-        "embed.positions.weight": Stored("bert.embeddings.position_embeddings.weight"),
-        "embed.segments.weight": Stored("bert.embeddings.token_type_embeddings.weight"),
-        **{f"blocks.{{i}}.attention.qkv.{p}": SplitQKV(*(f"{name}.{p}" for name in qkv)) for p in parts},
-        **pairs,
-        "top.bias": Stored("cls.predictions.bias"),
-        "unembed.weight": Stored("cls.predictions.decoder.weight"),
+def _table(kind: Kind) -> MappingTable:
+    table: MappingTable = {
+        "embed.tokens.weight": ParamMapping("bert.embeddings.word_embeddings.weight"),
+        "embed.positions.weight": ParamMapping("bert.embeddings.position_embeddings.weight"),
+        "embed.segments.weight": ParamMapping("bert.embeddings.token_type_embeddings.weight"),
+        **weight_and_bias("blocks.{i}.attention.qkv", *_QKV, mapping=SplitQKV),
+        "top.bias": ParamMapping("cls.predictions.bias"),
+        "unembed.weight": ParamMapping("cls.predictions.decoder.weight"),
     }
+    for ours, theirs in (_LAYERS | _NORMS[kind]).items():
+        table |= weight_and_bias(ours, theirs)
+    return table
 
 
-SHAPE: dict[str, Any] = {
-    "causal": False,
-    "positions": "learned",
-    "norm": "layernorm",
-    "gated": False,
-    "qkv_bias": True,
-    "out_bias": True,
-    "ffn_bias": True,
-    "tied": True,
-}
-"""What all have in common."""
-POOLER = ("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head")
-"""Google's multilingual files have them for other kinds of pooler than ``pooler_type`` names."""
+_POOLER_SIZES = ("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head")
+"""In Google's multilingual files, for other pooler types than theirs."""
 
 
-def _from_hf(kind: Kind, stem: str) -> Callable[[Keys], ModelConfig]:
-    def read(keys: Keys) -> ModelConfig:
-        keys.must_be("position_embedding_type", "absolute", "only positions that are added are implemented")
-        keys.must_be("is_decoder", False, "only the encoder is implemented")
-        keys.must_be("add_cross_attention", False, "only the encoder is implemented")
-        keys.must_be("tie_word_embeddings", True, "BERT's output projection is its embedding")
-        keys.must_be("is_causal", False, "BERT sees both directions")
-        keys.must_be("directionality", "bidi", "BERT sees both directions")
-        keys.must_be("pooler_type", "first_token_transform", "only the first token's pooler is implemented")
-        for name in POOLER:
-            keys.take(name)
-        named = (keys.take("architectures") or [f"{stem}Model"])[0]
-        known: dict[str, TaskHead] = {stem + end: top for end, top in TOPS.items()}
-        if not isinstance(named, str) or named not in known:
-            raise keys.refuse("architectures", f"known classes are {', '.join(known)}")
-        top = known[named]
-        labels, outputs = keys.take("id2label"), keys.size("num_labels", 2, null=2)
-        if labels is not None and top == "classes":
-            outputs = len(labels)
-            keys.must_agree("num_labels", "id2label", outputs)
-        return ModelConfig(
-            family=kind,
-            vocab_size=keys.size("vocab_size"),
-            layers=keys.size("num_hidden_layers"),
-            width=keys.size("hidden_size"),
-            heads=keys.size("num_attention_heads"),
-            ffn_width=keys.size("intermediate_size"),
-            context=keys.size("max_position_embeddings", 512),
-            segments=keys.size("type_vocab_size", 2),
-            norm_eps=keys.number("layer_norm_eps", 1e-12),
-            norm_order="post" if kind == "bert" else "pre",
-            embed_norm=kind == "bert",
-            activation=activation_from_hf(keys, "hidden_act", "gelu"),
-            init_std=keys.number("initializer_range", 0.02),
-            top=top,
-            classes=outputs if top == "classes" else 0,
-            **SHAPE,
-        )
-
-    return read
-
-
-def _to_hf(stem: str) -> Callable[[ModelConfig], dict[str, Any]]:
-    def write(config: ModelConfig) -> dict[str, Any]:
-        end = next((end for end, top in TOPS.items() if top == config.top), "Model")
-        labels = {str(i): f"LABEL_{i}" for i in range(config.classes)}
-        return {
-            "architectures": [stem + end],
-            "vocab_size": config.vocab_size,
-            "num_hidden_layers": config.layers,
-            "hidden_size": config.width,
-            "num_attention_heads": config.heads,
-            "intermediate_size": config.ffn_width,
-            "max_position_embeddings": config.context,
-            "type_vocab_size": config.segments,
-            "layer_norm_eps": config.norm_eps,
-            "hidden_act": activation_to_hf(config.activation),
-            "initializer_range": config.init_std,
-            "tie_word_embeddings": True,
-        } | ({"id2label": labels, "label2id": {name: int(i) for i, name in labels.items()}} if labels else {})
-
-    return write
+def _from_hf(kind: Kind, stem: str, keys: ConfigKeys) -> ModelConfig:
+    keys.must_be("position_embedding_type", "absolute", "only absolute positions are implemented")
+    keys.must_be("is_decoder", False, "only the encoder is implemented")
+    keys.must_be("add_cross_attention", False, "only the encoder is implemented")
+    keys.must_be("tie_word_embeddings", True, "BERT ties its output projection to the embedding")
+    keys.must_be("is_causal", False, "BERT's attention is bidirectional")
+    keys.must_be("directionality", "bidi", "BERT's attention is bidirectional")
+    keys.must_be("pooler_type", "first_token_transform", "only the first token's pooler is implemented")
+    for name in _POOLER_SIZES:
+        keys.take(name)
+    architecture = (keys.take("architectures") or [f"{stem}Model"])[0]
+    tops: dict[str, Top] = {stem + end: top for end, top in TOPS.items()}
+    if not isinstance(architecture, str) or architecture not in tops:
+        raise keys.refuse("architectures", f"known classes are {', '.join(tops)}")
+    top = tops[architecture]
+    labels, outputs = keys.take("id2label"), keys.size("num_labels", 2, null=2)
+    if labels is not None and top == "classes":
+        outputs = len(labels)
+        keys.must_agree("num_labels", "id2label", outputs)
+    return ModelConfig(
+        family=kind,
+        **sizes_from_hf(keys),
+        context=keys.size("max_position_embeddings", 512),
+        segments=keys.size("type_vocab_size", 2),
+        norm_eps=keys.number("layer_norm_eps", 1e-12),
+        norm_order="post" if kind == "bert" else "pre",
+        embed_norm=kind == "bert",
+        activation=activation_from_hf(keys, "hidden_act", "gelu"),
+        init_std=keys.number("initializer_range", 0.02),
+        top=top,
+        classes=outputs if top == "classes" else 0,
+        causal=False,
+        positions="learned",
+        norm="layernorm",
+        gated=False,
+        qkv_bias=True,
+        out_bias=True,
+        ffn_bias=True,
+        tied=True,
+    )
 
 
-def _as_held(config: ModelConfig, names: Collection[str]) -> ModelConfig:
-    whole = {"bert.pooler.dense.weight", "cls.seq_relationship.weight"} <= set(names)
-    return config.replace(top="pretraining") if config.top == "masked" and whole else config
+def _to_hf(stem: str, config: ModelConfig) -> dict[str, Any]:
+    end = next((end for end, top in TOPS.items() if top == config.top), "Model")
+    labels = {str(i): f"LABEL_{i}" for i in range(config.classes)}
+    fields = {
+        "architectures": [stem + end],
+        "max_position_embeddings": config.context,
+        "type_vocab_size": config.segments,
+        "layer_norm_eps": config.norm_eps,
+        "hidden_act": activation_to_hf(config.activation),
+        "initializer_range": config.init_std,
+        "tie_word_embeddings": True,
+    }
+    if labels:
+        fields |= {"id2label": labels, "label2id": {name: int(i) for i, name in labels.items()}}
+    return sizes_to_hf(config) | fields
+
+
+def _config_for_tensors(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    pretraining = {"bert.pooler.dense.weight", "cls.seq_relationship.weight"} <= set(names)
+    return config.replace(top="pretraining") if config.top == "masked" and pretraining else config
 
 
 def _family(kind: Kind, stem: str) -> Family:
     return Family(
-        kind, f"{stem}Model", "bert.", _table(kind), _from_hf(kind, stem), _to_hf(stem),
-        r".*\.embeddings\.position_ids", copies=COPIES, as_held=_as_held,
-        renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
+        kind, f"{stem}Model", "bert.", _table(kind), partial(_from_hf, kind, stem), partial(_to_hf, stem),
+        r".*\.embeddings\.position_ids", duplicates=DUPLICATES, config_for_tensors=_config_for_tensors,
+        renamed_suffixes=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
     )  # fmt: skip
 
 

@@ -1,12 +1,12 @@
-"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437): latent attention; shared experts beside the routed ones.
+"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437): multi-head latent attention (MLA), and shared experts.
 
-    deepseek_v2   softmax scores, of which a token may use those of a few groups of experts (best expert of each)
-    deepseek_v3   sigmoid scores, chosen with a bias that balances the load (sum of a group's two best), divided by
+    deepseek_v2   softmax scores; a token may be limited to the experts of a few groups (by each group's best expert)
+    deepseek_v3   sigmoid scores, chosen with a load-balancing bias (by the sum of each group's two best) and divided by
                   their sum
 
-Their rotary pairs lie side by side, (0, 1), (2, 3), …; ours are half a width apart, so those rows of the projections
-change places on their way. V3's module that predicts a second token ahead (``num_nextn_predict_layers``, layer 61 of
-its files) is left out: no logit depends on it.
+Their RoPE pairs are adjacent, (0, 1), (2, 3), …; ours are half a width apart, so those rows of the projections are
+permuted. V3's module for multi-token prediction (``num_nextn_predict_layers``, layer 61 of its files) is not loaded: no
+logit depends on it.
 """
 
 from typing import Any, Literal
@@ -14,42 +14,46 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from colonnade.checkpoint.hf.experts import GATE, moe_from_hf, per_expert, shared, stacked
-from colonnade.checkpoint.hf.family import Family, Keys
-from colonnade.checkpoint.hf.llama import BUFFERS, common_from_hf, common_to_hf
-from colonnade.checkpoint.hf.llama import LLAMA_TABLE as LLAMA
-from colonnade.checkpoint.weight_mapping import Box, Source, Stored, Table
+from colonnade.checkpoint.hf.experts import (
+    ROUTER_WEIGHT,
+    moe_from_hf,
+    per_expert_table,
+    shared_experts_table,
+    stacked_table,
+)
+from colonnade.checkpoint.hf.family import ConfigKeys, Family
+from colonnade.checkpoint.hf.llama import BUFFERS, LLAMA_TABLE, common_from_hf, common_to_hf
+from colonnade.checkpoint.weight_mapping import Box, MappingTable, ParamMapping, TensorSource, weight_and_bias
 from colonnade.config import LatentConfig, ModelConfig
 from colonnade.config.model import Family as Kind
 
 
-class RotaryTail(Stored):
-    """Rows in groups (heads, or all of one) that end in rotary pairs, there side by side, here half a width apart."""
+class InterleavedRope(ParamMapping):
+    """Rows in groups (heads, or one group of all) that end in RoPE pairs, which are adjacent in their order."""
 
     def __init__(self, name: str, group: Literal["head", "compressed"]):
         super().__init__(name)
         self.group = group
 
-    def read(self, source: Source, box: Box, config: ModelConfig) -> Tensor:
-        """The groups that the box touches, their last rows in our order."""
-        (start, stop), size = box[0], self._size(config)
+    def read(self, source: TensorSource, box: Box, config: ModelConfig) -> Tensor:
+        """Reads the groups that the box touches, with the RoPE rows in our order."""
+        (start, stop), size = box[0], self._group_rows(config)
         first, last = start // size, -(-stop // size)
         rows = source.read(self.names[0], ((first * size, last * size), *box[1:]))
-        rope = _latent(config).rope_width
-        ours = self._paired(rows, config, (rope // 2, 2))
+        ours = self._transpose_pairs(rows, config, (_latent(config).rope_width // 2, 2))
         return ours[start - first * size : stop - first * size]
 
     def write(self, parameter: Tensor, config: ModelConfig) -> dict[str, Tensor]:
-        """One tensor, its pairs side by side."""
-        return {self.names[0]: self._paired(parameter, config, (2, _latent(config).rope_width // 2))}
+        """Converts to one tensor with adjacent pairs."""
+        return {self.names[0]: self._transpose_pairs(parameter, config, (2, _latent(config).rope_width // 2))}
 
-    def _paired(self, rows: Tensor, config: ModelConfig, pairs: tuple[int, int]) -> Tensor:
-        """The rows with the rotary ones of each group, laid as ``pairs``, in the other order."""
-        size = self._size(config)
-        plain, rotary = rows.unflatten(0, (-1, size)).split([size - _latent(config).rope_width, pairs[0] * pairs[1]], 1)
-        return torch.cat((plain, rotary.unflatten(1, pairs).transpose(1, 2).flatten(1, 2)), 1).flatten(0, 1)
+    def _transpose_pairs(self, rows: Tensor, config: ModelConfig, shape: tuple[int, int]) -> Tensor:
+        """Views the RoPE rows of each group as ``shape`` and transposes them."""
+        size, rope_width = self._group_rows(config), _latent(config).rope_width
+        plain, rope = rows.unflatten(0, (-1, size)).split([size - rope_width, rope_width], 1)
+        return torch.cat((plain, rope.unflatten(1, shape).transpose(1, 2).flatten(1, 2)), 1).flatten(0, 1)
 
-    def _size(self, config: ModelConfig) -> int:
+    def _group_rows(self, config: ModelConfig) -> int:
         return config.head_width if self.group == "head" else _latent(config).kv_rank + _latent(config).rope_width
 
 
@@ -60,33 +64,32 @@ def _latent(config: ModelConfig) -> LatentConfig:
 
 _ATTENTION, _MLP = "model.layers.{i}.self_attn.", "model.layers.{i}.mlp."
 _OURS = "blocks.{i}.attention."
-TABLE: Table = {
-    **{name: form for name, form in LLAMA.items() if ".qkv." not in name},
-    f"{_OURS}q.weight": RotaryTail(f"{_ATTENTION}q_proj.weight", "head"),
-    f"{_OURS}q_down.weight": Stored(f"{_ATTENTION}q_a_proj.weight"),
-    f"{_OURS}q_down.bias": Stored(f"{_ATTENTION}q_a_proj.bias"),
-    f"{_OURS}q_norm.weight": Stored(f"{_ATTENTION}q_a_layernorm.weight"),
-    f"{_OURS}q_up.weight": RotaryTail(f"{_ATTENTION}q_b_proj.weight", "head"),
-    f"{_OURS}kv_down.weight": RotaryTail(f"{_ATTENTION}kv_a_proj_with_mqa.weight", "compressed"),
-    f"{_OURS}kv_down.bias": RotaryTail(f"{_ATTENTION}kv_a_proj_with_mqa.bias", "compressed"),
-    f"{_OURS}kv_norm.weight": Stored(f"{_ATTENTION}kv_a_layernorm.weight"),
-    f"{_OURS}kv_up.weight": Stored(f"{_ATTENTION}kv_b_proj.weight"),
-    GATE: Stored(f"{_MLP}gate.weight"),
-    "blocks.{i}.ffn.router.bias_E": Stored(f"{_MLP}gate.e_score_correction_bias"),
-    **per_expert(f"{_MLP}experts"),
-    **shared(f"{_MLP}shared_experts"),
+TABLE: MappingTable = {
+    **{name: mapping for name, mapping in LLAMA_TABLE.items() if ".qkv." not in name},
+    f"{_OURS}q.weight": InterleavedRope(f"{_ATTENTION}q_proj.weight", "head"),
+    **weight_and_bias(f"{_OURS}q_down", f"{_ATTENTION}q_a_proj"),
+    f"{_OURS}q_norm.weight": ParamMapping(f"{_ATTENTION}q_a_layernorm.weight"),
+    f"{_OURS}q_up.weight": InterleavedRope(f"{_ATTENTION}q_b_proj.weight", "head"),
+    f"{_OURS}kv_down.weight": InterleavedRope(f"{_ATTENTION}kv_a_proj_with_mqa.weight", "compressed"),
+    f"{_OURS}kv_down.bias": InterleavedRope(f"{_ATTENTION}kv_a_proj_with_mqa.bias", "compressed"),
+    f"{_OURS}kv_norm.weight": ParamMapping(f"{_ATTENTION}kv_a_layernorm.weight"),
+    f"{_OURS}kv_up.weight": ParamMapping(f"{_ATTENTION}kv_b_proj.weight"),
+    ROUTER_WEIGHT: ParamMapping(f"{_MLP}gate.weight"),
+    "blocks.{i}.ffn.router.bias_E": ParamMapping(f"{_MLP}gate.e_score_correction_bias"),
+    **per_expert_table(f"{_MLP}experts"),
+    **shared_experts_table(f"{_MLP}shared_experts"),
 }
-MODULES: Table = stacked(f"{_MLP}experts")
-NO_EFFECT = ("auto_map", "ep_size", "seq_aux", "num_nextn_predict_layers", "num_mtp_layers")
+STACKED = stacked_table(f"{_MLP}experts")
+_IGNORED_KEYS = ("auto_map", "ep_size", "seq_aux", "num_nextn_predict_layers", "num_mtp_layers")
 """The authors' own code (transformers' classes compute the same), their expert parallelism, how their balance loss
-counts, and V3's second token ahead under both its names."""
-BIAS_RATE = 0.001
-"""V3's, for the first 14.3 of its 14.8 trillion tokens (section 4.2); a file does not say it."""
+counts, and V3's multi-token prediction under both its names."""
+V3_BIAS_RATE = 0.001
+"""For the first 14.3 of its 14.8 trillion tokens (section 4.2); it is not in config.json."""
 
 
-def _fields(keys: Keys, **defaults: Any) -> dict[str, Any]:
-    """What both have in common, experts excepted; ``defaults`` are those of :func:`common_from_hf`."""
-    for name in NO_EFFECT:
+def _fields(keys: ConfigKeys, **defaults: Any) -> dict[str, Any]:
+    """Reads the fields that both share, without experts; ``defaults`` are those of :func:`common_from_hf`."""
+    for name in _IGNORED_KEYS:
         keys.take(name)
     latent = LatentConfig(
         kv_rank=keys.size("kv_lora_rank", 512),
@@ -95,7 +98,7 @@ def _fields(keys: Keys, **defaults: Any) -> dict[str, Any]:
         v_width=keys.size("v_head_dim", 128),
     )
     head_width = keys.size("qk_nope_head_dim", 128) + latent.rope_width
-    # transformers takes 'head_dim' for the width of the rotary part.
+    # transformers uses 'head_dim' for the width of the RoPE part.
     keys.must_agree("head_dim", "qk_rope_head_dim", latent.rope_width)
     if keys.take("qk_head_dim", head_width) != head_width:
         why = f"'qk_nope_head_dim' and 'qk_rope_head_dim' add up to {head_width}; make them agree"
@@ -104,50 +107,49 @@ def _fields(keys: Keys, **defaults: Any) -> dict[str, Any]:
     if fields["kv_heads"] != fields["heads"]:
         raise keys.refuse(
             "num_key_value_heads",
-            f"each of the {fields['heads']} query heads ('num_attention_heads') has a key and a value head of its own",
+            f"each of the {fields['heads']} query heads ('num_attention_heads') needs its own key and value head",
         )
-    keys.must_be("rope_interleave", True, "only rotary pairs side by side are implemented, as the authors' files have")
+    keys.must_be("rope_interleave", True, "only adjacent RoPE pairs are implemented, as in the authors' files")
     keys.must_be("moe_layer_freq", 1, "only experts in every layer from the first one on are implemented")
     bias = keys.flag("attention_bias", False)
     fields |= {"head_width": head_width, "qkv_bias": bias, "out_bias": bias}
     return fields | {"latent": latent}
 
 
-def _moe(keys: Keys, experts: int, shared: int, width: int, first: int, **fields: Any) -> Any:
+def _moe(keys: ConfigKeys, experts: int, shared: int, width: int, first: int, **fields: Any) -> Any:
     width = keys.size("moe_intermediate_size", width)
     return moe_from_hf(
         keys,
         keys.size("n_routed_experts", experts),
         width,
         shared_width=width * keys.size("n_shared_experts", shared),
-        first=keys.size("first_k_dense_replace", first, least=0),
+        first=keys.size("first_k_dense_replace", first, minimum=0),
         **fields,
     )
 
 
-def _v2_from_hf(keys: Keys) -> ModelConfig:
+def _v2_from_hf(keys: ConfigKeys) -> ModelConfig:
     fields = _fields(keys, context=2048)
     keys.must_be("scoring_func", "softmax", "this family scores by softmax")
     keys.must_be("norm_topk_prob", False, "this family does not divide weights by their sum")
     method = keys.take("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise keys.refuse("topk_method", "known methods are greedy and group_limited_greedy")
-    groups, kept = keys.size("n_group", None), keys.size("topk_group", None)
-    limited = {}
+    groups, groups_kept = keys.size("n_group", None), keys.size("topk_group", None)
+    router: dict[str, Any] = {"scale": keys.number("routed_scaling_factor", 1.0)}
     if method != "greedy":
-        for name, number in (("n_group", groups), ("topk_group", kept)):
+        for name, number in (("n_group", groups), ("topk_group", groups_kept)):
             if number is None:
                 raise keys.refuse(name, f"'topk_method' ({method}) needs a number")
-        limited = {"groups": groups, "groups_kept": kept, "group_score": "max"}
-    router = {"scale": keys.number("routed_scaling_factor", 1.0)} | limited
-    # Its balance loss is Switch's (section 2.1.3, equation 23).
-    moe = _moe(keys, 64, 2, 1407, 0, normalise=False, router=router, balance="switch", weight="aux_loss_alpha")
+        router |= {"groups": groups, "groups_kept": groups_kept, "group_score": "max"}
+    # V2's balance loss is Switch's (section 2.1.3, equation 23).
+    moe = _moe(keys, 64, 2, 1407, 0, normalise=False, router=router, balance="switch", balance_key="aux_loss_alpha")
     if keys.flag("mlp_bias", False):
         raise keys.refuse("mlp_bias", "only experts and dense layers without biases are implemented for this family")
     return ModelConfig(family="deepseek_v2", **fields, moe=moe)
 
 
-def _v3_from_hf(keys: Keys) -> ModelConfig:
+def _v3_from_hf(keys: ConfigKeys) -> ModelConfig:
     fields = _fields(keys, context=4096, kv_heads=128)
     keys.must_be("scoring_func", "sigmoid", "this family scores by sigmoid")
     keys.must_be("topk_method", "noaux_tc", "this family chooses with a bias that balances the load")
@@ -158,7 +160,7 @@ def _v3_from_hf(keys: Keys) -> ModelConfig:
         "group_score": "top2",
         "scale": keys.number("routed_scaling_factor", 2.5),
     }
-    balance = {"bias_rate": BIAS_RATE, "balance": "none", "weight": "aux_loss_alpha"}
+    balance = {"bias_rate": V3_BIAS_RATE, "balance": "none", "balance_key": "aux_loss_alpha"}
     moe = _moe(keys, 256, 1, 2048, 3, normalise=keys.flag("norm_topk_prob", True), router=router, **balance)
     return ModelConfig(family="deepseek_v3", **fields, moe=moe)
 
@@ -199,14 +201,14 @@ def _v2_to_hf(config: ModelConfig) -> dict[str, Any]:
 def _v3_to_hf(config: ModelConfig) -> dict[str, Any]:
     router = config.moe.router if config.moe else None
     groups = {"n_group": router.groups, "topk_group": router.groups_kept} if router else {}
-    says = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
-    return _to_hf(config) | says | groups
+    scoring = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
+    return _to_hf(config) | scoring | groups
 
 
 def _family(kind: Kind, architecture: str, from_hf: Any, to_hf: Any) -> Family:
-    # V3's second token ahead; none of these models has more than 61 layers.
+    # Layer 61 is V3's multi-token prediction; none of these models has more than 61 layers.
     buffers = rf"{BUFFERS}|model\.layers\.61\..*"
-    return Family(kind, architecture, "model.", TABLE, from_hf, to_hf, buffers, experts=True, modules=MODULES)
+    return Family(kind, architecture, "model.", TABLE, from_hf, to_hf, buffers, stacked_table=STACKED)
 
 
 V2 = _family("deepseek_v2", "DeepseekV2ForCausalLM", _v2_from_hf, _v2_to_hf)

@@ -1,47 +1,45 @@
-"""Strict reading of a config.json: every key is read, checked, listed as harmless, or refused.
+"""The record of a model family, and strict reading of its config.json.
 
-Hugging Face's config classes ignore keys that they do not know, and so may run another model than the file describes.
-Here a key is either *taken* (it becomes a field of ours), *required to have* the one value that we implement, listed in
-:data:`HARMLESS` (it cannot change a logit), or the file is refused, whatever the key's value. ``null`` is a value too:
-it is accepted only where it has a meaning.
+Hugging Face's config classes ignore unknown keys, and so may run another model than the file describes. Here every key
+must be *taken* (it sets one of our fields), *required* to have the one value that we implement, listed in
+:data:`IGNORED_KEYS` (it cannot change a logit), or the file is refused, whatever the key's value. ``null`` is a value
+too: it is accepted only where it has a meaning. GGUF metadata is read with the same class.
 
-What a family is to us: its config.json both ways, and one table from our parameter names to theirs.
-
-The table writes ``{i}`` for the layer and lists every parameter that the family *can* have; the config says which it
-has. To add a family, write one small file beside ``llama.py`` with a :class:`Family` in it, and name it in
-``families.py``.
+A :class:`Family` converts config.json in both directions and maps our parameter names to theirs. Its table has ``{i}``
+for the layer and lists every parameter that the family *can* have; the config determines which a model has. To add a
+family, write a file beside ``llama.py`` with a :class:`Family`, and list it in ``families.py``.
 """
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from colonnade.checkpoint.weight_mapping import Table
+from colonnade.checkpoint.weight_mapping import MappingTable
 from colonnade.config import ModelConfig
 from colonnade.config.model import Activation
 from colonnade.errors import CheckpointError
 
-_GROUPS: dict[str, str] = {
-    "names, versions and number types: of the file, not of the function": """
+_IGNORED_BY_REASON: dict[str, str] = {
+    "names, versions and dtypes of the file": """
         architectures model_type name_or_path _name_or_path _commit_hash transformers_version is_llama_config
         dtype torch_dtype use_bfloat16 _pre_quantization_dtype tokenizer_class _from_auto _auto_class""",
-    "other implementations of the same function": """
+    "the choice among implementations with equal results": """
         attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
         _flash_attn_2_enabled _experts_implementation _experts_implementation_internal chunk_size_feed_forward
         gradient_checkpointing pretraining_tp torchscript tf_legacy_loss use_cache reorder_and_upcast_attn""",
     "what a call returns": """
         output_attentions _output_attentions output_hidden_states output_past output_scores return_dict
         return_dict_in_generate use_return_dict""",
-    "settings of training: ours belong to the run": """
+    "settings of training, which belong to our run config": """
         attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop classifier_dropout embd_pdrop
         hidden_dropout hidden_dropout_prob resid_pdrop output_router_logits""",
-    "a tokenizer's ids, and its limit, which no rotary position depends on": """
+    "a tokenizer's ids and length limit": """
         bos_token_id cls_token_id decoder_start_token_id eos_token_id pad_token_id sep_token_id unk_token_id prefix
         max_sequence_length model_max_length""",
-    "classification heads and tasks (BERT reads its labels itself)": """
+    "classification heads and tasks (bert.py reads the labels itself)": """
         finetuning_task id2label label2id num_labels _num_labels problem_type task_specific_params
         n_special predict_special_tokens""",
-    "a mark of decoders that BERT's classes alone read; GPT-2's second name of its context": """
+    "read only by BERT's classes; GPT-2's second name for its context length": """
         is_decoder n_ctx""",
     "defaults of generate()": """
         bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
@@ -49,98 +47,120 @@ _GROUPS: dict[str, str] = {
         no_repeat_ngram_size num_beam_groups num_beams num_return_sequences remove_invalid_values repetition_penalty
         suppress_tokens temperature top_k top_p typical_p""",
 }
-HARMLESS = frozenset(name for names in _GROUPS.values() for name in names.split())
-"""Keys that change no logit, whatever they say."""
-HARMLESS_PREFIXES = ("summary_", "unsloth", "transformers.js")
-"""GPT-2's pooling for a multiple-choice head, and marks of two tools."""
+IGNORED_KEYS = frozenset(name for names in _IGNORED_BY_REASON.values() for name in names.split())
+"""Keys that cannot change a logit."""
+IGNORED_PREFIXES = ("summary_", "unsloth", "transformers.js")
+"""Prefixes of such keys: GPT-2's pooling for a multiple-choice head, and marks of two tools."""
 
-ABSENT: dict[str, Any] = {
+UNSUPPORTED: dict[str, Any] = {
     "add_cross_attention": False, "cross_attention_hidden_size": None, "is_encoder_decoder": False,
     "tie_encoder_decoder": False, "pruned_heads": {}, "rope_interleaved": False, "sliding_window": None,
     "use_mrope": False, "use_sliding_window": False, "use_bidirectional_attention": False,
     "quantization_config": None,
 }  # fmt: skip
-"""Features that a family lacks unless it reads the key itself: only the value that says so is accepted."""
+"""Features that a family lacks unless it reads the key itself: only the value that switches them off is accepted."""
 
-_NOT_GIVEN: Any = object()
+_MISSING: Any = object()
 
 
-class Keys:
-    """The keys of one config.json; ``where`` names the file in messages.
+class StrictKeys:
+    """The keys of one file's metadata; :meth:`refuse_unknown` refuses the file when one was not taken.
 
-    Each reader takes a ``default`` for an absent key, and in ``null`` what an explicit null stands for; a null is
+    Each reader takes a ``default`` for an absent key, and in ``null`` the meaning of an explicit null; a null is
     refused where neither ``null`` nor a default of None is given.
     """
 
-    def __init__(self, raw: Mapping[str, Any], where: str):
-        self.raw, self.where = raw, where
+    ignored: Collection[str] = ()
+    """Keys that cannot change a logit."""
+    ignored_prefixes: tuple[str, ...] = ()
+    """Prefixes of such keys."""
+    unsupported: Mapping[str, Any] = {}
+    """Features that are not implemented, with the value that switches them off."""
+    remedy: str
+    """What to do about an unknown key."""
+
+    def __init__(self, raw: Mapping[str, Any], file: str, prefix: str = ""):
+        """``file`` and ``prefix`` (of all names) are for messages."""
+        self.raw, self.file, self._prefix = raw, file, prefix
         self._taken: set[str] = set()
 
-    def take(self, name: str, default: Any = None, *, null: Any = _NOT_GIVEN) -> Any:
-        """The value of a key of any type."""
+    def take(self, name: str, default: Any = None, *, null: Any = _MISSING) -> Any:
+        """Reads a value of any type."""
         self._taken.add(name)
         value = self.raw.get(name, default)
         if value is not None or default is None:
             return value
-        if null is _NOT_GIVEN:
-            raise self.refuse(name, "null says nothing; give a value, or remove the key for transformers' default")
+        if null is _MISSING:
+            raise self.refuse(name, "null has no meaning here; give a value, or remove the key to use the default")
         return null
 
-    def size(
-        self, name: str, default: int | None = _NOT_GIVEN, *, null: int | None = _NOT_GIVEN, least: int = 1
-    ) -> Any:
-        """A whole number from ``least`` on; required unless ``default`` is given."""
-        if default is _NOT_GIVEN and self.raw.get(name) is None:
-            raise CheckpointError(f"{self.where} lacks '{name}'; is it a model's config.json, whole?")
+    def size(self, name: str, default: int | None = _MISSING, *, null: int | None = _MISSING, minimum: int = 1) -> Any:
+        """Reads a whole number not below ``minimum``; required unless ``default`` is given."""
+        if default is _MISSING and self.raw.get(name) is None:
+            raise CheckpointError(
+                f"{self.file} lacks '{self._prefix}{name}'; it is incomplete, or does not describe a model"
+            )
         value = self.take(name, default, null=null)
-        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= minimum):
             return value
-        raise self.refuse(name, f"a {'positive whole number' if least else 'whole number from 0 on'} was expected")
+        raise self.refuse(name, f"a {'positive whole number' if minimum else 'whole number from 0 on'} was expected")
 
-    def number(self, name: str, default: float) -> float:
-        """A number."""
+    def number(self, name: str, default: float | None = None) -> float:
+        """Reads a number; required unless ``default`` is given."""
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refuse(name, "a number was expected")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Reads true or false."""
         value = self.take(name, default)
         if not isinstance(value, bool):
             raise self.refuse(name, "true or false was expected")
         return value
 
     def must_be(self, name: str, value: Any, why: str) -> None:
-        """Refuse the file when the key is there and says anything but ``value``."""
+        """Refuses the file when the key is present with another value than ``value``."""
         self._taken.add(name)
         if self.raw.get(name, value) != value:
             raise self.refuse(name, why)
 
     def must_agree(self, name: str, other: str, value: Any) -> None:
-        """Refuse the file when ``name`` is there and is not ``value``, which follows from the key ``other``."""
+        """Refuses the file when ``name`` is present and is not ``value``, which the key ``other`` implies."""
         self.must_be(
-            name, value, f"'{other}' ({_short(self.raw.get(other))}) asks for {_short(value)}; make them agree"
+            name, value, f"'{other}' ({_short(self.raw.get(other))}) requires {_short(value)}; make them agree"
         )
 
     def refuse(self, name: str, why: str) -> CheckpointError:
-        """The error that names the file, the key and its value."""
-        return CheckpointError(f"{self.where} sets {name!r} to {_short(self.raw.get(name))}: {why}")
+        """Returns an error that names the file, the key and its value."""
+        return CheckpointError(f"{self.file} sets {self._prefix + name!r} to {_short(self.raw.get(name))}: {why}")
 
-    def finish(self) -> None:
-        """Refuse the file when it holds a key that nothing has taken and that is not known to be harmless."""
+    def refuse_unknown(self) -> None:
+        """Refuses the file when it has a key that was not taken and is not ignored."""
         for name in self.raw:
-            if name in self._taken or name in HARMLESS or name.startswith(HARMLESS_PREFIXES):
+            if name in self._taken or name in self.ignored or name.startswith(self.ignored_prefixes):
                 continue
-            if name in ABSENT:
-                self.must_be(name, ABSENT[name], "this is not implemented for this family")
-                continue
-            why = (
-                "the model brings code of its own, which is not run; if transformers' own class"
-                if name == "auto_map"
-                else "Colonnade does not know this key; if the model without it"
+            if name in self.unsupported:
+                self.must_be(name, self.unsupported[name], "this is not implemented for this family")
+            else:
+                raise self.refuse(name, f"Colonnade does not know this key; {self.remedy}")
+
+
+class ConfigKeys(StrictKeys):
+    """The keys of one config.json."""
+
+    ignored, ignored_prefixes, unsupported = IGNORED_KEYS, IGNORED_PREFIXES, UNSUPPORTED
+    remedy = "if the model without it computes the same, remove the key and load again"
+
+    def refuse_unknown(self) -> None:
+        """As in :class:`StrictKeys`; explains that code in the folder (``auto_map``) is not run."""
+        if "auto_map" in self.raw and "auto_map" not in self._taken:
+            raise self.refuse(
+                "auto_map",
+                "the model comes with its own code, which is not run; if transformers' own class computes the same, "
+                "remove the key and load again",
             )
-            raise self.refuse(name, f"{why} computes the same, remove the key and load again")
+        super().refuse_unknown()
 
 
 def _short(value: Any) -> str:
@@ -156,46 +176,50 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-"""Hugging Face's names of activations to ours; the first of several is the one we write."""
+"""Hugging Face's names of activations to ours; of several names for one, the first is written."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One line of models, as Hugging Face stores it."""
+    """One model family, as Hugging Face stores it."""
 
     name: str
     """``model_type`` in config.json, and :attr:`ModelConfig.family`."""
     architecture: str
-    """The class, for ``architectures``, unless :attr:`to_hf` says another."""
+    """The class name in ``architectures``, unless :attr:`to_hf` sets another."""
     prefix: str
-    """What their base model's tensors begin with; files saved from the base model alone lack it."""
-    table: Table
-    """Our names to theirs."""
-    from_hf: Callable[[Keys], ModelConfig]
-    """Reads the keys of config.json."""
+    """The prefix of the base model's tensors; files saved from the base model alone lack it."""
+    table: MappingTable
+    """Our parameter names to theirs."""
+    from_hf: Callable[[ConfigKeys], ModelConfig]
+    """Converts config.json to our config."""
     to_hf: Callable[[ModelConfig], dict[str, Any]]
-    """Writes them (those of :func:`colonnade.checkpoint.hf.families.config_to_hf` excepted)."""
+    """Converts our config to theirs, without the keys that all families have."""
     buffers: str
-    """A regular expression for tensors that old files carry and that follow from the config."""
-    copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that a file may hold again under another name, to the original's."""
-    renamed: tuple[tuple[str, str], ...] = ()
-    """Ends of tensor names in old files, to what they are today."""
-    experts: bool = False
-    """Whether its models have experts, in some layers or all."""
-    modules: Table = field(default_factory=dict)
-    """Forms that take the place of :attr:`table`'s where a file holds tensors as transformers 5's classes do."""
-    as_held: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
-    """Corrects the config by the names of the tensors that the folder really holds."""
+    """A regular expression for tensors in old files that follow from the config."""
+    duplicates: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that may be stored again under another name, to the original."""
+    renamed_suffixes: tuple[tuple[str, str], ...] = ()
+    """Suffixes of tensor names in old files, to today's."""
+    stacked_table: MappingTable = field(default_factory=dict)
+    """For families with experts: replaces entries of :attr:`table` for files with stacked experts, the form of
+    transformers 5's modules."""
+    config_for_tensors: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
+    """Corrects the config by the names of the tensors that are in the folder."""
 
-    def table_of(self, names: Collection[str]) -> Table:
-        """Our names to theirs for a file of these tensors."""
-        plain = any(name.endswith("mlp.experts.down_proj") for name in names)
-        return {**self.table, **self.modules} if plain else self.table
+    @property
+    def moe(self) -> bool:
+        """Whether its models have experts, in some layers or all."""
+        return bool(self.stacked_table)
+
+    def table_for(self, names: Collection[str]) -> MappingTable:
+        """The mappings for a file with the tensors ``names``."""
+        stacked = any(name.endswith("mlp.experts.down_proj") for name in names)
+        return {**self.table, **self.stacked_table} if stacked else self.table
 
 
-def activation_from_hf(keys: Keys, key: str, default: str) -> Activation:
-    """Our name of their activation function."""
+def activation_from_hf(keys: ConfigKeys, key: str, default: str) -> Activation:
+    """Converts their name of an activation function to ours."""
     theirs = keys.take(key, default)
     if not isinstance(theirs, str) or theirs not in ACTIVATIONS:
         raise keys.refuse(key, f"known activations are {', '.join(ACTIVATIONS)}")
@@ -203,5 +227,25 @@ def activation_from_hf(keys: Keys, key: str, default: str) -> Activation:
 
 
 def activation_to_hf(ours: Activation) -> str:
-    """Their name of our activation function."""
+    """Converts our name of an activation function to theirs."""
     return next(theirs for theirs, name in ACTIVATIONS.items() if name == ours)
+
+
+SIZES = {
+    "vocab_size": "vocab_size",
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "ffn_width": "intermediate_size",
+}
+"""Our fields to theirs, for the sizes that every family but GPT-2 has under these names."""
+
+
+def sizes_from_hf(keys: ConfigKeys) -> dict[str, Any]:
+    """Reads :data:`SIZES`, which are required."""
+    return {ours: keys.size(theirs) for ours, theirs in SIZES.items()}
+
+
+def sizes_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Writes :data:`SIZES`."""
+    return {theirs: getattr(config, ours) for ours, theirs in SIZES.items()}

@@ -1,49 +1,32 @@
 """GPT-2 (Radford 2019): learned positions, LayerNorm, GELU, biases everywhere, tied embeddings.
 
 Its matrices are "Conv1D", stored (in, out), and its queries, keys and values are one tensor, ``c_attn``. The original
-file (``openai-community/gpt2``) lacks the prefix and carries each layer's causal mask as a tensor.
+file (``openai-community/gpt2``) lacks the prefix and stores each layer's causal mask as a tensor.
 """
 
 from typing import Any
 
-from colonnade.checkpoint.hf.family import Family, Keys, activation_from_hf, activation_to_hf
+from colonnade.checkpoint.hf.family import ConfigKeys, Family, activation_from_hf, activation_to_hf
 from colonnade.checkpoint.hf.llama import causal_to_hf
-from colonnade.checkpoint.weight_mapping import FusedQKV, Stored, Table
+from colonnade.checkpoint.weight_mapping import FusedQKV, MappingTable, ParamMapping, weight_and_bias
 from colonnade.config import ModelConfig
 
 _LAYER = "transformer.h.{i}."
-TABLE: Table = {
-    "embed.tokens.weight": Stored("transformer.wte.weight"),
-    "embed.positions.weight": Stored("transformer.wpe.weight"),
-    "blocks.{i}.norm1.weight": Stored(f"{_LAYER}ln_1.weight"),
-    "blocks.{i}.norm1.bias": Stored(f"{_LAYER}ln_1.bias"),
-    "blocks.{i}.attention.qkv.weight": FusedQKV(f"{_LAYER}attn.c_attn.weight", transposed=True),
-    "blocks.{i}.attention.qkv.bias": FusedQKV(f"{_LAYER}attn.c_attn.bias"),
-    "blocks.{i}.attention.out.weight": Stored(f"{_LAYER}attn.c_proj.weight", transposed=True),
-    "blocks.{i}.attention.out.bias": Stored(f"{_LAYER}attn.c_proj.bias"),
-    "blocks.{i}.norm2.weight": Stored(f"{_LAYER}ln_2.weight"),
-    "blocks.{i}.norm2.bias": Stored(f"{_LAYER}ln_2.bias"),
-    "blocks.{i}.ffn.up.weight": Stored(f"{_LAYER}mlp.c_fc.weight", transposed=True),
-    "blocks.{i}.ffn.up.bias": Stored(f"{_LAYER}mlp.c_fc.bias"),
-    "blocks.{i}.ffn.down.weight": Stored(f"{_LAYER}mlp.c_proj.weight", transposed=True),
-    "blocks.{i}.ffn.down.bias": Stored(f"{_LAYER}mlp.c_proj.bias"),
-    "norm.weight": Stored("transformer.ln_f.weight"),
-    "norm.bias": Stored("transformer.ln_f.bias"),
-    "unembed.weight": Stored("lm_head.weight"),
+TABLE: MappingTable = {
+    "embed.tokens.weight": ParamMapping("transformer.wte.weight"),
+    "embed.positions.weight": ParamMapping("transformer.wpe.weight"),
+    **weight_and_bias("blocks.{i}.norm1", f"{_LAYER}ln_1"),
+    **weight_and_bias("blocks.{i}.attention.qkv", f"{_LAYER}attn.c_attn", mapping=FusedQKV, transposed=True),
+    **weight_and_bias("blocks.{i}.attention.out", f"{_LAYER}attn.c_proj", transposed=True),
+    **weight_and_bias("blocks.{i}.norm2", f"{_LAYER}ln_2"),
+    **weight_and_bias("blocks.{i}.ffn.up", f"{_LAYER}mlp.c_fc", transposed=True),
+    **weight_and_bias("blocks.{i}.ffn.down", f"{_LAYER}mlp.c_proj", transposed=True),
+    **weight_and_bias("norm", "transformer.ln_f"),
+    "unembed.weight": ParamMapping("lm_head.weight"),
 }
 
-SHAPE: dict[str, Any] = {
-    "positions": "learned",
-    "norm": "layernorm",
-    "gated": False,
-    "qkv_bias": True,
-    "out_bias": True,
-    "ffn_bias": True,
-}
-"""What every GPT-2 has in common."""
 
-
-def _from_hf(keys: Keys) -> ModelConfig:
+def _from_hf(keys: ConfigKeys) -> ModelConfig:
     width = keys.size("n_embd")
     keys.must_be("scale_attn_weights", True, "scores without the factor 1/√H are not implemented")
     keys.must_be("scale_attn_by_inverse_layer_idx", False, "scores divided by the layer's number are not implemented")
@@ -61,7 +44,12 @@ def _from_hf(keys: Keys) -> ModelConfig:
         tied=keys.flag("tie_word_embeddings", True),
         init_std=keys.number("initializer_range", 0.02),
         causal=keys.flag("is_causal", True),
-        **SHAPE,
+        positions="learned",
+        norm="layernorm",
+        gated=False,
+        qkv_bias=True,
+        out_bias=True,
+        ffn_bias=True,
     )
 
 
@@ -80,4 +68,4 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
     } | causal_to_hf(config)
 
 
-FAMILY = Family("gpt2", "GPT2LMHeadModel", "transformer.", TABLE, _from_hf, _to_hf, r".*\.attn\.(bias|masked_bias)")
+GPT2 = Family("gpt2", "GPT2LMHeadModel", "transformer.", TABLE, _from_hf, _to_hf, r".*\.attn\.(bias|masked_bias)")

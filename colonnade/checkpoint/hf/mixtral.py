@@ -1,30 +1,40 @@
-"""Mixtral (Jiang 2024, arXiv 2401.04088): Mistral with experts in every layer, their two weights divided by their sum.
+"""Mixtral (Jiang 2024, arXiv 2401.04088) and OLMoE (Muennighoff 2024, arXiv 2409.02060): experts in every layer.
 
-Files of the Hub call the layer ``block_sparse_moe`` and an expert's matrices w1 (gate), w3 (up) and w2 (down).
+    mixtral    Mistral with 8 experts, 2 of them active, whose weights are divided by their sum
+    olmoe      64 small experts, 8 of them active; queries and keys are normalised over all heads together
 
-OLMoE (Muennighoff 2024, arXiv 2409.02060): experts in every layer, queries and keys normalised over all heads.
+Mixtral's files on the Hub call the layer ``block_sparse_moe`` and an expert's matrices w1 (gate), w3 (up), w2 (down).
 """
 
 from typing import Any
 
-from colonnade.checkpoint.hf.experts import GATE, balance_to_hf, moe_from_hf, per_expert, stacked
-from colonnade.checkpoint.hf.family import Family, Keys
-from colonnade.checkpoint.hf.llama import BUFFERS, common_from_hf, common_to_hf
-from colonnade.checkpoint.hf.llama import LLAMA_TABLE as LLAMA
-from colonnade.checkpoint.hf.qwen import QWEN3_TABLE as QWEN3
-from colonnade.checkpoint.weight_mapping import Stored, Table
+from colonnade.checkpoint.hf.experts import ROUTER_WEIGHT, balance_to_hf, moe_from_hf, per_expert_table, stacked_table
+from colonnade.checkpoint.hf.family import ConfigKeys
+from colonnade.checkpoint.hf.llama import LLAMA_TABLE, common_from_hf, common_to_hf, llama_like
+from colonnade.checkpoint.hf.qwen import QWEN3_TABLE
+from colonnade.checkpoint.weight_mapping import MappingTable, ParamMapping
 from colonnade.config import ModelConfig
 
-_MIXTRAL_LAYER = "model.layers.{i}."
-MIXTRAL_TABLE: Table = {
-    **LLAMA,
-    GATE: Stored(f"{_MIXTRAL_LAYER}block_sparse_moe.gate.weight"),
-    **per_expert(f"{_MIXTRAL_LAYER}block_sparse_moe.experts", ("w1", "w3", "w2")),
+_MLP, _SPARSE_MLP = "model.layers.{i}.mlp.", "model.layers.{i}.block_sparse_moe."
+MIXTRAL_TABLE: MappingTable = {
+    **LLAMA_TABLE,
+    ROUTER_WEIGHT: ParamMapping(f"{_SPARSE_MLP}gate.weight"),
+    **per_expert_table(f"{_SPARSE_MLP}experts", ("w1", "w3", "w2")),
 }
-MIXTRAL_MODULES: Table = {GATE: Stored(f"{_MIXTRAL_LAYER}mlp.gate.weight"), **stacked(f"{_MIXTRAL_LAYER}mlp.experts")}
+MIXTRAL_STACKED: MappingTable = {
+    ROUTER_WEIGHT: ParamMapping(f"{_MLP}gate.weight"),
+    **stacked_table(f"{_MLP}experts"),
+}
+OLMOE_TABLE: MappingTable = {
+    **QWEN3_TABLE,
+    ROUTER_WEIGHT: ParamMapping(f"{_MLP}gate.weight"),
+    **per_expert_table(f"{_MLP}experts"),
+}
+OLMOE_Z_WEIGHT = 0.001
+"""The authors' (section 4.1.7); it is not in config.json."""
 
 
-def _mixtral_from_hf(keys: Keys) -> ModelConfig:
+def _mixtral_from_hf(keys: ConfigKeys) -> ModelConfig:
     fields = common_from_hf(keys, context=131072, kv_heads=8, eps=1e-5, theta=1e6)
     window = keys.size("sliding_window", None)
     moe = moe_from_hf(keys, keys.size("num_local_experts", 8), fields["ffn_width"], normalise=True)
@@ -42,27 +52,10 @@ def _mixtral_to_hf(config: ModelConfig) -> dict[str, Any]:
     })  # fmt: skip
 
 
-MIXTRAL = Family(
-    "mixtral",
-    "MixtralForCausalLM",
-    "model.",
-    MIXTRAL_TABLE,
-    _mixtral_from_hf,
-    _mixtral_to_hf,
-    BUFFERS,
-    experts=True,
-    modules=MIXTRAL_MODULES,
-)
+MIXTRAL = llama_like("mixtral", "MixtralForCausalLM", MIXTRAL_TABLE, _mixtral_from_hf, _mixtral_to_hf, MIXTRAL_STACKED)
 
 
-_OLMOE_MLP = "model.layers.{i}.mlp."
-OLMOE_TABLE: Table = {**QWEN3, GATE: Stored(f"{_OLMOE_MLP}gate.weight"), **per_expert(f"{_OLMOE_MLP}experts")}
-OLMOE_MODULES: Table = stacked(f"{_OLMOE_MLP}experts")
-Z_WEIGHT = 0.001
-"""The authors' (section 4.1.7); a file does not say it."""
-
-
-def _olmoe_from_hf(keys: Keys) -> ModelConfig:
+def _olmoe_from_hf(keys: ConfigKeys) -> ModelConfig:
     fields = common_from_hf(keys, context=4096, eps=1e-5)
     if fields["head_width"] not in (0, fields["width"] // fields["heads"]):
         raise keys.refuse("head_dim", "this family's norms are as wide as the model; remove the key")
@@ -70,7 +63,7 @@ def _olmoe_from_hf(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
     experts, balance_weight = keys.size("num_experts", 64), keys.number("router_aux_loss_coef", 0.01)
     normalise = keys.flag("norm_topk_prob", False)
-    moe = moe_from_hf(keys, experts, fields["ffn_width"], normalise=normalise, z_weight=Z_WEIGHT)
+    moe = moe_from_hf(keys, experts, fields["ffn_width"], normalise=normalise, z_weight=OLMOE_Z_WEIGHT)
     moe = moe.replace(balance_weight=balance_weight)
     return ModelConfig(
         family="olmoe", **fields, qk_norm=True, qk_norm_over="all", qkv_clip=clip, qkv_bias=bias, out_bias=bias, moe=moe
@@ -89,14 +82,6 @@ def _olmoe_to_hf(config: ModelConfig) -> dict[str, Any]:
     })  # fmt: skip
 
 
-OLMOE = Family(
-    "olmoe",
-    "OlmoeForCausalLM",
-    "model.",
-    OLMOE_TABLE,
-    _olmoe_from_hf,
-    _olmoe_to_hf,
-    BUFFERS,
-    experts=True,
-    modules=OLMOE_MODULES,
+OLMOE = llama_like(
+    "olmoe", "OlmoeForCausalLM", OLMOE_TABLE, _olmoe_from_hf, _olmoe_to_hf, stacked_table(f"{_MLP}experts")
 )

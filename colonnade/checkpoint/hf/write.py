@@ -1,7 +1,8 @@
-"""Writing a Hugging Face folder from any layout: ``transformers`` loads it and computes the same.
+"""Writes a Hugging Face folder from any layout, which ``transformers`` loads with the same results.
 
-Parameters are joined over the ranks one at a time and turned into the family's tensors on the rank that writes, which
-holds one shard beside the model. The folder appears whole or not at all (:mod:`colonnade.checkpoint.atomic_folder`).
+Parameters are gathered over the ranks one at a time and converted to the family's tensors on the writing rank, which
+needs memory for one file beside the model. The folder is written atomically
+(:mod:`colonnade.checkpoint.atomic_folder`).
 """
 
 from collections.abc import Callable, Mapping
@@ -13,22 +14,22 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from colonnade.checkpoint import atomic_folder as folders
+from colonnade.checkpoint import atomic_folder
 from colonnade.checkpoint.hf.families import FAMILIES, config_to_hf
-from colonnade.checkpoint.hf.read import CONFIG, INDEX, SINGLE
-from colonnade.checkpoint.weight_mapping import Stored, stored_parameters
+from colonnade.checkpoint.hf.read import CONFIG, INDEX, WEIGHTS
+from colonnade.checkpoint.weight_mapping import ParamMapping, map_parameters
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
 from colonnade.model import Transformer
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of
 
-GENERATION = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 MESSAGE_BYTES = 2048
-"""Room for a failure's message on its way from the writing rank to the others."""
+"""The longest error message that the writing rank can broadcast."""
 
 
-class SavesItself(Protocol):
-    """A tokenizer, as far as this file must know one (:class:`colonnade.data.tokenizer.Tokenizer`)."""
+class TokenizerWithIds(Protocol):
+    """What this module needs of a tokenizer (:class:`colonnade.data.tokenizer.Tokenizer`)."""
 
     @property
     def bos_id(self) -> int | None:
@@ -37,11 +38,11 @@ class SavesItself(Protocol):
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The tokens that end one."""
+        """The tokens that end a text."""
         ...
 
     def save(self, folder: Path) -> Any:
-        """Write tokenizer.json and its companions into an existing folder."""
+        """Writes tokenizer.json and its other files into an existing folder."""
         ...
 
 
@@ -49,17 +50,16 @@ def write_hf(
     model: Transformer,
     path: Path | str,
     *,
-    tokenizer: SavesItself | None = None,
+    tokenizer: TokenizerWithIds | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
 ) -> None:
-    """Save ``model`` as the new folder ``path``; all ranks of the model's axes must call it together.
+    """Writes ``model`` as the new folder ``path``; all ranks of the model's axes must call it together.
 
-    ``dtype`` is the type on disk (by default the parameters' own); ``shard_bytes`` the largest file, unless a single
-    parameter is larger; ``overwrite`` replaces a model that is there. Raises :class:`CheckpointError`, on all ranks,
-    when the folder exists already or cannot be written, or when the family cannot express the model; nothing is left
-    behind then.
+    ``dtype`` is the dtype on disk (by default the parameters' own); ``shard_bytes`` the largest file, unless a single
+    parameter is larger; ``overwrite`` replaces an existing model. Raises :class:`CheckpointError`, on all ranks, when
+    the folder exists already or cannot be written, or when the family cannot express the model; no file is left then.
     """
     if shard_bytes < 1:
         raise ConfigError(f"shard_bytes {shard_bytes} is not positive; 5000000000 is usual")
@@ -67,12 +67,11 @@ def write_hf(
     dtype = dtype or next(model.parameters()).dtype
     shapes = model.whole_shapes()
     sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
-    family = FAMILIES[model.config.family]
-    forms = stored_parameters(list(sizes), family.table, str(path))
-    special = _special_ids(tokenizer)
+    mappings = map_parameters(list(sizes), FAMILIES[model.config.family].table, str(path))
+    special_ids = _special_ids(tokenizer)
     texts = {
-        CONFIG: config_to_hf(model.config) | special | {"dtype": str(dtype).removeprefix("torch.")},
-        GENERATION: special,
+        CONFIG: config_to_hf(model.config) | special_ids | {"dtype": str(dtype).removeprefix("torch.")},
+        GENERATION_CONFIG: special_ids,
     }
     shards = plan_shards(sizes, shard_bytes)
     if len(shards) > 1:
@@ -80,25 +79,27 @@ def write_hf(
             theirs: file
             for file, names in shards.items()
             for name in names
-            for theirs in forms[name].shapes(tuple(shapes[name]), model.config)
+            for theirs in mappings[name].shapes(tuple(shapes[name]), model.config)
         }
         texts[INDEX] = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
 
-    on_writer(model.axes, partial(folders.begin, path, overwrite))
+    run_on_writer(model.axes, partial(atomic_folder.create_partial, path, overwrite))
     try:
         for file, names in shards.items():
-            tensors = _shard(model, forms, names, dtype)
-            save = partial(folders.write_tensors, folders.partial(path) / file, tensors, {"format": "pt"})
-            on_writer(model.axes, save)
-        on_writer(model.axes, partial(_finish, path, texts, tokenizer))
+            tensors = _gather_shard(model, mappings, names, dtype)
+            save = partial(
+                atomic_folder.write_tensors, atomic_folder.partial_path(path) / file, tensors, {"format": "pt"}
+            )
+            run_on_writer(model.axes, save)
+        run_on_writer(model.axes, partial(_finish, path, texts, tokenizer))
     except CheckpointError:
-        if _writes(model.axes):
-            folders.discard(path)
+        if _is_writer(model.axes):
+            atomic_folder.remove_partial(path)
         raise
 
 
 def plan_shards(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
-    """File name to the parameters it holds, in the model's order; ``sizes`` are theirs in bytes."""
+    """File name to the parameters it contains, in the model's order; ``sizes`` are theirs in bytes."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -108,30 +109,32 @@ def plan_shards(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[st
         groups[-1].append(name)
         filled += size
     if len(groups) == 1:
-        return {SINGLE: groups[0]}
+        return {WEIGHTS: groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
 
 
 @torch.no_grad()
-def _shard(model: Transformer, forms: Mapping[str, Stored], names: list[str], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Their tensors of the parameters ``names``, on the rank that writes; {} on the others, which help to join."""
+def _gather_shard(
+    model: Transformer, mappings: Mapping[str, ParamMapping], names: list[str], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors of one file on the writing rank; {} on the others, which take part in the gathers."""
     shapes, layout, axes = model.whole_shapes(), layout_of(model), model.axes
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    local = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors: dict[str, Tensor] = {}
     for name in names:
-        parameter: Any = held[name]
-        if hasattr(parameter, "full_tensor"):  # FSDP's: first over the data ranks
+        parameter: Any = local[name]
+        if hasattr(parameter, "full_tensor"):  # FSDP: gather over the data ranks first
             parameter = parameter.full_tensor()
-        joined = joined_over(parameter, shapes[name], layout.get(name, WHOLE), axes)
-        if _writes(axes):
-            # A balancing bias moves in steps too small for 16 bits; transformers keeps it in float32 as well.
-            kind = torch.promote_types(dtype, torch.float32) if name.endswith("bias_E") else dtype
-            tensors |= forms[name].write(joined.to("cpu", kind), model.config)
+        whole = gather_parameter(parameter, shapes[name], layout.get(name, WHOLE), axes)
+        if _is_writer(axes):
+            # The updates of a balancing bias are too small for 16 bits; transformers keeps it in float32 as well.
+            on_disk = torch.promote_types(dtype, torch.float32) if name.endswith("bias_E") else dtype
+            tensors |= mappings[name].write(whole.to("cpu", on_disk), model.config)
     return tensors
 
 
-def joined_over(part: Tensor, shape: torch.Size, placement: Placement, axes: Axes) -> Tensor:
-    """The whole parameter of which each rank has its share."""
+def gather_parameter(part: Tensor, shape: torch.Size, placement: Placement, axes: Axes) -> Tensor:
+    """Gathers the whole parameter from the parts of all ranks."""
     if isinstance(placement, Experts):
         if placement.hidden is not None:
             part = axes.grid.sh.join(part, placement.hidden, shape[placement.hidden])
@@ -139,41 +142,41 @@ def joined_over(part: Tensor, shape: torch.Size, placement: Placement, axes: Axe
     return axes.tp.join(part, placement, shape[placement]) if isinstance(placement, int) else part
 
 
-def _finish(path: Path, texts: Mapping[str, Any], tokenizer: SavesItself | None) -> None:
-    place = folders.partial(path)
+def _finish(path: Path, texts: Mapping[str, Any], tokenizer: TokenizerWithIds | None) -> None:
+    folder = atomic_folder.partial_path(path)
     for file, values in texts.items():
-        folders.write_json(place / file, values)
+        atomic_folder.write_json(folder / file, values)
     if tokenizer is not None:
-        tokenizer.save(place)
-    for file in place.iterdir():
-        folders.flush(file)
-    folders.appear(path)
+        tokenizer.save(folder)
+    for file in folder.iterdir():
+        atomic_folder.fsync(file)
+    atomic_folder.rename_into_place(path)
 
 
-def _special_ids(tokenizer: SavesItself | None) -> dict[str, Any]:
-    """Said even when unknown: the classes of transformers have defaults of their own."""
-    ends = list(tokenizer.eos_ids) if tokenizer else []
+def _special_ids(tokenizer: TokenizerWithIds | None) -> dict[str, Any]:
+    """Written even when unknown, because the config classes of transformers have defaults of their own."""
+    eos_ids = list(tokenizer.eos_ids) if tokenizer else []
     return {
         "bos_token_id": tokenizer.bos_id if tokenizer else None,
-        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids or None,
     }
 
 
-def _writes(axes: Axes) -> bool:
+def _is_writer(axes: Axes) -> bool:
     return axes.tp.rank == 0 and axes.dp.rank == 0
 
 
-def on_writer(axes: Axes, action: Callable[[], Any]) -> None:
-    """Run ``action`` on one rank of the model's axes; when it fails there, all ranks raise the same error."""
+def run_on_writer(axes: Axes, action: Callable[[], Any]) -> None:
+    """Runs ``action`` on one rank of the model's axes; if it fails, all ranks raise the same error."""
     message = ""
-    if _writes(axes):
+    if _is_writer(axes):
         try:
             action()
         except (ColonnadeError, SafetensorError, OSError) as why:
             message = str(why) or type(why).__name__
-    sent = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+    buffer = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
     text = message.encode()[:MESSAGE_BYTES]
-    sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
-    axes.dp.broadcast_(axes.tp.broadcast_(sent))
-    if text := bytes(sent.tolist()).rstrip(b"\0").decode(errors="ignore"):
+    buffer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
+    axes.dp.broadcast_(axes.tp.broadcast_(buffer))
+    if text := bytes(buffer.tolist()).rstrip(b"\0").decode(errors="ignore"):
         raise CheckpointError(text)
