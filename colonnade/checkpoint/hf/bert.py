@@ -95,7 +95,7 @@ def _from_hf(kind: Kind, stem: str, keys: ConfigKeys) -> ModelConfig:
     for name in _POOLER_SIZES:
         keys.take(name)
     architecture = (keys.take("architectures") or [f"{stem}Model"])[0]
-    tops: dict[str, Top] = {stem + end: top for end, top in TOPS.items()}
+    tops: dict[str, TaskHead] = {stem + end: top for end, top in TOPS.items()}
     if not isinstance(architecture, str) or architecture not in tops:
         raise keys.refuse("architectures", f"known classes are {', '.join(tops)}")
     top = tops[architecture]
