@@ -50,7 +50,7 @@ from colonnade.parallel.launch import launch
 from colonnade.parallel.small_allreduce import with_small
 from colonnade.serve.batch_invariance import prepare
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
-from colonnade.serve.model_inputs import Drawn, Runner
+from colonnade.serve.model_runner import Drawn, Runner
 from colonnade.serve.sampling_params import Draw, SamplingParams
 from colonnade.serve.scheduler import Slice, Work
 from table import load

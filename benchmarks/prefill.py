@@ -23,7 +23,7 @@ from _rows import line
 from colonnade.config import ModelConfig
 from colonnade.config.presets import preset
 from colonnade.model import KVCache, Transformer
-from colonnade.serve.model_inputs import Runner
+from colonnade.serve.model_runner import Runner
 from colonnade.serve.sampling_params import Draw, SamplingParams
 from colonnade.serve.scheduler import Slice, Work
 

@@ -26,9 +26,11 @@ from colonnade.model import Transformer
 from colonnade.serve import work_broadcast
 from colonnade.serve.batch_invariance import prepare
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
-from colonnade.serve.engine_limits import build_cache, check_model, check_plan, limit_tokens
+from colonnade.serve.model_runner import build_cache, check_model
+from colonnade.serve.prompts import limit_tokens
+from colonnade.serve.resolve_config import check_plan
 from colonnade.serve.memory_estimate import spare_pages
-from colonnade.serve.model_inputs import Drawn, Runner
+from colonnade.serve.model_runner import Drawn, Runner
 from colonnade.serve.output import Completion, FinishReason, Output, Stats, Timing, not_finite
 from colonnade.serve.page_pool import PagePool
 from colonnade.serve.prompts import Prompt, checked, checked_each, several, token_ids

@@ -93,3 +93,23 @@ def checked_each(params: object, count: int) -> list[SamplingParams]:
     if len(each) != count:
         raise RequestError(f"{count} prompts but {len(each)} sampling params; give one for each, or one")
     return each
+
+
+def limit_tokens(ids: Sequence[int], params: SamplingParams, *, context: int, vocab_size: int, pool: PagePool) -> int:
+    """Tokens that a request with this prompt may generate; :class:`RequestError` when it cannot even start, or could
+    never end as it is told to.
+
+    Without ``max_tokens`` that is what the context and the cache hold, and at least 1: whether that fits into the
+    cache is checked, with the numbers, where pages are given out.
+    """
+    check_vocabulary(params.stop_token_ids, vocab_size, "stop_token_ids")
+    room, asked = context - len(ids), params.max_tokens
+    if room < (asked or 1):
+        total = f" and max_tokens {asked} make {len(ids) + asked}" if asked else ""
+        remedy = f"ask for at most {room}" if room > 0 else f"shorten the prompt to at most {context - 1}"
+        raise RequestError(
+            f"the prompt's {len(ids)} tokens{total}: too many for the model's context of {context}; {remedy}",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    return asked or max(1, min(room, pool.tokens + 1 - len(ids)))

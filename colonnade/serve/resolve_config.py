@@ -93,3 +93,21 @@ def resolve_config(serve: ServeConfig, site: Site) -> ServeConfig:
     page, budget = serve.page_tokens or (64 if on_gpu else 16), serve.token_budget or (2048 if on_gpu else 512)
     ahead = on_gpu if ahead is None else ahead
     return serve.but(page_tokens=page, token_budget=budget, run_ahead=ahead, fixed_steps=fixed)
+
+
+def check_plan(model: Transformer) -> None:
+    """Raise :class:`PlanError` for a layout that does not serve ``model``."""
+    axes = model.axes
+    if axes.dp.size > 1:
+        raise PlanError(
+            f"an engine lays its model over tp and cp ranks only, not over dp={axes.dp.size}; "
+            "use dp=1, and one server for each replica"
+        )
+    if axes.cp.size == 1:
+        return
+    if axes.sequence_parallel:
+        raise PlanError(
+            f"ranks that share a cache (cp={axes.cp.size}) all have all tokens; leave sequence_parallel off"
+        )
+    if not axes.alike:
+        raise PlanError(f"a model over cp={axes.cp.size} that serves is built with ground.axes.serving()")
