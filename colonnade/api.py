@@ -149,7 +149,7 @@ class Model:
         :class:`~colonnade.errors.RequestError` for a prompt that does not fit.
         """
         each = list(prompt) if (listed := is_list_of_prompts(prompt)) else [prompt]
-        found = self._ready.generate(each, SamplingParams.named(params))
+        found = self._ready.generate(each, SamplingParams.from_kwargs(params))
         said = [
             one.text if isinstance(asked, str) else list(one.token_ids) for asked, one in zip(each, found, strict=True)
         ]
@@ -165,7 +165,7 @@ class Model:
         A bad request is refused at once; leaving the loop early cancels the rest.
         """
         ids = self._conversation(prompt) if is_conversation(prompt) else prompt
-        reader = self._ready.stream(ids, SamplingParams.named(params))
+        reader = self._ready.stream(ids, SamplingParams.from_kwargs(params))
         if isinstance(prompt, str) or ids is not prompt:
             return (piece.text for piece in reader if piece.text)
         return (piece.token for piece in reader)
@@ -177,7 +177,7 @@ class Model:
         template, and for messages that it refuses.
         """
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        (answer,) = self._ready.generate([self._conversation(said)], SamplingParams.named(params))
+        (answer,) = self._ready.generate([self._conversation(said)], SamplingParams.from_kwargs(params))
         return answer.text
 
     def _conversation(self, messages: Sequence[Message]) -> list[int]:
@@ -250,7 +250,7 @@ def load(
     check_choice("device", where, Device)
     check_kind(weights, weight_group)
     plan = ground.plan if ground else plan or Plan()
-    found = find(path, plan, experts, weights, weight_group)
+    found = open_for_plan(path, plan, experts, weights, weight_group)
     exits = ExitStack()
     if ground is None:
         ground = _ground(plan, where, exits)
@@ -291,7 +291,7 @@ def _ground(plan: Plan, device: Device, exits: ExitStack) -> DistributedContext:
     return exits.enter_context(DistributedContext.build(plan, device))
 
 
-def find(
+def open_for_plan(
     path: str | Path,
     plan: Plan,
     experts: ExpertsConfig = AS_TRAINED,
@@ -308,10 +308,10 @@ def find(
         raise PlanError(f"a loaded model is laid over tp and cp ranks only, not over {plan}; load with these only")
     plan.check(found.config)
     check_weights(found.config, weights, weight_group, plan.tp, plan.sh)
-    return replace(found, config=_told(found, experts))
+    return replace(found, config=_with_expert_settings(found, experts))
 
 
-def _told(found: OpenedModel, experts: ExpertsConfig) -> ModelConfig:
+def _with_expert_settings(found: OpenedModel, experts: ExpertsConfig) -> ModelConfig:
     """The model whose experts do as they are told."""
     told = experts.of(found.config, found.tasks)
     if told.moe is not None and experts.active is not None:
@@ -332,7 +332,7 @@ def _load(
     layers = found.config.moe.layers_among(found.config.layers) if found.config.moe else 0
     resident = None if resident is None or resident >= layers else resident
     home = None if resident is None else torch.device("cpu")
-    kept = dtype_on(ground.device, dtype)
+    kept = resolve_dtype(ground.device, dtype)
     on = {"device": ground.device, "dtype": kept, "experts_on": home}
     memory = WeightMemory(found.config, kept, ground.device, ground.plan, resident, weights, group)
     problem = memory.problem(source)
@@ -360,7 +360,7 @@ def _named_dtype(dtype: DType | torch.dtype) -> DType:
     return cast(DType, name)
 
 
-def dtype_on(device: torch.device, dtype: DType) -> torch.dtype:
+def resolve_dtype(device: torch.device, dtype: DType) -> torch.dtype:
     """The type that ``dtype`` means on ``device``."""
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"

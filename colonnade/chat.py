@@ -21,13 +21,12 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch, place
 from colonnade.serve.batch_invariance import check_ranks
 from colonnade.serve.engine import Engine
-from colonnade.serve.engine_client import EngineClient
 from colonnade.serve.engine_process import engine_process
-from colonnade.serve.ipc import Ask
+from colonnade.serve.ipc import EngineClient, GenerationRequest
 from colonnade.serve.memory_advice import check_room
 from colonnade.serve.memory_estimate import Asked
 from colonnade.serve.sampling_params import SamplingParams
-from colonnade.serve.worker import Load, standing
+from colonnade.serve.worker import Load, open_context
 
 CONTINUATION_TOKENS = 256
 """Of a text that need not come to an end by itself."""
@@ -42,7 +41,7 @@ HELP = "\n".join([*(f"{name:8}{what}" for name, what in COMMANDS.items()), "Ctrl
 
 
 @dataclass(frozen=True)
-class Where:
+class ModelSpec:
     """Which model, laid out how, on what."""
 
     model: str
@@ -64,7 +63,7 @@ class Where:
 
     def find(self) -> OpenedModel:
         """The model, opened; that it can be laid out and served so, and what its experts are told, checked."""
-        found = api.find(self.model, self.plan, self.experts, self.serve.weights, self.serve.weight_group)
+        found = api.open_for_plan(self.model, self.plan, self.experts, self.serve.weights, self.serve.weight_group)
         check_task(found.config, found.tasks)
         self.serve.check(found.config)
         if self.serve.batch_invariant:
@@ -83,7 +82,7 @@ class Where:
         )  # fmt: skip
 
 
-def company(config: ModelConfig) -> str:
+def batching_note(config: ModelConfig) -> str:
     """What is to be said of experts who count tokens, as a server's step has those of several requests."""
     moe = config.moe
     if moe is not None and moe.router.kind == "expert_choice":
@@ -96,15 +95,15 @@ def company(config: ModelConfig) -> str:
     return ""
 
 
-def _say(note: str) -> None:
+def _print_note(note: str) -> None:
     """To the user, where there is anything, by the first of several processes."""
     if note and place()[0] == 0:
         print(note, file=sys.stderr, flush=True)
 
 
-def _load(where: Where, ground: DistributedContext) -> tuple[Transformer, Tokenizer]:
+def _load(where: ModelSpec, ground: DistributedContext) -> tuple[Transformer, Tokenizer]:
     """Called in each engine process; too little memory shows before anything is read."""
-    dtype = api.dtype_on(ground.device, where.dtype)
+    dtype = api.resolve_dtype(ground.device, where.dtype)
     config, plan = where.find().config, where.plan
     ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "sh": plan.sh}
     check_room(Asked(config, where.serve, dtype, ground.device, **ranks, resident=where.experts.resident))
@@ -112,16 +111,16 @@ def _load(where: Where, ground: DistributedContext) -> tuple[Transformer, Tokeni
     return model.transformer, model.tokenizer
 
 
-def generate(where: Where, prompt: str, params: SamplingParams) -> None:
+def generate(where: ModelSpec, prompt: str, params: SamplingParams) -> None:
     """Print the continuation of ``prompt``."""
-    _say(company(where.writer().config))
+    _print_note(batching_note(where.writer().config))
     launch(_generate, (where, prompt, params), where.plan)
 
 
-def _generate(where: Where, prompt: str, params: SamplingParams) -> None:
+def _generate(where: ModelSpec, prompt: str, params: SamplingParams) -> None:
     rank, _ = place()
     status = Console(stderr=True, highlight=False).status("loading the model")
-    with standing(where.plan, where.device) as ground:
+    with open_context(where.plan, where.device) as ground:
         with nullcontext() if rank else status:
             engine = Engine(*_load(where, ground), where.serve)
         if ground.rank:
@@ -138,7 +137,7 @@ def _generate(where: Where, prompt: str, params: SamplingParams) -> None:
             engine.stop()
 
 
-def chat(where: Where, system: str | None, params: SamplingParams) -> None:
+def chat(where: ModelSpec, system: str | None, params: SamplingParams) -> None:
     """Chat until /quit or the end of the input.
 
     The model runs where a server's would, in engine processes of its own, so that any plan can be talked to. Raises
@@ -151,7 +150,7 @@ def chat(where: Where, system: str | None, params: SamplingParams) -> None:
             f"{where.model} has no chat template, so that it cannot chat; continue a text: "
             f"colonnade generate {where.model} PROMPT"
         )
-    _say(company(found.config))
+    _print_note(batching_note(found.config))
     console = Console(stderr=True, highlight=False)
     opening: list[Mapping[str, str]] = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
@@ -197,7 +196,7 @@ def _turn(
     """The conversation with one more question and its answer; unchanged when it was refused."""
     asked, pieces = [*messages, {"role": "user", "content": said}], list[str]()
     try:
-        runner.run(_answer(engine, Ask(messages=asked, params=params), pieces))
+        runner.run(_answer(engine, GenerationRequest(messages=asked, params=params), pieces))
     except KeyboardInterrupt:
         pass  # the answer ends here, and what came of it counts
     except ColonnadeError as error:
@@ -209,7 +208,7 @@ def _turn(
     return [*asked, {"role": "assistant", "content": "".join(pieces)}]
 
 
-async def _answer(engine: EngineClient, ask: Ask, pieces: list[str]) -> None:
+async def _answer(engine: EngineClient, ask: GenerationRequest, pieces: list[str]) -> None:
     async for _, output in engine.run(ask):
         pieces.append(output.text)
         print(output.text, end="", flush=True)

@@ -61,8 +61,8 @@ def demo(folder: Path, port: int) -> None:
     summary = Trainer(run).fit()
     if summary.stopped:
         raise KeyboardInterrupt
-    _curve(run.folder / "metrics.jsonl")
-    _loads(run.folder)
+    _print_loss_curve(run.folder / "metrics.jsonl")
+    _print_expert_loads(run.folder)
     console.print(f"loss curve: {summary.picture}    checkpoint: {summary.checkpoint}")
 
     _title(3, "One checkpoint, any layout: saved by two processes, loaded by one")
@@ -143,7 +143,7 @@ def _title(number: int, text: str) -> None:
     console.print(Rule(f"[bold]{number}. {text}[/bold]", align="left"))
 
 
-def _curve(metrics: Path) -> None:
+def _print_loss_curve(metrics: Path) -> None:
     """The training loss as a line of bars."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     every = [row["loss"] for row in rows if "loss" in row]
@@ -155,7 +155,7 @@ def _curve(metrics: Path) -> None:
     console.print(f"loss {losses[0]:.2f} {bars} {losses[-1]:.2f}")
 
 
-def _loads(folder: Path) -> None:
+def _print_expert_loads(folder: Path) -> None:
     """Which share of the tokens each expert had at the end."""
     last = read_rows(folder, ROUTING)[-1]
     for layer, it in ((layer, it) for layer, it in last.items() if layer != "step"):

@@ -13,16 +13,16 @@ from colonnade.config.model import divisors
 from colonnade.errors import PlanError
 
 if TYPE_CHECKING:
-    from colonnade.chat import Where
+    from colonnade.chat import ModelSpec
 
-PLACES = "A checkpoint or run of ours, a Hugging Face folder, a GGUF file, a hub id"
-Model = Annotated[str, arg(metavar="MODEL", help=f"{PLACES}, smollm2, or minilm.")]
-Writer = Annotated[str, arg(metavar="MODEL", help=f"{PLACES}, or smollm2.")]
+MODEL_SOURCES = "A checkpoint or run of ours, a Hugging Face folder, a GGUF file, a hub id"
+Model = Annotated[str, arg(metavar="MODEL", help=f"{MODEL_SOURCES}, smollm2, or minilm.")]
+GenerativeModel = Annotated[str, arg(metavar="MODEL", help=f"{MODEL_SOURCES}, or smollm2.")]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 console = Console(stderr=True, highlight=False)
 
 
-class Log(Console):
+class LogConsole(Console):
     """A console whose reader may go: what nobody reads any more is no reason to end."""
 
     def on_broken_pipe(self) -> None:
@@ -33,7 +33,7 @@ class Log(Console):
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankArgs:
     """The parallel layout of a model that is not trained."""
 
     tp: int = 1
@@ -41,7 +41,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class ServingRanks(Ranks):
+class ServingRankArgs(RankArgs):
     """The parallel layout of a model that writes."""
 
     cp: int = 1
@@ -62,10 +62,10 @@ class ServingRanks(Ranks):
 
 
 @dataclass(frozen=True)
-class Placing:
+class PlacementArgs:
     """Where the model runs."""
 
-    plan: Ranks = Ranks()
+    plan: RankArgs = RankArgs()
     device: Device = "auto"
     """auto: a GPU for each rank if there are enough, otherwise the CPU."""
     dtype: DType = "auto"
@@ -73,27 +73,27 @@ class Placing:
     experts: ExpertsConfig = AS_TRAINED
     """Of a mixture of experts: what it does otherwise than in training."""
 
-    def where(self, model: str, serve: ServeConfig) -> "Where":
+    def where(self, model: str, serve: ServeConfig) -> "ModelSpec":
         """The same for :mod:`colonnade.chat`."""
         plan = Plan(**vars(self.plan))  # refused before torch is imported
-        from colonnade.chat import Where
+        from colonnade.chat import ModelSpec
 
-        return Where(model, plan, serve, self.device, self.dtype, self.experts)
+        return ModelSpec(model, plan, serve, self.device, self.dtype, self.experts)
 
 
 @dataclass(frozen=True)
-class ServingPlacing(Placing):
+class ServingPlacementArgs(PlacementArgs):
     """Where a model that writes runs."""
 
-    plan: ServingRanks = ServingRanks()
+    plan: ServingRankArgs = ServingRankArgs()
 
 
-def start_alone(verb: str) -> None:
+def refuse_torchrun(verb: str) -> None:
     """Refuse to run under torchrun; raises :class:`~colonnade.errors.PlanError`."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise PlanError(f"{verb} starts the processes of its plan itself; run it without torchrun")
 
 
-def speaks() -> bool:
+def is_main_process() -> bool:
     """Whether this process talks to the user: of those that torchrun started only the first does."""
     return os.environ.get("RANK", "0") == "0"

@@ -124,7 +124,7 @@ def _check_room(source: str, dtype: str, shard_bytes: int, upcycle: int, active:
     from colonnade.model.weight_memory import WeightMemory
     from colonnade.tune.upcycle import upcycled
 
-    read = written = WeightMemory(api.find(source, Plan()).config, getattr(torch, dtype), torch.device("cpu"))
+    read = written = WeightMemory(api.open_for_plan(source, Plan()).config, getattr(torch, dtype), torch.device("cpu"))
     beside = 0
     if upcycle:
         written = replace(read, config=upcycled(read.config, upcycle, active))

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from rich.console import Console
 from tyro.conf import Positional, arg
 
-from colonnade.cli.common import Model, Placing, console, speaks, start_alone
+from colonnade.cli.common import Model, PlacementArgs, console, is_main_process, refuse_torchrun
 from colonnade.config import ModelConfig, Plan, ServeConfig, count
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
-    from colonnade.chat import Where
+    from colonnade.chat import ModelSpec
 
 
-MOST_WORLD = 64
+MAX_WORLD = 64
 """Processes of one machine; plans of more take long to list."""
-TELL_S = 10.0
+PROGRESS_INTERVAL_S = 10.0
 """Where there is no terminal: time between two lines of progress, at least [s]."""
 
 
@@ -31,7 +31,7 @@ def evaluate(
     context: int | None = None,
     stride: int | None = None,
     routing: bool = False,
-    placing: Annotated[Placing, arg(name="")] = Placing(),
+    placing: Annotated[PlacementArgs, arg(name="")] = PlacementArgs(),
 ) -> None:
     """Print a model's perplexity on a text.
 
@@ -53,14 +53,14 @@ def evaluate(
         result = _routing(where, content, context, stride)
     else:
         result = launch(_score, (where, content, context, stride), where.plan)
-    if speaks():
+    if is_main_process():
         print(
             f"perplexity {result.perplexity:.3f} on {name} "
             f"({result.tokens:,} tokens, {result.nll / result.tokens:.4f} nats a token)"
         )
 
 
-def _score(where: "Where", text: str, context: int | None, stride: int | None) -> Any:
+def _score(where: "ModelSpec", text: str, context: int | None, stride: int | None) -> Any:
     with where.open() as loaded:
         if loaded.ground.rank:
             return loaded.score(text, context=context, stride=stride)
@@ -71,14 +71,14 @@ def _score(where: "Where", text: str, context: int | None, stride: int | None) -
                 nonlocal told_s
                 so_far = f"scoring: {done} of {count(total, 'window')}"
                 status.update(so_far)
-                if not console.is_terminal and (now_s := time.monotonic()) - told_s >= TELL_S:
+                if not console.is_terminal and (now_s := time.monotonic()) - told_s >= PROGRESS_INTERVAL_S:
                     console.print(so_far)
                     told_s = now_s
 
             return loaded.score(text, context=context, stride=stride, progress=progress)
 
 
-def _routing(where: "Where", text: str, context: int | None, stride: int | None) -> Any:
+def _routing(where: "ModelSpec", text: str, context: int | None, stride: int | None) -> Any:
     from colonnade.look import routing
 
     if stride not in (None, context):
@@ -121,15 +121,15 @@ def verify(
         device: cpu, or cuda: a GPU for each process, still in float64.
         out: JSON file for the results.
     """
-    start_alone("verify")
+    refuse_torchrun("verify")
     from colonnade import verify as it
     from colonnade.parallel.pipeline import knows
     from colonnade.verify import report
 
     if out.suffix not in ("", ".json"):
         raise ConfigError(f"--out {out} names a {out.suffix} file, and the results are JSON; end it in .json")
-    if not 1 <= world <= MOST_WORLD:
-        raise ConfigError(f"--world {world} is not from 1 to {MOST_WORLD}; 2, 4 and 8 are usual")
+    if not 1 <= world <= MAX_WORLD:
+        raise ConfigError(f"--world {world} is not from 1 to {MAX_WORLD}; 2, 4 and 8 are usual")
     whole = _config_of(model)
     plans = it.all_plans(world, it.shrink(whole, 2 * world))
     config = it.shrink(whole, 1 + max(plan.all_stages for plan in plans))
@@ -155,7 +155,7 @@ def _config_of(model: str) -> ModelConfig:
     from colonnade import api
 
     try:
-        return api.find(model, Plan()).config
+        return api.open_for_plan(model, Plan()).config
     except CheckpointError as error:
         if meant := difflib.get_close_matches(model, PRESETS):
             raise CheckpointError(f"{error}; and there are the presets {', '.join(meant)}") from None

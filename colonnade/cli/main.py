@@ -61,19 +61,19 @@ def parse(argv: list[str]) -> Callable[[], None]:
     options = {"use_underscores": True, "config": (tyro.conf.AvoidSubcommands,)}
     if name in VERBS:
         verb = train_with_defaults(words) if name == "train" else VERBS[name]
-        return tyro.cli(_later(verb), prog=f"colonnade {name}", args=words, **options)
+        return tyro.cli(_deferred(verb), prog=f"colonnade {name}", args=words, **options)
     if not name.startswith("-"):
         console.print(
             f"colonnade has no verb '{name}'{nearest(name, [*VERBS, 'help'])} (see colonnade help)", soft_wrap=True
         )
         sys.exit(2)
-    verbs = {each: _later(verb) for each, verb in VERBS.items()}
+    verbs = {each: _deferred(verb) for each, verb in VERBS.items()}
     return tyro.extras.subcommand_cli_from_dict(
         verbs, prog="colonnade", description=ABOUT, args=[name], sort_subcommands=False, **options
     )
 
 
-def _later(verb: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+def _deferred(verb: Callable[..., None]) -> Callable[..., Callable[[], None]]:
     """``verb`` for tyro, which calls what it parsed: gives back the call instead."""
 
     @functools.wraps(verb)
@@ -83,7 +83,7 @@ def _later(verb: Callable[..., None]) -> Callable[..., Callable[[], None]]:
     return bound
 
 
-def _plugins(argv: list[str]) -> list[str]:
+def _pop_imports(argv: list[str]) -> list[str]:
     """Take each ``--import MODULE`` out of ``argv``; the modules."""
     found: list[str] = []
     while at := next((i for i, word in enumerate(argv, 1) if word.partition("=")[0] == "--import"), 0):
@@ -96,7 +96,7 @@ def _plugins(argv: list[str]) -> list[str]:
     return found
 
 
-def _as_typed(message: str, argv: list[str]) -> str:
+def _with_flag_names(message: str, argv: list[str]) -> str:
     """``message`` with fields by the flags that set them: ``--train.steps is 0`` in the place of ``TrainConfig.steps``.
 
     What no flag set came from a file, and is left as the file has it.
@@ -119,13 +119,13 @@ def main(argv: list[str] | None = None) -> None:
         print(f"colonnade {version('colonnade')}")
         return
     try:
-        for plugin in _plugins(argv):
+        for plugin in _pop_imports(argv):
             load_plugin(plugin)
         parse(argv)()
     except ColonnadeError as error:
         if debug:
             raise
-        kind, said = f"{type(error).__name__}: ", _as_typed(str(error), argv)
+        kind, said = f"{type(error).__name__}: ", _with_flag_names(str(error), argv)
         if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun ends its own account with
             Path(report).write_text(json.dumps({"message": f"{kind}{said}", "timestamp": time.time()}))
         console.print(Text.assemble((kind, "bold red"), said), soft_wrap=True)

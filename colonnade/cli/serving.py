@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from colonnade.cli.common import Log, ServingPlacing, Writer, speaks, start_alone
+from colonnade.cli.common import GenerativeModel, LogConsole, ServingPlacementArgs, is_main_process, refuse_torchrun
 from colonnade.config import Cache as CacheKind
 from colonnade.config import ServeConfig, WeightGroup, Weights
 from colonnade.errors import ConfigError, RequestError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingArgs:
     """How tokens are chosen."""
 
     max_tokens: int | None = None
@@ -47,7 +47,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Cache:
+class CacheArgs:
     """Room for the keys and values of one text, and for the weights."""
 
     weights: Weights = "stored"
@@ -77,11 +77,11 @@ class Cache:
 
 
 def generate(
-    model: Positional[Writer],
+    model: Positional[GenerativeModel],
     prompt: Annotated[Positional[str], arg(metavar="PROMPT")],
-    sampling: Annotated[Sampling, arg(name="")] = Sampling(),
-    placing: Annotated[ServingPlacing, arg(name="")] = ServingPlacing(),
-    serve: Cache = Cache(),
+    sampling: Annotated[SamplingArgs, arg(name="")] = SamplingArgs(),
+    placing: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
+    serve: CacheArgs = CacheArgs(),
 ) -> None:
     """Continue a text, as it is generated.
 
@@ -95,10 +95,10 @@ def generate(
     params, where = sampling.params(), placing.where(model, serve.limits)
     from colonnade import chat as talk
 
-    talk.generate(where, _read() if prompt == "-" and speaks() else prompt, params)
+    talk.generate(where, _read_stdin() if prompt == "-" and is_main_process() else prompt, params)
 
 
-def _read() -> str:
+def _read_stdin() -> str:
     try:
         return sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -106,11 +106,11 @@ def _read() -> str:
 
 
 def chat(
-    model: Positional[Writer],
+    model: Positional[GenerativeModel],
     system: str | None = None,
-    sampling: Annotated[Sampling, arg(name="")] = Sampling(),
-    placing: Annotated[ServingPlacing, arg(name="")] = ServingPlacing(),
-    serve: Cache = Cache(),
+    sampling: Annotated[SamplingArgs, arg(name="")] = SamplingArgs(),
+    placing: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
+    serve: CacheArgs = CacheArgs(),
 ) -> None:
     """Chat with an instruction-tuned model on the terminal.
 
@@ -121,7 +121,7 @@ def chat(
         placing: Where the model runs.
         serve: Room for the text's keys and values.
     """
-    start_alone("chat")
+    refuse_torchrun("chat")
     params, where = sampling.params(), placing.where(model, serve.limits)
     from colonnade import chat as talk
 
@@ -129,9 +129,9 @@ def chat(
 
 
 def serve(
-    model: Positional[Writer],
+    model: Positional[GenerativeModel],
     serve: ServeConfig = ServeConfig(),
-    placing: Annotated[ServingPlacing, arg(name="")] = ServingPlacing(),
+    placing: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does: /v1/completions, /v1/chat/completions, /v1/models.
 
@@ -140,9 +140,9 @@ def serve(
         serve: Address and limits.
         placing: Where the model runs.
     """
-    start_alone("serve")
+    refuse_torchrun("serve")
     where = placing.where(model, serve)
-    from colonnade.chat import company
+    from colonnade.chat import batching_note
 
     found = where.writer()
     try:
@@ -150,7 +150,7 @@ def serve(
     except ImportError as error:
         raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
 
-    announce = partial(Log(stderr=True, highlight=False).print, soft_wrap=True, markup=False)
-    if note := company(found.config):
+    announce = partial(LogConsole(stderr=True, highlight=False).print, soft_wrap=True, markup=False)
+    if note := batching_note(found.config):
         announce(note)
     run(where.loading(found), where.plan, serve, name=Path(model).name, device=placing.device, announce=announce)

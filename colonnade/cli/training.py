@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import arg
 
-from colonnade.cli.common import console, speaks, start_alone
+from colonnade.cli.common import console, is_main_process, refuse_torchrun
 from colonnade.config import ModelConfig, RunConfig, nearest, size
 from colonnade.config.derive import derive, followed, replaced
 from colonnade.config.presets import PRESETS, preset
@@ -28,7 +28,7 @@ def demo(folder: Path = Path("runs/demo"), port: int = 0) -> None:
         folder: Where the demo keeps its corpus and its run; made anew.
         port: TCP port of the server; 0 takes a free one.
     """
-    start_alone("demo")
+    refuse_torchrun("demo")
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"--port {port} is not from 0 to 65535; 0 takes a free one")
     from colonnade.demo import demo as run
@@ -102,7 +102,7 @@ def _train(args: TrainArgs, follows: Callable[[RunConfig], str] = lambda _: "") 
         made = (run.data.path / "manifest.json").is_file()
         if made:
             check_data(run)
-        if speaks():
+        if is_main_process():
             if not made:
                 console.print(f"{run.data.path} is no corpus yet: the vocabulary is the model's own", soft_wrap=True)
             _show(run, follows(run))
@@ -113,11 +113,11 @@ def _train(args: TrainArgs, follows: Callable[[RunConfig], str] = lambda _: "") 
     if run.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS picks its algorithms freely
     trainer = Trainer(run)
-    if speaks():
+    if is_main_process():
         _show(run, follows(run))
     summary = trainer.fit()
     if summary.stopped:
-        if speaks():
+        if is_main_process():
             how = f"stopped by {summary.stopped}; the same command goes on from {summary.checkpoint}"
             console.print(how, soft_wrap=True)
         sys.exit(128 + signal.Signals[summary.stopped])

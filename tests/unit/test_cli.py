@@ -167,7 +167,7 @@ def test_a_plan_is_checked_before_any_process_starts(
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("colonnade.parallel.launch.elastic_launch", started)
-    monkeypatch.setattr("colonnade.serve.engine_process._start", started)
+    monkeypatch.setattr("colonnade.serve.engine_process._spawn", started)
     for place in (model, hf):
         said = refused(capsys, verb[0], place, *verb[1:], "--plan.tp", "4")
         assert said == "PlanError: 2 key/value heads do not divide over tp=4; use tp of 1 or 2"
@@ -177,9 +177,9 @@ def test_a_plan_is_checked_before_any_process_starts(
 def test_batch_invariance_over_ranks_is_refused_before_any_process_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path, axis: str
 ) -> None:
-    monkeypatch.setattr("colonnade.serve.engine_process._start", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr("colonnade.serve.engine_process._spawn", lambda *_: pytest.fail("a process was started"))
     said = refused(capsys, "serve", model, "--serve.port", "0", "--serve.batch_invariant", f"--plan.{axis}", "2")
-    assert f"serve.batch_invariant is for one rank, and this model lies on {axis}=2" in said
+    assert f"serve.batch_invariant is for one rank, and this model is on {axis}=2" in said
 
 
 @pytest.mark.parametrize("verb", [["generate", "hi"], ["eval"], ["chat"], ["serve"]], ids=lambda v: v[0])
@@ -516,7 +516,7 @@ def test_eval_tells_how_far_it_is(
     main(words)
     (once,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"scoring: 0 of \d+ windows", once)
-    monkeypatch.setattr("colonnade.cli.evaluation.TELL_S", 0)
+    monkeypatch.setattr("colonnade.cli.evaluation.PROGRESS_INTERVAL_S", 0)
     main(words)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 1 and lines[0] == once
@@ -710,7 +710,7 @@ for verb in (["generate", "smollm2", "hi"], ["chat", "smollm2"]):
 def test_an_encoder_is_not_offered_to_write_and_refused_before_any_process_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("colonnade.serve.engine_process._start", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr("colonnade.serve.engine_process._spawn", lambda *_: pytest.fail("a process was started"))
     config = ModelConfig(
         family="bert", causal=False, vocab_size=300, layers=1, width=8, heads=2, ffn_width=8, context=16,
         norm="layernorm", positions="learned", segments=2, gated=False, activation="gelu", top="encoder", tied=True,

@@ -170,7 +170,9 @@ def test_what_cannot_be_is_refused() -> None:
         check_quantised(moe, "int4", 32, 1, sh=4)
     with pytest.raises(PlanError, match=r"tp=2 leaves a rank 32 of moe.shared_width 64"):
         check_quantised(moe.but(heads=16, head_width=16, moe=moe.moe.but(shared_width=64)), "int4", 64, 2)
-    with pytest.raises(ConfigError, match=r"serve.weights is int4, and this model's are stored.*load it with weights"):
+    with pytest.raises(
+        ConfigError, match=r"serve.weights is int4, and this model's weights are stored.*load it with weights"
+    ):
         Engine(tiny.model(), tiny.tokenizer(), ServeConfig(weights="int4"))
     with pytest.raises(ConfigError):
         ServeConfig(weights="int5")

@@ -180,7 +180,7 @@ def test_what_is_offered_depends_on_the_model() -> None:
 def test_a_server_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     whole = api.Model(tiny.model(dtype=torch.float32), tiny.tokenizer(), DistributedContext.solo(CPU), "tiny")
     api.save(whole, tmp_path / "m")
-    where = chat.Where(str(tmp_path / "m"), Plan(), ServeConfig(memory_bytes=100_000), "cpu", "float32")
+    where = chat.ModelSpec(str(tmp_path / "m"), Plan(), ServeConfig(memory_bytes=100_000), "cpu", "float32")
     load = where.loading(where.writer())
     for file in (tmp_path / "m").glob("weights-*"):
         file.write_bytes(bytes(file.stat().st_size))  # nobody looks at them
