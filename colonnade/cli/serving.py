@@ -1,6 +1,6 @@
-"""Verbs that let a model write: ``generate``, ``chat`` and ``serve``.
+"""The verbs that generate text: ``generate``, ``chat`` and ``serve``.
 
-What is wrong with the words themselves is said before anything that takes seconds is imported.
+The flags are validated before anything is imported that takes seconds.
 """
 
 import sys
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingArgs:
-    """How tokens are chosen."""
+    """How tokens are sampled."""
 
     max_tokens: int | None = None
-    """Tokens to generate, at most; by default an answer may fill the context, and a continuation has 256."""
+    """Tokens to generate, at most; by default 256 for generate, and up to the end of the context for chat."""
     temperature: float = 0.8
-    """Divides the logits; 0 always takes the likeliest token."""
+    """Divides the logits; 0 always takes the most probable token."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Keep the k most probable tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of likeliest tokens whose probabilities sum to p."""
+    """Keep the smallest set of most probable tokens whose probabilities sum to at least p."""
     min_p: float = 0.0
-    """Keep tokens at least this many times as probable as the likeliest."""
+    """Keep tokens at least this many times as probable as the most probable one."""
     seed: int | None = None
     """The same seed gives the same text."""
     stop: tuple[str, ...] = ()
     """Strings that end the text."""
 
     def params(self) -> "SamplingParams":
-        """The same for the engine, checked."""
+        """Validate them."""
         from colonnade.serve.sampling_params import SamplingParams
 
         return SamplingParams(**vars(self))
@@ -48,31 +48,31 @@ class SamplingArgs:
 
 @dataclass(frozen=True)
 class CacheArgs:
-    """Room for the keys and values of one text, and for the weights."""
+    """The engine's memory, for one request at a time."""
 
     weights: Weights = "stored"
-    """As the dtype says, or quantised while they are read (int8, int4, float8)."""
+    """Weights in the dtype (stored), or quantised while they are read (int8, int4, float8)."""
     weight_group: WeightGroup = 64
-    """Inputs that share a scale of int4."""
+    """Inputs that share a scale (int4)."""
     cache: CacheKind = "stored"
-    """Keys and values as the dtype says, or in 8 bits: float8, or of latents (DeepSeek's attention) int8 too."""
+    """Keys and values in the dtype (stored), or in 8 bits: float8, for latent attention (DeepSeek) also int8."""
     page_tokens: int | None = None
     """Tokens in one page of the cache; None: 16, on a GPU 64."""
     pages: int | None = None
-    """Pages in the pool; None takes cache_bytes."""
+    """Pages of the cache; None: as many as fit into cache_bytes."""
     cache_bytes: int = 1 << 28
-    """Memory for the key/value cache of one rank, at most [bytes], when pages is not given."""
+    """Memory for the key/value cache of one rank, at most, unless pages is given [bytes]."""
     memory_bytes: int | None = None
-    """What weights, cache, graphs and activations of one rank may take together [bytes], beside what Python and torch
-    take by themselves (some 400 MB; on a GPU its context); None: what is free on its device when it starts."""
+    """Memory for the weights, cache, graphs and activations of one rank together, in addition to what Python and torch
+    need (some 400 MB; on a GPU its context); None: what is free on its device at the start [bytes]."""
     token_budget: int | None = None
-    """Tokens of the text in one forward pass; None: 512, on a GPU 2048."""
+    """Tokens of the prompt in one forward pass; None: 512, on a GPU 2048."""
     fixed_steps: bool | None = None
-    """Record the step that adds a token as a graph and replay it; None does so on a GPU, where that can be."""
+    """Run decode steps as CUDA graphs; None: on a GPU, for models and layouts that allow it."""
 
     @property
-    def limits(self) -> ServeConfig:
-        """The same for an engine that answers one request at a time."""
+    def config(self) -> ServeConfig:
+        """The same as a ServeConfig."""
         return ServeConfig(max_requests=1, **vars(self))
 
 
@@ -83,19 +83,19 @@ def generate(
     placing: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
     serve: CacheArgs = CacheArgs(),
 ) -> None:
-    """Continue a text, as it is generated.
+    """Continue a text; prints it as it is generated.
 
     Args:
-        model: What to ask.
+        model: The model that generates.
         prompt: The beginning of the text; - reads it from the standard input, without its last newline.
-        sampling: How tokens are chosen.
+        sampling: How tokens are sampled.
         placing: Where the model runs.
-        serve: Room for the text's keys and values.
+        serve: The engine's memory.
     """
-    params, where = sampling.params(), placing.where(model, serve.limits)
-    from colonnade import chat as talk
+    params, spec = sampling.params(), placing.spec(model, serve.config)
+    from colonnade.chat import generate
 
-    talk.generate(where, _read_stdin() if prompt == "-" and is_main_process() else prompt, params)
+    generate(spec, _read_stdin() if prompt == "-" and is_main_process() else prompt, params)
 
 
 def _read_stdin() -> str:
@@ -115,17 +115,17 @@ def chat(
     """Chat with an instruction-tuned model on the terminal.
 
     Args:
-        model: Whom to chat with.
-        system: The system message that opens the conversation.
-        sampling: How tokens are chosen.
+        model: The model to chat with.
+        system: The system message at the start of the conversation.
+        sampling: How tokens are sampled.
         placing: Where the model runs.
-        serve: Room for the text's keys and values.
+        serve: The engine's memory.
     """
     refuse_torchrun("chat")
-    params, where = sampling.params(), placing.where(model, serve.limits)
-    from colonnade import chat as talk
+    params, spec = sampling.params(), placing.spec(model, serve.config)
+    from colonnade.chat import chat
 
-    talk.chat(where, system, params)
+    chat(spec, system, params)
 
 
 def serve(
@@ -133,24 +133,24 @@ def serve(
     serve: ServeConfig = ServeConfig(),
     placing: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
 ) -> None:
-    """Serve a model over HTTP as OpenAI's API does: /v1/completions, /v1/chat/completions, /v1/models.
+    """Serve a model over HTTP with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models.
 
     Args:
-        model: What to serve.
+        model: The model to serve.
         serve: Address and limits.
         placing: Where the model runs.
     """
     refuse_torchrun("serve")
-    where = placing.where(model, serve)
+    spec = placing.spec(model, serve)
     from colonnade.chat import batching_note
 
-    found = where.writer()
+    opened = spec.open_generative()
     try:
         from colonnade.serve.server import serve as run
     except ImportError as error:
         raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
 
     announce = partial(LogConsole(stderr=True, highlight=False).print, soft_wrap=True, markup=False)
-    if note := batching_note(found.config):
+    if note := batching_note(opened.config):
         announce(note)
-    run(where.loading(found), where.plan, serve, name=Path(model).name, device=placing.device, announce=announce)
+    run(spec.loader(opened), spec.plan, serve, name=Path(model).name, device=placing.device, announce=announce)

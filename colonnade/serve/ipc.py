@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import json
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ class GenerationRequest:
     """What one HTTP request asks for: completions of prompts, or the answer to the messages of a chat."""
 
     prompts: Sequence[str | Sequence[int]] = ()
-    messages: Sequence[Message] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
 
     @property

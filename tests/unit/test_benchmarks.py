@@ -337,7 +337,7 @@ def test_quantised_quality(tmp_path: Path) -> None:
     config = decode_model.TINY.but(width=64, tied=True)
 
     def model() -> api.Model:
-        return api.Model(build(config, dtype=torch.float64), None, api._ground(Plan(), "cpu", None), "tiny")
+        return api.Model(build(config, dtype=torch.float64), None, api._open_context(Plan(), "cpu", None), "tiny")
 
     one, other = model(), quantised_quality.shuffled(model())
     tokens = torch.arange(40) * 7 % 97

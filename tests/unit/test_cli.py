@@ -193,7 +193,7 @@ def test_chat_needs_a_template(capsys: pytest.CaptureFixture[str], model: Path) 
     """Refused at the start, whether or not a question comes."""
     said = refused(capsys, "chat", model)
     assert said == (
-        f"CheckpointError: {model} has no chat template, so that it cannot chat; continue a text: "
+        f"CheckpointError: {model} has no chat template, so it cannot chat; continue a text instead: "
         f"colonnade generate {model} PROMPT"
     )
 
@@ -601,7 +601,7 @@ def test_experts_for_a_dense_preset(capsys: pytest.CaptureFixture[str], corpus: 
     assert "experts: 0.0" in capsys.readouterr().out
     for flag in ("--model.moe.active=1", "--model.moe.ffn-width=3"):
         said = refused(capsys, *words, flag)
-        assert "is about experts, and this model has none; say how many with --model.moe.experts" in said
+        assert "is about experts, and this model has none; set their number with --model.moe.experts" in said
     said = refused(capsys, *words, "--model.latent.kv_rank", "8")
     assert "write the whole table [model.latent] into a file for --config" in said
     main([*words, "--name", "dense", "--train.fused_adamw", "True"])
@@ -645,7 +645,7 @@ def test_a_stopped_run_says_how_to_go_on(corpus: Path, tmp_path: Path) -> None:
     _, said = run.communicate(timeout=60)
     assert run.returncode == 130
     (checkpoint,) = (tmp_path / "run").glob("step-*")
-    assert f"stopped by SIGINT; the same command goes on from {checkpoint}" in said
+    assert f"stopped by SIGINT; the same command continues from {checkpoint}" in said
     assert "Traceback" not in said
 
 
@@ -674,7 +674,7 @@ def test_a_run_that_is_not_there_is_no_hub_id(
     Path("words/manifest.json").write_text("{}")  # as a corpus has one
     assert refused(capsys, "eval", "words").endswith("safetensors; here are runs/speeches, runs/book")
     assert "; here are smollm2, minilm (an encoder), runs/" in refused(capsys, "eval", "smollm")
-    assert "and there are the presets tour" in refused(capsys, "verify", "tuor")
+    assert "similar presets: tour" in refused(capsys, "verify", "tuor")
     said = refused(capsys, "eval", "run/speeches")
     assert "Hub" in said and "; here are runs/speeches, runs/book" in said
 

@@ -162,6 +162,6 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     )
     where = chat.ModelSpec(str(tmp_path / "m"), Plan(), limits, "cpu", "float32")
     with pytest.raises(ConfigError, match="a cache in int8 is for latent attention"):
-        where.find()
+        where.open()
     with pytest.raises(ConfigError):
         ServeConfig(cache="int4")

@@ -118,7 +118,7 @@ def test_a_model_is_quantised_while_it_is_read(name: str, format: str, tmp_path:
     """From either format the same bits; what comes out is what dequantised weights give."""
     if name.startswith("latent") and format == "hf":
         pytest.skip("the tiny latent shape is of no Hugging Face family")
-    whole = api.Model(build(CONFIGS[name], dtype=torch.float32), None, api._ground(Plan(), "cpu", None), "tiny")
+    whole = api.Model(build(CONFIGS[name], dtype=torch.float32), None, api._open_context(Plan(), "cpu", None), "tiny")
     if format == "hf":
         write_hf(whole.transformer, tmp_path / "m", shard_bytes=4000)
     else:
@@ -145,7 +145,9 @@ def test_a_model_is_quantised_while_it_is_read(name: str, format: str, tmp_path:
         assert (model.logits(tokens) - exact.logits(tokens)).abs().max() < 1e-10
         assert model.score([1, 5, 3, 7]).nll == pytest.approx(exact.score([1, 5, 3, 7]).nll, abs=1e-10)
         assert weight_bytes(model.transformer) < weight_bytes(plain)
-        with pytest.raises(ConfigError, match=f"weights in {kind} are made while a model is read, and not saved"):
+        with pytest.raises(
+            ConfigError, match=f"weights in {kind} are quantised while a model is loaded, and cannot be saved"
+        ):
             api.save(model, tmp_path / "again")
 
 

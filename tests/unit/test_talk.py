@@ -23,9 +23,9 @@ def test_who_has_no_place_for_all_is_told() -> None:
     assert batching_note(tiny.config()) == ""
     said = batching_note(tiny.config(moe=MoeConfig(experts=4, ffn_width=8, capacity=1.25)))
     assert said.startswith("note: experts with a capacity (factor 1.25)")
-    assert said.endswith("--experts.capacity off gives each one")
+    assert said.endswith("--experts.capacity off drops none")
     chosen = MoeConfig(experts=4, ffn_width=8, capacity=1, router=RouterConfig(kind="expert_choice"))
-    assert "chose among whole texts" in batching_note(tiny.config(moe=chosen))
+    assert "chose among all tokens of a text" in batching_note(tiny.config(moe=chosen))
 
 
 @pytest.mark.slow

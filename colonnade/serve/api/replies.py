@@ -7,11 +7,11 @@ takes 1.5 µs for a chunk of a stream; pydantic's models take 6.3, ``json.dumps`
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NotRequired
 
 from fastapi import FastAPI
 from pydantic import ConfigDict, TypeAdapter, with_config
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from colonnade.serve.request import Output
 
