@@ -43,11 +43,12 @@ from colonnade.model import Hidden, Packed, Pooled, Rows, Stream, Transformer
 from colonnade.model.head import Head
 from colonnade.model.score import Score, score
 from colonnade.model.weight_only_quant import kind_of
-from colonnade.parallel.distributed_context import DistributedContext, choose_device
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launched
 from colonnade.serve.engine import Engine as _Engine
 from colonnade.serve.prompts import Message, is_conversation, is_list_of_prompts, token_ids
 from colonnade.serve.sampling_params import SamplingParams
+from colonnade.serve.worker import open_context
 
 Format = Literal["hf", "colonnade"]
 
@@ -247,7 +248,13 @@ def load(
     plan = ground.plan if ground else plan or Plan()
     opened = open_for_plan(path, plan, experts, weights, weight_group)
     exits = ExitStack()
-    ground = ground or _open_context(plan, device, exits)
+    if ground is None:
+        if plan.world > 1 and not launched():
+            raise PlanError(
+                f"{plan} needs {plan.world} processes and this is one; start the script with "
+                f"torchrun --nproc-per-node {plan.world} SCRIPT, or use the command line, which starts them itself"
+            )
+        ground = exits.enter_context(open_context(plan, device))
     with exits:
         transformer = load_model(opened, ground, dtype, str(path), experts.resident, weights, weight_group)
         model = Model(transformer, Tokenizer.beside(opened.words), ground, str(path), opened.tasks)
@@ -273,17 +280,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if (tokenizer := Tokenizer.beside(open_model(location).words)) is None:
         raise CheckpointError(f"{path} has no tokenizer; give another model, or a tokenizer.json")
     return tokenizer
-
-
-def _open_context(plan: Plan, device: Device, exits: ExitStack) -> DistributedContext:
-    if plan.world == 1:
-        return DistributedContext.solo(choose_device(plan, device))
-    if not launched():
-        raise PlanError(
-            f"{plan} needs {plan.world} processes and this is one; start the script with "
-            f"torchrun --nproc-per-node {plan.world} SCRIPT, or use the command line, which starts them itself"
-        )
-    return exits.enter_context(DistributedContext.build(plan, device))
 
 
 def _checked_dtype(dtype: DType | torch.dtype) -> DType:

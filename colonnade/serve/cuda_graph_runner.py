@@ -16,7 +16,6 @@ more, a second graph of that size is captured and replayed.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +56,7 @@ class CudaGraphRunner:
         """Sums of :attr:`Cascade.keys` over all steps."""
         self._batches: dict[int, _PaddedBatch] = {}
         """By padded batch size."""
-        self._pool = torch.cuda.graph_pool_handle() if cache.k[0].is_cuda else None
+        self.pool = torch.cuda.graph_pool_handle() if cache.k[0].is_cuda else None
 
     def accepts(self, work: Work) -> bool:
         """Whether every request of ``work`` decodes one token."""
@@ -68,9 +67,9 @@ class CudaGraphRunner:
         rows = self._batch_rows(work)
         size = padded_batch_size(max(rows) + 1, self.most)
         if size not in self._batches:
-            self._batches[size] = _PaddedBatch(self.model, self.cache, size, self.context, self.share, self.kernels)
+            self._batches[size] = _PaddedBatch(self, size)
         batch = self._batches[size]
-        logits_Bv = batch(work, rows, last_R, self._pool)
+        logits_Bv = batch(work, rows, last_R)
         shared, spared = batch.cascade_keys
         self.shared_keys, self.spared_keys = self.shared_keys + shared, self.spared_keys + spared
         if rows == list(range(len(rows))):
@@ -142,12 +141,11 @@ class PlannedBatch:
 class _PaddedBatch:
     """The input buffers of one batch size, and the graphs that read them."""
 
-    def __init__(self, model: Transformer, cache: KVCache, size: int, context: int, share: bool, kernels: str):
-        self.model, self.cache, self.size, self.share, self.kernels = model, cache, size, share, kernels
-        self.context, self.device = context, cache.k[0].device
-        self.shard = CacheShard.of(model, cache)
+    def __init__(self, runner: CudaGraphRunner, size: int):
+        self.runner, self.cache, self.size, self.device = runner, runner.cache, size, runner.cache.k[0].device
+        self.shard = CacheShard.of(runner.model, self.cache)
         self.scratch = self.shard.scratch_page
-        widest = -(-context // cache.page_tokens)
+        widest = -(-runner.context // self.cache.page_tokens)
         self.token_position_slot = torch.zeros(3, size, dtype=torch.int64, device=self.device)
         self.lengths = torch.ones(size, dtype=torch.int32, device=self.device)
         self.pages = torch.full((size, widest), self.scratch, dtype=torch.int32, device=self.device)
@@ -161,13 +159,13 @@ class _PaddedBatch:
         """Without and with shared prefixes."""
         self._planned: PlannedBatch | None = None
 
-    def __call__(self, work: Work, rows: Sequence[int], last_R: Tensor, pool: Any) -> Tensor:
+    def __call__(self, work: Work, rows: Sequence[int], last_R: Tensor) -> Tensor:
         lengths = self._write_inputs(work, rows, last_R)
         if self.device.type == "cpu":
             return self._run(self._attend(max(lengths), work))
         if not self._graphs:
-            self._capture(lengths, work, pool, shares_prefix=False)
-        graph = self._graphs[self._update_plans(lengths, work, pool)]
+            self._capture(lengths, work, shares_prefix=False)
+        graph = self._graphs[self._update_plans(lengths, work)]
         graph.replay()
         return graph.logits
 
@@ -199,23 +197,21 @@ class _PaddedBatch:
         return lengths
 
     def _attend(self, longest: int, work: Work) -> Paged | ShardedPaged:
-        (_, positions, slots), kernels = self.token_position_slot, self.kernels
-        attend = Paged(
-            self.cache, self.pages, slots, self.cu_queries, self.lengths, 1, longest, kernels, share=self.share
-        )
+        (_, positions, slots), kernels, share = self.token_position_slot, self.runner.kernels, self.runner.share
+        attend = Paged(self.cache, self.pages, slots, self.cu_queries, self.lengths, 1, longest, kernels, share=share)
         if self.shard.is_whole:
             return attend
         return self.shard.sharded_attend(work.slices, attend.table, slots, positions, kernels)
 
     def _run(self, attend: Paged | ShardedPaged) -> Tensor:
         tokens, positions, _ = self.token_position_slot
-        return self.model(Stream(tokens, positions), attend, self.head)
+        return self.runner.model(Stream(tokens, positions), attend, self.head)
 
     # -- on a GPU --------------------------------------------------------------------------------------------------
 
-    def _capture(self, lengths: list[int], work: Work, pool: Any, *, shares_prefix: bool) -> None:
+    def _capture(self, lengths: list[int], work: Work, *, shares_prefix: bool) -> None:
         """Capture a graph, after an eager run that compiles the kernels and shows which plans they need."""
-        attend = self._attend(self.context, work)
+        attend = self._attend(self.runner.context, work)
         prepared = attend.table.prepared
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -223,18 +219,18 @@ class _PaddedBatch:
             self._run(attend)
             for key, (ready,) in list(prepared.items()):
                 layout = ready.layout
-                capacity = layout.capacity(self.size, 1, self.context)
+                capacity = layout.capacity(self.size, 1, self.runner.context)
                 shared = layout.shared_capacity(self.size, 1) if shares_prefix and layout.shared else None
                 plan = layout.plan(lengths, [1] * self.size, room=self._max_keys)
                 prepared[key] = (layout.prepare(plan, self.device, capacity, shared),)
             self._run(attend)  # whatever a graph calls must have run before
         torch.cuda.current_stream().wait_stream(stream)
-        with capture(pool) as graph:
+        with capture(self.runner.pool) as graph:
             logits = self._run(attend)
         self._graphs[shares_prefix] = _CapturedGraph(attend.table, graph.replay, logits)
         self._planned = None
 
-    def _update_plans(self, lengths: list[int], work: Work, pool: Any) -> bool:
+    def _update_plans(self, lengths: list[int], work: Work) -> bool:
         """Make new split plans unless the current ones are valid; returns whether they share a prefix."""
         if self._planned is None or not self._planned.is_valid_for(lengths, self._tables):
             page_tokens, new = self.cache.page_tokens, [1] * self.size
@@ -247,7 +243,7 @@ class _PaddedBatch:
             shorter = all(each.shape.window is None and each.chunk is None for each in layouts.values())
             planned = PlannedBatch.of(plans.values(), lengths, self._tables, page_tokens, allow_shorter=shorter)
             if planned.shares_prefix not in self._graphs:
-                self._capture(lengths, work, pool, shares_prefix=True)
+                self._capture(lengths, work, shares_prefix=True)
             for key, (ready,) in self._graphs[planned.shares_prefix].table.prepared.items():
                 ready.take(plans[key])
             self._planned = planned

@@ -42,12 +42,7 @@ MAX_TMPDIR_CHARACTERS = 80
 
 @asynccontextmanager
 async def engine_process(
-    load: Load,
-    plan: Plan,
-    config: ServeConfig,
-    device: str,
-    give_up: asyncio.Event,
-    kill: asyncio.Event | None = None,
+    load: Load, plan: Plan, config: ServeConfig, device: str, give_up: asyncio.Event, kill: asyncio.Event | None = None
 ) -> AsyncIterator[EngineClient]:
     """Start an engine and wait until its model is loaded; stop it at the end.
 
@@ -129,13 +124,7 @@ def _spawn(args: tuple) -> tuple[Connection, BaseProcess]:
 
 
 def _supervise(
-    report: Connection,
-    plugins: tuple[str, ...],
-    load: Load,
-    plan: Plan,
-    config: ServeConfig,
-    device: str,
-    address: str,
+    report: Connection, plugins: tuple[str, ...], load: Load, plan: Plan, config: ServeConfig, device: str, address: str
 ) -> None:
     """In the child: launch the ranks, and report why they failed."""
     os.setsid()

@@ -33,6 +33,7 @@ from _report import RESULTS, ROOT
 from colonnade import api
 from colonnade.config import Plan
 from colonnade.kernels.attention import decode_tiles
+from colonnade.parallel.distributed_context import DistributedContext
 from tests.models import build
 from tests.worlds import run
 
@@ -337,7 +338,7 @@ def test_quantised_quality(tmp_path: Path) -> None:
     config = decode_model.TINY.but(width=64, tied=True)
 
     def model() -> api.Model:
-        return api.Model(build(config, dtype=torch.float64), None, api._open_context(Plan(), "cpu", None), "tiny")
+        return api.Model(build(config, dtype=torch.float64), None, DistributedContext.solo(torch.device("cpu")), "tiny")
 
     one, other = model(), quantised_quality.shuffled(model())
     tokens = torch.arange(40) * 7 % 97

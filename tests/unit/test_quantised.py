@@ -8,7 +8,7 @@ import torch
 
 from colonnade import api
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.config import MoeConfig, Plan, ServeConfig
+from colonnade.config import MoeConfig, ServeConfig
 from colonnade.config.feature_checks import check_quantised
 from colonnade.config.presets import preset
 from colonnade.errors import CheckpointError, ConfigError, PlanError
@@ -118,7 +118,10 @@ def test_a_model_is_quantised_while_it_is_read(name: str, format: str, tmp_path:
     """From either format the same bits; what comes out is what dequantised weights give."""
     if name.startswith("latent") and format == "hf":
         pytest.skip("the tiny latent shape is of no Hugging Face family")
-    whole = api.Model(build(CONFIGS[name], dtype=torch.float32), None, api._open_context(Plan(), "cpu", None), "tiny")
+    context = DistributedContext.solo(torch.device("cpu"))
+    whole = api.Model(build(CONFIGS[name], dtype=torch.float32), None, context, "tiny")
+        build(CONFIGS[name], dtype=torch.float32), None, DistributedContext.solo(torch.device("cpu")), "tiny"
+    )
     if format == "hf":
         write_hf(whole.transformer, tmp_path / "m", shard_bytes=4000)
     else:

@@ -40,7 +40,13 @@ class BodyLimit:
                 body += message.get("body", b"")
             more = message.get("more_body", False)
         if seen > self.max_bytes:
-            await self._refusal(seen)(scope, receive, send)
+            refusal = RequestError(
+                f"the body has {seen} bytes or more, over the limit of {self.max_bytes}; "
+                "send less, or raise --serve.max_body_bytes",
+                status=413,
+                code="body_too_large",
+            )
+            await error_reply(refusal)(scope, receive, send)
             return
         first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
@@ -48,16 +54,6 @@ class BodyLimit:
             return first.pop() if first else await receive()
 
         await self.app(scope, replay, send)
-
-    def _refusal(self, seen: int) -> ASGIApp:
-        return error_reply(
-            RequestError(
-                f"the body has {seen} bytes or more, over the limit of {self.max_bytes}; "
-                "send less, or raise --serve.max_body_bytes",
-                status=413,
-                code="body_too_large",
-            )
-        )
 
 
 PROBES = ("/health", "/metrics")

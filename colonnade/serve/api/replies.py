@@ -18,11 +18,13 @@ from colonnade.serve.request import Output
 FinishReason = Literal["stop", "length"]
 """stop: an end token or a stop string. length: max_tokens or the context."""
 
-no_other_fields = with_config(ConfigDict(extra="forbid"))
+
+@with_config(ConfigDict(extra="forbid"))
+class Reply(TypedDict):
+    """An object with the declared fields and no others."""
 
 
-@no_other_fields
-class ErrorDetail(TypedDict):
+class ErrorDetail(Reply):
     """What is wrong, and which field to change."""
 
     message: str
@@ -31,15 +33,13 @@ class ErrorDetail(TypedDict):
     code: str | None
 
 
-@no_other_fields
-class ErrorReply(TypedDict):
+class ErrorReply(Reply):
     """Every refusal."""
 
     error: ErrorDetail
 
 
-@no_other_fields
-class TokenUsage(TypedDict):
+class TokenUsage(Reply):
     """Tokens of all completions of a request."""
 
     prompt_tokens: int
@@ -47,8 +47,7 @@ class TokenUsage(TypedDict):
     total_tokens: int
 
 
-@no_other_fields
-class ReplyBase(TypedDict):
+class ReplyBase(Reply):
     """The fields with which all answers begin."""
 
     id: str
@@ -56,8 +55,7 @@ class ReplyBase(TypedDict):
     model: str
 
 
-@no_other_fields
-class CompletionChoice(TypedDict):
+class CompletionChoice(Reply):
     """The continuation of one prompt, or a piece of it."""
 
     index: int
@@ -66,7 +64,6 @@ class CompletionChoice(TypedDict):
     finish_reason: FinishReason | None
 
 
-@no_other_fields
 class CompletionReply(ReplyBase):
     """POST /v1/completions."""
 
@@ -75,7 +72,6 @@ class CompletionReply(ReplyBase):
     usage: TokenUsage
 
 
-@no_other_fields
 class CompletionChunk(ReplyBase):
     """One event of its stream; ``usage`` only if stream_options asks for it."""
 
@@ -84,8 +80,7 @@ class CompletionChunk(ReplyBase):
     usage: NotRequired[TokenUsage | None]
 
 
-@no_other_fields
-class AssistantMessage(TypedDict):
+class AssistantMessage(Reply):
     """The model's message."""
 
     role: Literal["assistant"]
@@ -93,8 +88,7 @@ class AssistantMessage(TypedDict):
     refusal: None
 
 
-@no_other_fields
-class ChatChoice(TypedDict):
+class ChatChoice(Reply):
     """The answer."""
 
     index: int
@@ -103,7 +97,6 @@ class ChatChoice(TypedDict):
     finish_reason: FinishReason | None
 
 
-@no_other_fields
 class ChatReply(ReplyBase):
     """POST /v1/chat/completions."""
 
@@ -112,16 +105,14 @@ class ChatReply(ReplyBase):
     usage: TokenUsage
 
 
-@no_other_fields
-class Delta(TypedDict):
+class Delta(Reply):
     """What is new: the role first, then text."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
 
 
-@no_other_fields
-class ChatChunkChoice(TypedDict):
+class ChatChunkChoice(Reply):
     """A piece of the answer."""
 
     index: int
@@ -130,7 +121,6 @@ class ChatChunkChoice(TypedDict):
     finish_reason: FinishReason | None
 
 
-@no_other_fields
 class ChatChunk(ReplyBase):
     """One event of its stream; ``usage`` only if stream_options asks for it."""
 
@@ -139,8 +129,7 @@ class ChatChunk(ReplyBase):
     usage: NotRequired[TokenUsage | None]
 
 
-@no_other_fields
-class ModelCard(TypedDict):
+class ModelCard(Reply):
     """The model that is served."""
 
     id: str
@@ -151,16 +140,14 @@ class ModelCard(TypedDict):
     """Tokens that a request may have, prompt and output: the model's context, or what the cache holds of it."""
 
 
-@no_other_fields
-class ModelList(TypedDict):
+class ModelList(Reply):
     """GET /v1/models."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
-@no_other_fields
-class Health(TypedDict):
+class Health(Reply):
     """Whether requests are answered: only "ok" comes with status 200."""
 
     status: Literal["ok", "stopping", "engine failed"]
