@@ -120,8 +120,6 @@ def test_a_model_is_quantised_while_it_is_read(name: str, format: str, tmp_path:
         pytest.skip("the tiny latent shape is of no Hugging Face family")
     context = DistributedContext.solo(torch.device("cpu"))
     whole = api.Model(build(CONFIGS[name], dtype=torch.float32), None, context, "tiny")
-        build(CONFIGS[name], dtype=torch.float32), None, DistributedContext.solo(torch.device("cpu")), "tiny"
-    )
     if format == "hf":
         write_hf(whole.transformer, tmp_path / "m", shard_bytes=4000)
     else:
