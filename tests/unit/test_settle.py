@@ -117,7 +117,7 @@ def test_a_model_says_where_it_stands() -> None:
     for layer in waits.modules():
         if hasattr(layer, "fetch"):
             layer.fetch = lambda ends_e, rows: None
-    assert EngineTraits.of(waits).waiting
+    assert EngineTraits.of(waits).offloads_experts
 
 
 @pytest.mark.usefixtures("kernels")
@@ -140,10 +140,10 @@ def test_what_a_gpu_records_is_reckoned_and_named_as_what_could_be_left_out() ->
 CHOSEN_WHERE = """
 import torch
 torch.version.cuda = "13.0"  # as if this torch were built for GPUs; nothing is launched
-from colonnade.kernels.attention import mixed, sdpa, triton_decode
+from colonnade.kernels.attention import dispatch, sdpa, triton_decode
 from colonnade.kernels.registry import choose
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    assert choose("paged_attention", "cuda", dtype) is mixed.paged
+    assert choose("paged_attention", "cuda", dtype) is dispatch.paged
     assert choose("paged_attention", "cuda", dtype, "sdpa") is sdpa.paged
     assert choose("paged_attention", "cuda", dtype, "triton") is triton_decode.paged
     assert choose("paged_attention", "cpu", dtype) is sdpa.paged
