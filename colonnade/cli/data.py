@@ -102,7 +102,7 @@ def convert(
     refuse_existing(out, overwrite)  # before the model is read
     if active is not None and not upcycle:
         raise ConfigError(
-            f"--active {active} is for the experts that --upcycle makes, and there is no --upcycle; add it with their "
+            f"--active {active} is for the experts that --upcycle makes, and there are none; add --upcycle with their "
             "number, or leave --active out (for a model with experts: --experts.active of eval, generate and serve)"
         )
     active = 2 if active is None else active

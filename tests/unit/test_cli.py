@@ -452,7 +452,7 @@ def test_experts_do_as_they_are_told(capsys: pytest.CaptureFixture[str], hf: Pat
     message = refused(capsys, "serve", four, "--experts.resident", "3")
     assert "--experts.resident 3 is more than the 2 layers of experts" in message
     message = refused(capsys, "generate", four, "the", "--plan.ep", "2")
-    assert "does not divide their 1; set --plan.tp or --plan.cp to 2" in message
+    assert "does not divide their number 1; set --plan.tp or --plan.cp to 2" in message
 
 
 def test_a_corpus_with_tasks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -603,7 +603,7 @@ def test_experts_for_a_dense_preset(capsys: pytest.CaptureFixture[str], corpus: 
         said = refused(capsys, *words, flag)
         assert "is about experts, and this model has none; set their number with --model.moe.experts" in said
     said = refused(capsys, *words, "--model.latent.kv_rank", "8")
-    assert "write the whole table [model.latent] into a file for --config" in said
+    assert "put the complete table [model.latent] into a file for --config" in said
     main([*words, "--name", "dense", "--train.fused_adamw", "True"])
     assert "on cpu, float32, fused AdamW, " in capsys.readouterr().out, "the first lines say what the run uses"
     said = refused(capsys, *words, "--train.start", tmp_path / "dense", "--model.moe.experts", "3")
