@@ -44,10 +44,10 @@ from colonnade.parallel.axis import Axes
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
 from colonnade.parallel.small_allreduce import with_small
-from colonnade.serve.batch_invariance import prepare
+from colonnade.serve.batch_invariance import make_batch_invariant
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
-from colonnade.serve.model_inputs import Drawn, Runner
-from colonnade.serve.sampling_params import Draw, SamplingParams
+from colonnade.serve.model_runner import ModelRunner, SampledTokens
+from colonnade.serve.sampling_params import SampleArgs, SamplingParams
 from colonnade.serve.scheduler import Slice, Work
 from decoding.context_plot import draw
 from decoding.decode_cells import read_bandwidth
@@ -56,7 +56,7 @@ from harness.rows import line
 from table import load
 
 TINY = ModelConfig(vocab_size=97, layers=2, width=32, heads=4, kv_heads=2, ffn_width=48, context=128, family="llama")
-GREEDY = Draw.of(SamplingParams(temperature=0), 0, 0)
+GREEDY = SampleArgs.of(SamplingParams(temperature=0), 0, 0)
 PAGE = 64
 RECORD = re.compile(r"decode_.*_h200\.json")
 
@@ -95,7 +95,7 @@ def made(
 
 def stepper(
     model: Transformer, batch: int, context: int, steps: int, invariant: str | None, page: int
-) -> Callable[[int], Drawn]:
+) -> Callable[[int], SampledTokens]:
     """What runs step i of at most ``steps``, the first of them at ``context`` keys; each takes the last's tokens."""
     device = next(model.parameters()).device
     each = -(-(context + steps + 8) // page)
@@ -106,7 +106,7 @@ def stepper(
     fixed = None
     if not invariant or device.type == "cuda":
         fixed = CudaGraphRunner(model, cache, batch, each * page, share=not invariant, kernels=invariant)
-    run = Runner(model, cache, fixed, share=not invariant, invariant=invariant)
+    run = ModelRunner(model, cache, fixed, share=not invariant, invariant=invariant)
     pages = [tuple(range(r * each, (r + 1) * each)) for r in range(batch)]
 
     def work(i: int) -> Work:
@@ -158,7 +158,7 @@ def ours(
         axes = ground.axes.serving()
         axes = with_small(axes, ground.device) if small else axes
         model = made(config, axes, ground.device, dtype, weights, group)
-        invariant = prepare(model) if batch_invariant else None
+        invariant = make_batch_invariant(model) if batch_invariant else None
         bandwidth, read = read_bandwidth(device), read_bytes(model, batch)
         token_bytes = KVCache.bytes_per_page(config, ground.axes, 1, dtype)
         rows = []

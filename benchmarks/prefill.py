@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from colonnade.config import ModelConfig
 from colonnade.config.presets import preset
 from colonnade.model import KVCache, Transformer
-from colonnade.serve.model_inputs import Runner
-from colonnade.serve.sampling_params import Draw, SamplingParams
+from colonnade.serve.model_runner import ModelRunner
+from colonnade.serve.sampling_params import SampleArgs, SamplingParams
 from colonnade.serve.scheduler import Slice, Work
 from harness.clock import Clock
 from harness.report import RESULTS, Cell, Headline, report
@@ -43,7 +43,7 @@ def ours(config: ModelConfig, tokens: int, device: str, dtype: torch.dtype) -> C
         weight.normal_(std=0.02)
     pages = -(-tokens // PAGE)
     cache = KVCache(config, model.axes, pages=pages, page_tokens=PAGE, dtype=dtype, device=device)
-    run, draw = Runner(model, cache), Draw.of(SamplingParams(temperature=0), 0, 0)
+    run, draw = ModelRunner(model, cache), SampleArgs.of(SamplingParams(temperature=0), 0, 0)
     ids = tuple(i % config.vocab_size for i in range(tokens))
     work = Work((Slice(0, ids, tuple(range(pages)), draw),))
     return lambda: run(work)

@@ -1,4 +1,4 @@
-"""What people hold: load a model from anywhere, ask it, save it.
+"""The Python interface: load a model from anywhere, generate with it, save it.
 
     model = colonnade.load("smollm2")
     model.generate("The capital of France is", max_tokens=8, temperature=0)
@@ -6,13 +6,12 @@
     colonnade.save(model, "folder", format="hf")
 
 ``load`` takes a Colonnade checkpoint (or a run folder: its newest one), a Hugging Face folder, a GGUF file, a hub id,
-or ``smollm2`` and ``minilm`` (an encoder) where the packages that carry them are installed. The same call loads a
-rank's share inside a launched group: ``load(path, plan=Plan(tp=2))``.
+or ``smollm2`` and ``minilm`` (an encoder) if their packages are installed. In each process of a launched group, the
+same call loads this rank's shard: ``load(path, plan=Plan(tp=2))``.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, cast, overload
 
@@ -21,7 +20,8 @@ from torch import Tensor
 
 from colonnade.checkpoint import native
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.checkpoint.open_model import OpenedModel, locate, open_model
+from colonnade.checkpoint.load_model import DType, load_model, open_for_plan
+from colonnade.checkpoint.open_model import locate, open_model
 from colonnade.config import (  # fmt: skip
     AS_TRAINED,
     Device,
@@ -35,34 +35,26 @@ from colonnade.config import (  # fmt: skip
     dtype_name,
     plural,
     short_repr,
-)
-from colonnade.config.feature_checks import check_quantised as check_weights
+)  # fmt: skip
 from colonnade.config.feature_checks import check_weight_format
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ConfigError, PlanError, RequestError
 from colonnade.model import Hidden, Packed, Pooled, Rows, Stream, Transformer
 from colonnade.model.head import Head
-from colonnade.model.moe import OffloadedExperts, experts_of
-from colonnade.model.moe.router import rule
 from colonnade.model.score import Score, score
-from colonnade.model.weight_memory import WeightMemory
-from colonnade.model.weight_only_quant import build, in_place, kind_of
-from colonnade.parallel.axis import world_axis
-from colonnade.parallel.device_memory import free_host_bytes, share_bytes
-from colonnade.parallel.distributed_context import DistributedContext, choose_device
+from colonnade.model.weight_only_quant import kind_of
+from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launched
-from colonnade.parallel.small_allreduce import with_small
 from colonnade.serve.engine import Engine as _Engine
 from colonnade.serve.prompts import Message, is_conversation, is_list_of_prompts, token_ids
 from colonnade.serve.sampling_params import SamplingParams
+from colonnade.serve.worker import open_context
 
-DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Format = Literal["hf", "colonnade"]
-IDS = "a list of token ids, such as model.tokenizer.encode(text)"
 
 
 class Model:
-    """A transformer with its tokenizer, on the ground it was loaded for. Use :func:`load` to make one."""
+    """A loaded transformer with its tokenizer; :func:`load` returns it."""
 
     def __init__(
         self,
@@ -74,57 +66,60 @@ class Model:
     ):
         self.transformer, self.ground, self.source = transformer, ground, source
         self.tasks = tuple(tasks)
-        """What the corpus called the tasks of the router 'task', by number."""
+        """Names of the corpus's tasks, in the order of the router 'task'."""
         self._tokenizer = tokenizer
         self._exit = ExitStack()
         self._engine: Engine | None = None
 
     def __repr__(self) -> str:
         """``Model('runs/a', llama, 134,515,008 parameters, float32 with weights in int8, tp=2 on cpu)``."""
-        dtype = str(next(self.transformer.parameters()).dtype).removeprefix("torch.")
-        kept = f" with weights in {kind}" if (kind := kind_of(self.transformer)) else ""
-        what = f"{self.config.family}, {plural(self.config.parameters, 'parameter')}, {dtype}{kept}"
+        quantised = f" with weights in {kind}" if (kind := kind_of(self.transformer)) else ""
+        config, dtype = self.config, f"{_dtype_of(self.transformer)}{quantised}"
+        what = f"{config.family}, {plural(config.parameters, 'parameter')}, {dtype}"
         return f"Model({self.source!r}, {what}, {self.ground.plan} on {self.ground.device.type})"
 
     @property
     def config(self) -> ModelConfig:
-        """The sizes and choices of the transformer."""
+        """The transformer's configuration."""
         return self.transformer.config
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer; raises :class:`CheckpointError` for a model that came without one."""
+        """The tokenizer; raises :class:`CheckpointError` for a model without one."""
         if self._tokenizer is None:
             raise CheckpointError(f"{self.source} has no tokenizer; put its tokenizer.json beside the weights")
         return self._tokenizer
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """logits_TV of one sequence of T token ids; of a masked-token model, with ``[MASK]`` where it shall fill in.
+        """logits_TV of one sequence of T token ids; a masked-token model predicts those that are ``[MASK]``.
 
-        Raises :class:`RequestError` for an encoder without a top that predicts tokens, and, as all that takes tokens
-        does, for none, for more than the context, and for what is no token of the vocabulary.
+        Like all methods that take tokens, raises :class:`RequestError` for an empty sequence, for one over the context
+        and for ids outside the vocabulary; also for an encoder without a language-model head.
         """
         if not (self.config.causal or self.config.predicts_masked):
-            raise RequestError(f"{self.source} is an encoder that predicts no tokens; ask for hidden(tokens)")
+            raise RequestError(f"{self.source} is an encoder that predicts no tokens; use hidden(tokens)")
         return self._forward(tokens, None, Rows())
 
     @torch.no_grad()
     def hidden(self, tokens: Sequence[int] | Tensor, segments: Sequence[int] | Tensor | None = None) -> Tensor:
-        """hidden_TD: the last hidden states of one sequence; ``segments`` (0 or 1 a token) for a pair of texts."""
+        """hidden_TD: the last hidden states of one sequence; ``segments`` (0 or 1 per token) for a pair of texts."""
         return self._forward(tokens, segments, Hidden())
 
     @torch.no_grad()
     def pooled(self, tokens: Sequence[int] | Tensor, segments: Sequence[int] | Tensor | None = None) -> Tensor:
         """The pooled vector of one sequence, (D,); raises :class:`RequestError` for a model without a pooler."""
         if not self.config.has_pooler:
-            raise RequestError(f"{self.source} has no pooler; ask for hidden(tokens) and take the mean, or the first")
+            raise RequestError(
+                f"{self.source} has no pooler; use hidden(tokens) and take the mean, or the first token's vector"
+            )
         return self._forward(tokens, segments, Pooled(torch.zeros(1, dtype=torch.int64, device=self.ground.device)))[0]
 
     def _forward(self, tokens: Sequence[int] | Tensor, segments: Sequence[int] | Tensor | None, head: Head) -> Tensor:
         config, device = self.config, self.ground.device
-        ids = token_ids(tokens, config.vocab_size, "tokens", IDS)
-        tokens_T, T = torch.tensor(ids, device=device), len(ids)
+        allowed = "a list of token ids, such as model.tokenizer.encode(text)"
+        tokens_T = torch.tensor(token_ids(tokens, config.vocab_size, "tokens", allowed), device=device)
+        T = len(tokens_T)
         if config.positions == "learned" and config.context < T:
             raise RequestError(f"{T} tokens are more than the context of {config.context}; give fewer")
         segments_T = None if segments is None else torch.as_tensor(segments, dtype=torch.int64, device=device)
@@ -142,45 +137,46 @@ class Model:
     @overload
     def generate(self, prompt: Sequence[Sequence[int]], **params: Any) -> list[list[int]]: ...
     def generate(self, prompt: Any, **params: Any) -> str | list[int] | list[str] | list[list[int]]:
-        """The continuation of ``prompt``, text for text and ids for ids; of a list of prompts, a list of them.
+        """The continuation of ``prompt``: text for text, ids for ids, a list for a list of prompts.
 
         ``params`` are those of :class:`~colonnade.serve.sampling_params.SamplingParams`: max_tokens, temperature,
-        top_p, seed, stop and others. Several prompts are batched, and each is answered as it would be alone. Raises
+        top_p, seed, stop and others. Several prompts are batched, with the same results as one at a time. Raises
         :class:`~colonnade.errors.RequestError` for a prompt that does not fit.
         """
-        each = list(prompt) if (listed := is_list_of_prompts(prompt)) else [prompt]
-        found = self._ready.generate(each, SamplingParams.named(params))
-        said = [
-            one.text if isinstance(asked, str) else list(one.token_ids) for asked, one in zip(each, found, strict=True)
+        prompts = list(prompt) if (is_list := is_list_of_prompts(prompt)) else [prompt]
+        completions = self._serving_engine.generate(prompts, SamplingParams.from_kwargs(params))
+        results = [
+            completion.text if isinstance(each, str) else list(completion.token_ids)
+            for each, completion in zip(prompts, completions, strict=True)
         ]
-        return said if listed else said[0]  # type: ignore[return-value] - as the overloads say
+        return results if is_list else results[0]  # type: ignore[return-value] - as the overloads say
 
     @overload
     def stream(self, prompt: str | Sequence[Message], **params: Any) -> Iterator[str]: ...
     @overload
     def stream(self, prompt: Sequence[int] | Tensor, **params: Any) -> Iterator[int]: ...
     def stream(self, prompt: Any, **params: Any) -> Iterator[str] | Iterator[int]:
-        """The same piece by piece: text for a text or a conversation's messages, ids for ids.
+        """The continuation piece by piece: text for a text or a conversation's messages, ids for ids.
 
         A bad request is refused at once; leaving the loop early cancels the rest.
         """
-        ids = self._conversation(prompt) if is_conversation(prompt) else prompt
-        reader = self._ready.stream(ids, SamplingParams.named(params))
+        ids = self._encode_chat(prompt) if is_conversation(prompt) else prompt
+        outputs = self._serving_engine.stream(ids, SamplingParams.from_kwargs(params))
         if isinstance(prompt, str) or ids is not prompt:
-            return (piece.text for piece in reader if piece.text)
-        return (piece.token for piece in reader)
+            return (output.text for output in outputs if output.text)
+        return (output.token for output in outputs)
 
     def chat(self, messages: str | Sequence[Message], **params: Any) -> str:
-        """The answer to a conversation by the model's chat template; a text is a conversation of one message.
+        """The answer to a conversation, with the model's chat template; a text is a conversation of one message.
 
-        Messages are ``{"role": "user", "content": "..."}``. Raises :class:`RequestError` for a model without a
-        template, and for messages that it refuses.
+        Messages are ``{"role": "user", "content": "..."}``. Raises :class:`RequestError` for a model without a template
+        and for messages that the template refuses.
         """
-        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        (answer,) = self._ready.generate([self._conversation(said)], SamplingParams.named(params))
-        return answer.text
+        conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        ids = self._encode_chat(conversation)
+        return self._serving_engine.generate([ids], SamplingParams.from_kwargs(params))[0].text
 
-    def _conversation(self, messages: Sequence[Message]) -> list[int]:
+    def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
         if not is_conversation(messages):
             raise RequestError(
                 f"messages is {short_repr(messages)}; give a text, or a list of {{'role': …, 'content': …}}"
@@ -188,8 +184,8 @@ class Model:
         return self.tokenizer.encode_chat([dict(message) for message in messages])
 
     @property
-    def _ready(self) -> "Engine":
-        """The engine that answers; made for the first question."""
+    def _serving_engine(self) -> "Engine":
+        """An engine with the default configuration, made when it is first used."""
         if self._engine is None:
             self._engine = Engine(self, ServeConfig())
         return self._engine
@@ -236,137 +232,66 @@ def load(
 ) -> Model:
     """Load a model for inference.
 
-    ``dtype`` is a name or torch's own; auto is float32 on a CPU and bfloat16 on a GPU. With a ``plan`` of more than
-    one rank every process of a launched group calls this and gets its share: of the weights over ``tp``, of an
-    engine's cache over ``cp`` too (all else context ranks do alike). ``ground`` is for those who already stand on
-    one. ``experts`` says what a mixture of experts does otherwise than in training: another A or capacity, for one.
-    The model's config says what it does, and so does what :func:`save` writes of it. ``weights`` other than stored
-    quantises the matrices while they are read (int4 with a scale for each ``weight_group`` inputs); such a model
-    generates and scores, and is not saved.
+    ``dtype`` is a name or a torch dtype; auto is float32 on a CPU and bfloat16 on a GPU. With a ``plan`` of more than
+    one rank, every process of a launched group calls this and gets its shard: of the weights over ``tp``, of an
+    engine's cache also over ``cp`` (context ranks otherwise compute the same). ``ground`` is an existing context to
+    load into. ``experts`` changes what a mixture of experts does after training, such as the active experts per token
+    or the capacity; :func:`save` writes the changed config. ``weights`` other than stored quantises the matrices while
+    they are read (int4 with a scale for each ``weight_group`` inputs); such a model generates and scores, but cannot be
+    saved.
 
     Raises :class:`CheckpointError` for anything missing, damaged or unknown, :class:`PlanError` for a layout that the
-    model or the world does not allow, :class:`ConfigError` for what its experts cannot do, and, before anything is
-    read, for a ``dtype``, a ``device`` or ``weights`` that there are not.
+    model or the number of processes does not allow, and :class:`ConfigError` for impossible ``experts`` settings and,
+    before anything is read, for an unknown ``dtype``, ``device`` or ``weights``.
     """
-    kept, where = _named_dtype(dtype), cast(Device, str(device))
-    check_choice("device", where, Device)
+    dtype, device = _checked_dtype(dtype), cast(Device, str(device))
+    check_choice("device", device, Device)
     check_weight_format(weights, weight_group)
     plan = ground.plan if ground else plan or Plan()
-    found = find(path, plan, experts, weights, weight_group)
+    opened = open_for_plan(path, plan, experts, weights, weight_group)
     exits = ExitStack()
     if ground is None:
-        ground = _ground(plan, where, exits)
+        if plan.world > 1 and not launched():
+            raise PlanError(
+                f"{plan} needs {plan.world} processes and this is one; start the script with "
+                f"torchrun --nproc-per-node {plan.world} SCRIPT, or use the command line, which starts them itself"
+            )
+        ground = exits.enter_context(open_context(plan, device))
     with exits:
-        model = _load(found, ground, kept, str(path), experts.resident, weights, weight_group)
+        transformer = load_model(opened, ground, dtype, str(path), experts.resident, weights, weight_group)
+        model = Model(transformer, Tokenizer.from_model(opened.tokenizer_source), ground, str(path), opened.tasks)
         model._exit = exits.pop_all()
         return model
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of anything that :func:`load` takes, of a corpus, or of a tokenizer.json; no weights are read.
+    """The tokenizer of anything that :func:`load` takes, of a corpus, or of a tokenizer.json; reads no weights.
 
-    Raises :class:`CheckpointError` or :class:`DataError` for what does not exist or comes without one.
+    Raises :class:`CheckpointError` or :class:`DataError` if there is none.
     """
-    place = Path(path)
-    if not place.exists():
-        place = locate(path, weights=False)
-    if place.is_dir():
-        for folder in (place, place / "tokenizer"):
+    location = Path(path)
+    if not location.exists():
+        location = locate(path, weights=False)
+    if location.is_dir():
+        for folder in (location, location / "tokenizer"):
             if (folder / "tokenizer.json").is_file() or (folder / "merges.txt").is_file():
                 return Tokenizer.from_file(folder)
-        place = locate(place)
-    elif place.suffix == ".json":
-        return Tokenizer.from_file(place)
-    if (found := Tokenizer.from_model(open_model(place).tokenizer_source)) is None:
+        location = locate(location)
+    elif location.suffix == ".json":
+        return Tokenizer.from_file(location)
+    if (tokenizer := Tokenizer.from_model(open_model(location).tokenizer_source)) is None:
         raise CheckpointError(f"{path} has no tokenizer; give another model, or a tokenizer.json")
-    return found
+    return tokenizer
 
 
-def _ground(plan: Plan, device: Device, exits: ExitStack) -> DistributedContext:
-    if plan.world == 1:
-        return DistributedContext.solo(choose_device(plan, device))
-    if not launched():
-        raise PlanError(
-            f"{plan} needs {plan.world} processes and this is one; start the script with "
-            f"torchrun --nproc-per-node {plan.world} SCRIPT, or use the command line, which starts them itself"
-        )
-    return exits.enter_context(DistributedContext.build(plan, device))
-
-
-def find(
-    path: str | Path,
-    plan: Plan,
-    experts: ExpertsConfig = AS_TRAINED,
-    weights: WeightFormat = "stored",
-    weight_group: WeightGroup = 64,
-) -> OpenedModel:
-    """Open the model that ``path`` means and check that ``plan`` can lay it out, before any process starts.
-
-    Raises what :func:`load` raises for a model that is not there, for a plan that does not fit, for ``experts`` told
-    to do what they cannot, and for ``weights`` that cannot be quantised so.
-    """
-    found = open_model(path)
-    if plan.world > plan.tp * plan.cp:
-        raise PlanError(f"a loaded model is laid over tp and cp ranks only, not over {plan}; load with these only")
-    plan.check(found.config)
-    check_weights(found.config, weights, weight_group, plan.tp, plan.sh)
-    return replace(found, config=_told(found, experts))
-
-
-def _told(found: OpenedModel, experts: ExpertsConfig) -> ModelConfig:
-    """The model whose experts do as they are told."""
-    told = experts.apply_to(found.config, found.tasks)
-    if told.moe is not None and experts.active is not None:
-        # A router that always sends a token to as many says so before any process starts.
-        rule(told.moe, otherwise="leave --experts.active out")
-    return told
-
-
-def _load(
-    found: OpenedModel,
-    ground: DistributedContext,
-    dtype: DType,
-    source: str,
-    resident: int | None,
-    weights: WeightFormat,
-    group: WeightGroup,
-) -> Model:
-    layers = found.config.moe.count_expert_layers(found.config.layers) if found.config.moe else 0
-    resident = None if resident is None or resident >= layers else resident
-    home = None if resident is None else torch.device("cpu")
-    kept = dtype_on(ground.device, dtype)
-    on = {"device": ground.device, "dtype": kept, "experts_on": home}
-    memory = WeightMemory(found.config, kept, ground.device, ground.plan, resident, weights, group)
-    problem = memory.problem(source)
-    if ground.world > 1:  # a rank that went ahead would take what the others count as free
-        world_axis().max_(torch.zeros(()))
-    if problem is not None:
-        raise problem
-    try:
-        axes = with_small(ground.axes.serving(), ground.device)
-        if weights == "stored":
-            transformer, put = Transformer(found.config, axes, **on), in_place
-        else:
-            transformer, put = build(found.config, axes, **on, kind=weights, group=group)
-        found.load_weights(transformer.eval().requires_grad_(False), ground, put)
-        if resident is not None:
-            OffloadedExperts(experts_of(transformer), resident, ground.device)
-    except torch.OutOfMemoryError:
-        raise memory.refusal(source, share_bytes(ground.device), free_host_bytes()) from None
-    return Model(transformer, Tokenizer.from_model(found.tokenizer_source), ground, source, found.tasks)
-
-
-def _named_dtype(dtype: DType | torch.dtype) -> DType:
+def _checked_dtype(dtype: DType | torch.dtype) -> DType:
     name = dtype_name(dtype)
     check_choice("dtype", name, DType)
     return cast(DType, name)
 
 
-def dtype_on(device: torch.device, dtype: DType) -> torch.dtype:
-    """The type that ``dtype`` means on ``device``."""
-    if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
-    return getattr(torch, dtype)
+def _dtype_of(transformer: Transformer) -> object:
+    return dtype_name(next(transformer.parameters()).dtype)
 
 
 def save(
@@ -378,28 +303,29 @@ def save(
     shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
 ) -> Path:
-    """Write ``model`` to the folder ``path``, whole or not at all; every rank of its ground calls this.
+    """Write ``model`` to the folder ``path``, completely or not at all; every rank of its context calls this.
 
-    ``hf`` is what ``transformers`` loads (``dtype`` and ``shard_bytes`` say how it lies on disk), ``colonnade`` what
-    any plan of ours loads. ``overwrite`` replaces a model that is there, once the new one is written. Raises
-    :class:`CheckpointError` when the folder exists otherwise, or cannot be written.
+    ``hf`` is for ``transformers`` (``dtype`` and ``shard_bytes`` describe its files), ``colonnade`` loads under any
+    plan. ``overwrite`` replaces an existing model once the new one is written. Raises :class:`CheckpointError` if the
+    folder exists otherwise, or cannot be written.
     """
     check_choice("format", format, Format)
-    dtype = _named_dtype(dtype)
-    place = Path(path)
+    dtype, folder = _checked_dtype(dtype), Path(path)
     if kind := kind_of(model.transformer):
         raise ConfigError(
-            f"weights in {kind} are made while a model is read, and not saved; load it stored, and save that"
+            f"weights in {kind} are quantised while a model is loaded, and cannot be saved; load it with "
+            "weights='stored', and save that"
         )
     if format == "hf":
-        kept = None if dtype == "auto" else getattr(torch, dtype)
         write_hf(
-            model.transformer, place, tokenizer=model._tokenizer, dtype=kept, shard_bytes=shard_bytes,
-            overwrite=overwrite,
+            model.transformer, folder, tokenizer=model._tokenizer, shard_bytes=shard_bytes, overwrite=overwrite,
+            dtype=None if dtype == "auto" else getattr(torch, dtype),
         )  # fmt: skip
-    elif dtype not in ("auto", str(next(model.transformer.parameters()).dtype).removeprefix("torch.")):
-        raise ConfigError(f"the colonnade format keeps the weights' own type; load with dtype='{dtype}' and save that")
+    elif dtype not in ("auto", _dtype_of(model.transformer)):
+        raise ConfigError(
+            f"the colonnade format keeps the dtype of the weights; load with dtype='{dtype}' and save that"
+        )
     else:
         meta = native.Meta(model=model.config, tasks=model.tasks)
-        native.save(place, model.transformer, meta, model.ground, tokenizer=model._tokenizer, overwrite=overwrite)
-    return place
+        native.save(folder, model.transformer, meta, model.ground, tokenizer=model._tokenizer, overwrite=overwrite)
+    return folder

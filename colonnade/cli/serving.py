@@ -1,6 +1,6 @@
-"""Verbs that let a model write: ``generate``, ``chat`` and ``serve``.
+"""The verbs that generate text: ``generate``, ``chat`` and ``serve``.
 
-What is wrong with the words themselves is said before anything that takes seconds is imported.
+The flags are validated before anything is imported that takes seconds.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from colonnade.cli.common import Log, ServingPlacing, Writer, speaks, start_alone
+from colonnade.cli.common import GenerativeModel, LogConsole, ServingPlacementArgs, is_main_process, refuse_torchrun
 from colonnade.config import CacheFormat as CacheKind
 from colonnade.config import ServeConfig, WeightFormat, WeightGroup
 from colonnade.errors import ConfigError, RequestError
@@ -21,84 +21,84 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen."""
+class SamplingArgs:
+    """How tokens are sampled."""
 
     max_tokens: int | None = None
-    """Tokens to generate, at most; by default an answer may fill the context, and a continuation has 256."""
+    """Tokens to generate, at most; by default 256 for generate, and up to the end of the context for chat."""
     temperature: float = 0.8
-    """Divides the logits; 0 always takes the likeliest token."""
+    """Divides the logits; 0 always takes the most probable token."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Keep the k most probable tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of likeliest tokens whose probabilities sum to p."""
+    """Keep the smallest set of most probable tokens whose probabilities sum to at least p."""
     min_p: float = 0.0
-    """Keep tokens at least this many times as probable as the likeliest."""
+    """Keep tokens at least this many times as probable as the most probable one."""
     seed: int | None = None
     """The same seed gives the same text."""
     stop: tuple[str, ...] = ()
     """Strings that end the text."""
 
     def params(self) -> "SamplingParams":
-        """The same for the engine, checked."""
+        """Validate them."""
         from colonnade.serve.sampling_params import SamplingParams
 
         return SamplingParams(**vars(self))
 
 
 @dataclass(frozen=True)
-class Cache:
-    """Room for the keys and values of one text, and for the weights."""
+class CacheArgs:
+    """The engine's memory, for one request at a time."""
 
     weights: WeightFormat = "stored"
-    """As the dtype says, or quantised while they are read (int8, int4, float8)."""
+    """Weights in the dtype (stored), or quantised while they are read (int8, int4, float8)."""
     weight_group: WeightGroup = 64
-    """Inputs that share a scale of int4."""
+    """Inputs that share a scale (int4)."""
     cache: CacheKind = "stored"
-    """Keys and values as the dtype says, or in 8 bits: float8, or of latents (DeepSeek's attention) int8 too."""
+    """Keys and values in the dtype (stored), or in 8 bits: float8, for latent attention (DeepSeek) also int8."""
     page_tokens: int | None = None
     """Tokens in one page of the cache; None: 16, on a GPU 64."""
     pages: int | None = None
-    """Pages in the pool; None takes cache_bytes."""
+    """Pages of the cache; None: as many as fit into cache_bytes."""
     cache_bytes: int = 1 << 28
-    """Memory for the key/value cache of one rank, at most [bytes], when pages is not given."""
+    """Memory for the key/value cache of one rank, at most, unless pages is given [bytes]."""
     memory_bytes: int | None = None
-    """What weights, cache, graphs and activations of one rank may take together [bytes], beside what Python and torch
-    take by themselves (some 400 MB; on a GPU its context); None: what is free on its device when it starts."""
+    """Memory for the weights, cache, graphs and activations of one rank together, in addition to what Python and torch
+    need (some 400 MB; on a GPU its context); None: what is free on its device at the start [bytes]."""
     token_budget: int | None = None
-    """Tokens of the text in one forward pass; None: 512, on a GPU 2048."""
+    """Tokens of the prompt in one forward pass; None: 512, on a GPU 2048."""
     fixed_steps: bool | None = None
-    """Record the step that adds a token as a graph and replay it; None does so on a GPU, where that can be."""
+    """Run decode steps as CUDA graphs; None: on a GPU, for models and layouts that allow it."""
 
     @property
-    def limits(self) -> ServeConfig:
-        """The same for an engine that answers one request at a time."""
+    def config(self) -> ServeConfig:
+        """The same as a ServeConfig."""
         return ServeConfig(max_requests=1, **vars(self))
 
 
 def generate(
-    model: Positional[Writer],
+    model: Positional[GenerativeModel],
     prompt: Annotated[Positional[str], arg(metavar="PROMPT")],
-    sampling: Annotated[Sampling, arg(name="")] = Sampling(),
-    placing: Annotated[ServingPlacing, arg(name="")] = ServingPlacing(),
-    serve: Cache = Cache(),
+    sampling: Annotated[SamplingArgs, arg(name="")] = SamplingArgs(),
+    placement: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
+    serve: CacheArgs = CacheArgs(),
 ) -> None:
-    """Continue a text, as it is generated.
+    """Continue a text; prints it as it is generated.
 
     Args:
-        model: What to ask.
+        model: The model that generates.
         prompt: The beginning of the text; - reads it from the standard input, without its last newline.
-        sampling: How tokens are chosen.
-        placing: Where the model runs.
-        serve: Room for the text's keys and values.
+        sampling: How tokens are sampled.
+        placement: Where the model runs.
+        serve: The engine's memory.
     """
-    params, where = sampling.params(), placing.where(model, serve.limits)
-    from colonnade import chat as talk
+    params, spec = sampling.params(), placement.spec(model, serve.config)
+    from colonnade.chat import generate
 
-    talk.generate(where, _read() if prompt == "-" and speaks() else prompt, params)
+    generate(spec, _read_stdin() if prompt == "-" and is_main_process() else prompt, params)
 
 
-def _read() -> str:
+def _read_stdin() -> str:
     try:
         return sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -106,51 +106,51 @@ def _read() -> str:
 
 
 def chat(
-    model: Positional[Writer],
+    model: Positional[GenerativeModel],
     system: str | None = None,
-    sampling: Annotated[Sampling, arg(name="")] = Sampling(),
-    placing: Annotated[ServingPlacing, arg(name="")] = ServingPlacing(),
-    serve: Cache = Cache(),
+    sampling: Annotated[SamplingArgs, arg(name="")] = SamplingArgs(),
+    placement: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
+    serve: CacheArgs = CacheArgs(),
 ) -> None:
     """Chat with an instruction-tuned model on the terminal.
 
     Args:
-        model: Whom to chat with.
-        system: The system message that opens the conversation.
-        sampling: How tokens are chosen.
-        placing: Where the model runs.
-        serve: Room for the text's keys and values.
+        model: The model to chat with.
+        system: The system message at the start of the conversation.
+        sampling: How tokens are sampled.
+        placement: Where the model runs.
+        serve: The engine's memory.
     """
-    start_alone("chat")
-    params, where = sampling.params(), placing.where(model, serve.limits)
-    from colonnade import chat as talk
+    refuse_torchrun("chat")
+    params, spec = sampling.params(), placement.spec(model, serve.config)
+    from colonnade.chat import chat
 
-    talk.chat(where, system, params)
+    chat(spec, system, params)
 
 
 def serve(
-    model: Positional[Writer],
+    model: Positional[GenerativeModel],
     serve: ServeConfig = ServeConfig(),
-    placing: Annotated[ServingPlacing, arg(name="")] = ServingPlacing(),
+    placement: Annotated[ServingPlacementArgs, arg(name="")] = ServingPlacementArgs(),
 ) -> None:
-    """Serve a model over HTTP as OpenAI's API does: /v1/completions, /v1/chat/completions, /v1/models.
+    """Serve a model over HTTP with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models.
 
     Args:
-        model: What to serve.
+        model: The model to serve.
         serve: Address and limits.
-        placing: Where the model runs.
+        placement: Where the model runs.
     """
-    start_alone("serve")
-    where = placing.where(model, serve)
-    from colonnade.chat import company
+    refuse_torchrun("serve")
+    spec = placement.spec(model, serve)
+    from colonnade.chat import batching_note
 
-    found = where.writer()
+    opened = spec.open_generative()
     try:
         from colonnade.serve.server import serve as run
     except ImportError as error:
         raise ConfigError(f"serving needs the package '{error.name}'; run: pip install 'colonnade[serve]'") from None
 
-    announce = partial(Log(stderr=True, highlight=False).print, soft_wrap=True, markup=False)
-    if note := company(found.config):
+    announce = partial(LogConsole(stderr=True, highlight=False).print, soft_wrap=True, markup=False)
+    if note := batching_note(opened.config):
         announce(note)
-    run(where.loading(found), where.plan, serve, name=Path(model).name, device=placing.device, announce=announce)
+    run(spec.loader(opened), spec.plan, serve, name=Path(model).name, device=placement.device, announce=announce)

@@ -1,4 +1,4 @@
-"""Verbs that train, ``demo`` and ``train``, and ``presets``: what can be trained."""
+"""The verbs ``demo``, ``train`` and ``presets``."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import arg
 
-from colonnade.cli.common import console, speaks, start_alone
+from colonnade.cli.common import console, is_main_process, refuse_torchrun
 from colonnade.config import ModelConfig, RunConfig, did_you_mean, format_bytes
 from colonnade.config.derive import derive, describe_derived, replace_paths
 from colonnade.config.presets import PRESETS, preset
@@ -22,13 +22,13 @@ from colonnade.errors import CheckpointError, ConfigError
 
 
 def demo(folder: Path = Path("runs/demo"), port: int = 0) -> None:
-    """Train a small model on real speeches in two processes, reload it in one, serve it, and talk to it (3 minutes).
+    """Train a small model on real speeches in two processes, load it in one, serve it and query it (3 minutes).
 
     Args:
-        folder: Where the demo keeps its corpus and its run; made anew.
+        folder: Folder for the corpus and the run; an existing one is replaced.
         port: TCP port of the server; 0 takes a free one.
     """
-    start_alone("demo")
+    refuse_torchrun("demo")
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"--port {port} is not from 0 to 65535; 0 takes a free one")
     from colonnade.demo import demo as run
@@ -37,58 +37,60 @@ def demo(folder: Path = Path("runs/demo"), port: int = 0) -> None:
 
 
 def presets(match: str = "") -> None:
-    """List the models that --preset knows, with their sizes.
+    """List the presets for --preset, with their sizes.
 
     Args:
-        match: List only names and families that contain this.
+        match: List only names and families that contain this text.
     """
     table = Table(
-        box=None, pad_edge=False, padding=(0, 2, 0, 0), caption="total and active: parameters, all and a token's"
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        caption="total, active: all parameters, and those used per token",
     )
     for column in ("name", "family", "total", "active", "layers", "width", "context"):
         table.add_column(column, justify="left" if column in ("name", "family") else "right", no_wrap=True)
     models = {name: preset(name) for name in PRESETS}
-    found = {name: model for name, model in models.items() if match in name or match in model.family}
-    if not found:
+    matching = {name: model for name, model in models.items() if match in name or match in model.family}
+    if not matching:
         raise ConfigError(f"no preset or family has '{match}' in its name{did_you_mean(match, list(models))}")
-    for name, model in found.items():
-        numbers = model.layers, model.width, model.context
+    for name, model in matching.items():
         sizes = _size(model.parameters), _size(model.active_parameters)
-        table.add_row(name, model.family, *sizes, *(f"{number:,}" for number in numbers))
+        table.add_row(name, model.family, *sizes, f"{model.layers:,}", f"{model.width:,}", f"{model.context:,}")
     Console(highlight=False).print(table)
 
 
 def _size(parameters: int) -> str:
-    """Three figures: ``135 M``, ``8.03 B``."""
+    """With three digits: ``135 M``, ``8.03 B``."""
     unit, word = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
-    shown = parameters / unit
-    return f"{shown:.{2 if shown < 10 else 1 if shown < 100 else 0}f} {word}"
+    value = parameters / unit
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {word}"
 
 
 @dataclass(frozen=True)
 class TrainArgs:
-    """What ``train`` takes."""
+    """The arguments of ``train``."""
 
     run: Annotated[RunConfig, arg(name="")]
     config: Path | None = None
-    """A TOML file of settings, in the tables [model] [plan] [data] [train]."""
+    """A TOML file with the tables [model] [plan] [data] [train]."""
     preset: Annotated[
         str,
         arg(
-            help="A model by name (colonnade presets lists their sizes); its vocabulary is the corpus's. One of "
+            help="A model by name (colonnade presets lists their sizes), with the vocabulary of the corpus. One of "
             f"{', '.join(PRESETS)}."
         ),
     ] = "tour"
     dry_run: bool = False
-    """Print the resolved settings and the plan, and train nothing."""
+    """Print the resolved settings and the plan without training."""
 
 
 def train(args: Annotated[TrainArgs, arg(name="")]) -> None:
     """Train a transformer on a corpus; the same command again resumes it.
 
-    Settings come from the command line, else from --config, else from --preset, else from the defaults shown here.
-    A size that no flag gives follows from those that are given. A model without experts gets some by
-    --model.moe.experts, with which --help lists all that can be said about them.
+    Settings come from the command line, otherwise from --config, otherwise from --preset, otherwise from the defaults
+    shown here. Sizes that are not set are derived from those that are. --model.moe.experts adds experts to a model
+    without; with it, --help lists all their settings.
     """
     _train(args)
 
@@ -99,32 +101,32 @@ def _train(args: TrainArgs, follows: Callable[[RunConfig], str] = lambda _: "") 
 
     if args.dry_run:
         check_settings(run)
-        made = (run.data.path / "manifest.json").is_file()
-        if made:
+        has_corpus = (run.data.path / "manifest.json").is_file()
+        if has_corpus:
             check_data(run)
-        if speaks():
-            if not made:
+        if is_main_process():
+            if not has_corpus:
                 console.print(f"{run.data.path} is no corpus yet: the vocabulary is the model's own", soft_wrap=True)
             _show(run, follows(run))
-            if made or not run.train.start:  # else the model is not known yet
-                console.print(_decided(run), soft_wrap=True)
+            if has_corpus or not run.train.start:  # otherwise the model is not known yet
+                console.print(_resolved_summary(run), soft_wrap=True)
             print(dumps(run), end="")
         return
     if run.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS picks its algorithms freely
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required for deterministic cuBLAS algorithms
     trainer = Trainer(run)
-    if speaks():
+    if is_main_process():
         _show(run, follows(run))
     summary = trainer.fit()
     if summary.stopped:
-        if speaks():
-            how = f"stopped by {summary.stopped}; the same command goes on from {summary.checkpoint}"
-            console.print(how, soft_wrap=True)
+        if is_main_process():
+            message = f"stopped by {summary.stopped}; the same command continues from {summary.checkpoint}"
+            console.print(message, soft_wrap=True)
         sys.exit(128 + signal.Signals[summary.stopped])
 
 
-def _decided(run: RunConfig) -> str:
-    """What ``run`` leaves to its device, and the memory that it would take; no GPU is needed to ask."""
+def _resolved_summary(run: RunConfig) -> str:
+    """The settings that depend on the device, and the memory estimate; needs no GPU."""
     from colonnade.parallel.distributed_context import choose_device
     from colonnade.train.memory_estimate import estimate
     from colonnade.train.run_log import computing
@@ -147,38 +149,38 @@ def train_with_defaults(argv: list[str]) -> Callable[..., None]:
 
 
 def train_defaults(argv: list[str]) -> tuple[TrainArgs, Callable[[RunConfig], str]]:
-    """Defaults of every flag, and a function that names the fields of the final run that were derived from others.
+    """Defaults of every flag, and a function that lists the derived fields of the final run.
 
-    They come from --preset and --config, the corpus's vocabulary, and what follows from the flags. They are not
-    validated: a flag may still set what they lack.
+    They come from --preset and --config, the corpus's vocabulary, and what is derived from the flags. They are not
+    validated: a flag may still set what is missing.
     """
     chosen, file, start = (_value(argv, flag) for flag in ("--preset", "--config", "--train.start"))
-    model = (None if chosen or not start else _started(start)) or preset(chosen or "tour")
+    model = (None if chosen or not start else _starting_model(start)) or preset(chosen or "tour")
     base = RunConfig(model=model)
     run = read_toml(RunConfig, Path(file), base=base) if file else base
     folder = Path(_value(argv, "--data.path") or run.data.path)
-    same = run.model.vocab_size == base.model.vocab_size and not start
-    if same and (folder / "manifest.json").is_file():
+    take_vocabulary = run.model.vocab_size == base.model.vocab_size and not start
+    if take_vocabulary and (folder / "manifest.json").is_file():
         from colonnade.data import Corpus
 
         run = replace_paths(run, {"model.vocab_size": Corpus(folder).manifest.vocab_size})
     flags = _settings(argv)
     _check_sections(run.model, flags)
-    begun = any(name.startswith("model.moe.") for name in flags) and run.model.moe is None
-    defaults = replace_paths(run, derive(run, flags) | ({"model.moe.experts": 0} if begun else {}))
+    adds_experts = any(name.startswith("model.moe.") for name in flags) and run.model.moe is None
+    defaults = replace_paths(run, derive(run, flags) | ({"model.moe.experts": 0} if adds_experts else {}))
     by_file = describe_derived(base, run, read_settings(Path(file))) if file else []
 
     def follows(final: RunConfig) -> str:
-        found = by_file + describe_derived(run, final, flags)
-        if final.model.vocab_size != base.model.vocab_size and same and "model.vocab_size" not in flags:
-            found.append(f"model.vocab_size {final.model.vocab_size} (the corpus's)")
-        return ", ".join({one.split()[0]: one for one in found}.values())
+        derived = by_file + describe_derived(run, final, flags)
+        if final.model.vocab_size != base.model.vocab_size and take_vocabulary and "model.vocab_size" not in flags:
+            derived.append(f"model.vocab_size {final.model.vocab_size} (the corpus's)")
+        return ", ".join({one.split()[0]: one for one in derived}.values())
 
     return TrainArgs(defaults, Path(file) if file else None, chosen or "tour"), follows
 
 
 def _settings(argv: list[str]) -> dict[str, object]:
-    """What the flags set, by dotted names; numbers as numbers, anything else for the parser to judge."""
+    """The values of the flags by dotted names; integers as int, everything else as text."""
     words = [word for word in argv if word.startswith("--")]
     names = [word[2:].partition("=")[0].replace("-", "_") for word in words]
     return {name: _number(_value(argv, word.partition("=")[0])) for name, word in zip(names, words, strict=True)}
@@ -192,23 +194,23 @@ def _number(text: str | None) -> object:
 
 
 def _check_sections(model: ModelConfig, flags: Collection[str]) -> None:
-    """Raise :class:`ConfigError` for flags about a section that ``model`` lacks and that they do not make whole."""
+    """Raise :class:`ConfigError` for flags of a section that ``model`` lacks, unless they complete it."""
     absent = [name for name in ModelConfig.model_fields if getattr(model, name) is None]
-    about = {name: flag for name in absent for flag in flags if flag.startswith(f"model.{name}.")}
-    if (flag := about.pop("moe", None)) and "model.moe.experts" not in flags:
+    incomplete = {name: flag for name in absent for flag in flags if flag.startswith(f"model.{name}.")}
+    if (flag := incomplete.pop("moe", None)) and "model.moe.experts" not in flags:
         raise ConfigError(
-            f"--{flag} is about experts, and this model has none; say how many with --model.moe.experts, or begin with "
-            "a preset that has some (--preset tour-moe)"
+            f"--{flag} is about experts, and this model has none; set their number with --model.moe.experts, or use a "
+            "preset with experts (--preset tour-moe)"
         )
-    for name, other in about.items():
+    for name, other in incomplete.items():
         raise ConfigError(
-            f"--{other} is about a part that this model has not; begin with a preset that has it, or write the whole "
+            f"--{other} is for a part that this model does not have; use a preset that has it, or put the complete "
             f"table [model.{name}] into a file for --config"
         )
 
 
-def _started(start: str) -> ModelConfig | None:
-    """The model that a run begins with; one that is not there is for the trainer to complain of."""
+def _starting_model(start: str) -> ModelConfig | None:
+    """The config of the model that a run starts from; None if it is missing, which the trainer reports."""
     from colonnade.checkpoint.open_model import open_model
 
     try:

@@ -1,6 +1,6 @@
-"""Serving: a paged cache, a scheduler, an engine loop of three calls, and an OpenAI-compatible server around it.
+"""Serving: a paged KV cache, a scheduler, an engine, and an OpenAI-compatible server.
 
-The names are loaded when they are first used: sampling parameters are checked without torch.
+Names are imported when they are first used: sampling parameters are validated without importing torch.
 """
 
 import importlib
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from colonnade.serve.engine import Engine
-    from colonnade.serve.output import Completion, Output
+    from colonnade.serve.request import Completion, Output
     from colonnade.serve.sampling_params import SamplingParams
 
 __all__ = ["Completion", "Engine", "Output", "SamplingParams"]
 
-_HOME = {"Completion": "output", "Engine": "engine", "Output": "output", "SamplingParams": "sampling_params"}
+_MODULES = {"Completion": "request", "Engine": "engine", "Output": "request", "SamplingParams": "sampling_params"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'colonnade.serve' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"colonnade.serve.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"colonnade.serve.{_MODULES[name]}"), name)

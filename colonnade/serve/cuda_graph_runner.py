@@ -1,22 +1,21 @@
-"""Decode steps of fixed shape, which a GPU replays as a graph: one launch instead of hundreds.
+"""Replays decode steps as CUDA graphs: one launch in place of hundreds.
 
-A graph (CUDA's) is a recording of kernels with their arguments, so what changes from step to step must lie where the
-recording looks for it. A step that decodes one token for each of R requests is padded to the next of a few sizes B, and
-told through buffers that stay: tokens, positions, slots, lengths, tables of pages, the split plans of attention. A row
-of no request (:mod:`~colonnade.serve.batch_slots`) decodes token 0 into a page that is nobody's. Graphs are recorded
-when a size is first asked for; sampling, which differs from request to request, follows outside. On a CPU the same
-buffers are read without a graph, which is how tests see all of this but the recording.
+A CUDA graph is a recording of kernels with their arguments, so whatever changes from step to step must be in buffers at
+fixed addresses: tokens, positions, slots, lengths, page tables, the split plans of attention. A step that decodes one
+token for each of R requests is padded to one of a few batch sizes (:func:`scheduler.padded_batch_size`). A row without
+a request (:class:`scheduler.BatchRows`) decodes token 0 into the scratch page. A size is captured when it is first
+needed; sampling, which differs between requests, runs after the graph. On a CPU the same buffers are used without a
+graph, so that tests cover everything but the capture.
 
-A plan of splits is made for lengths as they will be a few steps on (:data:`AHEAD`), and serves until then or until
-a place in the batch goes to a longer request. It serves a shorter one, as of keys that are not there nothing is read;
-not under a window, where plans leave out what lies before it, and not with fixed cuts, whose bits would differ. Where a
-plan reads a prefix once for all who share it (:mod:`~colonnade.kernels.attention.cascade`), which takes a kernel more,
-another recording of that size is replayed.
+A split plan is made for lengths a few steps ahead (:data:`PLAN_AHEAD_STEPS`), and used until they are reached or a row
+goes to a longer request. It is also valid for a shorter request, since missing keys are never read; except under a
+window, where the plan skips the keys before it, and with batch-invariant splits, whose bits would differ. If a plan
+reads a shared prefix once for all its requests (:mod:`~colonnade.kernels.attention.cascade`), which takes one kernel
+more, a second graph of that size is captured and replayed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,16 +29,15 @@ from colonnade.model import KVCache, Paged, Stream, Transformer
 from colonnade.model.head import Shares
 from colonnade.model.sharded_kv_cache import ShardedPaged
 from colonnade.parallel.cuda_graphs import capture
-from colonnade.serve.batch_slots import padded
-from colonnade.serve.cache_shard import CacheShard
-from colonnade.serve.scheduler import Work
+from colonnade.serve.model_inputs import CacheShard
+from colonnade.serve.scheduler import Work, padded_batch_size
 
-AHEAD = 16
-"""Steps of decoding for which a plan of splits is good."""
+PLAN_AHEAD_STEPS = 16
+"""Decode steps for which a split plan stays valid."""
 
 
 class CudaGraphRunner:
-    """Runs works in which each request decodes one token."""
+    """Runs works in which every request decodes one token."""
 
     def __init__(
         self,
@@ -51,41 +49,42 @@ class CudaGraphRunner:
         share: bool = True,
         kernels: str | None = None,
     ):
-        """For at most ``most`` requests of ``context`` tokens; the cache's last page is nobody's."""
+        """For at most ``most`` requests of up to ``context`` tokens; the cache's last page is the scratch page."""
         self.model, self.cache, self.most, self.context, self.share = model, cache, most, context, share
         self.kernels = kernels or ("triton" if cache.k[0].is_cuda else "auto")
         self.shared_keys = self.spared_keys = 0
-        """:attr:`Cascade.keys`, of all steps so far."""
-        self._sizes: dict[int, _Size] = {}
-        self._pool = torch.cuda.graph_pool_handle() if cache.k[0].is_cuda else None
+        """Sums of :attr:`Cascade.keys` over all steps."""
+        self._batches: dict[int, _PaddedBatch] = {}
+        """By padded batch size."""
+        self.pool = torch.cuda.graph_pool_handle() if cache.k[0].is_cuda else None
 
-    def take(self, work: Work) -> bool:
-        """Whether ``work`` is such a one."""
-        return all(len(piece.tokens) == 1 and piece.draw is not None for piece in work.slices)
+    def accepts(self, work: Work) -> bool:
+        """Whether every request of ``work`` decodes one token."""
+        return all(len(piece.tokens) == 1 and piece.sample_args is not None for piece in work.slices)
 
     def __call__(self, work: Work, last_R: Tensor) -> Tensor:
-        """logits_Rv, this rank's share of the vocabulary; overwritten by the next call."""
-        places = self._places(work)
-        size = padded(max(places) + 1, self.most)
-        if size not in self._sizes:
-            self._sizes[size] = _Size(self.model, self.cache, size, self.context, self.share, self.kernels)
-        logits_Bv = self._sizes[size](work, places, last_R, self._pool)
-        once, spared = self._sizes[size].keys
-        self.shared_keys, self.spared_keys = self.shared_keys + once, self.spared_keys + spared
-        if places == list(range(len(places))):
-            return logits_Bv[: len(places)]
-        return logits_Bv.index_select(0, upload(places, torch.int64, logits_Bv.device))
+        """logits_Rv, this rank's vocabulary shard; overwritten by the next call."""
+        rows = self._batch_rows(work)
+        size = padded_batch_size(max(rows) + 1, self.most)
+        if size not in self._batches:
+            self._batches[size] = _PaddedBatch(self, size)
+        batch = self._batches[size]
+        logits_Bv = batch(work, rows, last_R)
+        shared, spared = batch.cascade_keys
+        self.shared_keys, self.spared_keys = self.shared_keys + shared, self.spared_keys + spared
+        if rows == list(range(len(rows))):
+            return logits_Bv[: len(rows)]
+        return logits_Bv.index_select(0, upload(rows, torch.int64, logits_Bv.device))
 
-    def _places(self, work: Work) -> list[int]:
-        """The row of each slice: its own, or where none were dealt out, or ranks share a cache, one after another."""
-        places = [piece.place for piece in work.slices]
-        dealt = self.model.axes.cp.size == 1 and min(places) >= 0
-        return places if dealt else list(range(len(places)))
+    def _batch_rows(self, work: Work) -> list[int]:
+        """The row of each slice: its request's own, or consecutive ones if none are assigned or ranks share a cache."""
+        rows = [piece.batch_row for piece in work.slices]
+        return rows if self.model.axes.cp.size == 1 and min(rows) >= 0 else list(range(len(rows)))
 
 
 @dataclass(frozen=True)
-class _Recording:
-    """A graph, the plans that it reads, and where it leaves its logits."""
+class _CapturedGraph:
+    """A graph, the page table whose plans it reads, and its output."""
 
     table: PageTable
     replay: Callable[[], None]
@@ -93,16 +92,16 @@ class _Recording:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """What the plans at hand were made for."""
+class PlannedBatch:
+    """The batch for which the current split plans were made."""
 
     lengths: list[int]
-    shared: dict[int, Sequence[int]]
-    """Of each request that reads a prefix with others, the pages of it."""
-    keys: tuple[int, int] = (0, 0)
-    """:attr:`Cascade.keys` in those layers that save most: layers with a window share fewer."""
-    shorter: bool = False
-    """Whether they are good for shorter requests, too."""
+    shared_pages: dict[int, Sequence[int]]
+    """For each row that reads a shared prefix, the pages of that prefix."""
+    cascade_keys: tuple[int, int] = (0, 0)
+    """:attr:`Cascade.keys` of the layers that share most; layers with a window share fewer."""
+    allow_shorter: bool = False
+    """Whether the plans are also valid for shorter requests."""
 
     @staticmethod
     def of(
@@ -111,110 +110,108 @@ class Planned:
         tables: Sequence[Sequence[int]],
         page_tokens: int,
         *,
-        shorter: bool = False,
-    ) -> "Planned":
-        """Of ``plans`` for requests of these lengths and pages."""
+        allow_shorter: bool = False,
+    ) -> "PlannedBatch":
+        """The batch of ``plans`` that were made for these lengths and page tables."""
         ends: dict[int, int] = {}
         cascades = [plan for plan in plans if isinstance(plan, Cascade)]
-        for group in (group for each in cascades for group in each.groups):
+        for group in (group for cascade in cascades for group in cascade.groups):
             ends |= {r: max(group.end, ends.get(r, 0)) for r in group.requests}
-        shared = {r: tables[r][: -(-end // page_tokens)] for r, end in ends.items()}
-        keys = max((each.keys for each in cascades), key=lambda keys: keys[1], default=(0, 0))
-        return Planned(list(lengths), shared, keys, shorter)
+        shared_pages = {r: tables[r][: -(-end // page_tokens)] for r, end in ends.items()}
+        keys = max((cascade.keys for cascade in cascades), key=lambda keys: keys[1], default=(0, 0))
+        return PlannedBatch(list(lengths), shared_pages, keys, allow_shorter)
 
     @property
-    def shares(self) -> bool:
-        """Whether any prefix is read once for several."""
-        return bool(self.shared)
+    def shares_prefix(self) -> bool:
+        """Whether any prefix is read once for several requests."""
+        return bool(self.shared_pages)
 
-    def holds(self, lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> bool:
-        """Whether plans are good for these too: no length has grown more than a little, and prefixes are the same.
+    def is_valid_for(self, lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> bool:
+        """Whether the plans fit these too: no length has grown by more than a few tokens, shared pages are equal.
 
-        Not all grow alike: what pads a step does not, nor does a request whose last page another rank has. Another
-        request in the same place may be as long, and have other pages.
+        Lengths do not all grow alike: padding does not grow, nor does a request whose last page is on another rank.
+        Another request in the same row may have the same length and other pages.
         """
-        grown = [n - p for n, p in zip(lengths, self.lengths, strict=True)]
-        near = max(grown) <= AHEAD and (self.shorter or min(grown) >= 0)
-        return near and all(grown[r] >= 0 and tables[r][: len(x)] == x for r, x in self.shared.items())
+        grown = [new - old for new, old in zip(lengths, self.lengths, strict=True)]
+        near = max(grown) <= PLAN_AHEAD_STEPS and (self.allow_shorter or min(grown) >= 0)
+        shared = self.shared_pages.items()
+        return near and all(grown[r] >= 0 and tables[r][: len(pages)] == pages for r, pages in shared)
 
 
-class _Size:
-    """The buffers of one size, and the graphs that read them."""
+class _PaddedBatch:
+    """The input buffers of one batch size, and the graphs that read them."""
 
-    def __init__(self, model: Transformer, cache: KVCache, size: int, context: int, share: bool, kernels: str):
-        self.model, self.cache, self.size, self.share, self.kernels = model, cache, size, share, kernels
-        self.device = cache.k[0].device
-        widest = -(-context // cache.page_tokens)
-        self.scratch = cache.pages - 1
-        self.held = CacheShard.of(model, cache)
-        self.numbers = torch.zeros(3, size, dtype=torch.int64, device=self.device)
+    def __init__(self, runner: CudaGraphRunner, size: int):
+        self.runner, self.cache, self.size, self.device = runner, runner.cache, size, runner.cache.k[0].device
+        self.shard = CacheShard.of(runner.model, self.cache)
+        self.scratch = self.shard.scratch_page
+        widest = -(-runner.context // self.cache.page_tokens)
+        self.token_position_slot = torch.zeros(3, size, dtype=torch.int64, device=self.device)
         self.lengths = torch.ones(size, dtype=torch.int32, device=self.device)
         self.pages = torch.full((size, widest), self.scratch, dtype=torch.int32, device=self.device)
         self.head = Shares()
         self.cu_queries = torch.arange(size + 1, dtype=torch.int32, device=self.device)
-        self.context = context
         self._tables: list[Sequence[int]] = [(self.scratch,)] * size
-        """What is in :attr:`pages`."""
-        self._rows = torch.full((size, widest), self.scratch, dtype=torch.int32)
-        """The same on the host, of which a step changes a few rows."""
-        self._recorded: dict[bool, _Recording] = {}
-        """Without and with prefixes that are read once."""
-        self._planned: Planned | None = None
+        """The page tables in :attr:`pages`."""
+        self._host_pages = torch.full((size, widest), self.scratch, dtype=torch.int32)
+        """A host copy of :attr:`pages`, of which a step changes a few rows."""
+        self._graphs: dict[bool, _CapturedGraph] = {}
+        """Without and with shared prefixes."""
+        self._planned: PlannedBatch | None = None
 
-    def __call__(self, work: Work, places: Sequence[int], last_R: Tensor, pool: Any) -> Tensor:
-        lengths = self._tell(work, places, last_R)
+    def __call__(self, work: Work, rows: Sequence[int], last_R: Tensor) -> Tensor:
+        lengths = self._write_inputs(work, rows, last_R)
         if self.device.type == "cpu":
             return self._run(self._attend(max(lengths), work))
-        tables = self._tables
-        if not self._recorded:
-            self._record(lengths, work, pool, shares=False)
-        shares = self._plan(lengths, tables, work, pool)
-        recording = self._recorded[shares]
-        recording.replay()
-        return recording.logits
+        if not self._graphs:
+            self._capture(lengths, work, shares_prefix=False)
+        graph = self._graphs[self._update_plans(lengths, work)]
+        graph.replay()
+        return graph.logits
 
     @property
-    def keys(self) -> tuple[int, int]:
+    def cascade_keys(self) -> tuple[int, int]:
         """:attr:`Cascade.keys` of the last step."""
-        return self._planned.keys if self._planned else (0, 0)
+        return self._planned.cascade_keys if self._planned else (0, 0)
 
-    def _tell(self, work: Work, places: Sequence[int], last_R: Tensor) -> list[int]:
-        """Write ``work`` into the buffers; the lengths of all rows."""
-        scratch = self.scratch * self.cache.page_tokens
-        tokens, starts, slots, lengths = ([x] * self.size for x in (0, 0, scratch, 1))
+    def _write_inputs(self, work: Work, rows: Sequence[int], last_R: Tensor) -> list[int]:
+        """Write ``work`` into the buffers; returns the lengths of all rows."""
+        scratch_slot = self.scratch * self.cache.page_tokens
+        tokens, starts, slots, lengths = ([x] * self.size for x in (0, 0, scratch_slot, 1))
         tables: list[Sequence[int]] = [(self.scratch,)] * self.size
-        for place, piece in zip(places, work.slices, strict=True):
-            tokens[place], starts[place], lengths[place] = piece.tokens[0], piece.start, self.held.keys(piece)
-            (slots[place],), tables[place] = self.held.slots(piece), self.held.pages(piece)
-        upload_into(self.numbers, [tokens, starts, slots])
+        for row, piece in zip(rows, work.slices, strict=True):
+            tokens[row], starts[row], lengths[row] = piece.tokens[0], piece.start, self.shard.local_length(piece)
+            (slots[row],), tables[row] = self.shard.slots(piece), self.shard.local_pages(piece)
+        upload_into(self.token_position_slot, [tokens, starts, slots])
         upload_into(self.lengths, lengths)
         changed = [row for row, table in enumerate(tables) if table != self._tables[row]]
         if changed:
             for row in changed:
-                self._rows[row, : len(tables[row])] = torch.tensor(tables[row], dtype=torch.int32)
-                self._rows[row, len(tables[row]) :] = self.scratch
+                self._host_pages[row, : len(tables[row])] = torch.tensor(tables[row], dtype=torch.int32)
+                self._host_pages[row, len(tables[row]) :] = self.scratch
             widest = max(*map(len, tables), *(len(self._tables[row]) for row in changed))
-            upload_into(self.pages[:, :widest], self._rows[:, :widest])
+            upload_into(self.pages[:, :widest], self._host_pages[:, :widest])
             self._tables = tables
         if min(tokens) < 0:
-            choose("told_tokens", self.device.type, torch.int64)(self.numbers[0], last_R)
+            choose("told_tokens", self.device.type, torch.int64)(self.token_position_slot[0], last_R)
         return lengths
 
     def _attend(self, longest: int, work: Work) -> Paged | ShardedPaged:
-        (_, positions, slots), kernels = self.numbers, self.kernels
-        attend = Paged(
-            self.cache, self.pages, slots, self.cu_queries, self.lengths, 1, longest, kernels, share=self.share
-        )
-        return attend if self.held.whole else self.held.split(work.slices, attend.table, slots, positions, kernels)
+        (_, positions, slots), kernels, share = self.token_position_slot, self.runner.kernels, self.runner.share
+        attend = Paged(self.cache, self.pages, slots, self.cu_queries, self.lengths, 1, longest, kernels, share=share)
+        if self.shard.is_whole:
+            return attend
+        return self.shard.sharded_attend(work.slices, attend.table, slots, positions, kernels)
 
     def _run(self, attend: Paged | ShardedPaged) -> Tensor:
-        return self.model(Stream(self.numbers[0], self.numbers[1]), attend, self.head)
+        tokens, positions, _ = self.token_position_slot
+        return self.runner.model(Stream(tokens, positions), attend, self.head)
 
     # -- on a GPU --------------------------------------------------------------------------------------------------
 
-    def _record(self, lengths: list[int], work: Work, pool: Any, *, shares: bool) -> None:
-        """Run once as it is, which compiles kernels and shows what plans there must be; then record."""
-        attend = self._attend(self.context, work)
+    def _capture(self, lengths: list[int], work: Work, *, shares_prefix: bool) -> None:
+        """Capture a graph, after an eager run that compiles the kernels and shows which plans they need."""
+        attend = self._attend(self.runner.context, work)
         prepared = attend.table.prepared
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -222,35 +219,37 @@ class _Size:
             self._run(attend)
             for key, (ready,) in list(prepared.items()):
                 layout = ready.layout
-                capacity = layout.capacity(self.size, 1, self.context)
-                theirs = layout.shared_capacity(self.size, 1) if shares and layout.shared else None
-                plan = layout.plan(lengths, [1] * self.size, room=self._room)
-                prepared[key] = (layout.prepare(plan, self.device, capacity, theirs),)
-            self._run(attend)  # what a graph calls must have run before
+                capacity = layout.capacity(self.size, 1, self.runner.context)
+                shared = layout.shared_capacity(self.size, 1) if shares_prefix and layout.shared else None
+                plan = layout.plan(lengths, [1] * self.size, room=self._max_keys)
+                prepared[key] = (layout.prepare(plan, self.device, capacity, shared),)
+            self._run(attend)  # whatever a graph calls must have run before
         torch.cuda.current_stream().wait_stream(stream)
-        with capture(pool) as graph:
+        with capture(self.runner.pool) as graph:
             logits = self._run(attend)
-        self._recorded[shares] = _Recording(attend.table, graph.replay, logits)
+        self._graphs[shares_prefix] = _CapturedGraph(attend.table, graph.replay, logits)
         self._planned = None
 
-    def _plan(self, lengths: list[int], tables: Sequence[Sequence[int]], work: Work, pool: Any) -> bool:
-        """Plans for these lengths, where those at hand are not good for them; whether prefixes are read once."""
-        if self._planned is None or not self._planned.holds(lengths, tables):
-            page, new = self.cache.page_tokens, [1] * self.size
-            how = {"room": self._room, "ahead": AHEAD, "tables": tables, "page_tokens": page}
-            prepared = self._recorded[False].table.prepared
-            plans = {key: ready.layout.plan(lengths, new, **how) for key, (ready,) in prepared.items()}
-            layouts = [ready.layout for (ready,) in prepared.values()]
-            shorter = all(each.shape.window is None and each.chunk is None for each in layouts)
-            planned = Planned.of(plans.values(), lengths, tables, page, shorter=shorter)
-            if planned.shares not in self._recorded:
-                self._record(lengths, work, pool, shares=True)
-            for key, (ready,) in self._recorded[planned.shares].table.prepared.items():
+    def _update_plans(self, lengths: list[int], work: Work) -> bool:
+        """Make new split plans unless the current ones are valid; returns whether they share a prefix."""
+        if self._planned is None or not self._planned.is_valid_for(lengths, self._tables):
+            page_tokens, new = self.cache.page_tokens, [1] * self.size
+            options = {
+                "room": self._max_keys, "ahead": PLAN_AHEAD_STEPS, "tables": self._tables, "page_tokens": page_tokens,
+            }  # fmt: skip
+            prepared = self._graphs[False].table.prepared
+            layouts = {key: ready.layout for key, (ready,) in prepared.items()}
+            plans = {key: layout.plan(lengths, new, **options) for key, layout in layouts.items()}
+            shorter = all(each.shape.window is None and each.chunk is None for each in layouts.values())
+            planned = PlannedBatch.of(plans.values(), lengths, self._tables, page_tokens, allow_shorter=shorter)
+            if planned.shares_prefix not in self._graphs:
+                self._capture(lengths, work, shares_prefix=True)
+            for key, (ready,) in self._graphs[planned.shares_prefix].table.prepared.items():
                 ready.take(plans[key])
             self._planned = planned
-        return self._planned.shares
+        return self._planned.shares_prefix
 
     @property
-    def _room(self) -> int:
-        """Keys that the tables of pages have place for."""
+    def _max_keys(self) -> int:
+        """Keys that a row of the page table can hold."""
         return self.pages.shape[1] * self.cache.page_tokens

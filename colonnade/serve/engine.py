@@ -1,14 +1,14 @@
-"""The engine: requests in, text out, one forward pass a step.
+"""The engine: requests in, text out, one forward pass per step.
 
-    work    = schedule()        which tokens of which requests        scheduler.py, pages.py
-    tokens  = run(work)         the model, and one token a request    batch.py, sampler.py
-    outputs = commit(tokens)    text, stop strings, what has ended    text.py
+    work    = schedule()        which tokens of which requests        scheduler.py, page_pool.py
+    tokens  = run(work)         the model, and a token per request    model_runner.py, cuda_graph_runner.py, sampler.py
+    outputs = commit(tokens)    text, stop strings, finished ones     text_stream.py
 
-A GPU is given the next step before the tokens of the last one are looked at, so that it never waits for the host:
-outputs come one step later, and a request that ends by what it said has run once for nothing. Over several ranks
-rank 0 does all three and broadcasts each :class:`Work` before it runs it; the other ranks :meth:`~Engine.follow`,
-running the same forward on their shares of the model and of the vocabulary (tp), and of the cache (tp its heads, cp its
-pages). An engine belongs to one thread.
+With ``run_ahead`` the next step is launched before the host reads the last one's tokens, so that a GPU never waits for
+the host: outputs come one step later, and a request that ends with an end token has run one step too many. On several
+ranks, rank 0 does all three and broadcasts each :class:`Work` before running it; the other ranks :meth:`~Engine.follow`
+and run the same forward pass on their shards of the model and vocabulary (tp) and of the cache (tp: heads, cp: pages).
+An engine is not thread-safe.
 """
 
 import time
@@ -23,17 +23,15 @@ from colonnade.config.expert_overrides import check_generates
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import RequestError
 from colonnade.model import Transformer
-from colonnade.serve import work_broadcast
-from colonnade.serve.batch_invariance import prepare
+from colonnade.serve.batch_invariance import make_batch_invariant
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
-from colonnade.serve.engine_limits import build_cache, check_model, check_plan, limit_tokens
 from colonnade.serve.memory_estimate import spare_pages
-from colonnade.serve.model_inputs import Drawn, Runner
-from colonnade.serve.output import Completion, FinishReason, Output, Stats, Timing, not_finite
+from colonnade.serve.model_inputs import IDLE, RUN, STOP, broadcast_work, receive_work
+from colonnade.serve.model_runner import ModelRunner, SampledTokens, build_cache, check_model
 from colonnade.serve.page_pool import PagePool
-from colonnade.serve.prompts import Prompt, checked, checked_each, several, token_ids
-from colonnade.serve.request import Request
-from colonnade.serve.resolve_config import Site, check_steps, resolve_config
+from colonnade.serve.prompts import Prompt, check_params, check_params_list, check_prompts, limit_tokens, token_ids
+from colonnade.serve.request import Completion, FinishReason, Output, Request, Stats, Timing, not_finite
+from colonnade.serve.resolve_config import EngineTraits, check_fixed_steps, check_plan, resolve_config
 from colonnade.serve.sampler import NOT_FINITE
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.scheduler import Scheduler, Work
@@ -41,8 +39,8 @@ from colonnade.serve.text_stream import TextStream
 
 
 @dataclass(slots=True)
-class _Live:
-    """What the engine keeps of a request beside the scheduler's part."""
+class _Generation:
+    """A request with its text and its times."""
 
     request: Request
     text: TextStream
@@ -52,55 +50,54 @@ class _Live:
 
 
 class Engine:
-    """Generates with ``model``; the cache takes what ``config`` allows, in the model's dtype and on its device.
+    """Generates text with ``model``; ``config`` limits the KV cache, which has the model's dtype and device.
 
-    Weights may change, but must stay where they lie in memory: recorded steps read them there.
+    Weights may be changed in place only: CUDA graphs read them at fixed addresses.
     """
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, config: ServeConfig | None = None):
         self.model, self.tokenizer = model, tokenizer
         check_generates(model.config)
         check_plan(model)
-        site, config = Site.of(model), config or ServeConfig()
-        check_steps(config, site)
-        self.config = resolve_config(config, site)
+        traits, config = EngineTraits.of(model), config or ServeConfig()
+        check_fixed_steps(config, traits)
+        self.config = resolve_config(config, traits)
         check_model(model, self.config)
         self.cache = build_cache(model, self.config)
-        invariant = prepare(model) if self.config.batch_invariant else None
-        fixed, ranks = None, model.axes.cp.size
+        invariant = make_batch_invariant(model) if self.config.batch_invariant else None
+        graphs, ranks = None, model.axes.cp.size
         pages = (self.cache.pages - spare_pages(model.axes, self.config)) * ranks
         if self.config.fixed_steps:
             context = min(model.config.context, pages * self.cache.page_tokens)
             share = self.config.shared_reading and not invariant
-            fixed = CudaGraphRunner(
+            graphs = CudaGraphRunner(
                 model, self.cache, self.config.max_requests, context, share=share, kernels=invariant
             )
         self.scheduler = Scheduler(
-            PagePool(pages, self.cache.page_tokens, ranks, counted=self.config.pages is not None),
+            PagePool(pages, self.cache.page_tokens, ranks, sized_in_pages=self.config.pages is not None),
             max_requests=self.config.max_requests,
             token_budget=self.config.budget,
             max_waiting=self.config.max_waiting,
             prefix_cache=self.config.prefix_cache,
         )
-        self._runner = Runner(model, self.cache, fixed, share=self.config.shared_reading, invariant=invariant)
-        self._flying: tuple[Work, Drawn] | None = None
+        self._runner = ModelRunner(model, self.cache, graphs, share=self.config.shared_reading, invariant=invariant)
+        self._in_flight: tuple[Work, SampledTokens] | None = None
         self._stats = Stats(pages=pages)
-        self._live: dict[str, _Live] = {}
-        self._mail: dict[str, deque[Output]] = {}
-        """Outputs that a stream, or generate, waits for."""
-        self._left: list[Output] = []
-        """Those of other requests, that the next step gives."""
+        self._live: dict[str, _Generation] = {}
+        self._queues: dict[str, deque[Output]] = {}
+        """Outputs for the readers of :meth:`stream` and :meth:`generate`."""
+        self._undelivered: list[Output] = []
+        """Outputs of other requests, which the next :meth:`step` returns."""
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None) -> str:
-        """Queue a request and return its id; the steps that follow give its outputs, also those that it gained while
-        a stream was read, or :meth:`generate` ran.
+        """Queue a request and return its id; :meth:`step` returns its outputs.
 
-        Raises :class:`RequestError` (empty, over the context, queue full) and :class:`CapacityError` (would not fit
-        into the cache even alone).
+        Outputs gained while a stream was read, or :meth:`generate` ran, are returned by the next step. Raises
+        :class:`RequestError` (empty, over the context, queue full) and :class:`CapacityError` (larger than the cache).
         """
-        params, context, vocab_size = checked(params), self.model.config.context, self.model.config.vocab_size
+        params, context, vocab_size = check_params(params), self.model.config.context, self.model.config.vocab_size
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         ids = token_ids(ids, vocab_size, "the prompt", "one text, or list of token ids (generate takes several)")
         request = Request(
@@ -114,39 +111,39 @@ class Engine:
             raise RequestError(f"request {request.id!r} is running already; choose another id", param="request_id")
         self.scheduler.add(request)
         text = TextStream(self.tokenizer.detokenizer(), params.stop)
-        self._live[request.id] = _Live(request, text, arrived_s=time.monotonic())
+        self._live[request.id] = _Generation(request, text, arrived_s=time.monotonic())
         return request.id
 
     def step(self) -> list[Output]:
-        """One forward pass over as many requests as fit; what those of :meth:`add` gained by it, or earlier."""
-        self._pump()
-        left, self._left = self._left, []
-        return left
+        """Run one forward pass over as many requests as fit; returns all outputs of requests from :meth:`add`."""
+        self._step_and_deliver()
+        outputs, self._undelivered = self._undelivered, []
+        return outputs
 
     def _step(self) -> list[Output]:
-        """What each request gained by a forward pass, or by the one before."""
+        """Run one forward pass; returns its outputs, with ``run_ahead`` those of the pass before."""
         if not self.scheduler.busy:
             return []
         work = self.scheduler.schedule()
         ready = (work, self._run(work)) if work.slices else None
         if self.config.run_ahead:
-            ready, self._flying = self._flying, ready
+            ready, self._in_flight = self._in_flight, ready
         outputs = self._commit(*ready) if ready else []
         if not self.scheduler.busy:
-            self._flying = None  # of requests that have ended
+            self._in_flight = None  # only finished requests are in it
         return outputs
 
     def cancel(self, request_id: str) -> bool:
-        """Drop a request, give its pages back, and give nothing more of it; False when it is not alive (any more)."""
-        self._left = [output for output in self._left if output.id != request_id]
-        if alive := request_id in self._live:
-            self._end(self._live[request_id], "cancelled")
-        return alive
+        """Drop a request, its pages and its undelivered outputs; False if it is not (or no longer) running."""
+        self._undelivered = [output for output in self._undelivered if output.id != request_id]
+        if live := request_id in self._live:
+            self._finish(self._live[request_id], "cancelled")
+        return live
 
     @property
     def busy(self) -> bool:
         """True while :meth:`step` has something to do."""
-        return self.scheduler.busy or bool(self._left)
+        return self.scheduler.busy or bool(self._undelivered)
 
     @property
     def stats(self) -> Stats:
@@ -154,37 +151,37 @@ class Engine:
         stats, scheduler = self._stats, self.scheduler
         stats.running, stats.waiting = len(scheduler.running), len(scheduler.waiting)
         stats.pages_used, stats.preemptions = scheduler.pool.used, scheduler.preemptions
-        stats.prefix_queries, stats.prefix_hits = scheduler.looked_up, scheduler.found
-        if (fixed := self._runner.fixed) is not None:
-            stats.shared_keys, stats.spared_keys = fixed.shared_keys, fixed.spared_keys
+        stats.prefix_queries, stats.prefix_hits = scheduler.prefix_queries, scheduler.prefix_hits
+        if (graphs := self._runner.graphs) is not None:
+            stats.shared_keys, stats.spared_keys = graphs.shared_keys, graphs.spared_keys
         return stats
 
-    def _run(self, work: Work) -> Drawn:
+    def _run(self, work: Work) -> SampledTokens:
         now_s = time.monotonic()
         for live in (self._live[request.id] for request in work.requests):
             live.admitted_s = now_s if live.admitted_s is None else live.admitted_s
-        work_broadcast.send(self.model.axes.same, work_broadcast.RUN, work)
+        broadcast_work(self.model.axes.same, RUN, work)
         return self._runner(work)
 
-    def _commit(self, work: Work, drawn: Drawn) -> list[Output]:
-        tokens, now_s = drawn.tolist(), time.monotonic()
+    def _commit(self, work: Work, sampled: SampledTokens) -> list[Output]:
+        tokens, now_s = sampled.tolist(), time.monotonic()
         self._stats.steps += 1
         return [self._advance(self._live[r.id], token, now_s) for r, token in self.scheduler.commit(work, tokens)]
 
-    def _advance(self, live: _Live, token: int, now_s: float) -> Output:
-        """The output of one new token: the text it completes, and whether the request ends with it."""
+    def _advance(self, live: _Generation, token: int, now_s: float) -> Output:
+        """The output for one new token: the text that it completes, and whether the request ends."""
         request, params = live.request, live.request.params
         if request.generated == 1:
             live.first_token_s = now_s
             self._stats.prompt_tokens += len(request.prompt)
         self._stats.generation_tokens += 1
 
-        ends = token in params.stop_token_ids or (token in self.tokenizer.eos_ids and not params.ignore_eos)
-        text = "" if ends or token == NOT_FINITE else live.text.push(token)
+        is_end = token in params.stop_token_ids or (token in self.tokenizer.eos_ids and not params.ignore_eos)
+        text = "" if is_end or token == NOT_FINITE else live.text.push(token)
         reason: FinishReason | None = None
         if token == NOT_FINITE:
             reason = "error"
-        elif ends or live.text.stopped:
+        elif is_end or live.text.stopped:
             reason = "stop"
         elif request.generated == request.limit_tokens:
             reason = "length"
@@ -192,84 +189,84 @@ class Engine:
         if reason:
             text += live.text.finish()
             reason = "stop" if live.text.stopped else reason
-            self._end(live, reason)
+            self._finish(live, reason)
             admitted_s = now_s if live.admitted_s is None else live.admitted_s
             timing = Timing(admitted_s - live.arrived_s, live.first_token_s - admitted_s, now_s - live.first_token_s)
         return Output(request.id, text, token, reason, len(request.prompt), request.generated, timing)
 
-    def _end(self, live: _Live, reason: str) -> None:
+    def _finish(self, live: _Generation, reason: str) -> None:
         self.scheduler.finish(live.request)
         del self._live[live.request.id]
         self._stats.finished[reason] = self._stats.finished.get(reason, 0) + 1
 
-    # -- for people ------------------------------------------------------------------------------------------------
+    # -- blocking calls --------------------------------------------------------------------------------------------
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Output]:
-        """The output of one request, piece by piece; leaving the loop early cancels it. Streams may be interleaved."""
-        key = self.add(prompt, params)  # here and not in the generator, so that a bad request fails at once
-        self._mail[key] = deque()
-        reader = self._deliver(key)
-        next(reader)  # so that one which is never read lets go of its request, too
+        """Iterate over the outputs of one request; leaving the loop early cancels it. Streams may be interleaved."""
+        key = self.add(prompt, params)  # not in the generator, so that a bad request fails at once
+        self._queues[key] = deque()
+        reader = self._read_outputs(key)
+        next(reader)  # start it, so that its request is cancelled even if it is never read
         return reader
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """All of the list ``prompts`` batched together, in their order; ``params`` for all of them, or one for each."""
-        prompts = several(prompts)
-        each = checked_each(params, len(prompts))
-        todo, mine = deque(zip(prompts, each, strict=True)), list[str]()
+        """Complete all ``prompts`` in one batch; ``params`` are for all, or a list with one for each."""
+        prompts = check_prompts(prompts)
+        todo = deque(zip(prompts, check_params_list(params, len(prompts)), strict=True))
+        keys: list[str] = []
         try:
-            while todo or any(key in self._live for key in mine):
+            while todo or any(key in self._live for key in keys):
                 while todo and not self.scheduler.full:
-                    mine.append(self.add(*todo.popleft()))
-                    self._mail[mine[-1]] = deque()
-                self._pump()
-            return [Completion.of(self._mail[key]) for key in mine]
+                    keys.append(self.add(*todo.popleft()))
+                    self._queues[keys[-1]] = deque()
+                self._step_and_deliver()
+            return [Completion.of(self._queues[key]) for key in keys]
         finally:
-            for key in mine:
-                self._forget(key)
+            for key in keys:
+                self._drop(key)
 
-    def _deliver(self, key: str) -> Generator[Any]:
+    def _read_outputs(self, key: str) -> Generator[Any]:
         """The outputs of one request, after a None."""
-        mail = self._mail[key]
+        queue = self._queues[key]
         try:
             yield None
             while True:
-                while not mail:
+                while not queue:
                     if key not in self._live:
-                        return  # cancelled by its reader
-                    self._pump()
-                output = mail.popleft()
+                        return  # the caller has cancelled it
+                    self._step_and_deliver()
+                output = queue.popleft()
                 if output.finish_reason == "error":
                     raise not_finite()
                 yield output
                 if output.finish_reason:
                     return
         finally:
-            self._forget(key)
+            self._drop(key)
 
-    def _pump(self) -> None:
-        """One step, its outputs into the mail of those who wait for them, or left for the next :meth:`step`."""
+    def _step_and_deliver(self) -> None:
+        """Run one step and put its outputs into the queues of their readers."""
         for output in self._step():
-            self._mail.get(output.id, self._left).append(output)
+            self._queues.get(output.id, self._undelivered).append(output)
 
-    def _forget(self, key: str) -> None:
-        self._mail.pop(key, None)
+    def _drop(self, key: str) -> None:
+        self._queues.pop(key, None)
         self.cancel(key)
 
     # -- several ranks ---------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
         """On ranks above 0: run the work that rank 0 broadcasts, until it stops."""
-        while (message := work_broadcast.receive(self.model.axes.same))[0] != work_broadcast.STOP:
+        while (message := receive_work(self.model.axes.same))[0] != STOP:
             if message[1] is not None:
                 self._runner(message[1])
 
-    def beat(self) -> None:
-        """On rank 0, while idle: a sign of life, because a collective that waits too long gives up."""
-        work_broadcast.send(self.model.axes.same, work_broadcast.IDLE)
+    def heartbeat(self) -> None:
+        """On rank 0, while idle: keep the other ranks' pending collective from timing out."""
+        broadcast_work(self.model.axes.same, IDLE)
 
     def stop(self) -> None:
-        """On rank 0, at the end: the other ranks leave :meth:`follow`."""
-        work_broadcast.send(self.model.axes.same, work_broadcast.STOP)
+        """On rank 0, at the end: make the other ranks leave :meth:`follow`."""
+        broadcast_work(self.model.axes.same, STOP)

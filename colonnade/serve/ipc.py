@@ -1,74 +1,77 @@
-"""What the HTTP process and the engine's process say to each other: one JSON object a line, over a Unix socket.
+"""Messages between the HTTP process and the engine process: one JSON object a line, over a Unix socket.
 
     HTTP -> engine    {"do": "submit", "ids", "prompts", "messages", "params"}  {"do": "cancel", "ids"}  {"do": "stop"}
     engine -> HTTP    {"event": "ready", "context", "cache_tokens", "stats": {…}}
                       {"event": "outputs", "outputs": […], "stats": {…}}        {"event": "refused", "ids", "error"}
 
-What a client asks for at once is submitted at once, and all of it is queued or none.
+All prompts of one HTTP request are submitted together, and queued together or not at all. The socket is in a directory
+that only its user may enter, and nothing is unpickled. A dead engine shows as the end of the stream.
 
-The socket lies in a directory that only its user may enter. Plain data both ways: nothing is unpickled. That the engine
-has died is not a message but the end of the line.
+:class:`EngineClient` is the HTTP process's side; the engine's side is :mod:`colonnade.serve.worker`.
 """
 
+import asyncio
+import contextlib
 import dataclasses
 import json
-from collections.abc import Sequence
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from colonnade.errors import CapacityError, ColonnadeError, RequestError
-from colonnade.serve.output import Output, Timing
+from colonnade.serve.request import Output, Stats, Timing, not_finite
 from colonnade.serve.sampling_params import SamplingParams
 
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What one client asks for at once: continuations of prompts, or the answer to the messages of a chat."""
+class GenerationRequest:
+    """What one HTTP request asks for: completions of prompts, or the answer to the messages of a chat."""
 
     prompts: Sequence[str | Sequence[int]] = ()
-    messages: Sequence[Message] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
 
     @property
-    def answers(self) -> int:
-        """How many there will be."""
+    def num_completions(self) -> int:
+        """One for each prompt, or one for a chat."""
         return len(self.prompts) if self.messages is None else 1
 
 
-def to_line(message: Message) -> bytes:
-    """One message, with its newline; all ASCII, so that whatever a client sent gets across."""
+def encode_message(message: Message) -> bytes:
+    """One message with its newline; all ASCII, so that lone surrogates of a client's text survive."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-def from_line(line: bytes) -> Message:
-    """The inverse of :func:`to_line`."""
+def decode_message(line: bytes) -> Message:
+    """The inverse of :func:`encode_message`."""
     return json.loads(line)
 
 
-def submit_message(keys: Sequence[str], ask: Ask) -> Message:
-    """``ask``, its answers under the names ``keys``."""
-    return {"do": "submit", "ids": list(keys), **dataclasses.asdict(ask)}
+def submit_message(ids: Sequence[str], request: GenerationRequest) -> Message:
+    """The message that submits ``request``, with an id for each completion."""
+    return {"do": "submit", "ids": list(ids), **dataclasses.asdict(request)}
 
 
-_FIELDS = tuple(each.name for each in dataclasses.fields(Output))
+_OUTPUT_FIELDS = tuple(each.name for each in dataclasses.fields(Output))
 
 
-def plain_output(output: Output) -> Message:
-    """The fields of an :class:`Output`; ``asdict``, which copies all that it finds, takes ten times as long."""
-    plain = {name: getattr(output, name) for name in _FIELDS}
-    return plain if output.timing is None else plain | {"timing": dataclasses.asdict(output.timing)}
+def output_to_dict(output: Output) -> Message:
+    """The fields of an :class:`Output`; ``asdict``, which copies every value, takes ten times as long."""
+    values = {name: getattr(output, name) for name in _OUTPUT_FIELDS}
+    return values if output.timing is None else values | {"timing": dataclasses.asdict(output.timing)}
 
 
-def output_from(plain: Message) -> Output:
-    """An :class:`Output` from its fields."""
-    timing = plain["timing"]
-    return Output(**{**plain, "timing": timing and Timing(**timing)})
+def output_from_dict(values: Message) -> Output:
+    """The inverse of :func:`output_to_dict`."""
+    timing = values["timing"]
+    return Output(**{**values, "timing": timing and Timing(**timing)})
 
 
-def error_message(error: ColonnadeError) -> Message:
-    """What a client must know of ``error``."""
+def error_to_dict(error: ColonnadeError) -> Message:
+    """The fields of the :class:`RequestError` that the client gets for ``error``."""
     if isinstance(error, RequestError):
         return {"message": str(error), "param": error.param, "status": error.status, "code": error.code}
     if isinstance(error, CapacityError):
@@ -76,6 +79,116 @@ def error_message(error: ColonnadeError) -> Message:
     return {"message": str(error), "param": None, "status": 500, "code": "server_error"}
 
 
-def error_from(plain: Message) -> RequestError:
-    """The error of :func:`error_message`, to be raised on the HTTP side."""
-    return RequestError(plain["message"], param=plain["param"], status=plain["status"], code=plain["code"])
+class EngineClient:
+    """The HTTP process's connection to an engine process (:mod:`colonnade.serve.engine_process` starts it)."""
+
+    def __init__(self):
+        self.context = self.cache_tokens = 0
+        """Largest number of tokens of one request: what the model supports, and what the cache holds."""
+        self.stats = Stats()
+        self.draining = False
+        """Set once the server is asked to stop: new requests are refused."""
+        self.stopped = False
+        """Set once the engine is asked to stop: its end is then no failure."""
+        self.failure: ColonnadeError | None = None
+        self.ready, self.disconnected, self.exited = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        """The model is loaded; the connection is closed; the engine's processes have exited."""
+        self.idle = asyncio.Event()
+        """Set while no request runs."""
+        self.idle.set()
+        self._queues: dict[str, asyncio.Queue[Output | RequestError]] = {}
+        """By completion id; all completions of one request have the same queue."""
+        self._writer: asyncio.StreamWriter | None = None
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens that a request may have, prompt and output."""
+        return min(self.context, self.cache_tokens)
+
+    @property
+    def running(self) -> int:
+        """Number of HTTP requests that wait for outputs."""
+        return len(set(self._queues.values()))
+
+    async def run(self, request: GenerationRequest) -> AsyncGenerator[tuple[int, Output]]:
+        """Yield (index of the completion, output) as outputs arrive; closing the generator cancels the request.
+
+        Raises :class:`RequestError` if the request is refused and, with status 503, if the engine died or the server
+        stops.
+        """
+        if self.failure or self.draining:
+            raise self._unavailable()
+        queue: asyncio.Queue[Output | RequestError] = asyncio.Queue()
+        indices = {uuid.uuid4().hex: index for index in range(request.num_completions)}
+        live = set(indices)
+        self.idle.clear()
+        try:
+            self._queues.update(dict.fromkeys(indices, queue))
+            self._send(submit_message(list(indices), request))
+            while live:
+                output = await queue.get()
+                if isinstance(output, RequestError):
+                    raise output
+                if output.finish_reason:
+                    live.discard(output.id)
+                if output.finish_reason == "error":
+                    raise not_finite()
+                yield indices[output.id], output
+        finally:
+            for key in indices:
+                self._queues.pop(key, None)
+            if live:
+                self._send({"do": "cancel", "ids": list(live)})
+            if not self._queues:
+                self.idle.set()
+
+    def abort(self) -> None:
+        """End all running requests with an error."""
+        for queue in set(self._queues.values()):
+            queue.put_nowait(self._unavailable())
+
+    def fail(self, failure: ColonnadeError) -> None:
+        """Record that the engine died, and end all running requests."""
+        self.failure = failure
+        self.abort()
+
+    def stop(self) -> None:
+        """Ask the engine to stop."""
+        self.draining = self.stopped = True
+        self._send({"do": "stop"})
+
+    async def listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read the engine's messages until it disconnects; asyncio calls this when the engine connects."""
+        self._writer = writer
+        try:
+            with contextlib.suppress(ConnectionError):
+                async for line in reader:
+                    self._receive(decode_message(line))
+        finally:
+            writer.close()
+            self.disconnected.set()
+
+    def _send(self, message: Message) -> None:
+        if self._writer and not self._writer.is_closing():
+            self._writer.write(encode_message(message))
+
+    def _receive(self, message: Message) -> None:
+        if message["event"] == "refused":
+            error = dict(message["error"])
+            self._deliver(message["ids"][0], RequestError(error.pop("message"), **error))
+            return
+        self.stats = Stats(**message["stats"])
+        if message["event"] == "ready":
+            self.context, self.cache_tokens = message["context"], message["cache_tokens"]
+            self.ready.set()
+        for values in message.get("outputs", ()):
+            self._deliver(values["id"], output_from_dict(values))
+
+    def _deliver(self, key: str, output: Output | RequestError) -> None:
+        if (queue := self._queues.get(key)) is not None:  # otherwise its client has left, and it is being cancelled
+            queue.put_nowait(output)
+
+    def _unavailable(self) -> RequestError:
+        if self.failure:
+            return RequestError(f"the engine failed: {self.failure}", status=503, code="engine_failed")
+        return RequestError("the server is shutting down; try again later", status=503, code="shutting_down")

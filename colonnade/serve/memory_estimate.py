@@ -24,8 +24,8 @@ from colonnade.model import KVCache, Transformer
 from colonnade.model.moe.expert_offload import device_bytes
 from colonnade.model.weight_only_quant import kept_bytes, matrices
 from colonnade.parallel.axis import Axes, Axis, Grid
-from colonnade.serve.batch_slots import padded
-from colonnade.serve.resolve_config import Site, resolve_config
+from colonnade.serve.resolve_config import EngineTraits, resolve_config
+from colonnade.serve.scheduler import padded_batch_size
 
 FLOAT8 = (8, 9)
 """The least compute capability that widens float8 in a kernel."""
@@ -87,7 +87,9 @@ class Asked:
     def settled(self) -> ServeConfig:
         """``serve``, with what it leaves open decided."""
         waiting = self.resident is not None and self.resident < self.model.expert_layers
-        return resolve_config(self.serve, Site(self.model, self.dtype, self.device, self.cp, waiting=waiting))
+        return resolve_config(
+            self.serve, EngineTraits(self.model, self.dtype, self.device, self.cp, offloads_experts=waiting)
+        )
 
     def needs(self) -> Needs:
         """Of the rank that has most."""
@@ -102,7 +104,7 @@ class Asked:
         graphs = 0
         if self.settled.fixed_steps and self.device.type == "cuda":
             most = self.serve.max_requests
-            sizes = {padded(n, most) for n in range(1, most + 1)}
+            sizes = {padded_batch_size(n, most) for n in range(1, most + 1)}
             logits = -(-self.model.vocab_size // self.tp) * self.dtype.itemsize
             tables = 4 * -(-context // self.settled.page)
             graphs = sum(sizes) * (logits + tables) + self._stream(most)

@@ -1,126 +1,192 @@
-"""A :class:`Work` as the tensors of one forward pass: the only place where serving meets the model's arguments.
+"""Turns a :class:`Work` into tensors: the broadcast to other ranks, this rank's part of the cache, the model's inputs.
 
-Slots are where the tokens' keys and values are written; pages of the requests' tables are what attention reads. A token
-may be negative, -1 - r, for the token that draw r of the work before gave.
+Rank 0 broadcasts each work as int64 tensors, without pickling: a corrupt message is at worst a wrong schedule.
+
+    header  [kind, length of the payload]
+    payload [slices, then start, batch row, tokens, pages, samples of each; then all tokens, page tables, sample args]
+
+Under context parallelism page p is page p // ranks of rank p mod ranks (:mod:`colonnade.serve.page_pool`). Each rank
+runs all tokens, reads its own pages of each page table, in order, and stores the keys and values of the tokens in these
+pages. Those of the other tokens go to the scratch page, the last one of its cache. One rank alone has all pages.
 """
 
-from dataclasses import replace
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice
 
 import torch
 from torch import Tensor
 
+from colonnade.kernels.attention.chunk import Rows
+from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.device import upload
-from colonnade.kernels.registry import choose
-from colonnade.model import KVCache, Paged, Stream, Transformer, fused_block
-from colonnade.model.sharded_kv_cache import ShardedPaged
-from colonnade.serve.batch_invariance import one_by_one
-from colonnade.serve.cache_shard import CacheShard
-from colonnade.serve.cuda_graph_runner import CudaGraphRunner
-from colonnade.serve.sampler import NextTokens, sample, sample_each
-from colonnade.serve.scheduler import Work
+from colonnade.model import KVCache, Paged, Stream, Transformer
+from colonnade.model.sharded_kv_cache import Past, ShardedPaged
+from colonnade.parallel.axis import Axis
+from colonnade.serve.sampler import NextTokens
+from colonnade.serve.sampling_params import SampleArgs
+from colonnade.serve.scheduler import Slice, Work
+
+RUN, IDLE, STOP = 1, 2, 3
+"""Kinds of message: run this work; heartbeat of an idle engine; leave the loop."""
 
 
-class Runner:
-    """Runs one :class:`Work` after another on this rank's share of the model and of the cache."""
-
-    def __init__(
-        self,
-        model: Transformer,
-        cache: KVCache,
-        fixed: CudaGraphRunner | None = None,
-        *,
-        share: bool = True,
-        invariant: str | None = None,
-    ):
-        """``fixed`` takes the steps that it can; ``share``: keys of several requests are read once. ``invariant``: the
-        attention of :func:`invariant.prepare`.
-        """
-        self.model, self.cache, self.fixed, self.share, self.invariant = model, cache, fixed, share, invariant
-        if invariant is None:  # whose kernels are others
-            fused_block.prepare(model)
-        self._held = CacheShard.of(model, cache)
-        self._one_by_one = invariant is not None and not cache.k[0].is_cuda
-        self._last_R = torch.zeros(1, dtype=torch.int64, device=cache.k[0].device)
-        """What the last work drew: the next one may begin with these tokens before the host has seen them."""
-
-    @torch.inference_mode()
-    def __call__(self, work: Work) -> "Drawn":
-        """Run ``work``; the next tokens of the R slices that draw one, in order (R may be 0), on every rank."""
-        axes = self.model.axes
-        if self.fixed is not None and self.fixed.take(work):
-            logits_Rv = self.fixed(work, self._last_R)
-            draw = sample_each if self.invariant else sample
-            tokens_R = draw(logits_Rv, work.draws, axes.tp, self.model.config.vocab_size)
-        else:
-            passes = one_by_one(work, self.cache.page_tokens) if self._one_by_one else [work]
-            tokens_R = torch.cat([self._run(each) for each in passes])
-        if work.draws:
-            # Context ranks compute the same, but sums over their tensor ranks may differ in the last bit.
-            self._last_R = tokens_R = axes.cp.firsts_(tokens_R)
-        return Drawn(tokens_R)
-
-    def _run(self, work: Work) -> Tensor:
-        stream, attend, head = arguments(self._held, work, share=self.share)
-        if self.invariant:
-            assert isinstance(attend, Paged), "invariance is for one rank"
-            attend, head = replace(attend, kernels=self.invariant, share=False), replace(head, each=True)
-        if any(piece.tokens[-1] < 0 for piece in work.slices):
-            choose("told_tokens", stream.tokens_T.device.type, torch.int64)(stream.tokens_T, self._last_R)
-        return self.model(stream, attend, head)
+def broadcast_work(axis: Axis, kind: int, work: Work | None = None) -> None:
+    """Send a message from rank 0 of ``axis`` to all others, which call :func:`receive_work`."""
+    if axis.size > 1:
+        payload = pack_work(work) if work else []
+        axis.broadcast_(torch.tensor([kind, len(payload)], dtype=torch.int64))
+        if payload:
+            axis.broadcast_(torch.tensor(payload, dtype=torch.int64))
 
 
-class Drawn:
-    """Tokens on their way from the device to the host, which need not wait for what the device does after them."""
-
-    def __init__(self, tokens_R: Tensor):
-        self._arrived: torch.cuda.Event | None = None
-        self._tokens_R = tokens_R
-        if tokens_R.is_cuda:
-            self._tokens_R = torch.empty_like(tokens_R, device="cpu", pin_memory=True)
-            self._tokens_R.copy_(tokens_R, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def tolist(self) -> list[int]:
-        """The tokens, when they are here."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._tokens_R.tolist()
+def receive_work(axis: Axis) -> tuple[int, Work | None]:
+    """The next message of rank 0: its kind and, for RUN, its work."""
+    kind, length = axis.broadcast_(torch.zeros(2, dtype=torch.int64)).tolist()
+    return kind, unpack_work(axis.broadcast_(torch.zeros(length, dtype=torch.int64)).tolist()) if length else None
 
 
-def arguments(held: CacheShard, work: Work, *, share: bool = True) -> tuple[Stream, Paged | ShardedPaged, NextTokens]:
-    """``work`` as (stream, attend, head), for a rank that holds this of the cache."""
-    cache, device = held.cache, held.cache.k[0].device
+def pack_work(work: Work) -> list[int]:
+    """The payload of ``work``, without its requests."""
+    heads = ((s.start, s.batch_row, len(s.tokens), len(s.pages), s.sample_args is not None) for s in work.slices)
+    tokens = chain.from_iterable(s.tokens for s in work.slices)
+    pages = chain.from_iterable(s.pages for s in work.slices)
+    args = chain.from_iterable(each.pack() for each in work.sample_args)
+    return [len(work.slices), *map(int, chain.from_iterable(heads)), *tokens, *pages, *args]
+
+
+def unpack_work(payload: Sequence[int]) -> Work:
+    """The inverse of :func:`pack_work`."""
+    count = payload[0]
+    heads = [tuple(payload[1 + 5 * i : 6 + 5 * i]) for i in range(count)]
+    rest = iter(payload[1 + 5 * count :])
+    tokens = [tuple(islice(rest, n)) for *_, n, _, _ in heads]
+    pages = [tuple(islice(rest, n)) for *_, n, _ in heads]
+    width = len(SampleArgs._fields)
+    args = [SampleArgs.unpack(tuple(islice(rest, width))) if samples else None for *_, samples in heads]
+    return Work(tuple(Slice(h[0], t, p, a, h[1]) for h, t, p, a in zip(heads, tokens, pages, args, strict=True)))
+
+
+@dataclass(frozen=True)
+class CacheShard:
+    """This rank's part of the KV cache."""
+
+    axis: Axis
+    cache: KVCache
+    windows: frozenset[int | None]
+    """Attention windows of the model's layers; None for full attention."""
+
+    @staticmethod
+    def of(model: Transformer, cache: KVCache) -> "CacheShard":
+        """The part of this rank of ``model``."""
+        windows = frozenset(model.config.window_of(i) for i in range(model.config.layers))
+        return CacheShard(model.axes.cp, cache, windows)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all pages."""
+        return self.axis.size == 1
+
+    @property
+    def scratch_page(self) -> int:
+        """The page for padded writes and for those that belong to other ranks, where there is one."""
+        return self.cache.pages - 1
+
+    def local_pages(self, piece: Slice) -> Sequence[int]:
+        """This rank's pages of a request's page table, by their numbers in its own cache."""
+        if self.is_whole:
+            return piece.pages
+        ranks, rank = self.axis.size, self.axis.rank
+        return [page // ranks for page in piece.pages if page % ranks == rank]
+
+    def local_length(self, piece: Slice) -> int:
+        """How many of a request's keys, including those of ``piece``, are in this rank's cache."""
+        end, size = piece.start + len(piece.tokens), self.cache.page_tokens
+        if self.is_whole:
+            return end
+        ranks, rank = self.axis.size, self.axis.rank
+        unfilled = len(piece.pages) * size - end if piece.pages[-1] % ranks == rank else 0
+        return sum(page % ranks == rank for page in piece.pages) * size - unfilled
+
+    def slots(self, piece: Slice) -> list[int]:
+        """Slots in this rank's cache for the keys and values of ``piece``."""
+        size = self.cache.page_tokens
+        if self.is_whole:
+            return piece.slots(size)
+        ranks, rank = self.axis.size, self.axis.rank
+        located = (divmod(slot, size) for slot in piece.slots(size))
+        scratch = self.scratch_page * size
+        return [p // ranks * size + offset if p % ranks == rank else scratch for p, offset in located]
+
+    def sharded_attend(
+        self, slices: Sequence[Slice], table: PageTable, slots_T: Tensor, positions_T: Tensor, kernels: str = "auto"
+    ) -> ShardedPaged:
+        """The model's ``attend`` where ranks share the cache; ``table`` has this rank's pages."""
+        device = positions_T.device
+        counts = [len(piece.tokens) for piece in slices]
+        counts += [1] * (len(positions_T) - sum(counts))  # padding of a decode batch
+        request_T = upload([r for r, n in enumerate(counts) for _ in range(n)], torch.int64, device)
+        new = Rows(positions_T, request_T, table.cu_queries, max(counts), 0)
+        windows = self.windows if max(counts) > 1 else self.windows - {None}
+        past = {window: self._past(slices, len(counts), window, device) for window in windows}
+        return ShardedPaged(self.axis, self.cache, table, slots_T, new, past, kernels)
+
+    def _past(self, slices: Sequence[Slice], requests: int, window: int | None, device: torch.device) -> Past:
+        """This rank's keys before each slice, within the window of at least one of its tokens."""
+        size, ranks, rank = self.cache.page_tokens, self.axis.size, self.axis.rank
+        slots, positions, counts = [], [], []
+        offset_p = torch.arange(size)
+        for piece in slices:
+            first = 0 if window is None else max(0, piece.start - window + 1)
+            indices = range(first // size, -(-piece.start // size))
+            local = [(i, piece.pages[i] // ranks) for i in indices if piece.pages[i] % ranks == rank]
+            index_P, page_P = torch.tensor(local, dtype=torch.int64).view(-1, 2).T
+            position_S = (index_P[:, None] * size + offset_p).flatten()
+            older = position_S < piece.start
+            slots.append((page_P[:, None] * size + offset_p).flatten()[older])
+            positions.append(position_S[older])
+            counts.append(len(positions[-1]))
+        counts += [0] * (requests - len(counts))
+
+        def put(x: Tensor) -> Tensor:
+            return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+        request_S = torch.arange(requests).repeat_interleave(torch.tensor(counts))
+        cu_keys = upload([0, *accumulate(counts)], torch.int32, device)
+        rows = Rows(put(torch.cat(positions)), put(request_S), cu_keys, max(counts), 0)
+        return Past(put(torch.cat(slots)), rows)
+
+
+def build_inputs(
+    shard: CacheShard, work: Work, *, share: bool = True
+) -> tuple[Stream, Paged | ShardedPaged, NextTokens]:
+    """The model's arguments (stream, attend, head) for ``work``; ``share``: keys of several requests are read once."""
+    device = shard.cache.k[0].device
     tokens, positions, slots, tables, rows = [], [], [], [], []
     for piece in work.slices:
         tokens.extend(piece.tokens)
         positions.extend(range(piece.start, piece.start + len(piece.tokens)))
-        slots.extend(held.slots(piece))
-        tables.append(held.pages(piece))
-        if piece.draw is not None:
+        slots.extend(shard.slots(piece))
+        tables.append(shard.local_pages(piece))
+        if piece.sample_args is not None:
             rows.append(len(tokens) - 1)
     counts = [len(piece.tokens) for piece in work.slices]
-    lengths = [held.keys(piece) for piece in work.slices]
+    lengths = [shard.local_length(piece) for piece in work.slices]
     widest = max(map(len, tables))
-
-    def whole(values: list, dtype: torch.dtype) -> Tensor:
-        return upload(values, dtype, device)
-
     attend = Paged(
-        cache,
-        pages_RP=whole([[*table, *[0] * (widest - len(table))] for table in tables], torch.int32),
-        slots_T=whole(slots, torch.int64),
-        cu_queries=whole([0, *accumulate(counts)], torch.int32),
-        lengths_R=whole(lengths, torch.int32),
+        shard.cache,
+        pages_RP=upload([[*table, *[0] * (widest - len(table))] for table in tables], torch.int32, device),
+        slots_T=upload(slots, torch.int64, device),
+        cu_queries=upload([0, *accumulate(counts)], torch.int32, device),
+        lengths_R=upload(lengths, torch.int32, device),
         longest_query=max(counts),
         longest_context=max(lengths),
         known=(counts, lengths),
         known_pages=tables,
         share=share,
     )
-    head = NextTokens(whole(rows, torch.int64), work.draws)
-    stream = Stream(whole(tokens, torch.int64), whole(positions, torch.int64))
-    if held.whole:
+    head = NextTokens(upload(rows, torch.int64, device), work.sample_args)
+    stream = Stream(upload(tokens, torch.int64, device), upload(positions, torch.int64, device))
+    if shard.is_whole:
         return stream, attend, head
-    return stream, held.split(work.slices, attend.table, attend.slots_T, stream.positions_T), head
+    return stream, shard.sharded_attend(work.slices, attend.table, attend.slots_T, stream.positions_T), head

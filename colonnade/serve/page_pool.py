@@ -1,23 +1,23 @@
-"""Pages of the key/value cache as plain numbers: who holds which, and how many are free.
+"""Page numbers of the paged KV cache: reference counts, free lists and prefix caching.
 
-A cache is cut into pages of a fixed number of tokens, and a request holds a list of page numbers (its page table), so
-that memory is given out as a sequence grows and none is lost to fragmentation (Kwon 2023, PagedAttention, §4.1-4.3).
-Several requests may hold one page, when they share a prefix; a page is free again when its last holder lets go.
+The cache is divided into pages of a fixed number of tokens, and a request has a page table: a list of page numbers.
+Memory is allocated as a sequence grows, without fragmentation (Kwon 2023, PagedAttention, §4.1-4.3). Requests with a
+common prefix share its pages; a page is free when no page table contains it.
 
     free + Σ [references > 0] = pages        references(p) = number of page tables that contain p
 
-What a full page holds is a function of the tokens up to its end, so that a page has a *name*, the hash of them:
+The contents of a full page depend only on the tokens up to its end, so their hash identifies it:
 
-    name_i = blake2b(name_{i-1} ‖ tokens of page i)
+    hash_i = blake2b(hash_{i-1} ‖ tokens of page i)
 
-A free page keeps its name until the room is needed, the one let go of first giving way first; whoever needs the same
-prefix meanwhile takes it up again instead of computing it.
+A free page keeps its hash, and can be shared again, until it is allocated. Pages without a hash are allocated first,
+then those that were released first.
 
-Where ranks share the cache (context parallelism), page p lies on rank p mod ranks, as page p // ranks of its own. The
-pages of a request go round the ranks, so that each has its part of every long request and reads as long as the others
-do; where a rank has no page left another's is as good, for who holds what is a matter of balance alone.
+Under context parallelism page p is page p // ranks of the cache of rank p mod ranks. The pages of a request go round
+the ranks, so that each rank holds, and reads, an equal part of every long request. If a rank has no free page, one of
+another rank is used: this affects the balance only, not the result.
 
-:meth:`PagePool.audit` checks the books; the tests run it after every move. Nothing here touches a tensor.
+:meth:`PagePool.audit` checks the reference counts; the tests call it after every operation. Nothing here is a tensor.
 """
 
 from array import array
@@ -28,53 +28,53 @@ from hashlib import blake2b
 from colonnade.errors import CapacityError
 
 
-def extend_names(names: list[bytes], ids: Sequence[int], page_tokens: int) -> None:
-    """Append the names of those full pages of ``ids`` that come after ``names``."""
-    for start in range(len(names) * page_tokens, len(ids) - page_tokens + 1, page_tokens):
-        parent = names[-1] if names else b""
-        names.append(blake2b(parent + array("q", ids[start : start + page_tokens]).tobytes(), digest_size=16).digest())
+def extend_page_hashes(hashes: list[bytes], ids: Sequence[int], page_tokens: int) -> None:
+    """Append to ``hashes`` those of the further full pages of ``ids``."""
+    for start in range(len(hashes) * page_tokens, len(ids) - page_tokens + 1, page_tokens):
+        parent, page = hashes[-1] if hashes else b"", array("q", ids[start : start + page_tokens])
+        hashes.append(blake2b(parent + page.tobytes(), digest_size=16).digest())
 
 
 class PagePool:
     """``pages`` pages of ``page_tokens`` tokens each, numbered from 0, with reference counts, on ``ranks`` ranks.
 
-    ``counted`` says that somebody asked for so many pages, and not for so many bytes.
+    ``sized_in_pages`` says that the user set the number of pages, not of bytes; it only changes an error's remedy.
     """
 
-    def __init__(self, pages: int, page_tokens: int, ranks: int = 1, *, counted: bool = False):
-        self.pages, self.page_tokens, self.ranks, self.counted = pages, page_tokens, ranks, counted
+    def __init__(self, pages: int, page_tokens: int, ranks: int = 1, *, sized_in_pages: bool = False):
+        self.pages, self.page_tokens, self.ranks, self.sized_in_pages = pages, page_tokens, ranks, sized_in_pages
         self._references = [0] * pages
-        # Of each rank a stack: the page freed last is the warmest, so it goes out first.
+        # A stack for each rank: the page freed last is the warmest, so it is allocated first.
         self._free = [[*reversed(range(rank, pages, ranks))] for rank in range(ranks)]
-        # Free too, but named; in the order in which they were let go of.
-        self._kept: list[dict[int, None]] = [{} for _ in range(ranks)]
-        self._name_of: dict[int, bytes] = {}
+        # Free pages with a hash, in the order of their release.
+        self._evictable: list[dict[int, None]] = [{} for _ in range(ranks)]
+        self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
-        return sum(map(len, self._free)) + sum(map(len, self._kept))
+        """Pages without a reference."""
+        return sum(map(len, self._free)) + sum(map(len, self._evictable))
 
     @property
     def used(self) -> int:
-        """Pages with at least one holder."""
+        """Pages with at least one reference."""
         return self.pages - self.free
 
     @property
     def tokens(self) -> int:
-        """Tokens that the whole pool holds."""
+        """Capacity of the pool in tokens."""
         return self.pages * self.page_tokens
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that ``tokens`` tokens fill, the last one perhaps in part."""
+        """Number of pages that ``tokens`` tokens take."""
         return -(-tokens // self.page_tokens)
 
     def check_fits(self, tokens: int) -> None:
-        """Raise :class:`CapacityError` when one request of ``tokens`` tokens would not fit into an empty pool."""
-        if self.pages_for(tokens) > self.pages:
-            needs = self.pages_for(tokens)
-            if self.counted:
+        """Raise :class:`CapacityError` if one request of ``tokens`` tokens does not fit into an empty pool."""
+        needs = self.pages_for(tokens)
+        if needs > self.pages:
+            if self.sized_in_pages:
                 remedy = f"raise --serve.pages to {needs} or more"
             else:
                 remedy = f"raise --serve.cache_bytes at least {-(-needs * 100 // self.pages) / 100:g}-fold"
@@ -84,83 +84,78 @@ class PagePool:
             )
 
     def allocate(self, count: int, after: Sequence[int] = ()) -> list[int]:
-        """``count`` free pages, each now held once, to follow the table ``after``; the caller has looked at
-        :attr:`free` first.
-        """
-        assert count <= self.free, f"{count} pages asked of {self.free} free ones"
+        """``count`` free pages to append to the page table ``after``; the caller has checked :attr:`free`."""
+        assert count <= self.free, f"{count} pages requested, {self.free} are free"
         taken: list[int] = []
         for _ in range(count):
             last = taken[-1] if taken else after[-1] if after else None
-            taken.append(self._take(self._roomiest() if last is None else (last + 1) % self.ranks))
+            taken.append(self._pop_free(self._freest_rank() if last is None else (last + 1) % self.ranks))
             self._references[taken[-1]] = 1
         return taken
 
-    def name(self, page: int, name: bytes) -> None:
-        """``page``, held and full, holds what ``name`` says; of two such pages the first one has the name."""
-        assert self._references[page] > 0, f"page {page} is free and cannot be named"
-        if name not in self._page_of and page not in self._name_of:
-            self._page_of[name], self._name_of[page] = page, name
+    def cache_page(self, page: int, page_hash: bytes) -> None:
+        """Record the hash of a full, referenced ``page``; of two pages with equal contents only the first is cached."""
+        assert self._references[page] > 0, f"page {page} is free and cannot be cached"
+        if page_hash not in self._page_of and page not in self._hash_of:
+            self._page_of[page_hash], self._hash_of[page] = page, page_hash
 
-    def find(self, names: Iterable[bytes]) -> list[int]:
-        """The pages of these names up to the first that is not there."""
-        found = []
-        for name in names:
-            if (page := self._page_of.get(name)) is None:
+    def find_cached(self, hashes: Iterable[bytes]) -> list[int]:
+        """The pages with these hashes, up to the first that is not cached."""
+        pages = []
+        for page_hash in hashes:
+            if (page := self._page_of.get(page_hash)) is None:
                 break
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
-    def unheld(self, pages: Iterable[int]) -> int:
-        """How many of ``pages`` would be free no more if they were shared."""
+    def count_unreferenced(self, pages: Iterable[int]) -> int:
+        """How many of ``pages`` are free, and would no longer be if they were shared."""
         return sum(self._references[page] == 0 for page in pages)
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more holder for each of ``pages``, which are held or have a name."""
+        """Add a reference to each of ``pages``, which are referenced or cached."""
         for page in pages:
             if self._references[page] == 0:
-                assert page in self._kept[page % self.ranks], f"page {page} is free and cannot be shared"
-                del self._kept[page % self.ranks][page]
+                assert page in self._evictable[page % self.ranks], f"page {page} is free and cannot be shared"
+                del self._evictable[page % self.ranks][page]
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One holder less for each of ``pages``; those without any become free."""
-        for page in reversed(list(pages)):  # so that the stack gives neighbours out in ascending order again
-            assert self._references[page] > 0, f"page {page} is released but nobody holds it"
+        """Remove a reference from each of ``pages``."""
+        for page in reversed(list(pages)):  # so that the stack returns neighbours in ascending order again
+            assert self._references[page] > 0, f"page {page} is released without a reference"
             self._references[page] -= 1
             if self._references[page] == 0:
-                if page in self._name_of:
-                    # The end of a prefix before its beginning, which more may share.
-                    self._kept[page % self.ranks][page] = None
+                if page in self._hash_of:
+                    # The end of a prefix is evicted before its beginning, which more requests may share.
+                    self._evictable[page % self.ranks][page] = None
                 else:
                     self._free[page % self.ranks].append(page)
 
     def audit(self, tables: Iterable[Sequence[int]]) -> None:
         """Check that ``tables``, all the page tables there are, account for every reference and every free page."""
-        held = Counter(page for table in tables for page in table)
-        free = Counter(page for pages in (*self._free, *self._kept) for page in pages)
-        assert {page: name for name, page in self._page_of.items()} == self._name_of, "a name without its page"
-        for rank, (unnamed, kept) in enumerate(zip(self._free, self._kept, strict=True)):
-            assert kept.keys() <= self._name_of.keys(), "a page is kept that has no name"
-            assert not self._name_of.keys() & set(unnamed), "a page has a name and is free to be overwritten"
-            assert all(page % self.ranks == rank for page in (*unnamed, *kept)), f"rank {rank} has another's page"
+        references = Counter(page for table in tables for page in table)
+        free = Counter(page for pages in (*self._free, *self._evictable) for page in pages)
+        assert {page: page_hash for page_hash, page in self._page_of.items()} == self._hash_of, "a hash has no page"
+        for rank, (plain, cached) in enumerate(zip(self._free, self._evictable, strict=True)):
+            assert cached.keys() <= self._hash_of.keys(), "an evictable page has no hash"
+            assert not self._hash_of.keys() & set(plain), "a free page has a hash and is not evictable"
+            assert all(page % self.ranks == rank for page in (*plain, *cached)), f"rank {rank} has another's page"
         for page in range(self.pages):
-            references, holders = self._references[page], held[page]
-            assert references == holders, f"page {page}: {references} references, {holders} holders"
-            assert free[page] == (holders == 0), f"page {page}: {holders} holders, {free[page]} times in the free list"
+            counted, expected = self._references[page], references[page]
+            assert counted == expected, f"page {page}: {counted} references, in {expected} page tables"
+            assert free[page] == (expected == 0), f"page {page}: {expected} references, {free[page]} times free"
 
-    def _roomiest(self) -> int:
-        """The rank with most free pages, the first of equals."""
-        return max(range(self.ranks), key=lambda rank: len(self._free[rank]) + len(self._kept[rank]))
+    def _freest_rank(self) -> int:
+        return max(range(self.ranks), key=lambda rank: len(self._free[rank]) + len(self._evictable[rank]))
 
-    def _take(self, rank: int) -> int:
-        """A page of this rank, or where it has none of the roomiest: of named ones the one let go of first, whose name
-        is nobody's then.
-        """
-        if not (self._free[rank] or self._kept[rank]):
-            rank = self._roomiest()
+    def _pop_free(self, rank: int) -> int:
+        """A free page of ``rank``, or of the rank with most free pages; a cached page is evicted if it must be."""
+        if not (self._free[rank] or self._evictable[rank]):
+            rank = self._freest_rank()
         if self._free[rank]:
             return self._free[rank].pop()
-        page = next(iter(self._kept[rank]))
-        del self._kept[rank][page]
-        del self._page_of[self._name_of.pop(page)]
+        page = next(iter(self._evictable[rank]))
+        del self._evictable[rank][page]
+        del self._page_of[self._hash_of.pop(page)]
         return page

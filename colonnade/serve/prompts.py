@@ -1,7 +1,7 @@
-"""What may be handed to an engine: a prompt is text, or token ids as they are; several are a list of prompts.
+"""Validates what callers pass to an engine: prompts, lists of prompts, conversations and sampling parameters.
 
-To Python a text is also a list of texts of one character, and a list of ids looks like a list of prompts; whatever can
-be told apart is refused here by name, where it would else be answered as something that nobody asked.
+A prompt is text or a list of token ids. In Python a string is also a sequence of one-character strings, and a list of
+ids resembles a list of prompts: anything ambiguous is refused with the correct form, not answered as something else.
 """
 
 import operator
@@ -11,25 +11,25 @@ from typing import Any
 
 from colonnade.config import short_repr
 from colonnade.errors import RequestError
+from colonnade.serve.page_pool import PagePool
 from colonnade.serve.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
-"""Text, or token ids as they are."""
+"""Text, or token ids."""
 Message = Mapping[str, Any]
 """{"role": "user", "content": "..."}"""
 
 
 def token_ids(tokens: object, vocab_size: int, what: str, allowed: str = "token ids") -> tuple[int, ...]:
-    """The ids in a list or a 1-D tensor; ``what`` names it, and ``allowed`` says what it may be.
+    """The ids in a list or 1-D tensor; errors call it ``what`` and say that it may be ``allowed``.
 
-    Raises :class:`RequestError` for anything else, for no ids, and for ids that are not in the vocabulary.
+    Raises :class:`RequestError` for anything else, for an empty list, and for ids outside the vocabulary.
     """
-    each = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # type: ignore[union-attr]
-    if isinstance(each, str | bytes) or not isinstance(each, Iterable):
-        raise RequestError(f"{what} is {short_repr(tokens)}; give {allowed}", param="prompt")
-    each = tuple(each)
+    values = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # type: ignore[union-attr]
     try:
-        ids = tuple(map(operator.index, each))
+        if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+            raise TypeError
+        ids = tuple(map(operator.index, values))
     except TypeError:
         raise RequestError(f"{what} is {short_repr(tokens)}; give {allowed}", param="prompt") from None
     if not ids:
@@ -39,22 +39,22 @@ def token_ids(tokens: object, vocab_size: int, what: str, allowed: str = "token 
 
 
 def check_vocabulary(ids: Iterable[int], vocab_size: int, param: str) -> None:
-    """Raise :class:`RequestError` for ids that are no tokens of a model's."""
-    strange = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if strange is not None:
+    """Raise :class:`RequestError` for ids outside the vocabulary."""
+    unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if unknown is not None:
         where = "" if param == "prompt" else f" of {param}"
         raise RequestError(
-            f"token {strange}{where} is not in the vocabulary of {vocab_size}; give ids from 0 to {vocab_size - 1}",
+            f"token {unknown}{where} is not in the vocabulary of {vocab_size}; give ids from 0 to {vocab_size - 1}",
             param=param,
         )
 
 
-def several(prompts: object) -> list[Prompt]:
-    """A list of prompts; raises :class:`RequestError` for a single one, which would be taken to pieces."""
+def check_prompts(prompts: object) -> list[Prompt]:
+    """``prompts`` as a list; raises :class:`RequestError` for a single prompt, which would be split up."""
     if isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes) and not hasattr(prompts, "tolist"):
-        each = list(prompts)
-        if not any(isinstance(one, Integral) for one in each):
-            return each
+        items = list(prompts)
+        if not any(isinstance(item, Integral) for item in items):
+            return items
     raise RequestError(
         f"prompts is {short_repr(prompts)}; give a list of prompts, each a text or a list of token ids: generate([…])",
         param="prompt",
@@ -62,34 +62,53 @@ def several(prompts: object) -> list[Prompt]:
 
 
 def is_list_of_prompts(prompt: object) -> bool:
-    """Whether ``prompt`` is a list of texts or of lists of ids, and not one list of ids."""
-    return _all(prompt, lambda one: isinstance(one, str | Sequence) or getattr(one, "ndim", 0) == 1)
+    """Whether ``prompt`` is a list of texts or of lists of ids, not one list of ids."""
+    return _is_list_of(prompt, lambda item: isinstance(item, str | Sequence) or getattr(item, "ndim", 0) == 1)
 
 
 def is_conversation(prompt: object) -> bool:
     """Whether ``prompt`` is a list of messages."""
-    return _all(prompt, lambda one: isinstance(one, Mapping))
+    return _is_list_of(prompt, lambda item: isinstance(item, Mapping))
 
 
-def _all(prompt: object, right: Callable[[object], bool]) -> bool:
-    """Whether ``prompt`` is a list that is not empty, and all of it ``right``."""
-    each: Sequence[object] = prompt if isinstance(prompt, list | tuple) else ()
-    return bool(each) and all(right(one) for one in each)
+def _is_list_of(value: object, matches: Callable[[object], bool]) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(map(matches, value))
 
 
-def checked(params: object) -> SamplingParams:
-    """``params``, or the default of None; raises :class:`RequestError` for what is none."""
+def check_params(params: object) -> SamplingParams:
+    """``params``, or the default for None; raises :class:`RequestError` for another type."""
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
-        like = "SamplingParams(**params)" if isinstance(params, dict) else "SamplingParams(…)"
-        raise RequestError(f"params is {short_repr(params)}; give {like}", param="params")
+        expected = "SamplingParams(**params)" if isinstance(params, dict) else "SamplingParams(…)"
+        raise RequestError(f"params is {short_repr(params)}; give {expected}", param="params")
     return params
 
 
-def checked_each(params: object, count: int) -> list[SamplingParams]:
-    """One for each of ``count`` prompts: those given, or the one given for all of them."""
-    each = [checked(one) for one in params] if isinstance(params, list | tuple) else [checked(params)] * count
-    if len(each) != count:
-        raise RequestError(f"{count} prompts but {len(each)} sampling params; give one for each, or one")
-    return each
+def check_params_list(params: object, count: int) -> list[SamplingParams]:
+    """Sampling parameters for each of ``count`` prompts, from a list of as many or from one for all."""
+    items = (
+        [check_params(one) for one in params] if isinstance(params, list | tuple) else [check_params(params)] * count
+    )
+    if len(items) != count:
+        raise RequestError(f"{count} prompts but {len(items)} sampling params; give one for each, or one for all")
+    return items
+
+
+def limit_tokens(ids: Sequence[int], params: SamplingParams, *, context: int, vocab_size: int, pool: PagePool) -> int:
+    """How many tokens a request may generate; :class:`RequestError` if prompt and max_tokens exceed the context.
+
+    Without ``max_tokens`` it is what the context and the cache allow, at least 1; whether that fits into the cache is
+    checked by :meth:`PagePool.check_fits`.
+    """
+    check_vocabulary(params.stop_token_ids, vocab_size, "stop_token_ids")
+    left, wanted = context - len(ids), params.max_tokens
+    if left < (wanted or 1):
+        total = f" and max_tokens {wanted} make {len(ids) + wanted}" if wanted else ""
+        remedy = f"ask for at most {left}" if left > 0 else f"shorten the prompt to at most {context - 1}"
+        raise RequestError(
+            f"the prompt's {len(ids)} tokens{total}: too many for the model's context of {context}; {remedy}",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    return wanted or max(1, min(left, pool.tokens + 1 - len(ids)))

@@ -1,54 +1,60 @@
-"""One generation in progress: its tokens, its pages, and how far the cache has come.
+"""A request: its state while it runs, and the outputs and statistics that an engine returns.
 
     ids = prompt + output          ids[:computed] are in the cache, ids[computed:] are still to be run
 
-A decode is nothing special: a request with exactly one token left to run. That token may be drawn but not known yet,
-when the next pass is made ready while the last one still runs: then it is the device that puts it in its place.
+A decode step is the special case of one token left to run. With ``run_ahead`` a step is launched before the last one's
+tokens have reached the host: the request's next token is then unknown here, and is filled in on the device.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
+from colonnade.errors import RequestError
 from colonnade.serve.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "error"]
+"""stop: an end token or a stop string. length: max_tokens or the context. error: the logits were not finite."""
 
 
 class Status(Enum):
-    """Where a request is in its life."""
+    """Where a request is in its life cycle."""
 
     WAITING = "waiting"
-    """In the queue, holding no page: not admitted yet, or preempted."""
+    """In the queue, without pages: not admitted yet, or preempted."""
     RUNNING = "running"
-    """Holds pages for all its tokens and takes part in the steps."""
+    """Has pages for all its tokens and takes part in the steps."""
     FINISHED = "finished"
-    """Done or cancelled; holds nothing."""
+    """Complete or cancelled; has no pages."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Request:
-    """The scheduler's and the sampler's view of one generation (the text is :mod:`colonnade.serve.text_stream`'s)."""
+    """The state of one generation for the scheduler and the sampler; text is :mod:`colonnade.serve.text_stream`'s."""
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int
-    """params.seed, or a fresh one."""
+    """params.seed, or a random one."""
     limit_tokens: int
-    """Tokens that may be generated, at most."""
+    """Tokens to generate, at most."""
     ids: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
-    """The page table: token i lives in pages[i // page_tokens]."""
-    names: list[bytes] = field(default_factory=list)
-    """What the full pages of ``ids`` hold, as far as anybody asked (:mod:`colonnade.serve.page_pool`)."""
-    named: int = 0
-    """Pages, from the first on, of which the pool was told what they hold."""
+    """The page table: token i is in pages[i // page_tokens]."""
+    page_hashes: list[bytes] = field(default_factory=list)
+    """Hashes of the full pages of ``ids``, as far as they were needed (:mod:`colonnade.serve.page_pool`)."""
+    cached_pages: int = 0
+    """Leading pages whose hashes the pool knows."""
     computed: int = 0
-    """Tokens in the cache when the work that was handed out has run."""
-    ahead: int = 0
-    """Tokens drawn by work that was handed out, but not committed."""
-    row: int = 0
-    """Which of the last work's draws was this request's."""
-    place: int = -1
-    """The row of a step of fixed shape that is its own (:mod:`~colonnade.serve.batch_slots`); negative for none."""
+    """Tokens in the cache once the scheduled work has run."""
+    in_flight: int = 0
+    """Tokens that scheduled work samples, but that are not committed yet."""
+    sample_index: int = 0
+    """Which of the tokens that the last work sampled is this request's."""
+    batch_row: int = -1
+    """Its row in a padded decode batch (:class:`~colonnade.serve.scheduler.BatchRows`); negative for none."""
     status: Status = Status.WAITING
 
     def __post_init__(self):
@@ -61,15 +67,111 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Tokens that the cache does not hold yet."""
+        """Tokens that are not in the cache yet."""
         return self.length - self.computed
 
     @property
     def length(self) -> int:
-        """Tokens, those that are not known yet among them."""
-        return len(self.ids) + self.ahead
+        """Tokens so far, including those in flight."""
+        return len(self.ids) + self.in_flight
 
     @property
     def complete(self) -> bool:
-        """True when no token is to be drawn any more."""
-        return self.generated + self.ahead >= self.limit_tokens
+        """True when its last token has been scheduled."""
+        return self.generated + self.in_flight >= self.limit_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long a finished request waited, prefilled and decoded [s]."""
+
+    queue_s: float
+    """From arrival to the first step that ran any of its tokens."""
+    prefill_s: float
+    """From that step to its first token."""
+    decode_s: float
+    """From the first token to the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One new token of a request, and the text that it completes."""
+
+    id: str
+    text: str
+    """New text; may be empty while a character or a possible stop string is incomplete."""
+    token: int
+    finish_reason: FinishReason | None
+    """None unless this is the last output."""
+    prompt_tokens: int
+    generated_tokens: int
+    """Tokens so far, including an end token."""
+    timing: Timing | None = None
+    """Set in the last output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The complete output of a request."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    """All generated tokens, including an end token or those of a stop string, which the text leaves out."""
+    finish_reason: FinishReason
+    prompt_tokens: int
+
+    @staticmethod
+    def of(outputs: Iterable[Output]) -> "Completion":
+        """Join all outputs of one request; raises :class:`RequestError` if it ended with an error."""
+        outputs = list(outputs)
+        reason = outputs[-1].finish_reason
+        assert reason is not None, "the request has not finished"
+        if reason == "error":
+            raise not_finite()
+        tokens = tuple(output.token for output in outputs)
+        return Completion("".join(output.text for output in outputs), tokens, reason, outputs[-1].prompt_tokens)
+
+
+def not_finite() -> RequestError:
+    """The error of a request with the finish reason "error"."""
+    return RequestError(
+        "the model's logits were not finite (overflow in its dtype, or damaged weights); try --dtype float32",
+        status=500,
+        code="not_finite",
+    )
+
+
+@dataclass
+class Stats:
+    """An engine's counters since its start, and its state after the last step; shown as Prometheus metrics."""
+
+    running: int = 0
+    """Requests with pages."""
+    waiting: int = 0
+    """Requests in the queue."""
+    pages_used: int = 0
+    pages: int = 0
+    """Pages in the pool."""
+    steps: int = 0
+    """Forward passes."""
+    preemptions: int = 0
+    """Requests that were evicted from the cache and recomputed later."""
+    prefix_queries: int = 0
+    """Tokens of admitted requests that were looked up in the prefix cache."""
+    prefix_hits: int = 0
+    """Tokens of these that were found, and not computed again."""
+    shared_keys: int = 0
+    """Keys of a layer that decode steps read once for several requests, summed over the steps."""
+    spared_keys: int = 0
+    """Key reads saved by that: each shared key times the requests that share it, minus one."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts that were run, each prompt counted once."""
+    generation_tokens: int = 0
+    """Tokens sampled."""
+    finished: dict[str, int] = field(default_factory=dict)
+    """Requests by finish reason."""
+
+    @property
+    def cache_usage(self) -> float:
+        """Used share of the pages, 0 to 1."""
+        return self.pages_used / self.pages if self.pages else 0.0

@@ -1,12 +1,12 @@
-"""What a :class:`ServeConfig` leaves open (None), decided for one model on one device: here, and nowhere else.
+"""Decides what a :class:`ServeConfig` leaves open (None) for one model on one device; only here.
 
-    page_tokens    16, on a GPU 64: whole tiles of keys, which its copy engine can fetch
-    token_budget   512, on a GPU 2048: it has a pass of 512 done before the host has the next one ready
+    page_tokens    16; on a GPU 64, which are whole tiles of keys for its copy engine (TMA)
+    token_budget   512; on a GPU 2048, since it runs a pass of 512 faster than the host prepares the next one
     run_ahead      on a GPU
-    fixed_steps    on a GPU, where its steps can be recorded and padding changes nobody's answer
+    fixed_steps    on a GPU, if its decode steps can be captured as CUDA graphs and padding changes no result
 
-A recording launches the same kernels with the same arguments at each replay: nothing in it may wait for the device, and
-what changes from step to step kernels must read from the buffers of :mod:`colonnade.serve.cuda_graph_runner`.
+A CUDA graph replays the same kernels with the same arguments: nothing in it may synchronise with the host, and kernels
+must read what changes from the buffers of :mod:`colonnade.serve.cuda_graph_runner`.
 """
 
 from dataclasses import dataclass
@@ -14,48 +14,48 @@ from dataclasses import dataclass
 import torch
 
 from colonnade.config import ModelConfig, ServeConfig
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, PlanError
 from colonnade.kernels.registry import CHOSEN
 from colonnade.model import Transformer
 from colonnade.model.moe.expert_offload import experts_of
 from colonnade.model.sharded_kv_cache import WIDEST
 
-EACH_ALONE = {"cosine", "gshard", "hash", "noisy", "sigmoid", "softmax", "switch", "task", "topology"}
-"""Routers that, where nobody trains, look at each token by itself and ask nothing of the device. What a program's own
-router does nobody knows.
+TOKENWISE_ROUTERS = {"cosine", "gshard", "hash", "noisy", "sigmoid", "softmax", "switch", "task", "topology"}
+"""Routers that, without training, route each token by itself and without synchronisation. A user's own router is not
+assumed to.
 """
 
 
 @dataclass(frozen=True)
-class Site:
-    """What it depends on whether steps can be recorded."""
+class EngineTraits:
+    """The properties of a model and its placement that decide whether decode steps can be captured."""
 
     model: ModelConfig
     dtype: torch.dtype
     device: torch.device
     cp: int = 1
-    waiting: bool = False
-    """Whether experts wait in host memory."""
-    exchanging: bool = False
-    """Whether tokens travel to the ranks of their experts."""
-    cut: bool = False
-    """Whether the residual stream is cut by tokens among ranks."""
+    offloads_experts: bool = False
+    """Whether experts are fetched from host memory."""
+    exchanges_tokens: bool = False
+    """Whether tokens are sent to the ranks of their experts (all-to-all)."""
+    sequence_parallel: bool = False
+    """Whether the residual stream is sharded by tokens."""
 
     @staticmethod
-    def of(model: Transformer) -> "Site":
-        """A model's that is there."""
+    def of(model: Transformer) -> "EngineTraits":
+        """Those of a loaded model."""
         axes, weight = model.axes, next(model.parameters())
         experts = experts_of(model)
-        return Site(
+        return EngineTraits(
             model.config, weight.dtype, weight.device, axes.cp.size,
-            waiting=any(layer.fetch is not None for layer in experts),
-            exchanging=bool(experts) and axes.grid.all.size > 1 and not axes.alike,
-            cut=axes.sequence_parallel,
+            offloads_experts=any(layer.fetch is not None for layer in experts),
+            exchanges_tokens=bool(experts) and axes.grid.all.size > 1 and not axes.alike,
+            sequence_parallel=axes.sequence_parallel,
         )  # fmt: skip
 
     @property
-    def obstacle(self) -> tuple[str, str] | None:
-        """(what steps are not recorded on a GPU, what else would do); None where they can be."""
+    def graph_limitation(self) -> tuple[str, str] | None:
+        """(which steps cannot be captured on a GPU, what to change); None if all can."""
         config, windows = self.model, (self.model.window_of(i) for i in range(self.model.layers))
         if self.dtype == torch.float64:
             return "in float64", "use another --dtype"
@@ -64,32 +64,57 @@ class Site:
         if self.cp > 1 and any(window is not None for window in windows):
             return f"of attention with a window over cp={self.cp}", "use tp in the place of cp"
         if config.latent is None and config.head_width > WIDEST:
-            return f"of heads {config.head_width} numbers wide (at most {WIDEST})", "use --device cpu"
-        if self.waiting:
-            return "of experts that wait in host memory", "leave --experts.resident out"
-        if self.exchanging:
-            return "in which tokens travel to their experts", "build the model with ground.axes.serving()"
+            return f"of heads {config.head_width} wide (at most {WIDEST})", "use --device cpu"
+        if self.offloads_experts:
+            return "of experts offloaded to host memory", "leave --experts.resident out"
+        if self.exchanges_tokens:
+            return "that exchange tokens between expert ranks", "build the model with ground.axes.serving()"
         return None
 
     @property
-    def each_alone(self) -> bool:
-        """Whether a token's answer is surely the same beside tokens that pad its step."""
+    def padding_safe(self) -> bool:
+        """Whether padding a batch cannot change a token's result."""
         moe = self.model.moe
-        return not self.cut and (moe is None or (not moe.capacity and moe.router.kind in EACH_ALONE))
+        return not self.sequence_parallel and (
+            moe is None or (not moe.capacity and moe.router.kind in TOKENWISE_ROUTERS)
+        )
 
 
-def check_steps(serve: ServeConfig, site: Site) -> None:
-    """Raise :class:`ConfigError` where ``serve`` asks for recorded steps, and they cannot be."""
-    if serve.fixed_steps and site.device.type == "cuda" and (found := site.obstacle):
-        what, remedy = found
-        raise ConfigError(f"steps {what} are not recorded as graphs yet; leave --serve.fixed_steps out, or {remedy}")
+def resolve_config(serve: ServeConfig, traits: EngineTraits) -> ServeConfig:
+    """``serve`` with every open field decided. On a CPU ``fixed_steps`` only pads, and only if it was set."""
+    on_gpu, run_ahead, fixed_steps = traits.device.type == "cuda", serve.run_ahead, serve.fixed_steps
+    if fixed_steps is None:
+        fixed_steps = on_gpu and traits.graph_limitation is None and traits.padding_safe
+    return serve.replace(
+        page_tokens=serve.page_tokens or (64 if on_gpu else 16),
+        token_budget=serve.token_budget or (2048 if on_gpu else 512),
+        run_ahead=on_gpu if run_ahead is None else run_ahead,
+        fixed_steps=fixed_steps,
+    )
 
 
-def resolve_config(serve: ServeConfig, site: Site) -> ServeConfig:
-    """``serve`` without anything left open. On a CPU nothing is recorded: ``fixed_steps`` only pads, if told to."""
-    on_gpu, ahead, fixed = site.device.type == "cuda", serve.run_ahead, serve.fixed_steps
-    if fixed is None:
-        fixed = on_gpu and site.obstacle is None and site.each_alone
-    page, budget = serve.page_tokens or (64 if on_gpu else 16), serve.token_budget or (2048 if on_gpu else 512)
-    ahead = on_gpu if ahead is None else ahead
-    return serve.replace(page_tokens=page, token_budget=budget, run_ahead=ahead, fixed_steps=fixed)
+def check_fixed_steps(serve: ServeConfig, traits: EngineTraits) -> None:
+    """Raise :class:`ConfigError` if ``serve`` asks for CUDA graphs that cannot be captured."""
+    if serve.fixed_steps and traits.device.type == "cuda" and (limitation := traits.graph_limitation):
+        steps, remedy = limitation
+        raise ConfigError(
+            f"steps {steps} cannot be captured as CUDA graphs yet; leave --serve.fixed_steps out, or {remedy}"
+        )
+
+
+def check_plan(model: Transformer) -> None:
+    """Raise :class:`PlanError` for a layout that cannot serve ``model``."""
+    axes = model.axes
+    if axes.dp.size > 1:
+        raise PlanError(
+            f"an engine lays its model out over tp and cp ranks only, not over dp={axes.dp.size}; "
+            "use dp=1, and one server for each replica"
+        )
+    if axes.cp.size == 1:
+        return
+    if axes.sequence_parallel:
+        raise PlanError(
+            f"ranks that share a cache (cp={axes.cp.size}) all have all tokens; leave sequence_parallel off"
+        )
+    if not axes.alike:
+        raise PlanError(f"a model that serves over cp={axes.cp.size} must be built with ground.axes.serving()")

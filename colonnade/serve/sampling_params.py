@@ -1,7 +1,7 @@
-"""What a client may ask of one generation: a frozen, checked record.
+"""Sampling parameters of a request: a frozen, validated record, and what sampling one token needs of it.
 
 A bad value raises :class:`colonnade.errors.RequestError` whose ``param`` is the field's name, so that the HTTP layer
-can pass it on in the shape of OpenAI's errors.
+can report it as OpenAI does.
 """
 
 import math
@@ -15,7 +15,7 @@ from colonnade.config import did_you_mean
 from colonnade.errors import RequestError
 
 MAX_STOPS = 64
-"""Stop strings, and stop tokens, in one request."""
+"""Limit for the stop strings, and for the stop tokens, of one request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,23 +23,23 @@ class SamplingParams:
     """How the next token is chosen, and when to stop."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 always takes the likeliest token (greedy)."""
+    """Divides the logits; 0 always takes the most probable token (greedy)."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Keep the k most probable tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of likeliest tokens whose probabilities sum to at least p (Holtzman 2019)."""
+    """Keep the smallest set of most probable tokens whose probabilities sum to at least p (Holtzman 2019)."""
     min_p: float = 0.0
-    """Keep tokens at least this many times as probable as the likeliest one (Nguyen 2024)."""
+    """Keep tokens at least this many times as probable as the most probable one (Nguyen 2024)."""
     seed: int | None = None
-    """Same seed, same text, whatever else is in the batch; None draws a fresh one."""
+    """The same seed gives the same text, whatever else is in the batch; None takes a random one."""
     stop: Sequence[str] | str = ()
-    """Strings that end the text; they may span tokens and are never part of it."""
+    """Strings that end the text; they may span tokens and are not part of the text."""
     stop_token_ids: Sequence[int] = ()
-    """Tokens that end the text, besides the tokenizer's own end tokens."""
+    """Tokens that end the text, in addition to the tokenizer's end tokens."""
     max_tokens: int | None = None
-    """Tokens to generate at most; None goes on to the end of the context."""
+    """Tokens to generate at most; None generates up to the end of the context."""
     ignore_eos: bool = False
-    """Go on past the tokenizer's end tokens (for benchmarks)."""
+    """Continue past the tokenizer's end tokens (for benchmarks)."""
 
     def __post_init__(self):
         for name in ("temperature", "top_p", "min_p"):
@@ -48,8 +48,12 @@ class SamplingParams:
             value = getattr(self, name)
             _check(name, value, _is_a(Integral, value) or (value is None and name != "top_k"), "a whole number")
         _check("ignore_eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "True or False")
-        stop = (self.stop,) if isinstance(self.stop, str) else _each("stop", self.stop, "a string, or a list of some")
-        tokens = _each("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        stop = (
+            (self.stop,)
+            if isinstance(self.stop, str)
+            else _to_tuple("stop", self.stop, "a string or a list of strings")
+        )
+        tokens = _to_tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tokens)
         _check("temperature", self.temperature, self.temperature >= 0 and _finite(self.temperature), "0 or more")
@@ -64,22 +68,22 @@ class SamplingParams:
         _check("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "1 or more")
 
     @classmethod
-    def named(cls, given: Mapping[str, Any]) -> Self:
-        """Those of ``given``, by their names; a name that there is not is refused with the nearest that there is."""
+    def from_kwargs(cls, kwargs: Mapping[str, Any]) -> Self:
+        """Build from keyword arguments; an unknown name is refused with the nearest known one."""
         known = [field.name for field in fields(cls)]
-        for name in given:
+        for name in kwargs:
             if name not in known:
                 raise RequestError(f"unknown parameter '{name}'{did_you_mean(name, known)}", param=name)
-        return cls(**given)
+        return cls(**kwargs)
 
     @property
     def greedy(self) -> bool:
-        """True when the likeliest token is always taken."""
+        """True if the most probable token is always taken."""
         return self.temperature == 0
 
 
-class Draw(NamedTuple):
-    """All that the choice of one token depends on, beside the logits."""
+class SampleArgs(NamedTuple):
+    """Everything that the sampling of one token depends on, except the logits."""
 
     temperature: float
     top_k: int
@@ -87,33 +91,33 @@ class Draw(NamedTuple):
     min_p: float
     seed: int
     index: int
-    """Tokens generated before it."""
+    """Number of tokens generated before it."""
 
     @staticmethod
-    def of(params: SamplingParams, seed: int, index: int) -> "Draw":
-        """Token ``index`` of a request."""
-        return Draw(params.temperature, params.top_k, params.top_p, params.min_p, seed, index)
+    def of(params: SamplingParams, seed: int, index: int) -> "SampleArgs":
+        """Arguments for token ``index`` of a request."""
+        return SampleArgs(params.temperature, params.top_k, params.top_p, params.min_p, seed, index)
 
     @property
     def greedy(self) -> bool:
-        """True when the likeliest token is taken."""
+        """True if the most probable token is taken."""
         return self.temperature == 0
 
     @property
     def filtered(self) -> bool:
-        """True when tokens must be ranked before one is chosen."""
+        """True if tokens must be sorted (top-k or top-p)."""
         return self.top_k > 0 or self.top_p < 1
 
     def pack(self) -> tuple[int, ...]:
-        """As int64 numbers, the fractions by their bits."""
+        """Encode as int64 values, the floats by their bits."""
         return (*struct.unpack("<3q", struct.pack("<3d", self.temperature, self.top_p, self.min_p)), *self[4:], self[1])
 
     @staticmethod
-    def unpack(numbers: Sequence[int]) -> "Draw":
+    def unpack(values: Sequence[int]) -> "SampleArgs":
         """The inverse of :meth:`pack`."""
-        temperature, top_p, min_p = struct.unpack("<3d", struct.pack("<3q", *numbers[:3]))
-        seed, index, top_k = numbers[3:]
-        return Draw(temperature, top_k, top_p, min_p, seed, index)
+        temperature, top_p, min_p = struct.unpack("<3d", struct.pack("<3q", *values[:3]))
+        seed, index, top_k = values[3:]
+        return SampleArgs(temperature, top_k, top_p, min_p, seed, index)
 
 
 def _is_a(kind: type, value: object) -> bool:
@@ -123,16 +127,16 @@ def _is_a(kind: type, value: object) -> bool:
 def _finite(number: float) -> bool:
     try:
         return math.isfinite(number)
-    except OverflowError:  # a whole number that no float can be
+    except OverflowError:  # an integer too large for a float
         return False
 
 
-def _each(param: str, values: object, allowed: str) -> tuple:
+def _to_tuple(param: str, values: object, allowed: str) -> tuple:
     _check(param, values, isinstance(values, Iterable) and not isinstance(values, str | bytes), allowed)
     return tuple(values)  # type: ignore[arg-type]
 
 
-def _check(param: str, value: object, good: bool, allowed: str) -> None:
-    if not good:
-        said = repr(value) if isinstance(value, str) else str(value)
-        raise RequestError(f"{param} is {said[:80]}; it must be {allowed}", param=param)
+def _check(param: str, value: object, valid: bool, allowed: str) -> None:
+    if not valid:
+        shown = repr(value) if isinstance(value, str) else str(value)
+        raise RequestError(f"{param} is {shown[:80]}; it must be {allowed}", param=param)

@@ -1,57 +1,57 @@
-"""What the next forward pass runs: continuous batching with chunked prefill under a token budget.
+"""Chooses what the next forward pass runs: continuous batching with chunked prefill under a token budget.
 
-Requests join and leave at every step (Yu 2022, Orca, §3.1), and long prompts are cut into chunks that ride along with
-the decodes, so that a new arrival never stalls the others (Agrawal 2024, Sarathi-Serve, §4). Each step is filled in
-this order, first come, first served within each:
+Requests join and leave at every step (Yu 2022, Orca, §3.1), and long prompts are split into chunks that run together
+with the decodes, so that a new prompt never stalls the others (Agrawal 2024, Sarathi-Serve, §4). Each step is filled in
+this order, first come, first served:
 
-    1. decodes             one token each; there is room, because nobody is admitted but into spare budget
-    2. prompts under way   as many tokens as the budget leaves
-    3. new prompts         admitted when pages for all their tokens are free, never past an earlier one
+    1. decodes          one token each; they always fit, because requests are admitted only into unused budget
+    2. running prefills as many tokens as the budget allows
+    3. new prompts      admitted, in order, while pages for all their tokens are free
 
-When a decode finds no free page the youngest running request gives its pages back and returns to the head of the queue;
-it is recomputed later, prompt and output in one prefill (Kwon 2023, §4.5), which leaves greedy output as it was. A
-request starts after the pages of its prefix that are still there, whoever computed them. Hence ``running + waiting`` is
-always in order of arrival, the oldest request always advances, and since any request alone fits into the pool, every
-request ends.
+When a decode finds no free page, the youngest running request is preempted: it gives up its pages, returns to the head
+of the queue and is recomputed later, prompt and output in one prefill (Kwon 2023, §4.5), which leaves greedy output
+unchanged. A request starts after the pages of its prefix that are still cached, whichever request computed them.
+``running + waiting`` is therefore always in order of arrival, the oldest request always advances, and since any single
+request fits into the pool, every request ends.
 
-Pure Python: no tensor, no clock, no model.
+Pure Python: no tensors, no clock, no model.
 """
 
+import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from colonnade.errors import RequestError
-from colonnade.serve.batch_slots import BatchSlots
-from colonnade.serve.page_pool import PagePool, extend_names
+from colonnade.serve.page_pool import PagePool, extend_page_hashes
 from colonnade.serve.request import Request, Status
-from colonnade.serve.sampling_params import Draw
+from colonnade.serve.sampling_params import SampleArgs
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A request's share of one forward pass."""
+    """The tokens of one request in a forward pass."""
 
     start: int
-    """Position of the first of ``tokens``, which is also the number of tokens already in the cache."""
+    """Position of the first of ``tokens``; also the number of tokens already in the cache."""
     tokens: tuple[int, ...]
-    """Negative, -1 - r, for the token that draw r of the work before this one gives."""
+    """Token ids; -1 - i stands for the i-th token that the previous work sampled."""
     pages: tuple[int, ...]
     """The page table up to and including ``tokens``."""
-    draw: Draw | None
-    """How the next token is chosen from the last row's logits, when ``tokens`` reach the end of what is known."""
-    place: int = -1
-    """The row of a step of fixed shape, where places were dealt out (:mod:`~colonnade.serve.batch_slots`)."""
+    sample_args: SampleArgs | None
+    """How to sample the next token; None if ``tokens`` do not reach the end of the request."""
+    batch_row: int = -1
+    """The request's row in a padded decode batch (:class:`BatchRows`); negative for none."""
 
     def slots(self, page_tokens: int) -> list[int]:
-        """Where in the cache each token's key and value go: page · page_tokens + place within the page."""
+        """Cache slots for the keys and values of ``tokens``: page · page_tokens + offset."""
         span = range(self.start, self.start + len(self.tokens))
         return [self.pages[i // page_tokens] * page_tokens + i % page_tokens for i in span]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One forward pass: what each request runs. Ranks that only follow get it without the requests."""
+    """One forward pass. Ranks above 0 receive it without the requests."""
 
     slices: tuple[Slice, ...]
     requests: tuple[Request, ...] = ()
@@ -62,13 +62,13 @@ class Work:
         return sum(len(piece.tokens) for piece in self.slices)
 
     @property
-    def draws(self) -> list[Draw]:
-        """Of the slices that draw a token, in order."""
-        return [piece.draw for piece in self.slices if piece.draw is not None]
+    def sample_args(self) -> list[SampleArgs]:
+        """Those of the slices that sample a token, in order."""
+        return [piece.sample_args for piece in self.slices if piece.sample_args is not None]
 
 
 class Scheduler:
-    """Holds every live request and hands out :class:`Work`; one thread calls it."""
+    """Holds every live request and returns the next :class:`Work`; not thread-safe."""
 
     def __init__(
         self, pool: PagePool, *, max_requests: int, token_budget: int, max_waiting: int, prefix_cache: bool = True
@@ -76,37 +76,38 @@ class Scheduler:
         self.pool, self.prefix_cache = pool, prefix_cache
         self.max_requests, self.token_budget, self.max_waiting = max_requests, token_budget, max_waiting
         self.running: list[Request] = []
-        self.places = BatchSlots(max_requests)
+        self.batch_rows = BatchRows(max_requests)
         self.waiting: deque[Request] = deque()
         self.preemptions = 0
-        self.looked_up = self.found = 0
-        """Tokens of admitted requests whose pages were looked for, and those that were there."""
+        self.prefix_queries = self.prefix_hits = 0
+        """Tokens of admitted requests looked up in the prefix cache, and found there."""
 
     @property
     def busy(self) -> bool:
-        """True while any request is alive."""
+        """True while there are requests."""
         return bool(self.running or self.waiting)
 
     @property
     def full(self) -> bool:
-        """True when one more request would be refused."""
+        """True if one more request would be refused."""
         return len(self.waiting) >= self.max_waiting
 
     def add(self, request: Request) -> None:
-        """Queue ``request``; RequestError (429) when the queue is full, CapacityError when it can never fit."""
+        """Queue ``request``; RequestError (429) if the queue is full, CapacityError if it can never fit."""
         self.pool.check_fits(len(request.prompt) + request.limit_tokens - 1)  # the last token is never run
         if self.full:
             raise RequestError(
-                f"{len(self.waiting)} requests wait already, as many as --serve.max_waiting allows; try again later",
+                f"the queue is full: {len(self.waiting)} requests wait already, as many as --serve.max_waiting allows; "
+                "try again later",
                 status=429,
                 code="queue_full",
             )
         self.waiting.append(request)
 
     def schedule(self) -> Work:
-        """Choose the tokens of the next forward pass; at most one pass may be handed out and not committed.
+        """Choose the tokens of the next forward pass; at most one scheduled pass may be uncommitted.
 
-        Empty when no request is alive, or when all wait for the commit.
+        Empty if there are no requests, or if all wait for the commit.
         """
         budget, chosen = self.token_budget, []
 
@@ -118,106 +119,102 @@ class Scheduler:
             if request.pending > 1 and budget:
                 chosen.append(self._slice(request, min(request.pending, budget)))
                 budget -= len(chosen[-1][1].tokens)
-        # Who was put back just now is not admitted at once: of the pages it gave back and needs, one is taken.
+        # A request preempted in this step is not admitted again: one of the pages that it needs is taken.
         while budget and (request := self._admit()):
             chosen.append(self._slice(request, min(request.pending, budget)))
             budget -= len(chosen[-1][1].tokens)
 
-        for row, request in enumerate(request for request, piece in chosen if piece.draw is not None):
-            request.row, request.ahead = row, request.ahead + 1
+        sampling = (request for request, piece in chosen if piece.sample_args is not None)
+        for index, request in enumerate(sampling):
+            request.sample_index, request.in_flight = index, request.in_flight + 1
             if request.complete:
-                self.places.leave(request)  # it runs no more, though its last token is not here yet
+                self.batch_rows.remove(request)  # no further step runs it, though its last token is still in flight
         return Work(tuple(piece for _, piece in chosen), tuple(request for request, _ in chosen))
 
     def commit(self, work: Work, tokens: Sequence[int]) -> list[tuple[Request, int]]:
-        """Note that ``work`` has run; ``tokens`` are the drawn ones, in order. Returns each with its request, but for
-        requests that have ended meanwhile.
-        """
-        drawing = [r for r, piece in zip(work.requests, work.slices, strict=True) if piece.draw is not None]
+        """Append the sampled ``tokens`` of ``work``; returns them with their requests, without finished ones."""
+        sampled = [r for r, piece in zip(work.requests, work.slices, strict=True) if piece.sample_args is not None]
         grown = []
-        for request, token in zip(drawing, tokens, strict=True):
-            request.ahead -= 1
+        for request, token in zip(sampled, tokens, strict=True):
+            request.in_flight -= 1
             if request.status is not Status.FINISHED:
                 request.ids.append(token)
                 grown.append((request, token))
         return grown
 
     def finish(self, request: Request) -> None:
-        """Let go of ``request``, done or cancelled, and of its pages; a pass under way may still write into them, for
-        what is handed out later runs later.
+        """Remove ``request``, complete or cancelled, and release its pages.
+
+        A pass in flight may still write into them: that is safe, because whatever is scheduled later runs later.
         """
-        if request.status is Status.FINISHED:
-            return
-        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
-        self._release(request, Status.FINISHED)
+        if request.status is not Status.FINISHED:
+            (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+            self._release(request, Status.FINISHED)
 
     def audit(self) -> None:
-        """Check that no page leaked and that nobody overtook anybody; for tests, after any call."""
+        """Check all invariants of pages and batch rows; for tests, after any call."""
         self.pool.audit(request.pages for request in self.running)
-        assert not any(request.pages for request in self.waiting), "a waiting request holds pages"
-        rows = self.places.rows
-        assert all(r is None or r.place == i for i, r in enumerate(rows)), "a place is another's"
-        assert {id(r) for r in rows if r} == {id(r) for r in self.running if not r.complete}, "a place is nobody's"
+        assert not any(request.pages for request in self.waiting), "a waiting request has pages"
+        rows = self.batch_rows.rows
+        assert all(r is None or r.batch_row == i for i, r in enumerate(rows)), "a batch row is another request's"
+        decoding = {id(r) for r in self.running if not r.complete}
+        assert {id(r) for r in rows if r} == decoding, "batch rows are not those of the running requests"
         assert len(self.running) <= self.max_requests
 
     def _slice(self, request: Request, count: int) -> tuple[Request, Slice]:
-        """Hand out the next ``count`` tokens."""
+        """Schedule the next ``count`` tokens of ``request``."""
         start, end = request.computed, request.computed + count
-        tokens = request.ids[start:end] + [-1 - request.row] * (end - max(start, len(request.ids)))
-        piece = Slice(
-            start=start,
-            tokens=tuple(tokens),
-            pages=tuple(request.pages[: self.pool.pages_for(end)]),
-            draw=Draw.of(request.params, request.seed, request.generated + request.ahead)
-            if end == request.length
-            else None,
-            place=request.place,
-        )
+        tokens = request.ids[start:end] + [-1 - request.sample_index] * (end - max(start, len(request.ids)))
+        args = None
+        if end == request.length:
+            args = SampleArgs.of(request.params, request.seed, request.generated + request.in_flight)
+        pages = tuple(request.pages[: self.pool.pages_for(end)])
         request.computed = end
-        self._name(request)
-        return request, piece
+        self._cache_full_pages(request)
+        return request, Slice(start, tuple(tokens), pages, args, request.batch_row)
 
     def _admit(self) -> Request | None:
-        """Move the head of the queue to the running ones, with pages for all its tokens, if there is room."""
-        if not self.waiting or len(self.running) == self.max_requests or self.waiting[0].ahead:
+        """Start the first waiting request, with pages for all its tokens, if they are free."""
+        if not self.waiting or len(self.running) == self.max_requests or self.waiting[0].in_flight:
             return None
-        known = self._known(self.waiting[0])
-        needed = self.pool.pages_for(len(self.waiting[0].ids)) - len(known)
-        if needed > self.pool.free - self.pool.unheld(known):
+        prefix = self._cached_prefix(self.waiting[0])
+        needed = self.pool.pages_for(len(self.waiting[0].ids)) - len(prefix)
+        if needed > self.pool.free - self.pool.count_unreferenced(prefix):
             return None
         request = self.waiting.popleft()
-        self.pool.share(known)  # before anything is allocated, which might take them
-        request.pages, request.status = [*known, *self.pool.allocate(needed, known)], Status.RUNNING
-        request.computed, request.named = len(known) * self.pool.page_tokens, len(known)
+        self.pool.share(prefix)  # before the allocation, which might evict them
+        request.pages, request.status = [*prefix, *self.pool.allocate(needed, prefix)], Status.RUNNING
+        request.computed, request.cached_pages = len(prefix) * self.pool.page_tokens, len(prefix)
         if self.prefix_cache:
-            self.looked_up, self.found = self.looked_up + len(request.ids), self.found + request.computed
+            self.prefix_queries += len(request.ids)
+            self.prefix_hits += request.computed
         self.running.append(request)
-        self.places.join(request)
+        self.batch_rows.add(request)
         return request
 
-    def _known(self, request: Request) -> list[int]:
-        """Pages that hold the beginning of ``request``'s tokens already; the last token is always run."""
+    def _cached_prefix(self, request: Request) -> list[int]:
+        """Cached pages with the beginning of ``request``; its last token is always run."""
         if not self.prefix_cache:
             return []
-        extend_names(request.names, request.ids, self.pool.page_tokens)
-        return self.pool.find(request.names[: (len(request.ids) - 1) // self.pool.page_tokens])
+        extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens)
+        return self.pool.find_cached(request.page_hashes[: (len(request.ids) - 1) // self.pool.page_tokens])
 
-    def _name(self, request: Request) -> None:
-        """Tell the pool of the full pages of which all tokens are known and handed out.
+    def _cache_full_pages(self, request: Request) -> None:
+        """Add the full pages whose tokens are all known and scheduled to the prefix cache.
 
-        Whoever is admitted in the same breath may share them: in each layer a pass writes all its keys and values
-        before it reads any.
+        Requests admitted in the same step may share them: in each layer a pass writes all its keys and values before it
+        reads any.
         """
         if not self.prefix_cache:
             return
-        extend_names(request.names, request.ids, self.pool.page_tokens)
+        extend_page_hashes(request.page_hashes, request.ids, self.pool.page_tokens)
         full = min(request.computed, len(request.ids)) // self.pool.page_tokens
-        for i in range(request.named, full):
-            self.pool.name(request.pages[i], request.names[i])
-        request.named = max(request.named, full)
+        for i in range(request.cached_pages, full):
+            self.pool.cache_page(request.pages[i], request.page_hashes[i])
+        request.cached_pages = max(request.cached_pages, full)
 
     def _grow(self, request: Request) -> bool:
-        """Make room for one more token of ``request``; False when it had to give way itself."""
+        """Allocate a page for the next token of ``request`` if it needs one; False if ``request`` was preempted."""
         if self.pool.pages_for(request.length) == len(request.pages):
             return True
         while not self.pool.free:
@@ -232,7 +229,65 @@ class Scheduler:
 
     def _release(self, request: Request, status: Status) -> None:
         if request.pages:
-            self._name(request)  # what became known since its last slice
+            self._cache_full_pages(request)  # pages that became full since its last slice
         self.pool.release(request.pages)
-        self.places.leave(request)
-        request.pages, request.computed, request.named, request.status = [], 0, 0, status
+        self.batch_rows.remove(request)
+        request.pages, request.computed, request.cached_pages, request.status = [], 0, 0, status
+
+
+def padded_batch_size(requests: int, most: int) -> int:
+    """Round a batch size up to one of four sizes per power of two, at most ``most``.
+
+    Padding adds less than 25%. A CUDA graph is captured for each size (:mod:`colonnade.serve.cuda_graph_runner`).
+    """
+    step = 1 << max(0, requests.bit_length() - 3)
+    return min(most, -(-requests // step) * step)
+
+
+class BatchRows:
+    """Assigns rows of a padded decode batch to at most ``most`` requests.
+
+    A request keeps its row while it decodes, and the row of a finished one is padding until the next request takes it:
+    split plans made for the rows then stay valid while requests come and go. Rows are compacted only if that allows a
+    smaller batch.
+    """
+
+    def __init__(self, most: int):
+        self.most = most
+        self._rows: list[Request | None] = []
+        self._free: list[int] = []
+        """Free rows, a heap."""
+
+    @property
+    def rows(self) -> list[Request | None]:
+        """The request of each row; None for a free row."""
+        return list(self._rows)
+
+    def add(self, request: Request) -> None:
+        """Give ``request`` the lowest free row."""
+        if self._free:
+            request.batch_row = heapq.heappop(self._free)
+            self._rows[request.batch_row] = request
+        else:
+            request.batch_row = len(self._rows)
+            self._rows.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Free the row of ``request``, if it has one."""
+        if request.batch_row < 0:
+            return
+        self._rows[request.batch_row] = None
+        heapq.heappush(self._free, request.batch_row)
+        request.batch_row = -1
+        used = len(self._rows) - len(self._free)
+        if padded_batch_size(used, self.most) < padded_batch_size(len(self._rows), self.most):
+            self._compact()
+
+    def _compact(self) -> None:
+        """Move the requests of the highest rows into the free ones."""
+        requests = [request for request in self._rows if request is not None]
+        free = [row for row in sorted(self._free) if row < len(requests)]
+        for row, request in zip(free, [r for r in requests if r.batch_row >= len(requests)], strict=True):
+            request.batch_row = row
+        requests.sort(key=lambda request: request.batch_row)
+        self._rows, self._free = list(requests), []

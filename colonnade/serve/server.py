@@ -1,12 +1,12 @@
-"""A whole server: bind the port, start the engine, answer until a signal, leave nothing behind.
+"""The server process: binds the port, starts the engine, answers requests until a signal, and cleans up.
 
-    bind -> engine starts and loads -> listen -> SIGINT or SIGTERM -> drain -> engine stops -> return
-                                    |         |                            -> another: everything ends at once -> raise
-                                    |         -> the engine dies -> everybody gets a 503 -> raise
+    bind -> start and load the engine -> listen -> SIGINT or SIGTERM -> drain -> stop the engine -> return
+                                    |         |                            -> second signal: stop at once -> raise
+                                    |         -> the engine dies -> all requests end with a 503 -> raise
                                     -> a signal -> raise
 
-The port is bound first, so that a taken one costs no loading, but listened on last, so that nobody connects to a
-server that cannot answer. During the drain it is still listened on: who comes then is told so.
+The port is bound first, so that a conflict shows before the model is loaded, but it listens last, so that nobody
+connects to a server that cannot answer. It still listens during the drain: new requests then get a 503.
 """
 
 import asyncio
@@ -23,20 +23,20 @@ from colonnade.config.base import plural
 from colonnade.errors import ConfigError, Interrupted, PlanError
 from colonnade.serve.api.middleware import ACCESS_LOG
 from colonnade.serve.api.routes import build_app
-from colonnade.serve.engine_client import EngineClient
-from colonnade.serve.engine_process import engine_process, first
+from colonnade.serve.engine_process import engine_process, wait_first
+from colonnade.serve.ipc import EngineClient
 from colonnade.serve.worker import Load
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 KEEP_ALIVE_S = 65
-"""How long an idle connection is kept: longer than clients keep theirs, so that they close first [s]."""
+"""Time that an idle connection is kept open [s]: longer than clients do, so that they close first."""
 
 GRACE_S = 2
-"""After the drain: time to send the last bytes [s]."""
+"""Time to send the last bytes after the drain [s]."""
 
-LAST_WORDS_S = 0.5
-"""The same when everything is to end at once [s]."""
+FORCED_CLOSE_S = 0.5
+"""The same after a second signal [s]."""
 
 
 def serve(
@@ -48,16 +48,19 @@ def serve(
     device: str = "auto",
     announce: Callable[[str], object] = print,
 ) -> None:
-    """Serve the model that ``load(ground)`` gives in each engine process, until SIGINT or SIGTERM.
+    """Serve the model that ``load(context)`` returns in each engine process, until SIGINT or SIGTERM.
 
-    ``name`` is what clients call it unless ``config.model_name`` says otherwise; ``announce`` is told, a line each,
-    that it loads, where it listens and that it stops. Must run in the main thread. Raises :class:`ConfigError` when
-    the port cannot be had; whatever ends the engine: what loading raises, or :class:`PlanError` when a process died;
-    and :class:`Interrupted` for a signal while it loads, or a second one.
+    Clients call it ``name`` unless ``config.model_name`` is set; ``announce`` gets a line when it loads, listens and
+    stops. Must run in the main thread. Raises :class:`ConfigError` if the port cannot be bound, whatever loading
+    raises, :class:`PlanError` if an engine process died, and :class:`Interrupted` for a signal while it loads or for a
+    second signal.
     """
     plan, config = plan or Plan(), config or ServeConfig()
     if plan.world > plan.tp * plan.cp:
-        raise PlanError(f"a server lays its model over tp and cp ranks only, not over {plan}; set no other of --plan")
+        raise PlanError(
+            f"a server lays its model out over tp and cp ranks only, not over {plan}; set only --plan.tp, "
+            "--plan.cp, --plan.ep and --plan.sh"
+        )
     with _bind(config) as listener:
         asyncio.run(_serve(listener, load, plan, config, config.model_name or name, device, announce))
 
@@ -71,12 +74,12 @@ async def _serve(
     device: str,
     announce: Callable[[str], object],
 ) -> None:
-    asked = _Asked()
+    stop = _StopSignals()
     announce(f"loading {name}")
-    async with engine_process(load, plan, config, device, asked.to_stop, asked.at_once) as engine:
-        if asked.to_stop.is_set():
+    async with engine_process(load, plan, config, device, stop.graceful, stop.immediate) as engine:
+        if stop.graceful.is_set():
             announce(f"stopped before {name} was loaded")
-            raise Interrupted(asked.signal)
+            raise Interrupted(stop.signal)
         server = _Server(
             uvicorn.Config(
                 build_app(engine, name, config),
@@ -88,75 +91,74 @@ async def _serve(
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=GRACE_S,
             ),
-            lambda: announce(_greeting(name, _url(listener), engine, config)),
+            lambda: announce(_ready_message(name, _url(listener), engine, config)),
         )
         serving, closed = asyncio.create_task(server.serve(sockets=[listener])), asyncio.Event()
         serving.add_done_callback(lambda _: closed.set())
-        await first(asked.to_stop.wait(), engine.ended.wait(), closed.wait())
+        await wait_first(stop.graceful.wait(), engine.exited.wait(), closed.wait())
         engine.draining = True
-        if asked.signal:
-            announce(_farewell(engine.under_way, config.drain_s))
-        await first(engine.idle.wait(), asked.at_once.wait(), timeout_s=config.drain_s)
+        if stop.signal:
+            announce(_shutdown_message(engine.running, config.drain_s))
+        await wait_first(engine.idle.wait(), stop.immediate.wait(), timeout_s=config.drain_s)
         engine.abort()
         server.should_exit = True
-        await first(closed.wait(), asked.at_once.wait())
-        if asked.at_once.is_set():
+        await wait_first(closed.wait(), stop.immediate.wait())
+        if stop.immediate.is_set():
             server.force_exit = True
-            await asyncio.wait((serving,), timeout=LAST_WORDS_S)
-            raise Interrupted(asked.signal)
+            await asyncio.wait((serving,), timeout=FORCED_CLOSE_S)
+            raise Interrupted(stop.signal)
         await serving
         if engine.failure:
             raise engine.failure
 
 
-class _Asked:
-    """What signals ask of this process: the first to stop, another to end at once."""
+class _StopSignals:
+    """Handles :data:`SIGNALS`: the first sets ``graceful``, a second one ``immediate``."""
 
     def __init__(self):
-        self.to_stop, self.at_once = asyncio.Event(), asyncio.Event()
+        self.graceful, self.immediate = asyncio.Event(), asyncio.Event()
         self.signal = 0
         """The number of the last one."""
         for number in SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._note, number)
+            asyncio.get_running_loop().add_signal_handler(number, self._handle, number)
 
-    def _note(self, number: int) -> None:
-        (self.at_once if self.signal else self.to_stop).set()
+    def _handle(self, number: int) -> None:
+        (self.immediate if self.signal else self.graceful).set()
         self.signal = number
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which says when it listens, and leaves signals to us: it would raise them again at the end."""
+    """uvicorn with a callback when it listens, and without signal handlers: it would raise signals again at the end."""
 
-    def __init__(self, config: uvicorn.Config, listening: Callable[[], object]):
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], object]):
         super().__init__(config)
-        self._listening = listening
+        self._on_listening = on_listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._listening()
+        self._on_listening()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
 
 
-def _greeting(name: str, url: str, engine: EngineClient, config: ServeConfig) -> str:
-    said = f"serving {name} at {url} (OpenAI's API under /v1; Ctrl-C stops)"
-    if engine.longest < engine.context:
-        said += (
-            f"; a request may have {engine.longest:,} tokens of the model's {engine.context:,}, which is what the "
-            f"cache holds: raise --serve.{'cache_bytes' if config.pages is None else 'pages'} for more"
+def _ready_message(name: str, url: str, engine: EngineClient, config: ServeConfig) -> str:
+    message = f"serving {name} at {url} (OpenAI's API under /v1; Ctrl-C stops)"
+    if engine.max_request_tokens < engine.context:
+        flag = "cache_bytes" if config.pages is None else "pages"
+        message += (
+            f"; the cache limits a request to {engine.max_request_tokens:,} tokens of the model's "
+            f"{engine.context:,}: raise --serve.{flag} for more"
         )
-    return said
+    return message
 
 
-def _farewell(under_way: int, drain_s: float) -> str:
-    if not under_way:
+def _shutdown_message(running: int, drain_s: float) -> str:
+    if not running:
         return "stopping"
-    return (
-        f"stopping: {plural(under_way, 'request')} {'has' if under_way == 1 else 'have'} {drain_s:g} s; again to "
-        "end now"
-    )
+    verb = "has" if running == 1 else "have"
+    return f"stopping: {plural(running, 'request')} {verb} {drain_s:g} s to finish; Ctrl-C again ends now"
 
 
 def _url(listener: socket.socket) -> str:

@@ -1,9 +1,9 @@
-"""From tokens to the text that a client sees: whole characters only, and never any part of a stop string.
+"""Turns tokens into text for clients: whole characters only, and no part of a stop string.
 
-A character may take several tokens and a stop string may span tokens, so text is held back until it is decided: the
-detokenizer keeps incomplete UTF-8, :class:`StopFilter` keeps the longest end of the text that could still become a
-stop string. The first stop string to be *completed* wins (the longest, if several end together), so that the result
-does not depend on how the text was cut into tokens.
+A character may take several tokens and a stop string may span tokens, so text is held back until it is certain: the
+detokenizer buffers incomplete UTF-8, and :class:`StopFilter` buffers the longest suffix that could still become a stop
+string. The first stop string to be *completed* ends the text (the longest, if several end together), so that the result
+does not depend on how the text was split into tokens.
 """
 
 from collections.abc import Sequence
@@ -11,53 +11,53 @@ from typing import Protocol
 
 
 class Detokenizer(Protocol):
-    """Turns tokens into text one at a time; ``colonnade.data.tokenizer`` makes them."""
+    """Turns tokens into text one at a time; ``colonnade.data.tokenizer`` implements it."""
 
     def push(self, token: int, /) -> str:
-        """The text that ``token`` completes, perhaps none."""
+        """The text that ``token`` completes, possibly none."""
         ...
 
     def flush(self) -> str:
-        """What was held back, as well as it can be shown."""
+        """The buffered text, with replacement characters for incomplete ones."""
         ...
 
 
 class StopFilter:
-    """Passes text on, except what is or might become one of ``stops``."""
+    """Passes text through, except for what is or might become one of the strings ``stops``."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops = tuple(stops)
         self.stopped = False
-        self._held = ""
+        self._buffer = ""
 
     def push(self, text: str) -> str:
-        """What may be shown after ``text`` arrived; after a stop (:attr:`stopped`) always nothing."""
+        """The text that is certain after ``text`` was added; empty once :attr:`stopped`."""
         if self.stopped:
             return ""
         if not self.stops:
             return text
-        text = self._held + text
-        found = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
-        keep = self._undecided(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        text = self._buffer + text
+        matches = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
+        if matches:
+            self.stopped, self._buffer = True, ""
+            return text[: min(matches)[1]]
+        certain = len(text) - self._partial_stop(text)
+        self._buffer = text[certain:]
+        return text[:certain]
 
     def flush(self) -> str:
-        """The text held back, once nothing can follow any more."""
-        text, self._held = self._held, ""
+        """The buffered text, once nothing follows."""
+        text, self._buffer = self._buffer, ""
         return text
 
-    def _undecided(self, text: str) -> int:
-        """Length of the longest end of ``text`` that begins a stop string."""
+    def _partial_stop(self, text: str) -> int:
+        """Length of the longest suffix of ``text`` that begins a stop string."""
         longest = min(len(text), max((len(stop) for stop in self.stops), default=0))
         return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self.stops)), 0)
 
 
 class TextStream:
-    """A detokenizer and a stop filter in line: one for each request."""
+    """A detokenizer followed by a stop filter; one for each request."""
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]):
         self._detokenizer, self._filter = detokenizer, StopFilter(stops)
@@ -68,9 +68,9 @@ class TextStream:
         return self._filter.stopped
 
     def push(self, token: int) -> str:
-        """The text that may be shown after ``token``."""
+        """The text that is certain after ``token``."""
         return self._filter.push(self._detokenizer.push(token))
 
     def finish(self) -> str:
-        """The rest, when no token follows."""
+        """The remaining text, once no token follows."""
         return self._filter.push(self._detokenizer.flush()) + self._filter.flush()

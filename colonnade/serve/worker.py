@@ -1,11 +1,11 @@
-"""The engine's side of a server: what runs in each process that :func:`colonnade.parallel.launch.launch` starts.
+"""The engine side of a server: what each process of :func:`colonnade.parallel.launch.launch` runs.
 
-    rank 0      loads, connects to the HTTP process, and loops:  arrivals -> step -> outputs
-    rank > 0    loads and follows
+    rank 0      loads, connects to the HTTP process, and loops:  receive messages -> step -> send outputs
+    rank > 0    loads and follows rank 0
 
-A thread of rank 0 reads the line, applies chat templates and tokenises (the tokenizer releases the interpreter's lock),
-so that neither the event loop nor the running requests wait for a long prompt. Everything else is the engine's own
-thread. When the HTTP process goes away the line ends, and so does the engine.
+A thread of rank 0 reads the socket, applies chat templates and tokenises (the tokenizer releases the GIL), so that a
+long prompt delays neither the event loop nor the running requests. Everything else happens in the main thread. When the
+HTTP process exits, the connection closes and the engine stops.
 """
 
 import dataclasses
@@ -22,38 +22,36 @@ from colonnade.errors import ColonnadeError, RequestError
 from colonnade.model import Transformer
 from colonnade.parallel.distributed_context import DistributedContext, choose_device
 from colonnade.serve.engine import Engine
-from colonnade.serve.ipc import Message, error_message, from_line, plain_output, to_line
+from colonnade.serve.ipc import Message, decode_message, encode_message, error_to_dict, output_to_dict
 from colonnade.serve.sampling_params import SamplingParams
 
 Load = Callable[[DistributedContext], tuple[Transformer, Tokenizer]]
-"""Called in each engine process with the ground it stands on; must be picklable (a module's function or a partial)."""
+"""Loads this rank's share of the model in each engine process; must be picklable (a module's function or a partial)."""
 
-BEAT_S = 20.0
-"""An idle engine's sign of life to its other ranks [s]; collectives give up after minutes."""
+HEARTBEAT_S = 20.0
+"""Interval of an idle engine's heartbeats to its other ranks [s]; collectives time out after minutes."""
 
 
-def work(load: Load, plan: Plan, config: ServeConfig, device: str, address: str) -> None:
-    """One rank of a server's engine, until the HTTP process stops it or goes away."""
-    with standing(plan, device) as ground:
-        engine = Engine(*load(ground), config)
-        with _settled():
-            if ground.rank:
+def run_worker(load: Load, plan: Plan, config: ServeConfig, device: str, address: str) -> None:
+    """Run one rank of a server's engine until the HTTP process stops it or exits."""
+    with open_context(plan, device) as context:
+        engine = Engine(*load(context), config)
+        with _frozen_gc():
+            if context.rank:
                 engine.follow()
                 return
-            with socket.socket(socket.AF_UNIX) as line:
+            with socket.socket(socket.AF_UNIX) as connection:
                 try:
-                    with suppress(ConnectionError, FileNotFoundError):  # the HTTP process is gone: nobody to tell
-                        line.connect(address)
-                        _lead(engine, line)
+                    with suppress(ConnectionError, FileNotFoundError):  # the HTTP process has exited
+                        connection.connect(address)
+                        _serve_requests(engine, connection)
                 finally:
                     engine.stop()
 
 
 @contextmanager
-def _settled() -> Iterator[None]:
-    """What is there by now stays until the end: were it looked at whenever Python collects its garbage, everybody's
-    tokens would wait.
-    """
+def _frozen_gc() -> Iterator[None]:
+    """Exclude existing objects from garbage collection (`gc.freeze()`): scanning them would stall decoding."""
     gc.collect()
     gc.freeze()
     try:
@@ -63,48 +61,49 @@ def _settled() -> Iterator[None]:
 
 
 @contextmanager
-def standing(plan: Plan, device: str) -> Iterator[DistributedContext]:
-    """The ground of a process that serves."""
+def open_context(plan: Plan, device: str) -> Iterator[DistributedContext]:
+    """The distributed context of one serving process."""
     if plan.world == 1:
         yield DistributedContext.solo(choose_device(plan, device))
     else:
-        with DistributedContext.build(plan, device) as ground:
-            yield ground
+        with DistributedContext.build(plan, device) as context:
+            yield context
 
 
-def _lead(engine: Engine, line: socket.socket) -> None:
-    """Serve the line until it ends or says stop."""
+def _serve_requests(engine: Engine, connection: socket.socket) -> None:
+    """Run the engine until the HTTP process disconnects or says stop."""
     inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(line, engine.tokenizer, inbox), daemon=True).start()
+    threading.Thread(target=_read_messages, args=(connection, engine.tokenizer, inbox), daemon=True).start()
     limits = {"context": engine.model.config.context, "cache_tokens": engine.scheduler.pool.tokens}
-    line.sendall(to_line({"event": "ready", **limits, "stats": dataclasses.asdict(engine.stats)}))
+    connection.sendall(encode_message({"event": "ready", **limits, "stats": dataclasses.asdict(engine.stats)}))
     while True:
-        for message in arrivals(engine, inbox):
+        for message in receive_messages(engine, inbox):
             if isinstance(message, BaseException):
                 raise message
             if message["do"] == "stop":
                 return
             if refusal := _handle(engine, message):
-                line.sendall(to_line(refusal))
-        outputs = [plain_output(output) for output in engine.step()]
-        line.sendall(to_line({"event": "outputs", "outputs": outputs, "stats": dataclasses.asdict(engine.stats)}))
+                connection.sendall(encode_message(refusal))
+        outputs = [output_to_dict(output) for output in engine.step()]
+        event = {"event": "outputs", "outputs": outputs, "stats": dataclasses.asdict(engine.stats)}
+        connection.sendall(encode_message(event))
 
 
-def arrivals(engine: Engine, inbox: queue.SimpleQueue) -> list[Message | BaseException]:
-    """All that has arrived; an idle engine waits for something, beating."""
+def receive_messages(engine: Engine, inbox: queue.SimpleQueue) -> list[Message | BaseException]:
+    """All messages that have arrived; while the engine is idle, wait for one and send heartbeats."""
     messages: list[Message | BaseException] = []
     while not messages or not inbox.empty():
         try:
-            messages.append(inbox.get(block=not engine.busy, timeout=BEAT_S))
+            messages.append(inbox.get(block=not engine.busy, timeout=HEARTBEAT_S))
         except queue.Empty:
             if engine.busy:
                 break
-            engine.beat()
+            engine.heartbeat()
     return messages
 
 
 def _handle(engine: Engine, message: Message) -> Message | None:
-    """Add all the requests of a message, or cancel them; the message that refuses them, if they must be."""
+    """Add or cancel the requests of ``message``; returns the refusal to send if they cannot be added."""
     if message["do"] == "cancel":
         for key in message["ids"]:
             engine.cancel(key)
@@ -112,61 +111,59 @@ def _handle(engine: Engine, message: Message) -> Message | None:
     if "refusal" in message:
         return message["refusal"]
     try:
-        _check_room(engine, len(message["ids"]))
+        _check_queue(engine, len(message["ids"]))
         params = SamplingParams(**message["params"])
         for key, tokens in zip(message["ids"], message["tokens"], strict=True):
             engine.add(tokens, params, request_id=key)
     except ColonnadeError as error:
-        for key in message["ids"]:  # nothing has run yet
+        for key in message["ids"]:  # none of them has run yet
             engine.cancel(key)
         return _refusal(message, error)
     return None
 
 
-def _check_room(engine: Engine, count: int) -> None:
-    """Raise :class:`RequestError` (429) when ``count`` requests do not all have a place in the queue."""
+def _check_queue(engine: Engine, count: int) -> None:
+    """Raise :class:`RequestError` (429) if the queue has no room for all of ``count`` prompts."""
     waiting, most = len(engine.scheduler.waiting), engine.config.max_waiting
-    if waiting + count > most and count > 1:  # of one the scheduler says so itself
+    if waiting + count > most and count > 1:  # for one, the scheduler raises
         raise RequestError(
-            f"there are {count} prompts, and {waiting} requests wait already of {most} that --serve.max_waiting "
-            "allows; try again later, or with fewer",
+            f"the queue has no room for {count} prompts: {waiting} requests wait already, of {most} that "
+            "--serve.max_waiting allows; try again later, or with fewer prompts",
             status=429,
             code="queue_full",
         )
 
 
 def _refusal(message: Message, error: ColonnadeError) -> Message:
-    """``error`` as an event; what is wrong with a chat's prompt is wrong with its messages."""
-    told = error_message(error)
-    if message["messages"] is not None and told["param"] == "prompt":
-        told["param"] = "messages"
-    return {"event": "refused", "ids": message["ids"], "error": told}
+    """The event that refuses ``message``; a chat's ``prompt`` is called ``messages``, as the client knows it."""
+    details = error_to_dict(error)
+    if message["messages"] is not None and details["param"] == "prompt":
+        details["param"] = "messages"
+    return {"event": "refused", "ids": message["ids"], "error": details}
 
 
-def _read(line: socket.socket, tokenizer: Tokenizer, inbox: queue.SimpleQueue) -> None:
-    """In a thread: lines into the inbox, prompts already as token ids; at the end of the line, a stop."""
+def _read_messages(connection: socket.socket, tokenizer: Tokenizer, inbox: queue.SimpleQueue) -> None:
+    """In a thread: put messages, with prompts as token ids, into the inbox; a stop at the end of the connection."""
     try:
-        with line.makefile("rb") as lines:
-            for text in lines:
-                inbox.put(_prepare(from_line(text), tokenizer))
+        with suppress(OSError), connection.makefile("rb") as lines:  # OSError: the HTTP process was killed
+            for line in lines:
+                inbox.put(_tokenize(decode_message(line), tokenizer))
         inbox.put({"do": "stop"})
-    except OSError:  # the HTTP process was killed
-        inbox.put({"do": "stop"})
-    except BaseException as bug:  # noqa: BLE001 - raised again by the engine's thread, which would else wait for ever
+    except BaseException as bug:  # noqa: BLE001 - raised again by the main thread, which would otherwise wait for ever
         inbox.put(bug)
 
 
-def _prepare(message: Message, tokenizer: Tokenizer) -> Message:
-    """A submission with its prompts' ``tokens``, or with the ``refusal`` that answers it."""
+def _tokenize(message: Message, tokenizer: Tokenizer) -> Message:
+    """Add the prompts' ``tokens`` to a submission, or a ``refusal``."""
     if message["do"] != "submit":
         return message
     try:
-        return {**message, "tokens": _tokens(message, tokenizer)}
+        return {**message, "tokens": _prompt_ids(message, tokenizer)}
     except ColonnadeError as error:
         return {**message, "refusal": _refusal(message, error)}
 
 
-def _tokens(message: Message, tokenizer: Tokenizer) -> list[list[int]]:
+def _prompt_ids(message: Message, tokenizer: Tokenizer) -> list[list[int]]:
     if message["messages"] is None:
         return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in message["prompts"]]
     if tokenizer.chat_template is None:

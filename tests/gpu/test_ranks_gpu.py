@@ -17,7 +17,7 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
 from colonnade.parallel.small_allreduce import MOST_BYTES, small_of, with_small
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.resolve_config import Site, resolve_config
+from colonnade.serve.resolve_config import EngineTraits, resolve_config
 from tests.serve import tiny
 from tests.split import errors
 
@@ -146,6 +146,8 @@ def test_what_is_not_recorded_says_so() -> None:
     """A layer with a window, over a cache that is split; not asked for it is left out."""
     axes = Axes(cp=Axis("cp", 2), model=Axis("model", 2), alike=True)
     model = tiny.model(axes, dtype=torch.float32, window=7).to("cuda")
-    with pytest.raises(ConfigError, match=r"steps of attention with a window over cp=2 are not recorded as graphs yet"):
+    with pytest.raises(
+        ConfigError, match=r"steps of attention with a window over cp=2 cannot be captured as CUDA graphs yet"
+    ):
         Engine(model, tiny.tokenizer(), LIMITS.replace(fixed_steps=True))
-    assert resolve_config(LIMITS, Site.of(model)).fixed_steps is False
+    assert resolve_config(LIMITS, EngineTraits.of(model)).fixed_steps is False

@@ -9,7 +9,7 @@ from colonnade.errors import CheckpointError
 from colonnade.kernels.registry import CHOSEN, choose
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.sampler import sample
-from colonnade.serve.sampling_params import Draw
+from colonnade.serve.sampling_params import SampleArgs
 from tests.serve import tiny
 
 pytestmark = pytest.mark.gpu
@@ -54,10 +54,10 @@ def test_nobody_need_ask_for_what_is_faster(monkeypatch: pytest.MonkeyPatch):
                 tokens[int(output.id)].append(output.token)
         said.append(tokens)
         assert engine.config.fixed_steps is engine.config.run_ahead is (device == "cuda")
-        assert (engine._runner.fixed is not None) is (device == "cuda")
+        assert (engine._runner.graphs is not None) is (device == "cuda")
     assert said[0] == said[1]
-    assert all(size._recorded for size in engine._runner.fixed._sizes.values())
-    assert sorted(engine._runner.fixed._sizes) == [1, 2, 3, 4]
+    assert all(size._graphs for size in engine._runner.graphs._batches.values())
+    assert sorted(engine._runner.graphs._batches) == [1, 2, 3, 4]
     assert any(1 in new for new in seen), "prompts came beside decodes"
     assert all(max(new) > 1 for new in seen), "steps that only decode were recorded"
 
@@ -81,7 +81,7 @@ def test_a_seed_draws_on_a_gpu_what_it_draws_on_a_cpu():
     asked = [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_p": 0.99, "temperature": 2.0}]
     asked += [{"temperature": 0}, {"top_k": 5, "top_p": 0.5}, {"temperature": 1.7}]
     for index in range(20):
-        draws = [Draw.of(SamplingParams(**params), seed, index) for seed, params in enumerate(asked)]
+        draws = [SampleArgs.of(SamplingParams(**params), seed, index) for seed, params in enumerate(asked)]
         assert sample(logits_RV.cuda(), draws).tolist() == sample(logits_RV, draws).tolist()
 
 
@@ -118,7 +118,7 @@ def test_recorded_steps_read_a_shared_prefix_once(ahead: bool, monkeypatch: pyte
         recorded = Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=True, shared_reading=share))
         for _ in range(3):
             assert recorded.generate(prompts, greedy) == expected
-        assert {kind for size in recorded._runner.fixed._sizes.values() for kind in size._recorded} == kinds
+        assert {kind for size in recorded._runner.graphs._batches.values() for kind in size._graphs} == kinds
         assert (recorded.stats.shared_keys > 0) is share
         assert recorded.stats.spared_keys >= recorded.stats.shared_keys
 
@@ -140,7 +140,7 @@ def test_recorded_steps_of_latent_attention():
 def test_nobody_waits_for_a_nucleus():
     """Rows with top-p and without top-k, whose tokens may be any number: nothing is asked of the device."""
     logits_RV = torch.randn(6, 50_257, device="cuda")
-    draws = [Draw.of(SamplingParams(top_p=0.95), seed, 0) for seed in range(6)]
+    draws = [SampleArgs.of(SamplingParams(top_p=0.95), seed, 0) for seed in range(6)]
     sample(logits_RV, draws)
     try:
         torch.cuda.set_sync_debug_mode("error")

@@ -7,6 +7,7 @@ import torch
 
 import colonnade
 from colonnade import api
+from colonnade.checkpoint.load_model import open_for_plan
 from colonnade.config import DataConfig, ExpertsConfig, ModelConfig, MoeConfig, Plan, RouterConfig, RunConfig
 from colonnade.config import TrainConfig as Train
 from colonnade.data import Corpus
@@ -136,7 +137,7 @@ def test_what_cannot_be_is_refused(config: ModelConfig, experts: dict, said: str
     """Before any process starts, and any weight is read."""
     saved(tmp_path / "it", config)
     with pytest.raises(ConfigError, match=said):
-        api.find(tmp_path / "it", Plan(), ExpertsConfig(**experts))
+        open_for_plan(tmp_path / "it", Plan(), ExpertsConfig(**experts))
 
 
 def test_without_a_task_the_remedy_is_named(tmp_path: Path) -> None:

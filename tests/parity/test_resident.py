@@ -8,6 +8,7 @@ import torch
 
 import colonnade
 from colonnade import api
+from colonnade.checkpoint import load_model
 from colonnade.config import ExpertsConfig, ModelConfig, MoeConfig, Plan, ServeConfig, format_bytes
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.model import Transformer
@@ -174,7 +175,7 @@ def test_no_room(experts: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                 raise torch.OutOfMemoryError("out of memory")
             super().__init__(config, *args, **options)
 
-    monkeypatch.setattr(api, "Transformer", Full)
+    monkeypatch.setattr(load_model, "Transformer", Full)
     with pytest.raises(CapacityError) as refusal:
         colonnade.load(place, dtype="float64", device="cpu", experts=ExpertsConfig(**experts))
     # On a CPU the experts that wait share the memory with those of a few layers.

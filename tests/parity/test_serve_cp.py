@@ -12,8 +12,7 @@ from colonnade.model import KVCache, Rows
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.cache_shard import CacheShard
-from colonnade.serve.model_inputs import arguments
+from colonnade.serve.model_inputs import CacheShard, build_inputs
 from colonnade.serve.scheduler import Slice, Work
 from tests.serve import tiny
 from tests.serve.ranks import COUNT, LIMITS, MODELS, PROMPTS, expected, serve
@@ -82,7 +81,7 @@ def _logits(cp: int, name: str, kind: CacheFormat) -> list[torch.Tensor]:
                 Slice(start, tuple(range(start + 40, stop + 40)), table[: -(-stop // 3)], None)
                 for (start, stop), table in zip(spans, pages, strict=True)
             ]
-            stream, attend, _ = arguments(held, Work(tuple(slices)))
+            stream, attend, _ = build_inputs(held, Work(tuple(slices)))
             with torch.no_grad():
                 found.append(model(stream, attend, Rows()))
         return found
@@ -129,7 +128,7 @@ def test_together_with_other_axes(name: str, plan: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        (Axes(cp=Axis("cp", 2)), r"a model over cp=2 that serves is built with ground.axes.serving\(\)"),
+        (Axes(cp=Axis("cp", 2)), r"a model that serves over cp=2 must be built with ground.axes.serving\(\)"),
         (
             Axes(cp=Axis("cp", 2), tp=Axis("tp", 2), sequence_parallel=True, alike=True),
             r"ranks that share a cache \(cp=2\) all have all tokens; leave sequence_parallel off",

@@ -9,7 +9,7 @@ from colonnade.config import LatentConfig, ModelConfig, MoeConfig, Plan, ServeCo
 from colonnade.errors import PlanError
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.serve import Engine, SamplingParams, work_broadcast, worker
+from colonnade.serve import Engine, SamplingParams, model_inputs, worker
 from tests.serve import ranks, tiny
 from tests.worlds import run
 
@@ -27,10 +27,10 @@ def _serve(world: int, changes: dict, grid: dict | None = None) -> list[tuple[in
         if ground.rank:
             engine.follow()
             return []
-        engine.beat()
+        engine.heartbeat()
         texts = [c.token_ids for c in engine.generate([*PROMPTS, *PROMPTS], [GREEDY] * 4 + [WILD] * 4)]
         assert engine.stats.preemptions > 0
-        engine.beat()
+        engine.heartbeat()
         engine.stop()
         engine.scheduler.audit()
         return texts
@@ -84,15 +84,15 @@ def _idle(beats: int) -> int:
         engine = Engine(tiny.model(ground.axes), tiny.tokenizer(), LIMITS)
         if ground.rank:
             heard = 0
-            while (message := work_broadcast.receive(ground.axes.tp)) != (work_broadcast.STOP, None):
-                assert message == (work_broadcast.IDLE, None)
+            while (message := model_inputs.receive_work(ground.axes.tp)) != (model_inputs.STOP, None):
+                assert message == (model_inputs.IDLE, None)
                 heard += 1
             return heard
-        worker.BEAT_S = 0.05
+        worker.HEARTBEAT_S = 0.05
         inbox: queue.SimpleQueue = queue.SimpleQueue()
-        timer = threading.Timer(worker.BEAT_S * (beats + 1), inbox.put, [{"do": "stop"}])
+        timer = threading.Timer(worker.HEARTBEAT_S * (beats + 1), inbox.put, [{"do": "stop"}])
         timer.start()
-        assert worker.arrivals(engine, inbox) == [{"do": "stop"}]
+        assert worker.receive_messages(engine, inbox) == [{"do": "stop"}]
         engine.stop()
         return 0
 

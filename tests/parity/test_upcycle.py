@@ -141,7 +141,7 @@ def _said(folder: Path, plan: Plan, prompt: list[int]) -> tuple[int, ...] | None
         engine = Engine(load(folder, ground.axes.serving(), torch.float32), api_model.tokenizer, ServeConfig(pages=16))
         if ground.rank:
             return engine.follow()
-        engine.beat()
+        engine.heartbeat()
         (done,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
         engine.stop()
         return done.token_ids

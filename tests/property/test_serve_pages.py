@@ -8,20 +8,20 @@ from colonnade.serve.page_pool import PagePool
 
 
 class Pages(RuleBasedStateMachine):
-    """Holders take pages, share each other's prefixes, and let go in any order."""
+    """Page tables grow, share prefixes and are released in any order."""
 
     @initialize(pages=st.integers(1, 10), page_tokens=st.integers(1, 8), ranks=st.integers(1, 4))
     def start(self, pages: int, page_tokens: int, ranks: int):
         self.pool = PagePool(pages, page_tokens, ranks)
         self.tables: list[list[int]] = []
-        self.told: dict[bytes, int] = {}
+        self.cached: dict[bytes, int] = {}
 
     @rule(count=st.integers(0, 10), which=st.integers(0, 100))
     def allocate(self, count: int, which: int):
         count = min(count, self.pool.free)
         after = self.tables[which % len(self.tables)] if self.tables else []
-        held = {page for table in self.tables for page in table}
-        free = [{*range(rank, self.pool.pages, self.pool.ranks)} - held for rank in range(self.pool.ranks)]
+        used = {page for table in self.tables for page in table}
+        free = [{*range(rank, self.pool.pages, self.pool.ranks)} - used for rank in range(self.pool.ranks)]
         table = self.pool.allocate(count, after)
         assert len(set(table)) == count
         before = after[-1] if after else None
@@ -32,27 +32,27 @@ class Pages(RuleBasedStateMachine):
             before = page
         assert not set(table) & {page for other in self.tables for page in other}
         self.tables.append(table)
-        self.told = {name: page for name, page in self.told.items() if page not in table}  # given out anew
+        self.cached = {key: page for key, page in self.cached.items() if page not in table}  # allocated again
 
     @precondition(lambda self: any(self.tables))
-    @rule(which=st.integers(0, 100), name=st.integers(0, 20).map(lambda n: b"%d" % n))
-    def name(self, which: int, name: bytes):
-        held = sorted({page for table in self.tables for page in table})
-        page = held[which % len(held)]
-        self.pool.name(page, name)
-        if name not in self.told and page not in self.told.values():
-            self.told[name] = page
+    @rule(which=st.integers(0, 100), key=st.integers(0, 20).map(lambda n: b"%d" % n))
+    def cache(self, which: int, key: bytes):
+        used = sorted({page for table in self.tables for page in table})
+        page = used[which % len(used)]
+        self.pool.cache_page(page, key)
+        if key not in self.cached and page not in self.cached.values():
+            self.cached[key] = page
 
-    @precondition(lambda self: self.told)
+    @precondition(lambda self: self.cached)
     @rule(which=st.integers(0, 100), beyond=st.booleans())
-    def take_up_again(self, which: int, beyond: bool):
-        name = sorted(self.told)[which % len(self.told)]
-        (page,) = self.pool.find([name, b"nobody's", *([name] if beyond else [])])
-        assert page == self.told[name]
+    def share_a_cached_page(self, which: int, beyond: bool):
+        key = sorted(self.cached)[which % len(self.cached)]
+        (page,) = self.pool.find_cached([key, b"missing", *([key] if beyond else [])])
+        assert page == self.cached[key]
         before = self.pool.free
-        unheld = self.pool.unheld([page])
+        unreferenced = self.pool.count_unreferenced([page])
         self.pool.share([page])
-        assert self.pool.free == before - unheld
+        assert self.pool.free == before - unreferenced
         self.tables.append([page])
 
     @precondition(lambda self: self.tables)

@@ -139,8 +139,8 @@ class Serving(RuleBasedStateMachine):
             end = piece.start + len(piece.tokens)
             seen = [self.slots[piece.pages[i // size], i % size] for i in range(end)]
             assert seen == self.text_of(request, end)
-            if piece.draw is not None:
-                assert piece.draw.index == end - len(request.prompt)
+            if piece.sample_args is not None:
+                assert piece.sample_args.index == end - len(request.prompt)
                 tokens.append(next_token(seen))
             else:
                 assert end < len(request.ids)

@@ -5,10 +5,10 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colonnade.serve.sampling_params import Draw
+from colonnade.serve.model_inputs import pack_work, unpack_work
+from colonnade.serve.sampling_params import SampleArgs
 from colonnade.serve.scheduler import Slice, Work
 from colonnade.serve.text_stream import StopFilter
-from colonnade.serve.work_broadcast import pack, unpack
 
 letters = st.text("abc", max_size=30)
 stops = st.lists(st.text("abc", min_size=1, max_size=4), max_size=3)
@@ -50,10 +50,11 @@ slices = st.builds(
     start=numbers,
     tokens=st.lists(numbers, min_size=1, max_size=5).map(tuple),
     pages=st.lists(numbers, min_size=1, max_size=5).map(tuple),
-    draw=st.none() | st.builds(Draw, fractions, numbers, fractions, fractions, numbers.map(int.__neg__), numbers),
+    sample_args=st.none()
+    | st.builds(SampleArgs, fractions, numbers, fractions, fractions, numbers.map(int.__neg__), numbers),
 )
 
 
 @given(st.lists(slices, max_size=5))
 def test_work_survives_the_wire(pieces: list[Slice]):
-    assert unpack(pack(Work(tuple(pieces)))) == Work(tuple(pieces))
+    assert unpack_work(pack_work(Work(tuple(pieces)))) == Work(tuple(pieces))

@@ -37,7 +37,7 @@ def serve(plan: dict[str, int], limits: ServeConfig, changes: dict[str, Any]) ->
         if ground.rank:
             engine.follow()
             return [], 0, 0, engine.cache.pages
-        engine.beat()
+        engine.heartbeat()
         greedy = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
         wild = SamplingParams(temperature=1, top_k=40, seed=3, max_tokens=COUNT, ignore_eos=True)
         texts = [c.token_ids for c in engine.generate([*PROMPTS, PROMPTS[0]], [greedy] * len(PROMPTS) + [wild])]

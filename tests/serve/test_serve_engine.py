@@ -24,7 +24,7 @@ def engine(model, **limits) -> Engine:
 
 def audit(it: Engine) -> None:
     it.scheduler.audit()
-    assert not it.busy and it.scheduler.pool.free == it.scheduler.pool.pages and not it._live and not it._mail
+    assert not it.busy and it.scheduler.pool.free == it.scheduler.pool.pages and not it._live and not it._queues
 
 
 prompts = st.lists(st.integers(0, 300), min_size=1, max_size=24)

@@ -10,10 +10,11 @@ import httpx
 import openai
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from colonnade.config import ServeConfig
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.api import reply_schemas
+from colonnade.serve.api import replies
 from tests.serve import tiny
 from tests.serve.serving import Running, server
 
@@ -180,16 +181,16 @@ def test_answers_have_the_shapes_that_the_description_says(running: Running):
     prompt, talk = {"prompt": "The quick", **calm}, {"messages": [{"role": "user", "content": "x"}], **calm}
     with httpx.Client(base_url=running.url) as http:
         for path, asked, whole, chunk in (
-            ("completions", prompt, reply_schemas.CompletionReply, reply_schemas.CompletionChunk),
-            ("chat/completions", talk, reply_schemas.ChatReply, reply_schemas.ChatChunk),
+            ("completions", prompt, replies.CompletionReply, replies.CompletionChunk),
+            ("chat/completions", talk, replies.ChatReply, replies.ChatChunk),
         ):
-            whole.model_validate_json(http.post(f"/v1/{path}", json={**asked, "max_tokens": 12}).content)
+            TypeAdapter(whole).validate_json(http.post(f"/v1/{path}", json={**asked, "max_tokens": 12}).content)
             options = {"stream": True, "stream_options": {"include_usage": True}}
             for more in ({"stream": True}, options):
                 events = http.post(f"/v1/{path}", json={**asked, "max_tokens": 12, **more}).text.split("\n\n")[:-2]
-                assert len([chunk.model_validate_json(event.removeprefix("data: ")) for event in events]) > 2
-        reply_schemas.ModelList.model_validate_json(http.get("/v1/models").content)
-        reply_schemas.ErrorReply.model_validate_json(http.get("/v1/models/huge").content)
+                assert len([TypeAdapter(chunk).validate_json(event.removeprefix("data: ")) for event in events]) > 2
+        TypeAdapter(replies.ModelList).validate_json(http.get("/v1/models").content)
+        TypeAdapter(replies.ErrorReply).validate_json(http.get("/v1/models/huge").content)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_a_slow_model_a_full_queue_and_a_gentle_end():
         assert late.status_code == 503 and late.json()["error"]["code"] == "shutting_down"
         chunks = list(stream)  # the drain lets it finish
         assert chunks[-1].choices[0].finish_reason == "length"
-        assert running.stop(0) == (0, "stopping: 1 request has 20 s; again to end now\n", "")
+        assert running.stop(0) == (0, "stopping: 1 request has 20 s to finish; Ctrl-C again ends now\n", "")
         assert gone(pids) and not list(running.folder.iterdir())
 
 
@@ -114,7 +114,7 @@ def test_who_cannot_finish_in_time_is_told():
             list(stream)
         assert whole.result().status_code == 503
         assert whole.result().json()["error"]["type"] == "service_unavailable_error"
-        assert running.stop(0) == (0, "stopping: 2 requests have 0 s; again to end now\n", "")
+        assert running.stop(0) == (0, "stopping: 2 requests have 0 s to finish; Ctrl-C again ends now\n", "")
         assert gone(pids)
 
 
@@ -125,7 +125,7 @@ def test_a_second_signal_ends_it_at_once(number: signal.Signals):
         stream, pids = long_stream(running), running.engine_pids()
         running.process.send_signal(number)
         assert running.process.stdout is not None
-        assert running.process.stdout.readline() == "stopping: 1 request has 3600 s; again to end now\n"
+        assert running.process.stdout.readline() == "stopping: 1 request has 3600 s to finish; Ctrl-C again ends now\n"
         running.process.send_signal(number)
         with pytest.raises(openai.APIError, match="the server is shutting down"):
             list(stream)
@@ -204,10 +204,7 @@ def test_a_signal_while_loading_stops_it(number: signal.Signals, delay_s: float)
 
 def test_a_small_cache_is_advertised_and_the_log_tells_who_asked_what_and_not_what_was_said():
     with server(log=True, pages=3) as running:
-        assert (
-            "; a request may have 48 tokens of the model's 128, which is what the cache holds: raise --serve.pages"
-            in running.greeting
-        )
+        assert "; the cache limits a request to 48 tokens of the model's 128: raise --serve.pages" in running.greeting
         model = httpx.get(f"{running.url}/v1/models").json()["data"][0]
         assert model["max_model_len"] == 48
         whole = _ask(running.url, prompt=[1] * 40, max_tokens=model["max_model_len"] - 40)

@@ -93,7 +93,7 @@ def test_a_stream_is_the_answer_in_pieces(model: colonnade.Model) -> None:
     first = next(iter(reader := model.stream(ids, **PARAMS)))
     assert first == model.generate(ids, **PARAMS)[0]
     del reader
-    assert not model._ready.busy, "a stream that is left ends its request"
+    assert not model._serving_engine.busy, "a stream that is left ends its request"
 
 
 def test_chat_is_the_template_and_generation(model: colonnade.Model) -> None:

@@ -29,6 +29,7 @@ import weak_scaling
 from colonnade import api
 from colonnade.config import Plan
 from colonnade.kernels.attention import decode_tiles
+from colonnade.parallel.distributed_context import DistributedContext
 from decoding import decode_cells, tune
 from harness import training_jobs
 from harness.report import RESULTS, ROOT
@@ -336,7 +337,7 @@ def test_quantised_quality(tmp_path: Path) -> None:
     config = decode_model.TINY.replace(width=64, tied=True)
 
     def model() -> api.Model:
-        return api.Model(build(config, dtype=torch.float64), None, api._ground(Plan(), "cpu", None), "tiny")
+        return api.Model(build(config, dtype=torch.float64), None, DistributedContext.solo(torch.device("cpu")), "tiny")
 
     one, other = model(), quantised_quality.shuffled(model())
     tokens = torch.arange(40) * 7 % 97

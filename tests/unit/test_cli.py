@@ -169,7 +169,7 @@ def test_a_plan_is_checked_before_any_process_starts(
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("colonnade.parallel.launch.elastic_launch", started)
-    monkeypatch.setattr("colonnade.serve.engine_process._start", started)
+    monkeypatch.setattr("colonnade.serve.engine_process._spawn", started)
     for place in (model, hf):
         said = refused(capsys, verb[0], place, *verb[1:], "--plan.tp", "4")
         assert said == "PlanError: 2 key/value heads do not divide over tp=4; use tp of 1 or 2"
@@ -179,9 +179,9 @@ def test_a_plan_is_checked_before_any_process_starts(
 def test_batch_invariance_over_ranks_is_refused_before_any_process_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path, axis: str
 ) -> None:
-    monkeypatch.setattr("colonnade.serve.engine_process._start", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr("colonnade.serve.engine_process._spawn", lambda *_: pytest.fail("a process was started"))
     said = refused(capsys, "serve", model, "--serve.port", "0", "--serve.batch_invariant", f"--plan.{axis}", "2")
-    assert f"serve.batch_invariant is for one rank, and this model lies on {axis}=2" in said
+    assert f"serve.batch_invariant is for one rank, and this model is on {axis}=2" in said
 
 
 @pytest.mark.parametrize("verb", [["generate", "hi"], ["eval"], ["chat"], ["serve"]], ids=lambda v: v[0])
@@ -195,7 +195,7 @@ def test_chat_needs_a_template(capsys: pytest.CaptureFixture[str], model: Path) 
     """Refused at the start, whether or not a question comes."""
     said = refused(capsys, "chat", model)
     assert said == (
-        f"CheckpointError: {model} has no chat template, so that it cannot chat; continue a text: "
+        f"CheckpointError: {model} has no chat template, so it cannot chat; continue a text instead: "
         f"colonnade generate {model} PROMPT"
     )
 
@@ -454,7 +454,7 @@ def test_experts_do_as_they_are_told(capsys: pytest.CaptureFixture[str], hf: Pat
     message = refused(capsys, "serve", four, "--experts.resident", "3")
     assert "--experts.resident 3 is more than the 2 layers of experts" in message
     message = refused(capsys, "generate", four, "the", "--plan.ep", "2")
-    assert "does not divide their 1; set --plan.tp or --plan.cp to 2" in message
+    assert "does not divide their number 1; set --plan.tp or --plan.cp to 2" in message
 
 
 def test_a_corpus_with_tasks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -518,7 +518,7 @@ def test_eval_tells_how_far_it_is(
     main(words)
     (once,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"scoring: 0 of \d+ windows", once)
-    monkeypatch.setattr("colonnade.cli.evaluation.TELL_S", 0)
+    monkeypatch.setattr("colonnade.cli.evaluation.PROGRESS_INTERVAL_S", 0)
     main(words)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 1 and lines[0] == once
@@ -603,9 +603,9 @@ def test_experts_for_a_dense_preset(capsys: pytest.CaptureFixture[str], corpus: 
     assert "experts: 0.0" in capsys.readouterr().out
     for flag in ("--model.moe.active=1", "--model.moe.ffn-width=3"):
         said = refused(capsys, *words, flag)
-        assert "is about experts, and this model has none; say how many with --model.moe.experts" in said
+        assert "is about experts, and this model has none; set their number with --model.moe.experts" in said
     said = refused(capsys, *words, "--model.latent.kv_rank", "8")
-    assert "write the whole table [model.latent] into a file for --config" in said
+    assert "put the complete table [model.latent] into a file for --config" in said
     main([*words, "--name", "dense", "--train.fused_adamw", "True"])
     assert "on cpu, float32, fused AdamW, " in capsys.readouterr().out, "the first lines say what the run uses"
     said = refused(capsys, *words, "--train.start", tmp_path / "dense", "--model.moe.experts", "3")
@@ -647,7 +647,7 @@ def test_a_stopped_run_says_how_to_go_on(corpus: Path, tmp_path: Path) -> None:
     _, said = run.communicate(timeout=60)
     assert run.returncode == 130
     (checkpoint,) = (tmp_path / "run").glob("step-*")
-    assert f"stopped by SIGINT; the same command goes on from {checkpoint}" in said
+    assert f"stopped by SIGINT; the same command continues from {checkpoint}" in said
     assert "Traceback" not in said
 
 
@@ -676,7 +676,7 @@ def test_a_run_that_is_not_there_is_no_hub_id(
     Path("words/manifest.json").write_text("{}")  # as a corpus has one
     assert refused(capsys, "eval", "words").endswith("safetensors; here are runs/speeches, runs/book")
     assert "; here are smollm2, minilm (an encoder), runs/" in refused(capsys, "eval", "smollm")
-    assert "and there are the presets tour" in refused(capsys, "verify", "tuor")
+    assert "similar presets: tour" in refused(capsys, "verify", "tuor")
     said = refused(capsys, "eval", "run/speeches")
     assert "Hub" in said and "; here are runs/speeches, runs/book" in said
 
@@ -712,7 +712,7 @@ for verb in (["generate", "smollm2", "hi"], ["chat", "smollm2"]):
 def test_an_encoder_is_not_offered_to_write_and_refused_before_any_process_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("colonnade.serve.engine_process._start", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr("colonnade.serve.engine_process._spawn", lambda *_: pytest.fail("a process was started"))
     config = ModelConfig(
         family="bert", causal=False, vocab_size=300, layers=1, width=8, heads=2, ffn_width=8, context=16,
         norm="layernorm", positions="learned", segments=2, gated=False, activation="gelu", top="encoder", tied=True,

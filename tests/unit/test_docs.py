@@ -176,17 +176,17 @@ def test_the_reference_of_requests_and_metrics_is_complete():
     from colonnade.config import ServeConfig
     from colonnade.serve.api import request_schemas
     from colonnade.serve.api.metrics import Metrics
-    from colonnade.serve.output import Stats
+    from colonnade.serve.request import Stats
 
     page = "docs/reference/serve.md"
     known = {
         *request_schemas.CompletionBody.model_fields,
         *request_schemas.ChatBody.model_fields,
-        *request_schemas.NOT_YET,
+        *request_schemas.UNSUPPORTED,
     }
     assert _rows(page, "What a request may say") == known
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert {name for name in request_schemas.WITHOUT_EFFECT if f"`{name}`" not in text} == set()
+    assert {name for name in request_schemas.IGNORED if f"`{name}`" not in text} == set()
     shown = Metrics(SimpleNamespace(stats=Stats()), "it").text().decode()  # type: ignore[arg-type]
     names = {name for name in re.findall(r"^# TYPE colonnade:(\w+)", shown, re.MULTILINE) if "created" not in name}
     assert _rows(page, "What it counts") == names

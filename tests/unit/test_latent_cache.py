@@ -161,8 +161,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     api.save(
         api.Model(tiny.model(dtype=torch.float32), tiny.tokenizer(), DistributedContext.solo(CPU), "m"), tmp_path / "m"
     )
-    where = chat.Where(str(tmp_path / "m"), Plan(), limits, "cpu", "float32")
+    where = chat.ModelSpec(str(tmp_path / "m"), Plan(), limits, "cpu", "float32")
     with pytest.raises(ConfigError, match="an int8 cache needs latent attention"):
-        where.find()
+        where.open()
     with pytest.raises(ConfigError):
         ServeConfig(cache="int4")

@@ -127,4 +127,4 @@ def test_other_outputs_of_another_format(capsys: pytest.CaptureFixture[str], tmp
     with pytest.raises(DataError, match=r"tokens.parquet names one .parquet file, and a corpus is a folder; leave"):
         build(TEXTS, tmp_path / "tokens.parquet")
     said = refused(capsys, "verify", "--world", "1", "--out", tmp_path / "results.csv")
-    assert "results.csv names a .csv file, and the results are JSON; end it in .json" in said
+    assert "results.csv is a .csv file, and the results are JSON; use a name that ends in .json" in said

@@ -8,7 +8,7 @@ import torch
 
 from colonnade import api
 from colonnade.checkpoint.hf.write import write_hf
-from colonnade.config import MoeConfig, Plan, ServeConfig
+from colonnade.config import MoeConfig, ServeConfig
 from colonnade.config.feature_checks import check_quantised
 from colonnade.config.presets import preset
 from colonnade.errors import CheckpointError, ConfigError, PlanError
@@ -118,7 +118,8 @@ def test_a_model_is_quantised_while_it_is_read(name: str, format: str, tmp_path:
     """From either format the same bits; what comes out is what dequantised weights give."""
     if name.startswith("latent") and format == "hf":
         pytest.skip("the tiny latent shape is of no Hugging Face family")
-    whole = api.Model(build(CONFIGS[name], dtype=torch.float32), None, api._ground(Plan(), "cpu", None), "tiny")
+    context = DistributedContext.solo(torch.device("cpu"))
+    whole = api.Model(build(CONFIGS[name], dtype=torch.float32), None, context, "tiny")
     if format == "hf":
         write_hf(whole.transformer, tmp_path / "m", shard_bytes=4000)
     else:
@@ -145,7 +146,9 @@ def test_a_model_is_quantised_while_it_is_read(name: str, format: str, tmp_path:
         assert (model.logits(tokens) - exact.logits(tokens)).abs().max() < 1e-10
         assert model.score([1, 5, 3, 7]).nll == pytest.approx(exact.score([1, 5, 3, 7]).nll, abs=1e-10)
         assert weight_bytes(model.transformer) < weight_bytes(plain)
-        with pytest.raises(ConfigError, match=f"weights in {kind} are made while a model is read, and not saved"):
+        with pytest.raises(
+            ConfigError, match=f"weights in {kind} are quantised while a model is loaded, and cannot be saved"
+        ):
             api.save(model, tmp_path / "again")
 
 
@@ -172,7 +175,9 @@ def test_what_cannot_be_is_refused() -> None:
         check_quantised(moe, "int4", 32, 1, sh=4)
     with pytest.raises(PlanError, match=r"tp=2 leaves a rank 32 of moe.shared_width 64"):
         check_quantised(moe.replace(heads=16, head_width=16, moe=moe.moe.replace(shared_width=64)), "int4", 64, 2)
-    with pytest.raises(ConfigError, match=r"serve.weights is int4, and this model's are stored.*load it with weights"):
+    with pytest.raises(
+        ConfigError, match=r"serve.weights is int4, and this model's weights are stored.*load it with weights"
+    ):
         Engine(tiny.model(), tiny.tokenizer(), ServeConfig(weights="int4"))
     with pytest.raises(ConfigError):
         ServeConfig(weights="int5")

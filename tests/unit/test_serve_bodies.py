@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from colonnade.config import ServeConfig
-from colonnade.serve.api.request_schemas import NOT_YET, WITHOUT_EFFECT, ChatBody, CompletionBody
+from colonnade.serve.api.request_schemas import IGNORED, UNSUPPORTED, ChatBody, CompletionBody
 from colonnade.serve.api.routes import build_app
-from colonnade.serve.engine_client import EngineClient
+from colonnade.serve.ipc import EngineClient
 
 APP = build_app(EngineClient(), "tiny", ServeConfig())
 
@@ -63,8 +63,8 @@ def test_a_body_that_is_no_json_says_why(body: bytes, words: str):
         ({"stop": ["ok", 5]}, "stop.1 is 5; it must be a string"),
         ({"stop": 5}, "stop is 5; it must be a string or a list of strings"),
         ({"stop": {"a": 1}}, "stop is an object; it must be a string or a list of strings"),
-        ({"stop": ["ok", "x" * 513]}, "stop.1 has 513 characters; a stop string may have 512"),
-        ({"stop": "x" * 100_000}, "stop has 100000 characters; a stop string may have 512"),
+        ({"stop": ["ok", "x" * 513]}, "stop.1 has 513 characters; a stop string may have at most 512"),
+        ({"stop": "x" * 100_000}, "stop has 100000 characters; a stop string may have at most 512"),
         ({"stop": ["x" * 512] * 65}, "at most 64"),
         ({"model": "m" * 100}, "there is no model"),
         ({"seed": [1, 2]}, "seed is a list of 2: input should be a valid integer"),
@@ -93,7 +93,7 @@ def test_a_value_is_told_as_it_came(body: bytes | dict[str, Any], message: str):
 def test_every_parameter_of_openais_client_is_known(body: type[ChatBody] | type[CompletionBody], create: Any):
     theirs = set(inspect.signature(create).parameters)
     theirs -= {"self", "extra_headers", "extra_query", "extra_body", "timeout"}  # of the client itself
-    assert theirs - set(body.model_fields) - set(NOT_YET) - WITHOUT_EFFECT == set()
+    assert theirs - set(body.model_fields) - set(UNSUPPORTED) - IGNORED == set()
 
 
 def test_the_description_names_the_codes_and_shapes_that_clients_get():

@@ -1,4 +1,4 @@
-"""Steps of fixed shape: their sizes, and that what pads them is nobody's."""
+"""Padded decode batches: their sizes, their rows, and that padding only touches the scratch page."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,15 @@ from colonnade.kernels.attention import cascade
 from colonnade.kernels.attention.cascade import Cascade, Reader
 from colonnade.kernels.attention.split_plan import Costs, Shape
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.batch_slots import BatchSlots, padded
-from colonnade.serve.cuda_graph_runner import AHEAD, Planned
+from colonnade.serve.cuda_graph_runner import PLAN_AHEAD_STEPS, PlannedBatch
+from colonnade.serve.request import Request
+from colonnade.serve.scheduler import BatchRows, padded_batch_size
 from tests.serve import tiny
 
 
 def test_sizes_are_few_and_near():
     for most in (1, 7, 64, 300):
-        sizes = [padded(n, most) for n in range(1, most + 1)]
+        sizes = [padded_batch_size(n, most) for n in range(1, most + 1)]
         assert sizes == sorted(sizes)
         assert all(n <= size < 1.25 * n or size == n for n, size in enumerate(sizes, start=1))
         assert sizes[-1] == most and len(set(sizes)) <= 4 * most.bit_length()
@@ -41,30 +42,32 @@ def test_a_plan_serves_until_lengths_or_shared_pages_are_others():
     few = Reader(Shape(kv_heads=2, group=4, rows=16, tile=16), 4, Costs(tile=10, start=1, merge=1, part=0))
     prefix, lengths = tuple(range(100, 140)), [650, 650, 700]
     tables = [(*prefix, 1), (*prefix, 2), tuple(range(44))]
-    plan = cascade.plan(tables, lengths, [1, 1, 1], 16, few, few._replace(workers=8), ahead=AHEAD)
+    plan = cascade.plan(tables, lengths, [1, 1, 1], 16, few, few._replace(workers=8), ahead=PLAN_AHEAD_STEPS)
     assert isinstance(plan, Cascade)
-    planned = Planned.of([plan], lengths, tables, 16)
-    assert planned.shares and planned.shared == {0: prefix, 1: prefix}
-    assert planned.keys == plan.keys == (640, 640), "two requests, so that each key is read once instead of twice"
-    assert planned.holds(lengths, tables)
+    planned = PlannedBatch.of([plan], lengths, tables, 16)
+    assert planned.shares_prefix and planned.shared_pages == {0: prefix, 1: prefix}
+    assert planned.cascade_keys == plan.keys == (640, 640), (
+        "two requests, so that each key is read once instead of twice"
+    )
+    assert planned.is_valid_for(lengths, tables)
     longer = [(*table, 900 + r) for r, table in enumerate(tables)]
-    assert planned.holds([n + AHEAD for n in lengths], longer)
-    assert planned.holds([666, 666, 700], longer), "padding does not grow"
-    assert not planned.holds([n + AHEAD + 1 for n in lengths], longer)
-    assert not planned.holds([n - 1 for n in lengths], tables)
-    shorter = Planned.of([plan], lengths, tables, 16, shorter=True)
-    assert shorter.holds([650, 650, 20], tables) and not planned.holds([650, 650, 20], tables)
-    assert not shorter.holds([649, 650, 700], tables), "its keys would be those that are shared"
-    assert not shorter.holds([650, 650, 717], longer)
-    assert planned.holds([651, 653, 701], longer), "a rank that shares a cache may have a new key or not"
+    assert planned.is_valid_for([n + PLAN_AHEAD_STEPS for n in lengths], longer)
+    assert planned.is_valid_for([666, 666, 700], longer), "padding does not grow"
+    assert not planned.is_valid_for([n + PLAN_AHEAD_STEPS + 1 for n in lengths], longer)
+    assert not planned.is_valid_for([n - 1 for n in lengths], tables)
+    shorter = PlannedBatch.of([plan], lengths, tables, 16, allow_shorter=True)
+    assert shorter.is_valid_for([650, 650, 20], tables) and not planned.is_valid_for([650, 650, 20], tables)
+    assert not shorter.is_valid_for([649, 650, 700], tables), "its keys would be those that are shared"
+    assert not shorter.is_valid_for([650, 650, 717], longer)
+    assert planned.is_valid_for([651, 653, 701], longer), "a rank that shares a cache may have a new key or not"
     other = (*range(200, 240), 2)
-    assert not planned.holds(lengths, [tables[0], other, tables[2]])
-    assert not planned.holds(lengths, [tables[0], (*prefix[:-1], 7, 2), tables[2]])
-    assert Planned.of([], lengths, tables, 16).holds(lengths, [other, other, other])
-    assert Planned.of([], lengths, tables, 16).keys == (0, 0)
-    three = cascade.plan([tables[0]] * 3, lengths, [1, 1, 1], 16, few, few._replace(workers=8), ahead=AHEAD)
+    assert not planned.is_valid_for(lengths, [tables[0], other, tables[2]])
+    assert not planned.is_valid_for(lengths, [tables[0], (*prefix[:-1], 7, 2), tables[2]])
+    assert PlannedBatch.of([], lengths, tables, 16).is_valid_for(lengths, [other, other, other])
+    assert PlannedBatch.of([], lengths, tables, 16).cascade_keys == (0, 0)
+    three = cascade.plan([tables[0]] * 3, lengths, [1, 1, 1], 16, few, few._replace(workers=8), ahead=PLAN_AHEAD_STEPS)
     assert isinstance(three, Cascade) and three.keys == (640, 2 * 640)
-    assert Planned.of([plan, three], lengths, [tables[0]] * 3, 16).keys == three.keys
+    assert PlannedBatch.of([plan, three], lengths, [tables[0]] * 3, 16).cascade_keys == three.keys
 
 
 def test_what_steps_share_is_counted(monkeypatch):
@@ -74,37 +77,35 @@ def test_what_steps_share_is_counted(monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     it.generate([[1, 2], [3, 4]], params)
     assert (it.stats.shared_keys, it.stats.spared_keys) == (0, 0), "on a CPU each request reads for itself"
-    monkeypatch.setattr("colonnade.serve.cuda_graph_runner._Size.keys", (40, 120))
+    monkeypatch.setattr("colonnade.serve.cuda_graph_runner._PaddedBatch.cascade_keys", (40, 120))
     it.generate([[1, 2], [3, 4]], params)
     assert (it.stats.shared_keys, it.stats.spared_keys) == (3 * 40, 3 * 120), "three steps decode"
 
 
-class Sitting:
-    """Who has a place."""
-
-    place = -1
+def a_request() -> Request:
+    return Request(id="", prompt=(1,), params=SamplingParams(), seed=0, limit_tokens=1)
 
 
 @given(st.lists(st.integers(-8, 20), max_size=60), st.integers(1, 30))
-def test_a_place_is_kept_while_the_size_is(changes: list[int], most: int):
-    """No two have one place, the lowest is taken first, and nobody moves but where the step gets smaller by it."""
-    places, there = BatchSlots(most), list[Sitting]()
+def test_a_row_is_kept_while_the_batch_size_is(changes: list[int], most: int):
+    """No two requests have one row, the lowest is taken first, and rows move only for a smaller batch."""
+    rows, requests = BatchRows(most), list[Request]()
     for change in changes:
-        before, size = {id(it): it.place for it in there}, padded(len(places.rows), most)
-        if change >= 0 and there:
-            places.leave(gone := there.pop(change % len(there)))
-            places.leave(gone)  # once is enough
-            assert gone.place == -1
-        elif len(there) < most:
-            there.append(Sitting())
-            places.join(there[-1])
-            taken = {it.place for it in there[:-1]}
-            assert there[-1].place == next(i for i in range(most) if i not in taken)
-        assert len({it.place for it in there}) == len(there)
-        assert [it.place for it in places.rows if it] == [i for i, it in enumerate(places.rows) if it]
-        assert padded(len(places.rows), most) == padded(len(there), most)
-        if padded(len(there), most) == size:
-            assert all(it.place == before.get(id(it), it.place) for it in there)
+        before, size = {id(it): it.batch_row for it in requests}, padded_batch_size(len(rows.rows), most)
+        if change >= 0 and requests:
+            rows.remove(gone := requests.pop(change % len(requests)))
+            rows.remove(gone)  # once is enough
+            assert gone.batch_row == -1
+        elif len(requests) < most:
+            requests.append(a_request())
+            rows.add(requests[-1])
+            taken = {it.batch_row for it in requests[:-1]}
+            assert requests[-1].batch_row == next(i for i in range(most) if i not in taken)
+        assert len({it.batch_row for it in requests}) == len(requests)
+        assert [it.batch_row for it in rows.rows if it] == [i for i, it in enumerate(rows.rows) if it]
+        assert padded_batch_size(len(rows.rows), most) == padded_batch_size(len(requests), most)
+        if padded_batch_size(len(requests), most) == size:
+            assert all(it.batch_row == before.get(id(it), it.batch_row) for it in requests)
 
 
 def test_steps_with_gaps_say_what_steps_without_say():
@@ -115,9 +116,9 @@ def test_steps_with_gaps_say_what_steps_without_say():
     prompts = [[i + 1, 2 * i, 3] for i in range(40)]
     plain, fixed = (Engine(model, tiny.tokenizer(), limits.replace(fixed_steps=f)) for f in (False, True))
     seen = list[Sequence[int]]()
-    runner = fixed._runner.fixed
+    runner = fixed._runner.graphs
     assert runner is not None
-    right = runner._places
-    runner._places = lambda work: seen.append(right(work)) or seen[-1]  # type: ignore[method-assign]
+    right = runner._batch_rows
+    runner._batch_rows = lambda work: seen.append(right(work)) or seen[-1]  # type: ignore[method-assign]
     assert fixed.generate(prompts, params) == plain.generate(prompts, params)
     assert any(max(rows) + 1 > len(rows) for rows in seen), "some step had a gap"

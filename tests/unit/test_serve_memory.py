@@ -180,14 +180,14 @@ def test_what_is_offered_depends_on_the_model() -> None:
 def test_a_server_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     whole = api.Model(tiny.model(dtype=torch.float32), tiny.tokenizer(), DistributedContext.solo(CPU), "tiny")
     api.save(whole, tmp_path / "m")
-    where = chat.Where(str(tmp_path / "m"), Plan(), ServeConfig(memory_bytes=100_000), "cpu", "float32")
-    load = where.loading(where.writer())
+    where = chat.ModelSpec(str(tmp_path / "m"), Plan(), ServeConfig(memory_bytes=100_000), "cpu", "float32")
+    load = where.loader(where.open_generative())
     for file in (tmp_path / "m").glob("weights-*"):
         file.write_bytes(bytes(file.stat().st_size))  # nobody looks at them
     with pytest.raises(CapacityError, match=r"does not fit into a rank's memory on cpu(.|\n)*there is +97.66 KiB"):
         load(DistributedContext.solo(CPU))
     small = replace(where, serve=ServeConfig(cache_bytes=100))
-    load = small.loading(small.writer())
+    load = small.loader(small.open_generative())
     with pytest.raises(CapacityError, match=r"cache_bytes 100 holds no page of 16 tokens, .* 3072 bytes; give 24576"):
         load(DistributedContext.solo(CPU))
 

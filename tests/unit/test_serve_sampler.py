@@ -12,22 +12,22 @@ import torch
 from colonnade.errors import RequestError
 from colonnade.parallel.axis import SOLO, world_axis
 from colonnade.serve import sampler
-from colonnade.serve.sampler import NOT_FINITE, Asked, likeliest
-from colonnade.serve.sampling_params import Draw, SamplingParams
+from colonnade.serve.sampler import NOT_FINITE, SamplingTensors, top_candidates
+from colonnade.serve.sampling_params import SampleArgs, SamplingParams
 from tests.worlds import run
 
 
-def request(seed: int = 0, generated: int = 0, **params: Any) -> Draw:
-    return Draw.of(SamplingParams(**params), seed, generated)
+def request(seed: int = 0, generated: int = 0, **params: Any) -> SampleArgs:
+    return SampleArgs.of(SamplingParams(**params), seed, generated)
 
 
-def sample(logits_RV: torch.Tensor, draws: list[Draw]) -> list[int]:
+def sample(logits_RV: torch.Tensor, draws: list[SampleArgs]) -> list[int]:
     return sampler.sample(logits_RV, draws).tolist()
 
 
-def truncate(x_RV: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+def truncate(x_RV: torch.Tensor, draws: list[SampleArgs]) -> torch.Tensor:
     """``x_RV`` with -inf for what the filters drop."""
-    kept, ids = likeliest(x_RV, Asked.of(draws, x_RV), 0, SOLO)
+    kept, ids = top_candidates(x_RV, SamplingTensors.of(draws, x_RV), 0, SOLO)
     return torch.full_like(x_RV, -math.inf).scatter_(1, ids, kept)
 
 
@@ -191,7 +191,7 @@ def test_ranks_that_share_the_vocabulary_choose_what_one_chooses(V: int):
 
 def test_a_draw_survives_its_packing():
     draw = request(-(2**63), 7, temperature=0.1, top_p=1 / 3, min_p=1e-300, top_k=40)
-    assert Draw.unpack(draw.pack()) == draw and all(isinstance(n, int) for n in draw.pack())
+    assert SampleArgs.unpack(draw.pack()) == draw and all(isinstance(n, int) for n in draw.pack())
 
 
 def test_no_rows():
@@ -242,7 +242,7 @@ def test_parameters_may_come_from_numpy_and_travel() -> None:
     assert (given.temperature, given.top_k, list(given.stop_token_ids)) == (0.5, 3, [1, 2])
     assert pickle.loads(pickle.dumps(given)) == given == replace(given, seed=None)
     with pytest.raises(RequestError, match="unknown parameter 'max_new_tokens'; did you mean 'max_tokens'"):
-        SamplingParams.named({"temperature": 0, "max_new_tokens": 5})
+        SamplingParams.from_kwargs({"temperature": 0, "max_new_tokens": 5})
 
 
 def test_one_stop_string_may_stand_alone():
@@ -255,10 +255,10 @@ def test_looking_once_finds_what_looking_again_finds() -> None:
     x_RV = x_RV - x_RV.amax(1, keepdim=True)
     for asked in ([{"top_p": 0.9}, {"top_p": 0.99, "min_p": 0.01}, {"top_k": 5}, {"top_p": 0.5, "top_k": 700}],
                   [{"top_k": 5}, {"top_k": 2999, "top_p": 0.9}, {"top_k": 300}, {"top_k": 1}]):  # fmt: skip
-        asks = Asked.of([request(**one) for one in asked], x_RV)
+        asks = SamplingTensors.of([request(**one) for one in asked], x_RV)
         kept = []
         for look_again in (True, False):
-            values, ids = likeliest(x_RV, asks, 0, SOLO, look_again=look_again)
+            values, ids = top_candidates(x_RV, asks, 0, SOLO, allow_retry=look_again)
             kept.append(torch.full_like(x_RV, -math.inf).scatter_(1, ids, values))
         assert torch.equal(*kept)
         assert (kept[0] > -math.inf).sum(1).tolist()[-1] < 3000

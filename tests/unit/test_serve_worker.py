@@ -6,8 +6,8 @@ import pytest
 
 from colonnade.config import ServeConfig
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.ipc import Ask, Message, submit_message
-from colonnade.serve.worker import _handle, _prepare, arrivals
+from colonnade.serve.ipc import GenerationRequest, Message, submit_message
+from colonnade.serve.worker import _handle, _tokenize, receive_messages
 from tests.serve import tiny
 
 
@@ -18,9 +18,9 @@ def engine() -> Engine:
 
 def submit(engine: Engine, name: str, *prompts: str) -> Message | None:
     """The refusal, if it is one."""
-    ask = Ask(prompts=prompts, params=SamplingParams(max_tokens=2, ignore_eos=True))
-    message = submit_message([f"{name}{i}" for i in range(len(prompts))], ask)
-    return _handle(engine, _prepare(message, engine.tokenizer))
+    request = GenerationRequest(prompts=prompts, params=SamplingParams(max_tokens=2, ignore_eos=True))
+    message = submit_message([f"{name}{i}" for i in range(len(prompts))], request)
+    return _handle(engine, _tokenize(message, engine.tokenizer))
 
 
 def waiting(engine: Engine) -> list[str]:
@@ -32,7 +32,7 @@ def test_a_batch_without_room_for_all_is_refused_before_any_is_admitted(engine: 
     refused = submit(engine, "b", "x", "y")
     assert refused is not None and refused["event"] == "refused" and refused["ids"] == ["b0", "b1"]
     assert (refused["error"]["status"], refused["error"]["code"]) == (429, "queue_full")
-    assert "2 prompts, and 2 requests wait already of 3" in refused["error"]["message"]
+    assert "2 prompts: 2 requests wait already, of 3" in refused["error"]["message"]
     assert waiting(engine) == ["a0", "a1"] and not engine.stats.finished
     assert submit(engine, "c", "x") is None, "one has room"
     alone = submit(engine, "d", "x")
@@ -50,6 +50,6 @@ def test_all_of_a_batch_are_cancelled_at_once(engine: Engine):
     inbox: queue.SimpleQueue = queue.SimpleQueue()
     submit(engine, "a", "x", "y")
     inbox.put({"do": "cancel", "ids": ["a0", "a1", "gone"]})
-    (message,) = arrivals(engine, inbox)
+    (message,) = receive_messages(engine, inbox)
     assert isinstance(message, dict) and _handle(engine, message) is None
     assert not engine.busy

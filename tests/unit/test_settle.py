@@ -17,7 +17,7 @@ from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.serve import Engine
 from colonnade.serve.memory_advice import remedies
 from colonnade.serve.memory_estimate import Asked, spare_pages
-from colonnade.serve.resolve_config import EACH_ALONE, Site, check_steps, resolve_config
+from colonnade.serve.resolve_config import TOKENWISE_ROUTERS, EngineTraits, check_fixed_steps, resolve_config
 from tests.serve import tiny
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -32,8 +32,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(CHOSEN, ("paged_attention", "cuda", dtype, "triton"), sdpa.paged)
 
 
-def on_gpu(dtype: torch.dtype = torch.bfloat16, *, cp: int = 1, waiting: bool = False, **changes: object) -> Site:
-    return Site(tiny.config(**changes), dtype, GPU, cp, waiting=waiting)
+def on_gpu(
+    dtype: torch.dtype = torch.bfloat16, *, cp: int = 1, waiting: bool = False, **changes: object
+) -> EngineTraits:
+    return EngineTraits(tiny.config(**changes), dtype, GPU, cp, offloads_experts=waiting)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -50,7 +52,7 @@ def test_a_gpu_records_and_is_not_waited_for_unless_told_otherwise() -> None:
         assert (resolve_config(ServeConfig(), site).budget, resolve_config(ServeConfig(), site).page) == (2048, 64)
         told = ServeConfig(fixed_steps=False, run_ahead=False, pages=3, token_budget=7, page_tokens=5)
         assert resolve_config(told, site) == told
-        check_steps(ServeConfig(fixed_steps=True), site)
+        check_fixed_steps(ServeConfig(fixed_steps=True), site)
     engine = Engine(tiny.model(), tiny.tokenizer())
     assert (engine.config.fixed_steps, engine.config.run_ahead) == (False, False)
     assert (engine.config.budget, engine.config.page, engine.cache.page_tokens) == (512, 16, 16)
@@ -63,20 +65,23 @@ def test_a_gpu_records_and_is_not_waited_for_unless_told_otherwise() -> None:
     [
         (on_gpu(torch.float64), r"in float64 .* use another --dtype"),
         (on_gpu(cp=2, window=7), r"of attention with a window over cp=2 .* use tp in the place of cp"),
-        (on_gpu(head_width=258), r"of heads 258 numbers wide \(at most 256\) .* use --device cpu"),
-        (on_gpu(moe=MOE, waiting=True), r"of experts that wait in host memory .* leave --experts.resident out"),
-        (Site(tiny.config(moe=MOE), torch.float16, GPU, exchanging=True), r"in which tokens travel to their experts"),
+        (on_gpu(head_width=258), r"of heads 258 wide \(at most 256\) .* use --device cpu"),
+        (on_gpu(moe=MOE, waiting=True), r"of experts offloaded to host memory .* leave --experts.resident out"),
+        (
+            EngineTraits(tiny.config(moe=MOE), torch.float16, GPU, exchanges_tokens=True),
+            r"that exchange tokens between expert ranks",
+        ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_what_is_not_recorded_is_off_and_an_error_when_asked_for(site: Site, what: str) -> None:
+def test_what_is_not_recorded_is_off_and_an_error_when_asked_for(site: EngineTraits, what: str) -> None:
     left_open = resolve_config(ServeConfig(), site)
     assert (left_open.fixed_steps, left_open.run_ahead) == (False, True)
-    check_steps(ServeConfig(), site)
-    check_steps(left_open, site)
+    check_fixed_steps(ServeConfig(), site)
+    check_fixed_steps(left_open, site)
     with pytest.raises(ConfigError, match=rf"steps {what}") as caught:
-        check_steps(ServeConfig(fixed_steps=True), site)
-    assert "not recorded as graphs yet; leave --serve.fixed_steps out, or " in str(caught.value)
+        check_fixed_steps(ServeConfig(fixed_steps=True), site)
+    assert "cannot be captured as CUDA graphs yet; leave --serve.fixed_steps out, or " in str(caught.value)
 
 
 @pytest.mark.skipif(
@@ -84,8 +89,8 @@ def test_what_is_not_recorded_is_off_and_an_error_when_asked_for(site: Site, wha
 )
 def test_without_triton_nothing_changes() -> None:
     assert resolve_config(ServeConfig(), on_gpu()).fixed_steps is False
-    with pytest.raises(ConfigError, match=r"steps without triton are not recorded .* pip install triton"):
-        check_steps(ServeConfig(fixed_steps=True), on_gpu())
+    with pytest.raises(ConfigError, match=r"steps without triton cannot be captured .* pip install triton"):
+        check_fixed_steps(ServeConfig(fixed_steps=True), on_gpu())
 
 
 @pytest.mark.usefixtures("kernels")
@@ -93,25 +98,26 @@ def test_padding_is_for_those_whose_answer_it_cannot_change() -> None:
     """Where what pads a step would take a place from a token, only who asks for it gets it."""
     chooses = MOE.replace(router=RouterConfig(kind="expert_choice"))
     for site in (
-        on_gpu(moe=MOE.replace(capacity=1.0)), on_gpu(moe=chooses), Site(tiny.config(), torch.bfloat16, GPU, cut=True)
+        on_gpu(moe=MOE.replace(capacity=1.0)), on_gpu(moe=chooses),
+        EngineTraits(tiny.config(), torch.bfloat16, GPU, sequence_parallel=True),
     ):  # fmt: skip
         assert resolve_config(ServeConfig(), site).fixed_steps is False
-        check_steps(ServeConfig(fixed_steps=True), site)
-    assert set(RULES) >= EACH_ALONE
+        check_fixed_steps(ServeConfig(fixed_steps=True), site)
+    assert set(RULES) >= TOKENWISE_ROUTERS
 
 
 def test_a_model_says_where_it_stands() -> None:
-    assert Site.of(tiny.model()) == Site(tiny.config(), torch.float64, CPU)
+    assert EngineTraits.of(tiny.model()) == EngineTraits(tiny.config(), torch.float64, CPU)
     moe = tiny.config(moe=MOE)
     spread = Axes(tp=TWO, model=TWO, grid=Grid(ep=TWO, all=TWO, tokens=TWO))
-    assert Site.of(tiny.model(spread, moe=MOE)) == Site(moe, torch.float64, CPU, exchanging=True)
-    assert Site.of(tiny.model(spread.serving(), moe=MOE)) == Site(moe, torch.float64, CPU)
-    assert Site.of(tiny.model(Axes(tp=TWO, sequence_parallel=True))).cut
+    assert EngineTraits.of(tiny.model(spread, moe=MOE)) == EngineTraits(moe, torch.float64, CPU, exchanges_tokens=True)
+    assert EngineTraits.of(tiny.model(spread.serving(), moe=MOE)) == EngineTraits(moe, torch.float64, CPU)
+    assert EngineTraits.of(tiny.model(Axes(tp=TWO, sequence_parallel=True))).sequence_parallel
     waits = tiny.model(moe=MOE)
     for layer in waits.modules():
         if hasattr(layer, "fetch"):
             layer.fetch = lambda ends_e, rows: None
-    assert Site.of(waits).waiting
+    assert EngineTraits.of(waits).offloads_experts
 
 
 @pytest.mark.usefixtures("kernels")
@@ -134,10 +140,10 @@ def test_what_a_gpu_records_is_reckoned_and_named_as_what_could_be_left_out() ->
 CHOSEN_WHERE = """
 import torch
 torch.version.cuda = "13.0"  # as if this torch were built for GPUs; nothing is launched
-from colonnade.kernels.attention import mixed, sdpa, triton_decode
+from colonnade.kernels.attention import dispatch, sdpa, triton_decode
 from colonnade.kernels.registry import choose
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    assert choose("paged_attention", "cuda", dtype) is mixed.paged
+    assert choose("paged_attention", "cuda", dtype) is dispatch.paged
     assert choose("paged_attention", "cuda", dtype, "sdpa") is sdpa.paged
     assert choose("paged_attention", "cuda", dtype, "triton") is triton_decode.paged
     assert choose("paged_attention", "cpu", dtype) is sdpa.paged

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from colonnade.chat import company
+from colonnade.chat import batching_note
 from colonnade.checkpoint import native
 from colonnade.config import ModelConfig, MoeConfig, RouterConfig
 from colonnade.model import Transformer, initialise
@@ -19,13 +19,13 @@ from tests.serve import tiny
 
 def test_who_has_no_place_for_all_is_told() -> None:
     for capacity in (None, 0):
-        assert company(tiny.config(moe=MoeConfig(experts=4, ffn_width=8, capacity=capacity))) == ""
-    assert company(tiny.config()) == ""
-    said = company(tiny.config(moe=MoeConfig(experts=4, ffn_width=8, capacity=1.25)))
+        assert batching_note(tiny.config(moe=MoeConfig(experts=4, ffn_width=8, capacity=capacity))) == ""
+    assert batching_note(tiny.config()) == ""
+    said = batching_note(tiny.config(moe=MoeConfig(experts=4, ffn_width=8, capacity=1.25)))
     assert said.startswith("note: experts with a capacity (factor 1.25)")
-    assert said.endswith("--experts.capacity off gives each one")
+    assert said.endswith("--experts.capacity off drops none")
     chosen = MoeConfig(experts=4, ffn_width=8, capacity=1, router=RouterConfig(kind="expert_choice"))
-    assert "chose among whole texts" in company(tiny.config(moe=chosen))
+    assert "chose among all tokens of a text" in batching_note(tiny.config(moe=chosen))
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""The HTTP layer: OpenAI's endpoints over an engine in another process."""
+"""OpenAI's HTTP API for an engine in another process."""

@@ -1,7 +1,6 @@
-"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``, for every way a request can fail."""
+"""Errors in OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, for every failed request."""
 
 import json
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -9,6 +8,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from colonnade.errors import RequestError
+from colonnade.serve.api.replies import ErrorReply
 
 TYPES = {
     401: "authentication_error",
@@ -17,17 +17,17 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
-"""OpenAI's error type by status; the rest are the client's fault."""
+"""OpenAI's error type by status; "invalid_request_error" for all others."""
 
-LONGEST_SHOWN = 80
-"""Characters of a value that a message tells."""
+MAX_VALUE_CHARACTERS = 80
+"""Longer values are cut off in error messages."""
 
 RETRY_AFTER_S = 1
-"""When to ask again after a 429 [s]."""
+"""Retry-After of a 429 [s]."""
 
 
-def error_body(error: RequestError) -> dict[str, Any]:
-    """``error`` as clients know it; also what a stream says when it fails midway."""
+def error_body(error: RequestError) -> ErrorReply:
+    """The JSON object for ``error``; also sent in a stream that fails midway."""
     kind = TYPES.get(error.status, "invalid_request_error")
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
@@ -39,65 +39,66 @@ def error_reply(error: RequestError) -> JSONResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Give every error of ``app`` this shape."""
+    """Make ``app`` report every error in this format."""
 
     @app.exception_handler(RequestError)
-    async def refused(_request: Request, error: RequestError) -> JSONResponse:
+    async def request_error(_request: Request, error: RequestError) -> JSONResponse:
         return error_reply(error)
 
     @app.exception_handler(RequestValidationError)
-    async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
-        return error_reply(_first_fault(error, request.headers.get("content-type", "")))
+    async def invalid_body(request: Request, error: RequestValidationError) -> JSONResponse:
+        return error_reply(_validation_error(error, request.headers.get("content-type", "")))
 
     @app.exception_handler(HTTPException)
-    async def elsewhere(request: Request, error: HTTPException) -> JSONResponse:
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 400 and error.__cause__ is not None:
-            return error_reply(_unreadable(error.__cause__))
+            return error_reply(_unreadable_body(error.__cause__))
         allowed = (error.headers or {}).get("Allow")
-        remedy = f"use {allowed}" if allowed else "/openapi.json lists what there is, under /v1 first of all"
+        remedy = f"use {allowed}" if allowed else "/openapi.json lists the routes; OpenAI's are under /v1"
         what = f"{request.method} {request.url.path}: {error.detail.lower()}; {remedy}"
         return error_reply(RequestError(what, status=error.status_code))
 
     @app.exception_handler(Exception)
-    async def bug(_request: Request, error: Exception) -> JSONResponse:
+    async def internal_error(_request: Request, error: Exception) -> JSONResponse:
         return error_reply(RequestError(f"internal error ({type(error).__name__})", status=500, code="server_error"))
 
 
-def quoted(value: object) -> str:
-    """``value`` of a request as a message tells it: numbers and words as in JSON, text quoted, the long cut off."""
+def format_value(value: object) -> str:
+    """``value`` for an error message: numbers and literals as in JSON, text quoted, long values cut off."""
     if isinstance(value, list | dict):
         return f"a list of {len(value)}" if isinstance(value, list) else "an object"
-    told = repr(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else json.dumps(value)
-    return told if len(told) <= LONGEST_SHOWN else f"{told[:LONGEST_SHOWN]}…"
+    plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+    text = repr(value) if plain else json.dumps(value)
+    return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}…"
 
 
-def _unreadable(cause: BaseException) -> RequestError:
-    """What a body's parser choked on, other than JSON's grammar."""
+def _unreadable_body(cause: BaseException) -> RequestError:
+    """The error for a body that cannot be parsed for a reason other than JSON's grammar."""
     if isinstance(cause, UnicodeDecodeError):
         byte = f"0x{cause.object[cause.start]:02x}"
         what = f"is not {cause.encoding.upper()}: {cause.reason} ({byte}) at byte {cause.start}; send JSON in UTF-8"
     elif isinstance(cause, RecursionError):
-        what = "nests lists or objects deeper than can be read; nothing here takes more than a few levels"
+        what = "nests lists or objects deeper than can be read; no request needs more than a few levels"
     else:
         what = f"cannot be read: {str(cause).partition(';')[0].lower()}"
     return RequestError(f"the body {what}", code="invalid_json")
 
 
-def _first_fault(report: RequestValidationError, content_type: str) -> RequestError:
-    """Pydantic's first complaint in one line, with the field's name as ``param``."""
+def _validation_error(invalid: RequestValidationError, content_type: str) -> RequestError:
+    """Pydantic's first error in one line, with the field's name as ``param``."""
     if "json" not in content_type:
         return RequestError(
             f"the body came as '{content_type[:80]}'; send JSON with the header 'content-type: application/json'",
             code="invalid_body",
         )
-    fault = report.errors()[0]
-    path = [str(step) for step in fault["loc"] if step != "body"]
-    if fault["type"] == "json_invalid":
-        reason = fault.get("ctx", {}).get("error", "")
+    error = invalid.errors()[0]
+    path = [str(step) for step in error["loc"] if step != "body"]
+    if error["type"] == "json_invalid":
+        reason = error.get("ctx", {}).get("error", "")
         return RequestError(f"the body is not valid JSON: {reason} at character {path[0]}", code="invalid_json")
     if not path:
-        return RequestError(f"the body must be a JSON object: {fault['msg'].lower()}", code="invalid_body")
+        return RequestError(f"the body must be a JSON object: {error['msg'].lower()}", code="invalid_body")
     where = ".".join(path)
-    if fault["type"] == "missing":
+    if error["type"] == "missing":
         return RequestError(f"'{where}' is missing", param=path[0])
-    return RequestError(f"{where} is {quoted(fault['input'])}: {fault['msg'].lower()}", param=path[0])
+    return RequestError(f"{where} is {format_value(error['input'])}: {error['msg'].lower()}", param=path[0])

@@ -1,6 +1,6 @@
-"""Prometheus metrics under vLLM's names, prefixed ``colonnade:``, so that dashboards made for it need one change.
+"""Prometheus metrics under vLLM's names with the prefix ``colonnade:``, so that vLLM's dashboards need one change.
 
-Counters and gauges are the engine's own, read when asked; the latencies are seen from here, where clients see them.
+Counters and gauges are the engine's, read at each scrape; latencies are measured here, as clients see them.
 """
 
 import time
@@ -10,18 +10,18 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from colonnade.serve.engine_client import EngineClient
-from colonnade.serve.output import Output
+from colonnade.serve.ipc import EngineClient
+from colonnade.serve.request import Output
 
-SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
-"""Bounds of the latency histograms [s]."""
+LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+"""Buckets of the latency histograms [s]."""
 
 LATENCIES = {
     "time_to_first_token_seconds": "From the request to its first token.",
     "inter_token_latency_seconds": "From one token to the next.",
     "e2e_request_latency_seconds": "From the request to its last token.",
     "request_queue_time_seconds": "From arrival at the engine to the first step that ran any of its tokens.",
-    "request_prefill_time_seconds": "From there to the first token.",
+    "request_prefill_time_seconds": "From that step to the first token.",
     "request_decode_time_seconds": "From the first token to the last.",
 }
 
@@ -33,32 +33,34 @@ class Metrics:
         self._registry, self._model = CollectorRegistry(), model
         self._registry.register(_EngineStats(engine, model))
         self._histograms = {
-            name: Histogram(f"colonnade:{name}", text, ["model_name"], buckets=SECONDS, registry=self._registry)
+            name: Histogram(
+                f"colonnade:{name}", text, ["model_name"], buckets=LATENCY_BUCKETS_S, registry=self._registry
+            )
             for name, text in LATENCIES.items()
         }
 
     def text(self) -> bytes:
-        """All of them in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def clock(self) -> "Clock":
-        """To be started with a request and shown each of its outputs."""
-        return Clock(self)
+    def start_timer(self) -> "RequestTimer":
+        """A timer for a request that arrives now."""
+        return RequestTimer(self)
 
     def observe(self, name: str, seconds: float) -> None:
-        """One more observation of a latency [s]."""
+        """Record a latency [s]."""
         self._histograms[name].labels(self._model).observe(seconds)
 
 
-class Clock:
-    """Times one HTTP request, all its answers."""
+class RequestTimer:
+    """Measures the latencies of one HTTP request."""
 
     def __init__(self, metrics: Metrics):
         self._metrics, self._start_s = metrics, time.monotonic()
         self._last_s: dict[int, float] = {}
 
-    def note(self, index: int, output: Output) -> None:
-        """The newest output of answer ``index`` is here."""
+    def observe_output(self, index: int, output: Output) -> None:
+        """Record that an output of completion ``index`` has arrived."""
         now_s, observe = time.monotonic(), self._metrics.observe
         if index in self._last_s:
             observe("inter_token_latency_seconds", now_s - self._last_s[index])
@@ -73,7 +75,7 @@ class Clock:
 
 
 class _EngineStats(Collector):
-    """The engine's counts as they were with its last message."""
+    """The engine's counters, as of its last message."""
 
     def __init__(self, engine: EngineClient, model: str):
         self._engine, self._model = engine, model
@@ -81,16 +83,16 @@ class _EngineStats(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats
         gauges = {
-            "num_requests_running": (stats.running, "Requests that hold cache pages."),
+            "num_requests_running": (stats.running, "Requests with cache pages."),
             "num_requests_waiting": (stats.waiting, "Requests in the queue."),
             "kv_cache_usage_perc": (stats.cache_usage, "Share of the cache pages in use, 0 to 1."),
         }
         counters = {
-            "num_preemptions": (stats.preemptions, "Requests put back for want of pages."),
-            "prefix_cache_queries": (stats.prefix_queries, "Tokens that the cache was searched for."),
-            "prefix_cache_hits": (stats.prefix_hits, "Tokens found there and not computed again."),
+            "num_preemptions": (stats.preemptions, "Requests preempted because no page was free."),
+            "prefix_cache_queries": (stats.prefix_queries, "Tokens looked up in the prefix cache."),
+            "prefix_cache_hits": (stats.prefix_hits, "Tokens found there, and not computed again."),
             "shared_keys_read": (stats.shared_keys, "Keys of a layer read once for several requests, step by step."),
-            "shared_keys_spared": (stats.spared_keys, "Readings of a key by further requests that this saved."),
+            "shared_keys_spared": (stats.spared_keys, "Key reads by other requests that this saved."),
             "prompt_tokens": (stats.prompt_tokens, "Tokens of prompts run."),
             "generation_tokens": (stats.generation_tokens, "Tokens generated."),
         }

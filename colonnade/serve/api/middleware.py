@@ -1,8 +1,9 @@
-"""Refuses bodies over a size, by what arrives and not by what was announced, before anything parses them.
+"""ASGI middleware that limits the size of a body, and the configuration of uvicorn's access log.
 
-The access log: uvicorn's own, one line a request on stderr, with what was asked of whom and never what was said.
+The limit counts the bytes that arrive, not those announced, and applies before anything parses them. The log has one
+line a request on stderr, with the route and the status but never a prompt or an answer:
 
-2026-11-22 03:15:32,118 127.0.0.1:53406 "POST /v1/chat/completions HTTP/1.1" 200 OK
+    2026-11-22 03:15:32,118 127.0.0.1:53406 "POST /v1/chat/completions HTTP/1.1" 200 OK
 """
 
 import logging
@@ -13,9 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from colonnade.errors import RequestError
 from colonnade.serve.api.errors import error_reply
 
-PATIENCE = 8
-"""A body over the limit is read on, and dropped, up to so many times the limit: a client that is cut off while it still
-writes sees a broken connection, not the refusal."""
+MAX_READ_RATIO = 8
+"""A body over the limit is read, and dropped, up to this multiple of it: a client that is cut off while it still writes
+would see a broken connection, not the refusal."""
 
 
 class BodyLimit:
@@ -25,12 +26,12 @@ class BodyLimit:
         self.app, self.max_bytes = app, max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body, then pass the request on with it."""
+        """Read the body, then call the application with it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         body, seen, more = bytearray(), 0, True
-        while more and seen <= PATIENCE * self.max_bytes:
+        while more and seen <= MAX_READ_RATIO * self.max_bytes:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
@@ -39,7 +40,13 @@ class BodyLimit:
                 body += message.get("body", b"")
             more = message.get("more_body", False)
         if seen > self.max_bytes:
-            await self._refusal(seen)(scope, receive, send)
+            refusal = RequestError(
+                f"the body has {seen} bytes or more, over the limit of {self.max_bytes}; "
+                "send less, or raise --serve.max_body_bytes",
+                status=413,
+                code="body_too_large",
+            )
+            await error_reply(refusal)(scope, receive, send)
             return
         first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
@@ -48,23 +55,13 @@ class BodyLimit:
 
         await self.app(scope, replay, send)
 
-    def _refusal(self, seen: int) -> ASGIApp:
-        return error_reply(
-            RequestError(
-                f"the body has {seen} bytes or more, over the limit of {self.max_bytes}; "
-                "send less, or raise --serve.max_body_bytes",
-                status=413,
-                code="body_too_large",
-            )
-        )
-
 
 PROBES = ("/health", "/metrics")
-"""What machines ask every few seconds; only worth a line when it goes wrong."""
+"""Routes that monitoring requests every few seconds; only failures are logged."""
 
 
-class WithoutProbes(logging.Filter):
-    """Drops probes that went well."""
+class ProbeFilter(logging.Filter):
+    """Drops successful probes."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether uvicorn's ``record`` (client, method, path, version, status) is shown."""
@@ -77,7 +74,7 @@ class WithoutProbes(logging.Filter):
 ACCESS_LOG: dict[str, Any] = {
     "version": 1,
     "disable_existing_loggers": False,
-    "filters": {"probes": {"()": WithoutProbes}},
+    "filters": {"probes": {"()": ProbeFilter}},
     "formatters": {
         "access": {
             "()": "uvicorn.logging.AccessFormatter",
@@ -88,4 +85,4 @@ ACCESS_LOG: dict[str, Any] = {
     "handlers": {"access": {"class": "logging.StreamHandler", "formatter": "access", "filters": ["probes"]}},
     "loggers": {"uvicorn.access": {"handlers": ["access"], "level": "INFO", "propagate": False}},
 }
-"""For :func:`logging.config.dictConfig`."""
+"""Configuration for :func:`logging.config.dictConfig`."""

@@ -1,8 +1,8 @@
-"""What clients may send: OpenAI's request bodies, checked before anything reaches the engine.
+"""OpenAI's request bodies, validated before anything reaches the engine.
 
-What this server cannot do yet is refused by name, unless its value asks for nothing (``n=1``): an answer that silently
-ignores ``logprobs`` or a penalty is a wrong answer. Names that change no text (``user``, ``metadata``) are accepted.
-Unknown names are refused, with a known one that is near.
+An unsupported parameter is refused by name, unless its value has no effect (``n=1``): an answer that silently ignores
+``logprobs`` or a penalty is a wrong answer. Parameters that never change the text (``user``, ``metadata``) are
+accepted. An unknown parameter is refused, with the nearest known one.
 """
 
 import difflib
@@ -11,17 +11,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, WithJsonSchema, field_validator, model_validator
 
 from colonnade.errors import RequestError
-from colonnade.serve.api.errors import quoted
-from colonnade.serve.ipc import Ask
+from colonnade.serve.api.errors import format_value
+from colonnade.serve.ipc import GenerationRequest
 from colonnade.serve.sampling_params import SamplingParams
 
 MAX_STOP_CHARACTERS = 512
-"""Of one stop string: all of them are looked for at each token."""
+"""Length limit of a stop string: each is searched for at every token."""
 
-NEAR = 0.75
-"""How alike an unknown name must be to one that we suggest in its place (difflib's ratio)."""
+SIMILARITY_CUTOFF = 0.75
+"""Least similarity of an unknown name to the one suggested in its place (difflib's ratio)."""
 
-NOT_YET: dict[str, tuple[object, ...]] = {
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "logprobs": (False,),
@@ -46,13 +46,13 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
     "moderation": (),
 }
-"""Parameters that are refused, except with the values that ask for nothing (null is always one)."""
+"""Parameters that are refused, with the values that have no effect and are accepted (like null)."""
 
-WITHOUT_EFFECT = {
+IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "prediction",
     "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
 }  # fmt: skip
-"""Parameters that change no text."""
+"""Parameters that never change the text."""
 
 
 class StreamOptions(BaseModel):
@@ -63,7 +63,7 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """What both endpoints share. None, also an explicit null, means the default."""
+    """The fields of both endpoints. None, also an explicit null, means the default."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     default_max_tokens: ClassVar[int | None] = None
@@ -86,15 +86,15 @@ class Body(BaseModel):
     def _supported(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
-        for name, neutral in NOT_YET.items():
+        for name, neutral in UNSUPPORTED.items():
             value = values.get(name)
             if value is not None and not any(value == none and type(value) is type(none) for none in neutral):
-                what = name if isinstance(value, list | dict) else f"{name}={quoted(value)}"
+                what = name if isinstance(value, list | dict) else f"{name}={format_value(value)}"
                 raise RequestError(f"{what} is not supported; leave it out", param=name)
-        known = set(cls.model_fields) | set(NOT_YET) | WITHOUT_EFFECT
+        known = set(cls.model_fields) | set(UNSUPPORTED) | IGNORED
         for name in values:
             if name not in known:
-                near = difflib.get_close_matches(name[:80], sorted(cls.model_fields), n=1, cutoff=NEAR)
+                near = difflib.get_close_matches(name[:80], sorted(cls.model_fields), n=1, cutoff=SIMILARITY_CUTOFF)
                 remedy = f"did you mean '{near[0]}'?" if near else "leave it out"
                 what = f"unknown parameter '{name[:80]}'; {remedy}"
                 raise RequestError(what, param=name[:80], code="unknown_parameter")
@@ -103,16 +103,17 @@ class Body(BaseModel):
     @field_validator("stop", mode="before")
     @classmethod
     def _short_texts(cls, stop: object) -> object:
-        """A string, or a list of them: what of the two was not meant is no part of the complaint."""
+        """Check a string or a list of strings; pydantic's error would describe both alternatives."""
         several = isinstance(stop, list)
         for i, text in enumerate(stop if several else [] if stop is None else [stop]):
             where = f"stop.{i}" if several else "stop"
             if not isinstance(text, str):
                 wanted = "a string" if several else "a string or a list of strings"
-                raise RequestError(f"{where} is {quoted(text)}; it must be {wanted}", param="stop")
+                raise RequestError(f"{where} is {format_value(text)}; it must be {wanted}", param="stop")
             if len(text) > MAX_STOP_CHARACTERS:
                 raise RequestError(
-                    f"{where} has {len(text)} characters; a stop string may have {MAX_STOP_CHARACTERS}", param="stop"
+                    f"{where} has {len(text)} characters; a stop string may have at most {MAX_STOP_CHARACTERS}",
+                    param="stop",
                 )
         return stop
 
@@ -126,17 +127,17 @@ class Body(BaseModel):
 
     @property
     def include_usage(self) -> bool:
-        """True when a last chunk with the usage is wanted."""
+        """True if a last chunk with the usage is wanted."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def params(self) -> SamplingParams:
-        """The sampling parameters; RequestError names a bad one."""
+        """The sampling parameters; raises RequestError for a bad one."""
         names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "max_tokens", "ignore_eos")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return SamplingParams(**{"max_tokens": self.default_max_tokens, **given})
 
-    def ask(self) -> Ask:
-        """What the engine is asked for."""
+    def to_generation_request(self) -> GenerationRequest:
+        """The request for the engine."""
         raise NotImplementedError
 
 
@@ -148,7 +149,7 @@ PROMPT: dict[str, Any] = {
         {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
     ]
 }
-"""Text or token ids, or several of either. Checked by hand: pydantic would complain of all four."""
+"""Text or token ids, or a list of either. Checked by hand: pydantic's error would describe all four."""
 
 
 class CompletionBody(Body):
@@ -167,10 +168,10 @@ class CompletionBody(Body):
             return prompt
         raise RequestError("prompt must be a string, a list of token ids, or a list of either", param="prompt")
 
-    def ask(self) -> Ask:
-        """An answer (``choice``) for each prompt."""
+    def to_generation_request(self) -> GenerationRequest:
+        """One completion for each prompt."""
         several = isinstance(self.prompt, list) and not _are_ids(self.prompt)
-        return Ask(prompts=self.prompt if several else [self.prompt], params=self.params())
+        return GenerationRequest(prompts=self.prompt if several else [self.prompt], params=self.params())
 
 
 CONTENT: dict[str, Any] = {
@@ -186,11 +187,11 @@ CONTENT: dict[str, Any] = {
         },
     ]
 }
-"""Text, or its parts, which :class:`ChatMessage` puts together."""
+"""Text, or parts of text that :class:`ChatMessage` joins."""
 
 
 class ChatMessage(BaseModel):
-    """One turn of a conversation; whatever else a template might read is refused, not dropped."""
+    """One message of a conversation; other fields are refused, since a template might read them."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -201,20 +202,20 @@ class ChatMessage(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: object) -> object:
-        """Clients send an earlier answer back as they got it, with a null for all that it did not have."""
+        """Drop nulls: clients send an earlier answer back as they received it."""
         return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
 
     @field_validator("content", mode="before")
     @classmethod
     def _only_text(cls, content: object) -> object:
-        """OpenAI's list of parts, when all of them are text."""
+        """Join OpenAI's list of parts, if all of them are text."""
         if not isinstance(content, list):
             return content
         parts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
         ]
         if not all(isinstance(part, str) for part in parts):
-            raise RequestError("only parts of type 'text' can be read; leave the others out", param="messages")
+            raise RequestError("only parts of type 'text' are supported; leave the others out", param="messages")
         return "".join(parts)  # type: ignore[arg-type]
 
 
@@ -232,11 +233,11 @@ class ChatBody(Body):
             raise RequestError("max_tokens and max_completion_tokens mean the same; send one", param="max_tokens")
         return self
 
-    def ask(self) -> Ask:
+    def to_generation_request(self) -> GenerationRequest:
         """The answer to the conversation."""
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return Ask(messages=messages, params=self.model_copy(update={"max_tokens": limit}).params())
+        return GenerationRequest(messages=messages, params=self.model_copy(update={"max_tokens": limit}).params())
 
 
 def _are_ids(value: object) -> bool:

@@ -1,35 +1,35 @@
-"""The routes. Every answer is one loop over an engine's outputs, told whole or in chunks.
+"""The HTTP routes. Every answer is one loop over an engine's outputs, sent whole or as a stream of chunks.
 
-A client that goes away cancels its requests: closing the generator of :meth:`EngineClient.run` does, and it is closed
-however the handler ends.
+When a client disconnects its request is cancelled: closing the generator of :meth:`EngineClient.run` does that, and it
+is closed however the handler ends.
 """
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic_core import to_json
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from colonnade.config import ServeConfig
 from colonnade.errors import RequestError
-from colonnade.serve.api import errors, reply_schemas
+from colonnade.serve.api import errors, replies
 from colonnade.serve.api.metrics import Metrics
 from colonnade.serve.api.middleware import BodyLimit
-from colonnade.serve.api.replies import Chats, Completions, Reply, Usage
+from colonnade.serve.api.replies import ChatReplies, CompletionReplies, FinishReason, Usage
 from colonnade.serve.api.request_schemas import Body, ChatBody, CompletionBody
-from colonnade.serve.engine_client import EngineClient
-from colonnade.serve.output import Output
+from colonnade.serve.ipc import EngineClient
+from colonnade.serve.request import Output
 
 Outputs = AsyncGenerator[tuple[int, Output]]
 Result = TypeVar("Result")
 
-CLIENT_GONE = 499
-"""nginx's status for a client that left; nobody reads it but the logs."""
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that has disconnected; it appears in the log only."""
 
 
 def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
@@ -37,41 +37,40 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
     app = FastAPI(title="Colonnade", description="An OpenAI-compatible server.", docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     errors.install(app)
-    reply_schemas.describe_chunks(app)
+    replies.describe_chunks(app)
     metrics = Metrics(engine, model)
-    card = reply_schemas.ModelCard(id=model, created=int(time.time()), max_model_len=engine.longest)
+    card: replies.ModelCard = {
+        "id": model, "object": "model", "created": int(time.time()), "owned_by": "colonnade",
+        "max_model_len": engine.max_request_tokens,
+    }  # fmt: skip
 
-    @app.post(
-        "/v1/completions", responses=reply_schemas.answers(reply_schemas.CompletionReply, reply_schemas.CompletionChunk)
-    )
+    @app.post("/v1/completions", responses=replies.answers(replies.CompletionReply, replies.CompletionChunk))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue a prompt, or several."""
-        return await answer(body, Completions(model), request)
+        return await answer(body, CompletionReplies(model), request)
 
-    @app.post("/v1/chat/completions", responses=reply_schemas.answers(reply_schemas.ChatReply, reply_schemas.ChatChunk))
+    @app.post("/v1/chat/completions", responses=replies.answers(replies.ChatReply, replies.ChatChunk))
     async def chat(body: ChatBody, request: Request) -> Response:
-        """Answer a conversation, through the model's chat template."""
-        return await answer(body, Chats(model), request)
+        """Answer a conversation, with the model's chat template."""
+        return await answer(body, ChatReplies(model), request)
 
     @app.get("/v1/models")
-    async def models() -> reply_schemas.ModelList:
-        """The one model there is."""
-        return reply_schemas.ModelList(data=[card])
+    async def models() -> replies.ModelList:
+        """List the served model."""
+        return {"object": "list", "data": [card]}
 
-    @app.get("/v1/models/{name:path}", responses=reply_schemas.refusals(404, "4XX"))
-    async def one_model(name: str) -> reply_schemas.ModelCard:
-        """Its card, if this is its name."""
+    @app.get("/v1/models/{name:path}", responses=replies.refusals(404, "4XX"))
+    async def one_model(name: str) -> replies.ModelCard:
+        """Describe the served model, by its name."""
         check_model(name)
         return card
 
-    @app.get(
-        "/health", responses={503: {"model": reply_schemas.Health, "description": "It is stopping, or its engine died"}}
-    )
-    async def health(response: Response) -> reply_schemas.Health:
-        """Whether it answers requests."""
+    @app.get("/health", responses={503: {"model": replies.Health, "description": "It is stopping, or its engine died"}})
+    async def health(response: Response) -> replies.Health:
+        """Whether requests are answered."""
         status = "engine failed" if engine.failure else "stopping" if engine.draining else "ok"
         response.status_code = 200 if status == "ok" else 503
-        return reply_schemas.Health(status=status)
+        return {"status": status}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def scrape() -> Response:
@@ -84,67 +83,68 @@ def build_app(engine: EngineClient, model: str, config: ServeConfig) -> FastAPI:
                 f"there is no model '{name}' here; use '{model}'", param="model", status=404, code="model_not_found"
             )
 
-    async def answer(body: Body, shape: Completions, request: Request) -> Response:
+    async def answer(body: Body, builder: CompletionReplies, request: Request) -> Response:
         check_model(body.model)
-        ask = body.ask()
-        if ask.answers > config.max_waiting:
+        generation = body.to_generation_request()
+        if generation.num_completions > config.max_waiting:
             raise RequestError(
-                f"{ask.answers} prompts; at most {config.max_waiting} in one request (--serve.max_waiting); send the "
-                "others in another",
+                f"{generation.num_completions} prompts; at most {config.max_waiting} in one request "
+                "(--serve.max_waiting); send the others in another",
                 param="prompt",
                 code="too_many_prompts",
             )
-        outputs = _timed(engine.run(ask), metrics)
+        outputs = _with_metrics(engine.run(generation), metrics)
         if body.stream:
-            # The first output decides between a stream and an error with its own status.
-            first = await _unless_gone(request, anext(outputs))
-            events = _events(first, outputs, shape, include_usage=body.include_usage)
+            # The first output decides between a stream and an error with a status of its own.
+            first = await _unless_disconnected(request, anext(outputs))
+            events = _events(first, outputs, builder, include_usage=body.include_usage)
             return EventSourceResponse(events, sep="\n")
-        return JSONResponse(await _unless_gone(request, _whole(outputs, shape)))
+        return JSONResponse(await _unless_disconnected(request, _complete_reply(outputs, builder)))
 
     return app
 
 
-async def _timed(outputs: Outputs, metrics: Metrics) -> Outputs:
-    """``outputs``, noted by a clock."""
-    clock = metrics.clock()
+async def _with_metrics(outputs: Outputs, metrics: Metrics) -> Outputs:
+    """``outputs``, each observed by a timer."""
+    timer = metrics.start_timer()
     async with aclosing(outputs):
         async for index, output in outputs:
-            clock.note(index, output)
+            timer.observe_output(index, output)
             yield index, output
 
 
-async def _whole(outputs: Outputs, shape: Completions) -> Reply:
+async def _complete_reply(outputs: Outputs, builder: CompletionReplies) -> replies.CompletionReply | replies.ChatReply:
     texts: dict[int, str] = {}
-    reasons: dict[int, str | None] = {}
+    reasons: dict[int, FinishReason] = {}
     usage = Usage()
     async with aclosing(outputs):
         async for index, output in outputs:
             texts[index] = texts.get(index, "") + output.text
-            reasons[index] = output.finish_reason
-            usage.note(index, output)
-    return shape.whole([texts[i] for i in range(len(texts))], [reasons[i] for i in range(len(texts))], usage)
+            reasons[index] = cast(FinishReason, output.finish_reason)
+            usage.add(index, output)
+    return builder.whole([texts[i] for i in range(len(texts))], [reasons[i] for i in range(len(texts))], usage)
 
 
 async def _events(
-    first: tuple[int, Output], outputs: Outputs, shape: Completions, *, include_usage: bool
+    first: tuple[int, Output], outputs: Outputs, builder: CompletionReplies, *, include_usage: bool
 ) -> AsyncGenerator[ServerSentEvent]:
-    """Server-sent events: chunks with text, the end of each answer, the usage if wanted, and [DONE]."""
-    usage, opened = Usage(), set[int]()
-    absent = {"usage": None} if include_usage else {}
+    """Server-sent events: chunks with text, the end of each completion, the usage if wanted, and [DONE]."""
+    usage, started = Usage(), set[int]()
+    no_usage = {"usage": None} if include_usage else {}
     async with aclosing(outputs):
         try:
             async for index, output in _chain(first, outputs):
-                usage.note(index, output)
-                if index not in opened and (opening := shape.opening(index)):
-                    yield _event({**opening, **absent})
-                opened.add(index)
+                usage.add(index, output)
+                if index not in started and (chunk := builder.first_chunk(index)):
+                    yield _event({**chunk, **no_usage})
+                started.add(index)
                 if output.text or output.finish_reason:
-                    yield _event({**shape.chunk(index, output.text, output.finish_reason), **absent})
+                    reason = cast(FinishReason | None, output.finish_reason)
+                    yield _event({**builder.chunk(index, output.text, reason), **no_usage})
             if include_usage:
-                yield _event(shape.last(usage))
+                yield _event(builder.usage_chunk(usage))
             yield ServerSentEvent("[DONE]", sep="\n")
-        except RequestError as error:  # the status line is long gone: say it in the stream, as OpenAI does
+        except RequestError as error:  # the status was sent long ago: report it in the stream, as OpenAI does
             yield _event(errors.error_body(error))
 
 
@@ -154,24 +154,24 @@ async def _chain(first: tuple[int, Output], outputs: Outputs) -> Outputs:
         yield each
 
 
-def _event(reply: Reply) -> ServerSentEvent:
-    return ServerSentEvent(json.dumps(reply, ensure_ascii=False, separators=(",", ":")), sep="\n")
+def _event(reply: Mapping[str, Any]) -> ServerSentEvent:
+    return ServerSentEvent(to_json(reply).decode(), sep="\n")
 
 
-async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """The result of ``work``, which is cancelled when the client leaves first."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+async def _unless_disconnected(request: Request, work: Awaitable[Result]) -> Result:
+    """The result of ``work``, which is cancelled if the client disconnects first."""
+    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_wait_disconnect(request))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise RequestError("the client closed the connection", status=CLIENT_GONE, code="client_gone")
+        raise RequestError("the client closed the connection", status=CLIENT_CLOSED_REQUEST, code="client_gone")
     finally:
-        for each in (task, gone):
+        for each in (task, disconnect):
             each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def _wait_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,0 +1,134 @@
+"""Runs the model: allocates the KV cache, and runs one forward pass, with sampling, for each :class:`Work`."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from colonnade.config import ServeConfig
+from colonnade.errors import CapacityError, ConfigError
+from colonnade.kernels.registry import choose
+from colonnade.model import KVCache, Paged, Transformer, fused_block
+from colonnade.model.weight_only_quant import kind_of, tensors_of
+from colonnade.parallel.device_memory import share_bytes
+from colonnade.serve.batch_invariance import split_into_single_tokens
+from colonnade.serve.cuda_graph_runner import CudaGraphRunner
+from colonnade.serve.memory_advice import check_room, told
+from colonnade.serve.memory_estimate import FLOAT8, Asked, pages_of, widens_float8
+from colonnade.serve.model_inputs import CacheShard, build_inputs
+from colonnade.serve.sampler import sample, sample_rowwise
+from colonnade.serve.scheduler import Work
+
+
+def check_model(model: Transformer, config: ServeConfig) -> None:
+    """Raise :class:`ConfigError` if ``config`` contradicts the loaded model or its device."""
+    config.check(model.config)
+    loaded = kind_of(model) or "stored"
+    if config.weights not in ("stored", loaded):
+        raise ConfigError(
+            f"serve.weights is {config.weights}, and this model's weights are {loaded}: they are quantised while a "
+            f'model is loaded; load it with weights="{config.weights}"'
+        )
+    device = next(model.parameters()).device
+    if config.cache == "float8" and not widens_float8(device):
+        has = torch.cuda.get_device_capability(device)
+        raise ConfigError(
+            f"a cache in float8 needs compute capability {FLOAT8[0]}.{FLOAT8[1]}, and this "
+            f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}; leave --serve.cache out"
+        )
+    if config.batch_invariant and config.fixed_steps and device.type == "cpu":
+        raise ConfigError(
+            "serve.batch_invariant runs one token at a time on a CPU, which serve.fixed_steps cannot pad; leave one out"
+        )
+
+
+def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
+    """Allocate this rank's part of the KV cache that ``config`` allows, at most ``max_requests`` whole contexts.
+
+    Raises :class:`CapacityError` if not one page fits and, with a table, if there is not enough memory.
+    """
+    weight = next(model.parameters())
+    pages = pages_of(model.config, model.axes, config, weight.dtype)
+    weight_bytes = sum(x.nbytes for x in tensors_of(model) if x.device == weight.device)
+    asked = Asked(
+        model.config, config.replace(weights=kind_of(model) or "stored"), weight.dtype, weight.device,
+        tp=model.axes.tp.size, cp=model.axes.cp.size, ep=model.axes.grid.ep.size, sh=model.axes.grid.sh.size,
+        weights=weight_bytes,
+    )  # fmt: skip
+    check_room(asked, weight_bytes)
+    try:
+        return KVCache(
+            model.config, model.axes, pages=pages, page_tokens=config.page, dtype=weight.dtype,
+            device=weight.device, kind=config.cache,
+        )  # fmt: skip
+    except RuntimeError:  # a failed allocation on a CPU raises no subclass; on a GPU memory may be fragmented
+        raise CapacityError(told(asked, asked.needs(), share_bytes(weight.device) + weight_bytes)) from None
+
+
+class ModelRunner:
+    """Runs one :class:`Work` after another on this rank's share of the model and of the cache."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        graphs: CudaGraphRunner | None = None,
+        *,
+        share: bool = True,
+        invariant: str | None = None,
+    ):
+        """``graphs`` runs pure decode steps; ``share``: keys that several requests share are read once.
+
+        ``invariant`` is the attention implementation from :func:`batch_invariance.make_batch_invariant`.
+        """
+        self.model, self.cache, self.graphs, self.share, self.invariant = model, cache, graphs, share, invariant
+        if invariant is None:  # batch-invariant kernels are not fused
+            fused_block.prepare(model)
+        self._shard = CacheShard.of(model, cache)
+        self._single_tokens = invariant is not None and not cache.k[0].is_cuda
+        self._last_R = torch.zeros(1, dtype=torch.int64, device=cache.k[0].device)
+        """Tokens sampled by the last work: the next one may begin with them before the host has seen them."""
+
+    @torch.inference_mode()
+    def __call__(self, work: Work) -> "SampledTokens":
+        """Run ``work``; returns the R sampled tokens in the order of its slices, equal on every rank (R may be 0)."""
+        axes = self.model.axes
+        if self.graphs is not None and self.graphs.accepts(work):
+            logits_Rv = self.graphs(work, self._last_R)
+            run = sample_rowwise if self.invariant else sample
+            tokens_R = run(logits_Rv, work.sample_args, axes.tp, self.model.config.vocab_size)
+        else:
+            passes = split_into_single_tokens(work, self.cache.page_tokens) if self._single_tokens else [work]
+            tokens_R = torch.cat([self._run(each) for each in passes])
+        if work.sample_args:
+            # Context ranks compute the same, but sums over their tensor ranks may differ in the last bit.
+            self._last_R = tokens_R = axes.cp.firsts_(tokens_R)
+        return SampledTokens(tokens_R)
+
+    def _run(self, work: Work) -> Tensor:
+        stream, attend, head = build_inputs(self._shard, work, share=self.share)
+        if self.invariant:
+            assert isinstance(attend, Paged), "batch invariance is for one rank"
+            attend, head = replace(attend, kernels=self.invariant, share=False), replace(head, rowwise=True)
+        if any(piece.tokens[-1] < 0 for piece in work.slices):
+            choose("told_tokens", stream.tokens_T.device.type, torch.int64)(stream.tokens_T, self._last_R)
+        return self.model(stream, attend, head)
+
+
+class SampledTokens:
+    """Sampled tokens, copied to the host asynchronously: reading them does not wait for later work of the device."""
+
+    def __init__(self, tokens_R: Tensor):
+        self._copied: torch.cuda.Event | None = None
+        self._tokens_R = tokens_R
+        if tokens_R.is_cuda:
+            self._tokens_R = torch.empty_like(tokens_R, device="cpu", pin_memory=True)
+            self._tokens_R.copy_(tokens_R, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def tolist(self) -> list[int]:
+        """The tokens, as soon as they have been copied."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._tokens_R.tolist()
