@@ -23,7 +23,7 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, Sharded, masters
 from colonnade.parallel.layout import layout_of, share
 from colonnade.train.optimizer import AdamW
-from colonnade.train.train_step import Step
+from colonnade.train.train_step import TrainStep
 
 TRAIN = TrainConfig(steps=20, warmup=2, lr=3e-3, min_lr=1e-4, clip=0.1, label_smoothing=0.05)
 STEPS = 3
@@ -37,7 +37,7 @@ class Run:
     model: Transformer
     masters: Masters
     optimizer: AdamW
-    step: Step
+    step: TrainStep
     ground: DistributedContext
     total: int
 
@@ -51,7 +51,7 @@ class Run:
         held = masters(model, ground, compute)
         optimizer = AdamW(held.local, TRAIN)
         world: Axis = world_axis() if ground.world > 1 else SOLO
-        return Run(model, held, optimizer, Step(model, held, optimizer, TRAIN, world), ground, total)
+        return Run(model, held, optimizer, TrainStep(model, held, optimizer, TRAIN, world), ground, total)
 
     def go(self, first: int, stop: int) -> list[tuple[float, float]]:
         """(mean loss, gradient norm) of steps ``first`` to ``stop``."""
@@ -147,7 +147,7 @@ def _one_rank(table: Table):
     for sharded in (False, True):
         model = build(config, ground.device)
         held = Sharded(model, ground.fsdp_mesh, torch.float64) if sharded else masters(model, ground, torch.float64)
-        out = Step(model, held, AdamW(held.local, TRAIN), TRAIN, SOLO)(
+        out = TrainStep(model, held, AdamW(held.local, TRAIN), TRAIN, SOLO)(
             0, [ragged(257, i).to(ground.device) for i in (1, 2)]
         )
         gradients.append((out.norm, held.local))

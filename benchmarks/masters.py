@@ -21,7 +21,7 @@ from colonnade.model import Packed, Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, Sharded, Whole
 from colonnade.train.optimizer import AdamW
-from colonnade.train.train_step import Step
+from colonnade.train.train_step import TrainStep
 
 MODEL = ModelConfig(vocab_size=4096, layers=6, width=192, heads=6, kv_heads=3, ffn_width=512, context=256, tied=True)
 SHAPES = ((1, 2, 128), (1, 8, 256), (4, 2, 256))  # micro-batches, samples in each, tokens in each
@@ -38,7 +38,7 @@ def batch(samples: int, sequence: int) -> Batch:
 def trainer(ground: DistributedContext, make: Callable[[Transformer], Masters]) -> Callable[[list[Batch]], float]:
     model = initialise(Transformer(MODEL), 0)
     held = make(model)
-    step = Step(model, held, AdamW(held.local, TrainConfig()), TrainConfig(), ground.axes.dp)
+    step = TrainStep(model, held, AdamW(held.local, TrainConfig()), TrainConfig(), ground.axes.dp)
 
     def timed(batches: list[Batch]) -> float:
         start = time.process_time()

@@ -27,8 +27,8 @@ from colonnade.model import Transformer
 from colonnade.parallel.axis import SOLO
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
-from colonnade.train.session import moving
-from colonnade.train.train_step import Step
+from colonnade.train.session import make_optimizer
+from colonnade.train.train_step import TrainStep
 
 SHAPES = {"124m": (12, 768, 12), "355m": (24, 1024, 16), "1.2b": (40, 1536, 16)}
 VOCAB, SEQUENCE = 50257, 1024
@@ -47,7 +47,7 @@ def ours(config: ModelConfig, batches: list[Batch], asked: TrainConfig):
     ground = DistributedContext.solo("cuda")
     model = filled(Transformer(config, device="cuda"))
     weights = masters(model, ground, torch.bfloat16, single=asked.fused_adamw)
-    step = Step(model, weights, moving(weights, asked), asked, SOLO, graphed=asked.cuda_graph)
+    step = TrainStep(model, weights, make_optimizer(weights, asked), asked, SOLO, graphed=asked.cuda_graph)
     for block in model.blocks:
         block.compile()
     return lambda i: step(i, [batches[i % len(batches)]]).loss_sum / len(batches[0].tokens_T)

@@ -24,8 +24,8 @@ from colonnade.serve.engine import Engine
 from colonnade.serve.engine_client import EngineClient
 from colonnade.serve.engine_process import engine_process
 from colonnade.serve.ipc import Ask
-from colonnade.serve.memory_advice import check_room
-from colonnade.serve.memory_estimate import Asked
+from colonnade.serve.memory_advice import check_memory
+from colonnade.serve.memory_estimate import EngineSpec
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.worker import Load, standing
 
@@ -107,7 +107,7 @@ def _load(where: Where, ground: DistributedContext) -> tuple[Transformer, Tokeni
     dtype = api.dtype_on(ground.device, where.dtype)
     config, plan = where.find().config, where.plan
     ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "sh": plan.sh}
-    check_room(Asked(config, where.serve, dtype, ground.device, **ranks, resident=where.experts.resident))
+    check_memory(EngineSpec(config, where.serve, dtype, ground.device, **ranks, resident=where.experts.resident))
     model = where.load_on(ground)
     return model.transformer, model.tokenizer
 

@@ -96,7 +96,7 @@ def convert(
     """
     from colonnade import api, tune
     from colonnade.checkpoint.atomic_folder import refuse_existing
-    from colonnade.tune.upcycle import check_numbers
+    from colonnade.tune.upcycle import check_expert_counts
 
     refuse_existing(out, overwrite)  # sooner than the model is read
     if active is not None and not upcycle:
@@ -106,7 +106,7 @@ def convert(
         )
     each = 2 if active is None else active
     if upcycle:
-        check_numbers(upcycle, each)
+        check_expert_counts(upcycle, each)
     kept = "float32" if dtype == "auto" else dtype
     _check_room(source, kept, shard_bytes if format == "hf" else 0, upcycle, each)
     model = api.load(source, dtype=kept, device="cpu")
@@ -122,12 +122,12 @@ def _check_room(source: str, dtype: str, shard_bytes: int, upcycle: int, active:
 
     from colonnade import api
     from colonnade.model.weight_memory import WeightMemory
-    from colonnade.tune.upcycle import upcycled
+    from colonnade.tune.upcycle import upcycled_config
 
     read = written = WeightMemory(api.find(source, Plan()).config, getattr(torch, dtype), torch.device("cpu"))
     beside = 0
     if upcycle:
-        written = replace(read, config=upcycled(read.config, upcycle, active))
+        written = replace(read, config=upcycled_config(read.config, upcycle, active))
         beside, _ = read.bytes()
     beside += min(shard_bytes, written.bytes()[0])
     replace(written, beside=beside).check(f"{source} with what is written of it")

@@ -27,7 +27,7 @@ from colonnade.serve import work_broadcast
 from colonnade.serve.batch_invariance import prepare
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
 from colonnade.serve.engine_limits import build_cache, check_model, check_plan, limit_tokens
-from colonnade.serve.memory_estimate import spare_pages
+from colonnade.serve.memory_estimate import scratch_pages
 from colonnade.serve.model_inputs import Drawn, Runner
 from colonnade.serve.output import Completion, FinishReason, Output, Stats, Timing, not_finite
 from colonnade.serve.page_pool import PagePool
@@ -68,7 +68,7 @@ class Engine:
         self.cache = build_cache(model, self.config)
         invariant = prepare(model) if self.config.batch_invariant else None
         fixed, ranks = None, model.axes.cp.size
-        pages = (self.cache.pages - spare_pages(model.axes, self.config)) * ranks
+        pages = (self.cache.pages - scratch_pages(model.axes, self.config)) * ranks
         if self.config.fixed_steps:
             context = min(model.config.context, pages * self.cache.page_tokens)
             share = self.config.shared_reading and not invariant

@@ -9,8 +9,8 @@ from colonnade.errors import CapacityError, ConfigError, PlanError, RequestError
 from colonnade.model import KVCache, Transformer
 from colonnade.model.weight_only_quant import kind_of, tensors_of
 from colonnade.parallel.device_memory import share_bytes
-from colonnade.serve.memory_advice import check_room, told
-from colonnade.serve.memory_estimate import FLOAT8, Asked, pages_of, widens_float8
+from colonnade.serve.memory_advice import check_memory, refusal
+from colonnade.serve.memory_estimate import FLOAT8, EngineSpec, page_count, supports_float8
 from colonnade.serve.page_pool import PagePool
 from colonnade.serve.prompts import check_vocabulary
 from colonnade.serve.sampling_params import SamplingParams
@@ -26,7 +26,7 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
             f'read; load it with weights="{config.weights}"'
         )
     weight = next(model.parameters())
-    if config.cache == "float8" and not widens_float8(weight.device):
+    if config.cache == "float8" and not supports_float8(weight.device):
         has = torch.cuda.get_device_capability(weight.device)
         raise ConfigError(
             f"a cache in float8 needs compute capability {FLOAT8[0]}.{FLOAT8[1]}, and this "
@@ -45,21 +45,21 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
     Raises :class:`CapacityError` when not one page fits, and with a table when the memory is not there.
     """
     weight = next(model.parameters())
-    pages = pages_of(model.config, model.axes, config, weight.dtype)
+    pages = page_count(model.config, model.axes, config, weight.dtype)
     held = sum(x.nbytes for x in tensors_of(model) if x.device == weight.device)
-    asked = Asked(
+    asked = EngineSpec(
         model.config, config.but(weights=kind_of(model) or "stored"), weight.dtype, weight.device,
         tp=model.axes.tp.size, cp=model.axes.cp.size, ep=model.axes.grid.ep.size, sh=model.axes.grid.sh.size,
         weights=held,
     )  # fmt: skip
-    check_room(asked, held)
+    check_memory(asked, held)
     try:
         return KVCache(
             model.config, model.axes, pages=pages, page_tokens=config.page, dtype=weight.dtype,
             device=weight.device, kind=config.cache,
         )  # fmt: skip
     except RuntimeError:  # torch's only type for a failed allocation on a CPU; on a GPU its pieces may not fit
-        raise CapacityError(told(asked, asked.needs(), share_bytes(weight.device) + held)) from None
+        raise CapacityError(refusal(asked, asked.needs(), share_bytes(weight.device) + held)) from None
 
 
 def check_plan(model: Transformer) -> None:

@@ -16,13 +16,13 @@ from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.model import Transformer
 from colonnade.model.moe.expert_offload import experts_of
 from colonnade.parallel.device_memory import share_bytes
-from colonnade.serve.memory_estimate import (  # fmt: skip
-    Asked,
-    Needs,
-    page_bytes_of,
-    pages_of,
-    spare_pages,
-    widens_float8,
+from colonnade.serve.memory_estimate import (
+    EngineSpec,
+    MemoryNeeds,
+    bytes_per_page,
+    page_count,
+    scratch_pages,
+    supports_float8,
 )
 
 CACHE = {"pages", "cache_bytes"}
@@ -38,7 +38,7 @@ class _Remedy:
     serve: dict[str, Any] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)
 
-    def of(self, asked: Asked) -> Asked:
+    def of(self, asked: EngineSpec) -> EngineSpec:
         """``asked`` with them."""
         return asked.but(serve=asked.serve.but(**self.serve), **self.rest)
 
@@ -48,13 +48,13 @@ class _Remedy:
         return {*self.serve, *self.rest}
 
 
-def check_room(asked: Asked, held: int = 0) -> None:
+def check_memory(asked: EngineSpec, held: int = 0) -> None:
     """Raise :class:`CapacityError` when the cache holds not one page, and with a table when ``asked`` does not fit into
     what is free on its device (or into ``serve.memory_bytes``), of which ``held`` bytes are the model's already.
     """
     serve, context = asked.settled, asked.model.context
-    if not pages_of(asked.model, asked.axes, serve, asked.dtype):
-        page_bytes, page = page_bytes_of(asked.model, asked.axes, serve, asked.dtype), serve.page
+    if not page_count(asked.model, asked.axes, serve, asked.dtype):
+        page_bytes, page = bytes_per_page(asked.model, asked.axes, serve, asked.dtype), serve.page
         raise CapacityError(
             f"--serve.cache_bytes {serve.cache_bytes} holds no page of {page} tokens, which takes {page_bytes} bytes; "
             f"give {page_bytes * -(-context // page)} for one whole context of {context} tokens"
@@ -62,10 +62,10 @@ def check_room(asked: Asked, held: int = 0) -> None:
     there = asked.serve.memory_bytes or share_bytes(asked.device) + held
     needs = asked.needs()
     if needs.total > there:
-        raise CapacityError(told(asked, needs, there))
+        raise CapacityError(refusal(asked, needs, there))
 
 
-def told(asked: Asked, needs: Needs, there: int) -> str:
+def refusal(asked: EngineSpec, needs: MemoryNeeds, there: int) -> str:
     """The table, and what would help."""
     lines = [f"this engine does not fit into a rank's memory on {asked.device}. It asks for", needs.table(there)]
     found = remedies(asked, needs, there)
@@ -80,18 +80,18 @@ def told(asked: Asked, needs: Needs, there: int) -> str:
     return "\n".join(lines)
 
 
-def _left(needs: Needs, saves: int, there: int) -> str:
+def _left(needs: MemoryNeeds, saves: int, there: int) -> str:
     over = needs.total - saves - there
     return "enough" if over <= 0 else f"{size(over)} still too much"
 
 
-def remedies(asked: Asked, needs: Needs, there: int, number: int = 5) -> list[tuple[str, int, str]]:
+def remedies(asked: EngineSpec, needs: MemoryNeeds, there: int, number: int = 5) -> list[tuple[str, int, str]]:
     """(flags, bytes that they save, what else is to be said): first what is enough, then what saves most."""
     found = [(remedy.flags, saves, remedy.note) for remedy, saves in _found(asked, needs, there)]
     return sorted(found, key=lambda one: needs.total - one[1] > there)[:number]
 
 
-def together(asked: Asked, needs: Needs, there: int) -> tuple[list[str], int, int] | None:
+def together(asked: EngineSpec, needs: MemoryNeeds, there: int) -> tuple[list[str], int, int] | None:
     """(flags of several remedies, bytes that they save, tokens of the cache that is left): no more than are needed, or
     all; None where there are no two.
     """
@@ -123,12 +123,12 @@ def together(asked: Asked, needs: Needs, there: int) -> tuple[list[str], int, in
     return ([one.flags for one in chosen], saves, _tokens(at, _pages(at))) if len(chosen) > 1 else None
 
 
-def _with(asked: Asked, remedies: list[_Remedy]) -> Asked:
+def _with(asked: EngineSpec, remedies: list[_Remedy]) -> EngineSpec:
     """``asked`` with all of them, and its weights reckoned."""
     return functools.reduce(lambda at, remedy: remedy.of(at), remedies, asked.but())
 
 
-def _found(asked: Asked, needs: Needs, there: int) -> list[tuple[_Remedy, int]]:
+def _found(asked: EngineSpec, needs: MemoryNeeds, there: int) -> list[tuple[_Remedy, int]]:
     """Remedies that can be, with the bytes that each saves alone, those that save most first."""
     base, found = _anew(asked, needs), list[tuple[_Remedy, int]]()
     room = _room(asked, needs, there)
@@ -139,12 +139,12 @@ def _found(asked: Asked, needs: Needs, there: int) -> list[tuple[_Remedy, int]]:
     return sorted(found, key=lambda one: -one[1])
 
 
-def _anew(asked: Asked, needs: Needs) -> Needs:
+def _anew(asked: EngineSpec, needs: MemoryNeeds) -> MemoryNeeds:
     """``needs``, but of weights that are there already what they would be reckoned to take."""
     return needs if asked.weights is None else asked.but().needs()
 
 
-def _needs(asked: Asked) -> Needs | None:
+def _needs(asked: EngineSpec) -> MemoryNeeds | None:
     """What it asks for; None where the model cannot be so."""
     serve = asked.serve
     try:
@@ -155,38 +155,38 @@ def _needs(asked: Asked) -> Needs | None:
         return None
 
 
-def _room(asked: Asked, needs: Needs, there: int) -> int:
+def _room(asked: EngineSpec, needs: MemoryNeeds, there: int) -> int:
     """Pages of a rank's cache for which there is room beside all else; below 1 where there is none."""
-    page_bytes = page_bytes_of(asked.model, asked.axes, asked.settled, asked.dtype)
-    return (there - (needs.total - needs.cache)) // page_bytes - spare_pages(asked.axes, asked.settled)
+    page_bytes = bytes_per_page(asked.model, asked.axes, asked.settled, asked.dtype)
+    return (there - (needs.total - needs.cache)) // page_bytes - scratch_pages(asked.axes, asked.settled)
 
 
-def _pages(asked: Asked) -> int:
+def _pages(asked: EngineSpec) -> int:
     """Pages of a rank's cache for tokens."""
-    return pages_of(asked.model, asked.axes, asked.settled, asked.dtype) - spare_pages(asked.axes, asked.settled)
+    return page_count(asked.model, asked.axes, asked.settled, asked.dtype) - scratch_pages(asked.axes, asked.settled)
 
 
-def _tokens(asked: Asked, pages: int) -> int:
+def _tokens(asked: EngineSpec, pages: int) -> int:
     """Tokens in so many pages on each rank."""
     return pages * asked.settled.page * asked.cp
 
 
-def _useful(asked: Asked) -> int:
+def _useful(asked: EngineSpec) -> int:
     """Pages of a smaller cache than is asked for: those of one whole context, or a quarter where that is less."""
     context = -(-asked.model.context // (asked.settled.page * asked.cp))
     return max(1, min(context, _pages(asked) // 4))
 
 
-def _cache(asked: Asked, pages: int) -> _Remedy:
+def _cache(asked: EngineSpec, pages: int) -> _Remedy:
     """A cache of ``pages`` pages on each rank."""
-    page_bytes = page_bytes_of(asked.model, asked.axes, asked.settled, asked.dtype)
+    page_bytes = bytes_per_page(asked.model, asked.axes, asked.settled, asked.dtype)
     note = f"{_tokens(asked, pages)} tokens instead of {_tokens(asked, _pages(asked))}"
     if asked.serve.pages:
         return _Remedy(f"--serve.pages {pages * asked.cp}", note, {"pages": pages * asked.cp})
     return _Remedy(f"--serve.cache_bytes {pages * page_bytes}", note, {"cache_bytes": pages * page_bytes})
 
 
-def _others(asked: Asked, needs: Needs) -> list[_Remedy]:
+def _others(asked: EngineSpec, needs: MemoryNeeds) -> list[_Remedy]:
     """All but a smaller cache."""
     serve, found = asked.serve, list[_Remedy]()
     if (budget := asked.settled.budget) > 64:
@@ -198,7 +198,7 @@ def _others(asked: Asked, needs: Needs) -> list[_Remedy]:
     if needs.graphs:
         found.append(_Remedy("--serve.fixed_steps False", "slower steps", {"fixed_steps": False}))
     kind = "float8" if asked.model.latent is None else "int8"
-    if serve.cache == "stored" and (kind == "int8" or widens_float8(asked.device)):
+    if serve.cache == "stored" and (kind == "int8" or supports_float8(asked.device)):
         found.append(_Remedy(f"--serve.cache {kind}", "rounded", {"cache": kind}))
     for kind in ("int8", "int4"):
         if serve.weights not in (kind, "int4"):

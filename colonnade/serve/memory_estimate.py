@@ -32,7 +32,7 @@ FLOAT8 = (8, 9)
 
 
 @dataclass(frozen=True)
-class Needs:
+class MemoryNeeds:
     """Bytes of one rank."""
 
     weights: int
@@ -61,7 +61,7 @@ def _share(part: float) -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
+class EngineSpec:
     """All that the needs depend on."""
 
     model: ModelConfig
@@ -89,15 +89,15 @@ class Asked:
         waiting = self.resident is not None and self.resident < self.model.expert_layers
         return resolve_config(self.serve, Site(self.model, self.dtype, self.device, self.cp, waiting=waiting))
 
-    def needs(self) -> Needs:
+    def needs(self) -> MemoryNeeds:
         """Of the rank that has most."""
         shape = Transformer(self.model, self.axes, device="meta", dtype=self.dtype)
         weights = self.weights
         if weights is None:
             kept = partial(kept_bytes, weights=self.serve.weights, group=self.serve.weight_group)
             weights = device_bytes(shape, self.resident, kept)
-        pages = pages_of(self.model, shape.axes, self.settled, self.dtype)
-        page_bytes = page_bytes_of(self.model, shape.axes, self.settled, self.dtype)
+        pages = page_count(self.model, shape.axes, self.settled, self.dtype)
+        page_bytes = bytes_per_page(self.model, shape.axes, self.settled, self.dtype)
         context = min(self.model.context, pages * self.settled.page * self.cp)
         graphs = 0
         if self.settled.fixed_steps and self.device.type == "cuda":
@@ -107,7 +107,7 @@ class Asked:
             tables = 4 * -(-context // self.settled.page)
             graphs = sum(sizes) * (logits + tables) + self._stream(most)
         activations = self._activations(context) + self._written_out(shape)
-        return Needs(weights, pages * page_bytes, graphs, activations)
+        return MemoryNeeds(weights, pages * page_bytes, graphs, activations)
 
     def _stream(self, tokens: int) -> int:
         """Of ``tokens`` between the embedding and the head, at their highest [bytes]."""
@@ -146,28 +146,28 @@ class Asked:
         ]  # fmt: skip
         return max(sizes) * self.dtype.itemsize if on_gpu else min(max(sizes), BAND) * 16
 
-    def but(self, **changes: object) -> "Asked":
+    def but(self, **changes: object) -> "EngineSpec":
         """The same with some of it changed; its weights reckoned anew."""
         return replace(self, **{"weights": None, **changes})  # type: ignore[arg-type]
 
 
-def page_bytes_of(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
+def bytes_per_page(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
     """Memory of one page of a rank's cache [bytes]."""
     return KVCache.bytes_per_page(model, axes, serve.page, dtype, serve.cache)
 
 
-def pages_of(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
+def page_count(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
     """Pages of a rank's cache: those asked for, but no more than ``max_requests`` whole contexts fill, divided by the
     ranks that share it; 0 when none fits. ``serve`` is settled (:mod:`colonnade.serve.resolve_config`).
     """
-    page_bytes = page_bytes_of(model, axes, serve, dtype)
+    page_bytes = bytes_per_page(model, axes, serve, dtype)
     pages = -(-(serve.pages or serve.max_requests * -(-model.context // serve.page)) // axes.cp.size)
     if serve.pages is None:
         pages = min(serve.cache_bytes // page_bytes, pages)
-    return pages and pages + spare_pages(axes, serve)
+    return pages and pages + scratch_pages(axes, serve)
 
 
-def spare_pages(axes: Axes, serve: ServeConfig) -> int:
+def scratch_pages(axes: Axes, serve: ServeConfig) -> int:
     """1 where the last page of a rank's cache is nobody's: written where a step is padded, or where the page that is
     meant is another rank's.
     """
@@ -175,6 +175,6 @@ def spare_pages(axes: Axes, serve: ServeConfig) -> int:
     return int(serve.fixed_steps or axes.cp.size > 1)
 
 
-def widens_float8(device: torch.device) -> bool:
+def supports_float8(device: torch.device) -> bool:
     """Whether kernels for ``device`` can, as far as this machine tells."""
     return device.type == "cpu" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= FLOAT8

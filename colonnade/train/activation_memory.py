@@ -32,7 +32,7 @@ from colonnade.train.train_step import forward
 
 
 @dataclass(frozen=True)
-class Choice:
+class RecomputeChoice:
     """What each block of this rank computes again, and why."""
 
     kinds: list[Kind]
@@ -82,7 +82,7 @@ def _first(kind: Kind, few: int, rest: Kind, blocks: int) -> list[Kind]:
     return [kind if i < few else rest for i in range(blocks)]
 
 
-def arrange(
+def configure_recompute(
     model: Transformer,
     train: TrainConfig,
     sample: Callable[[], Batch],
@@ -91,7 +91,7 @@ def arrange(
 ) -> str | None:
     """Tell ``model``'s blocks what to compute again; says what was chosen where there was a choice.
 
-    ``sample`` reads one of the run's micro-batches, where one must be measured; the rest is as for :func:`weigh`, and
+    ``sample`` reads one of the run's micro-batches, where one must be measured; the rest is as for :func:`measure_block_bytes`, and
     raises as :func:`choose_kinds`.
     """
     blocks, allowed_bytes = len(model.blocks), train.activation_bytes
@@ -99,13 +99,13 @@ def arrange(
         recompute(model.blocks, [train.recompute for _ in model.blocks])
         return None
     batch = sample()
-    block_bytes = weigh(make, model.config, lambda it: forward(it, batch), world)
-    choice = Choice(choose_kinds(block_bytes, blocks, allowed_bytes), block_bytes, allowed_bytes)
+    block_bytes = measure_block_bytes(make, model.config, lambda it: forward(it, batch), world)
+    choice = RecomputeChoice(choose_kinds(block_bytes, blocks, allowed_bytes), block_bytes, allowed_bytes)
     recompute(model.blocks, choice.kinds)
     return str(choice)
 
 
-def weigh(
+def measure_block_bytes(
     make: Callable[[ModelConfig], Transformer],
     config: ModelConfig,
     run: Callable[[Transformer], Tensor],
@@ -129,10 +129,10 @@ def _kept(model: Transformer, kind: Kind, run: Callable[[Transformer], Tensor]) 
             parameter.zero_()
     recompute(model.blocks, [kind for _ in model.blocks])
     run(model)  # compiles, where there is something to compile
-    return kept_bytes(model, lambda: run(model))
+    return saved_for_backward_bytes(model, lambda: run(model))
 
 
-def kept_bytes(model: torch.nn.Module, run: Callable[[], Tensor]) -> int:
+def saved_for_backward_bytes(model: torch.nn.Module, run: Callable[[], Tensor]) -> int:
     """Bytes that ``run()`` leaves for its backward pass, ``model``'s parameters not counted, no storage twice."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # holding them, so that no address is used a second time

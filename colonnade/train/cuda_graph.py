@@ -24,17 +24,17 @@ from torch import Tensor
 from colonnade.data import Batch
 from colonnade.errors import ConfigError
 from colonnade.parallel.cuda_graphs import capture
-from colonnade.train.model_inputs import Terms
+from colonnade.train.model_inputs import StepContext
 
-WARM = 2
+WARMUP_STEPS = 2
 """Steps of each shape that run before it is recorded."""
 
-Passes = Callable[[Batch, Tensor, Terms], Tensor]
+ForwardBackward = Callable[[Batch, Tensor, StepContext], Tensor]
 """Forward and backward of a micro-batch, its loss divided by the tensor; the loss sum."""
 
 
 @dataclass(frozen=True)
-class Recording:
+class CapturedGraph:
     """One graph with all that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
@@ -44,10 +44,10 @@ class Recording:
     """Each tensor that has one, and where it lies."""
 
 
-class Graphed:
+class GraphedForwardBackward:
     """Passes that are replayed where they can be."""
 
-    def __init__(self, passes: Passes, graded: Iterable[Tensor], device: torch.device):
+    def __init__(self, passes: ForwardBackward, graded: Iterable[Tensor], device: torch.device):
         """``graded`` are all tensors that may have a gradient when ``passes`` are over; none has one before.
 
         Raises :class:`ConfigError` for a device that has no graphs.
@@ -56,17 +56,17 @@ class Graphed:
         self._passes, self._graded = passes, list({id(x): x for x in graded}.values())
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         self._seen: Counter[object] = Counter()
-        self._recorded: dict[object, Recording] = {}
+        self._recorded: dict[object, CapturedGraph] = {}
         self.peak_bytes = 0
         """The most memory in use while anything was recorded, which no replay shows."""
 
-    def __call__(self, batch: Batch, divisor: Tensor, terms: Terms) -> Tensor:
+    def __call__(self, batch: Batch, divisor: Tensor, terms: StepContext) -> Tensor:
         """As the passes."""
         assert all(x.grad is None for x in self._graded), "a replay writes gradients, and adds none up"
-        inputs = varying(batch, divisor, terms)
-        key = fixed(batch, terms, inputs)
+        inputs = graph_inputs(batch, divisor, terms)
+        key = graph_key(batch, terms, inputs)
         recording = self._recorded.get(key)
-        if recording is None and self._seen[key] < WARM:
+        if recording is None and self._seen[key] < WARMUP_STEPS:
             self._seen[key] += 1
             return self._beside(batch, divisor, terms)
         if recording is None:
@@ -78,7 +78,7 @@ class Graphed:
             x.grad = gradient
         return recording.loss_sum.clone()
 
-    def _beside(self, batch: Batch, divisor: Tensor, terms: Terms) -> Tensor:
+    def _beside(self, batch: Batch, divisor: Tensor, terms: StepContext) -> Tensor:
         """Run the passes on the stream on which they will be recorded: autograd keeps to the stream it began on."""
         now = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(now)
@@ -87,13 +87,13 @@ class Graphed:
         now.wait_stream(self._stream)
         return loss_sum
 
-    def _record(self, batch: Batch, terms: Terms, inputs: dict[str, Tensor]) -> Recording:
+    def _record(self, batch: Batch, terms: StepContext, inputs: dict[str, Tensor]) -> CapturedGraph:
         inputs = {name: x.clone() for name, x in inputs.items()}
         with capture(self._pool, self._stream) as graph:
-            loss_sum = self._passes(*given(batch, terms, inputs))
+            loss_sum = self._passes(*with_graph_inputs(batch, terms, inputs))
         self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self._stream.device))
         gradients = [(x, x.grad) for x in self._graded if x.grad is not None]
-        return Recording(graph, inputs, loss_sum, gradients)
+        return CapturedGraph(graph, inputs, loss_sum, gradients)
 
 
 def check_device(device: torch.device) -> None:
@@ -102,28 +102,28 @@ def check_device(device: torch.device) -> None:
         raise ConfigError(f"train.cuda_graph needs a GPU, and this run is on the {device.type}; leave it out")
 
 
-def varying(batch: Batch, divisor: Tensor, terms: Terms) -> dict[str, Tensor]:
+def graph_inputs(batch: Batch, divisor: Tensor, terms: StepContext) -> dict[str, Tensor]:
     """By name the tensors of a step, which a replay copies in."""
     found = {name: x for name, x in vars(batch).items() if isinstance(x, Tensor)} | {"divisor": divisor}
-    if isinstance(terms.order_weight, Tensor):
-        found["order_weight"] = terms.order_weight
+    if isinstance(terms.order_loss_weight, Tensor):
+        found["order_weight"] = terms.order_loss_weight
     if terms.noise is not None:
         found["keys"] = terms.noise.keys
     return found
 
 
-def given(batch: Batch, terms: Terms, inputs: dict[str, Tensor]) -> tuple[Batch, Tensor, Terms]:
-    """What the passes are given when ``inputs`` stand in for the :func:`varying` tensors."""
+def with_graph_inputs(batch: Batch, terms: StepContext, inputs: dict[str, Tensor]) -> tuple[Batch, Tensor, StepContext]:
+    """What the passes are given when ``inputs`` stand in for the :func:`graph_inputs` tensors."""
     mine = {name: x for name, x in inputs.items() if name in vars(batch)}
-    terms = replace(terms, order_weight=inputs.get("order_weight", terms.order_weight))
+    terms = replace(terms, order_loss_weight=inputs.get("order_weight", terms.order_loss_weight))
     if terms.noise is not None:
         terms = replace(terms, noise=replace(terms.noise, keys=inputs["keys"]))
     return replace(batch, **mine), inputs["divisor"], terms
 
 
-def fixed(batch: Batch, terms: Terms, inputs: dict[str, Tensor]) -> object:
+def graph_key(batch: Batch, terms: StepContext, inputs: dict[str, Tensor]) -> object:
     """What a recording holds for: shapes, types and numbers."""
     shapes = tuple((name, x.shape, x.dtype) for name, x in inputs.items())
-    weight = None if isinstance(terms.order_weight, Tensor) else terms.order_weight
+    weight = None if isinstance(terms.order_loss_weight, Tensor) else terms.order_loss_weight
     rates = None if terms.noise is None else terms.noise.rates
     return shapes, batch.longest, batch.equal, batch.first, terms.smoothing, weight, rates

@@ -28,7 +28,7 @@ class DataFeed(Protocol):
     """Steps between two validations; 0: never."""
     held_out: Loader | None
     """For validation; None where :attr:`eval_every` is 0."""
-    why_off: str | None
+    no_validation_reason: str | None
     """Why there is no validation, when nobody said so."""
 
     @property
@@ -55,7 +55,7 @@ MakeFeed = Callable[[RunConfig, int, int], DataFeed]
 """(run, data rank, data ranks) to the samples of that rank. Sent to other processes, so no lambda."""
 
 
-def compare(feed: DataFeed, data: DataConfig, was: Mapping[str, Any], checkpoint: str) -> list[str]:
+def check_data_unchanged(feed: DataFeed, data: DataConfig, was: Mapping[str, Any], checkpoint: str) -> list[str]:
     """How the samples differ from those of the cursor ``was`` of ``checkpoint``.
 
     Raises :class:`DataError` or :class:`ConfigError` for a difference after which samples would come again or never,
@@ -110,13 +110,13 @@ class CorpusFeed:
 
         self.samples = loader("train")
         held_out, every = self.corpus.manifest.validation.tokens, run.train.eval_every
-        self.why_off: str | None = None
+        self.no_validation_reason: str | None = None
         """Why there is no validation, when nobody said so."""
         if every is None and held_out <= run.data.sequence:
-            self.why_off = (
+            self.no_validation_reason = (
                 f"{run.data.path} holds out {held_out:,} tokens, and a sample takes {run.data.sequence + 1:,}"
             )
-        self.eval_every = 0 if self.why_off else EVAL_EVERY if every is None else every
+        self.eval_every = 0 if self.no_validation_reason else EVAL_EVERY if every is None else every
         """Steps between two validations; 0: never."""
         self.held_out = loader("validation") if self.eval_every else None
 

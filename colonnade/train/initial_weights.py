@@ -26,13 +26,13 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import Experts, layout_of
 
-FREE = ("context", "init_std", "moe", "top", "classes")
+OVERRIDABLE_FIELDS = ("context", "init_std", "moe", "top", "classes")
 """Fields that a run says for itself; where they make other tensors, the shapes tell."""
-PROBE = 512
+PROBE_TOKENS = 512
 """Tokens of the corpus that both tokenizers have to agree on."""
 
 
-def begin(model: Transformer, run: RunConfig, ground: DistributedContext, held: Masters) -> None:
+def initialise_masters(model: Transformer, run: RunConfig, ground: DistributedContext, held: Masters) -> None:
     """Fill the masters ``held`` of ``model`` with this rank's part of the weights of ``train.start``, or with drawn
     ones; what a new top has and ``train.start`` has not is drawn.
     """
@@ -138,14 +138,14 @@ def _same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> None:
             "OUT"
         )
     new_top = _new_top(theirs, ours)
-    other = differences(theirs, ours, leave=(*FREE, "tied") if new_top else FREE)
+    other = differences(theirs, ours, leave=(*OVERRIDABLE_FIELDS, "tied") if new_top else OVERRIDABLE_FIELDS)
     if not other:
         shapes, wanted = (dict(Transformer(config, device="meta").whole_shapes()) for config in (theirs, ours))
         names = {
             name for name in shapes.keys() | wanted.keys() if not (new_top and name.startswith(("top.", "unembed.")))
         }
         unlike = sorted(name for name in names if shapes.get(name) != wanted.get(name))
-        other = [f"'{name}': {_said(shapes.get(name))} -> {_said(wanted.get(name))}" for name in unlike]
+        other = [f"'{name}': {_shape_text(shapes.get(name))} -> {_shape_text(wanted.get(name))}" for name in unlike]
     if other:
         more = f" and {len(other) - 3} more" if len(other) > 3 else ""
         raise ConfigError(
@@ -154,7 +154,7 @@ def _same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> None:
         )
 
 
-def _said(shape: torch.Size | None) -> str:
+def _shape_text(shape: torch.Size | None) -> str:
     return "absent" if shape is None else str(tuple(shape))
 
 
@@ -166,7 +166,7 @@ def _same_tokens(it: OpenedModel, run: RunConfig, corpus: Corpus) -> None:
     ):  # tokens without one: the vocabulary's size is all that can be compared
         return
     split = corpus.split("train")
-    text = corpus.tokenizer.decode(split.read(0, min(PROBE, split.tokens)).tolist())
+    text = corpus.tokenizer.decode(split.read(0, min(PROBE_TOKENS, split.tokens)).tolist())
     if theirs.encode(text) != corpus.tokenizer.encode(text):
         raise ConfigError(
             f"{run.data.path} was made with another tokenizer than that of train.start {run.train.start}; make it "

@@ -28,11 +28,10 @@ from colonnade.train.cuda_graph import check_device
 from colonnade.train.data_feed import CorpusFeed, MakeFeed
 from colonnade.train.initial_weights import check_start, frozen_names
 from colonnade.train.memory_advice import check_memory
-from colonnade.train.run_lock import RunLock
+from colonnade.train.run_lifecycle import RunLock, StopSignal
 from colonnade.train.run_log import RunLog, Summary
 from colonnade.train.session import Session
-from colonnade.train.stop_signal import StopSignal
-from colonnade.train.trackers import OpenTracker, flat, named
+from colonnade.train.trackers import OpenTracker, flattened, service_trackers
 
 
 def check_settings(run: RunConfig) -> None:
@@ -91,7 +90,7 @@ class Trainer:
             check_device(torch.device(device))
         check_data(run, feed)
         check_memory(run, device)
-        named(run)
+        service_trackers(run)
         self.run, self.trackers, self.feed = run, tuple(trackers), feed
 
     def fit(self) -> Summary:
@@ -169,7 +168,7 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed =
 def _shared(run: RunConfig) -> dict[str, str]:
     """What must be the same on all ranks; where files are is each machine's own affair."""
     own = ("runs", "device", "data.path", "train.start")
-    return {name: value for name, value in flat(run.model_dump(mode="json")).items() if name not in own}
+    return {name: value for name, value in flattened(run.model_dump(mode="json")).items() if name not in own}
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from colonnade.config import TrainConfig
 
-HIGHEST = 2.0**32
+MAX_SCALE = 2.0**32
 """A scale that nothing ever overflows (a batch without targets) stops here, long before it would be infinite."""
-LOWEST = 1.0
+MIN_SCALE = 1.0
 """Below it gradients overflow unscaled: the run has diverged, and halving on would hide it."""
 
 
@@ -46,7 +46,7 @@ class LossScaler:
         """The norm of the true gradients, from that of the scaled ones; decides about this step and the next scale."""
         over = ~scaled_norm.isfinite()
         good = self.good + 1
-        grown = torch.where(good == self.every, self.scale * 2, self.scale).clamp(max=HIGHEST)
+        grown = torch.where(good == self.every, self.scale * 2, self.scale).clamp(max=MAX_SCALE)
         # New tensors, because the outcomes of earlier steps still hold the old ones.
         self.used = self.scale
         self.scale = torch.where(over, self.scale / 2, grown)

@@ -24,10 +24,10 @@ from colonnade.config import TrainConfig
 
 def learning_rate(step: int, train: TrainConfig) -> float:
     """The rate of optimizer step ``step`` (from 0); steps past the end stay at the final rate."""
-    return rate(torch.tensor(step), train).item()
+    return learning_rate_tensor(torch.tensor(step), train).item()
 
 
-def rate(step: Tensor, train: TrainConfig) -> Tensor:
+def learning_rate_tensor(step: Tensor, train: TrainConfig) -> Tensor:
     """The same on the device of ``step`` (0-dim), in float64, for a step that the host does not know."""
     step = step.double()
     rising = train.lr * (step + 1) / (train.warmup_steps + 1)

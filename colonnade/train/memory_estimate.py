@@ -40,7 +40,7 @@ class Estimate:
     host: dict[str, int]
 
 
-class Parameters(NamedTuple):
+class ParameterCounts(NamedTuple):
     """Numbers (not bytes) that one rank holds."""
 
     held: int
@@ -60,7 +60,7 @@ def estimate(run: RunConfig, device: str, rank: int = 0) -> Estimate:
     """What pipeline rank ``rank`` of ``run`` takes on a ``device`` "cpu" or "cuda"."""
     run = run.resolved(device)
     t, plan = run.train, run.plan
-    numbers = parameters(run.model, plan, rank, t.freeze)  # type: ignore[arg-type]  # frozen configs have hashes
+    numbers = count_parameters(run.model, plan, rank, t.freeze)  # type: ignore[arg-type]  # frozen configs have hashes
     kept, each = (8 if t.dtype == "float64" else 4), BYTES[t.compute_dtype]
     lower = each < kept
     single = bool(t.fused_adamw) and run.micro_batches == 1 and plan.pp == 1
@@ -190,7 +190,7 @@ def _norm_bytes(model: ModelConfig, device: str, each: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def parameters(model: ModelConfig, plan: Plan, rank: int, frozen: str) -> Parameters:
+def count_parameters(model: ModelConfig, plan: Plan, rank: int, frozen: str) -> ParameterCounts:
     """What data rank 0 of pipeline rank ``rank`` holds of ``model``, counted on the meta device."""
     grid = Grid(ep=Axis("ep", plan.ep), sh=Axis("sh", plan.sh))
     axes = Axes(tp=Axis("tp", plan.tp), cp=Axis("cp", plan.cp), grid=grid)
@@ -216,4 +216,4 @@ def parameters(model: ModelConfig, plan: Plan, rank: int, frozen: str) -> Parame
             blocks[block] = blocks.get(block, 0) + p.numel()
         else:
             root += p.numel()
-    return Parameters(held, trained, copied, trained_copied, whole, root, max(blocks.values(), default=0))
+    return ParameterCounts(held, trained, copied, trained_copied, whole, root, max(blocks.values(), default=0))

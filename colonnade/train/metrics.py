@@ -17,15 +17,15 @@ from colonnade.config import RunConfig
 from colonnade.errors import ColonnadeError
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.train.loss_scaler import LOWEST
-from colonnade.train.mfu import Throughput, chip_of, throughput
-from colonnade.train.moe_stats import Routed, Table, blamed, row_of, tabled
-from colonnade.train.train_step import Outcome
+from colonnade.train.loss_scaler import MIN_SCALE
+from colonnade.train.mfu import Throughput, find_accelerator, throughput
+from colonnade.train.moe_stats import MoeStats, RoutingTable, gather_routing_table, nonfinite_router, tracker_row
+from colonnade.train.train_step import StepMetrics
 
 Row = dict[str, float]
 """Names and values of one step, as trackers get them; what was not finite in a skipped step is left out."""
 
-SCALED = ("loss_scale", "skipped")
+LOSS_SCALE_COLUMNS = ("loss_scale", "skipped")
 """What a row of float16 holds besides: the scale that the step used, and how many steps were skipped so far."""
 
 
@@ -48,13 +48,13 @@ class Meter:
         """
         self.run, self.ground, self.bad = run, ground, bad
         self.sample_tokens = sample_tokens or run.data.sequence
-        self.chip = chip_of(ground.device)
-        self._pending: list[tuple[int, Outcome]] = []
-        self.routing: Table = {}
+        self.chip = find_accelerator(ground.device)
+        self._pending: list[tuple[int, StepMetrics]] = []
+        self.routing: RoutingTable = {}
         """What the layers of experts did in the newest step that was read."""
         self._busy_s, self._since_s, self._steps = 0.0, time.perf_counter(), 0
 
-    def note(self, steps: int, outcome: Outcome) -> None:
+    def note(self, steps: int, outcome: StepMetrics) -> None:
         """Keep the outcome of the step after which ``steps`` steps have been taken."""
         self._pending.append((steps, outcome))
         self._steps += 1
@@ -76,23 +76,25 @@ class Meter:
         rows: list[tuple[int, Row]] = []
         read = zip(self._pending, table, flags, peaks, strict=True)
         for (steps, outcome), (loss, norm, *scaled), here, peak in read:
-            row = {"loss": loss, "grad_norm": norm, "lr": float(outcome.lr)} | dict(zip(SCALED, scaled, strict=False))
+            row = {"loss": loss, "grad_norm": norm, "lr": float(outcome.lr)} | dict(
+                zip(LOSS_SCALE_COLUMNS, scaled, strict=False)
+            )
             row |= {"data_s": outcome.data_s, "memory_peak_bytes": peak}
             finite = {name: value for name, value in row.items() if value - value == 0}
             if len(finite) < len(row) and not scaled:
                 self.bad(steps, self._diagnosis(steps, loss, norm, here, outcome.routed))
-            elif len(finite) < len(row) and row["loss_scale"] <= LOWEST:
+            elif len(finite) < len(row) and row["loss_scale"] <= MIN_SCALE:
                 # Otherwise it overflowed in float16 and is no news, until lowering the scale stops helping.
                 raise Diverged(self._diagnosis(steps, loss, norm, here, outcome.routed) + _collapse(scaled))
             rows.append((steps, finite))
         newest, pp = outcomes[-1], self.ground.axes.pp
-        self.routing = tabled(newest.routed, self.run.model, pp, self.ground.device, newest.balance)
+        self.routing = gather_routing_table(newest.routed, self.run.model, pp, self.ground.device, newest.balance)
         if self.routing:
-            rows[-1][1].update(row_of(self.routing))
+            rows[-1][1].update(tracker_row(self.routing))
         self._pending.clear()
         return rows
 
-    def _diagnosis(self, steps: int, loss: float, norm: float, finite_here: bool, found: Routed | None) -> str:
+    def _diagnosis(self, steps: int, loss: float, norm: float, finite_here: bool, found: MoeStats | None) -> str:
         batch = self.ground.axes.batch
         flags = torch.zeros(batch.size, device=self.ground.device)
         flags[batch.rank] = not finite_here
@@ -100,7 +102,7 @@ class Meter:
         where = f" on data rank {', '.join(guilty)} of {batch.size}" if guilty else " on no rank alone"
         what = f"loss is {loss}{where}" if loss - loss != 0 else f"gradient norm is {norm} (the loss is {loss:.4g})"
         if self.run.model.moe is not None:
-            what += blamed(found, self.run.model.layers, world_axis(), self.ground.device)
+            what += nonfinite_router(found, self.run.model.layers, world_axis(), self.ground.device)
         return f"step {steps}: the {what}"
 
     # -- time: only training counts, not validation, saving or starting up -----------------------------------------
@@ -137,8 +139,8 @@ class Meter:
         )
 
 
-def _scales(outcomes: Sequence[Outcome]) -> list[Tensor]:
-    """The columns of :data:`SCALED`, none unless the run is in float16."""
+def _scales(outcomes: Sequence[StepMetrics]) -> list[Tensor]:
+    """The columns of :data:`LOSS_SCALE_COLUMNS`, none unless the run is in float16."""
     pairs = [(o.loss_scale, o.skipped) for o in outcomes if o.loss_scale is not None and o.skipped is not None]
     return [torch.stack(column).double() for column in zip(*pairs, strict=True)]
 
@@ -149,7 +151,7 @@ def _collapse(scaled: Sequence[float]) -> str:
     return f", and the loss scale fell to {scaled[0]:g} after {scaled[1]:.0f} skipped steps: no scale helps"
 
 
-def rates(speed: Throughput) -> Row:
+def throughput_row(speed: Throughput) -> Row:
     """The values of a :class:`Throughput` for a tracker; what is not known is left out."""
     known = {
         "tokens_per_s": speed.tokens_per_s,

@@ -18,7 +18,7 @@ ComputeType = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 @dataclass(frozen=True)
-class Chip:
+class Accelerator:
     """Dense peaks of one accelerator [FLOP/s]; ``float32`` is without TF32, which nothing here switches on."""
 
     match: str
@@ -33,31 +33,31 @@ class Chip:
 
 
 # The first match wins, so the longer of two names that share a prefix stands first.
-CHIPS = (
-    Chip("GB200", 2500e12, 80e12, 40e12),
-    Chip("B200", 2250e12, 75e12, 37e12),
-    Chip("GH200", 989e12, 67e12, 67e12),
-    Chip("H200", 989e12, 67e12, 67e12),
-    Chip("H100 NVL", 835e12, 60e12, 60e12),
-    Chip("H100 PCIe", 756e12, 51e12, 51e12),
-    Chip("H100", 989e12, 67e12, 67e12),
-    Chip("A100", 312e12, 19.5e12, 19.5e12),
-    Chip("A40", 149.7e12, 37.4e12, 0.58e12),
-    Chip("L40S", 362e12, 91.6e12, 1.4e12),
-    Chip("L4", 121e12, 30.3e12, 0.47e12),
-    Chip("RTX 4090", 165.2e12, 82.6e12, 1.3e12),
-    Chip("RTX 3090", 71e12, 35.6e12, 0.56e12),
-    Chip("MI300X", 1307.4e12, 163.4e12, 163.4e12),
+ACCELERATORS = (
+    Accelerator("GB200", 2500e12, 80e12, 40e12),
+    Accelerator("B200", 2250e12, 75e12, 37e12),
+    Accelerator("GH200", 989e12, 67e12, 67e12),
+    Accelerator("H200", 989e12, 67e12, 67e12),
+    Accelerator("H100 NVL", 835e12, 60e12, 60e12),
+    Accelerator("H100 PCIe", 756e12, 51e12, 51e12),
+    Accelerator("H100", 989e12, 67e12, 67e12),
+    Accelerator("A100", 312e12, 19.5e12, 19.5e12),
+    Accelerator("A40", 149.7e12, 37.4e12, 0.58e12),
+    Accelerator("L40S", 362e12, 91.6e12, 1.4e12),
+    Accelerator("L4", 121e12, 30.3e12, 0.47e12),
+    Accelerator("RTX 4090", 165.2e12, 82.6e12, 1.3e12),
+    Accelerator("RTX 3090", 71e12, 35.6e12, 0.56e12),
+    Accelerator("MI300X", 1307.4e12, 163.4e12, 163.4e12),
 )  # fmt: skip
 
 
-def chip_named(name: str) -> Chip | None:
+def chip_named(name: str) -> Accelerator | None:
     """The chip that a driver calls ``name``, or None for one that the table does not know (and for any CPU)."""
     words = name.upper()
-    return next((chip for chip in CHIPS if chip.match.upper() in words), None)
+    return next((chip for chip in ACCELERATORS if chip.match.upper() in words), None)
 
 
-def chip_of(device: torch.device) -> Chip | None:
+def find_accelerator(device: torch.device) -> Accelerator | None:
     """The chip behind ``device``."""
     return chip_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
@@ -86,7 +86,7 @@ class Throughput:
 
 
 def throughput(
-    model: ModelConfig, *, sequence: int, tokens_per_s: float, ranks: int, chip: Chip | None, dtype: ComputeType
+    model: ModelConfig, *, sequence: int, tokens_per_s: float, ranks: int, chip: Accelerator | None, dtype: ComputeType
 ) -> Throughput:
     """Rates of a run that trains ``tokens_per_s`` over ``ranks`` ranks on samples of ``sequence`` tokens.
 

@@ -27,16 +27,16 @@ from colonnade.model.moe.routing_context import Pooled
 
 
 @dataclass(frozen=True)
-class Terms:
+class StepContext:
     """What a step asks of the loss of each of its micro-batches; as it stands, of a validation."""
 
     smoothing: float = 0.0
     """Label smoothing."""
-    order_weight: Tensor | float = 1.0
+    order_loss_weight: Tensor | float = 1.0
     """What the order of a pair counts beside a token (BERT's second loss)."""
     noise: Dropout | None = None
     """What is random in the step, of whatever tokens; None drops nothing."""
-    router_weight: Tensor | None = None
+    router_loss_weight: Tensor | None = None
     """What a unit of the routers' loss sums counts in the gradient; None in a validation."""
     steps: Sequence[Spread] = (Spread(),)
     """How layers of experts spread their work."""
@@ -48,16 +48,16 @@ class Terms:
     """Likewise: their balance losses over all layers together."""
 
 
-VALIDATION = Terms()
+VALIDATION = StepContext()
 
 
 def model_inputs(
-    batch: Batch, model: Transformer, terms: Terms = VALIDATION
+    batch: Batch, model: Transformer, terms: StepContext = VALIDATION
 ) -> tuple[Stream, Packed | Ring, Loss | Pretraining | ClassLoss]:
     """(stream, attend, head) of ``batch`` on this rank; the head gives (loss sum, number of targets)."""
     T, cp, config, noise = len(batch.tokens_T), model.axes.cp, model.config, terms.noise
     if noise is not None:
-        noise = noise.of_tokens(numbers(batch))
+        noise = noise.of_tokens(global_token_ids(batch))
     first_head, _ = model.axes.tp.part(config.heads)
     cu, longest, equal = batch.cu_seqlens, batch.longest, batch.equal
     attend = Packed(cu, longest, equal, causal=config.causal, noise=noise, head=first_head)
@@ -66,8 +66,10 @@ def model_inputs(
         units = Units.sequences(cu, T, model.axes.dp) if config.moe.by_sequence else None
         if config.moe.router.kind == "task" and batch.tasks_T is not None:
             units = Units(batch.tasks_T, config.moe.router.tasks)
-        routing = Routing(numbers(batch), terms.router_weight, units=units, steps=terms.steps, moe=terms.moe)
-        if terms.router_weight is not None:
+        routing = Routing(
+            global_token_ids(batch), terms.router_loss_weight, units=units, steps=terms.steps, moe=terms.moe
+        )
+        if terms.router_loss_weight is not None:
             terms.reports.append(routing.reports)
             terms.pooled.append(routing.pooled)
     stream = Stream(batch.tokens_T, batch.positions_T, batch.segments_T, noise, routing)
@@ -99,10 +101,10 @@ def model_inputs(
         return stream, attend, tokens
     assert first_R is not None, "this model trains on pairs"
     assert orders_R is not None
-    return stream, attend, Pretraining(tokens, Orders(first_R), orders_R, terms.order_weight)
+    return stream, attend, Pretraining(tokens, Orders(first_R), orders_R, terms.order_loss_weight)
 
 
-def noise_of(train: TrainConfig, number: int, model: ModelConfig, device: torch.device) -> Dropout | None:
+def step_dropout(train: TrainConfig, number: int, model: ModelConfig, device: torch.device) -> Dropout | None:
     """What is random in step ``number``, of no tokens yet; None when nothing is."""
     rates = DropoutRates(train.dropout, train.attention_dropout, train.embedding_dropout, train.expert_dropout)
     if not any(rates) and not (model.moe and draws(model.moe)):
@@ -110,7 +112,7 @@ def noise_of(train: TrainConfig, number: int, model: ModelConfig, device: torch.
     return Dropout.of(train.seed, number, model.layers, torch.empty(0, dtype=torch.int64, device=device), rates)
 
 
-def numbers(batch: Batch) -> Tensor:
+def global_token_ids(batch: Batch) -> Tensor:
     """Each token's number in the step's global batch, by its sample and its place there: not by the micro-batch."""
     row_T = torch.arange(len(batch.tokens_T), device=batch.tokens_T.device)
     if batch.first_R is None:

@@ -38,11 +38,11 @@ from colonnade.parallel import link_bandwidth
 from colonnade.parallel.axis import Grid
 from colonnade.parallel.link_bandwidth import Link
 
-STEP = 1.25
+BUCKET_FACTOR = 1.25
 """Loads and numbers of tokens that differ by less than this factor are one."""
 
 
-class Trials:
+class SpreadTimings:
     """What was tried, by load."""
 
     def __init__(self, model: Transformer):
@@ -58,7 +58,7 @@ class Trials:
         ep = self.model.axes.grid.ep.size
         each = len(load) // ep
         busiest = max(sum(load[i : i + each]) for i in range(0, len(load), each)) * ep / sum(load)
-        key = round(math.log(max(tokens, 1), STEP)), round(math.log(busiest, STEP))
+        key = round(math.log(max(tokens, 1), BUCKET_FACTOR)), round(math.log(busiest, BUCKET_FACTOR))
         missing = [way for way in ways if (*key, way) not in self._took]
         if missing:
             for way, took_s in zip(missing, self._tried(missing, module, tokens, load), strict=True):
@@ -89,19 +89,19 @@ class Trials:
         return [link_bandwidth.rate(lambda way=way: run(way), like.device, axes.grid.tokens) for way in ways]
 
 
-GAIN = 0.03
+MIN_GAIN = 0.03
 """The share of a layer's time that a change must promise."""
-NEAR = 1.5
+CANDIDATE_FACTOR = 1.5
 """How many times the least the formula may give a way that is still tried."""
-EVERY = 10
+CHECK_INTERVAL = 10
 """Steps between two looks at the load."""
 OVERLAPS = (1, 2, 3, 4, 6)
-ROWS = 256
+PROBE_ROWS = 256
 """Rows of each expert on which its arithmetic is timed."""
 
 
 @dataclass(frozen=True)
-class Costs:
+class MeasuredCosts:
     """What was measured."""
 
     exchange: Link
@@ -111,13 +111,16 @@ class Costs:
     """Of the experts' products, forward."""
 
     @staticmethod
-    def measured(model: Transformer) -> "Costs":
+    def measured(model: Transformer) -> "MeasuredCosts":
         """By trying; all ranks that share experts must take part."""
-        grid, layer = model.axes.grid, _layers(model)[0][1]
+        grid, layer = model.axes.grid, _moe_layers(model)[0][1]
         device = layer.experts.up.device
         e, f, D = layer.experts.up.shape
-        x_RD = torch.randn(e * ROWS, D, device=device, dtype=layer.experts.up.dtype)
-        order_R, ends_e = torch.arange(e * ROWS, device=device), torch.arange(1, e + 1, device=device) * ROWS
+        x_RD = torch.randn(e * PROBE_ROWS, D, device=device, dtype=layer.experts.up.dtype)
+        order_R, ends_e = (
+            torch.arange(e * PROBE_ROWS, device=device),
+            torch.arange(1, e + 1, device=device) * PROBE_ROWS,
+        )
 
         @torch.no_grad()
         def products() -> None:
@@ -126,12 +129,12 @@ class Costs:
         took_s = link_bandwidth.rate(products, device, grid.tokens)
         gathers = {r: link_bandwidth.gather_link(grid.every(r), device) for r in divisors(grid.sh.size)}
         gathers[0] = link_bandwidth.gather_link(grid.all, device)
-        flops = 2 * len(layer.experts.matrices) * e * ROWS * f * D
-        return Costs(link_bandwidth.exchange_link(grid.all, device), gathers, flops / took_s)
+        flops = 2 * len(layer.experts.matrices) * e * PROBE_ROWS * f * D
+        return MeasuredCosts(link_bandwidth.exchange_link(grid.all, device), gathers, flops / took_s)
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerLoad:
     """What decides one layer's cost."""
 
     ep: int
@@ -147,7 +150,7 @@ class Layer:
     """Of one choice, forward, all hidden units."""
 
 
-def seconds(spread: Spread, layer: Layer, costs: Costs) -> float:
+def modelled_seconds(spread: Spread, layer: LayerLoad, costs: MeasuredCosts) -> float:
     """What one step of ``layer`` costs, as far as ``spread`` decides it."""
     ranks, r = layer.ep * layer.sh, spread.degree
     if r == 0:
@@ -163,41 +166,41 @@ def seconds(spread: Spread, layer: Layer, costs: Costs) -> float:
     return gathered_s + latency_s + exchange_s + compute_s - hidden_s
 
 
-def hopeful(now: Spread, layer: Layer, costs: Costs) -> list[Spread]:
+def candidates(now: Spread, layer: LayerLoad, costs: MeasuredCosts) -> list[Spread]:
     """The present way, and those that the formula holds for the best or nearly, the best first."""
     ways = [Spread(0, 1)] + [Spread(r, p) for r in divisors(layer.sh) for p in OVERLAPS]
-    cost = {way: seconds(way, layer, costs) for way in ways}
+    cost = {way: modelled_seconds(way, layer, costs) for way in ways}
     least = min(cost.values())
-    near = sorted((way for way in ways if cost[way] <= NEAR * least), key=lambda way: cost[way])
+    near = sorted((way for way in ways if cost[way] <= CANDIDATE_FACTOR * least), key=lambda way: cost[way])
     return [now, *(way for way in near if way != now)]
 
 
-def better(now: Spread, took_s: Mapping[Spread, float]) -> Spread:
+def pick_spread(now: Spread, took_s: Mapping[Spread, float]) -> Spread:
     """The way that took least, or the present one where the gain is small."""
     best = min(took_s, key=lambda way: took_s[way])
-    return best if took_s[best] < (1 - GAIN) * took_s[now] else now
+    return best if took_s[best] < (1 - MIN_GAIN) * took_s[now] else now
 
 
 class MoeAutotuner:
     """Watches the load and says how each layer of this pipeline rank is to spread its work."""
 
     def __init__(self, model: Transformer):
-        self.model, self.costs, self.trials = model, Costs.measured(model), Trials(model)
+        self.model, self.costs, self.trials = model, MeasuredCosts.measured(model), SpreadTimings(model)
         self.spread = [Spread()] * model.config.layers
         """By block number."""
 
     def look(self, layers: Sequence[int], loads: Sequence[Sequence[int]], micro_batches: int) -> list[str]:
         """Decide anew by a step's ``loads``, over all ranks, in so many micro-batches; what changed, for people."""
         grid, said = self.model.axes.grid, []
-        modules = dict(_layers(self.model))
+        modules = dict(_moe_layers(self.model))
         for number, load in zip(layers, loads, strict=True):
             module, now = modules[number], self.spread[number]
-            layer = _described(module, load, grid, micro_batches)
-            ways = hopeful(now, layer, self.costs)
+            layer = _layer_load(module, load, grid, micro_batches)
+            ways = candidates(now, layer, self.costs)
             if len(ways) == 1 or not sum(load):
                 continue
             took_s = self.trials.seconds(ways, module, round(layer.choices / module.moe.active), load)
-            then = better(now, took_s)
+            then = pick_spread(now, took_s)
             if then != now:
                 said.append(
                     f"layer {number}: degree {now.degree} -> {then.degree}, overlap {now.overlap} -> {then.overlap} "
@@ -207,13 +210,13 @@ class MoeAutotuner:
         return said
 
 
-def _described(module: MixtureOfExperts, load: Sequence[int], grid: Grid, micro_batches: int) -> Layer:
+def _layer_load(module: MixtureOfExperts, load: Sequence[int], grid: Grid, micro_batches: int) -> LayerLoad:
     experts, each = module.experts, module.moe.experts // grid.ep.size
     # Copies of the experts share the load out among them.
     groups = grid.copies.size * micro_batches
     by_rank = [sum(load[i : i + each]) / groups for i in range(0, len(load), each)]
     _, f, D = experts.up.shape
-    return Layer(
+    return LayerLoad(
         ep=grid.ep.size,
         sh=grid.sh.size,
         choices=sum(by_rank) / grid.all.size,
@@ -224,12 +227,12 @@ def _described(module: MixtureOfExperts, load: Sequence[int], grid: Grid, micro_
     )
 
 
-def holds_experts(model: Transformer) -> bool:
+def has_moe_layers(model: Transformer) -> bool:
     """Whether this pipeline rank has layers of experts."""
-    return bool(_layers(model))
+    return bool(_moe_layers(model))
 
 
-def _layers(model: Transformer) -> list[tuple[int, MixtureOfExperts]]:
+def _moe_layers(model: Transformer) -> list[tuple[int, MixtureOfExperts]]:
     """The layers with experts of this pipeline rank."""
     found = [(int(name), block.get_submodule("ffn")) for name, block in model.blocks.named_children()]
     return [(number, ffn) for number, ffn in found if isinstance(ffn, MixtureOfExperts)]

@@ -19,7 +19,7 @@ from colonnade.model.moe.routing_context import Pooled, blame
 from colonnade.parallel.axis import Axis
 
 
-class Routed(NamedTuple):
+class MoeStats(NamedTuple):
     """The layers with experts of this pipeline rank, in their order; on the device, nobody has waited for it."""
 
     layers: list[int]
@@ -40,12 +40,12 @@ class Routed(NamedTuple):
     """How each spread its work."""
 
 
-def routed(
+def collect_moe_stats(
     model: Transformer,
     reports: Sequence[Mapping[int, Report]],
     tokens: Sequence[int],
     spread: Sequence[Spread] = (Spread(),),
-) -> Routed | None:
+) -> MoeStats | None:
     """What the ``reports`` of a step's micro-batches of so many ``tokens`` say together, which were told to ``spread``
     their work so (one for all layers, or one each by block number); None without experts.
     """
@@ -55,7 +55,7 @@ def routed(
     by_layer = [[report[layer] for report in reports] for layer in layers]
     counts_LC = model.axes.grid.tokens.sum_(torch.stack([_counts(row) for row in by_layer]))
     share_M = _shares(by_layer[0][0].balance, tokens)
-    return Routed(
+    return MoeStats(
         layers,
         counts_LC[:, :-2],
         counts_LC[:, -2],
@@ -67,7 +67,7 @@ def routed(
     )
 
 
-def pooled_balance(pooled: Sequence[Pooled], tokens: Sequence[int]) -> Tensor | None:
+def pooled_balance_loss(pooled: Sequence[Pooled], tokens: Sequence[int]) -> Tensor | None:
     """The balance loss over all layers together, a mean over a step's micro-batches of so many ``tokens``; None on
     ranks without the last pipeline stage, and where each layer has a loss of its own.
     """
@@ -86,7 +86,7 @@ def _counts(reports: Sequence[Report]) -> Tensor:
     return torch.stack([torch.cat((r.load_E, torch.stack((r.dropped, r.sent_bytes)))) for r in reports]).sum(0)
 
 
-def blamed(found: Routed | None, layers: int, world: Axis, device: torch.device) -> str:
+def nonfinite_router(found: MoeStats | None, layers: int, world: Axis, device: torch.device) -> str:
     """What is to be said of the routers in a bad step: whose scores were the first to break, or nothing. Every rank
     must ask.
     """
@@ -97,13 +97,13 @@ def blamed(found: Routed | None, layers: int, world: Axis, device: torch.device)
     return f"; {whom}" if whom else ""
 
 
-Table = dict[int, dict[str, Any]]
+RoutingTable = dict[int, dict[str, Any]]
 """By layer, for people and files: its load by expert and the rest, as plain numbers."""
 
 
-def tabled(
-    found: Routed | None, model: ModelConfig, pp: Axis, device: torch.device, balance: Tensor | None = None
-) -> Table:
+def gather_routing_table(
+    found: MoeStats | None, model: ModelConfig, pp: Axis, device: torch.device, balance: Tensor | None = None
+) -> RoutingTable:
     """What the layers of all pipeline ranks did, with the same ``balance`` loss for each where it is one of all layers
     together (of the last stage's ranks); waits for the device, and every rank must ask.
     """
@@ -132,7 +132,7 @@ def tabled(
     }
 
 
-OVERALL: dict[str, Callable[[Iterable[float]], float]] = {
+LAYER_REDUCTIONS: dict[str, Callable[[Iterable[float]], float]] = {
     "balance": statistics.fmean,
     "z": statistics.fmean,
     "dropped": max,
@@ -144,7 +144,7 @@ OVERALL: dict[str, Callable[[Iterable[float]], float]] = {
 """What a tracker gets of each layer, and how the layers are one number."""
 
 
-def row_of(found: Table) -> dict[str, float]:
+def tracker_row(found: RoutingTable) -> dict[str, float]:
     """A step's numbers for a tracker, ``moe/dropped`` over all layers and ``moe/3/dropped`` of layer 3."""
     row: dict[str, float] = {}
     for layer, it in found.items():
@@ -162,10 +162,12 @@ def row_of(found: Table) -> dict[str, float]:
             f"moe/{layer}/degree": float(it["degree"]),
             f"moe/{layer}/overlap": float(it["overlap"]),
         }
-    return {f"moe/{key}": float(of([row[f"moe/{i}/{key}"] for i in found])) for key, of in OVERALL.items()} | row
+    return {
+        f"moe/{key}": float(of([row[f"moe/{i}/{key}"] for i in found])) for key, of in LAYER_REDUCTIONS.items()
+    } | row
 
 
-def rebalance(model: Transformer, found: Routed, skip: Tensor) -> None:
+def update_router_biases(model: Transformer, found: MoeStats, skip: Tensor) -> None:
     """Move the balancing biases of this rank's layers, unless ``skip`` (0 or 1) says that the step moves nothing."""
     for layer, load_E in zip(found.layers, found.load_LE, strict=True):
         ffn = model.blocks.get_submodule(str(layer)).get_submodule("ffn")

@@ -34,7 +34,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @torch.no_grad()
-def move_group(
+def torch_fused_adamw(
     group: Mapping[str, Any],
     weights: list[Tensor],
     first: list[Tensor],
@@ -66,7 +66,7 @@ def move_group(
     )
 
 
-class _FusedAdamW:
+class _TorchAdamW:
     """What :class:`torch.optim.AdamW` does with ``fused=True``. A ``torch.optim.Optimizer`` imports torch.compile when
     it is made, a second in each process.
     """
@@ -83,7 +83,7 @@ class _FusedAdamW:
             weights = [w for w in group["params"] if w.grad is not None]
             states = [self.state[w] for w in weights]
             first, second, counts = ([state[name] for state in states] for name in (*MOMENTS, "step"))
-            move_group(group, weights, first, second, counts, self.grad_scale, self.found_inf)
+            torch_fused_adamw(group, weights, first, second, counts, self.grad_scale, self.found_inf)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
@@ -105,7 +105,7 @@ class AdamW:
         decayed = [w for w in weights.values() if w.dim() >= 2]
         rest = [w for w in weights.values() if w.dim() < 2]
         groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-        self._adamw = _FusedAdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps)
+        self._adamw = _TorchAdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps)
         moments = self._make_moments()
         for w in weights.values():
             # What the first step would create by itself; made here so that loading needs no dummy step.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from colonnade.config import TrainConfig
-from colonnade.train.optimizer import MOMENTS, AdamW, move_group
+from colonnade.train.optimizer import MOMENTS, AdamW, torch_fused_adamw
 
 BUCKET_BYTES = 1 << 28
 """Moments that travel together: large enough for the link's full speed; three times this is staging memory. A weight
@@ -126,4 +126,6 @@ class OffloadedAdamW(AdamW):
             chosen = [i for i, w in enumerate(bucket.weights) if self._group_of[w] is group and w.grad is not None]
             weights = [bucket.weights[i] for i in chosen]
             counts = [self._of(w)["step"] for w in weights]
-            move_group(group, weights, [first[i] for i in chosen], [second[i] for i in chosen], counts, scale, skip)
+            torch_fused_adamw(
+                group, weights, [first[i] for i in chosen], [second[i] for i in chosen], counts, scale, skip
+            )

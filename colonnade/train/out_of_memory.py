@@ -24,26 +24,26 @@ from colonnade.train.memory_advice import Machine, Need, advice
 from colonnade.train.memory_estimate import estimate
 from colonnade.train.optimizer import AdamW
 
-WANTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)", re.IGNORECASE)
-LACK = re.compile("DefaultCPUAllocator|CUDA error: out of memory")
+REQUESTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)", re.IGNORECASE)
+OOM_MESSAGE = re.compile("DefaultCPUAllocator|CUDA error: out of memory")
 UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that was in use: since :func:`begin` on a GPU, since the process began on a CPU (resident)."""
+    """The most that was in use: since :func:`reset_peak` on a GPU, since the process began on a CPU (resident)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def begin(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
     """From now on counts what :func:`peak_bytes` says."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 @dataclass(frozen=True)
-class Account:
+class MemoryBreakdown:
     """The memory of one rank at the moment when there was too little."""
 
     masters: int
@@ -82,9 +82,9 @@ class Account:
         return "\n".join([*lines, *([wanted] if self.wanted else []), there])
 
 
-def take_account(
+def memory_breakdown(
     model: nn.Module, masters: Masters, optimizer: AdamW, device: torch.device, error: BaseException
-) -> Account:
+) -> MemoryBreakdown:
     """What is in memory now, while the frames of ``error`` still hold what the step had made."""
     counted: set[int] = set()
 
@@ -106,72 +106,72 @@ def take_account(
     else:
         capacity, unused, others = host_bytes(), 0, 0
     activations = max(in_use - sum(known.values()), 0)
-    return Account(
-        **known, activations=activations, unused=unused, others=others, wanted=wanted_bytes(error),
+    return MemoryBreakdown(
+        **known, activations=activations, unused=unused, others=others, wanted=requested_bytes(error),
         capacity=capacity,
     )  # fmt: skip
 
 
-def wanted_bytes(error: BaseException) -> int:
+def requested_bytes(error: BaseException) -> int:
     """What was asked for when there was not so much, as far as ``error`` tells."""
-    found = WANTED.search(str(error))
+    found = REQUESTED.search(str(error))
     return int(float(found[1]) * UNITS[found[2].lower()]) if found else 0
 
 
 @contextmanager
-def accounted(
+def explain_oom(
     run: RunConfig, model: nn.Module, masters: Masters, optimizer: AdamW, device: torch.device, when: str
 ) -> Iterator[None]:
     """Turns running out of memory inside, ``"in step 2"``, into a :class:`CapacityError` with remedies."""
-    begin(device)
+    reset_peak(device)
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        lack = lack_of_memory(error)
+        lack = find_oom_error(error)
         if lack is None:
             raise
-        account = take_account(model, masters, optimizer, device, lack)
+        account = memory_breakdown(model, masters, optimizer, device, lack)
         wanted = f", which wanted {size(account.wanted)} more" if account.wanted else ""
         said = f"out of memory on {device} {when}{wanted}. It is filled by\n{account}\n"
         needed, free = account.in_use + account.wanted, account.in_use + account.unused
         raise CapacityError(said + _advice(run, device, needed, free)) from error
 
 
-def lack_of_memory(error: BaseException) -> BaseException | None:
+def find_oom_error(error: BaseException) -> BaseException | None:
     """That of ``error`` and its causes (torch's pipelines wrap what a stage raises) which says that there was too
     little memory; torch has no type of its own for that on a CPU.
     """
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, torch.OutOfMemoryError | MemoryError) or LACK.search(str(cause)):
+        if isinstance(cause, torch.OutOfMemoryError | MemoryError) or OOM_MESSAGE.search(str(cause)):
             return cause
         cause = cause.__cause__
     return None
 
 
 @contextmanager
-def beginning(run: RunConfig, device: torch.device) -> Iterator[None]:
+def explain_setup_oom(run: RunConfig, device: torch.device) -> Iterator[None]:
     """Turns running out of memory inside, where a run is set up, into a :class:`CapacityError` with the estimate."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        lack = lack_of_memory(error)
+        lack = find_oom_error(error)
         if lack is None:
             raise
-        wanted, free = wanted_bytes(lack), peak_bytes(device)
+        wanted, free = requested_bytes(lack), peak_bytes(device)
         more = f", which wanted {size(wanted)} more" if wanted else ""
-        need = Need(device.type, _most(run, device), free)
+        need = Need(device.type, _largest_rank_estimate(run, device), free)
         said = f"out of memory on {device} before the first step{more}. By the memory estimate a rank takes\n{need}\n"
         raise CapacityError(said + _advice(run, device, max(need.total, free + wanted), free)) from error
 
 
 @contextmanager
-def copying(name: str) -> Iterator[None]:
+def explain_checkpoint_copy_oom(name: str) -> Iterator[None]:
     """The same for the copy in host memory from which checkpoint ``name`` is to be written."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if lack_of_memory(error) is None:
+        if find_oom_error(error) is None:
             raise
         raise CapacityError(
             f"there is no host memory for a copy of what {name} is made of, from which it is written while training "
@@ -184,12 +184,12 @@ def _advice(run: RunConfig, device: torch.device, needed: int, free: int) -> str
     ``needed``.
     """
     ranks = local_ranks(run.plan)
-    scale = max(1.0, needed / sum(_most(run, device).values()))
+    scale = max(1.0, needed / sum(_largest_rank_estimate(run, device).values()))
     host = ranks * free if device.type == "cpu" else free_host_bytes()
     return advice(run, Machine(device.type, host, device=free, ranks=ranks, scale=scale))
 
 
-def _most(run: RunConfig, device: torch.device) -> dict[str, int]:
+def _largest_rank_estimate(run: RunConfig, device: torch.device) -> dict[str, int]:
     """The estimate of the rank that has most on its device."""
     stages = [estimate(run, device.type, rank).device for rank in range(run.plan.pp)]
     return max(stages, key=lambda rows: sum(rows.values()))

@@ -11,7 +11,7 @@ from colonnade.model import Transformer
 from colonnade.model.head import Head
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.pipeline import Pipeline, Stage
-from colonnade.train.model_inputs import VALIDATION, Terms, model_inputs
+from colonnade.train.model_inputs import VALIDATION, StepContext, model_inputs
 
 
 class PipelineStep:
@@ -26,7 +26,7 @@ class PipelineStep:
         self._pipeline = Pipeline(self.stages, ground.plan, ground.axes.pp, ground.device)
         self._feed([], torch.ones((), device=ground.device))
 
-    def step(self, batches: Sequence[Batch], count: Tensor, terms: Terms) -> Tensor:
+    def step(self, batches: Sequence[Batch], count: Tensor, terms: StepContext) -> Tensor:
         """Forward and backward of all micro-batches, each loss divided by ``count``; their undivided sum, 0 on ranks
         without the last stage.
         """
@@ -35,7 +35,7 @@ class PipelineStep:
         return self._sum
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch], terms: Terms = VALIDATION) -> Tensor:
+    def evaluate(self, batches: Iterable[Batch], terms: StepContext = VALIDATION) -> Tensor:
         """The summed loss of ``batches`` without smoothing, 0 on ranks without the last stage."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
@@ -54,14 +54,14 @@ class PipelineStep:
         self,
         batches: Sequence[Batch],
         count: Tensor,
-        terms: Terms = VALIDATION,
+        terms: StepContext = VALIDATION,
         head: Head | None = None,
     ) -> None:
         self._laid = [model_inputs(batch, self.model, terms) for batch in batches]  # once for all stages of this rank
         self._count, self._head = count, head
         self._sum = torch.zeros((), dtype=torch.promote_types(self.compute, torch.float32), device=self.device)
         moe = self.model.config.moe
-        pools = moe is not None and moe.pools_layers and terms.router_weight is not None
+        pools = moe is not None and moe.pools_layers and terms.router_loss_weight is not None
         self._zero_sums = (self._sum.new_zeros(2 * moe.experts + 1),) if moe is not None and pools else ()
 
     def _examples(self) -> list[Tensor]:

@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from colonnade.config import RunConfig
 from colonnade.parallel.distributed_context import DistributedContext
 
-READS = "reads samples"
+READ_SAMPLES = "reads samples"
 """The annotation under which samples are read."""
 STEP = re.compile(r"ProfilerStep#\d+")
 US = 1e-6
@@ -43,20 +43,20 @@ Spans = list[tuple[float, float]]
 
 # Names of kernels, the first match counts. cuBLAS calls its kernels nvjet, gemm or xmma; cuDNN's attention says sdpa;
 # _forward, _queries and _keys are ours (kernels/attention/triton_dropout.py).
-KERNELS = {
+KERNEL_PATTERNS = {
     "communication": re.compile(r"nccl|multimem|symm_mem|PtoP"),
     "attention": re.compile(r"flash|fmha|sdpa|attention|^_(forward|queries|keys)$", re.I),
     "matmul": re.compile(r"gemm|nvjet|xmma|cutlass|cublas|splitk|scaled_mm|triton_tem|matmul", re.I),
     "optimizer": re.compile(r"adam", re.I),
 }
-OPERATORS = {
+OPERATOR_PATTERNS = {
     "communication": re.compile(r"^(gloo:|c10d::|_c10d_functional::)"),
     "attention": re.compile(r"^aten::.*(attention|flash)"),
     "matmul": re.compile(r"^aten::(mm|addmm|bmm|baddbmm|_?(scaled|grouped)_mm)\b"),
     "optimizer": re.compile(r"^aten::_fused_adam"),
     "elementwise": re.compile(r"^aten::"),
 }
-ORDER = ("matmul", "attention", "optimizer", "elementwise", "copies")
+COMPUTE_KINDS = ("matmul", "attention", "optimizer", "elementwise", "copies")
 """Arithmetic first, in the order in which an instant is given away."""
 
 
@@ -74,7 +74,7 @@ class Breakdown:
     @property
     def row(self) -> dict[str, float]:
         """The same for trackers: ``step_s``, ``compute_s``, ``data_exposed_s`` and the parts."""
-        compute = sum(self.parts[kind] for kind in ORDER)
+        compute = sum(self.parts[kind] for kind in COMPUTE_KINDS)
         named = {f"{kind}_s": seconds for kind, seconds in self.parts.items() if kind not in ("data", "communication")}
         return named | {
             "step_s": self.step_s,
@@ -104,40 +104,40 @@ def breakdown(trace: Mapping[str, Any]) -> Breakdown:
     if not windows:
         raise ValueError("the trace has no ProfilerStep in it")
     left = union(windows)
-    total = length(left)
-    kinds: dict[str, Spans] = {kind: [] for kind in (*ORDER, "communication", "data")}
+    total = total_length(left)
+    kinds: dict[str, Spans] = {kind: [] for kind in (*COMPUTE_KINDS, "communication", "data")}
     on_device = any(event.get("cat") == "kernel" for event in events)
     kind_of: Callable[[str, str], str | None] = _device_kind if on_device else _host_kind
     for event in events:
         name, cat = event["name"], event.get("cat", "")
-        kind = "data" if (name, cat) == (READS, "user_annotation") else kind_of(name, cat)
+        kind = "data" if (name, cat) == (READ_SAMPLES, "user_annotation") else kind_of(name, cat)
         if kind is not None:
             kinds[kind].append(_span(event))
     spans = {kind: union(found) for kind, found in kinds.items()}
-    busy = union(span for kind in ORDER for span in spans[kind])
-    order = (*ORDER, "communication", "data") if on_device else ("data", *ORDER, "communication")
+    busy = union(span for kind in COMPUTE_KINDS for span in spans[kind])
+    order = (*COMPUTE_KINDS, "communication", "data") if on_device else ("data", *COMPUTE_KINDS, "communication")
     parts: dict[str, float] = {}
     for kind in order:
         rest = subtract(left, spans[kind])
-        parts[kind] = (length(left) - length(rest)) * US / len(windows)
+        parts[kind] = (total_length(left) - total_length(rest)) * US / len(windows)
         left = rest
-    parts["idle"] = length(left) * US / len(windows)
-    hidden = length(spans["communication"]) - length(subtract(spans["communication"], busy))
+    parts["idle"] = total_length(left) * US / len(windows)
+    hidden = total_length(spans["communication"]) - total_length(subtract(spans["communication"], busy))
     return Breakdown(len(windows), total * US / len(windows), parts, hidden * US / len(windows))
 
 
 def _device_kind(name: str, cat: str) -> str | None:
     if cat in ("gpu_memcpy", "gpu_memset"):
-        return "communication" if KERNELS["communication"].search(name) else "copies"
+        return "communication" if KERNEL_PATTERNS["communication"].search(name) else "copies"
     if cat != "kernel":
         return None
-    return next((kind for kind, pattern in KERNELS.items() if pattern.search(name)), "elementwise")
+    return next((kind for kind, pattern in KERNEL_PATTERNS.items() if pattern.search(name)), "elementwise")
 
 
 def _host_kind(name: str, cat: str) -> str | None:
     if cat not in ("cpu_op", "user_annotation"):
         return None
-    return next((kind for kind, pattern in OPERATORS.items() if pattern.search(name)), None)
+    return next((kind for kind, pattern in OPERATOR_PATTERNS.items() if pattern.search(name)), None)
 
 
 # -- intervals --------------------------------------------------------------------------------------------------------
@@ -177,16 +177,16 @@ def subtract(spans: Spans, others: Spans) -> Spans:
     return rest
 
 
-def length(spans: Sequence[tuple[float, float]]) -> float:
+def total_length(spans: Sequence[tuple[float, float]]) -> float:
     """How long disjoint intervals last together."""
     return sum(end - start for start, end in spans)
 
 
-BEFORE = 3
+WARMUP_STEPS = 3
 """Steps of a session before the traced ones."""
 
 
-class Profile:
+class StepProfiler:
     """Traces train.profile steps into ``runs/NAME/profile/rank-R.json.gz``, for Perfetto or chrome://tracing."""
 
     def __init__(self, run: RunConfig, ground: DistributedContext):
@@ -198,19 +198,19 @@ class Profile:
     def after_step(self) -> Breakdown | None:
         """A step was taken; where the time of the traced ones went, once the last of them is over."""
         self._seen += 1
-        if not self.steps or self._seen > BEFORE + self.steps:
+        if not self.steps or self._seen > WARMUP_STEPS + self.steps:
             return None
-        if self._seen == BEFORE - 1:
+        if self._seen == WARMUP_STEPS - 1:
             self._profiler = self._start()
             return None
         if self._profiler is None:
             return None
-        if self._seen not in (BEFORE, BEFORE + self.steps):
+        if self._seen not in (WARMUP_STEPS, WARMUP_STEPS + self.steps):
             self._profiler.step()
             return None
         self._settle()  # so that the device's work of the traced steps is all of it within them
         self._profiler.step()
-        if self._seen == BEFORE:
+        if self._seen == WARMUP_STEPS:
             return None
         self.close()
         with gzip.open(self.path, "rt", encoding="utf-8") as file:

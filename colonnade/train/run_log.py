@@ -1,8 +1,13 @@
-"""The run's diary: meter, trackers and screen behind a few calls, so that the loop can be read as a loop.
+"""What the person in front of the terminal sees: a live bar with the newest numbers, or plain lines in a log.
+
+Rank 0 shows; the other ranks hold a screen that shows nothing.
+
+The run's diary: meter, trackers and screen behind a few calls, so that the loop can be read as a loop.
 
 Every rank keeps one (reading the meter is collective); only rank 0's tracks and shows anything.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,16 +15,83 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
 from colonnade.checkpoint.atomic_folder import FULL
-from colonnade.config import TrainConfig
+from colonnade.config import TrainConfig, size
 from colonnade.errors import CapacityError
-from colonnade.train.metrics import Diverged, Meter, Row, rates
+from colonnade.train.metrics import Diverged, Meter, Row, throughput_row
 from colonnade.train.mfu import Throughput
-from colonnade.train.profiler import BEFORE, Breakdown, Profile
-from colonnade.train.progress_display import ProgressDisplay
+from colonnade.train.profiler import WARMUP_STEPS, Breakdown, StepProfiler
 from colonnade.train.session import Session
-from colonnade.train.trackers import ROUTING, JsonLines, OpenTracker, TensorBoard, Tracker, draw, named
-from colonnade.train.train_step import Outcome
+from colonnade.train.trackers import (
+    ROUTING,
+    JsonLines,
+    OpenTracker,
+    TensorBoard,
+    Tracker,
+    draw_loss_curve,
+    service_trackers,
+)
+from colonnade.train.train_step import StepMetrics
+
+NUMBERS = (("loss", ".4f"), ("grad_norm", ".2f"))
+
+
+class ProgressDisplay:
+    """Used as a context: the live part is up inside, and taken down whatever happens."""
+
+    def __init__(self, total_steps: int, *, shown: bool, console: Console | None = None):
+        self.console = console or Console(quiet=not shown, highlight=False)
+        self.total_steps = total_steps
+        self._state = Text()
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=30),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._task = self._bar.add_task("", total=total_steps)
+        self._live: Live | None = None
+        if shown and self.console.is_terminal:
+            self._live = Live(Group(self._bar, self._state), console=self.console, transient=True)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def advance(self, steps: int) -> None:
+        """The bar moves; a plain log stays quiet until there are numbers."""
+        self._bar.update(self._task, completed=steps)
+
+    def metrics(self, steps: int, row: Row, speed: Throughput | None) -> None:
+        """The newest numbers."""
+        # What is missing was not finite: a step that float16 skipped.
+        loss, norm = (f"{row[name]:{form}}" if name in row else "-" for name, form in NUMBERS)
+        state = f"loss {loss}  norm {norm}  lr {row['lr']:.2e}"
+        if "loss_scale" in row:
+            state += f"  scale 2^{math.log2(row['loss_scale']):.0f}  skipped {row['skipped']:.0f}"
+        if speed is not None:
+            state += f"  {speed}"
+        if "memory_peak_bytes" in row:
+            state += f"  peak {size(int(row['memory_peak_bytes']))}"
+        if self._live is not None and steps < self.total_steps:
+            self._state.plain = state
+        else:
+            self.line(f"step {steps:>{len(str(self.total_steps))}}/{self.total_steps}  {state}")
 
 
 @dataclass(frozen=True)
@@ -53,8 +125,8 @@ class RunLog:
         self.row: Row = {}
         self.validation_loss: float | None = None
         self.speed: Throughput | None = None
-        self._open_trackers = (JsonLines, TensorBoard, *named(session.run), *trackers)
-        self.profile = Profile(session.run, session.ground)
+        self._open_trackers = (JsonLines, TensorBoard, *service_trackers(session.run), *trackers)
+        self.profile = StepProfiler(session.run, session.ground)
         self._trackers: list[Tracker] = []
         self._routing: JsonLines | None = None
         self._first_step = True
@@ -83,7 +155,7 @@ class RunLog:
         """Whether the steps taken are a multiple of one of ``intervals`` (0 is never due)."""
         return any(every and self.session.taken % every == 0 for every in intervals)
 
-    def note(self, outcome: Outcome) -> None:
+    def note(self, outcome: StepMetrics) -> None:
         """A step was taken; nothing waits for its numbers."""
         self.meter.note(self.session.taken, outcome)
         self.screen.advance(self.session.taken)
@@ -108,15 +180,15 @@ class RunLog:
         """
         with self._aside():
             rows = self.meter.read()
-            for decision in self.session.decided:
+            for decision in self.session.spread_changes:
                 self.screen.line(decision)
-            self.session.decided.clear()
+            self.session.spread_changes.clear()
             if rows and self._routing is not None:
                 self._loads(rows[-1][0], self._routing)
             self.speed = self.meter.speed() or self.speed
             for taken, row in rows:
                 newest = taken == self.session.taken and self.speed is not None
-                self._track(taken, row | (rates(self.speed) if newest and self.speed else {}))
+                self._track(taken, row | (throughput_row(self.speed) if newest and self.speed else {}))
                 self.row = row if "loss" in row else self.row
             if self.row:
                 self.screen.metrics(self.session.taken, self.row, self.speed)
@@ -171,7 +243,7 @@ class RunLog:
         checkpoint = self.session.checkpoint
         assert checkpoint is not None, "the last step saves"
         title = f"{self.run.name}: {self.run.model.size}"
-        picture = draw(self.run.folder, title) if self.first else None
+        picture = draw_loss_curve(self.run.folder, title) if self.first else None
         if picture:
             self.screen.line(f"loss curve {picture}")
         return Summary(self.session.taken, checkpoint, picture, self.row.get("loss"), self.validation_loss, self.speed)
@@ -181,22 +253,22 @@ class RunLog:
         tokens = round(run.train.batch * it.feed.sample_tokens)
         self.screen.line(
             f"{run.name}: {run.model.size}, {run.plan} on {it.ground.device.type}, "
-            f"{computing(run.train)}, {tokens} tokens a step, {run.train.steps} steps"
+            f"{precision_summary(run.train)}, {tokens} tokens a step, {run.train.steps} steps"
         )
         choices = {"float8": run.train.float8, "recompute": run.train.recompute, "offload": run.train.offload}
         said = [f"{name} {value}" for name, value in choices.items() if value not in ("none", "budget")]
         if said := said + ["cuda_graph"] * run.train.cuda_graph:
             self.screen.line(", ".join(said))
-        if it.recomputed is not None:
-            self.screen.line(it.recomputed)
+        if it.recompute_summary is not None:
+            self.screen.line(it.recompute_summary)
         if it.checkpoint is not None:
             self.screen.line(f"resumed {it.checkpoint}" + (f" with {', '.join(it.changes)}" if it.changes else ""))
-        if run.train.profile and run.train.steps - it.taken < (needs := BEFORE + run.train.profile):
+        if run.train.profile and run.train.steps - it.taken < (needs := WARMUP_STEPS + run.train.profile):
             self.screen.line(f"no profile: it takes {needs} steps, and {run.train.steps - it.taken} are left")
         if it.taken >= run.train.steps:
             self.screen.line(f"already at step {it.taken} of {run.train.steps}; raise --train.steps to go on")
-        if it.feed.why_off:
-            self.screen.line(f"validation is off: {it.feed.why_off}")
+        if it.feed.no_validation_reason:
+            self.screen.line(f"validation is off: {it.feed.no_validation_reason}")
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -220,7 +292,7 @@ class RunLog:
             ) from why
 
 
-def computing(train: TrainConfig) -> str:
+def precision_summary(train: TrainConfig) -> str:
     """``"bfloat16 with float32 masters, compiled, fused AdamW"``: how a run with ``train``, resolved, computes."""
     masters = " with float32 masters" if train.dtype in ("bfloat16", "float16") else ""
     compiled = ", compiled" if train.compile else ""

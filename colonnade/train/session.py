@@ -34,20 +34,20 @@ from colonnade.parallel.config_check import agree
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, masters
 from colonnade.parallel.watchdog import Watchdog
-from colonnade.train.activation_memory import arrange
+from colonnade.train.activation_memory import configure_recompute
 from colonnade.train.cuda_graph import check_device
-from colonnade.train.data_feed import CorpusFeed, MakeFeed, compare
-from colonnade.train.initial_weights import begin, freeze
+from colonnade.train.data_feed import CorpusFeed, MakeFeed, check_data_unchanged
+from colonnade.train.initial_weights import freeze, initialise_masters
 from colonnade.train.loss_scaler import LossScaler
 from colonnade.train.memory_advice import check_rank_memory
-from colonnade.train.moe_autotune import EVERY, MoeAutotuner, holds_experts
+from colonnade.train.moe_autotune import CHECK_INTERVAL, MoeAutotuner, has_moe_layers
 from colonnade.train.optimizer import AdamW, FusedAdamW
 from colonnade.train.optimizer_offload import OffloadedAdamW
-from colonnade.train.out_of_memory import accounted, beginning, copying, peak_bytes
+from colonnade.train.out_of_memory import explain_checkpoint_copy_oom, explain_oom, explain_setup_oom, peak_bytes
 from colonnade.train.pipeline_step import PipelineStep
-from colonnade.train.profiler import READS
-from colonnade.train.run_lock import RunLock
-from colonnade.train.train_step import Outcome, Step, evaluate
+from colonnade.train.profiler import READ_SAMPLES
+from colonnade.train.run_lifecycle import RunLock
+from colonnade.train.train_step import StepMetrics, TrainStep, evaluate
 
 
 class Session:
@@ -71,17 +71,17 @@ class Session:
         self.watch = watch or Watchdog(run.train.timeout_s)
         self._compiled, self._lock = False, lock
         self.feed = feed(run, ground.axes.dp.rank, ground.axes.dp.size)
-        agree({name: _digest(value) for name, value in self.feed.identity.items()}, self.world)
+        agree({name: _short_hash(value) for name, value in self.feed.identity.items()}, self.world)
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
         spans = [span for _, span in ground.stages(run.model.layers)]
         compute: torch.dtype = getattr(torch, run.train.compute_dtype)  # torch's own names
         check_rank_memory(run, ground)
-        with beginning(run, ground.device):
+        with explain_setup_oom(run, ground.device):
             self.model = self._build(run.model, kept, spans, cut=ground.sharded)
-            self.checkpoint = newest(run.folder, self.world)
+            self.checkpoint = newest_checkpoint(run.folder, self.world)
             """The newest complete checkpoint, if there is one."""
             freeze(self.model, run.train.freeze)
-            self.recomputed = arrange(
+            self.recompute_summary = configure_recompute(
                 self.model,
                 run.train,
                 lambda: next(self._on_device(self.feed.samples.at(0))),
@@ -93,18 +93,18 @@ class Session:
             single = bool(run.train.fused_adamw) and run.micro_batches == 1 and self.piped is None
             self.masters = masters(self.model, ground, compute, self.piped and self.piped.stages, single=single)
             if self.checkpoint is None:
-                begin(self.model, run, ground, self.masters)
-            self.optimizer = moving(self.masters, run.train)
+                initialise_masters(self.model, run, ground, self.masters)
+            self.optimizer = make_optimizer(self.masters, run.train)
         self.scaler = LossScaler(run.train, ground.device) if run.train.dtype == "float16" else None
-        self._adaptive = MoeAutotuner(self.model) if run.plan.degree == "auto" and holds_experts(self.model) else None
+        self._adaptive = MoeAutotuner(self.model) if run.plan.degree == "auto" and has_moe_layers(self.model) else None
         spread = [
             Spread() if run.plan.degree == "auto" else Spread(run.plan.degree, run.plan.overlap, run.plan.shadows)
         ]
-        self._step = Step(
+        self._step = TrainStep(
             self.model, self.masters, self.optimizer, run.train, self.world, self.piped, self.scaler, spread,
             run.train.cuda_graph,
         )  # fmt: skip
-        self.decided: list[str] = []
+        self.spread_changes: list[str] = []
         """What was decided about the layers of experts and not yet shown (plan.degree auto)."""
         self.taken = 0
         """Optimizer steps taken."""
@@ -118,20 +118,22 @@ class Session:
         if self.checkpoint is not None:
             self._resume(self.checkpoint)
 
-    def step(self) -> Outcome:
+    def step(self) -> StepMetrics:
         """Take the next optimizer step."""
-        self.watch.at(self.taken + 1, READS)
+        self.watch.at(self.taken + 1, READ_SAMPLES)
         begun_s = time.perf_counter()
-        with record_function(READS):
+        with record_function(READ_SAMPLES):
             batches = list(self._on_device(self.feed.samples.at(self.seen)))
         data_s = time.perf_counter() - begun_s
         self.watch.at(self.taken + 1, "computes", patient=not self._compiled)
         device = self.ground.device
         with self._accounted(f"in step {self.taken + 1}"):
             outcome = self._step(self.taken, batches)
-        outcome = replace(outcome, data_s=data_s, memory_bytes=max(peak_bytes(device), self._step.recorded_bytes))
-        if self._adaptive is not None and outcome.routed is not None and self.taken % EVERY == 0:
-            self.decided += self._adaptive.look(outcome.routed.layers, outcome.routed.load_LE.tolist(), len(batches))
+        outcome = replace(outcome, data_s=data_s, memory_bytes=max(peak_bytes(device), self._step.capture_peak_bytes))
+        if self._adaptive is not None and outcome.routed is not None and self.taken % CHECK_INTERVAL == 0:
+            self.spread_changes += self._adaptive.look(
+                outcome.routed.layers, outcome.routed.load_LE.tolist(), len(batches)
+            )
             self._step.spread = self._adaptive.spread
         self._compiled = True
         self.taken, self.seen = self.taken + 1, self.seen + self.run.train.batch
@@ -161,7 +163,7 @@ class Session:
             return None
         if self._lock is not None:
             self._lock.check()
-        with copying(folder.name):
+        with explain_checkpoint_copy_oom(folder.name):
             write = self._writing(folder)
         self._saving.start(folder, write)
         return None if t.async_save else self.settle(wait=True)
@@ -219,7 +221,7 @@ class Session:
             error.add_note(f"and the checkpoint that was being written failed: {failure}")
 
     def _accounted(self, when: str) -> AbstractContextManager[None]:
-        return accounted(self.run, self.model, self.masters, self.optimizer, self.ground.device, when)
+        return explain_oom(self.run, self.model, self.masters, self.optimizer, self.ground.device, when)
 
     def _build(
         self, config: ModelConfig, dtype: torch.dtype, spans: Sequence[range] | None = None, *, cut: bool = False
@@ -245,7 +247,7 @@ class Session:
             raise CheckpointError(f"{folder} was not written by a training run; use another name for this run")
         if any(type(at := meta.cursor.get(key, 0)) is not int or at < 0 for key in ("seen", "skipped")):
             raise CheckpointError(f"{folder} has the data cursor {meta.cursor}; use another checkpoint")
-        differs = compare(self.feed, self.run.data, meta.cursor, str(folder))
+        differs = check_data_unchanged(self.feed, self.run.data, meta.cursor, str(folder))
         self.taken, self.seen = meta.step, 0 if differs else meta.cursor["seen"]
         self.skipped = meta.cursor.get("skipped", 0)
         if self.scaler is not None:
@@ -268,12 +270,12 @@ class Session:
         return where | self.feed.identity | {"sequence": data.sequence, "seed": data.seed}
 
 
-def _digest(value: object) -> str:
+def _short_hash(value: object) -> str:
     """A few characters that differ where ``value`` does."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
-def moving(held: Masters, train: TrainConfig) -> AdamW:
+def make_optimizer(held: Masters, train: TrainConfig) -> AdamW:
     """The optimizer of ``held`` that ``train`` asks for; the plain one where this rank trains nothing."""
     if not held.local:
         return AdamW(held.local, train)
@@ -282,7 +284,7 @@ def moving(held: Masters, train: TrainConfig) -> AdamW:
     return (AdamW if train.offload == "none" else OffloadedAdamW)(held.local, train)
 
 
-def newest(run: Path, world: Axis) -> Path | None:
+def newest_checkpoint(run: Path, world: Axis) -> Path | None:
     """The newest checkpoint of a run, as rank 0 sees it, so that all ranks resume from the same.
 
     What an interrupted save left behind is removed. Raises :class:`CheckpointError` when a newer checkpoint has lost

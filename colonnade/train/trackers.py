@@ -109,7 +109,7 @@ class Wandb:
 
     def __init__(self, folder: Path, resumed_step: int, *, config: Mapping[str, Any]):
         wandb = importlib.import_module("wandb")
-        known = _known(folder / WANDB, resumed_step)
+        known = _service_run_id(folder / WANDB, resumed_step)
         # A run that it does not know by this name begins.
         id = known or uuid.uuid4().hex
         self._run = wandb.init(name=folder.name, id=id, resume="allow", dir=str(folder), config=dict(config))
@@ -132,11 +132,11 @@ class Mlflow:
 
     def __init__(self, folder: Path, resumed_step: int, *, config: Mapping[str, Any]):
         mlflow = importlib.import_module("mlflow")
-        known = _known(folder / MLFLOW, resumed_step)
+        known = _service_run_id(folder / MLFLOW, resumed_step)
         id = mlflow.start_run(run_id=known, run_name=None if known else folder.name).info.run_id
         (folder / MLFLOW).write_text(id, encoding="utf-8")
         if known is None:
-            mlflow.log_params(flat(config))
+            mlflow.log_params(flattened(config))
         history = mlflow.MlflowClient().get_metric_history(id, "loss")
         self._seen, self._mlflow = max((metric.step for metric in history), default=0), mlflow
 
@@ -150,17 +150,17 @@ class Mlflow:
         self._mlflow.end_run()
 
 
-NAMED: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "mlflow": Mlflow}
+SERVICES: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "mlflow": Mlflow}
 """What train.trackers can name; each is told the configuration besides."""
 
 
-class Service:
+class ServiceTracker:
     """A tracker that is not ours, behind a network: when it fails in the middle of a run, it is told no more, and the
     run goes on. At the start a failure ends the run, whose owner is still there to mend it.
     """
 
     def __init__(self, folder: Path, resumed_step: int, *, name: str, config: Mapping[str, Any]):
-        self._name, self._tracker = name, NAMED[name](folder, resumed_step, config=config)
+        self._name, self._tracker = name, SERVICES[name](folder, resumed_step, config=config)
         self._lost = False
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
@@ -183,7 +183,7 @@ class Service:
                   file=sys.stderr, flush=True)  # fmt: skip
 
 
-def named(run: RunConfig) -> list[OpenTracker]:
+def service_trackers(run: RunConfig) -> list[OpenTracker]:
     """The trackers that ``run`` asks for; raises :class:`ConfigError` when the package of one is missing."""
     for name in run.train.trackers:
         found = importlib.util.find_spec(name)
@@ -193,18 +193,18 @@ def named(run: RunConfig) -> list[OpenTracker]:
                 "run: pip install 'colonnade[track]', or leave it out"
             )
     config = run.model_dump(mode="json")
-    return [functools.partial(Service, name=name, config=config) for name in run.train.trackers]
+    return [functools.partial(ServiceTracker, name=name, config=config) for name in run.train.trackers]
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """``{"train.lr": "0.0003", …}``."""
     found: dict[str, str] = {}
     for key, value in config.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": str(value)}
+        found |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": str(value)}
     return found
 
 
-def _known(file: Path, resumed_step: int) -> str | None:
+def _service_run_id(file: Path, resumed_step: int) -> str | None:
     """By which name a service knows the run that is resumed; one that begins anew is a new run there."""
     return file.read_text(encoding="utf-8") if resumed_step and file.is_file() else None
 
@@ -225,14 +225,14 @@ PICTURE = "loss.png"
 INK, QUIET, TRAIN, VALIDATION = "#1f2933", "#8a94a0", "#2f6fb3", "#d1495b"
 
 
-def smoothed(values: Sequence[float], reach: int) -> list[float]:
+def moving_average(values: Sequence[float], reach: int) -> list[float]:
     """The mean of each value and up to ``reach`` neighbours on either side (a trailing mean would lag behind)."""
     sums = [0.0, *accumulate(values)]
     ends = [(max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values))]
     return [(sums[stop] - sums[start]) / (stop - start) for start, stop in ends]
 
 
-def draw(folder: Path, title: str) -> Path | None:
+def draw_loss_curve(folder: Path, title: str) -> Path | None:
     """Write ``folder/loss.png`` and return it; None when nothing was tracked yet."""
     rows = read_rows(folder)
     gap = float("nan")  # of a step that float16 skipped
@@ -252,7 +252,7 @@ def draw(folder: Path, title: str) -> Path | None:
     reach = len(losses) // 100
     if reach:
         top.plot(steps, losses, color=TRAIN, alpha=0.25, linewidth=0.8)
-    top.plot(steps, smoothed(losses, reach), color=TRAIN, linewidth=1.8, label=f"training, now {losses[-1]:.3f}")
+    top.plot(steps, moving_average(losses, reach), color=TRAIN, linewidth=1.8, label=f"training, now {losses[-1]:.3f}")
     if held_out:
         label = f"validation, now {held_out[-1][1]:.3f}"
         top.plot(*zip(*held_out, strict=True), color=VALIDATION, marker="o", markersize=4, linewidth=1.4, label=label)

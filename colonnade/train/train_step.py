@@ -23,17 +23,17 @@ from colonnade.model import IGNORE, Transformer
 from colonnade.model.moe import Spread
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.fsdp import Masters
-from colonnade.train.cuda_graph import Graphed, Passes
+from colonnade.train.cuda_graph import ForwardBackward, GraphedForwardBackward
 from colonnade.train.loss_scaler import LossScaler
-from colonnade.train.model_inputs import VALIDATION, Terms, model_inputs, noise_of
-from colonnade.train.moe_stats import Routed, pooled_balance, rebalance, routed
+from colonnade.train.model_inputs import VALIDATION, StepContext, model_inputs, step_dropout
+from colonnade.train.moe_stats import MoeStats, collect_moe_stats, pooled_balance_loss, update_router_biases
 from colonnade.train.optimizer import AdamW
 from colonnade.train.optimizer_step import OptimizerStep
 from colonnade.train.pipeline_step import PipelineStep
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepMetrics:
     """What a step leaves to be looked at later; all on the device, nobody has waited for it."""
 
     loss_sum: Tensor
@@ -48,7 +48,7 @@ class Outcome:
     """In float16: the scale that the step used."""
     skipped: Tensor | None = None
     """In float16: steps of the run that overflowed and moved nothing, this one included; its norm is not finite."""
-    routed: Routed | None = None
+    routed: MoeStats | None = None
     """What the layers of experts of this pipeline rank did, over all ranks."""
     balance: Tensor | None = None
     """The balance loss over all layers together, on the ranks of the last pipeline stage."""
@@ -58,7 +58,7 @@ class Outcome:
     """The most that this rank had in use: in the step on a GPU, since it began on a CPU."""
 
 
-class Step:
+class TrainStep:
     """``step(number, micro_batches)``: forward, backward, and the
     :class:`~colonnade.train.optimizer_step.OptimizerStep`.
     """
@@ -83,45 +83,47 @@ class Step:
         self.piped, self.scaler = piped, scaler
         self.model, self.masters, self.train, self.axes = model, masters, train, model.axes
         self.move = OptimizerStep(model, masters, optimizer, train, world, scaler)
-        self.passes: Passes = functools.partial(passes, model)
+        self.passes: ForwardBackward = functools.partial(forward_backward, model)
         if graphed:
             graded = (*model.parameters(), *masters.local.values())
-            self.passes = Graphed(self.passes, graded, next(model.parameters()).device)
+            self.passes = GraphedForwardBackward(self.passes, graded, next(model.parameters()).device)
 
-    def __call__(self, number: int, micro_batches: Sequence[Batch]) -> Outcome:
+    def __call__(self, number: int, micro_batches: Sequence[Batch]) -> StepMetrics:
         """Train on this data rank's ``micro_batches`` as step ``number`` (from 0)."""
-        count = valid_tokens(micro_batches, self.axes.dp)
+        count = count_targets(micro_batches, self.axes.dp)
         divisor = count if self.scaler is None else self.scaler.up(count)
-        terms = Terms(
+        terms = StepContext(
             self.train.label_smoothing,
-            pair_weight(micro_batches, count, self.axes.dp),
-            noise_of(self.train, number, self.model.config, count.device),
+            order_loss_weight(micro_batches, count, self.axes.dp),
+            step_dropout(self.train, number, self.model.config, count.device),
         )
         sizes = [len(batch.tokens_T) for batch in micro_batches]
         if self.model.config.moe is not None:
             here = torch.full((), sum(sizes), device=count.device)  # no copy from the host, which would wait
             tokens = self.axes.dp.sum_(here).clamp(min=1)
             # In float64, because torch divides integers in float32.
-            terms = replace(terms, router_weight=count.double() / (tokens * divisor), steps=self.spread)
+            terms = replace(terms, router_loss_weight=count.double() / (tokens * divisor), steps=self.spread)
         if self.piped is None:
             loss_sum = self._accumulate(micro_batches, divisor, terms)
         else:
             loss_sum = self.piped.step(micro_batches, divisor, terms)
         gradient_norm, lr, skip = self.move(number, loss_sum)
-        found = routed(self.model, terms.reports, sizes, self.spread)
+        found = collect_moe_stats(self.model, terms.reports, sizes, self.spread)
         if found is not None:
-            rebalance(self.model, found, skip)
-        outcome = Outcome(loss_sum, count, gradient_norm, lr, routed=found, balance=pooled_balance(terms.pooled, sizes))
+            update_router_biases(self.model, found, skip)
+        outcome = StepMetrics(
+            loss_sum, count, gradient_norm, lr, routed=found, balance=pooled_balance_loss(terms.pooled, sizes)
+        )
         if self.scaler is None:
             return outcome
         return replace(outcome, loss_scale=self.scaler.used, skipped=self.scaler.skipped)
 
     @property
-    def recorded_bytes(self) -> int:
+    def capture_peak_bytes(self) -> int:
         """The most memory in use when the passes were recorded, which the allocator does not see in a replay."""
-        return self.passes.peak_bytes if isinstance(self.passes, Graphed) else 0
+        return self.passes.peak_bytes if isinstance(self.passes, GraphedForwardBackward) else 0
 
-    def _accumulate(self, micro_batches: Sequence[Batch], divisor: Tensor, terms: Terms) -> Tensor:
+    def _accumulate(self, micro_batches: Sequence[Batch], divisor: Tensor, terms: StepContext) -> Tensor:
         """Forward and backward of one micro-batch after another; the summed loss."""
         loss_sum = 0
         for i, batch in enumerate(micro_batches):
@@ -131,7 +133,7 @@ class Step:
         return loss_sum
 
 
-def passes(model: Transformer, batch: Batch, divisor: Tensor, terms: Terms) -> Tensor:
+def forward_backward(model: Transformer, batch: Batch, divisor: Tensor, terms: StepContext) -> Tensor:
     """Forward and backward of a micro-batch whose loss counts for 1 / ``divisor``; its undivided sum."""
     batch_sum = forward(model, batch, terms)
     (batch_sum / divisor).backward()
@@ -146,8 +148,8 @@ def evaluate(
     by ``moe``, where that is not the model's own.
     """
     batches = list(batches)
-    count = valid_tokens(batches, model.axes.dp)
-    terms = Terms(order_weight=pair_weight(batches, count, model.axes.dp), moe=moe)
+    count = count_targets(batches, model.axes.dp)
+    terms = StepContext(order_loss_weight=order_loss_weight(batches, count, model.axes.dp), moe=moe)
     if piped is None:
         mine = torch.stack([forward(model, batch, terms).double() for batch in batches]).sum()
     else:
@@ -155,19 +157,19 @@ def evaluate(
     return model.axes.everywhere(mine) / count
 
 
-def forward(model: Transformer, batch: Batch, terms: Terms = VALIDATION) -> Tensor:
+def forward(model: Transformer, batch: Batch, terms: StepContext = VALIDATION) -> Tensor:
     """The summed loss of a micro-batch, or of this context rank's tokens of it."""
     stream, attend, head = model_inputs(batch, model, terms)
     loss_sum, _ = model(stream, attend, head)
     return loss_sum
 
 
-def valid_tokens(batches: Iterable[Batch], dp: Axis) -> Tensor:
+def count_targets(batches: Iterable[Batch], dp: Axis) -> Tensor:
     """How many targets count in this step, over all data ranks; at least 1, so that an empty step is a step of 0."""
     return dp.sum_(torch.stack([(batch.targets_T != IGNORE).sum() for batch in batches]).sum()).clamp(min=1)
 
 
-def pair_weight(batches: Sequence[Batch], count: Tensor, dp: Axis) -> Tensor | float:
+def order_loss_weight(batches: Sequence[Batch], count: Tensor, dp: Axis) -> Tensor | float:
     """What a pair's order counts beside a token (float64), so that the sum over ``count`` tokens ends as a mean over
     each.
     """

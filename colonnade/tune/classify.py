@@ -47,10 +47,10 @@ def fit(
     do not fit the model or are longer than ``data.sequence``, :class:`ConfigError` for settings that fine-tuning has no
     use for, and what :class:`~colonnade.train.loop.Trainer` raises.
     """
-    return Trainer(run, trackers, prepared(run, examples, held_out)).fit()
+    return Trainer(run, trackers, example_feed(run, examples, held_out)).fit()
 
 
-def prepared(run: RunConfig, examples: Sequence[Example], held_out: Sequence[Example] = ()) -> MakeFeed:
+def example_feed(run: RunConfig, examples: Sequence[Example], held_out: Sequence[Example] = ()) -> MakeFeed:
     """The data of such a run, for a session; raises as :func:`fit`."""
     check_settings(run)
     if not examples:
@@ -71,12 +71,12 @@ def accuracy(model: Transformer, examples: Sequence[Example], at_once: int = 32)
     right = 0
     for i in range(0, len(examples), at_once):
         part = examples[i : i + at_once]
-        found_R = logits(model, part).argmax(1)
+        found_R = class_logits(model, part).argmax(1)
         right += int((found_R == torch.tensor([example.label for example in part], device=found_R.device)).sum())
     return right / len(examples)
 
 
-def logits(model: Transformer, examples: Sequence[Example]) -> Tensor:
+def class_logits(model: Transformer, examples: Sequence[Example]) -> Tensor:
     """logits_RC of some examples, whatever their labels."""
     device, lengths = next(model.parameters()).device, [len(example.tokens) for example in examples]
     segments = [example.segments or [0] * len(example.tokens) for example in examples]

@@ -64,7 +64,7 @@ def _flat(parts: Any) -> np.ndarray:
     return np.array([number for part in parts for number in part], np.int64)
 
 
-class Classified:
+class LabelledSamples:
     """The classifier's samples: the target of each example's first token is its label.
 
     Examples are laid end to end without padding. Where every micro-batch must have the same shape (``fixed``), it is
@@ -123,7 +123,7 @@ class ExampleFeed:
 
         def loader(part: Examples) -> Loader:
             t = run.train
-            objective = Classified(part, run.data, segments=run.model.segments > 0, fixed=fixed)
+            objective = LabelledSamples(part, run.data, segments=run.model.segments > 0, fixed=fixed)
             return Loader(None, run.data, t.batch, t.micro_batch, rank, ranks, objective)
 
         self.samples, every = loader(examples), run.train.eval_every
@@ -131,8 +131,8 @@ class ExampleFeed:
             raise DataError(
                 f"train.eval_every is {every}, and no examples are held out; give some as held_out, or leave it out"
             )
-        self.why_off = "no examples are held out" if every is None and not len(held_out) else None
-        self.eval_every = 0 if self.why_off else EVAL_EVERY if every is None else every
+        self.no_validation_reason = "no examples are held out" if every is None and not len(held_out) else None
+        self.eval_every = 0 if self.no_validation_reason else EVAL_EVERY if every is None else every
         self.held_out = loader(held_out) if self.eval_every else None
 
     @property

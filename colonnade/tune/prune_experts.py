@@ -66,7 +66,7 @@ def prune(model: Transformer, load_LE: Tensor, keep: int) -> Transformer:
     check_transformer(model)
     if (ranks := model.axes.grid.tokens.size) > 1:
         raise PlanError(f"pruning takes a whole model on one process, and this is laid over {ranks}; load it alone")
-    config = pruned(model.config, load_LE, keep)
+    config = pruned_config(model.config, load_LE, keep)
     some = next(model.parameters())
     WeightMemory(config, some.dtype, some.device).check(f"the model with {keep} experts")
     new = Transformer(config, device=some.device, dtype=some.dtype)
@@ -82,7 +82,7 @@ def prune(model: Transformer, load_LE: Tensor, keep: int) -> Transformer:
     return new
 
 
-def pruned(config: ModelConfig, load_LE: Tensor, keep: int) -> ModelConfig:
+def pruned_config(config: ModelConfig, load_LE: Tensor, keep: int) -> ModelConfig:
     """The config of the pruned model; raises as :func:`prune`."""
     moe = config.moe
     if moe is None or load_LE.shape != (config.layers, moe.experts):

@@ -22,7 +22,7 @@ FEED_FORWARD = (
 """Parameters of a dense part to those of a stack of experts."""
 
 
-def check_numbers(experts: int, active: int) -> None:
+def check_expert_counts(experts: int, active: int) -> None:
     """Raise :class:`ConfigError` for numbers that no model can be upcycled to."""
     if active > experts:
         raise ConfigError(
@@ -35,14 +35,14 @@ def check_numbers(experts: int, active: int) -> None:
         )
 
 
-def upcycled(config: ModelConfig, experts: int, active: int = 2, **moe: object) -> ModelConfig:
+def upcycled_config(config: ModelConfig, experts: int, active: int = 2, **moe: object) -> ModelConfig:
     """The config of the upcycled model; ``moe`` are further fields of MoeConfig (every, first, balance, …).
 
     Raises :class:`ConfigError` for a model that has experts already, and for weights that would not sum to 1.
     """
     if config.moe is not None:
         raise ConfigError(f"this model has {config.moe.experts} experts already; upcycling begins with a dense one")
-    check_numbers(experts, active)
+    check_expert_counts(experts, active)
     made = MoeConfig(experts=experts, active=active, ffn_width=config.ffn_width, **moe)  # type: ignore[arg-type]
     if not made.router.normalise or made.router.scale != 1 or made.shared_width or made.capacity not in (None, 0):
         raise ConfigError(
@@ -57,12 +57,12 @@ def upcycle(model: Transformer, experts: int, active: int = 2, *, seed: int = 0,
     """A new model whose every expert is ``model``'s feed-forward part, and which computes the same until it is trained.
 
     ``model`` is whole, on one process; the result, saved, loads under any layout. Raises :class:`PlanError` for a share
-    of a model, :class:`ConfigError` as :func:`upcycled`, :class:`CapacityError` when the new model does not fit too.
+    of a model, :class:`ConfigError` as :func:`upcycled_config`, :class:`CapacityError` when the new model does not fit too.
     """
     check_transformer(model)
     if (ranks := model.axes.grid.tokens.size) > 1:
         raise PlanError(f"upcycling takes a whole model on one process, and this is laid over {ranks}; load it alone")
-    config = upcycled(model.config, experts, active, **moe)
+    config = upcycled_config(model.config, experts, active, **moe)
     some = next(model.parameters())
     WeightMemory(config, some.dtype, some.device).check(f"the model with {experts} experts")
     # The router is drawn in float32, as everything is, on the processor.

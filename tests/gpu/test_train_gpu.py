@@ -14,9 +14,9 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
 from colonnade.train.memory_estimate import estimate
 from colonnade.train.optimizer import FusedAdamW
+from colonnade.train.run_lifecycle import StopSignal
 from colonnade.train.run_log import RunLog
 from colonnade.train.session import Session
-from colonnade.train.stop_signal import StopSignal
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
 

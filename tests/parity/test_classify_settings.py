@@ -18,7 +18,7 @@ from colonnade.train.run_log import RunLog
 from colonnade.train.session import Session
 from colonnade.train.trackers import read_rows
 from colonnade.tune import fit
-from colonnade.tune.classify import prepared
+from colonnade.tune.classify import example_feed
 from tests.parity.test_classify import examples, start
 
 MODEL = ModelConfig(
@@ -90,7 +90,7 @@ SAME: dict[str, tuple[dict[str, Any], Callable[[RunConfig], bool]]] = {
     "recompute": ({"recompute": "full"}, lambda run: all(block.recompute for block in _session(run).model.blocks)),
     "activation_bytes": (
         {"recompute": "budget", "activation_bytes": 100_000},
-        lambda run: "allowed for a micro-batch" in (_session(run).recomputed or ""),
+        lambda run: "allowed for a micro-batch" in (_session(run).recompute_summary or ""),
     ),
     "offload": ({"offload": "optimizer"}, lambda run: type(_session(run).optimizer).__name__ == "OffloadedAdamW"),
     "fused_adamw": ({"fused_adamw": True}, lambda run: type(_session(run).optimizer).__name__ == "FusedAdamW"),
@@ -122,7 +122,7 @@ ELSEWHERE = {"compile", "trackers", "restarts", "sequence", "seed (data)", "chec
 
 def _session(run: RunConfig) -> Session:
     with DistributedContext.build(run.plan, "cpu") as ground:
-        return Session(run, ground, feed=prepared(run, examples(), examples(7)))
+        return Session(run, ground, feed=example_feed(run, examples(), examples(7)))
 
 
 def test_every_field_is_entered() -> None:

@@ -22,10 +22,10 @@ from colonnade.model.activation_checkpointing import KINDS, recompute
 from colonnade.parallel import device_memory
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
-from colonnade.train.activation_memory import kept_bytes
+from colonnade.train.activation_memory import saved_for_backward_bytes
 from colonnade.train.memory_advice import SPARE, Machine, check, fits, needs, remedies
 from colonnade.train.memory_estimate import block_bytes, estimate
-from colonnade.train.model_inputs import Terms, noise_of
+from colonnade.train.model_inputs import StepContext, step_dropout
 from colonnade.train.session import Session
 from colonnade.train.train_step import forward
 from tests import corpora
@@ -69,7 +69,7 @@ def test_a_block_keeps_what_is_estimated(name: str, ragged: bool) -> None:
     tokens_T, positions = torch.randint(0, 300, (256,)), [torch.arange(b - a) for a, b in pairwise(ends)]
     cu_seqlens = torch.tensor(ends, dtype=torch.int32)
     batch = Batch(tokens_T, torch.cat(positions), tokens_T, cu_seqlens, 64, not ragged)
-    terms = Terms(noise=None if model.moe else noise_of(run.train, 0, model, torch.device("cpu")))
+    terms = StepContext(noise=None if model.moe else step_dropout(run.train, 0, model, torch.device("cpu")))
     for kind in KINDS:
         kept: list[int] = []
         for layers in (1, 2):
@@ -78,7 +78,7 @@ def test_a_block_keeps_what_is_estimated(name: str, ragged: bool) -> None:
                 for p in it.parameters():
                     p.normal_(0, 0.1)
             recompute(it.blocks, [kind] * layers)
-            kept.append(kept_bytes(it, lambda it=it: forward(it, batch, terms)))
+            kept.append(saved_for_backward_bytes(it, lambda it=it: forward(it, batch, terms)))
         estimated = 256 * block_bytes(run, 0, "cpu", kind, ragged=ragged)
         assert estimated == pytest.approx(kept[1] - kept[0], rel=TOLERANCES.get(name, 0.015)), kind
 

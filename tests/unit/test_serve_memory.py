@@ -18,15 +18,15 @@ from colonnade.model.weight_only_quant import weight_bytes
 from colonnade.parallel.axis import SOLO_AXES, Axes, Axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.memory_advice import check_room, remedies, together
-from colonnade.serve.memory_estimate import Asked
+from colonnade.serve.memory_advice import check_memory, remedies, together
+from colonnade.serve.memory_estimate import EngineSpec
 from tests.serve import tiny
 
 CPU = torch.device("cpu")
 
 
-def asked(model: Transformer, serve: ServeConfig, **more: object) -> Asked:
-    return Asked(model.config, serve, next(model.parameters()).dtype, CPU, **more)
+def asked(model: Transformer, serve: ServeConfig, **more: object) -> EngineSpec:
+    return EngineSpec(model.config, serve, next(model.parameters()).dtype, CPU, **more)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -153,7 +153,7 @@ def test_far_too_little_is_told_in_factors() -> None:
 
 
 def test_what_is_offered_depends_on_the_model() -> None:
-    llama = Asked(preset("llama-2-7b"), ServeConfig(fixed_steps=True), torch.bfloat16, torch.device("cuda"))
+    llama = EngineSpec(preset("llama-2-7b"), ServeConfig(fixed_steps=True), torch.bfloat16, torch.device("cuda"))
     found = {flags: saves for flags, saves, _ in remedies(llama, llama.needs(), 12 << 30, number=9)}
     blocks = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
     head = 32000 * 4096
@@ -162,7 +162,7 @@ def test_what_is_offered_depends_on_the_model() -> None:
     assert found["--serve.weights int4"] == pytest.approx(blocks * (2 - 4.5 / 8) + head - written_out, rel=0.01)
     assert found["--plan.tp 2"] == pytest.approx(llama.needs().total / 2, rel=0.03)
     assert llama.needs().graphs > 32000 * 2 * 64
-    mixtral = Asked(preset("mixtral-8x7b"), ServeConfig(), torch.bfloat16, torch.device("cuda"))
+    mixtral = EngineSpec(preset("mixtral-8x7b"), ServeConfig(), torch.bfloat16, torch.device("cuda"))
     found = {flags: saves for flags, saves, _ in remedies(mixtral, mixtral.needs(), 80 << 30, number=9)}
     assert found["--experts.resident 2"] == pytest.approx(30 * 8 * 3 * 4096 * 14336 * 2, rel=0.01)
     experts = 32 * 8 * 3 * 4096 * 14336
@@ -173,7 +173,7 @@ def test_what_is_offered_depends_on_the_model() -> None:
     assert eight.weights == pytest.approx(mixtral.needs().weights / 8, rel=0.02)
     odd = tiny.config(kv_heads=3, heads=3, moe=None)
     assert not any(
-        "tp" in f for f, _, _ in remedies(Asked(odd, ServeConfig(), torch.float32, CPU), llama.needs(), 1, 9)
+        "tp" in f for f, _, _ in remedies(EngineSpec(odd, ServeConfig(), torch.float32, CPU), llama.needs(), 1, 9)
     )
 
 
@@ -203,14 +203,14 @@ def test_ranks_of_one_host_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -
     serve = ServeConfig(cache_bytes=1 << 20)
     needed = asked(tiny.model(), serve).needs().total
     monkeypatch.setattr("colonnade.parallel.device_memory.free_host_bytes", lambda: 2 * needed)
-    check_room(asked(tiny.model(), serve))
+    check_memory(asked(tiny.model(), serve))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(CapacityError, match="does not fit into a rank's memory on cpu"):
-        check_room(asked(tiny.model(), serve))
+        check_memory(asked(tiny.model(), serve))
 
 
 def test_ranks_that_share_a_cache_have_a_part_of_it_and_a_page_that_is_nobodys():
     for serve in (ServeConfig(pages=1000), ServeConfig(max_requests=1, cache_bytes=1 << 40, page_tokens=32)):
-        one, four = (Asked(preset("llama-2-7b"), serve, torch.bfloat16, CPU, cp=cp).needs().cache for cp in (1, 4))
+        one, four = (EngineSpec(preset("llama-2-7b"), serve, torch.bfloat16, CPU, cp=cp).needs().cache for cp in (1, 4))
         page_bytes = KVCache.bytes_per_page(preset("llama-2-7b"), SOLO_AXES, serve.page_tokens or 16, torch.bfloat16)
         assert four == one // 4 + page_bytes

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from colonnade.config import ModelConfig
-from colonnade.train.mfu import CHIPS, chip_named, chip_of, throughput
+from colonnade.train.mfu import ACCELERATORS, chip_named, find_accelerator, throughput
 
 GPT2_1B = ModelConfig(
     family="gpt2", vocab_size=50257, layers=40, width=1536, heads=16, ffn_width=6144, positions="learned", tied=True,
@@ -32,7 +32,7 @@ def test_utilisation_of_a_known_chip() -> None:
 
 
 def test_unknown_chips_have_no_utilisation() -> None:
-    assert chip_of(torch.device("cpu")) is None
+    assert find_accelerator(torch.device("cpu")) is None
     assert chip_named("Imaginary Accelerator 9") is None
     speed = throughput(GPT2_1B, sequence=64, tokens_per_s=10, ranks=1, chip=None, dtype="float32")
     assert (speed.mfu, speed.mfu_causal) == (None, None)
@@ -61,4 +61,4 @@ def test_names_that_drivers_give(name: str, peak: float) -> None:
 
 
 def test_every_chip_is_reachable() -> None:
-    assert [chip_named(f"NVIDIA {chip.match} 80GB") for chip in CHIPS] == list(CHIPS)
+    assert [chip_named(f"NVIDIA {chip.match} 80GB") for chip in ACCELERATORS] == list(ACCELERATORS)
