@@ -47,7 +47,7 @@ def ours(config: ModelConfig, batches: list[Batch], asked: TrainConfig):
     ground = DistributedContext.solo("cuda")
     model = filled(Transformer(config, device="cuda"))
     weights = masters(model, ground, torch.bfloat16, single=asked.fused_adamw)
-    step = TrainStep(model, weights, make_optimizer(weights, asked), asked, SOLO, graphed=asked.cuda_graph)
+    step = TrainStep(model, weights, make_optimizer(weights, asked), asked, SOLO, cuda_graph=asked.cuda_graph)
     for block in model.blocks:
         block.compile()
     return lambda i: step(i, [batches[i % len(batches)]]).loss_sum / len(batches[0].tokens_T)

@@ -85,8 +85,8 @@ def test_it_replays_waits_for_nothing_and_tells_its_memory(config: RunConfig) ->
     with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config, ground)
         outcomes = [session.step() for _ in range(4)]
-        passes = session._step.passes
-        assert isinstance(passes, GraphedForwardBackward) and len(passes._recorded) == 1
+        passes = session._step.forward_backward
+        assert isinstance(passes, GraphedForwardBackward) and len(passes._graphs) == 1
         torch.cuda.set_sync_debug_mode("error")
         try:
             outcomes += [session.step() for _ in range(4)]

@@ -96,7 +96,9 @@ def test_losses_gradients_and_steps_are_those_of_transformers(
             betas=(run.train.beta1, run.train.beta2), eps=run.train.eps,
         )  # fmt: skip
         for number in range(4):
-            loss = _their_loss(theirs, [given[i] for i in session.feed.samples.numbers(session.seen)], smoothing)
+            loss = _their_loss(
+                theirs, [given[i] for i in session.feed.samples.numbers(session.samples_seen)], smoothing
+            )
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), run.train.clip)
             outcome = session.step()

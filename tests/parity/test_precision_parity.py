@@ -75,7 +75,7 @@ def _trained(plan: Plan) -> None:
         for case, kinds in (("gpt2", ["full", "attention"]), ("qwen3", ["none", "full"])):
             plain, other = (Run.start(CASES[case], ground) for _ in range(2))
             recompute(other.model.blocks, kinds)
-            other.optimizer = other.step.move.optimizer = OffloadedAdamW(
+            other.optimizer = other.step.optimizer_step.optimizer = OffloadedAdamW(
                 other.masters.local, TRAIN, bucket_bytes=1 << 13
             )
             assert len(other.optimizer._buckets) > 3, "several buckets"

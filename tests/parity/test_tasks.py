@@ -131,5 +131,5 @@ def test_a_corpus_that_does_not_fit_is_refused(corpus: Path, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="colonnade corpus FILES --tasks source"):
         CorpusFeed(mute)
     CorpusFeed(mute.but(model=run.model.but(moe=MOE.but(router=RouterConfig(kind="task", tasks=4, task=1)))))
-    with pytest.raises(ConfigError, match="decides by tasks, and balance 'sequence' counts by sequences"):
+    with pytest.raises(ConfigError, match="groups tokens by task, and balance 'sequence' groups them by sequence"):
         CorpusFeed(run.but(model=run.model.but(moe=MOE.but(balance="sequence"))))

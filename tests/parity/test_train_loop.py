@@ -143,7 +143,7 @@ def _asked() -> list[str]:
         for step in range(5):
             if step == 3 and torch.distributed.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            found.append(str(stop.asked()))
+            found.append(str(stop.received()))
     return found
 
 

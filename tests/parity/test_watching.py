@@ -249,7 +249,7 @@ def test_a_service_that_fails_is_left_behind(
     said = capsys.readouterr().err
     assert said.count("mlflow") == 1
     assert (
-        "mlflow failed with ConnectionError: no route to host; from step 3 on it is told no more, metrics.json" in said
+        "mlflow failed with ConnectionError: no route to host; no metrics are sent from step 3 on; metrics.json" in said
     )
     assert [row["step"] for row in read_rows(config.folder)] == list(range(1, 9))
 

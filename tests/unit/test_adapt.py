@@ -103,13 +103,13 @@ def _trials(load: list[int]) -> list[int]:
         module = model.blocks.get_submodule("0.ffn")
         assert isinstance(module, MixtureOfExperts)
         trials, tried = SpreadTimings(model), []
-        right = trials._tried
+        right = trials._measure
 
         def counted(ways: list[Spread], *rest: Any) -> list[float]:
             tried.append(len(ways))
             return right(ways, *rest)
 
-        trials._tried = counted  # type: ignore[method-assign]
+        trials._measure = counted  # type: ignore[method-assign]
         before = [p.detach().clone() for p in model.parameters()]
         one = trials.seconds([Spread(1, 1), Spread(0, 1)], module, 20, load)
         assert set(one) == {Spread(1, 1), Spread(0, 1)} and min(one.values()) > 0

@@ -51,7 +51,7 @@ def test_a_recording_reads_nothing_but_its_own_inputs(name: str) -> None:
         assert (p.grad is None) is (gradient is None)
         assert p.grad is None or gradient is None or torch.equal(p.grad, gradient)
     tensors = {field.name for field in fields(Batch) if isinstance(getattr(batch, field.name), torch.Tensor)}
-    assert set(copies) == tensors | {"divisor", "keys"} | ({"order_weight"} if name == "bert" else set())
+    assert set(copies) == tensors | {"divisor", "keys"} | ({"order_loss_weight"} if name == "bert" else set())
 
 
 def test_a_recording_holds_for_shapes_and_numbers_not_for_values() -> None:
@@ -60,7 +60,7 @@ def test_a_recording_holds_for_shapes_and_numbers_not_for_values() -> None:
     train = TrainConfig(dropout=0.2)
 
     def key(batch: Batch, step: int = 0, train: TrainConfig = train, smoothing: float = 0.0) -> object:
-        terms = StepContext(smoothing, noise=step_dropout(train, step, config, torch.device("cpu")))
+        terms = StepContext(smoothing, dropout=step_dropout(train, step, config, torch.device("cpu")))
         return graph_key(batch, terms, graph_inputs(batch, count, terms))
 
     same = replace(batch, tokens_T=batch.tokens_T + 1)
@@ -79,13 +79,13 @@ def test_a_recording_holds_for_shapes_and_numbers_not_for_values() -> None:
 class Replayed(GraphedForwardBackward):
     """Where there are no graphs: a recording runs the passes again, on its inputs, into its own loss and gradients."""
 
-    def _record(self, batch: Batch, terms: StepContext, inputs: dict[str, torch.Tensor]) -> CapturedGraph:
-        made = super()._record(batch, terms, inputs)
+    def _capture(self, batch: Batch, terms: StepContext, inputs: dict[str, torch.Tensor]) -> CapturedGraph:
+        made = super()._capture(batch, terms, inputs)
 
         def replay() -> None:
             for x, _ in made.gradients:
                 x.grad = None
-            made.loss_sum.copy_(self._passes(*with_graph_inputs(batch, terms, made.inputs)))
+            made.loss_sum.copy_(self._run(*with_graph_inputs(batch, terms, made.inputs)))
             for x, gradient in made.gradients:
                 assert x.grad is not None
                 gradient.copy_(x.grad)
@@ -113,16 +113,18 @@ def test_replayed_steps_are_the_steps(fused: bool, dtype: str) -> None:
         outcomes: list[StepMetrics] = []
         with mock.patch.multiple(torch.cuda, **on_a_cpu), mock.patch("colonnade.train.cuda_graph.check_device"):
             if graphed:
-                step.passes = Replayed(step.passes, (*model.parameters(), *held.local.values()), cpu)
+                step.forward_backward = Replayed(
+                    step.forward_backward, (*model.parameters(), *held.local.values()), cpu
+                )
             for i in range(12):
                 batch = replace(ragged(i, config), longest=13)
                 if i % 3 == 2:
                     batch = replace(batch, cu_seqlens=torch.cat((batch.cu_seqlens, batch.cu_seqlens[-1:])))
                 outcomes.append(step(i, [batch]))
         if graphed:
-            assert isinstance(step.passes, Replayed)
-            assert len(step.passes._recorded) >= 2 and step.capture_peak_bytes == 77
-        found.append((held.local, step.move.optimizer.state, outcomes))
+            assert isinstance(step.forward_backward, Replayed)
+            assert len(step.forward_backward._graphs) >= 2 and step.capture_peak_bytes == 77
+        found.append((held.local, step.optimizer_step.optimizer.state, outcomes))
     (weights, moments, outcomes), (mine, my_moments, my_outcomes) = found
     for name, w in weights.items():
         assert torch.equal(mine[name], w), name

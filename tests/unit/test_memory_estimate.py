@@ -69,7 +69,7 @@ def test_a_block_keeps_what_is_estimated(name: str, ragged: bool) -> None:
     tokens_T, positions = torch.randint(0, 300, (256,)), [torch.arange(b - a) for a, b in pairwise(ends)]
     cu_seqlens = torch.tensor(ends, dtype=torch.int32)
     batch = Batch(tokens_T, torch.cat(positions), tokens_T, cu_seqlens, 64, not ragged)
-    terms = StepContext(noise=None if model.moe else step_dropout(run.train, 0, model, torch.device("cpu")))
+    terms = StepContext(dropout=None if model.moe else step_dropout(run.train, 0, model, torch.device("cpu")))
     for kind in KINDS:
         kept: list[int] = []
         for layers in (1, 2):

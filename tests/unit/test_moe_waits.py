@@ -38,4 +38,4 @@ def test_a_step_copies_no_numbers_of_the_host(name: str, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(torch, "tensor", guarded)
         outcome = step(0, batches)
-        assert outcome.routed is not None and outcome.norm.isfinite()
+        assert outcome.moe is not None and outcome.norm.isfinite()

@@ -114,8 +114,8 @@ def test_attention_that_frees_nothing_is_no_step_on_the_way() -> None:
 def test_the_line_that_a_run_begins_with() -> None:
     choice = RecomputeChoice(["full", "none"], {"none": 1 << 20, "attention": 1 << 19, "full": 1 << 10}, 3 << 19)
     assert str(choice) == (
-        "recompute in 2 blocks: 1 none, 1 full; they keep 1.001 MiB of the 1.5 MiB allowed for a micro-batch "
-        "(2 MiB if nothing were computed again, 2 KiB if everything)"
+        "recompute in 2 blocks: 1 none, 1 full; they save 1.001 MiB of the 1.5 MiB allowed for a micro-batch "
+        "(2 MiB without recomputation, 2 KiB with full)"
     )
 
 
