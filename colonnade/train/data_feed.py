@@ -137,8 +137,8 @@ class CorpusFeed:
             raise ConfigError("router 'task' is for decoders: pairs of segments carry no tasks; use another router")
         if moe.balance == "sequence":
             raise ConfigError(
-                "router 'task' groups tokens by task, and balance 'sequence' groups them by sequence; a stream has only one "
-                "grouping: set --model.moe.balance switch"
+                "router 'task' groups tokens by task, and balance 'sequence' groups them by sequence; a stream has "
+                "only one grouping: set --model.moe.balance switch"
             )
         if tasks is None and moe.router.task is None:
             raise ConfigError(

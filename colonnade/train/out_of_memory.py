@@ -1,8 +1,8 @@
-"""What filled the memory when a run ran out of it, and what would help.
+"""Error reports for runs that run out of memory: what filled it, and which settings would help.
 
-The parts that last from step to step are counted from the run's own tensors, no storage twice; the rest of what the
-allocator had given out at its highest in this step are activations and temporaries. What would help is
-:mod:`~colonnade.train.memory_advice`'s: its estimate, in proportion to how much more the run was seen to need.
+Memory that lasts from step to step is counted from the run's own tensors, each storage once; the rest of the
+allocator's peak in this step is activations and temporaries. The remedies come from
+:mod:`~colonnade.train.memory_advice`, with its estimate scaled by how much more the run needed.
 """
 
 import re
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import RunConfig, size
+from colonnade.config.memory_remedies import MemoryUse, memory_table
 from colonnade.errors import CapacityError
 from colonnade.parallel.device_memory import free_host_bytes, host_bytes
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.launch import local_ranks
-from colonnade.train.memory_advice import Machine, Need, advice
+from colonnade.train.memory_advice import Machine, advice
 from colonnade.train.memory_estimate import estimate
 from colonnade.train.optimizer import AdamW
 
@@ -30,40 +31,40 @@ UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 <<
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that was in use: since :func:`reset_peak` on a GPU, since the process began on a CPU (resident)."""
+    """Peak memory: since :func:`reset_peak` on a GPU, resident since the process started on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def reset_peak(device: torch.device) -> None:
-    """From now on counts what :func:`peak_bytes` says."""
+    """Start measuring :func:`peak_bytes` anew, on a GPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """The memory of one rank at the moment when there was too little."""
+    """The memory of one rank when an allocation failed [bytes]."""
 
     masters: int
     weights: int
-    """Weights that are not themselves the masters: copies in a lower compute type, or gathered ones."""
+    """Weights other than the masters: copies in a lower compute type, or gathered ones."""
     gradients: int
     moments: int
     activations: int
-    """And temporaries: all else that the allocator had given out. On a CPU also the program itself."""
+    """And temporaries: the rest of the allocator's peak. On a CPU also the program itself."""
     unused: int
-    """Held by the allocator in pieces that did not fit."""
+    """Reserved by the allocator in pieces that were too small."""
     others: int
     """The driver, NCCL, other processes."""
-    wanted: int
-    """What was asked for; 0 when it is not known."""
+    requested: int
+    """The failed allocation; 0 when unknown."""
     capacity: int
 
     @property
     def in_use(self) -> int:
-        """What the run held."""
+        """The memory that the run used."""
         return self.masters + self.weights + self.gradients + self.moments + self.activations
 
     def __str__(self) -> str:
@@ -75,21 +76,19 @@ class MemoryBreakdown:
             "activations and the rest": self.activations,
             "unused pieces": self.unused,
             "driver and others": self.others,
+            "requested": self.requested,
         }
-        lines = [f"  {what:<26}{size(n):>12}  {n / self.capacity:>6.1%}" for what, n in rows.items() if n]
-        wanted = f"  {'wanted besides':<26}{size(self.wanted):>12}  {self.wanted / self.capacity:>6.1%}"
-        there = f"  {'there is':<26}{size(self.capacity):>12}"
-        return "\n".join([*lines, *([wanted] if self.wanted else []), there])
+        return memory_table({what: n for what, n in rows.items() if n}, self.capacity, "capacity")
 
 
 def memory_breakdown(
     model: nn.Module, masters: Masters, optimizer: AdamW, device: torch.device, error: BaseException
 ) -> MemoryBreakdown:
-    """What is in memory now, while the frames of ``error`` still hold what the step had made."""
+    """Measure the memory in use while the frames of ``error`` keep the step's tensors alive."""
     counted: set[int] = set()
 
     def count(tensors: Iterable[Tensor | None]) -> int:
-        return _bytes((x for x in tensors if x is not None), device, counted)
+        return _storage_bytes((x for x in tensors if x is not None), device, counted)
 
     local = masters.local
     in_use = peak_bytes(device)
@@ -105,41 +104,26 @@ def memory_breakdown(
         unused, others = max(reserved - in_use, 0), max(capacity - free - reserved, 0)
     else:
         capacity, unused, others = host_bytes(), 0, 0
-    activations = max(in_use - sum(known.values()), 0)
     return MemoryBreakdown(
-        **known, activations=activations, unused=unused, others=others, wanted=requested_bytes(error),
+        **known,
+        activations=max(in_use - sum(known.values()), 0),
+        unused=unused,
+        others=others,
+        requested=requested_bytes(error),
         capacity=capacity,
-    )  # fmt: skip
+    )
 
 
 def requested_bytes(error: BaseException) -> int:
-    """What was asked for when there was not so much, as far as ``error`` tells."""
-    found = REQUESTED.search(str(error))
-    return int(float(found[1]) * UNITS[found[2].lower()]) if found else 0
-
-
-@contextmanager
-def explain_oom(
-    run: RunConfig, model: nn.Module, masters: Masters, optimizer: AdamW, device: torch.device, when: str
-) -> Iterator[None]:
-    """Turns running out of memory inside, ``"in step 2"``, into a :class:`CapacityError` with remedies."""
-    reset_peak(device)
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        lack = find_oom_error(error)
-        if lack is None:
-            raise
-        account = memory_breakdown(model, masters, optimizer, device, lack)
-        wanted = f", which wanted {size(account.wanted)} more" if account.wanted else ""
-        said = f"out of memory on {device} {when}{wanted}. It is filled by\n{account}\n"
-        needed, free = account.in_use + account.wanted, account.in_use + account.unused
-        raise CapacityError(said + _advice(run, device, needed, free)) from error
+    """The size of the failed allocation; 0 if ``error`` does not tell."""
+    match = REQUESTED.search(str(error))
+    return int(float(match[1]) * UNITS[match[2].lower()]) if match else 0
 
 
 def find_oom_error(error: BaseException) -> BaseException | None:
-    """That of ``error`` and its causes (torch's pipelines wrap what a stage raises) which says that there was too
-    little memory; torch has no type of its own for that on a CPU.
+    """The out-of-memory error among ``error`` and its causes, if any.
+
+    torch's pipelines wrap what a stage raises, and on a CPU torch has no type of its own for it.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -150,24 +134,42 @@ def find_oom_error(error: BaseException) -> BaseException | None:
 
 
 @contextmanager
-def explain_setup_oom(run: RunConfig, device: torch.device) -> Iterator[None]:
-    """Turns running out of memory inside, where a run is set up, into a :class:`CapacityError` with the estimate."""
+def explain_oom(
+    run: RunConfig, model: nn.Module, masters: Masters, optimizer: AdamW, device: torch.device, when: str
+) -> Iterator[None]:
+    """Turn running out of memory inside, ``"in step 2"``, into a :class:`CapacityError` with remedies."""
+    reset_peak(device)
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        lack = find_oom_error(error)
-        if lack is None:
+        oom = find_oom_error(error)
+        if oom is None:
             raise
-        wanted, free = requested_bytes(lack), peak_bytes(device)
-        more = f", which wanted {size(wanted)} more" if wanted else ""
-        need = Need(device.type, _largest_rank_estimate(run, device), free)
-        said = f"out of memory on {device} before the first step{more}. By the memory estimate a rank takes\n{need}\n"
-        raise CapacityError(said + _advice(run, device, max(need.total, free + wanted), free)) from error
+        breakdown = memory_breakdown(model, masters, optimizer, device, oom)
+        used, requested = breakdown.in_use, breakdown.requested
+        message = f"out of memory on {device} {when}{_requested(requested)}. It is filled by\n{breakdown}\n"
+        raise CapacityError(message + _advice(run, device, used + requested, used + breakdown.unused)) from error
+
+
+@contextmanager
+def explain_setup_oom(run: RunConfig, device: torch.device) -> Iterator[None]:
+    """Turn running out of memory inside the setup of a run into a :class:`CapacityError` with the estimate."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        oom = find_oom_error(error)
+        if oom is None:
+            raise
+        requested, free = requested_bytes(oom), peak_bytes(device)
+        use = MemoryUse(device.type, _largest_rank_estimate(run, device), free)
+        message = f"out of memory on {device} before the first step{_requested(requested)}. "
+        message += f"By the memory estimate a rank takes\n{use}\n"
+        raise CapacityError(message + _advice(run, device, max(use.total, free + requested), free)) from error
 
 
 @contextmanager
 def explain_checkpoint_copy_oom(name: str) -> Iterator[None]:
-    """The same for the copy in host memory from which checkpoint ``name`` is to be written."""
+    """Turn running out of host memory for the copy of checkpoint ``name`` into a :class:`CapacityError`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -179,10 +181,12 @@ def explain_checkpoint_copy_oom(name: str) -> Iterator[None]:
         ) from error
 
 
+def _requested(requested: int) -> str:
+    return f", which requested {size(requested)} more" if requested else ""
+
+
 def _advice(run: RunConfig, device: torch.device, needed: int, free: int) -> str:
-    """Remedies that fit a rank into ``free`` bytes if it takes as much more than estimated as ``run``, which needed
-    ``needed``.
-    """
+    """Remedies that fit a rank into ``free`` bytes, with the estimate scaled to the ``needed`` bytes of ``run``."""
     ranks = local_ranks(run.plan)
     scale = max(1.0, needed / sum(_largest_rank_estimate(run, device).values()))
     host = ranks * free if device.type == "cpu" else free_host_bytes()
@@ -190,23 +194,18 @@ def _advice(run: RunConfig, device: torch.device, needed: int, free: int) -> str
 
 
 def _largest_rank_estimate(run: RunConfig, device: torch.device) -> dict[str, int]:
-    """The estimate of the rank that has most on its device."""
+    """The estimate of the rank that needs most on its device."""
     stages = [estimate(run, device.type, rank).device for rank in range(run.plan.pp)]
     return max(stages, key=lambda rows: sum(rows.values()))
 
 
-def _bytes(tensors: Iterable[Tensor], device: torch.device, counted: set[int]) -> int:
-    """Of the storages behind ``tensors`` on ``device`` that are not ``counted`` yet, which they are afterwards."""
+def _storage_bytes(tensors: Iterable[Tensor], device: torch.device, counted: set[int]) -> int:
+    """Bytes of the storages behind ``tensors`` on ``device`` that are not yet in ``counted``; adds them to it."""
     total = 0
     for x in tensors:
-        storage = _plain(x).untyped_storage()
+        to_local = getattr(x, "to_local", None)  # FSDP's DTensors
+        storage = (x if to_local is None else to_local()).untyped_storage()
         if storage.device.type == device.type and storage.data_ptr() not in counted:
             counted.add(storage.data_ptr())
             total += storage.nbytes()
     return total
-
-
-def _plain(x: Tensor) -> Tensor:
-    """This rank's part of a tensor that FSDP has cut."""
-    local = getattr(x, "to_local", None)
-    return x if local is None else local()

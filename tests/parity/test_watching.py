@@ -118,10 +118,10 @@ def amount(said: str, row: str) -> str:
 def test_an_account_of_what_filled_the_memory(config: RunConfig, plan: Plan) -> None:
     for said, n in in_world(plan.world, check_starved, config.but(plan=plan)):
         first = said.splitlines()[0]
-        assert first == "out of memory on cpu in step 2, which wanted 1.5 GiB more. It is filled by"
+        assert first == "out of memory on cpu in step 2, which requested 1.5 GiB more. It is filled by"
         assert amount(said, "master weights") == memory.size(4 * n)
         assert amount(said, "moments") == memory.size(2 * 4 * n)
-        assert amount(said, "wanted besides") == "1.5 GiB"
+        assert amount(said, "requested") == "1.5 GiB"
         assert "gradients" not in said, "they were dropped after step 1, and this is a forward pass"
         assert "by the same estimate" in said
 
@@ -131,7 +131,7 @@ def test_a_run_ends_with_it(config: RunConfig, monkeypatch: pytest.MonkeyPatch) 
         torch.empty(1 << 60, dtype=torch.uint8)  # which no machine has: torch's own message
 
     monkeypatch.setattr("colonnade.train.optimizer_step.clip_grads_", fails)
-    with pytest.raises(CapacityError, match=r"which wanted 1\.074e\+09 GiB more") as caught:
+    with pytest.raises(CapacityError, match=r"which requested 1\.074e\+09 GiB more") as caught:
         Trainer(config).fit()
     assert "gradients" in str(caught.value), "after the backward pass they are there"
     monkeypatch.setattr("colonnade.train.optimizer_step.clip_grads_", lambda *_: [].pop())
@@ -158,7 +158,7 @@ def test_a_run_that_is_too_large_to_begin(config: RunConfig, plan: Plan, dtype: 
     config = config.but(plan=plan, train=config.train.but(dtype=dtype))
     for rank, (said, estimated, held) in enumerate(in_world(plan.world, _begins, config)):
         first = said.splitlines()[0]
-        assert first.startswith("out of memory on cpu before the first step, which wanted 1.5 GiB more. By the memory ")
+        assert first.startswith("out of memory on cpu before the first step, which requested 1.5 GiB more. By the memory ")
         if plan.dp * plan.cp == 1:
             assert estimated.get("weights to compute with", 0) == held.weights
         if plan.dp * plan.cp == 1 or rank == 0:  # the first shard is the largest
@@ -169,7 +169,7 @@ def test_a_run_that_is_too_large_to_begin(config: RunConfig, plan: Plan, dtype: 
 
 def test_a_validation_that_runs_out_of_memory(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colonnade.train.session.evaluate", out_of_memory)
-    with pytest.raises(CapacityError, match=r"on cpu in the validation after step 4, which wanted 1\.5 GiB more"):
+    with pytest.raises(CapacityError, match=r"on cpu in the validation after step 4, which requested 1\.5 GiB more"):
         Trainer(config.but(train=config.train.but(eval_every=4))).fit()
 
 

@@ -18,7 +18,7 @@ from colonnade.model.weight_only_quant import weight_bytes
 from colonnade.parallel.axis import SOLO_AXES, Axes, Axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.memory_advice import check_memory, remedies, together
+from colonnade.serve.memory_advice import check_memory, combined_remedy, remedies
 from colonnade.serve.memory_estimate import EngineSpec
 from tests.serve import tiny
 
@@ -96,10 +96,10 @@ def test_too_little_is_refused_with_a_table_and_each_remedy_does() -> None:
     with pytest.raises(CapacityError) as caught:
         Engine(model, tiny.tokenizer(), serve)
     said = str(caught.value)
-    for what, number in (("weights", needs.weights), ("key/value cache", needs.cache), ("asked for", needs.total)):
+    for what, number in (("weights", needs.weights), ("key/value cache", needs.cache), ("total", needs.total)):
         share = re.search(rf"{what} +[\d.]+ \w+ +([\d.]+)%", said)
         assert share is not None and float(share[1]) == pytest.approx(100 * number / 300_000, abs=0.06)
-    assert re.search(r"there is +293 KiB", said)
+    assert re.search(r"free +293 KiB", said)
     enough = [flags for flags, saves, _ in remedies(asked(model, serve), needs, 300_000) if "enough" in said and
               needs.total - saves <= 300_000]  # fmt: skip
     assert any("cache_bytes" in flags for flags in enough)
@@ -132,7 +132,7 @@ def test_where_no_remedy_is_enough_alone_they_are_told_together(there: int, size
                 rest |= {"dtype": {"dtype": torch.bfloat16}, "plan.tp": {"tp": 2}}[name]
         return replace(asked(model, serve.but(**changes)), **rest).needs().total
 
-    several = together(asked(model, serve), needs, there)
+    several = combined_remedy(asked(model, serve), needs, there)
     assert several is not None
     flags, saves, tokens = several
     assert total(flags) == needs.total - saves <= there < total(flags[:-1])
@@ -144,7 +144,7 @@ def test_where_no_remedy_is_enough_alone_they_are_told_together(there: int, size
 
 def test_far_too_little_is_told_in_factors() -> None:
     model = tiny.model(dtype=torch.float32)
-    with pytest.raises(CapacityError, match=r"asked for +[\d.]+ \w+ +[\d,]{3,}×\n") as caught:
+    with pytest.raises(CapacityError, match=r"total +[\d.]+ \w+ +[\d,]{3,}×\n") as caught:
         Engine(model, tiny.tokenizer(), ServeConfig(memory_bytes=1000))
     assert "%" not in str(caught.value).split("what would help")[0].replace(" 0.0%", "")
     assert re.search(r"together:\n  --.*\(a cache of 16 tokens, \S+ \w+ still too much\)$", str(caught.value)), (
@@ -184,7 +184,7 @@ def test_a_server_is_refused_before_its_weights_are_read(tmp_path: Path) -> None
     load = where.loading(where.writer())
     for file in (tmp_path / "m").glob("weights-*"):
         file.write_bytes(bytes(file.stat().st_size))  # nobody looks at them
-    with pytest.raises(CapacityError, match=r"does not fit into a rank's memory on cpu(.|\n)*there is +97.66 KiB"):
+    with pytest.raises(CapacityError, match=r"does not fit into a rank's memory on cpu(.|\n)*free +97.66 KiB"):
         load(DistributedContext.solo(CPU))
     small = replace(where, serve=ServeConfig(cache_bytes=100))
     load = small.loading(small.writer())
@@ -195,7 +195,7 @@ def test_a_server_is_refused_before_its_weights_are_read(tmp_path: Path) -> None
 def test_memory_that_is_not_there_after_all_has_the_same_table() -> None:
     """The system itself says no."""
     serve = ServeConfig(memory_bytes=1 << 60, pages=1 << 38)
-    with pytest.raises(CapacityError, match=r"key/value cache +[\d.e+]+ GiB(.|\n)*there is(.|\n)*--serve.pages \d+"):
+    with pytest.raises(CapacityError, match=r"key/value cache +[\d.e+]+ GiB(.|\n)*free(.|\n)*--serve.pages \d+"):
         Engine(tiny.model(), tiny.tokenizer(), serve)
 
 

@@ -130,7 +130,7 @@ def test_what_a_gpu_records_is_reckoned_and_named_as_what_could_be_left_out() ->
     mixtral = EngineSpec(preset("mixtral-8x7b"), ServeConfig(), torch.bfloat16, GPU)
     assert mixtral.needs().graphs > 0 and mixtral.but(resident=2).needs().graphs == 0
     assert mixtral.but(resident=32).needs().graphs > 0
-    assert scratch_pages(mixtral.axes, mixtral.settled) == 1
+    assert scratch_pages(mixtral.axes, mixtral.resolved) == 1
 
 
 CHOSEN_WHERE = """
