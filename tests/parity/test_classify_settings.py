@@ -108,11 +108,11 @@ SAME: dict[str, tuple[dict[str, Any], Callable[[RunConfig], bool]]] = {
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "cuda_graph": ({"cuda_graph": True, "micro_batch": 4, "dtype": "bfloat16"}, {}, "train.cuda_graph needs a GPU"),
-    "path": ({}, {"path": Path("elsewhere")}, r"data.path is elsewhere, and is about text"),
-    "separate_documents": ({}, {"separate_documents": False}, r"data.separate_documents is False, and is about text"),
-    "mask_share": ({}, {"mask_share": 0.2}, r"data.mask_share is 0.2, and is about text"),
-    "mask_ngram": ({}, {"mask_ngram": 2}, r"data.mask_ngram is 2, and is about text"),
-    "short_seq_prob": ({}, {"short_seq_prob": 0.5}, r"data.short_seq_prob is 0.5, and is about text"),
+    "path": ({}, {"path": Path("elsewhere")}, r"data.path is elsewhere, and applies to text"),
+    "separate_documents": ({}, {"separate_documents": False}, r"data.separate_documents is False, and applies to text"),
+    "mask_share": ({}, {"mask_share": 0.2}, r"data.mask_share is 0.2, and applies to text"),
+    "mask_ngram": ({}, {"mask_ngram": 2}, r"data.mask_ngram is 2, and applies to text"),
+    "short_seq_prob": ({}, {"short_seq_prob": 0.5}, r"data.short_seq_prob is 0.5, and applies to text"),
 }
 """Those that are refused: where there is no GPU, or always."""
 

@@ -106,7 +106,7 @@ def test_a_weight_without_a_gradient_stays_and_is_not_counted() -> None:
     weights[1][1].grad = torch.ones(3)
     optimizer.step(0.1)
     assert weights[0][1].tolist() == [1, 1, 1] and weights[1][1].lt(1).all()
-    assert [int(optimizer._of(w)["step"]) for _, w in weights] == [0, 1]
+    assert [int(optimizer._state_of(w)["step"]) for _, w in weights] == [0, 1]
     optimizer.steps = 7
     assert optimizer._steps_P.tolist() == [7, 7]
 
