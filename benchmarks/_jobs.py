@@ -85,7 +85,8 @@ class Job:
         compute: torch.dtype = getattr(torch, train.dtype)
         piped = PipelineStep(model, ground, compute) if ground.plan.pp > 1 else None
         held = masters(model, ground, compute, piped and piped.stages, single=train.fused_adamw and piped is None)
-        run = TrainStep(model, held, make_optimizer(held, train), train, world_axis(), piped, cuda_graph=train.cuda_graph)
+        optimizer = make_optimizer(held, train)
+        run = TrainStep(model, held, optimizer, train, world_axis(), piped, cuda_graph=train.cuda_graph)
         seeds = (2 * ground.axes.dp.rank, 2 * ground.axes.dp.rank + 1)
         batches = [random_batch(config, self.sequence, self.batch, seed, ground.device) for seed in seeds]
 

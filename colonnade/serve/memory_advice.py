@@ -47,12 +47,12 @@ def check_memory(spec: EngineSpec, in_use: int = 0) -> None:
 def refusal(spec: EngineSpec, needs: MemoryNeeds, available: int) -> str:
     """A table of what ``spec`` needs, and the remedies."""
     lines = [f"this engine does not fit into a rank's memory on {spec.device}. It needs", str(needs.use(available))]
-    found = remedies(spec, needs, available)
-    if found:
+    proposals = remedies(spec, needs, available)
+    if proposals:
         lines.append("what would help, and what it would save:")
-        for flags, saved, note in found:
+        for flags, saved, note in proposals:
             lines.append(f"  {flags:<30}{size(saved):>12}  ({note}, {_shortage(needs, saved, available)})")
-        if needs.total - found[0][1] > available and (several := combined_remedy(spec, needs, available)):
+        if needs.total - proposals[0][1] > available and (several := combined_remedy(spec, needs, available)):
             flags, saved, tokens = several
             note = f"a cache of {tokens} tokens, {_shortage(needs, saved, available)}"
             lines.append(f"together:\n  {' '.join(flags)}  {size(saved)}  ({note})")
@@ -67,8 +67,8 @@ def _shortage(needs: MemoryNeeds, saved: int, available: int) -> str:
 def remedies(spec: EngineSpec, needs: MemoryNeeds, available: int, number: int = 5) -> list[tuple[str, int, str]]:
     """(flags, bytes saved, note) of single settings: sufficient ones first, then by what they save."""
     search = _Search(spec, needs, available)
-    found = [(_flags(option.strongest), saved, option.cost) for option, saved in search.savings()]
-    return sorted(found, key=lambda remedy: needs.total - remedy[1] > available)[:number]
+    singles = [(_flags(option.strongest), saved, option.cost) for option, saved in search.savings()]
+    return sorted(singles, key=lambda remedy: needs.total - remedy[1] > available)[:number]
 
 
 def combined_remedy(spec: EngineSpec, needs: MemoryNeeds, available: int) -> tuple[list[str], int, int] | None:
@@ -125,12 +125,12 @@ class _Search:
         """The options that save memory, with the bytes that each saves alone, largest first."""
         pages = self.affordable_pages({})
         options = [_cache_option(self.spec, pages if pages > 0 else _useful_pages(self.spec))]
-        found: list[tuple[Option, int]] = []
+        savings: list[tuple[Option, int]] = []
         for option in [*options, *_other_options(self.spec, self.base)]:
             needs = self.needs(option.strongest)
             if needs is not None and needs.total < self.base.total:
-                found.append((option, self.base.total - needs.total))
-        return sorted(found, key=lambda one: -one[1])
+                savings.append((option, self.base.total - needs.total))
+        return sorted(savings, key=lambda saving: -saving[1])
 
     def reduces(self, changes: Changes, other: Changes) -> bool:
         """Whether ``changes`` need less memory than ``other``."""
@@ -183,26 +183,26 @@ def _cache_option(spec: EngineSpec, pages: int) -> Option:
 
 def _other_options(spec: EngineSpec, needs: MemoryNeeds) -> list[Option]:
     """All options but a smaller cache."""
-    serve, found = spec.serve, list[tuple[str, object, str]]()
+    serve, options = spec.serve, list[tuple[str, object, str]]()
     if (budget := spec.resolved.budget) > 64:
-        found.append(("serve.token_budget", max(64, budget // 4), "prompts in more steps"))
+        options.append(("serve.token_budget", max(64, budget // 4), "prompts in more steps"))
     if serve.max_requests > 1:
-        found.append(("serve.max_requests", max(1, serve.max_requests // 4), "more wait"))
+        options.append(("serve.max_requests", max(1, serve.max_requests // 4), "more wait"))
     if needs.graphs:
-        found.append(("serve.fixed_steps", False, "slower steps"))
+        options.append(("serve.fixed_steps", False, "slower steps"))
     kind = "float8" if spec.model.latent is None else "int8"
     if serve.cache == "stored" and (kind == "int8" or supports_float8(spec.device)):
-        found.append(("serve.cache", kind, "rounded"))
+        options.append(("serve.cache", kind, "rounded"))
     for kind in ("int8", "int4"):
         if serve.weights not in (kind, "int4"):
-            found.append(("serve.weights", kind, "rounded"))
+            options.append(("serve.weights", kind, "rounded"))
     if spec.model.moe is None:
-        found.append(("plan.tp", 2 * spec.tp, f"{2 * spec.tp} processes"))
+        options.append(("plan.tp", 2 * spec.tp, f"{2 * spec.tp} processes"))
     elif (layers := len(experts_of(Transformer(spec.model, device="meta")))) > 2 and spec.resident is None:
-        found.append(("experts.resident", 2, f"of {layers} layers' experts"))
+        options.append(("experts.resident", 2, f"of {layers} layers' experts"))
     if spec.dtype in (torch.float32, torch.float64):
-        found.append(("dtype", "bfloat16", "other rounding"))
-    return [Option(cost, [{name: value}]) for name, value, cost in found]
+        options.append(("dtype", "bfloat16", "other rounding"))
+    return [Option(cost, [{name: value}]) for name, value, cost in options]
 
 
 def _flags(changes: Changes) -> str:

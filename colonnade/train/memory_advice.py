@@ -129,10 +129,10 @@ def fits(run: RunConfig, machine: Machine) -> bool:
 
 def advice(run: RunConfig, machine: Machine) -> str:
     """The remedies as text, or that there is none."""
-    found = remedies(run, machine)
-    if not found:
+    proposals = remedies(run, machine)
+    if not proposals:
         return "no remedy was found that is enough by the same estimate: use a smaller model, or larger machines"
-    lines = [f"  {remedy.flags}  ({remedy.note}: {_tightest(remedy)})" for remedy in found]
+    lines = [f"  {remedy.flags}  ({remedy.note}: {_tightest(remedy)})" for remedy in proposals]
     return "\n".join(["each of these would be enough by the same estimate:", *lines])
 
 
@@ -147,11 +147,11 @@ def remedies(run: RunConfig, machine: Machine) -> list[Remedy]:
     Each setting is changed no further than necessary.
     """
     options = _options(run, machine)
-    found = [remedy for option in options for remedy in _remedy(run, machine, option.cost, option.values)]
-    found = found or _combined(run, machine, options)
-    same_results = [] if found else [option for option in options if not option.strongest.keys() & CHANGES_RESULTS]
+    changed = [remedy for option in options for remedy in _remedy(run, machine, option.cost, option.values)]
+    changed = changed or _combined(run, machine, options)
+    same_results = [] if changed else [option for option in options if not option.strongest.keys() & CHANGES_RESULTS]
     more_ranks = [remedy for axis in ("dp", "tp") for remedy in _more_ranks(run, machine, axis, merge(same_results))]
-    return [*found, *more_ranks, *_smaller_model(run, machine)]
+    return [*changed, *more_ranks, *_smaller_model(run, machine)]
 
 
 def _changed(run: RunConfig, changes: Changes) -> RunConfig | None:

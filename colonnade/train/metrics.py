@@ -8,6 +8,7 @@ and data ranks; no checkpoint is written before the metrics were read.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -151,11 +152,4 @@ def _collapse(scale: Sequence[float]) -> str:
 
 def throughput_row(speed: Throughput) -> Row:
     """The values of a :class:`Throughput` for trackers; unknown ones are left out."""
-    values = {
-        "tokens_per_s": speed.tokens_per_s,
-        "tflops": speed.tflops,
-        "tflops_causal": speed.tflops_causal,
-        "mfu": speed.mfu,
-        "mfu_causal": speed.mfu_causal,
-    }
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value for name, value in asdict(speed).items() if value is not None}

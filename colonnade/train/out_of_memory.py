@@ -8,7 +8,7 @@ allocator's peak in this step is activations and temporaries. The remedies come 
 import re
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -138,33 +138,43 @@ def explain_oom(
     run: RunConfig, model: nn.Module, masters: Masters, optimizer: AdamW, device: torch.device, when: str
 ) -> Iterator[None]:
     """Turn running out of memory inside, ``"in step 2"``, into a :class:`CapacityError` with remedies."""
+
+    def explain(error: BaseException, requested: int) -> str:
+        breakdown = memory_breakdown(model, masters, optimizer, device, error)
+        used = breakdown.in_use
+        return f"It is filled by\n{breakdown}\n" + _advice(run, device, used + requested, used + breakdown.unused)
+
     reset_peak(device)
-    try:
+    with _explained(device, when, explain):
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        oom = find_oom_error(error)
-        if oom is None:
-            raise
-        breakdown = memory_breakdown(model, masters, optimizer, device, oom)
-        used, requested = breakdown.in_use, breakdown.requested
-        message = f"out of memory on {device} {when}{_requested(requested)}. It is filled by\n{breakdown}\n"
-        raise CapacityError(message + _advice(run, device, used + requested, used + breakdown.unused)) from error
 
 
 @contextmanager
 def explain_setup_oom(run: RunConfig, device: torch.device) -> Iterator[None]:
     """Turn running out of memory inside the setup of a run into a :class:`CapacityError` with the estimate."""
+
+    def explain(_: BaseException, requested: int) -> str:
+        free = peak_bytes(device)
+        use = MemoryUse(device.type, _largest_rank_estimate(run, device), free)
+        remedies = _advice(run, device, max(use.total, free + requested), free)
+        return f"By the memory estimate a rank takes\n{use}\n{remedies}"
+
+    with _explained(device, "before the first step", explain):
+        yield
+
+
+@contextmanager
+def _explained(device: torch.device, when: str, explain: Callable[[BaseException, int], str]) -> Iterator[None]:
+    """Raise :class:`CapacityError` with the text of ``explain(error, requested bytes)`` for an out-of-memory error."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         oom = find_oom_error(error)
         if oom is None:
             raise
-        requested, free = requested_bytes(oom), peak_bytes(device)
-        use = MemoryUse(device.type, _largest_rank_estimate(run, device), free)
-        message = f"out of memory on {device} before the first step{_requested(requested)}. "
-        message += f"By the memory estimate a rank takes\n{use}\n"
-        raise CapacityError(message + _advice(run, device, max(use.total, free + requested), free)) from error
+        requested = requested_bytes(oom)
+        more = f", which requested {size(requested)} more" if requested else ""
+        raise CapacityError(f"out of memory on {device} {when}{more}. {explain(oom, requested)}") from error
 
 
 @contextmanager
@@ -179,10 +189,6 @@ def explain_checkpoint_copy_oom(name: str) -> Iterator[None]:
             f"there is no host memory for a copy of what {name} is made of, from which it is written while training "
             "goes on; set --train.no_async_save"
         ) from error
-
-
-def _requested(requested: int) -> str:
-    return f", which requested {size(requested)} more" if requested else ""
 
 
 def _advice(run: RunConfig, device: torch.device, needed: int, free: int) -> str:
