@@ -8,7 +8,7 @@ import torch
 
 from colonnade.config import Plan, size
 from colonnade.config.feature_checks import check_quantised
-from colonnade.config.memory_remedies import Changes, Option, combine, merge
+from colonnade.config.memory_remedies import Changes, Option, combine, flags, merge
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.model import Transformer
 from colonnade.model.moe.expert_offload import experts_of
@@ -50,12 +50,12 @@ def refusal(spec: EngineSpec, needs: MemoryNeeds, available: int) -> str:
     proposals = remedies(spec, needs, available)
     if proposals:
         lines.append("what would help, and what it would save:")
-        for flags, saved, note in proposals:
-            lines.append(f"  {flags:<30}{size(saved):>12}  ({note}, {_shortage(needs, saved, available)})")
+        for words, saved, note in proposals:
+            lines.append(f"  {words:<30}{size(saved):>12}  ({note}, {_shortage(needs, saved, available)})")
         if needs.total - proposals[0][1] > available and (several := combined_remedy(spec, needs, available)):
-            flags, saved, tokens = several
+            words, saved, tokens = several
             note = f"a cache of {tokens} tokens, {_shortage(needs, saved, available)}"
-            lines.append(f"together:\n  {' '.join(flags)}  {size(saved)}  ({note})")
+            lines.append(f"together:\n  {' '.join(words)}  {size(saved)}  ({note})")
     return "\n".join(lines)
 
 
@@ -67,7 +67,7 @@ def _shortage(needs: MemoryNeeds, saved: int, available: int) -> str:
 def remedies(spec: EngineSpec, needs: MemoryNeeds, available: int, number: int = 5) -> list[tuple[str, int, str]]:
     """(flags, bytes saved, note) of single settings: sufficient ones first, then by what they save."""
     search = _Search(spec, needs, available)
-    singles = [(_flags(option.strongest), saved, option.cost) for option, saved in search.savings()]
+    singles = [(flags(option.strongest), saved, option.cost) for option, saved in search.savings()]
     return sorted(singles, key=lambda remedy: needs.total - remedy[1] > available)[:number]
 
 
@@ -87,7 +87,7 @@ def combined_remedy(spec: EngineSpec, needs: MemoryNeeds, available: int) -> tup
         return None
     changed = search.changed(merge(chosen))
     tokens = _tokens(changed, _pages(changed))
-    return [_flags(option.strongest) for option in chosen], search.base.total - changed.needs().total, tokens
+    return [flags(option.strongest) for option in chosen], search.base.total - changed.needs().total, tokens
 
 
 class _Search:
@@ -189,7 +189,7 @@ def _other_options(spec: EngineSpec, needs: MemoryNeeds) -> list[Option]:
     if serve.max_requests > 1:
         options.append(("serve.max_requests", max(1, serve.max_requests // 4), "more wait"))
     if needs.graphs:
-        options.append(("serve.fixed_steps", False, "slower steps"))
+        options.append(("serve.fixed_steps", "False", "slower steps"))  # the flag takes None, True or False
     kind = "float8" if spec.model.latent is None else "int8"
     if serve.cache == "stored" and (kind == "int8" or supports_float8(spec.device)):
         options.append(("serve.cache", kind, "rounded"))
@@ -203,8 +203,3 @@ def _other_options(spec: EngineSpec, needs: MemoryNeeds) -> list[Option]:
     if spec.dtype in (torch.float32, torch.float64):
         options.append(("dtype", "bfloat16", "other rounding"))
     return [Option(cost, [{name: value}]) for name, value, cost in options]
-
-
-def _flags(changes: Changes) -> str:
-    """On the command line; serve.fixed_steps has three values, so False is written out."""
-    return " ".join(f"--{name} {value}" for name, value in changes.items())

@@ -101,7 +101,5 @@ def throughput(
     full, causal = (
         tokens_per_s * model.flops_per_token(sequence, causal=half) / ranks / 1e12 for half in (False, True)
     )
-    if accelerator is None:
-        return Throughput(tokens_per_s, full, causal, None, None)
-    peak = accelerator.peak(dtype)
-    return Throughput(tokens_per_s, full, causal, full * 1e12 / peak, causal * 1e12 / peak)
+    peak = None if accelerator is None else accelerator.peak(dtype)
+    return Throughput(tokens_per_s, full, causal, peak and full * 1e12 / peak, peak and causal * 1e12 / peak)
