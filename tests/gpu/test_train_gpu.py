@@ -68,11 +68,11 @@ def test_steps_do_not_wait_for_the_device(
     with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config, ground)
         with StopSignal(session.world) as stop, RunLog(session) as log:
-            log.note(session.step())
+            log.record(session.step())
             torch.cuda.set_sync_debug_mode("error")
             try:
                 for _ in range(5):
-                    log.note(session.step())
+                    log.record(session.step())
                     assert stop.asked() is None
             finally:
                 torch.cuda.set_sync_debug_mode("default")

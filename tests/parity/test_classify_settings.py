@@ -101,7 +101,7 @@ SAME: dict[str, tuple[dict[str, Any], Callable[[RunConfig], bool]]] = {
     "async_save": ({"async_save": False}, lambda run: _steps(run) == ["step-2", "step-4"]),
     "log_every": ({"log_every": 3}, lambda run: len([row for row in read_rows(run.folder) if "loss" in row]) == 4),
     "skip_bad_batches": ({"skip_bad_batches": 2}, lambda run: _session(run)._step.optimizer_step._may_skip),
-    "timeout_s": ({"timeout_s": 77.0}, lambda run: _session(run).watch.timeout_s == 77),
+    "timeout_s": ({"timeout_s": 77.0}, lambda run: _session(run).watchdog.timeout_s == 77),
     "deterministic": ({"deterministic": True}, lambda run: Watched.deterministic[-1]),
 }
 """Those that change no weight, and how one sees that they were honoured."""
