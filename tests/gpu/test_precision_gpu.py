@@ -75,12 +75,12 @@ def test_steps_do_not_wait_for_the_device(config: RunConfig, name: str) -> None:
     with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config, ground)
         with RunLog(session) as log:
-            log.note(session.step())
-            log.note(session.step())
+            log.record(session.step())
+            log.record(session.step())
             torch.cuda.set_sync_debug_mode("error")
             try:
                 for _ in range(4):
-                    log.note(session.step())
+                    log.record(session.step())
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             log.report()

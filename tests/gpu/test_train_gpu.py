@@ -73,7 +73,7 @@ def test_steps_do_not_wait_for_the_device(
             try:
                 for _ in range(5):
                     log.record(session.step())
-                    assert stop.asked() is None
+                    assert stop.received() is None
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             log.report()
