@@ -107,8 +107,8 @@ def memory_use(run: RunConfig, machine: Machine) -> list[MemoryUse]:
     uses: list[MemoryUse] = []
     if machine.kind == "cuda":
         largest = max(stages, key=lambda stage: sum(stage.device.values()))
-        rows = {what: int(machine.scale * n) for what, n in largest.device.items()}
-        uses.append(MemoryUse("GPU", rows, machine.device))
+        scaled = {what: int(machine.scale * n) for what, n in largest.device.items()}
+        uses.append(MemoryUse("GPU", scaled, machine.device))
     hosts: list[dict[str, int]] = []
     for first in range(0, plan.world, ranks_per_host):
         rows: Counter[str] = Counter()

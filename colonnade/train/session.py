@@ -97,11 +97,11 @@ class Session:
                 initialise_masters(self.model, run, ctx, self.masters)
             self.optimizer = make_optimizer(self.masters, run.train)
         self.scaler = LossScaler(run.train, ctx.device) if run.train.dtype == "float16" else None
-        autotune = run.plan.degree == "auto"
-        self._moe_autotuner = MoeAutotuner(self.model) if autotune and has_moe_layers(self.model) else None
+        degree = run.plan.degree
+        spread = Spread() if degree == "auto" else Spread(degree, run.plan.overlap, run.plan.shadows)
+        self._moe_autotuner = MoeAutotuner(self.model) if degree == "auto" and has_moe_layers(self.model) else None
         self._step = TrainStep(
-            self.model, self.masters, self.optimizer, run.train, self.world, self.pipeline, self.scaler,
-            [Spread() if autotune else Spread(run.plan.degree, run.plan.overlap, run.plan.shadows)],
+            self.model, self.masters, self.optimizer, run.train, self.world, self.pipeline, self.scaler, [spread],
             run.train.cuda_graph,
         )  # fmt: skip
         self.spread_changes: list[str] = []
