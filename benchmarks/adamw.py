@@ -23,7 +23,7 @@ from colonnade.parallel.axis import SOLO, SOLO_AXES
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.layout import layout_of
-from colonnade.train import grad_norm
+from colonnade.train import optimizer_step
 from colonnade.train.optimizer import AdamW, FusedAdamW
 from harness.report import Headline, report
 from harness.rows import line
@@ -50,13 +50,13 @@ def ending(size: str, *, fused: bool) -> Callable[[int], None]:
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         if isinstance(optimizer, FusedAdamW):
-            size = grad_norm.gradient_norm(held.graded, layout, SOLO_AXES, SOLO)
-            optimizer.step(1e-4, skip, None, grad_norm.clip_factor(size, 1.0))
+            size = optimizer_step.gradient_norm(held.graded, layout, SOLO_AXES, SOLO)
+            optimizer.step(1e-4, skip, None, optimizer_step.clip_factor(size, 1.0))
             return
         for name, copy in held.copies.items():
             assert copy.grad is not None
             held.local[name].grad, copy.grad = copy.grad.float(), None
-        grad_norm.clip_(held.local, grad_norm.gradient_norm(held.local, layout, SOLO_AXES, SOLO), 1.0)
+        optimizer_step.clip_grads_(held.local, optimizer_step.gradient_norm(held.local, layout, SOLO_AXES, SOLO), 1.0)
         optimizer.step(1e-4, skip)
         held.publish()
 

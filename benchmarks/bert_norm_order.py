@@ -30,8 +30,8 @@ from colonnade.parallel.axis import SOLO
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
 from colonnade.train.optimizer import AdamW
-from colonnade.train.trackers import smoothed
-from colonnade.train.train_step import Step, evaluate
+from colonnade.train.trackers import moving_average
+from colonnade.train.train_step import TrainStep, evaluate
 from harness.report import RESULTS, Cell, Headline, report
 
 ORDERS = {
@@ -69,7 +69,7 @@ def train(args: argparse.Namespace, order: str, corpus: Corpus, say: Console) ->
         warmup=min(args.warmup, args.steps), weight_decay=0.01, beta2=0.999, eps=1e-6,
     )  # fmt: skip
     held = masters(model, DistributedContext.solo(device), torch.bfloat16 if device.type == "cuda" else torch.float32)
-    step = Step(model, held, AdamW(held.local, settings), settings, SOLO)
+    step = TrainStep(model, held, AdamW(held.local, settings), settings, SOLO)
     data, pieces = DataConfig(sequence=args.sequence, seed=args.seed), MaskingVocabulary.of(corpus.tokenizer)
     loaders = {
         part: Loader(
@@ -125,7 +125,7 @@ def draw(path: Path, curves: dict[str, tuple[list[float], list[float], float]], 
     for order, (losses, norms, _) in curves.items():
         steps, reach = range(1, len(losses) + 1), len(losses) // 100
         top.plot(steps, losses, color=COLOURS[order], alpha=0.2, linewidth=0.8)
-        top.plot(steps, smoothed(losses, reach), color=COLOURS[order], linewidth=1.8, label=ORDERS[order])
+        top.plot(steps, moving_average(losses, reach), color=COLOURS[order], linewidth=1.8, label=ORDERS[order])
         below.plot(steps, norms, color=COLOURS[order], linewidth=0.9)
     top.set_ylabel("loss (masked tokens + order), nats")
     top.set_title(title, loc="left", fontsize=11, fontweight="bold")

@@ -33,7 +33,7 @@ import colonnade
 from colonnade.config import ServeConfig
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.serve import Engine, SamplingParams
-from colonnade.train.profiler import length, union
+from colonnade.train.profiler import total_length, union
 from harness.paired_timing import turns
 from harness.report import RESULTS, Cell, Headline, report
 from harness.rows import line
@@ -153,7 +153,7 @@ def idle(engine: Engine, load: Load, skip: int, steps: int) -> float:
     busy = union((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and e.get("cat") in kinds)
     for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
         engine.cancel(request.id)
-    return 1 - length(busy) / (busy[-1][1] - busy[0][0])
+    return 1 - total_length(busy) / (busy[-1][1] - busy[0][0])
 
 
 def measure(tiny: bool, requests: int, rounds: int) -> tuple[list[dict[str, Cell]], list[Headline]]:

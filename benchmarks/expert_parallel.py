@@ -294,7 +294,7 @@ def picked(bench: Bench, model: Transformer, both: dict[Spread, float]) -> Row:
     mine_E = load_of(bench.ids_tA, bench.experts.count)
     load_E = bench.ground.axes.grid.tokens.sum_(mine_E).tolist()
     for _ in range(2):
-        adaptive.look([0], [load_E], 1)
+        adaptive.update([0], [load_E], 1)
     took_s, way = time.perf_counter() - began, adaptive.spread[0]
     best = min(both, key=lambda it: both[it])
     # A way that the table does not have (a quick run leaves some out) is measured now.

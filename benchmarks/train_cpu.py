@@ -28,7 +28,7 @@ from colonnade.parallel.axis import SOLO
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
 from colonnade.train.optimizer import AdamW
-from colonnade.train.train_step import Step
+from colonnade.train.train_step import TrainStep
 from harness.paired_timing import Neighbours, timed, turns
 from harness.report import Headline, report
 
@@ -50,7 +50,7 @@ def batch(number: int, samples: int, sequence: int) -> Batch:
 
 def ours(model: Transformer, batches: list[Batch], losses: list[float]) -> Callable[[int], None]:
     weights = masters(model, DistributedContext.solo("cpu"), torch.float32)
-    step = Step(model, weights, AdamW(weights.local, TRAIN), TRAIN, SOLO)
+    step = TrainStep(model, weights, AdamW(weights.local, TRAIN), TRAIN, SOLO)
 
     def run(i: int) -> None:
         outcome = step(i, [batches[i % len(batches)]])

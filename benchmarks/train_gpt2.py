@@ -24,8 +24,8 @@ from colonnade.model import Transformer
 from colonnade.parallel.axis import SOLO
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
-from colonnade.train.session import moving
-from colonnade.train.train_step import Step
+from colonnade.train.session import make_optimizer
+from colonnade.train.train_step import TrainStep
 from harness.report import Headline, report
 from harness.rows import line
 from harness.training_jobs import filled, forget, random_batch
@@ -47,7 +47,7 @@ def ours(config: ModelConfig, batches: list[Batch], asked: TrainConfig):
     ground = DistributedContext.solo("cuda")
     model = filled(Transformer(config, device="cuda"))
     weights = masters(model, ground, torch.bfloat16, single=asked.fused_adamw)
-    step = Step(model, weights, moving(weights, asked), asked, SOLO, graphed=asked.cuda_graph)
+    step = TrainStep(model, weights, make_optimizer(weights, asked), asked, SOLO, cuda_graph=asked.cuda_graph)
     for block in model.blocks:
         block.compile()
     return lambda i: step(i, [batches[i % len(batches)]]).loss_sum / len(batches[0].tokens_T)

@@ -24,8 +24,8 @@ from colonnade.serve.batch_invariance import check_ranks
 from colonnade.serve.engine import Engine
 from colonnade.serve.engine_process import engine_process
 from colonnade.serve.ipc import EngineClient, GenerationRequest
-from colonnade.serve.memory_advice import check_room
-from colonnade.serve.memory_estimate import Asked
+from colonnade.serve.memory_advice import check_memory
+from colonnade.serve.memory_estimate import EngineSpec
 from colonnade.serve.sampling_params import SamplingParams
 from colonnade.serve.worker import Load, open_context
 
@@ -103,7 +103,7 @@ def _load(spec: ModelSpec, context: DistributedContext) -> tuple[Transformer, To
     dtype = resolve_dtype(context.device, spec.dtype)
     config, plan = spec.open().config, spec.plan
     ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "sh": plan.sh}
-    check_room(Asked(config, spec.serve, dtype, context.device, **ranks, resident=spec.experts.resident))
+    check_memory(EngineSpec(config, spec.serve, dtype, context.device, **ranks, resident=spec.experts.resident))
     model = spec.load(context)
     return model.transformer, model.tokenizer
 

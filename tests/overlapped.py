@@ -15,10 +15,10 @@ from colonnade.model.activation_checkpointing import recompute
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import layout_of
 from colonnade.parallel.overlapped_matmul import Mover
-from colonnade.train import grad_norm
-from colonnade.train.cuda_graph import Graphed
-from colonnade.train.model_inputs import Terms
-from colonnade.train.train_step import passes
+from colonnade.train import optimizer_step
+from colonnade.train.cuda_graph import GraphedForwardBackward
+from colonnade.train.model_inputs import StepContext
+from colonnade.train.train_step import forward_backward
 from harness.training_jobs import filled, random_batch
 
 GPT2 = preset("gpt2").replace(vocab_size=208, layers=3, width=64, heads=4, ffn_width=96, context=16)
@@ -56,15 +56,15 @@ def gradients(
         block.compile(backend=compiled)
 
     def run(*given: Any) -> Tensor:
-        return passes(model, *given)
+        return forward_backward(model, *given)
 
-    step = Graphed(run, model.parameters(), ground.device) if graphed else run
+    step = GraphedForwardBackward(run, model.parameters(), ground.device) if graphed else run
     loss = torch.zeros(())
     for batch in [batches[0], batches[0], batches[1], batches[0]] if graphed else batches[:1]:
         model.zero_grad(set_to_none=True)
-        loss = step(batch, torch.tensor(size[0] * size[1], device=ground.device), Terms(0.1))
+        loss = step(batch, torch.tensor(size[0] * size[1], device=ground.device), StepContext(0.1))
     # Which rank has which token differs, so only the sums of what each rank adds are the same.
-    grad_norm.sum_partial(dict(model.named_parameters()), layout_of(model), ground.axes.tp)
+    optimizer_step.sum_partial_grads(dict(model.named_parameters()), layout_of(model), ground.axes.tp)
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return found | {"loss": loss}
 

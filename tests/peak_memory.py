@@ -26,7 +26,7 @@ def measured(run: RunConfig) -> int:
             session.step()
             if run.train.async_save:
                 session.save()
-                session.settle(wait=True)
+                session.finish_save(wait=True)
     return resident("VmHWM") - before
 
 

@@ -37,8 +37,8 @@ from colonnade.parallel.fsdp import masters
 from colonnade.parallel.launch import launch
 from colonnade.train.pipeline_step import PipelineStep
 from colonnade.train.profiler import Breakdown, breakdown
-from colonnade.train.session import moving
-from colonnade.train.train_step import Step
+from colonnade.train.session import make_optimizer
+from colonnade.train.train_step import TrainStep
 from harness.report import folder_of
 
 Row = dict[str, Any]
@@ -85,7 +85,8 @@ class Job:
         compute: torch.dtype = getattr(torch, train.dtype)
         piped = PipelineStep(model, ground, compute) if ground.plan.pp > 1 else None
         held = masters(model, ground, compute, piped and piped.stages, single=train.fused_adamw and piped is None)
-        run = Step(model, held, moving(held, train), train, world_axis(), piped, graphed=train.cuda_graph)
+        optimizer = make_optimizer(held, train)
+        run = TrainStep(model, held, optimizer, train, world_axis(), piped, cuda_graph=train.cuda_graph)
         seeds = (2 * ground.axes.dp.rank, 2 * ground.axes.dp.rank + 1)
         batches = [random_batch(config, self.sequence, self.batch, seed, ground.device) for seed in seeds]
 

@@ -97,7 +97,7 @@ def convert(
     """
     from colonnade import api, tune
     from colonnade.checkpoint.atomic_folder import refuse_existing
-    from colonnade.tune.upcycle import check_numbers
+    from colonnade.tune.upcycle import check_expert_counts
 
     refuse_existing(out, overwrite)  # before the model is read
     if active is not None and not upcycle:
@@ -107,7 +107,7 @@ def convert(
         )
     active = 2 if active is None else active
     if upcycle:
-        check_numbers(upcycle, active)
+        check_expert_counts(upcycle, active)
     loaded_dtype = "float32" if dtype == "auto" else dtype
     _check_memory(source, loaded_dtype, shard_bytes if format == "hf" else 0, upcycle, active)
     model = api.load(source, dtype=loaded_dtype, device="cpu")
@@ -123,12 +123,12 @@ def _check_memory(source: str, dtype: str, shard_bytes: int, upcycle: int, activ
 
     from colonnade.checkpoint.load_model import open_for_plan
     from colonnade.model.weight_memory import WeightMemory
-    from colonnade.tune.upcycle import upcycled
+    from colonnade.tune.upcycle import upcycled_config
 
     read = written = WeightMemory(open_for_plan(source, Plan()).config, getattr(torch, dtype), torch.device("cpu"))
     beside = 0
     if upcycle:
-        written = replace(read, config=upcycled(read.config, upcycle, active))
+        written = replace(read, config=upcycled_config(read.config, upcycle, active))
         beside, _ = read.bytes()
     beside += min(shard_bytes, written.bytes()[0])
     replace(written, beside=beside).check(f"{source} with what is written of it")

@@ -129,12 +129,12 @@ def _resolved_summary(run: RunConfig) -> str:
     """The settings that depend on the device, and the memory estimate; needs no GPU."""
     from colonnade.parallel.distributed_context import choose_device
     from colonnade.train.memory_estimate import estimate
-    from colonnade.train.run_log import computing
+    from colonnade.train.run_log import precision_summary
 
     device = "cuda" if run.train.cuda_graph else run.device
     device = choose_device(run.plan, device) if device == "auto" else device
     most = max(sum(estimate(run, device, rank).device.values()) for rank in range(run.plan.pp))
-    return f"on {device}: {computing(run.resolved(device).train)}; memory estimate: {format_bytes(most)} a rank"
+    return f"on {device}: {precision_summary(run.resolved(device).train)}; memory estimate: {format_bytes(most)} a rank"
 
 
 def train_with_defaults(argv: list[str]) -> Callable[..., None]:

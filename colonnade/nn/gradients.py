@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import WHOLE, Experts, Placement, placements
-from colonnade.train.grad_norm import clip_, gradient_norm, sum_experts, sum_partial
+from colonnade.train.optimizer_step import clip_grads_, gradient_norm, sum_expert_grads, sum_partial_grads
 
 
 def reduce_gradients(model: nn.Module, axes: Axes) -> None:
@@ -21,8 +21,8 @@ def reduce_gradients(model: nn.Module, axes: Axes) -> None:
     ranks that hold the same experts.
     """
     weights, layout = _weights(model)
-    sum_partial(weights, layout, axes.tp)
-    sum_experts(weights, layout, axes.grid)
+    sum_partial_grads(weights, layout, axes.tp)
+    sum_expert_grads(weights, layout, axes.grid)
     if axes.batch.size == 1:
         return
     shared = [w for name, w in weights.items() if not isinstance(layout[name], Experts)]
@@ -43,7 +43,7 @@ def clip_gradients(model: nn.Module, axes: Axes, limit: float) -> Tensor:
     weights, layout = _weights(model)
     # Replicated parameters are counted once: on the first of the ranks that have other tokens.
     norm = gradient_norm(weights, layout, replace(axes, replicate=axes.batch), axes.grid.tokens)
-    clip_(weights, norm, limit)
+    clip_grads_(weights, norm, limit)
     return norm
 
 

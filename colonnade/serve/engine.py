@@ -25,7 +25,7 @@ from colonnade.errors import RequestError
 from colonnade.model import Transformer
 from colonnade.serve.batch_invariance import make_batch_invariant
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
-from colonnade.serve.memory_estimate import spare_pages
+from colonnade.serve.memory_estimate import scratch_pages
 from colonnade.serve.model_inputs import IDLE, RUN, STOP, broadcast_work, receive_work
 from colonnade.serve.model_runner import ModelRunner, SampledTokens, build_cache, check_model
 from colonnade.serve.page_pool import PagePool
@@ -66,7 +66,7 @@ class Engine:
         self.cache = build_cache(model, self.config)
         invariant = make_batch_invariant(model) if self.config.batch_invariant else None
         graphs, ranks = None, model.axes.cp.size
-        pages = (self.cache.pages - spare_pages(model.axes, self.config)) * ranks
+        pages = (self.cache.pages - scratch_pages(model.axes, self.config)) * ranks
         if self.config.fixed_steps:
             context = min(model.config.context, pages * self.cache.page_tokens)
             share = self.config.shared_reading and not invariant

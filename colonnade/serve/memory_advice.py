@@ -1,212 +1,205 @@
-"""Whether an engine fits into a rank's memory, and what would help where it does not.
+"""Checks whether an engine fits into a rank's memory, and lists settings that would reduce its use.
 
-A remedy is the reckoning of :mod:`colonnade.serve.memory_estimate` with one setting changed. Where none is enough by
-itself, several are taken together: those that save most first, until what is left holds a cache that is still of use.
+A remedy is the estimate of :mod:`colonnade.serve.memory_estimate` with one setting changed. If none is enough alone,
+several are combined: those that save most first, until the rest of the memory holds a cache of useful size.
 """
-
-import functools
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from colonnade.config import Plan, format_bytes
-from colonnade.config.feature_checks import check_quantised as check_weights
+from colonnade.config.feature_checks import check_quantised
+from colonnade.config.memory_remedies import Changes, Option, combine, flags, merge
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.model import Transformer
 from colonnade.model.moe.expert_offload import experts_of
 from colonnade.parallel.device_memory import share_bytes
-from colonnade.serve.memory_estimate import (  # fmt: skip
-    Asked,
-    Needs,
-    page_bytes_of,
-    pages_of,
-    spare_pages,
-    widens_float8,
+from colonnade.serve.memory_estimate import (
+    EngineSpec,
+    MemoryNeeds,
+    bytes_per_page,
+    page_count,
+    scratch_pages,
+    supports_float8,
 )
 
-CACHE = {"pages", "cache_bytes"}
-"""Settings that say how large the cache is."""
+CACHE_SIZE = {"serve.pages", "serve.cache_bytes"}
+"""Settings of the cache's size."""
 
 
-@dataclass(frozen=True)
-class _Remedy:
-    """Settings changed, and what is to be said of them."""
+def check_memory(spec: EngineSpec, in_use: int = 0) -> None:
+    """Raise :class:`CapacityError` if the cache holds no page, or, with a table, if ``spec`` does not fit.
 
-    flags: str
-    note: str
-    serve: dict[str, Any] = field(default_factory=dict)
-    rest: dict[str, Any] = field(default_factory=dict)
-
-    def of(self, asked: Asked) -> Asked:
-        """``asked`` with them."""
-        return asked.replace(serve=asked.serve.replace(**self.serve), **self.rest)
-
-    @property
-    def names(self) -> set[str]:
-        """What it changes."""
-        return {*self.serve, *self.rest}
-
-
-def check_room(asked: Asked, held: int = 0) -> None:
-    """Raise :class:`CapacityError` when the cache holds not one page, and with a table when ``asked`` does not fit into
-    what is free on its device (or into ``serve.memory_bytes``), of which ``held`` bytes are the model's already.
+    Available are the free memory of its device plus the ``in_use`` bytes of a loaded model, or serve.memory_bytes.
     """
-    serve, context = asked.settled, asked.model.context
-    if not pages_of(asked.model, asked.axes, serve, asked.dtype):
-        page_bytes, page = page_bytes_of(asked.model, asked.axes, serve, asked.dtype), serve.page
+    serve, context = spec.resolved, spec.model.context
+    if not page_count(spec.model, spec.axes, serve, spec.dtype):
+        page_bytes = bytes_per_page(spec.model, spec.axes, serve, spec.dtype)
         raise CapacityError(
-            f"--serve.cache_bytes {serve.cache_bytes} holds no page of {page} tokens, which takes {page_bytes} bytes; "
-            f"give {page_bytes * -(-context // page)} for one whole context of {context} tokens"
+            f"--serve.cache_bytes {serve.cache_bytes} holds no page of {serve.page} tokens, which takes {page_bytes} "
+            f"bytes; give {page_bytes * -(-context // serve.page)} for one whole context of {context} tokens"
         )
-    there = asked.serve.memory_bytes or share_bytes(asked.device) + held
-    needs = asked.needs()
-    if needs.total > there:
-        raise CapacityError(told(asked, needs, there))
+    available = spec.serve.memory_bytes or share_bytes(spec.device) + in_use
+    needs = spec.needs()
+    if needs.total > available:
+        raise CapacityError(refusal(spec, needs, available))
 
 
-def told(asked: Asked, needs: Needs, there: int) -> str:
-    """The table, and what would help."""
-    lines = [f"this engine does not fit into a rank's memory on {asked.device}. It asks for", needs.table(there)]
-    found = remedies(asked, needs, there)
-    if found:
+def refusal(spec: EngineSpec, needs: MemoryNeeds, available: int) -> str:
+    """A table of what ``spec`` needs, and the remedies."""
+    lines = [f"this engine does not fit into a rank's memory on {spec.device}. It needs", str(needs.use(available))]
+    proposals = remedies(spec, needs, available)
+    if proposals:
         lines.append("what would help, and what it would save:")
-        for flags, saves, note in found:
-            lines.append(f"  {flags:<30}{format_bytes(saves):>12}  ({note}, {_left(needs, saves, there)})")
-        if needs.total - found[0][1] > there and (several := together(asked, needs, there)):
-            flags, saves, tokens = several
-            what = f"a cache of {tokens} tokens, {_left(needs, saves, there)}"
-            lines.append(f"together:\n  {' '.join(flags)}  {format_bytes(saves)}  ({what})")
+        for words, saved, note in proposals:
+            lines.append(f"  {words:<30}{format_bytes(saved):>12}  ({note}, {_shortage(needs, saved, available)})")
+        if needs.total - proposals[0][1] > available and (several := combined_remedy(spec, needs, available)):
+            words, saved, tokens = several
+            note = f"a cache of {tokens} tokens, {_shortage(needs, saved, available)}"
+            lines.append(f"together:\n  {' '.join(words)}  {format_bytes(saved)}  ({note})")
     return "\n".join(lines)
 
 
-def _left(needs: Needs, saves: int, there: int) -> str:
-    over = needs.total - saves - there
-    return "enough" if over <= 0 else f"{format_bytes(over)} still too much"
+def _shortage(needs: MemoryNeeds, saved: int, available: int) -> str:
+    excess = needs.total - saved - available
+    return "enough" if excess <= 0 else f"{format_bytes(excess)} still too much"
 
 
-def remedies(asked: Asked, needs: Needs, there: int, number: int = 5) -> list[tuple[str, int, str]]:
-    """(flags, bytes that they save, what else is to be said): first what is enough, then what saves most."""
-    found = [(remedy.flags, saves, remedy.note) for remedy, saves in _found(asked, needs, there)]
-    return sorted(found, key=lambda one: needs.total - one[1] > there)[:number]
+def remedies(spec: EngineSpec, needs: MemoryNeeds, available: int, number: int = 5) -> list[tuple[str, int, str]]:
+    """(flags, bytes saved, note) of single settings: sufficient ones first, then by what they save."""
+    search = _Search(spec, needs, available)
+    singles = [(flags(option.strongest), saved, option.cost) for option, saved in search.savings()]
+    return sorted(singles, key=lambda remedy: needs.total - remedy[1] > available)[:number]
 
 
-def together(asked: Asked, needs: Needs, there: int) -> tuple[list[str], int, int] | None:
-    """(flags of several remedies, bytes that they save, tokens of the cache that is left): no more than are needed, or
-    all; None where there are no two.
+def combined_remedy(spec: EngineSpec, needs: MemoryNeeds, available: int) -> tuple[list[str], int, int] | None:
+    """(flags of several settings, bytes saved, tokens of the remaining cache): no more than needed, or all that help.
+
+    None if fewer than two settings help.
     """
-    base, chosen = _anew(asked, needs), list[_Remedy]()
-    more = there - (needs.total - base.total)  # what is there, for weights that are reckoned
-
-    def enough(remedies: list[_Remedy]) -> bool:
-        at = _with(asked, remedies)
-        after = _needs(at)
-        return after is not None and (after.total <= more or _room(at, after, more) >= _useful(asked))
-
-    others = [remedy for remedy, _ in _found(asked, needs, there) if not remedy.names & CACHE]
-    now = base
-    for remedy in sorted(others, key=lambda remedy: "tp" in remedy.names):  # more processes: if all else fails
-        after = None if any(remedy.names & one.names for one in chosen) else _needs(_with(asked, [*chosen, remedy]))
-        if after is None or after.total >= now.total:
-            continue
-        chosen, now = [*chosen, remedy], after
-        if enough(chosen):
-            for spare in chosen[-2::-1]:  # those that save least first
-                if enough(rest := [one for one in chosen if one is not spare]):
-                    chosen = rest
-            break
-    at = _with(asked, chosen)
-    if (after := _needs(at)) is not None and after.total > more:
-        chosen.append(_cache(at, max(1, _room(at, after, more))))
-        at = _with(asked, chosen)
-    saves = base.total - at.needs().total
-    return ([one.flags for one in chosen], saves, _tokens(at, _pages(at))) if len(chosen) > 1 else None
-
-
-def _with(asked: Asked, remedies: list[_Remedy]) -> Asked:
-    """``asked`` with all of them, and its weights reckoned."""
-    return functools.reduce(lambda at, remedy: remedy.of(at), remedies, asked.replace())
-
-
-def _found(asked: Asked, needs: Needs, there: int) -> list[tuple[_Remedy, int]]:
-    """Remedies that can be, with the bytes that each saves alone, those that save most first."""
-    base, found = _anew(asked, needs), list[tuple[_Remedy, int]]()
-    room = _room(asked, needs, there)
-    for remedy in [_cache(asked, room if room > 0 else _useful(asked)), *_others(asked, needs)]:
-        after = _needs(remedy.of(asked))
-        if after is not None and base.total > after.total:
-            found.append((remedy, base.total - after.total))
-    return sorted(found, key=lambda one: -one[1])
-
-
-def _anew(asked: Asked, needs: Needs) -> Needs:
-    """``needs``, but of weights that are there already what they would be reckoned to take."""
-    return needs if asked.weights is None else asked.replace().needs()
-
-
-def _needs(asked: Asked) -> Needs | None:
-    """What it asks for; None where the model cannot be so."""
-    serve = asked.serve
-    try:
-        Plan(tp=asked.tp, cp=asked.cp, ep=asked.ep, sh=asked.sh).check(asked.model)
-        check_weights(asked.model, serve.weights, serve.weight_group, asked.tp, asked.sh)
-        return asked.needs()
-    except ColonnadeError:
+    search = _Search(spec, needs, available)
+    options = [option for option, _ in search.savings() if not option.strongest.keys() & CACHE_SIZE]
+    options.sort(key=lambda option: "plan.tp" in option.strongest)  # more processes only if all else fails
+    chosen = combine(options, search.reduces, search.fits_with_cache, drop_newest_first=True)
+    if not search.fits(merge(chosen)):
+        changes = merge(chosen)
+        chosen.append(_cache_option(search.changed(changes), max(1, search.affordable_pages(changes))))
+    if len(chosen) < 2:
         return None
+    changed = search.changed(merge(chosen))
+    tokens = _tokens(changed, _pages(changed))
+    return [flags(option.strongest) for option in chosen], search.base.total - changed.needs().total, tokens
 
 
-def _room(asked: Asked, needs: Needs, there: int) -> int:
-    """Pages of a rank's cache for which there is room beside all else; below 1 where there is none."""
-    page_bytes = page_bytes_of(asked.model, asked.axes, asked.settled, asked.dtype)
-    return (there - (needs.total - needs.cache)) // page_bytes - spare_pages(asked.axes, asked.settled)
+class _Search:
+    """Estimates of ``spec`` with changed settings."""
+
+    def __init__(self, spec: EngineSpec, needs: MemoryNeeds, available: int):
+        self.spec = spec
+        self.base = needs if spec.weights is None else spec.replace().needs()
+        """The needs with the weights estimated, as those of changed settings are."""
+        self.available = available - (needs.total - self.base.total)
+        self._estimates: dict[str, MemoryNeeds | None] = {repr({}): self.base}
+
+    def changed(self, changes: Changes) -> EngineSpec:
+        """``spec`` with ``changes``, and its weights estimated."""
+        serve = {name.removeprefix("serve."): value for name, value in changes.items() if name.startswith("serve.")}
+        rest = {name.rpartition(".")[2]: value for name, value in changes.items() if not name.startswith("serve.")}
+        if "dtype" in rest:
+            rest["dtype"] = getattr(torch, str(rest["dtype"]))
+        return self.spec.replace(serve=self.spec.serve.replace(**serve), **rest)
+
+    def needs(self, changes: Changes) -> MemoryNeeds | None:
+        """The needs with ``changes``; None if the model does not support them."""
+        key = repr(changes)
+        if key not in self._estimates:
+            spec = self.changed(changes)
+            try:
+                Plan(tp=spec.tp, cp=spec.cp, ep=spec.ep, sh=spec.sh).check(spec.model)
+                check_quantised(spec.model, spec.serve.weights, spec.serve.weight_group, spec.tp, spec.sh)
+                self._estimates[key] = spec.needs()
+            except ColonnadeError:
+                self._estimates[key] = None
+        return self._estimates[key]
+
+    def savings(self) -> list[tuple[Option, int]]:
+        """The options that save memory, with the bytes that each saves alone, largest first."""
+        pages = self.affordable_pages({})
+        options = [_cache_option(self.spec, pages if pages > 0 else _useful_pages(self.spec))]
+        savings: list[tuple[Option, int]] = []
+        for option in [*options, *_other_options(self.spec, self.base)]:
+            needs = self.needs(option.strongest)
+            if needs is not None and needs.total < self.base.total:
+                savings.append((option, self.base.total - needs.total))
+        return sorted(savings, key=lambda saving: -saving[1])
+
+    def reduces(self, changes: Changes, other: Changes) -> bool:
+        """Whether ``changes`` need less memory than ``other``."""
+        needs, more = self.needs(changes), self.needs(other)
+        return needs is not None and more is not None and needs.total < more.total
+
+    def fits(self, changes: Changes) -> bool:
+        """Whether the engine fits with ``changes``; also true for changes that the model does not support."""
+        needs = self.needs(changes)
+        return needs is None or needs.total <= self.available
+
+    def fits_with_cache(self, changes: Changes) -> bool:
+        """Whether the engine fits with ``changes`` and a smaller cache of useful size."""
+        if self.needs(changes) is None:
+            return False
+        return self.fits(changes) or self.affordable_pages(changes) >= _useful_pages(self.spec)
+
+    def affordable_pages(self, changes: Changes) -> int:
+        """Pages of a rank's cache that fit beside everything else; below 1 where none does."""
+        spec, needs = self.changed(changes), self.needs(changes)
+        assert needs is not None, "the model supports the changes"
+        page_bytes = bytes_per_page(spec.model, spec.axes, spec.resolved, spec.dtype)
+        return (self.available - (needs.total - needs.cache)) // page_bytes - scratch_pages(spec.axes, spec.resolved)
 
 
-def _pages(asked: Asked) -> int:
-    """Pages of a rank's cache for tokens."""
-    return pages_of(asked.model, asked.axes, asked.settled, asked.dtype) - spare_pages(asked.axes, asked.settled)
+def _pages(spec: EngineSpec) -> int:
+    """Pages of a rank's cache that hold tokens."""
+    return page_count(spec.model, spec.axes, spec.resolved, spec.dtype) - scratch_pages(spec.axes, spec.resolved)
 
 
-def _tokens(asked: Asked, pages: int) -> int:
-    """Tokens in so many pages on each rank."""
-    return pages * asked.settled.page * asked.cp
+def _tokens(spec: EngineSpec, pages: int) -> int:
+    """Tokens in ``pages`` pages on each rank."""
+    return pages * spec.resolved.page * spec.cp
 
 
-def _useful(asked: Asked) -> int:
-    """Pages of a smaller cache than is asked for: those of one whole context, or a quarter where that is less."""
-    context = -(-asked.model.context // (asked.settled.page * asked.cp))
-    return max(1, min(context, _pages(asked) // 4))
+def _useful_pages(spec: EngineSpec) -> int:
+    """Pages of a smaller cache: those of one whole context, or a quarter of the requested ones if that is less."""
+    context = -(-spec.model.context // (spec.resolved.page * spec.cp))
+    return max(1, min(context, _pages(spec) // 4))
 
 
-def _cache(asked: Asked, pages: int) -> _Remedy:
+def _cache_option(spec: EngineSpec, pages: int) -> Option:
     """A cache of ``pages`` pages on each rank."""
-    page_bytes = page_bytes_of(asked.model, asked.axes, asked.settled, asked.dtype)
-    note = f"{_tokens(asked, pages)} tokens instead of {_tokens(asked, _pages(asked))}"
-    if asked.serve.pages:
-        return _Remedy(f"--serve.pages {pages * asked.cp}", note, {"pages": pages * asked.cp})
-    return _Remedy(f"--serve.cache_bytes {pages * page_bytes}", note, {"cache_bytes": pages * page_bytes})
+    cost = f"{_tokens(spec, pages)} tokens instead of {_tokens(spec, _pages(spec))}"
+    if spec.serve.pages:
+        return Option(cost, [{"serve.pages": pages * spec.cp}])
+    page_bytes = bytes_per_page(spec.model, spec.axes, spec.resolved, spec.dtype)
+    return Option(cost, [{"serve.cache_bytes": pages * page_bytes}])
 
 
-def _others(asked: Asked, needs: Needs) -> list[_Remedy]:
-    """All but a smaller cache."""
-    serve, found = asked.serve, list[_Remedy]()
-    if (budget := asked.settled.budget) > 64:
-        less = max(64, budget // 4)
-        found.append(_Remedy(f"--serve.token_budget {less}", "prompts in more steps", {"token_budget": less}))
+def _other_options(spec: EngineSpec, needs: MemoryNeeds) -> list[Option]:
+    """All options but a smaller cache."""
+    serve, options = spec.serve, list[tuple[str, object, str]]()
+    if (budget := spec.resolved.budget) > 64:
+        options.append(("serve.token_budget", max(64, budget // 4), "prompts in more steps"))
     if serve.max_requests > 1:
-        less = max(1, serve.max_requests // 4)
-        found.append(_Remedy(f"--serve.max_requests {less}", "more wait", {"max_requests": less}))
+        options.append(("serve.max_requests", max(1, serve.max_requests // 4), "more wait"))
     if needs.graphs:
-        found.append(_Remedy("--serve.fixed_steps False", "slower steps", {"fixed_steps": False}))
-    kind = "float8" if asked.model.latent is None else "int8"
-    if serve.cache == "stored" and (kind == "int8" or widens_float8(asked.device)):
-        found.append(_Remedy(f"--serve.cache {kind}", "rounded", {"cache": kind}))
+        options.append(("serve.fixed_steps", "False", "slower steps"))  # the flag takes None, True or False
+    kind = "float8" if spec.model.latent is None else "int8"
+    if serve.cache == "stored" and (kind == "int8" or supports_float8(spec.device)):
+        options.append(("serve.cache", kind, "rounded"))
     for kind in ("int8", "int4"):
         if serve.weights not in (kind, "int4"):
-            found.append(_Remedy(f"--serve.weights {kind}", "rounded", {"weights": kind}))
-    if asked.model.moe is None:
-        found.append(_Remedy(f"--plan.tp {2 * asked.tp}", f"{2 * asked.tp} processes", rest={"tp": 2 * asked.tp}))
-    elif (layers := len(experts_of(Transformer(asked.model, device="meta")))) > 2 and asked.resident is None:
-        found.append(_Remedy("--experts.resident 2", f"of {layers} layers' experts", rest={"resident": 2}))
-    if asked.dtype in (torch.float32, torch.float64):
-        found.append(_Remedy("--dtype bfloat16", "other rounding", rest={"dtype": torch.bfloat16}))
-    return found
+            options.append(("serve.weights", kind, "rounded"))
+    if spec.model.moe is None:
+        options.append(("plan.tp", 2 * spec.tp, f"{2 * spec.tp} processes"))
+    elif (layers := len(experts_of(Transformer(spec.model, device="meta")))) > 2 and spec.resident is None:
+        options.append(("experts.resident", 2, f"of {layers} layers' experts"))
+    if spec.dtype in (torch.float32, torch.float64):
+        options.append(("dtype", "bfloat16", "other rounding"))
+    return [Option(cost, [{name: value}]) for name, value, cost in options]

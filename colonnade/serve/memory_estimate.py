@@ -1,15 +1,15 @@
-"""What an engine takes of a rank's memory, reckoned before any of it is asked for.
+"""Estimate of an engine's memory on one rank, before anything is allocated.
 
-    weights       this rank's share, as it is kept
+    weights       this rank's shard, in its storage format
     cache         pages · bytes of a page
-    activations   max(t · max(2 D + 3 f, 2 D + z + 4 n H) + 2 s k H, r · v · (2 + 24 / bytes))      numbers of the dtype
-                  and of quantised weights the largest matrix, written out (on a CPU a band of it)
-    graphs        of each size that is recorded its logits and tables, and once the activations of the largest
+    activations   max(t · max(2 D + 3 f, 2 D + z + 4 n H) + 2 s k H, r · v · (2 + 24 / bytes))    elements of the dtype
+                  and the largest quantised matrix, dequantised (on a CPU a band of it)
+    graphs        for each captured size its logits and page tables, and once the activations of the largest
 
-A pass of t tokens (``token_budget``) holds at its highest the stream, its norm and three rows of f hidden units, or
-the projections z and rotated heads; keys and values of one context (s) gathered from their pages; and for each of r
-requests (``max_requests``) v logits, once more in float32 and the sampler's noise in float64. What the allocator wastes
-and libraries take is not in it: for that a part of what is free is not promised
+At its peak a pass of t tokens (``token_budget``) holds the residual stream, its norm and three rows of f hidden units,
+or the projections z and rotated heads; keys and values of one context (s) gathered from their pages; and for each of r
+requests (``max_requests``) v logits, a float32 copy and the sampler's float64 noise. Allocator waste and libraries are
+not included: the engine plans for a share of the free memory
 (:data:`~colonnade.parallel.device_memory.SHARE`).
 """
 
@@ -18,7 +18,8 @@ from functools import cached_property, partial
 
 import torch
 
-from colonnade.config import ModelConfig, ServeConfig, format_bytes
+from colonnade.config import ModelConfig, ServeConfig
+from colonnade.config.memory_remedies import MemoryUse
 from colonnade.kernels.linear.reference import BAND
 from colonnade.model import KVCache, Transformer
 from colonnade.model.moe.expert_offload import device_bytes
@@ -28,12 +29,12 @@ from colonnade.serve.resolve_config import EngineTraits, resolve_config
 from colonnade.serve.scheduler import padded_batch_size
 
 FLOAT8 = (8, 9)
-"""The least compute capability that widens float8 in a kernel."""
+"""The lowest compute capability whose kernels can convert float8."""
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Bytes of one rank."""
+class MemoryNeeds:
+    """Bytes of one rank by purpose."""
 
     weights: int
     cache: int
@@ -42,27 +43,23 @@ class Needs:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all parts."""
         return self.weights + self.cache + self.graphs + self.activations
 
-    def table(self, there: int) -> str:
-        """A line each, with its share of what is ``there``."""
+    def use(self, available: int) -> MemoryUse:
+        """The needs as a table, compared with the ``available`` bytes."""
         rows = {
-            "weights": self.weights, "key/value cache": self.cache, "graphs": self.graphs,
-            "activations": self.activations, "asked for": self.total,
-        }  # fmt: skip
-        lines = [f"  {what:<18}{format_bytes(n):>12}  {_share(n / max(there, 1)):>7}" for what, n in rows.items()]
-        return "\n".join([*lines, f"  {'there is':<18}{format_bytes(there):>12}"])
-
-
-def _share(part: float) -> str:
-    """``"41.3%"``; from tenfold on ``"538,060×"``."""
-    return f"{part:.1%}" if part < 10 else f"{part:,.0f}×"
+            "weights": self.weights,
+            "key/value cache": self.cache,
+            "graphs": self.graphs,
+            "activations": self.activations,
+        }
+        return MemoryUse("rank", rows, available)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """All that the needs depend on."""
+class EngineSpec:
+    """Everything that determines an engine's memory."""
 
     model: ModelConfig
     serve: ServeConfig
@@ -75,44 +72,44 @@ class Asked:
     resident: int | None = None
     """Layers whose experts are on the device."""
     weights: int | None = None
-    """What a model that is there already takes; None: reckoned from its shape."""
+    """Bytes of a loaded model's weights; None: estimated from its shape."""
 
     @property
     def axes(self) -> Axes:
-        """A rank's."""
+        """The parallel axes of the first rank."""
         grid = Grid(ep=Axis("ep", self.ep), sh=Axis("sh", self.sh))
         return Axes(tp=Axis("tp", self.tp), cp=Axis("cp", self.cp), grid=grid)
 
     @cached_property
-    def settled(self) -> ServeConfig:
-        """``serve``, with what it leaves open decided."""
+    def resolved(self) -> ServeConfig:
+        """``serve`` with defaults resolved for this model and device."""
         waiting = self.resident is not None and self.resident < self.model.expert_layers
         return resolve_config(
             self.serve, EngineTraits(self.model, self.dtype, self.device, self.cp, offloads_experts=waiting)
         )
 
-    def needs(self) -> Needs:
-        """Of the rank that has most."""
+    def needs(self) -> MemoryNeeds:
+        """The needs of the first rank, which has the largest shards."""
         shape = Transformer(self.model, self.axes, device="meta", dtype=self.dtype)
         weights = self.weights
         if weights is None:
-            kept = partial(kept_bytes, weights=self.serve.weights, group=self.serve.weight_group)
-            weights = device_bytes(shape, self.resident, kept)
-        pages = pages_of(self.model, shape.axes, self.settled, self.dtype)
-        page_bytes = page_bytes_of(self.model, shape.axes, self.settled, self.dtype)
-        context = min(self.model.context, pages * self.settled.page * self.cp)
+            storage = partial(kept_bytes, weights=self.serve.weights, group=self.serve.weight_group)
+            weights = device_bytes(shape, self.resident, storage)
+        pages = page_count(self.model, shape.axes, self.resolved, self.dtype)
+        page_bytes = bytes_per_page(self.model, shape.axes, self.resolved, self.dtype)
+        context = min(self.model.context, pages * self.resolved.page * self.cp)
         graphs = 0
-        if self.settled.fixed_steps and self.device.type == "cuda":
+        if self.resolved.fixed_steps and self.device.type == "cuda":
             most = self.serve.max_requests
             sizes = {padded_batch_size(n, most) for n in range(1, most + 1)}
             logits = -(-self.model.vocab_size // self.tp) * self.dtype.itemsize
-            tables = 4 * -(-context // self.settled.page)
-            graphs = sum(sizes) * (logits + tables) + self._stream(most)
-        activations = self._activations(context) + self._written_out(shape)
-        return Needs(weights, pages * page_bytes, graphs, activations)
+            tables = 4 * -(-context // self.resolved.page)
+            graphs = sum(sizes) * (logits + tables) + self._layer_bytes(most)
+        activations = self._activation_bytes(context) + self._dequantised_bytes(shape)
+        return MemoryNeeds(weights, pages * page_bytes, graphs, activations)
 
-    def _stream(self, tokens: int) -> int:
-        """Of ``tokens`` between the embedding and the head, at their highest [bytes]."""
+    def _layer_bytes(self, tokens: int) -> int:
+        """Peak activations of ``tokens`` tokens in a layer [bytes]."""
         config, tp = self.model, self.tp
         heads, kv = config.heads // tp, config.kv_heads // tp
         wide = config.latent.kv_rank + config.latent.rope_width if config.latent else config.head_width
@@ -122,22 +119,24 @@ class Asked:
         attention = (heads + 2 * kv) * config.head_width + 4 * heads * wide
         return tokens * (2 * config.width + max(hidden, attention)) * self.dtype.itemsize
 
-    def _activations(self, context: int) -> int:
+    def _activation_bytes(self, context: int) -> int:
         config, serve, each = self.model, self.serve, self.dtype.itemsize
-        once = each if serve.cache == "stored" else each + 1  # gathered as it is kept, then widened
-        gathered = 2 * context * max(1, config.kv_heads // self.tp) * config.head_width * once
+        element_bytes = each if serve.cache == "stored" else each + 1  # gathered in 8 bits, then converted
+        gathered = 2 * context * max(1, config.kv_heads // self.tp) * config.head_width * element_bytes
         if config.latent:
-            # Latents of 8 bits are gathered so, and written out in float32 first.
-            once = each if serve.cache == "stored" else each + 5
-            gathered = context * (config.latent.kv_rank + config.latent.rope_width) * once
-        budget = self.settled.budget
+            # 8-bit latents are gathered as such, and first converted to float32.
+            element_bytes = each if serve.cache == "stored" else each + 5
+            gathered = context * (config.latent.kv_rank + config.latent.rope_width) * element_bytes
+        budget = self.resolved.budget
         rows = min(serve.max_requests, budget)
         logits = rows * -(-config.vocab_size // self.tp) * (2 * each + 24)
-        return max(self._stream(budget) + gathered, logits)
+        return max(self._layer_bytes(budget) + gathered, logits)
 
-    def _written_out(self, shape: Transformer) -> int:
-        """Of quantised matrices what is widened at a time: on a GPU the largest (no expert's: they are widened within
-        their products), on a CPU a band, in several steps.
+    def _dequantised_bytes(self, shape: Transformer) -> int:
+        """Bytes of quantised matrices dequantised at a time.
+
+        On a GPU the largest matrix (except experts, which are dequantised inside their GEMMs); on a CPU a band of it,
+        in several steps.
         """
         if self.serve.weights == "stored":
             return 0
@@ -148,35 +147,37 @@ class Asked:
         ]  # fmt: skip
         return max(sizes) * self.dtype.itemsize if on_gpu else min(max(sizes), BAND) * 16
 
-    def replace(self, **changes: object) -> "Asked":
-        """The same with some of it changed; its weights reckoned anew."""
+    def replace(self, **changes: object) -> "EngineSpec":
+        """The same with ``changes``, and its weights estimated unless given."""
         return replace(self, **{"weights": None, **changes})  # type: ignore[arg-type]
 
 
-def page_bytes_of(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
+def bytes_per_page(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
     """Memory of one page of a rank's cache [bytes]."""
     return KVCache.bytes_per_page(model, axes, serve.page, dtype, serve.cache)
 
 
-def pages_of(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
-    """Pages of a rank's cache: those asked for, but no more than ``max_requests`` whole contexts fill, divided by the
-    ranks that share it; 0 when none fits. ``serve`` is settled (:mod:`colonnade.serve.resolve_config`).
+def page_count(model: ModelConfig, axes: Axes, serve: ServeConfig, dtype: torch.dtype) -> int:
+    """Pages of a rank's cache; 0 when none fits. ``serve`` is resolved (:mod:`colonnade.serve.resolve_config`).
+
+    As many as configured, but no more than ``max_requests`` whole contexts fill, divided by the ranks that share it.
     """
-    page_bytes = page_bytes_of(model, axes, serve, dtype)
+    page_bytes = bytes_per_page(model, axes, serve, dtype)
     pages = -(-(serve.pages or serve.max_requests * -(-model.context // serve.page)) // axes.cp.size)
     if serve.pages is None:
         pages = min(serve.cache_bytes // page_bytes, pages)
-    return pages and pages + spare_pages(axes, serve)
+    return pages and pages + scratch_pages(axes, serve)
 
 
-def spare_pages(axes: Axes, serve: ServeConfig) -> int:
-    """1 where the last page of a rank's cache is nobody's: written where a step is padded, or where the page that is
-    meant is another rank's.
+def scratch_pages(axes: Axes, serve: ServeConfig) -> int:
+    """1 where a rank's cache has a scratch page at its end, else 0.
+
+    It takes padded writes, and writes to pages of other ranks.
     """
-    assert serve.fixed_steps is not None, "settled"
+    assert serve.fixed_steps is not None, "resolved"
     return int(serve.fixed_steps or axes.cp.size > 1)
 
 
-def widens_float8(device: torch.device) -> bool:
-    """Whether kernels for ``device`` can, as far as this machine tells."""
+def supports_float8(device: torch.device) -> bool:
+    """Whether kernels for ``device`` can convert float8, as far as this machine can tell."""
     return device.type == "cpu" or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= FLOAT8

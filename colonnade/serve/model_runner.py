@@ -13,8 +13,8 @@ from colonnade.model.weight_only_quant import kind_of, tensors_of
 from colonnade.parallel.device_memory import share_bytes
 from colonnade.serve.batch_invariance import split_into_single_tokens
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
-from colonnade.serve.memory_advice import check_room, told
-from colonnade.serve.memory_estimate import FLOAT8, Asked, pages_of, widens_float8
+from colonnade.serve.memory_advice import check_memory, refusal
+from colonnade.serve.memory_estimate import FLOAT8, EngineSpec, page_count, supports_float8
 from colonnade.serve.model_inputs import CacheShard, build_inputs
 from colonnade.serve.sampler import sample, sample_rowwise
 from colonnade.serve.scheduler import Work
@@ -30,7 +30,7 @@ def check_model(model: Transformer, config: ServeConfig) -> None:
             f'model is loaded; load it with weights="{config.weights}"'
         )
     device = next(model.parameters()).device
-    if config.cache == "float8" and not widens_float8(device):
+    if config.cache == "float8" and not supports_float8(device):
         has = torch.cuda.get_device_capability(device)
         raise ConfigError(
             f"a cache in float8 needs compute capability {FLOAT8[0]}.{FLOAT8[1]}, and this "
@@ -48,21 +48,21 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
     Raises :class:`CapacityError` if not one page fits and, with a table, if there is not enough memory.
     """
     weight = next(model.parameters())
-    pages = pages_of(model.config, model.axes, config, weight.dtype)
+    pages = page_count(model.config, model.axes, config, weight.dtype)
     weight_bytes = sum(x.nbytes for x in tensors_of(model) if x.device == weight.device)
-    asked = Asked(
+    asked = EngineSpec(
         model.config, config.replace(weights=kind_of(model) or "stored"), weight.dtype, weight.device,
         tp=model.axes.tp.size, cp=model.axes.cp.size, ep=model.axes.grid.ep.size, sh=model.axes.grid.sh.size,
         weights=weight_bytes,
     )  # fmt: skip
-    check_room(asked, weight_bytes)
+    check_memory(asked, weight_bytes)
     try:
         return KVCache(
             model.config, model.axes, pages=pages, page_tokens=config.page, dtype=weight.dtype,
             device=weight.device, kind=config.cache,
         )  # fmt: skip
     except RuntimeError:  # a failed allocation on a CPU raises no subclass; on a GPU memory may be fragmented
-        raise CapacityError(told(asked, asked.needs(), share_bytes(weight.device) + weight_bytes)) from None
+        raise CapacityError(refusal(asked, asked.needs(), share_bytes(weight.device) + weight_bytes)) from None
 
 
 class ModelRunner:

@@ -1,4 +1,4 @@
-"""Training: the loop, one step of it, the optimizer, and what is noted on the way."""
+"""Training: the loop, the training step, the optimizer, memory checks, metrics and logs."""
 
 from colonnade.train.loop import Trainer
 from colonnade.train.metrics import Diverged

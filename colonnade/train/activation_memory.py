@@ -1,18 +1,18 @@
-"""How many blocks must be computed again so that the rest fits into a given number of bytes.
+"""Activation recomputation within a memory budget: chooses which blocks to recompute in the backward pass.
 
-    L blocks of a bytes each; attention again: b < a; all again: c < b
+    L blocks of a bytes each; with attention recomputed b < a; with the whole block recomputed c < b
 
-    all kept                     if L a fits
-    attention again in few       the fewest blocks that make L a − n (a − b) fit: no product of weights is repeated
-    all again in few             else the fewest that make L b − n (b − c) fit, and attention again in the others
+    no recomputation                 if L a fits
+    attention of some blocks         the fewest n that make L a − n (a − b) fit: no GEMM is repeated
+    some whole blocks                else the fewest n that make L b − n (b − c) fit, and attention in all others
 
-What a block keeps is measured, not modelled: models of one and of two blocks run forward on a real micro-batch, and
-every storage that autograd packs away is counted once; the difference is one block and its input. So it is right for
-any attention kernel, any precision and a compiled block, which keeps what its compiler thinks best. Ranks decide
-alike, by the largest of their counts, because a block that is computed again repeats its collectives.
+What a block saves is measured, not modelled: models of one and of two blocks run forward on a real micro-batch, and
+every storage that autograd saves is counted once; the difference is one block and its input. So the count is right for
+any attention kernel, any precision and a compiled block. Ranks decide alike, by the largest of their counts, because a
+recomputed block repeats its collectives.
 
-The first blocks are those computed again: when their turn comes in the backward pass, the others' activations are
-gone, and there is room for a whole block's.
+The first blocks are the recomputed ones: when the backward pass reaches them, the activations of the later blocks are
+already freed, which leaves memory for a whole block's.
 """
 
 from collections.abc import Callable
@@ -32,27 +32,27 @@ from colonnade.train.train_step import forward
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What each block of this rank computes again, and why."""
+class RecomputeChoice:
+    """The recomputation of each block of this rank, and the measurements behind it."""
 
     kinds: list[Kind]
     block_bytes: dict[Kind, int]
-    """What one block keeps for one micro-batch, by kind."""
+    """Saved by one block for one micro-batch, by kind."""
     allowed_bytes: int
 
     @property
-    def kept_bytes(self) -> int:
-        """What all blocks of this rank keep for one micro-batch."""
+    def saved_bytes(self) -> int:
+        """Saved by all blocks of this rank for one micro-batch."""
         return sum(self.block_bytes[kind] for kind in self.kinds)
 
     def __str__(self) -> str:
-        """A line for the beginning of a run."""
+        """A line for the header of a run."""
         L, each = len(self.kinds), self.block_bytes
         counts = ", ".join(f"{self.kinds.count(kind)} {kind}" for kind in KINDS if kind in self.kinds)
         return (
-            f"recompute in {L} blocks: {counts}; they keep {format_bytes(self.kept_bytes)} of the "
-            f"{format_bytes(self.allowed_bytes)} allowed for a micro-batch ({format_bytes(L * each['none'])} if "
-            f"nothing were computed again, {format_bytes(L * each['full'])} if everything)"
+            f"recompute in {L} blocks: {counts}; they save {format_bytes(self.saved_bytes)} of the "
+            f"{format_bytes(self.allowed_bytes)} allowed for a micro-batch ({format_bytes(L * each['none'])} without "
+            f"recomputation, {format_bytes(L * each['full'])} with full)"
         )
 
 
@@ -61,88 +61,87 @@ def choose_kinds(block_bytes: dict[Kind, int], blocks: int, allowed_bytes: int) 
     none, attention, full = (block_bytes[kind] for kind in KINDS)
     over = blocks * none - allowed_bytes
     if over <= 0:
-        return _first("none", blocks, "none", blocks)
+        return _kinds("none", blocks, "none", blocks)
     if over <= blocks * (none - attention):
-        few = -(-over // (none - attention))
-        return _first("attention", few, "none", blocks)
-    # Where attention keeps little of its own (or costs more to enter than it frees), it is no step on the way.
+        return _kinds("attention", -(-over // (none - attention)), "none", blocks)
+    # Where recomputing attention saves nothing, it is left out.
     middle, middle_bytes = ("attention", attention) if attention < none else ("none", none)
     over = blocks * middle_bytes - allowed_bytes
     if over > blocks * (middle_bytes - full):
         raise CapacityError(
-            f"{blocks} blocks keep {format_bytes(blocks * full)} for a micro-batch even when all is computed again, "
+            f"{blocks} blocks save {format_bytes(blocks * full)} for a micro-batch even with full recomputation, "
             f"and train.activation_bytes allows {format_bytes(allowed_bytes)}; set it to at least {blocks * full}, or "
             "lower train.micro_batch"
         )
-    few = -(-over // (middle_bytes - full))
-    return _first("full", few, middle, blocks)
+    return _kinds("full", -(-over // (middle_bytes - full)), middle, blocks)
 
 
-def _first(kind: Kind, few: int, rest: Kind, blocks: int) -> list[Kind]:
-    return [kind if i < few else rest for i in range(blocks)]
+def _kinds(kind: Kind, count: int, rest: Kind, blocks: int) -> list[Kind]:
+    """``kind`` for the first ``count`` blocks, ``rest`` for the others."""
+    return [kind if i < count else rest for i in range(blocks)]
 
 
-def arrange(
+def configure_recompute(
     model: Transformer,
     train: TrainConfig,
     sample: Callable[[], Batch],
     make: Callable[[ModelConfig], Transformer],
     world: Axis,
 ) -> str | None:
-    """Tell ``model``'s blocks what to compute again; says what was chosen where there was a choice.
+    """Set the recomputation of ``model``'s blocks; a description of it for train.recompute budget.
 
-    ``sample`` reads one of the run's micro-batches, where one must be measured; the rest is as for :func:`weigh`, and
-    raises as :func:`choose_kinds`.
+    ``sample`` reads one of the run's micro-batches, if one must be measured. The rest is as for
+    :func:`measure_block_bytes`, and raises as :func:`choose_kinds`.
     """
-    blocks, allowed_bytes = len(model.blocks), train.activation_bytes
     if train.recompute != "budget":
         recompute(model.blocks, [train.recompute for _ in model.blocks])
         return None
     batch = sample()
-    block_bytes = weigh(make, model.config, lambda it: forward(it, batch), world)
-    choice = Choice(choose_kinds(block_bytes, blocks, allowed_bytes), block_bytes, allowed_bytes)
+    block_bytes = measure_block_bytes(make, model.config, lambda probe: forward(probe, batch), world)
+    kinds = choose_kinds(block_bytes, len(model.blocks), train.activation_bytes)
+    choice = RecomputeChoice(kinds, block_bytes, train.activation_bytes)
     recompute(model.blocks, choice.kinds)
     return str(choice)
 
 
-def weigh(
+def measure_block_bytes(
     make: Callable[[ModelConfig], Transformer],
     config: ModelConfig,
     run: Callable[[Transformer], Tensor],
     world: Axis,
 ) -> dict[Kind, int]:
-    """What one block keeps for one micro-batch, by kind [bytes], the largest over ``world``; all ranks call it.
+    """Bytes saved by one block for one micro-batch, by kind; the maximum over ``world``, whose ranks all call it.
 
-    ``make`` builds a model like the one to be trained, in its compute type; ``run`` takes it forward.
+    ``make`` builds a model like the one to be trained, in its compute type; ``run`` is its forward pass.
     """
-    found: list[int] = []
+    saved: list[int] = []
     for kind in KINDS:
-        one, two = (_kept(make(config.replace(layers=layers)), kind, run) for layers in (1, 2))
-        found.append(two - one)
-    largest = world.max_(torch.tensor(found)).tolist()
+        one, two = (_model_bytes(make(config.replace(layers=layers)), kind, run) for layers in (1, 2))
+        saved.append(two - one)
+    largest = world.max_(torch.tensor(saved)).tolist()
     return dict(zip(KINDS, largest, strict=True))
 
 
-def _kept(model: Transformer, kind: Kind, run: Callable[[Transformer], Tensor]) -> int:
+def _model_bytes(model: Transformer, kind: Kind, run: Callable[[Transformer], Tensor]) -> int:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     recompute(model.blocks, [kind for _ in model.blocks])
-    run(model)  # compiles, where there is something to compile
-    return kept_bytes(model, lambda: run(model))
+    run(model)  # compiles where train.compile is set
+    return saved_for_backward_bytes(model, lambda: run(model))
 
 
-def kept_bytes(model: torch.nn.Module, run: Callable[[], Tensor]) -> int:
-    """Bytes that ``run()`` leaves for its backward pass, ``model``'s parameters not counted, no storage twice."""
+def saved_for_backward_bytes(model: torch.nn.Module, run: Callable[[], Tensor]) -> int:
+    """Bytes that ``run()`` saves for its backward pass, without ``model``'s parameters, each storage once."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}  # holding them, so that no address is used a second time
+    saved: dict[int, torch.UntypedStorage] = {}  # keeps them alive, so that no address is reused
 
     def pack(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage
+            saved[storage.data_ptr()] = storage
         return x
 
     with saved_tensors_hooks(pack, lambda x: x):
         run()
-    return sum(storage.nbytes() for storage in kept.values())
+    return sum(storage.nbytes() for storage in saved.values())

@@ -1,17 +1,17 @@
-"""A step's forward and backward passes as one CUDA graph, recorded once and replayed.
+"""CUDA graph of a step's forward and backward passes: captured once, then replayed.
 
-    first two steps   passes run as ever, on a stream of their own: they compile, and find their kernels
-    third step        the passes are recorded, which runs nothing, and replayed
-    later steps       what differs from step to step is copied to where the recording reads it; one launch
+    first two steps   run eagerly on a side stream: they compile, and choose their kernels
+    third step        is captured, which runs nothing, and replayed
+    later steps       copy their inputs into the captured graph's static inputs and launch once
 
-What differs is all tensors: the samples, what the loss is divided by, the keys of the dropout. What is recorded with
-them are numbers that make other kernels (the longest sequence, the rates), so that each set of shapes and numbers has a
-recording of its own; they share memory. The gradients always lie where the recording left them and are handed to
-whoever takes them. Norm, clip, AdamW and the schedule follow as ever: they are a handful of launches, while the device
-is still busy with the graph, and reading a recorded loss or gradient later than the next step is impossible, because
-the loss is copied out and gradients are gone when the optimizer has moved.
+The inputs that change from step to step are tensors: the samples, the loss divisor, the dropout keys. Plain numbers
+that select kernels (the longest sequence, dropout rates) are baked into the graph, so each combination of shapes and
+numbers has a graph of its own; all share one memory pool. Gradients are always written to the memory of the capture
+and are assigned to ``.grad`` after a replay. Norm, clip, AdamW and the schedule run eagerly: they are a handful of
+launches, which the host issues while the device is still busy with the graph. The next replay overwrites a graph's
+outputs, so the loss is copied out, and gradients are gone after the optimizer step.
 
-(NVIDIA 2019; what the host needs for 5,000 launches is 12 ms of a step of 492 ms of GPT-2 1.2B, docs/log.md.)
+(NVIDIA 2019; the host needs 12 ms for 5,000 launches, in a step of 492 ms of GPT-2 1.2B, docs/log.md.)
 """
 
 from collections import Counter
@@ -24,106 +24,106 @@ from torch import Tensor
 from colonnade.data import Batch
 from colonnade.errors import ConfigError
 from colonnade.parallel.cuda_graphs import capture
-from colonnade.train.model_inputs import Terms
+from colonnade.train.model_inputs import StepContext
 
-WARM = 2
-"""Steps of each shape that run before it is recorded."""
+WARMUP_STEPS = 2
+"""Eager steps of each shape before its capture."""
 
-Passes = Callable[[Batch, Tensor, Terms], Tensor]
-"""Forward and backward of a micro-batch, its loss divided by the tensor; the loss sum."""
+ForwardBackward = Callable[[Batch, Tensor, StepContext], Tensor]
+"""Forward and backward of a micro-batch with its loss divided by the tensor; returns the loss sum."""
 
 
 @dataclass(frozen=True)
-class Recording:
-    """One graph with all that it reads and writes."""
+class CapturedGraph:
+    """A CUDA graph with its static inputs and outputs."""
 
     graph: torch.cuda.CUDAGraph
     inputs: dict[str, Tensor]
     loss_sum: Tensor
     gradients: list[tuple[Tensor, Tensor]]
-    """Each tensor that has one, and where it lies."""
+    """(tensor, its gradient in the graph's memory)."""
 
 
-class Graphed:
-    """Passes that are replayed where they can be."""
+class GraphedForwardBackward:
+    """Runs forward and backward eagerly at first, then as a CUDA graph for each set of shapes."""
 
-    def __init__(self, passes: Passes, graded: Iterable[Tensor], device: torch.device):
-        """``graded`` are all tensors that may have a gradient when ``passes`` are over; none has one before.
+    def __init__(self, run: ForwardBackward, grad_tensors: Iterable[Tensor], device: torch.device):
+        """``grad_tensors`` are all tensors that may have a gradient after ``run``; none has one before.
 
-        Raises :class:`ConfigError` for a device that has no graphs.
+        Raises :class:`ConfigError` for a device without CUDA graphs.
         """
         check_device(device)
-        self._passes, self._graded = passes, list({id(x): x for x in graded}.values())
+        self._run, self._grad_tensors = run, list({id(x): x for x in grad_tensors}.values())
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        self._seen: Counter[object] = Counter()
-        self._recorded: dict[object, Recording] = {}
+        self._eager_steps: Counter[object] = Counter()
+        self._graphs: dict[object, CapturedGraph] = {}
         self.peak_bytes = 0
-        """The most memory in use while anything was recorded, which no replay shows."""
+        """Peak memory during captures; replays do not show it."""
 
-    def __call__(self, batch: Batch, divisor: Tensor, terms: Terms) -> Tensor:
-        """As the passes."""
-        assert all(x.grad is None for x in self._graded), "a replay writes gradients, and adds none up"
-        inputs = varying(batch, divisor, terms)
-        key = fixed(batch, terms, inputs)
-        recording = self._recorded.get(key)
-        if recording is None and self._seen[key] < WARM:
-            self._seen[key] += 1
-            return self._beside(batch, divisor, terms)
-        if recording is None:
-            recording = self._recorded[key] = self._record(batch, terms, inputs)
+    def __call__(self, batch: Batch, divisor: Tensor, step: StepContext) -> Tensor:
+        """Same result as the eager function."""
+        assert all(x.grad is None for x in self._grad_tensors), "a replay overwrites gradients instead of adding"
+        inputs = graph_inputs(batch, divisor, step)
+        key = graph_key(batch, step, inputs)
+        captured = self._graphs.get(key)
+        if captured is None and self._eager_steps[key] < WARMUP_STEPS:
+            self._eager_steps[key] += 1
+            return self._run_eagerly(batch, divisor, step)
+        if captured is None:
+            captured = self._graphs[key] = self._capture(batch, step, inputs)
         for name, x in inputs.items():
-            recording.inputs[name].copy_(x)
-        recording.graph.replay()
-        for x, gradient in recording.gradients:
+            captured.inputs[name].copy_(x)
+        captured.graph.replay()
+        for x, gradient in captured.gradients:
             x.grad = gradient
-        return recording.loss_sum.clone()
+        return captured.loss_sum.clone()
 
-    def _beside(self, batch: Batch, divisor: Tensor, terms: Terms) -> Tensor:
-        """Run the passes on the stream on which they will be recorded: autograd keeps to the stream it began on."""
-        now = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(now)
+    def _run_eagerly(self, batch: Batch, divisor: Tensor, step: StepContext) -> Tensor:
+        """Run on the capture stream: autograd stays on the stream on which it first ran."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            loss_sum = self._passes(batch, divisor, terms)
-        now.wait_stream(self._stream)
+            loss_sum = self._run(batch, divisor, step)
+        current.wait_stream(self._stream)
         return loss_sum
 
-    def _record(self, batch: Batch, terms: Terms, inputs: dict[str, Tensor]) -> Recording:
+    def _capture(self, batch: Batch, step: StepContext, inputs: dict[str, Tensor]) -> CapturedGraph:
         inputs = {name: x.clone() for name, x in inputs.items()}
         with capture(self._pool, self._stream) as graph:
-            loss_sum = self._passes(*given(batch, terms, inputs))
+            loss_sum = self._run(*with_graph_inputs(batch, step, inputs))
         self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self._stream.device))
-        gradients = [(x, x.grad) for x in self._graded if x.grad is not None]
-        return Recording(graph, inputs, loss_sum, gradients)
+        gradients = [(x, x.grad) for x in self._grad_tensors if x.grad is not None]
+        return CapturedGraph(graph, inputs, loss_sum, gradients)
 
 
 def check_device(device: torch.device) -> None:
-    """Raise :class:`ConfigError` for a device that has no graphs."""
+    """Raise :class:`ConfigError` for a device without CUDA graphs."""
     if device.type != "cuda":
         raise ConfigError(f"train.cuda_graph needs a GPU, and this run is on the {device.type}; leave it out")
 
 
-def varying(batch: Batch, divisor: Tensor, terms: Terms) -> dict[str, Tensor]:
-    """By name the tensors of a step, which a replay copies in."""
-    found = {name: x for name, x in vars(batch).items() if isinstance(x, Tensor)} | {"divisor": divisor}
-    if isinstance(terms.order_weight, Tensor):
-        found["order_weight"] = terms.order_weight
-    if terms.noise is not None:
-        found["keys"] = terms.noise.keys
-    return found
+def graph_inputs(batch: Batch, divisor: Tensor, step: StepContext) -> dict[str, Tensor]:
+    """The tensors of a step by name, which a replay copies into the graph's static inputs."""
+    inputs = {name: x for name, x in vars(batch).items() if isinstance(x, Tensor)} | {"divisor": divisor}
+    if isinstance(step.order_loss_weight, Tensor):
+        inputs["order_loss_weight"] = step.order_loss_weight
+    if step.dropout is not None:
+        inputs["keys"] = step.dropout.keys
+    return inputs
 
 
-def given(batch: Batch, terms: Terms, inputs: dict[str, Tensor]) -> tuple[Batch, Tensor, Terms]:
-    """What the passes are given when ``inputs`` stand in for the :func:`varying` tensors."""
-    mine = {name: x for name, x in inputs.items() if name in vars(batch)}
-    terms = replace(terms, order_weight=inputs.get("order_weight", terms.order_weight))
-    if terms.noise is not None:
-        terms = replace(terms, noise=replace(terms.noise, keys=inputs["keys"]))
-    return replace(batch, **mine), inputs["divisor"], terms
+def with_graph_inputs(batch: Batch, step: StepContext, inputs: dict[str, Tensor]) -> tuple[Batch, Tensor, StepContext]:
+    """(batch, divisor, step) with the tensors of :func:`graph_inputs` replaced by ``inputs``."""
+    batch_tensors = {name: x for name, x in inputs.items() if name in vars(batch)}
+    step = replace(step, order_loss_weight=inputs.get("order_loss_weight", step.order_loss_weight))
+    if step.dropout is not None:
+        step = replace(step, dropout=replace(step.dropout, keys=inputs["keys"]))
+    return replace(batch, **batch_tensors), inputs["divisor"], step
 
 
-def fixed(batch: Batch, terms: Terms, inputs: dict[str, Tensor]) -> object:
-    """What a recording holds for: shapes, types and numbers."""
+def graph_key(batch: Batch, step: StepContext, inputs: dict[str, Tensor]) -> object:
+    """What a captured graph is specialised for: shapes, types and plain numbers."""
     shapes = tuple((name, x.shape, x.dtype) for name, x in inputs.items())
-    weight = None if isinstance(terms.order_weight, Tensor) else terms.order_weight
-    rates = None if terms.noise is None else terms.noise.rates
-    return shapes, batch.longest, batch.equal, batch.first, terms.smoothing, weight, rates
+    order_weight = None if isinstance(step.order_loss_weight, Tensor) else step.order_loss_weight
+    rates = None if step.dropout is None else step.dropout.rates
+    return shapes, batch.longest, batch.equal, batch.first, step.label_smoothing, order_weight, rates

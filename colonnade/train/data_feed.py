@@ -1,6 +1,6 @@
-"""The data of a run: opened, checked against the model, and dealt out to the data ranks.
+"""Opens a run's data, checks it against the model, and divides it among the data ranks.
 
-Made once in the process that starts the others, so that what is wrong is said before they start, and in each of them.
+This happens once in the launching process, so that errors appear before any worker starts, and again in each worker.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,27 +13,27 @@ from colonnade.data.manifest import SPLITS
 from colonnade.errors import ConfigError, DataError
 
 EVAL_EVERY = 100
-"""Steps between two validations, where nobody says how many."""
+"""Default steps between two validations."""
 
 
 class DataFeed(Protocol):
-    """What a session trains on; :class:`CorpusFeed` reads a corpus, :mod:`colonnade.tune` labelled examples."""
+    """The samples of a session: of a corpus (:class:`CorpusFeed`) or labelled examples (:mod:`colonnade.tune`)."""
 
     samples: Loader
     name: str
-    """What the data is called in messages."""
+    """Name of the data in messages."""
     sample_tokens: float
-    """Tokens of a sample, on average."""
+    """Mean tokens per sample."""
     eval_every: int
     """Steps between two validations; 0: never."""
     held_out: Loader | None
-    """For validation; None where :attr:`eval_every` is 0."""
-    why_off: str | None
-    """Why there is no validation, when nobody said so."""
+    """Held-out samples; None where :attr:`eval_every` is 0."""
+    no_validation_reason: str | None
+    """Why there is no validation although the settings do not exclude it."""
 
     @property
     def corpus(self) -> Corpus | None:
-        """Where samples are made of text: its corpus."""
+        """The corpus of samples made of text."""
         ...
 
     @property
@@ -43,45 +43,45 @@ class DataFeed(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What the data is, for a checkpoint's data cursor and for the ranks to agree on."""
+        """Fingerprint of the data, for a checkpoint's data cursor and for comparison between ranks."""
         ...
 
-    def difference(self, was: Mapping[str, Any]) -> str | None:
-        """What differs from the :attr:`identity` in a checkpoint's cursor, if anything does that is trained on."""
+    def difference(self, old: Mapping[str, Any]) -> str | None:
+        """How the training data differs from the :attr:`identity` ``old`` in a checkpoint's cursor, if at all."""
         ...
 
 
 MakeFeed = Callable[[RunConfig, int, int], DataFeed]
-"""(run, data rank, data ranks) to the samples of that rank. Sent to other processes, so no lambda."""
+"""(run, data rank, data ranks) -> the samples of that rank. Sent to other processes, so no lambda."""
 
 
-def compare(feed: DataFeed, data: DataConfig, was: Mapping[str, Any], checkpoint: str) -> list[str]:
-    """How the samples differ from those of the cursor ``was`` of ``checkpoint``.
+def check_data_unchanged(feed: DataFeed, data: DataConfig, old: Mapping[str, Any], checkpoint: str) -> list[str]:
+    """How the samples differ from those of the data cursor ``old`` of ``checkpoint``.
 
-    Raises :class:`DataError` or :class:`ConfigError` for a difference after which samples would come again or never,
-    unless data.restart says that the data starts anew.
+    Raises :class:`DataError` or :class:`ConfigError` for a difference that would repeat or skip samples, unless
+    data.restart allows to start the data anew.
     """
-    anew = "start the data anew with --data.restart, or use another run name"
-    found: list[str] = []
-    if what := feed.difference(was):
-        found.append(f"{feed.name} is not the data that {checkpoint} was trained on: {what}")
+    remedy = "start the data anew with --data.restart, or use another run name"
+    changes: list[str] = []
+    if difference := feed.difference(old):
+        changes.append(f"{feed.name} is not the data that {checkpoint} was trained on: {difference}")
         if not data.restart:
-            raise DataError(f"{found[-1]}; use that one, {anew}")
+            raise DataError(f"{changes[-1]}; use that one, {remedy}")
     for key in ("sequence", "seed"):
-        if was.get(key) != (now := getattr(data, key)):
-            found.append(f"data.{key} is {now}, and {checkpoint} was trained with {was.get(key)}")
+        if old.get(key) != (new := getattr(data, key)):
+            changes.append(f"data.{key} is {new}, and {checkpoint} was trained with {old.get(key)}")
             if not data.restart:
                 raise ConfigError(
-                    f"{found[-1]}: samples would come again or never; set --data.{key} {was.get(key)}, {anew}"
+                    f"{changes[-1]}: samples would be repeated or skipped; set --data.{key} {old.get(key)}, {remedy}"
                 )
-    return found
+    return changes
 
 
 class CorpusFeed:
-    """The samples of a corpus, of data rank ``rank`` of ``ranks``.
+    """The samples of a corpus for data rank ``rank`` of ``ranks``.
 
-    Raises :class:`DataError` for a folder that is no corpus and for too little text, :class:`ConfigError` for one whose
-    vocabulary or tasks the model does not have.
+    Raises :class:`DataError` for a folder without a corpus and for too little text, :class:`ConfigError` if the model
+    lacks the corpus's vocabulary or tasks.
     """
 
     def __init__(self, run: RunConfig, rank: int = 0, ranks: int = 1):
@@ -94,13 +94,14 @@ class CorpusFeed:
         self.sample_tokens: float = run.data.sequence
         self.corpus: Corpus = Corpus(run.data.path)
         self.tokenizer = self.corpus.tokenizer if self.corpus.has_tokenizer else None
-        needs, has = self.corpus.manifest.vocab_size, run.model.vocab_size
-        if needs > has:
-            remedy = f"set --model.vocab_size {needs}"
-            if run.train.start:  # whose vocabulary is what it is
+        corpus_vocab, model_vocab = self.corpus.manifest.vocab_size, run.model.vocab_size
+        if corpus_vocab > model_vocab:
+            remedy = f"set --model.vocab_size {corpus_vocab}"
+            if run.train.start:  # its vocabulary cannot change
                 remedy = f"make it again with colonnade corpus … --tokenizer {run.train.start}"
-            raise ConfigError(f"{run.data.path} has a vocabulary of {needs} tokens, the model of {has}; {remedy}")
-
+            raise ConfigError(
+                f"{run.data.path} has a vocabulary of {corpus_vocab} tokens, the model of {model_vocab}; {remedy}"
+            )
         self._check_tasks(run)
 
         def loader(split: str) -> Loader:
@@ -112,27 +113,25 @@ class CorpusFeed:
 
         self.samples = loader("train")
         held_out, every = self.corpus.manifest.validation.tokens, run.train.eval_every
-        self.why_off: str | None = None
-        """Why there is no validation, when nobody said so."""
+        self.no_validation_reason: str | None = None
         if every is None and held_out <= run.data.sequence:
-            self.why_off = (
+            self.no_validation_reason = (
                 f"{run.data.path} holds out {held_out:,} tokens, and a sample takes {run.data.sequence + 1:,}"
             )
-        self.eval_every = 0 if self.why_off else EVAL_EVERY if every is None else every
-        """Steps between two validations; 0: never."""
+        self.eval_every = 0 if self.no_validation_reason else EVAL_EVERY if every is None else every
         self.held_out = loader("validation") if self.eval_every else None
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The corpus that the samples are made of."""
+        """Fingerprint of the corpus."""
         return {"corpus": self.corpus.manifest.fingerprint}
 
-    def difference(self, was: Mapping[str, Any]) -> str | None:
-        """What of the training text differs from a checkpoint's."""
-        return _difference(was.get("corpus"), self.corpus.manifest.fingerprint)
+    def difference(self, old: Mapping[str, Any]) -> str | None:
+        """How the training text differs from a checkpoint's, if at all."""
+        return _corpus_difference(old.get("corpus"), self.corpus.manifest.fingerprint)
 
     def _check_tasks(self, run: RunConfig) -> None:
-        """A router that decides by tasks needs a corpus that has some, and a row in its table for each."""
+        """Check that the corpus has tasks for a task router, and that its table has a row for each."""
         moe, tasks = run.model.moe, self.corpus.manifest.tasks
         if moe is None or moe.router.kind != "task":
             return
@@ -140,12 +139,12 @@ class CorpusFeed:
             raise ConfigError("router 'task' is for decoders: pairs of segments carry no tasks; use another router")
         if moe.balance == "sequence":
             raise ConfigError(
-                "router 'task' decides by tasks, and balance 'sequence' counts by sequences: a stream says one of the "
-                "two; set --model.moe.balance switch"
+                "router 'task' groups tokens by task, and balance 'sequence' groups them by sequence; a stream has "
+                "only one grouping: set --model.moe.balance switch"
             )
         if tasks is None and moe.router.task is None:
             raise ConfigError(
-                f"router 'task' needs to know what task a document is of, and {run.data.path} does not say; build it "
+                f"router 'task' needs the task of each document, and {run.data.path} has none; build it "
                 "with: colonnade corpus FILES --tasks source (or field:NAME)"
             )
         if tasks is not None and len(tasks) > moe.router.tasks:
@@ -155,25 +154,25 @@ class CorpusFeed:
             )
 
 
-def _difference(was: Any, now: Mapping[str, Any]) -> str | None:
-    """What of a corpus's training part differs from an earlier fingerprint, if anything does."""
+def _corpus_difference(old: Any, new: Mapping[str, Any]) -> str | None:
+    """How a corpus's training split differs from that of an earlier fingerprint, if at all."""
     train = SPLITS[0]
-    if not isinstance(was, dict) or was.keys() != now.keys() or was[train].keys() != now[train].keys():
-        return "the checkpoint does not say which one that was"
-    old, new = was[train], now[train]
-    if was["tokenizer"] != now["tokenizer"]:
+    if not isinstance(old, dict) or old.keys() != new.keys() or old[train].keys() != new[train].keys():
+        return "the checkpoint does not identify its data"
+    was, now = old[train], new[train]
+    if old["tokenizer"] != new["tokenizer"]:
         return "it has another tokenizer"
     for what in ("tokens", "documents"):
-        if old[what] != new[what]:
-            return f"it has {new[what]:,} {what} to train on, and not {old[what]:,}"
-    if old["shards"] != new["shards"]:
+        if was[what] != now[what]:
+            return f"it has {now[what]:,} {what} to train on, and not {was[what]:,}"
+    if was["shards"] != now["shards"]:
         same = sum(
-            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(old["shards"], new["shards"], strict=False))
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(was["shards"], now["shards"], strict=False))
         )
         return (
-            f"shard {same} of {len(new['shards'])} holds other tokens, such as those of the same documents in another "
+            f"shard {same} of {len(now['shards'])} has other tokens, such as those of the same documents in another "
             "order"
         )
-    if old["document_ends"] != new["document_ends"]:
+    if was["document_ends"] != now["document_ends"]:
         return "its documents end elsewhere"
-    return None if old["tasks"] == new["tasks"] else "its documents have other tasks"
+    return None if was["tasks"] == now["tasks"] else "its documents have other tasks"

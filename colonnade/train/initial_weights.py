@@ -1,9 +1,8 @@
-"""What a run begins with: drawn weights, or those of a model that is there (fine-tuning, experts made of a dense model,
-a thaw).
+"""Initial weights of a run: random, or those of an existing model (``train.start``); and which ones are frozen.
 
-Of a model that is there only the weights are taken. The run has moments, a schedule and a cursor of its own, and says
-of itself how experts are chosen and balanced, what is dropped, and how long a context may be; what a weight means
-(norms, activations, positions) must be the same, and so must the tokens.
+``train.start`` serves fine-tuning, upcycled experts, or unfreezing. Only its weights are used: the run has its own
+moments, learning-rate schedule and data cursor, and its own settings for routing, balancing, dropping and context
+length. Settings that define what a weight means (norms, activations, positions) must match, and so must the tokenizer.
 """
 
 import difflib
@@ -26,49 +25,50 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import Experts, layout_of
 
-FREE = ("context", "init_std", "moe", "top", "classes")
-"""Fields that a run says for itself; where they make other tensors, the shapes tell."""
-PROBE = 512
-"""Tokens of the corpus that both tokenizers have to agree on."""
+OVERRIDABLE_FIELDS = ("context", "init_std", "moe", "top", "classes")
+"""Model fields that may differ from those of ``train.start``; where they change tensors, the shapes show it."""
+PROBE_TOKENS = 512
+"""Tokens of the corpus that both tokenizers must encode alike."""
 
 
-def begin(model: Transformer, run: RunConfig, ground: DistributedContext, held: Masters) -> None:
-    """Fill the masters ``held`` of ``model`` with this rank's part of the weights of ``train.start``, or with drawn
-    ones; what a new top has and ``train.start`` has not is drawn.
+def initialise_masters(model: Transformer, run: RunConfig, ctx: DistributedContext, masters: Masters) -> None:
+    """Fill ``masters`` with this rank's part of the weights of ``train.start``, or with random ones.
+
+    A new classification head that ``train.start`` lacks is drawn randomly.
     """
     if not run.train.start:
-        initialise(model, run.train.seed, held.place)
-        held.publish()
+        initialise(model, run.train.seed, masters.place)
+        masters.publish()
         return
-    it = open_model(run.train.start)
-    if not _new_top(it.config, run.model):
-        it.load_masters(model, ground, held)
+    opened = open_model(run.train.start)
+    if not _has_new_head(opened.config, run.model):
+        opened.load_masters(model, ctx, masters)
         return
-    # The model with the other top is read beside ours, which takes this rank's share of the weights once more.
-    kept = next(iter((held.local | held.frozen).values())).dtype
-    config, spans = it.config.replace(tied=run.model.tied), [span for _, span in ground.stages(run.model.layers)]
-    theirs = Transformer(config, ground.axes, spans=spans, device=ground.device, dtype=kept)
-    it.load_weights(theirs, ground, in_place)
-    found, shapes, wanted = dict(_tensors(theirs)), theirs.whole_shapes(), model.whole_shapes()
-    same = {name: found[name] for name, _ in _tensors(model) if wanted[name] == shapes.get(name)}
-    initialise(model, run.train.seed, held.place, leave=same)
+    # The model with the other head is loaded beside ours: this rank's weights take twice their memory for a moment.
+    dtype = next(iter((masters.local | masters.frozen).values())).dtype
+    config, spans = opened.config.replace(tied=run.model.tied), [span for _, span in ctx.stages(run.model.layers)]
+    loaded = Transformer(config, ctx.axes, spans=spans, device=ctx.device, dtype=dtype)
+    opened.load_weights(loaded, ctx, in_place)
+    tensors, old_shapes, shapes = dict(_tensors(loaded)), loaded.whole_shapes(), model.whole_shapes()
+    common = {name: tensors[name] for name, _ in _tensors(model) if shapes[name] == old_shapes.get(name)}
+    initialise(model, run.train.seed, masters.place, leave=common)
     for name, tensor in _tensors(model):
-        if name in same:
-            held.place(name, tensor, same[name].detach())
-    held.publish()
+        if name in common:
+            masters.place(name, tensor, common[name].detach())
+    masters.publish()
 
 
 def _tensors(model: Transformer) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _new_top(theirs: ModelConfig, ours: ModelConfig) -> bool:
-    """Whether a run fine-tunes a top that ``train.start`` has not."""
-    return ours.top == "classes" and (theirs.top, theirs.classes) != (ours.top, ours.classes)
+def _has_new_head(start: ModelConfig, ours: ModelConfig) -> bool:
+    """Whether the run trains a classification head that ``train.start`` lacks."""
+    return ours.top == "classes" and (start.top, start.classes) != (ours.top, ours.classes)
 
 
 def freeze(model: Transformer, patterns: Sequence[str]) -> None:
-    """Take the parameters that ``train.freeze`` names out of training; raises as :func:`frozen_names`."""
+    """Exclude the parameters that match ``train.freeze`` from training; raises as :func:`frozen_names`."""
     if not patterns:
         return
     names = frozen_names(model.config, patterns)
@@ -80,15 +80,15 @@ def freeze(model: Transformer, patterns: Sequence[str]) -> None:
 
 
 def frozen_names(config: ModelConfig, patterns: Sequence[str]) -> set[str]:
-    """The parameters and buffers of the whole model that ``patterns`` match.
+    """The parameters and buffers of the whole model that match ``patterns``.
 
-    Raises :class:`ConfigError` for a pattern that matches none, with the nearest names, and where nothing is left.
+    Raises :class:`ConfigError` for a pattern without a match, with the nearest names, and if nothing is left to train.
     """
     whole = Transformer(config, device="meta")
     layout, parameters = layout_of(whole), [name for name, _ in whole.named_parameters()]
     names = [*parameters, *(name for name, _ in whole.named_buffers())]
-    experts = {name for name, at in layout.items() if isinstance(at, Experts)}
-    found: set[str] = set()
+    experts = {name for name, placement in layout.items() if isinstance(placement, Experts)}
+    frozen: set[str] = set()
     for pattern in patterns:
         if pattern in ("experts", "rest"):
             if config.moe is None:
@@ -100,10 +100,10 @@ def frozen_names(config: ModelConfig, patterns: Sequence[str]) -> set[str]:
             known = sorted({prefix for name in names for prefix in _prefixes(name)})
             near = difflib.get_close_matches(pattern.removeprefix("re:"), known, n=3, cutoff=0.3) or known[:3]
             raise ConfigError(f"train.freeze {pattern!r} matches no parameter; the nearest are {', '.join(near)}")
-        found |= matched
-    if found.issuperset(parameters):
+        frozen |= matched
+    if frozen.issuperset(parameters):
         raise ConfigError(f"train.freeze {' '.join(patterns)} leaves no parameter to train; leave a pattern out")
-    return found
+    return frozen
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -112,61 +112,57 @@ def _matches(name: str, pattern: str) -> bool:
     try:
         return re.fullmatch(pattern.removeprefix("re:"), name) is not None
     except re.error as why:
-        raise ConfigError(f"train.freeze {pattern!r} is no regular expression: {why}; mend it") from None
+        raise ConfigError(f"train.freeze {pattern!r} is not a valid regular expression: {why}; correct it") from None
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``: the modules that hold a parameter, and itself."""
+    """``a``, ``a.b`` and ``a.b.c`` for ``a.b.c``: the modules that contain a parameter, and itself."""
     return accumulate(name.split("."), "{}.{}".format)
 
 
 def check_start(run: RunConfig, corpus: Corpus | None) -> None:
-    """Raise :class:`ConfigError` when ``train.start`` is another model than the run's, or reads other tokens, and
-    :class:`CheckpointError` when there is none.
+    """Check that ``train.start`` exists and matches the run's model and tokens.
+
+    Raises :class:`ConfigError` for a different model or tokenizer, :class:`CheckpointError` when there is no model.
     """
-    it = open_model(run.train.start)
-    _same_model(run.train.start, it.config, run.model)
+    opened = open_model(run.train.start)
+    _check_same_model(run.train.start, opened.config, run.model)
     if corpus is not None:
-        _same_tokens(it, run, corpus)
+        _check_same_tokenizer(opened, run, corpus)
 
 
-def _same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> None:
+def _check_same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> None:
     if theirs.moe is None and ours.moe is not None:
         raise ConfigError(
-            f"train.start {start} has no experts, and the run has {ours.moe.experts} in a layer; make them of it "
-            f"first: colonnade convert {start} OUT --format colonnade --upcycle {ours.moe.experts}, then --train.start "
-            "OUT"
+            f"train.start {start} has no experts, and the run has {ours.moe.experts} in a layer; upcycle it first: "
+            f"colonnade convert {start} OUT --format colonnade --upcycle {ours.moe.experts}, then --train.start OUT"
         )
-    new_top = _new_top(theirs, ours)
-    other = differences(theirs, ours, ignore=(*FREE, "tied") if new_top else FREE)
-    if not other:
-        shapes, wanted = (dict(Transformer(config, device="meta").whole_shapes()) for config in (theirs, ours))
-        names = {
-            name for name in shapes.keys() | wanted.keys() if not (new_top and name.startswith(("top.", "unembed.")))
-        }
-        unlike = sorted(name for name in names if shapes.get(name) != wanted.get(name))
-        other = [f"'{name}': {_said(shapes.get(name))} -> {_said(wanted.get(name))}" for name in unlike]
-    if other:
-        more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+    new_head = _has_new_head(theirs, ours)
+    different = differences(theirs, ours, ignore=(*OVERRIDABLE_FIELDS, "tied") if new_head else OVERRIDABLE_FIELDS)
+    if not different:
+        old, new = (dict(Transformer(config, device="meta").whole_shapes()) for config in (theirs, ours))
+        names = {name for name in old.keys() | new.keys() if not (new_head and name.startswith(("top.", "unembed.")))}
+        changed = sorted(name for name in names if old.get(name) != new.get(name))
+        different = [f"'{name}': {_shape_text(old.get(name))} -> {_shape_text(new.get(name))}" for name in changed]
+    if different:
+        more = f" and {len(different) - 3} more" if len(different) > 3 else ""
         raise ConfigError(
-            f"train.start {start} is another model than the run's: {', '.join(other[:3])}{more}; give the run that "
+            f"train.start {start} is another model than the run's: {', '.join(different[:3])}{more}; give the run that "
             "model: leave --preset and --model out, and give --train.start on the command line"
         )
 
 
-def _said(shape: torch.Size | None) -> str:
+def _shape_text(shape: torch.Size | None) -> str:
     return "absent" if shape is None else str(tuple(shape))
 
 
-def _same_tokens(it: OpenedModel, run: RunConfig, corpus: Corpus) -> None:
-    theirs = Tokenizer.from_model(it.tokenizer_source)
+def _check_same_tokenizer(opened: OpenedModel, run: RunConfig, corpus: Corpus) -> None:
+    theirs = Tokenizer.from_model(opened.tokenizer_source)
     corpus = Corpus(run.data.path)
-    if (
-        theirs is None or not corpus.has_tokenizer
-    ):  # tokens without one: the vocabulary's size is all that can be compared
+    if theirs is None or not corpus.has_tokenizer:  # only the vocabulary sizes can be compared
         return
     split = corpus.split("train")
-    text = corpus.tokenizer.decode(split.read(0, min(PROBE, split.tokens)).tolist())
+    text = corpus.tokenizer.decode(split.read(0, min(PROBE_TOKENS, split.tokens)).tolist())
     if theirs.encode(text) != corpus.tokenizer.encode(text):
         raise ConfigError(
             f"{run.data.path} was made with another tokenizer than that of train.start {run.train.start}; make it "

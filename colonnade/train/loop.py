@@ -1,8 +1,9 @@
-"""The training loop: what DESIGN draws, from the corpus to the checkpoint.
+"""The training loop, from corpus to checkpoint.
 
-shards -> pack -> micro-batches of this data rank
-  -> forward -> loss -> backward -> one layout-aware norm -> clip -> AdamW -> schedule             (step.py)
-every so often: a line of metrics (log.py); validation; save(weights, moments, cursor)          (session.py)
+shards -> pack -> micro-batches of this data rank                                        (data_feed.py)
+  -> forward -> loss -> backward                                                         (train_step.py)
+  -> global gradient norm -> clip -> AdamW -> learning-rate schedule                     (optimizer_step.py)
+every N steps: log metrics (run_log.py); validate; save(weights, moments, data cursor)   (session.py)
 """
 
 import signal
@@ -28,26 +29,26 @@ from colonnade.train.cuda_graph import check_device
 from colonnade.train.data_feed import CorpusFeed, MakeFeed
 from colonnade.train.initial_weights import check_start, frozen_names
 from colonnade.train.memory_advice import check_memory
-from colonnade.train.run_lock import RunLock
+from colonnade.train.run_lifecycle import RunLock, StopSignal
 from colonnade.train.run_log import RunLog, Summary
 from colonnade.train.session import Session
-from colonnade.train.stop_signal import StopSignal
-from colonnade.train.trackers import OpenTracker, flat, named
+from colonnade.train.trackers import OpenTracker, flattened, service_trackers
 
 
 def check_settings(run: RunConfig) -> None:
-    """Raise :class:`~colonnade.errors.ColonnadeError` for a plan, a schedule or a router that does not fit."""
+    """Raise :class:`~colonnade.errors.ColonnadeError` for an invalid plan, pipeline schedule or router."""
     run.plan.check(run.model)
     check_schedule(run.plan)
     if run.model.moe is not None:
         rule(run.model.moe)
-    if run.eval_moe is not None:  # a router that cannot says so now, not at the first validation
+    if run.eval_moe is not None:  # refuse it now, not at the first validation
         rule(run.eval_moe, otherwise="leave --train.eval_active out")
 
 
 def check_data(run: RunConfig, feed: MakeFeed = CorpusFeed) -> None:
-    """Raise :class:`~colonnade.errors.ColonnadeError` for data, a model to begin with, a checkpoint to go on from,
-    or names to freeze, that do not fit.
+    """Check the data, ``train.start``, the checkpoint to resume from and ``train.freeze`` against the model.
+
+    Raises :class:`~colonnade.errors.ColonnadeError` for the first that does not match.
     """
     data = feed(run, 0, 1)
     if run.train.freeze:
@@ -59,7 +60,7 @@ def check_data(run: RunConfig, feed: MakeFeed = CorpusFeed) -> None:
 
 
 class Trainer:
-    """``Trainer(run).fit()`` trains ``run`` to its end, from its newest checkpoint where there is one."""
+    """Trains a run to its end, resuming from its newest checkpoint: ``Trainer(run).fit()``."""
 
     def __init__(
         self,
@@ -71,15 +72,15 @@ class Trainer:
         validation: TokenData | None = None,
         tokenizer: Tokenizer | str | Path | None = None,
     ):
-        """``trackers`` get the metrics besides JSON Lines and TensorBoard, and ``feed`` opens the data; workers import
-        both, so no lambdas.
+        """``trackers`` receive the metrics in addition to JSON Lines and TensorBoard; ``feed`` opens the data. Worker
+        processes import both, so neither may be a lambda.
 
-        ``data`` are token lists to train on in the place of ``run.data.path``: an iterable of them, or a map-style or
-        iterable PyTorch dataset, read once and kept as a corpus in ``runs/NAME/tokens``; ``validation`` likewise, and
-        ``tokenizer`` is what checkpoints keep. Of data without a length as much is read as the run's steps need.
+        ``data`` replaces ``run.data.path``: an iterable of token lists, or a map-style or iterable PyTorch dataset. It
+        is read once and stored as a corpus in ``runs/NAME/tokens``; ``validation`` likewise. Checkpoints include
+        ``tokenizer``. From data without a length, only as many tokens are read as the run's steps need.
 
-        Raises :class:`~colonnade.errors.ColonnadeError` for a plan, a device or data that do not fit, and for a
-        tracker whose package is missing.
+        Raises :class:`~colonnade.errors.ColonnadeError` for an invalid plan, device or data set, and for a tracker
+        whose package is not installed.
         """
         check_settings(run)
         if data is not None:
@@ -91,29 +92,29 @@ class Trainer:
             check_device(torch.device(device))
         check_data(run, feed)
         check_memory(run, device)
-        named(run)
+        service_trackers(run)
         self.run, self.trackers, self.feed = run, tuple(trackers), feed
 
     def fit(self) -> Summary:
-        """Train in as many processes as the plan wants and return rank 0's summary.
+        """Train in as many processes as the plan needs and return rank 0's summary.
 
-        SIGTERM and SIGINT finish the step, save, and return. Raises :class:`~colonnade.errors.ColonnadeError` for a
-        checkpoint that does not fit, and for a loss that is not finite.
+        After SIGTERM or SIGINT the run finishes its step, saves, and returns. Raises
+        :class:`~colonnade.errors.ColonnadeError` for an incompatible checkpoint and for a loss that is not finite.
         """
         try:
             return launch(train, (self.run, self.trackers, self.feed), self.run.plan, self.run.train.restarts)
-        except Interrupted as stop:
+        except Interrupted as interrupted:
             checkpoint = native.newest(self.run.folder)
-            if checkpoint is None:  # the signal came before the first step
+            if checkpoint is None:  # the signal arrived before the first step
                 raise
             steps = native.read_meta(checkpoint).step
-            return Summary(steps, checkpoint, stopped=signal.Signals(stop.signal).name)
+            return Summary(steps, checkpoint, stopped=signal.Signals(interrupted.signal).name)
 
 
 def _with_tokens(
     run: RunConfig, data: TokenData, validation: TokenData | None, tokenizer: Tokenizer | str | Path | None
 ) -> RunConfig:
-    """``run`` on a corpus of its own with the tokens of ``data``."""
+    """``run`` with the tokens of ``data`` written as its corpus."""
     if launched():
         raise PlanError(
             "each of the processes that torchrun started would read the data; write it once before, with "
@@ -133,49 +134,51 @@ def _with_tokens(
 
 
 def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed = CorpusFeed) -> Summary:
-    """The work of one rank; raises :class:`Interrupted` after a signal, when all is saved, and :class:`PlanError` where
-    ranks were started with different settings.
+    """Train on one rank, inside a process group.
+
+    Raises :class:`Interrupted` after a signal, once everything is saved, and :class:`PlanError` where ranks were
+    started with different settings.
     """
     t = run.train
     timeout = timedelta(seconds=t.timeout_s * BACKSTOP)
-    with _deterministic(t.deterministic), DistributedContext.build(run.plan, run.device, timeout) as ground:
-        agree(_shared(run), world_axis())
+    with _deterministic(t.deterministic), DistributedContext.build(run.plan, run.device, timeout) as ctx:
+        agree(_shared_settings(run), world_axis())
         with (
             RunLock(run.folder, world_axis()) as lock,
-            Watchdog(t.timeout_s) as watch,
-            Session(run, ground, watch, lock, feed) as session,
+            Watchdog(t.timeout_s) as watchdog,
+            Session(run, ctx, watchdog, lock, feed) as session,
             StopSignal(session.world) as stop,
             RunLog(session, trackers) as log,
         ):
             eval_every = session.feed.eval_every
-            stopped = None
-            while session.taken < t.steps and stopped is None:
-                log.note(session.step())
-                log.settle()
-                stopped = stop.asked()
-                done = session.taken == t.steps
-                if stopped or done or log.due(t.log_every, eval_every, t.save_every):
+            interrupted = None
+            while session.steps_taken < t.steps and interrupted is None:
+                log.record(session.step())
+                log.check_save()
+                interrupted = stop.received()
+                done = session.steps_taken == t.steps
+                if interrupted or done or log.due(t.log_every, eval_every, t.save_every):
                     log.report()
-                if stopped or done or log.due(t.save_every):
-                    log.save()  # first what must not be lost: whoever sent the signal may not wait for long
-                if eval_every and not stopped and (done or log.due(eval_every)):
+                if interrupted or done or log.due(t.save_every):
+                    log.save()  # before validation: after a signal the scheduler may kill the process soon
+                if eval_every and not interrupted and (done or log.due(eval_every)):
                     log.validate()
             summary = log.summary()
-        if stopped is not None:
-            raise stopped
+        if interrupted is not None:
+            raise interrupted
         return summary
 
 
-def _shared(run: RunConfig) -> dict[str, str]:
-    """What must be the same on all ranks; where files are is each machine's own affair."""
-    own = ("runs", "device", "data.path", "train.start")
-    return {name: value for name, value in flat(run.model_dump(mode="json")).items() if name not in own}
+def _shared_settings(run: RunConfig) -> dict[str, str]:
+    """The settings that all ranks must share; paths and devices may differ by machine."""
+    per_machine = ("runs", "device", "data.path", "train.start")
+    return {name: value for name, value in flattened(run.model_dump(mode="json")).items() if name not in per_machine}
 
 
 @contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
-    """Only algorithms that give the same bits each time, for as long as the run lasts."""
-    if not wanted or torch.are_deterministic_algorithms_enabled():  # to set it imports torch.compile, a second
+def _deterministic(enabled: bool) -> Iterator[None]:
+    """Allow only deterministic algorithms inside."""
+    if not enabled or torch.are_deterministic_algorithms_enabled():  # setting it imports torch.compile: a second
         yield
         return
     torch.use_deterministic_algorithms(True)

@@ -1,17 +1,19 @@
-"""Whether a run fits into the memory of its machines, and which changes would make it fit.
+"""Checks whether a training run fits into memory, and proposes changes that make it fit.
 
-A run is compared with what is free before anything is allocated: on a CPU all ranks of a host together, on GPUs each
-rank with its device, and with the host what it keeps there. A remedy is the run with something changed, and is offered
-only if the same estimate says that it fits, with a tenth to spare.
+The estimate is compared with the free memory before anything is allocated: on a CPU for all ranks of a host together,
+on GPUs for each rank and its device, and for the host with what it stores beside the GPUs. A remedy is the run with
+changed settings; it is proposed only if the same estimate says that it fits, with a tenth to spare.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from colonnade.config import RunConfig, format_bytes
+from colonnade.config.memory_remedies import Changes, MemoryUse, Option, combine, flags, merge, mildest
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.parallel.axis import world_axis
@@ -20,23 +22,18 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import local_ranks
 from colonnade.train.memory_estimate import PROGRAM_BYTES, estimate
 
-SPARE = 0.9
-"""Of what is free, what a remedy may take: the estimate's tolerance."""
-MOST_HOSTS = 1024
-SHORTEST = 64
-"""Tokens of a sample: shorter ones are not offered."""
-
-Changes = dict[str, object]
-"""Settings by dotted names: ``{"train.micro_batch": 4}``."""
-Settings = list[tuple[str, list[Changes]]]
-"""(what it costs, changes from the mildest on), for each of several."""
-OTHER_NUMBERS = {"train.dtype", "data.sequence"}
-"""Settings that make another run."""
+REMEDY_SHARE = 0.9
+"""The share of free memory that a remedy may use: a margin for the estimate's error."""
+MAX_HOSTS = 1024
+MIN_SEQUENCE = 64
+"""The shortest sample that is proposed [tokens]."""
+CHANGES_RESULTS = {"train.dtype", "data.sequence"}
+"""Settings that change the results of the run."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What each host offers a run."""
+    """The memory of each host, and how many ranks run there."""
 
     kind: str
     """Either cpu or cuda."""
@@ -48,14 +45,14 @@ class Machine:
     """Ranks of the run on each host; None: all of them."""
     gpus: int = 0
     program: int = 0
-    """What each rank's process takes before it trains [bytes]; 0 where it runs already."""
+    """Memory of each rank's process before it trains [bytes]; 0 for processes that already run."""
     scale: float = 1.0
-    """How much more a run was seen to take than was estimated."""
+    """Measured / estimated memory of a run that ran out of it."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A changed run."""
+    """A changed run that fits on ``machine``."""
 
     flags: str
     note: str
@@ -63,30 +60,10 @@ class Remedy:
     machine: Machine
 
 
-@dataclass(frozen=True)
-class Need:
-    """What a run takes of one memory, and what is free there [bytes]."""
-
-    where: str
-    rows: dict[str, int]
-    free: int
-
-    @property
-    def total(self) -> int:
-        """All rows."""
-        return sum(self.rows.values())
-
-    def __str__(self) -> str:
-        """A row for each part, with its share of what is free."""
-        rows = self.rows | {"in all": self.total}
-        lines = [f"  {what:<26}{format_bytes(n):>12}  {n / max(self.free, 1):>6.1%}" for what, n in rows.items()]
-        return "\n".join([*lines, f"  {'free':<26}{format_bytes(self.free):>12}"])
-
-
 def check_memory(run: RunConfig, device: str) -> None:
     """Raise :class:`CapacityError` for a run that cannot fit, before its processes start.
 
-    Of GPUs only the size is looked at: to ask how much is free would take memory on them.
+    Of GPUs only the size is checked: reading the free memory would itself allocate some on them.
     """
     starts = run.plan.world > 1 or run.train.restarts > 0
     machine = Machine(device, free_host_bytes(), ranks=local_ranks(run.plan), program=PROGRAM_BYTES if starts else 0)
@@ -96,198 +73,180 @@ def check_memory(run: RunConfig, device: str) -> None:
     check(run, machine)
 
 
-def check_rank_memory(run: RunConfig, ground: DistributedContext) -> None:
+def check_rank_memory(run: RunConfig, ctx: DistributedContext) -> None:
     """Raise :class:`CapacityError` for a run that cannot fit; all ranks call this before any of them allocates."""
-    machine = Machine(ground.device.type, free_host_bytes(), ranks=local_ranks(run.plan))
-    if ground.device.type == "cuda":
-        machine = replace(machine, device=free_bytes(ground.device), gpus=torch.cuda.device_count())
-    world_axis().max_(torch.zeros(()))  # a rank that went ahead would take what the others count as free
+    machine = Machine(ctx.device.type, free_host_bytes(), ranks=local_ranks(run.plan))
+    if ctx.device.type == "cuda":
+        machine = replace(machine, device=free_bytes(ctx.device), gpus=torch.cuda.device_count())
+    world_axis().max_(torch.zeros(()))  # a barrier: an early rank would allocate memory that others count as free
     check(run, machine)
 
 
 def check(run: RunConfig, machine: Machine) -> None:
-    """Raise :class:`CapacityError` with a table and remedies, unless ``run`` fits or is not to be checked."""
+    """Raise :class:`CapacityError` with a table and remedies if ``run`` does not fit and train.check_memory is set."""
     if not run.train.check_memory:
         return
-    short = [need for need in needs(run, machine) if need.total > SHARE * need.free]
-    if short:
-        need = short[0]
+    exceeded = [use for use in memory_use(run, machine) if use.total > SHARE * use.free]
+    if exceeded:
+        use = exceeded[0]
         ranks = machine.ranks or run.plan.world
-        whose = "this run takes" if run.plan.world == 1 else "each rank takes"
-        if need.where == "host" and ranks > 1:
-            whose = f"the {ranks} ranks of a host together take"
+        subject = "this run takes" if run.plan.world == 1 else "each rank takes"
+        if use.where == "host" and ranks > 1:
+            subject = f"the {ranks} ranks of a host together take"
         raise CapacityError(
-            f"this run does not fit: by the memory estimate {whose} {format_bytes(need.total)} of a {need.where}'s "
+            f"this run does not fit: by the memory estimate {subject} {format_bytes(use.total)} of a {use.where}'s "
             "memory, and "
-            f"{format_bytes(need.free)} is free; nothing was allocated\n{need}\n{advice(run, machine)}\n"
+            f"{format_bytes(use.free)} is free; nothing was allocated\n{use}\n{advice(run, machine)}\n"
             "--train.no_check_memory tries it anyway"
         )
 
 
-def needs(run: RunConfig, machine: Machine) -> list[Need]:
-    """What ``run`` takes of a host (that with most to hold), and of a GPU where it runs on some."""
-    plan, here = run.plan, machine.ranks or run.plan.world
+def memory_use(run: RunConfig, machine: Machine) -> list[MemoryUse]:
+    """What ``run`` takes of a GPU, if it runs on some, and of the host with the most to store."""
+    plan, ranks_per_host = run.plan, machine.ranks or run.plan.world
     stages = [estimate(run, machine.kind, rank) for rank in range(plan.pp)]
-    found: list[Need] = []
+    uses: list[MemoryUse] = []
     if machine.kind == "cuda":
-        most = max(stages, key=lambda stage: sum(stage.device.values()))
-        found.append(Need("GPU", {what: int(machine.scale * n) for what, n in most.device.items()}, machine.device))
+        largest = max(stages, key=lambda stage: sum(stage.device.values()))
+        scaled = {what: int(machine.scale * n) for what, n in largest.device.items()}
+        uses.append(MemoryUse("GPU", scaled, machine.device))
     hosts: list[dict[str, int]] = []
-    for first in range(0, plan.world, here):
+    for first in range(0, plan.world, ranks_per_host):
         rows: Counter[str] = Counter()
-        for rank in range(first, min(first + here, plan.world)):
+        for rank in range(first, min(first + ranks_per_host, plan.world)):
             stage = stages[rank // plan.stage_ranks]
             rows.update(stage.host if machine.kind == "cuda" else stage.device)
         if machine.kind == "cpu":
             rows = Counter({what: int(machine.scale * n) for what, n in rows.items()})
-        rows.update({"processes": here * machine.program} if machine.program else {})
+        rows.update({"processes": ranks_per_host * machine.program} if machine.program else {})
         hosts.append(dict(rows))
-    return [*found, Need("host", max(hosts, key=lambda rows: sum(rows.values())), machine.host)]
+    return [*uses, MemoryUse("host", max(hosts, key=lambda rows: sum(rows.values())), machine.host)]
 
 
 def fits(run: RunConfig, machine: Machine) -> bool:
     """Whether ``run`` fits with a tenth to spare."""
-    return all(need.total <= SPARE * need.free for need in needs(run, machine))
+    return all(use.total <= REMEDY_SHARE * use.free for use in memory_use(run, machine))
 
 
 def advice(run: RunConfig, machine: Machine) -> str:
-    """The remedies for people, or that there is none."""
-    found = remedies(run, machine)
-    if not found:
+    """The remedies as text, or that there is none."""
+    proposals = remedies(run, machine)
+    if not proposals:
         return "no remedy was found that is enough by the same estimate: use a smaller model, or larger machines"
-    lines = [f"  {it.flags}  ({it.note}: {_taken(it)})" for it in found]
+    lines = [f"  {remedy.flags}  ({remedy.note}: {_tightest(remedy)})" for remedy in proposals]
     return "\n".join(["each of these would be enough by the same estimate:", *lines])
 
 
-def _taken(remedy: Remedy) -> str:
-    tightest = max(needs(remedy.run, remedy.machine), key=lambda need: need.total / max(need.free, 1))
-    return f"{format_bytes(tightest.total)} on a {tightest.where}"
+def _tightest(remedy: Remedy) -> str:
+    use = max(memory_use(remedy.run, remedy.machine), key=lambda use: use.total / max(use.free, 1))
+    return f"{format_bytes(use.total)} on a {use.where}"
 
 
 def remedies(run: RunConfig, machine: Machine) -> list[Remedy]:
-    """Changes after which ``run`` fits: a setting, or several where none is enough; more ranks; a smaller model.
+    """Changes that make ``run`` fit: a setting, or several if none is enough; more ranks; a smaller model.
 
-    Of each setting the least change that is enough.
+    Each setting is changed no further than necessary.
     """
-    settings = _settings(run, machine)
-    here = [found for note, ways in settings if (found := _first(run, machine, note, ways)) is not None]
-    if not here:
-        here = _together(run, machine, settings)
-    same = [] if here else [(note, ways) for note, ways in settings if not ways[-1].keys() & OTHER_NUMBERS]
-    more = [remedy for axis in ("dp", "tp") for remedy in _more_ranks(run, machine, axis, same)]
-    return [*here, *more, *_smaller_model(run, machine)]
+    options = _options(run, machine)
+    changed = [remedy for option in options for remedy in _remedy(run, machine, option.cost, option.values)]
+    changed = changed or _combined(run, machine, options)
+    same_results = [] if changed else [option for option in options if not option.strongest.keys() & CHANGES_RESULTS]
+    more_ranks = [remedy for axis in ("dp", "tp") for remedy in _more_ranks(run, machine, axis, merge(same_results))]
+    return [*changed, *more_ranks, *_smaller_model(run, machine)]
 
 
 def _changed(run: RunConfig, changes: Changes) -> RunConfig | None:
-    """``run`` with some settings changed, by dotted names; None where it cannot be."""
+    """``run`` with ``changes``; None if that is invalid."""
     sections: dict[str, dict[str, object]] = {}
     for name, value in changes.items():
         section, _, field = name.partition(".")
         sections.setdefault(section, {})[field] = value
     try:
-        made = run.replace(**{section: getattr(run, section).replace(**fields) for section, fields in sections.items()})
-        made.plan.check(made.model)
+        changed = run.replace(
+            **{section: getattr(run, section).replace(**fields) for section, fields in sections.items()}
+        )
+        changed.plan.check(changed.model)
     except ColonnadeError:
         return None
-    return made
+    return changed
 
 
-def _first(run: RunConfig, machine: Machine, note: str, ways: Iterable[Changes]) -> Remedy | None:
-    """The first of ``ways`` that is enough."""
-    for changes in ways:
-        made = _changed(run, changes)
-        if made is not None and fits(made, machine):
-            return Remedy(" ".join(_flag(*change) for change in changes.items()), note, made, machine)
-    return None
+def _fits_with(run: RunConfig, machine: Machine, changes: Changes) -> bool:
+    changed = _changed(run, changes)
+    return changed is not None and fits(changed, machine)
 
 
-def _flag(name: str, value: object) -> str:
-    """``--train.micro_batch 4``, ``--train.no_async_save``."""
-    if isinstance(value, bool):
-        section, _, field = name.partition(".")
-        return f"--{name}" if value else f"--{section}.no_{field}"
-    return f"--{name} {value}"
+def _remedy(run: RunConfig, machine: Machine, note: str, values: Iterable[Changes]) -> list[Remedy]:
+    """The first of ``values`` that is enough, if any."""
+    changes = mildest(values, partial(_fits_with, run, machine))
+    changed = None if changes is None else _changed(run, changes)
+    return [] if changes is None or changed is None else [Remedy(flags(changes), note, changed, machine)]
 
 
-def _settings(run: RunConfig, machine: Machine) -> Settings:
-    """(what it costs, changes from the mildest on) for each setting that saves memory on the same processes."""
+def _combined(run: RunConfig, machine: Machine, options: list[Option]) -> list[Remedy]:
+    """Several settings at once: no more than needed, and the last one changed no further than needed."""
+    fits_with = partial(_fits_with, run, machine)
+    chosen = combine(options, lambda changes, _: _changed(run, changes) is not None, fits_with)
+    if not fits_with(merge(chosen)):
+        return []
+    *others, last = chosen
+    note = "; ".join(option.cost for option in chosen)
+    return _remedy(run, machine, note, [merge(others) | value for value in last.values])
+
+
+def _options(run: RunConfig, machine: Machine) -> list[Option]:
+    """The settings that save memory on the same processes."""
     t = run.resolved(machine.kind).train
-    found: Settings = []
+    options: list[Option] = []
     if t.async_save:
-        found.append(("training waits while a checkpoint is written", [{"train.async_save": False}]))
-    micro = min(t.micro_batch, t.batch // run.plan.data_ranks)
+        options.append(Option("training waits while a checkpoint is written", [{"train.async_save": False}]))
+    micro_batch = min(t.micro_batch, t.batch // run.plan.data_ranks)
     cost = "the same numbers, more passes" if run.model.moe is None else "more passes; experts are balanced within each"
-    found.append((cost, [{"train.micro_batch": m} for m in _halves(micro, 1)]))
+    options.append(Option(cost, [{"train.micro_batch": n} for n in _halves(micro_batch, 1)]))
     if t.recompute != "full":
-        budget: Changes = {"train.activation_bytes": 0} if t.activation_bytes else {}
+        no_budget: Changes = {"train.activation_bytes": 0} if t.activation_bytes else {}
         kinds = ("attention", "full") if t.recompute == "none" else ("full",)
-        found.append(("up to a third more arithmetic", [{"train.recompute": kind, **budget} for kind in kinds]))
+        values = [{"train.recompute": kind, **no_budget} for kind in kinds]
+        options.append(Option("up to a third more arithmetic", values))
     if t.offload == "none" and machine.kind == "cuda":
-        found.append(("moments in host memory", [{"train.offload": "optimizer"}]))
+        options.append(Option("moments in host memory", [{"train.offload": "optimizer"}]))
     if t.dtype in ("float32", "float64"):
         lower = "float32" if t.dtype == "float64" else "bfloat16"
-        found.append(("other rounding", [{"train.dtype": lower}]))
-    found.append(("shorter samples", [{"data.sequence": n} for n in _halves(run.data.sequence, SHORTEST)]))
-    return [(note, ways) for note, ways in found if ways]
+        options.append(Option("other rounding", [{"train.dtype": lower}]))
+    options.append(Option("shorter samples", [{"data.sequence": n} for n in _halves(run.data.sequence, MIN_SEQUENCE)]))
+    return [option for option in options if option.values]
 
 
 def _halves(n: int, least: int) -> list[int]:
-    found: list[int] = []
+    halves: list[int] = []
     while (n := n // 2) >= least:
-        found.append(n)
-    return found
+        halves.append(n)
+    return halves
 
 
-def _together(run: RunConfig, machine: Machine, settings: Settings) -> list[Remedy]:
-    """Several settings at once: no more of them than are needed, and the last no further changed than is needed."""
+def _more_ranks(run: RunConfig, machine: Machine, axis: str, extra: Changes) -> list[Remedy]:
+    """The fewest ranks of ``axis`` that are enough, together with those of the ``extra`` changes that are needed.
 
-    def enough(chosen: Settings) -> bool:
-        made = _changed(run, _merged(ways[-1] for _, ways in chosen))
-        return made is not None and fits(made, machine)
-
-    chosen: Settings = []
-    for setting in settings:
-        if _changed(run, _merged(ways[-1] for _, ways in [*chosen, setting])) is not None:
-            chosen.append(setting)
-        if enough(chosen):
-            break
-    else:
-        return []
-    for setting in chosen[:-1]:
-        if enough(fewer := [one for one in chosen if one is not setting]):
-            chosen = fewer
-    others, note = _merged(ways[-1] for _, ways in chosen[:-1]), "; ".join(note for note, _ in chosen)
-    found = _first(run, machine, note, [others | way for way in chosen[-1][1]])
-    return [] if found is None else [found]
-
-
-def _merged(changes: Iterable[Changes]) -> Changes:
-    return {name: value for one in changes for name, value in one.items()}
-
-
-def _more_ranks(run: RunConfig, machine: Machine, axis: str, settings: Settings) -> list[Remedy]:
-    """The fewest ranks of ``axis`` that are enough, if need be with ``settings`` that keep the numbers: on GPUs of this
-    host while it has some, then on more hosts.
+    GPUs of this host come first, then more hosts.
     """
-    here, times = machine.ranks or run.plan.world, 1
-    strong = _merged(ways[-1] for _, ways in settings)
-    while (times := 2 * times) <= MOST_HOSTS:
-        note, at = f"on {times * run.plan.world // here} hosts like this one, by torchrun", replace(machine, ranks=here)
-        if times * run.plan.world <= machine.gpus:
-            note, at = f"{times * run.plan.world} processes, a GPU each", replace(machine, ranks=None)
-        plan: Changes = {f"plan.{axis}": times * getattr(run.plan, axis)}
-        if (moe := run.model.moe) is not None:  # experts are shared out among the same ranks
-            ep = min(moe.experts, times * run.plan.ep)
-            plan |= {"plan.ep": ep} | ({"plan.sh": times * run.plan.ep // ep} if times * run.plan.ep > ep else {})
-        if _first(run, at, note, [plan]) is not None:
-            strong = {}
-        elif _first(run, at, note, [plan | strong]) is None:
+    ranks_per_host, factor = machine.ranks or run.plan.world, 1
+    while (factor := 2 * factor) <= MAX_HOSTS:
+        hosts = factor * run.plan.world // ranks_per_host
+        note, on = f"on {hosts} hosts like this one, by torchrun", replace(machine, ranks=ranks_per_host)
+        if factor * run.plan.world <= machine.gpus:
+            note, on = f"{factor * run.plan.world} processes, a GPU each", replace(machine, ranks=None)
+        plan: Changes = {f"plan.{axis}": factor * getattr(run.plan, axis)}
+        if (moe := run.model.moe) is not None:  # experts are divided among the same ranks
+            ep = min(moe.experts, factor * run.plan.ep)
+            plan |= {"plan.ep": ep} | ({"plan.sh": factor * run.plan.ep // ep} if factor * run.plan.ep > ep else {})
+        if _fits_with(run, on, plan):
+            extra = {}
+        elif not _fits_with(run, on, plan | extra):
             continue
-        for name in list(strong):
-            fewer = {key: value for key, value in strong.items() if key != name}
-            strong = fewer if _first(run, at, note, [plan | fewer]) is not None else strong
-        found = _first(run, at, note, [plan | strong])
-        return [] if found is None else [found]
+        for name in list(extra):
+            fewer = {key: value for key, value in extra.items() if key != name}
+            extra = fewer if _fits_with(run, on, plan | fewer) else extra
+        return _remedy(run, on, note, [plan | extra])
     return []
 
 
@@ -296,11 +255,11 @@ def _smaller_model(run: RunConfig, machine: Machine) -> list[Remedy]:
     if run.train.start:
         return []
     models = {name: preset(name).replace(vocab_size=run.model.vocab_size) for name in PRESETS}
-    for name, model in sorted(models.items(), key=lambda it: -it[1].parameters):
-        alike = model.causal == run.model.causal and (model.moe is None) == (run.model.moe is None)
-        if not alike or model.parameters >= run.model.parameters or model.context < run.data.sequence:
+    for name, model in sorted(models.items(), key=lambda item: -item[1].parameters):
+        same_kind = model.causal == run.model.causal and (model.moe is None) == (run.model.moe is None)
+        if not same_kind or model.parameters >= run.model.parameters or model.context < run.data.sequence:
             continue
-        made = _changed(run.replace(model=model), {})
-        if made is not None and fits(made, machine):
-            return [Remedy(f"--preset {name}", model.size, made, machine)]
+        changed = _changed(run.replace(model=model), {})
+        if changed is not None and fits(changed, machine):
+            return [Remedy(f"--preset {name}", model.size, changed, machine)]
     return []

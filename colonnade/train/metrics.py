@@ -1,14 +1,14 @@
-"""What is noted of each step, read from the device only now and then.
+"""Per-step metrics, collected on the device and read at intervals.
 
-A step leaves its loss and norm as tensors that may not exist yet (a GPU runs behind the program). Waiting for them
-every step would stop the program from preparing the next one, so they are kept, and read all at once when a line of
-metrics is due: one sum over the data ranks, one copy to the host (and the largest memory peak of all ranks). A loss
-that is not finite is found then, with the step and the data ranks in which it arose; no checkpoint is written before
-that was looked at.
+A step leaves its loss and norm as tensors that a GPU may not have computed yet. Reading them every step would keep the
+host from preparing the next one, so they are read together when a line of metrics is due: one all-reduce over the data
+ranks, one copy to the host (and the maximum of all ranks' memory peaks). A non-finite loss is found then, with its step
+and data ranks; no checkpoint is written before the metrics were read.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -17,98 +17,99 @@ from colonnade.config import RunConfig
 from colonnade.errors import ColonnadeError
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.train.loss_scaler import LOWEST
-from colonnade.train.mfu import Throughput, chip_of, throughput
-from colonnade.train.moe_stats import Routed, Table, blamed, row_of, tabled
-from colonnade.train.train_step import Outcome
+from colonnade.train.loss_scaler import MIN_SCALE
+from colonnade.train.mfu import Throughput, find_accelerator, throughput
+from colonnade.train.moe_stats import MoeStats, RoutingTable, gather_routing_table, nonfinite_router, tracker_row
+from colonnade.train.train_step import StepMetrics
 
 Row = dict[str, float]
-"""Names and values of one step, as trackers get them; what was not finite in a skipped step is left out."""
+"""Names and values of one step for trackers; non-finite values of a skipped step are left out."""
 
-SCALED = ("loss_scale", "skipped")
-"""What a row of float16 holds besides: the scale that the step used, and how many steps were skipped so far."""
+LOSS_SCALE_COLUMNS = ("loss_scale", "skipped")
+"""Additional columns in float16: the loss scale of the step, and the number of steps skipped so far."""
 
 
 class Diverged(ColonnadeError):
-    """The loss or the gradient is no longer a number."""
+    """The loss or the gradient is not finite."""
 
 
 class Meter:
-    """Collects outcomes and time; hands out rows."""
+    """Collects the metrics of steps and the training time; returns rows."""
 
     def __init__(
         self,
         run: RunConfig,
-        ground: DistributedContext,
-        bad: Callable[[int, str], None],
+        ctx: DistributedContext,
+        on_bad_step: Callable[[int, str], None],
         sample_tokens: float | None = None,
     ):
-        """``bad(steps, diagnosis)`` is told, on every rank alike, of a step that moved nothing, or refuses it.
+        """``on_bad_step(steps, diagnosis)`` is called on every rank for a step that was not finite; it may raise.
         ``sample_tokens`` is the mean length of a sample; by default all have ``data.sequence``.
         """
-        self.run, self.ground, self.bad = run, ground, bad
+        self.run, self.ctx, self.on_bad_step = run, ctx, on_bad_step
         self.sample_tokens = sample_tokens or run.data.sequence
-        self.chip = chip_of(ground.device)
-        self._pending: list[tuple[int, Outcome]] = []
-        self.routing: Table = {}
-        """What the layers of experts did in the newest step that was read."""
+        self.accelerator = find_accelerator(ctx.device)
+        self._pending: list[tuple[int, StepMetrics]] = []
+        self.routing: RoutingTable = {}
+        """Routing statistics of the newest step that was read."""
         self._busy_s, self._since_s, self._steps = 0.0, time.perf_counter(), 0
 
-    def note(self, steps: int, outcome: Outcome) -> None:
-        """Keep the outcome of the step after which ``steps`` steps have been taken."""
-        self._pending.append((steps, outcome))
+    def add(self, steps: int, metrics: StepMetrics) -> None:
+        """Keep the metrics of the step after which ``steps`` steps have been taken."""
+        self._pending.append((steps, metrics))
         self._steps += 1
 
     def read(self) -> list[tuple[int, Row]]:
-        """(steps taken, row) for each step since the last reading; waits for the device.
+        """(steps taken, row) for each step since the last call; synchronises with the device.
 
-        A step whose loss or norm is not finite has neither in its row, after :attr:`bad` took note of it.
+        Rows lack loss and norm that are not finite; :attr:`on_bad_step` has been called for them.
         """
         if not self._pending:
             return []
-        outcomes = [outcome for _, outcome in self._pending]
-        mine = torch.stack([outcome.loss_sum for outcome in outcomes]).double()
-        losses = self.ground.axes.everywhere(mine) / torch.stack([outcome.count for outcome in outcomes])
-        norms = torch.stack([outcome.norm for outcome in outcomes]).double()
-        table = torch.stack([losses, norms, *_scales(outcomes)]).T.tolist()
-        flags = mine.isfinite().tolist()
-        peaks = world_axis().max_(torch.tensor([outcome.memory_bytes for outcome in outcomes])).tolist()
+        pending = [metrics for _, metrics in self._pending]
+        local_losses = torch.stack([metrics.loss_sum for metrics in pending]).double()
+        losses = self.ctx.axes.everywhere(local_losses) / torch.stack([metrics.count for metrics in pending])
+        norms = torch.stack([metrics.norm for metrics in pending]).double()
+        table = torch.stack([losses, norms, *_loss_scale_columns(pending)]).T.tolist()
+        finite_here = local_losses.isfinite().tolist()
+        peaks = world_axis().max_(torch.tensor([metrics.memory_bytes for metrics in pending])).tolist()
         rows: list[tuple[int, Row]] = []
-        read = zip(self._pending, table, flags, peaks, strict=True)
-        for (steps, outcome), (loss, norm, *scaled), here, peak in read:
-            row = {"loss": loss, "grad_norm": norm, "lr": float(outcome.lr)} | dict(zip(SCALED, scaled, strict=False))
-            row |= {"data_s": outcome.data_s, "memory_peak_bytes": peak}
+        columns = zip(self._pending, table, finite_here, peaks, strict=True)
+        for (steps, metrics), (loss, norm, *scale), here, peak in columns:
+            row = {"loss": loss, "grad_norm": norm, "lr": float(metrics.lr)}
+            row |= dict(zip(LOSS_SCALE_COLUMNS, scale, strict=False))
+            row |= {"data_s": metrics.data_s, "memory_peak_bytes": peak}
             finite = {name: value for name, value in row.items() if value - value == 0}
-            if len(finite) < len(row) and not scaled:
-                self.bad(steps, self._diagnosis(steps, loss, norm, here, outcome.routed))
-            elif len(finite) < len(row) and row["loss_scale"] <= LOWEST:
-                # Otherwise it overflowed in float16 and is no news, until lowering the scale stops helping.
-                raise Diverged(self._diagnosis(steps, loss, norm, here, outcome.routed) + _collapse(scaled))
+            if len(finite) < len(row) and not scale:
+                self.on_bad_step(steps, self._diagnosis(steps, loss, norm, here, metrics.moe))
+            elif len(finite) < len(row) and row["loss_scale"] <= MIN_SCALE:
+                # A larger scale means a normal float16 overflow; at the smallest one the run has diverged.
+                raise Diverged(self._diagnosis(steps, loss, norm, here, metrics.moe) + _collapse(scale))
             rows.append((steps, finite))
-        newest, pp = outcomes[-1], self.ground.axes.pp
-        self.routing = tabled(newest.routed, self.run.model, pp, self.ground.device, newest.balance)
+        newest, pp = pending[-1], self.ctx.axes.pp
+        self.routing = gather_routing_table(newest.moe, self.run.model, pp, self.ctx.device, newest.balance)
         if self.routing:
-            rows[-1][1].update(row_of(self.routing))
+            rows[-1][1].update(tracker_row(self.routing))
         self._pending.clear()
         return rows
 
-    def _diagnosis(self, steps: int, loss: float, norm: float, finite_here: bool, found: Routed | None) -> str:
-        batch = self.ground.axes.batch
-        flags = torch.zeros(batch.size, device=self.ground.device)
+    def _diagnosis(self, steps: int, loss: float, norm: float, finite_here: bool, stats: MoeStats | None) -> str:
+        batch = self.ctx.axes.batch
+        flags = torch.zeros(batch.size, device=self.ctx.device)
         flags[batch.rank] = not finite_here
-        guilty = [str(rank) for rank, flag in enumerate(self.ground.axes.everywhere(flags).tolist()) if flag]
-        where = f" on data rank {', '.join(guilty)} of {batch.size}" if guilty else " on no rank alone"
+        culprits = [str(rank) for rank, flag in enumerate(self.ctx.axes.everywhere(flags).tolist()) if flag]
+        where = f" on data rank {', '.join(culprits)} of {batch.size}" if culprits else " on no rank alone"
         what = f"loss is {loss}{where}" if loss - loss != 0 else f"gradient norm is {norm} (the loss is {loss:.4g})"
         if self.run.model.moe is not None:
-            what += blamed(found, self.run.model.layers, world_axis(), self.ground.device)
+            what += nonfinite_router(stats, self.run.model.layers, world_axis(), self.ctx.device)
         return f"step {steps}: the {what}"
 
-    # -- time: only training counts, not validation, saving or starting up -----------------------------------------
+    # -- time: only training counts, not validation, saving or start-up ---------------------------------------------
 
     def pause(self) -> None:
-        """Stop the clock, once the device has caught up."""
-        if self.ground.device.type == "cuda":
-            torch.cuda.synchronize(self.ground.device)
+        """Stop the clock, once the device has finished its work."""
+        if self.ctx.device.type == "cuda":
+            torch.cuda.synchronize(self.ctx.device)
         self._busy_s += time.perf_counter() - self._since_s
 
     def resume(self) -> None:
@@ -116,12 +117,12 @@ class Meter:
         self._since_s = time.perf_counter()
 
     def restart(self) -> None:
-        """Forget what was measured (the first step compiles, and is no measure of the others)."""
+        """Discard the time measured so far (the first step compiles, and profiled steps are slower)."""
         self._busy_s, self._steps = 0.0, 0
         self.resume()
 
     def speed(self) -> Throughput | None:
-        """Rates over the steps since the last call; None without any. The clock must be paused."""
+        """Throughput over the steps since the last call; None without any. The clock must be paused."""
         steps, busy_s = self._steps, self._busy_s
         self._busy_s, self._steps = 0.0, 0
         if not steps or not busy_s:
@@ -131,31 +132,24 @@ class Meter:
             run.model,
             sequence=round(self.sample_tokens),
             tokens_per_s=steps * run.train.batch * self.sample_tokens / busy_s,
-            ranks=self.ground.world,
-            chip=self.chip,
+            ranks=self.ctx.world,
+            accelerator=self.accelerator,
             dtype=run.train.compute_dtype,
         )
 
 
-def _scales(outcomes: Sequence[Outcome]) -> list[Tensor]:
-    """The columns of :data:`SCALED`, none unless the run is in float16."""
-    pairs = [(o.loss_scale, o.skipped) for o in outcomes if o.loss_scale is not None and o.skipped is not None]
+def _loss_scale_columns(pending: Sequence[StepMetrics]) -> list[Tensor]:
+    """The columns of :data:`LOSS_SCALE_COLUMNS`; none unless the run is in float16."""
+    pairs = [(m.loss_scale, m.skipped) for m in pending if m.loss_scale is not None and m.skipped is not None]
     return [torch.stack(column).double() for column in zip(*pairs, strict=True)]
 
 
-def _collapse(scaled: Sequence[float]) -> str:
-    if not scaled:
+def _collapse(scale: Sequence[float]) -> str:
+    if not scale:
         return ""
-    return f", and the loss scale fell to {scaled[0]:g} after {scaled[1]:.0f} skipped steps: no scale helps"
+    return f", and the loss scale fell to {scale[0]:g} after {scale[1]:.0f} skipped steps: no scale helps"
 
 
-def rates(speed: Throughput) -> Row:
-    """The values of a :class:`Throughput` for a tracker; what is not known is left out."""
-    known = {
-        "tokens_per_s": speed.tokens_per_s,
-        "tflops": speed.tflops,
-        "tflops_causal": speed.tflops_causal,
-        "mfu": speed.mfu,
-        "mfu_causal": speed.mfu_causal,
-    }
-    return {name: value for name, value in known.items() if value is not None}
+def throughput_row(speed: Throughput) -> Row:
+    """The values of a :class:`Throughput` for trackers; unknown ones are left out."""
+    return {name: value for name, value in asdict(speed).items() if value is not None}

@@ -1,4 +1,4 @@
-"""A micro-batch as a model takes it: the stream, who sees whom, the loss; or this context rank's share of them."""
+"""Builds the model's arguments (stream, attend, head) from a micro-batch, or this context rank's share of it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,91 +27,95 @@ from colonnade.model.moe.routing_context import Pooled
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What a step asks of the loss of each of its micro-batches; as it stands, of a validation."""
+class StepContext:
+    """What all micro-batches of a step share: loss weights, dropout, routing. The defaults are those of validation."""
 
-    smoothing: float = 0.0
-    """Label smoothing."""
-    order_weight: Tensor | float = 1.0
-    """What the order of a pair counts beside a token (BERT's second loss)."""
-    noise: Dropout | None = None
-    """What is random in the step, of whatever tokens; None drops nothing."""
-    router_weight: Tensor | None = None
-    """What a unit of the routers' loss sums counts in the gradient; None in a validation."""
-    steps: Sequence[Spread] = (Spread(),)
-    """How layers of experts spread their work."""
+    label_smoothing: float = 0.0
+    order_loss_weight: Tensor | float = 1.0
+    """Weight of a pair's order loss (BERT's second loss) relative to a token's."""
+    dropout: Dropout | None = None
+    """The step's random numbers, for any tokens; None: no dropout."""
+    router_loss_weight: Tensor | None = None
+    """Weight of the router loss sums in the gradient; None in validation."""
+    spread: Sequence[Spread] = (Spread(),)
+    """Expert parallelism of the MoE layers."""
     moe: MoeConfig | None = None
-    """What they decide by, where it is not the model's own."""
+    """Routing settings that replace the model's own."""
     reports: list[Mapping[int, Report]] = field(default_factory=list)
-    """Filled as micro-batches are laid: where their layers of experts will report."""
+    """Output: the routing reports of each micro-batch, by layer."""
     pooled: list[Pooled] = field(default_factory=list)
-    """Likewise: their balance losses over all layers together."""
+    """Output: each micro-batch's balance loss over all layers together."""
 
 
-VALIDATION = Terms()
+VALIDATION = StepContext()
 
 
 def model_inputs(
-    batch: Batch, model: Transformer, terms: Terms = VALIDATION
+    batch: Batch, model: Transformer, step: StepContext = VALIDATION
 ) -> tuple[Stream, Packed | Ring, Loss | Pretraining | ClassLoss]:
     """(stream, attend, head) of ``batch`` on this rank; the head gives (loss sum, number of targets)."""
-    T, cp, config, noise = len(batch.tokens_T), model.axes.cp, model.config, terms.noise
-    if noise is not None:
-        noise = noise.of_tokens(numbers(batch))
+    T, cp, config, dropout = len(batch.tokens_T), model.axes.cp, model.config, step.dropout
+    if dropout is not None:
+        dropout = dropout.of_tokens(global_token_ids(batch))
     first_head, _ = model.axes.tp.part(config.heads)
     cu, longest, equal = batch.cu_seqlens, batch.longest, batch.equal
-    attend = Packed(cu, longest, equal, causal=config.causal, noise=noise, head=first_head)
+    attend = Packed(cu, longest, equal, causal=config.causal, noise=dropout, head=first_head)
     routing = None
     if config.moe is not None:
         units = Units.sequences(cu, T, model.axes.dp) if config.moe.needs_sequences else None
         if config.moe.router.kind == "task" and batch.tasks_T is not None:
             units = Units(batch.tasks_T, config.moe.router.tasks)
-        routing = Routing(numbers(batch), terms.router_weight, units=units, steps=terms.steps, moe=terms.moe)
-        if terms.router_weight is not None:
-            terms.reports.append(routing.reports)
-            terms.pooled.append(routing.pooled)
-    stream = Stream(batch.tokens_T, batch.positions_T, batch.segments_T, noise, routing)
+        ids_T = global_token_ids(batch)
+        routing = Routing(ids_T, step.router_loss_weight, units=units, steps=step.spread, moe=step.moe)
+        if step.router_loss_weight is not None:
+            step.reports.append(routing.reports)
+            step.pooled.append(routing.pooled)
+    stream = Stream(batch.tokens_T, batch.positions_T, batch.segments_T, dropout, routing)
     targets_R, rows_R, first_R, orders_R = batch.targets_T, batch.predicted_R, batch.first_R, batch.orders_R
     if rows_R is not None:
         targets_R = targets_R[rows_R]
     if cp.size > 1:
         attend = Ring.of(attend, T, cp)
-        mine_t = attend.index_t
-        segments_t, mine = None if batch.segments_T is None else batch.segments_T[mine_t], noise and noise.rows(mine_t)
-        routing = routing and routing.rows(mine_t)
-        stream = Stream(batch.tokens_T[mine_t], batch.positions_T[mine_t], segments_t, mine, routing)
-        # Where each token of the whole stream stands here, or -1: shapes do not depend on what is where.
-        here_T = torch.full_like(batch.tokens_T, -1)
-        here_T[mine_t] = torch.arange(len(mine_t), device=mine_t.device)
+        index_t = attend.index_t
+        stream = Stream(
+            batch.tokens_T[index_t],
+            batch.positions_T[index_t],
+            None if batch.segments_T is None else batch.segments_T[index_t],
+            dropout and dropout.rows(index_t),
+            routing and routing.rows(index_t),
+        )
+        # The local row of each token of the whole stream, or -1: the shapes do not depend on the distribution.
+        local_T = torch.full_like(batch.tokens_T, -1)
+        local_T[index_t] = torch.arange(len(index_t), device=index_t.device)
         if rows_R is None:
-            targets_R = targets_R[mine_t]
+            targets_R = targets_R[index_t]
         else:
-            rows_R, targets_R = _on_this_rank(here_T[rows_R], targets_R, len(mine_t))
+            rows_R, targets_R = _local_rows(local_T[rows_R], targets_R, len(index_t))
         if first_R is not None and orders_R is not None:
-            first_R, orders_R = _on_this_rank(here_T[first_R], orders_R, len(mine_t))
+            first_R, orders_R = _local_rows(local_T[first_R], orders_R, len(index_t))
     if config.top == "classes":
         assert rows_R is not None, "a classifier trains on labelled sequences"
         assert batch.predicted_R is not None
-        pooled = noise and noise.rows(batch.predicted_R[: len(rows_R)]).at_embedding
-        return stream, attend, ClassLoss(rows_R, targets_R, terms.smoothing, pooled)
-    tokens = Loss(targets_R, terms.smoothing, rows_R)
+        pooler_dropout = dropout and dropout.rows(batch.predicted_R[: len(rows_R)]).at_embedding
+        return stream, attend, ClassLoss(rows_R, targets_R, step.label_smoothing, pooler_dropout)
+    tokens = Loss(targets_R, step.label_smoothing, rows_R)
     if config.top != "pretraining":
         return stream, attend, tokens
     assert first_R is not None, "this model trains on pairs"
     assert orders_R is not None
-    return stream, attend, Pretraining(tokens, Orders(first_R), orders_R, terms.order_weight)
+    return stream, attend, Pretraining(tokens, Orders(first_R), orders_R, step.order_loss_weight)
 
 
-def noise_of(train: TrainConfig, number: int, model: ModelConfig, device: torch.device) -> Dropout | None:
-    """What is random in step ``number``, of no tokens yet; None when nothing is."""
+def step_dropout(train: TrainConfig, number: int, model: ModelConfig, device: torch.device) -> Dropout | None:
+    """The dropout of step ``number``, not bound to tokens yet; None when nothing in the step is random."""
     rates = DropoutRates(train.dropout, train.attention_dropout, train.embedding_dropout, train.expert_dropout)
     if not any(rates) and not (model.moe and draws(model.moe)):
         return None
     return Dropout.of(train.seed, number, model.layers, torch.empty(0, dtype=torch.int64, device=device), rates)
 
 
-def numbers(batch: Batch) -> Tensor:
-    """Each token's number in the step's global batch, by its sample and its place there: not by the micro-batch."""
+def global_token_ids(batch: Batch) -> Tensor:
+    """Each token's index in the step's global batch, independent of how it is cut into micro-batches."""
     row_T = torch.arange(len(batch.tokens_T), device=batch.tokens_T.device)
     if batch.first_R is None:
         return batch.first + row_T
@@ -120,9 +124,10 @@ def numbers(batch: Batch) -> Tensor:
     return batch.first + sample_T * stride + row_T - batch.first_R[sample_T]
 
 
-def _on_this_rank(row_R: Tensor, target_R: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Rows and targets of what is on this rank (row >= 0), which has so many tokens; the others point to row 0 and have
-    no target. Where there is no token there is no row 0 either, and nothing is asked.
+def _local_rows(row_R: Tensor, target_R: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Rows and targets on this rank, which has ``tokens`` tokens; other entries (row < 0) get row 0 and no target.
+
+    Both are empty on a rank without tokens, which has no row 0.
     """
     if tokens == 0:
         return row_R[:0], target_R[:0]

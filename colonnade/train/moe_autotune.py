@@ -1,26 +1,21 @@
-"""How long a layer of experts takes, tried: forward and backward, on random tokens and weights, at a given load.
+"""Autotunes degree r and overlap p of each MoE layer, from measured link speeds and the layer's actual load.
 
-Every rank draws its tokens' experts by the load of all ranks, so that each expert has its share of rows, and the
-slowest rank counts: all know the same numbers and decide alike. Loads that are about as skewed, and about as many
-tokens, are tried once a run: a trial takes as long as some steps of one layer.
-
-Which degree r and overlap p each layer of experts works at: from measured links and the load that it really has.
-
-What a step costs at (r, p), forward and backward, on the slowest rank; b are the bytes of this rank's shares of the
-weights, c those of a token, W = ep·sh ranks, n the choices of a rank's tokens, m the busiest ep rank's:
+Modelled cost of a step at (r, p), forward and backward, on the slowest rank; b are the bytes of this rank's weight
+shards, c those of a token, W = ep·sh ranks, n the choices of a rank's tokens, m those of the busiest ep rank:
 
     r = 0    3 · gather(b·(W − 1))                                         + compute(n)
     r ≥ 1    3p · gather(b·(sh/r − 1)) + 4 · exchange(c·n·r·(W − 1)/W)     + compute(m/sh)
 
-p parts hide the shorter of exchange and compute but for the share of the first part, which is smaller than 1/p
-(:func:`colonnade.model.moe.dispatch.shares`), and pay the exchange's latency p times. (Tutel, arXiv 2206.03382, section
-4.1, chooses by 2P against 4·C_g·r + 2P/(E·r) bytes; here bytes become seconds by what this machine was measured to do,
-and the load counts, which at r = 0 alone is even by itself.)
+Overlap in p parts hides the shorter of exchange and compute, except for the first part's share, which is smaller than
+1/p (:func:`colonnade.model.moe.dispatch.shares`), and costs the latency of the exchange p times. (Tutel, arXiv
+2206.03382, section 4.1, compares 2P with 4·C_g·r + 2P/(E·r) bytes. Here bytes become seconds by measured link speeds,
+and the load counts: only at r = 0 is it balanced by construction.)
 
-The formula knows nothing of launches, of products that slow down while rows travel, or of small ones. So the ways that
-it holds for nearly the best are tried, at this load, and the one that took least is taken
-(:mod:`colonnade.train.moe_autotune`). A change must promise a thirtieth of the time,
-or noise would make it go to and fro.
+The model ignores launches, the slowdown of GEMMs during communication, and the inefficiency of small GEMMs. So the
+spreads that it rates nearly best are timed at the actual load (forward and backward, random tokens and weights), and
+the fastest is chosen. Each rank draws its tokens' experts from the load of all ranks, and the slowest rank counts: all
+ranks see the same times and decide alike. Timings are cached by skew and number of tokens, since timing takes as long
+as several steps of a layer. A change must promise 3% of the time, or noise would make the choice oscillate.
 """
 
 import math
@@ -38,117 +33,121 @@ from colonnade.parallel import link_bandwidth
 from colonnade.parallel.axis import Grid
 from colonnade.parallel.link_bandwidth import Link
 
-STEP = 1.25
-"""Loads and numbers of tokens that differ by less than this factor are one."""
+BUCKET_FACTOR = 1.25
+"""Loads and token counts that differ by less than this factor share a timing."""
+MIN_GAIN = 0.03
+"""The share of a layer's time that a change must save."""
+CANDIDATE_FACTOR = 1.5
+"""Spreads are timed if their modelled cost is at most this multiple of the least."""
+CHECK_INTERVAL = 10
+"""Steps between two decisions."""
+OVERLAPS = (1, 2, 3, 4, 6)
+PROBE_ROWS = 256
+"""Rows of each expert in the measurement of its FLOP/s."""
 
 
-class Trials:
-    """What was tried, by load."""
+class SpreadTimings:
+    """Measured times of spreads, cached by load."""
 
     def __init__(self, model: Transformer):
         self.model = model
-        self._took: dict[tuple[int, int, Spread], float] = {}
+        self._seconds: dict[tuple[int, int, Spread], float] = {}
 
     def seconds(
-        self, ways: Sequence[Spread], module: MixtureOfExperts, tokens: int, load: Sequence[int]
+        self, spreads: Sequence[Spread], module: MixtureOfExperts, tokens: int, load: Sequence[int]
     ) -> dict[Spread, float]:
-        """Of each of ``ways``, for ``tokens`` tokens a rank whose choices fall on the experts as ``load`` says; all
-        ranks that share experts must take part.
+        """Time of each of ``spreads`` for ``tokens`` tokens a rank, with choices distributed over experts as ``load``.
+
+        Collective over all ranks that share experts.
         """
         ep = self.model.axes.grid.ep.size
         each = len(load) // ep
-        busiest = max(sum(load[i : i + each]) for i in range(0, len(load), each)) * ep / sum(load)
-        key = round(math.log(max(tokens, 1), STEP)), round(math.log(busiest, STEP))
-        missing = [way for way in ways if (*key, way) not in self._took]
+        skew = max(sum(load[i : i + each]) for i in range(0, len(load), each)) * ep / sum(load)
+        key = round(math.log(max(tokens, 1), BUCKET_FACTOR)), round(math.log(skew, BUCKET_FACTOR))
+        missing = [spread for spread in spreads if (*key, spread) not in self._seconds]
         if missing:
-            for way, took_s in zip(missing, self._tried(missing, module, tokens, load), strict=True):
-                self._took[*key, way] = took_s
-        return {way: self._took[*key, way] for way in ways}
+            for spread, seconds in zip(missing, self._measure(missing, module, tokens, load), strict=True):
+                self._seconds[*key, spread] = seconds
+        return {spread: self._seconds[*key, spread] for spread in spreads}
 
-    def _tried(self, ways: Sequence[Spread], module: MixtureOfExperts, tokens: int, load: Sequence[int]) -> list[float]:
+    def _measure(
+        self, spreads: Sequence[Spread], module: MixtureOfExperts, tokens: int, load: Sequence[int]
+    ) -> list[float]:
         axes, moe = self.model.axes, module.moe
         like = module.experts.up
         experts = Experts(self.model.config, moe, axes, device=like.device, dtype=like.dtype)
         experts.float8 = module.experts.float8
-        draw = torch.Generator(like.device).manual_seed(axes.grid.tokens.rank)
+        generator = torch.Generator(like.device).manual_seed(axes.grid.tokens.rank)
         with torch.no_grad():
             for w in experts.parameters():
-                w.normal_(0, 0.02, generator=draw)
-        on = {"device": like.device, "generator": draw}
-        x_tD = torch.randn(tokens, like.shape[2], dtype=like.dtype, **on).requires_grad_()
-        chance_E = torch.tensor(load, dtype=torch.float32, device=like.device)
-        ids_R = torch.multinomial(chance_E, max(1, tokens * moe.active), replacement=True, generator=draw)
+                w.normal_(0, 0.02, generator=generator)
+        options = {"device": like.device, "generator": generator}
+        x_tD = torch.randn(tokens, like.shape[2], dtype=like.dtype, **options).requires_grad_()
+        load_E = torch.tensor(load, dtype=torch.float32, device=like.device)
+        ids_R = torch.multinomial(load_E, max(1, tokens * moe.active), replacement=True, generator=generator)
         ids_tA = ids_R[: tokens * moe.active].view(tokens, moe.active)
-        weights_tA = torch.rand(tokens, moe.active, **on).requires_grad_()
+        weights_tA = torch.rand(tokens, moe.active, **options).requires_grad_()
         inputs = [x_tD, weights_tA, *experts.parameters()]
 
-        def run(way: Spread) -> None:
-            y_tD, _ = through_experts(x_tD, ids_tA, weights_tA, experts, axes.grid, way)
+        def run(spread: Spread) -> None:
+            y_tD, _ = through_experts(x_tD, ids_tA, weights_tA, experts, axes.grid, spread)
             torch.autograd.grad(y_tD, inputs, y_tD.detach(), allow_unused=True)
 
-        return [link_bandwidth.rate(lambda way=way: run(way), like.device, axes.grid.tokens) for way in ways]
-
-
-GAIN = 0.03
-"""The share of a layer's time that a change must promise."""
-NEAR = 1.5
-"""How many times the least the formula may give a way that is still tried."""
-EVERY = 10
-"""Steps between two looks at the load."""
-OVERLAPS = (1, 2, 3, 4, 6)
-ROWS = 256
-"""Rows of each expert on which its arithmetic is timed."""
+        return [
+            link_bandwidth.rate(lambda spread=spread: run(spread), like.device, axes.grid.tokens) for spread in spreads
+        ]
 
 
 @dataclass(frozen=True)
-class Costs:
-    """What was measured."""
+class MeasuredCosts:
+    """Measured speed of links and experts."""
 
     exchange: Link
     gathers: dict[int, Link]
-    """By degree: laying the shares of the weights together."""
+    """By degree: the all-gather of the weight shards."""
     flops_per_s: float
-    """Of the experts' products, forward."""
+    """Of the experts' forward GEMMs."""
 
     @staticmethod
-    def measured(model: Transformer) -> "Costs":
-        """By trying; all ranks that share experts must take part."""
-        grid, layer = model.axes.grid, _layers(model)[0][1]
+    def measured(model: Transformer) -> "MeasuredCosts":
+        """Measure them; collective over all ranks that share experts."""
+        grid, layer = model.axes.grid, _moe_layers(model)[0][1]
         device = layer.experts.up.device
         e, f, D = layer.experts.up.shape
-        x_RD = torch.randn(e * ROWS, D, device=device, dtype=layer.experts.up.dtype)
-        order_R, ends_e = torch.arange(e * ROWS, device=device), torch.arange(1, e + 1, device=device) * ROWS
+        x_RD = torch.randn(e * PROBE_ROWS, D, device=device, dtype=layer.experts.up.dtype)
+        order_R = torch.arange(e * PROBE_ROWS, device=device)
+        ends_e = torch.arange(1, e + 1, device=device) * PROBE_ROWS
 
         @torch.no_grad()
-        def products() -> None:
+        def run_experts() -> None:
             layer.experts(x_RD, order_R, ends_e, x_RD.new_ones(len(x_RD), 1), layer.experts.weights)
 
-        took_s = link_bandwidth.rate(products, device, grid.tokens)
+        seconds = link_bandwidth.rate(run_experts, device, grid.tokens)
         gathers = {r: link_bandwidth.gather_link(grid.every(r), device) for r in divisors(grid.sh.size)}
         gathers[0] = link_bandwidth.gather_link(grid.all, device)
-        flops = 2 * len(layer.experts.matrices) * e * ROWS * f * D
-        return Costs(link_bandwidth.exchange_link(grid.all, device), gathers, flops / took_s)
+        flops = 2 * len(layer.experts.matrices) * e * PROBE_ROWS * f * D
+        return MeasuredCosts(link_bandwidth.exchange_link(grid.all, device), gathers, flops / seconds)
 
 
 @dataclass(frozen=True)
-class Layer:
-    """What decides one layer's cost."""
+class LayerLoad:
+    """The sizes and the load that determine a layer's cost."""
 
     ep: int
     sh: int
     choices: float
     """Of one rank's tokens."""
     busiest: float
-    """Choices that the ep rank with most of them has, all its sh ranks together."""
+    """Choices of the busiest ep rank, all its sh ranks together."""
     token_bytes: int
     weight_bytes: int
-    """This rank's shares."""
+    """This rank's shards."""
     flops: float
-    """Of one choice, forward, all hidden units."""
+    """Of one choice, forward, over the whole hidden width."""
 
 
-def seconds(spread: Spread, layer: Layer, costs: Costs) -> float:
-    """What one step of ``layer`` costs, as far as ``spread`` decides it."""
+def modelled_seconds(spread: Spread, layer: LayerLoad, costs: MeasuredCosts) -> float:
+    """The modelled cost of one step of ``layer``, as far as it depends on ``spread``."""
     ranks, r = layer.ep * layer.sh, spread.degree
     if r == 0:
         gathered_s = 3 * costs.gathers[0].seconds(layer.weight_bytes * (ranks - 1))
@@ -163,57 +162,58 @@ def seconds(spread: Spread, layer: Layer, costs: Costs) -> float:
     return gathered_s + latency_s + exchange_s + compute_s - hidden_s
 
 
-def hopeful(now: Spread, layer: Layer, costs: Costs) -> list[Spread]:
-    """The present way, and those that the formula holds for the best or nearly, the best first."""
-    ways = [Spread(0, 1)] + [Spread(r, p) for r in divisors(layer.sh) for p in OVERLAPS]
-    cost = {way: seconds(way, layer, costs) for way in ways}
-    least = min(cost.values())
-    near = sorted((way for way in ways if cost[way] <= NEAR * least), key=lambda way: cost[way])
-    return [now, *(way for way in near if way != now)]
+def candidates(current: Spread, layer: LayerLoad, costs: MeasuredCosts) -> list[Spread]:
+    """The current spread, then all whose modelled cost is nearly the least, cheapest first."""
+    spreads = [Spread(0, 1)] + [Spread(r, p) for r in divisors(layer.sh) for p in OVERLAPS]
+    cost = {spread: modelled_seconds(spread, layer, costs) for spread in spreads}
+    limit = CANDIDATE_FACTOR * min(cost.values())
+    near = sorted((spread for spread in spreads if cost[spread] <= limit), key=lambda spread: cost[spread])
+    return [current, *(spread for spread in near if spread != current)]
 
 
-def better(now: Spread, took_s: Mapping[Spread, float]) -> Spread:
-    """The way that took least, or the present one where the gain is small."""
-    best = min(took_s, key=lambda way: took_s[way])
-    return best if took_s[best] < (1 - GAIN) * took_s[now] else now
+def pick_spread(current: Spread, seconds: Mapping[Spread, float]) -> Spread:
+    """The fastest spread, or the current one if the gain is small."""
+    best = min(seconds, key=lambda spread: seconds[spread])
+    return best if seconds[best] < (1 - MIN_GAIN) * seconds[current] else current
 
 
 class MoeAutotuner:
-    """Watches the load and says how each layer of this pipeline rank is to spread its work."""
+    """Chooses the spread of each MoE layer of this pipeline rank by its load."""
 
     def __init__(self, model: Transformer):
-        self.model, self.costs, self.trials = model, Costs.measured(model), Trials(model)
+        self.model, self.costs, self.timings = model, MeasuredCosts.measured(model), SpreadTimings(model)
         self.spread = [Spread()] * model.config.layers
         """By block number."""
 
-    def look(self, layers: Sequence[int], loads: Sequence[Sequence[int]], micro_batches: int) -> list[str]:
-        """Decide anew by a step's ``loads``, over all ranks, in so many micro-batches; what changed, for people."""
-        grid, said = self.model.axes.grid, []
-        modules = dict(_layers(self.model))
+    def update(self, layers: Sequence[int], loads: Sequence[Sequence[int]], micro_batches: int) -> list[str]:
+        """Choose anew by a step's ``loads`` over all ranks and ``micro_batches``; a line of text for each change."""
+        grid, changes = self.model.axes.grid, []
+        modules = dict(_moe_layers(self.model))
         for number, load in zip(layers, loads, strict=True):
-            module, now = modules[number], self.spread[number]
-            layer = _described(module, load, grid, micro_batches)
-            ways = hopeful(now, layer, self.costs)
-            if len(ways) == 1 or not sum(load):
+            module, current = modules[number], self.spread[number]
+            layer = _layer_load(module, load, grid, micro_batches)
+            spreads = candidates(current, layer, self.costs)
+            if len(spreads) == 1 or not sum(load):
                 continue
-            took_s = self.trials.seconds(ways, module, round(layer.choices / module.moe.active), load)
-            then = better(now, took_s)
-            if then != now:
-                said.append(
-                    f"layer {number}: degree {now.degree} -> {then.degree}, overlap {now.overlap} -> {then.overlap} "
-                    f"({took_s[now] * 1e3:.2f} -> {took_s[then] * 1e3:.2f} ms, as tried)"
+            seconds = self.timings.seconds(spreads, module, round(layer.choices / module.moe.active), load)
+            best = pick_spread(current, seconds)
+            if best != current:
+                changes.append(
+                    f"layer {number}: degree {current.degree} -> {best.degree}, "
+                    f"overlap {current.overlap} -> {best.overlap} "
+                    f"({seconds[current] * 1e3:.2f} -> {seconds[best] * 1e3:.2f} ms, measured)"
                 )
-                self.spread[number] = then
-        return said
+                self.spread[number] = best
+        return changes
 
 
-def _described(module: MixtureOfExperts, load: Sequence[int], grid: Grid, micro_batches: int) -> Layer:
+def _layer_load(module: MixtureOfExperts, load: Sequence[int], grid: Grid, micro_batches: int) -> LayerLoad:
     experts, each = module.experts, module.moe.experts // grid.ep.size
-    # Copies of the experts share the load out among them.
+    # Copies of the experts divide the load among them.
     groups = grid.copies.size * micro_batches
     by_rank = [sum(load[i : i + each]) / groups for i in range(0, len(load), each)]
     _, f, D = experts.up.shape
-    return Layer(
+    return LayerLoad(
         ep=grid.ep.size,
         sh=grid.sh.size,
         choices=sum(by_rank) / grid.all.size,
@@ -224,12 +224,11 @@ def _described(module: MixtureOfExperts, load: Sequence[int], grid: Grid, micro_
     )
 
 
-def holds_experts(model: Transformer) -> bool:
-    """Whether this pipeline rank has layers of experts."""
-    return bool(_layers(model))
+def has_moe_layers(model: Transformer) -> bool:
+    """Whether this pipeline rank has MoE layers."""
+    return bool(_moe_layers(model))
 
 
-def _layers(model: Transformer) -> list[tuple[int, MixtureOfExperts]]:
-    """The layers with experts of this pipeline rank."""
-    found = [(int(name), block.get_submodule("ffn")) for name, block in model.blocks.named_children()]
-    return [(number, ffn) for number, ffn in found if isinstance(ffn, MixtureOfExperts)]
+def _moe_layers(model: Transformer) -> list[tuple[int, MixtureOfExperts]]:
+    modules = [(int(name), block.get_submodule("ffn")) for name, block in model.blocks.named_children()]
+    return [(number, ffn) for number, ffn in modules if isinstance(ffn, MixtureOfExperts)]

@@ -1,6 +1,6 @@
-"""What the layers of experts did in a step, over all ranks and micro-batches, and what follows from it.
+"""Routing statistics of the MoE layers in a step, over all ranks and micro-batches, and the balancing-bias update.
 
-The balancing bias moves once a step, against the load of all tokens of the step (DeepSeek-V3, arXiv 2412.19437, section
+The balancing bias changes once a step, by the load of all tokens of the step (DeepSeek-V3, arXiv 2412.19437, section
 2.1.2), whatever ranks and micro-batches they were in.
 """
 
@@ -19,43 +19,44 @@ from colonnade.model.moe.routing_context import Pooled, blame
 from colonnade.parallel.axis import Axis
 
 
-class Routed(NamedTuple):
-    """The layers with experts of this pipeline rank, in their order; on the device, nobody has waited for it."""
+class MoeStats(NamedTuple):
+    """Statistics of this pipeline rank's MoE layers, in order; on the device, not synchronised."""
 
     layers: list[int]
-    """Their numbers."""
+    """Block numbers."""
     load_LE: Tensor
     """int64: choices of all ranks' tokens by expert."""
     dropped_L: Tensor
-    """int64: choices that got no place."""
+    """int64: choices dropped over capacity."""
     balance_L: Tensor
     """The balance loss, a mean over the step's tokens."""
     z_L: Tensor
     """The router z-loss, likewise."""
     sent_bytes_L: Tensor
-    """int64: what the ranks handed to one another in the forward passes."""
+    """int64: bytes that ranks exchanged in the forward passes."""
     finite_L: Tensor
-    """bool: whether all scores of this rank's own tokens were finite."""
+    """bool: whether all router scores of this rank's own tokens were finite."""
     spread_L: list[Spread]
-    """How each spread its work."""
+    """The expert parallelism of each layer."""
 
 
-def routed(
+def collect_moe_stats(
     model: Transformer,
     reports: Sequence[Mapping[int, Report]],
     tokens: Sequence[int],
     spread: Sequence[Spread] = (Spread(),),
-) -> Routed | None:
-    """What the ``reports`` of a step's micro-batches of so many ``tokens`` say together, which were told to ``spread``
-    their work so (one for all layers, or one each by block number); None without experts.
+) -> MoeStats | None:
+    """Sum the ``reports`` of a step's micro-batches of ``tokens`` tokens; None without experts.
+
+    ``spread`` is the expert parallelism: one for all layers, or one for each block.
     """
     layers = sorted({layer for report in reports for layer in report})
     if not layers:
         return None
     by_layer = [[report[layer] for report in reports] for layer in layers]
     counts_LC = model.axes.grid.tokens.sum_(torch.stack([_counts(row) for row in by_layer]))
-    share_M = _shares(by_layer[0][0].balance, tokens)
-    return Routed(
+    share_M = _token_shares(by_layer[0][0].balance, tokens)
+    return MoeStats(
         layers,
         counts_LC[:, :-2],
         counts_LC[:, -2],
@@ -67,55 +68,55 @@ def routed(
     )
 
 
-def pooled_balance(pooled: Sequence[Pooled], tokens: Sequence[int]) -> Tensor | None:
-    """The balance loss over all layers together, a mean over a step's micro-batches of so many ``tokens``; None on
-    ranks without the last pipeline stage, and where each layer has a loss of its own.
+def pooled_balance_loss(pooled: Sequence[Pooled], tokens: Sequence[int]) -> Tensor | None:
+    """The balance loss over all layers together, a mean over micro-batches of ``tokens`` tokens.
+
+    None on ranks without the last pipeline stage, and where each layer has its own loss.
     """
     losses = [each.balance for each in pooled if each.balance is not None]
-    return torch.stack(losses) @ _shares(losses[0], tokens) if losses else None
+    return torch.stack(losses) @ _token_shares(losses[0], tokens) if losses else None
 
 
-def _shares(like: Tensor, tokens: Sequence[int]) -> Tensor:
-    """share_M: each micro-batch's part of the step's tokens, filled on the device, where a copy would wait."""
-    whole = max(1, sum(tokens))
-    return torch.stack([like.new_full((), n / whole) for n in tokens])
+def _token_shares(like: Tensor, tokens: Sequence[int]) -> Tensor:
+    """share_M: each micro-batch's share of the step's tokens; filled on the device, as a copy would synchronise."""
+    total = max(1, sum(tokens))
+    return torch.stack([like.new_full((), n / total) for n in tokens])
 
 
 def _counts(reports: Sequence[Report]) -> Tensor:
-    """int64 (E + 2,): load, dropped choices and bytes of some micro-batches."""
+    """int64 (E + 2,): load, dropped choices and sent bytes, summed over micro-batches."""
     return torch.stack([torch.cat((r.load_E, torch.stack((r.dropped, r.sent_bytes)))) for r in reports]).sum(0)
 
 
-def blamed(found: Routed | None, layers: int, world: Axis, device: torch.device) -> str:
-    """What is to be said of the routers in a bad step: whose scores were the first to break, or nothing. Every rank
-    must ask.
-    """
+def nonfinite_router(stats: MoeStats | None, layers: int, world: Axis, device: torch.device) -> str:
+    """Name the first router with non-finite scores in a bad step, or ``""``; every rank must call it."""
     broken = torch.zeros(world.size, layers, device=device)
-    if found is not None:
-        broken[world.rank, found.layers] = (~found.finite_L).to(broken.dtype)
-    whom = blame((world.sum_(broken) == 0).tolist())
-    return f"; {whom}" if whom else ""
+    if stats is not None:
+        broken[world.rank, stats.layers] = (~stats.finite_L).to(broken.dtype)
+    culprit = blame((world.sum_(broken) == 0).tolist())
+    return f"; {culprit}" if culprit else ""
 
 
-Table = dict[int, dict[str, Any]]
-"""By layer, for people and files: its load by expert and the rest, as plain numbers."""
+RoutingTable = dict[int, dict[str, Any]]
+"""By layer: its load by expert and other statistics, as plain numbers."""
 
 
-def tabled(
-    found: Routed | None, model: ModelConfig, pp: Axis, device: torch.device, balance: Tensor | None = None
-) -> Table:
-    """What the layers of all pipeline ranks did, with the same ``balance`` loss for each where it is one of all layers
-    together (of the last stage's ranks); waits for the device, and every rank must ask.
+def gather_routing_table(
+    stats: MoeStats | None, model: ModelConfig, pp: Axis, device: torch.device, balance: Tensor | None = None
+) -> RoutingTable:
+    """The statistics of all pipeline ranks' layers; synchronises with the device, and every rank must call it.
+
+    ``balance``, from the last stage's ranks, is a loss over all layers together and replaces that of each layer.
     """
     if model.moe is None:
         return {}
     E, layers = model.moe.experts, [i for i in range(model.layers) if model.experts_of(i)]
     all_LC = torch.zeros(len(layers), E + 6, dtype=torch.float64, device=device)
-    if found is not None:
-        rows = torch.tensor([layers.index(layer) for layer in found.layers], device=device)
-        how_L2 = torch.tensor([(it.degree, it.overlap) for it in found.spread_L], device=device)
-        columns = (found.dropped_L, found.balance_L, found.z_L, found.sent_bytes_L, *how_L2.unbind(1))
-        all_LC[rows] = torch.cat((found.load_LE, *(column[:, None] for column in columns)), 1).double()
+    if stats is not None:
+        rows = torch.tensor([layers.index(layer) for layer in stats.layers], device=device)
+        spread_L2 = torch.tensor([(spread.degree, spread.overlap) for spread in stats.spread_L], device=device)
+        columns = (stats.dropped_L, stats.balance_L, stats.z_L, stats.sent_bytes_L, *spread_L2.unbind(1))
+        all_LC[rows] = torch.cat((stats.load_LE, *(column[:, None] for column in columns)), 1).double()
     if balance is not None:
         all_LC[:, E + 1] = balance
     return {
@@ -132,7 +133,7 @@ def tabled(
     }
 
 
-OVERALL: dict[str, Callable[[Iterable[float]], float]] = {
+LAYER_REDUCTIONS: dict[str, Callable[[Iterable[float]], float]] = {
     "balance": statistics.fmean,
     "z": statistics.fmean,
     "dropped": max,
@@ -141,33 +142,37 @@ OVERALL: dict[str, Callable[[Iterable[float]], float]] = {
     "entropy": min,
     "sent_bytes": sum,
 }
-"""What a tracker gets of each layer, and how the layers are one number."""
+"""How each tracked statistic is reduced over layers."""
 
 
-def row_of(found: Table) -> dict[str, float]:
-    """A step's numbers for a tracker, ``moe/dropped`` over all layers and ``moe/3/dropped`` of layer 3."""
+def tracker_row(table: RoutingTable) -> dict[str, float]:
+    """A step's statistics for trackers: ``moe/dropped`` over all layers, ``moe/3/dropped`` of layer 3."""
     row: dict[str, float] = {}
-    for layer, it in found.items():
-        choices = max(1, sum(it["load"]))
-        shares = [n / choices for n in it["load"]]
-        even = math.log(len(shares)) or 1.0
+    for layer, stats in table.items():
+        choices = max(1, sum(stats["load"]))
+        shares = [n / choices for n in stats["load"]]
+        uniform_entropy = math.log(len(shares)) or 1.0
         row |= {
-            f"moe/{layer}/balance": it["balance"],
-            f"moe/{layer}/z": it["z"],
-            f"moe/{layer}/dropped": it["dropped"] / choices,
+            f"moe/{layer}/balance": stats["balance"],
+            f"moe/{layer}/z": stats["z"],
+            f"moe/{layer}/dropped": stats["dropped"] / choices,
             f"moe/{layer}/busiest": max(shares) * len(shares),
-            f"moe/{layer}/idle": float(it["load"].count(0)),
-            f"moe/{layer}/entropy": -sum(p * math.log(p) for p in shares if p) / even,
-            f"moe/{layer}/sent_bytes": float(it["sent_bytes"]),
-            f"moe/{layer}/degree": float(it["degree"]),
-            f"moe/{layer}/overlap": float(it["overlap"]),
+            f"moe/{layer}/idle": float(stats["load"].count(0)),
+            f"moe/{layer}/entropy": -sum(p * math.log(p) for p in shares if p) / uniform_entropy,
+            f"moe/{layer}/sent_bytes": float(stats["sent_bytes"]),
+            f"moe/{layer}/degree": float(stats["degree"]),
+            f"moe/{layer}/overlap": float(stats["overlap"]),
         }
-    return {f"moe/{key}": float(of([row[f"moe/{i}/{key}"] for i in found])) for key, of in OVERALL.items()} | row
+    totals = {
+        f"moe/{key}": float(reduce(row[f"moe/{layer}/{key}"] for layer in table))
+        for key, reduce in LAYER_REDUCTIONS.items()
+    }
+    return totals | row
 
 
-def rebalance(model: Transformer, found: Routed, skip: Tensor) -> None:
-    """Move the balancing biases of this rank's layers, unless ``skip`` (0 or 1) says that the step moves nothing."""
-    for layer, load_E in zip(found.layers, found.load_LE, strict=True):
+def update_router_biases(model: Transformer, stats: MoeStats, skip: Tensor) -> None:
+    """Update the balancing biases of this rank's layers; ``skip`` (0 or 1) leaves them unchanged."""
+    for layer, load_E in zip(stats.layers, stats.load_LE, strict=True):
         ffn = model.blocks.get_submodule(str(layer)).get_submodule("ffn")
         assert isinstance(ffn, MixtureOfExperts)
         ffn.router.rebalance(load_E, skip)

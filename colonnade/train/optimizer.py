@@ -1,19 +1,20 @@
-"""AdamW on this rank's own float32 shards.
+"""AdamW on this rank's own float32 shards: torch's fused kernel, or our own in a single pass over memory.
 
     m ← β₁ m + (1 − β₁) g        v ← β₂ v + (1 − β₂) g²
     w ← w (1 − η λ) − η · (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)          (Loshchilov 2017, arXiv 1711.05101)
 
-The optimizer is element-wise, so it never needs to know of the layout: it gets plain local tensors, which torch's
-fused kernel walks through in one pass (measured for 200 matrices of 64 × 64 on a CPU: 1.6 ms a step, against 8.7 ms
-for its own loop over DTensors). Weight decay λ pulls matrices and embeddings towards zero; biases and norms, the
-vectors, it leaves alone, for they scale and shift, and shrinking them only changes what the next matrix must undo.
+The optimizer is element-wise, so it needs no knowledge of the layout. It gets plain local tensors, which torch's fused
+kernel updates in one launch (measured for 200 matrices of 64 × 64 on a CPU: 1.6 ms a step, against 8.7 ms for torch's
+own loop over DTensors). Weight decay λ applies to matrices and embeddings only: vectors (biases and norms) scale and
+shift, and the next matrix would have to undo their decay.
 
-AdamW in one pass over the weights: clip, moments, masters, and the weights that the model computes with.
+:class:`AdamW` needs separate passes for the clip and for the compute-type copies of the weights: 52 bytes of memory
+traffic per weight in bfloat16. :class:`FusedAdamW` clips, updates moments and masters and writes the copies in a single
+pass: 28 bytes (:mod:`colonnade.kernels.adamw` has the count). State, schedule and checkpoint are the same. With one
+micro-batch a step it reads the gradients in the compute type, as autograd made them: nothing is accumulated, so float32
+would hold the same values.
 
-The same state, schedule and checkpoint as :class:`~colonnade.train.optimizer.AdamW`, which moves 52 bytes a weight in
-bfloat16 where this moves 28 (:mod:`colonnade.kernels.adamw` has the equation and the count). With one
-micro-batch a step the gradients are read in the compute type, as autograd made them: nothing is added up, so float32
-would hold the same numbers. Everything that decides about the step is a tensor, so that nobody waits for the device.
+Everything that decides about a step (skip, scale, clip) is a tensor on the device, so nothing synchronises.
 """
 
 from collections import defaultdict
@@ -34,25 +35,25 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @torch.no_grad()
-def move_group(
+def torch_fused_adamw(
     group: Mapping[str, Any],
     weights: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    counts: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """Move ``weights``, all of which have gradients, by torch's fused kernel with the settings of ``group``."""
+    """Update ``weights``, all of which have gradients, by torch's fused kernel with the settings of ``group``."""
     if not weights:
         return
     adamw(
         weights,
         [w.grad for w in weights if w.grad is not None],
-        first,
-        second,
+        exp_avgs,
+        exp_avg_sqs,
         [],
-        counts,
+        steps,
         fused=True,
         grad_scale=grad_scale,
         found_inf=found_inf,
@@ -66,9 +67,9 @@ def move_group(
     )
 
 
-class _FusedAdamW:
-    """What :class:`torch.optim.AdamW` does with ``fused=True``. A ``torch.optim.Optimizer`` imports torch.compile when
-    it is made, a second in each process.
+class _TorchAdamW:
+    """:class:`torch.optim.AdamW` with ``fused=True``, but without importing torch.compile (a second per process), which
+    any ``torch.optim.Optimizer`` does.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any):
@@ -78,12 +79,12 @@ class _FusedAdamW:
         self.found_inf: Tensor | None = None
 
     def step(self) -> None:
-        """Move the weights that have gradients."""
+        """Update the weights that have gradients."""
         for group in self.param_groups:
             weights = [w for w in group["params"] if w.grad is not None]
             states = [self.state[w] for w in weights]
-            first, second, counts = ([state[name] for state in states] for name in (*MOMENTS, "step"))
-            move_group(group, weights, first, second, counts, self.grad_scale, self.found_inf)
+            exp_avgs, exp_avg_sqs, steps = ([state[name] for state in states] for name in (*MOMENTS, "step"))
+            torch_fused_adamw(group, weights, exp_avgs, exp_avg_sqs, steps, self.grad_scale, self.found_inf)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
@@ -93,121 +94,119 @@ class _FusedAdamW:
 
 
 class AdamW:
-    """Decoupled weight decay, two groups, state made at once so that a checkpoint can be read into it."""
+    """AdamW with decoupled weight decay; its state exists from the start, for checkpoints to load into."""
 
     def __init__(self, weights: Mapping[str, Tensor], train: TrainConfig):
         """``weights`` may be empty: a pipeline rank whose parameters are all frozen only counts the updates."""
         self.weights = weights
-        """This rank's float32 shards by parameter name; the optimizer moves them in place."""
+        """This rank's float32 shards by parameter name, updated in place."""
         device = next((w.device for w in weights.values()), None)
         self.updates = torch.zeros((), dtype=torch.float32, device=device)
-        """Steps that moved the weights; each weight has a count of its own, for it may have had no gradient."""
+        """Steps that were not skipped. Each weight also has its own count: it may lack a gradient in some steps."""
         decayed = [w for w in weights.values() if w.dim() >= 2]
-        rest = [w for w in weights.values() if w.dim() < 2]
-        groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-        self._adamw = _FusedAdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps)
+        not_decayed = [w for w in weights.values() if w.dim() < 2]
+        groups = [
+            {"params": decayed, "weight_decay": train.weight_decay},
+            {"params": not_decayed, "weight_decay": 0.0},
+        ]
+        self._adamw = _TorchAdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps)
         moments = self._make_moments()
         for w in weights.values():
-            # What the first step would create by itself; made here so that loading needs no dummy step.
-            self._of(w).update(
-                {
-                    "step": torch.zeros((), dtype=torch.float32, device=w.device),
-                    **moments[w],
-                }
-            )
+            self._state_of(w).update({"step": torch.zeros((), dtype=torch.float32, device=w.device), **moments[w]})
 
     def step(self, lr: float | Tensor, skip: Tensor | None = None, scale: Tensor | None = None) -> None:
-        """Move every weight by its gradient, then drop the gradients.
+        """Update every weight by its gradient, then drop the gradients.
 
-        Where ``skip`` (0-dim, float32, on the weights' device) is 1 the step moves nothing: neither weights nor moments
-        nor Adam's own count; nobody waits to learn which it was. ``scale`` is what the gradients are multiplied by.
+        Where ``skip`` (0-dim, float32, on the weights' device) is 1 nothing is updated: neither weights nor moments nor
+        step counts; the host does not wait to learn its value. Gradients are divided by ``scale``.
         """
-        self._count(skip)
+        self._count_update(skip)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._update(scale, skip)
         self._adamw.zero_grad()
 
-    def _count(self, skip: Tensor | None) -> None:
+    def _count_update(self, skip: Tensor | None) -> None:
         if skip is None:
             self.updates += 1
         else:
             self.updates = self.updates.to(skip.device) + (1 - skip)
 
     def _make_moments(self) -> dict[Tensor, dict[str, Tensor]]:
-        """Zeros for each weight, where this optimizer keeps them."""
+        """Zeros for each weight, on its device."""
         return {
             w: {moment: torch.zeros_like(w, memory_format=torch.preserve_format) for moment in MOMENTS}
             for w in self.weights.values()
         }
 
     def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
-        # torch's own gradient scaler hands these two to a fused optimizer in the same way.
+        # torch's own gradient scaler passes both to a fused optimizer as attributes, too.
         vars(self._adamw).update(grad_scale=scale, found_inf=skip)
         self._adamw.step()
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """``{moment}/{parameter}`` to this rank's shard of it, laid out as the parameter is (aliases: load into it)."""
-        return {f"{moment}/{name}": self._of(w)[moment] for moment in MOMENTS for name, w in self.weights.items()}
+        """``{moment}/{parameter}`` -> this rank's shard, laid out as the parameter is; an alias to load into."""
+        weights = self.weights.items()
+        return {f"{moment}/{name}": self._state_of(w)[moment] for moment in MOMENTS for name, w in weights}
 
     @property
     def steps(self) -> int:
-        """Steps taken that moved the weights (waits for the device)."""
+        """Steps that were not skipped (synchronises with the device)."""
         return int(self.updates.item())
 
     @steps.setter
-    def steps(self, taken: int) -> None:
-        self.updates.fill_(taken)
+    def steps(self, steps: int) -> None:
+        self.updates.fill_(steps)
         for w in self.weights.values():
-            self._of(w)["step"].fill_(taken)
+            self._state_of(w)["step"].fill_(steps)
 
-    def _of(self, weight: Tensor) -> dict[str, Any]:
+    def _state_of(self, weight: Tensor) -> dict[str, Any]:
         return self._adamw.state[weight]
 
 
 class FusedAdamW(AdamW):
-    """Moves ``masters`` and writes their copies; nothing is left to publish."""
+    """AdamW that also clips the gradients and writes the compute-type copies, in one pass over the weights."""
 
     def __init__(self, masters: Masters, train: TrainConfig):
         super().__init__(masters.local, train)
         self._masters, self._train = masters, train
-        some = next(iter(masters.local.values()))
-        self._run = choose("adamw", some.device.type, some.dtype)
-        self._steps_P = torch.zeros(len(masters.local), device=some.device)
-        """Adam's count of each weight; those of the state are views of it."""
-        for w, count in zip(masters.local.values(), self._steps_P, strict=True):
-            self._of(w)["step"] = count
+        sample = next(iter(masters.local.values()))
+        self._kernel = choose("adamw", sample.device.type, sample.dtype)
+        self._steps_P = torch.zeros(len(masters.local), device=sample.device)
+        """Adam's step count of each weight; those in the state are views of it."""
+        for w, step in zip(masters.local.values(), self._steps_P, strict=True):
+            self._state_of(w)["step"] = step
         decay = [train.weight_decay if w.dim() >= 2 else 0.0 for w in masters.local.values()]
-        self._decay_P = torch.tensor(decay, dtype=torch.float64, device=some.device)
-        self._one = torch.ones((), dtype=some.dtype, device=some.device)
-        self._zero = torch.zeros((), device=some.device)
+        self._decay_P = torch.tensor(decay, dtype=torch.float64, device=sample.device)
+        self._one = torch.ones((), dtype=sample.dtype, device=sample.device)
+        self._zero = torch.zeros((), device=sample.device)
 
     @torch.no_grad()
     def step(
         self, lr: float | Tensor, skip: Tensor | None = None, scale: Tensor | None = None, clip: Tensor | None = None
     ) -> None:
-        """As :meth:`AdamW.step`, after the gradients were multiplied by ``clip``; and write the copies."""
-        t, graded = self._train, self._masters.graded
-        self._count(skip)
+        """As :meth:`AdamW.step`; multiplies the gradients by ``clip`` first and writes the compute-type copies."""
+        t, grad_tensors = self._train, self._masters.graded
+        self._count_update(skip)
         skip, factor = self._zero if skip is None else skip, self._one if clip is None else clip
         factor = (factor if scale is None else factor / scale).to(self._one.dtype)
         weights = [
-            Weight(grad, w.detach(), self._of(w)["exp_avg"], self._of(w)["exp_avg_sq"], self._copy(name))
+            Weight(grad, w.detach(), self._state_of(w)["exp_avg"], self._state_of(w)["exp_avg_sq"], self._copy(name))
             for name, w in self.weights.items()
-            if (grad := graded[name].grad) is not None
+            if (grad := grad_tensors[name].grad) is not None
         ]
         steps_P, decay_P = self._steps_P, self._decay_P
         if len(weights) == len(self.weights):
             steps_P += 1 - skip
-        else:  # a weight that took no part is not counted either
-            held = [i for i, tensor in enumerate(graded.values()) if tensor.grad is not None]
-            steps_P[held] += 1 - skip
-            steps_P, decay_P = steps_P[held], decay_P[held]
-        # Where a step is skipped a count may still be 0, and a rate not a number: nothing reads it.
-        found = rates(steps_P, decay_P, self._one.dtype, lr=lr, beta1=t.beta1, beta2=t.beta2)
-        self._run(weights, *found, factor, skip, beta1=t.beta1, beta2=t.beta2, eps=t.eps)
-        for tensor in graded.values():
+        else:  # a weight without a gradient does not count this step
+            with_grad = [i for i, tensor in enumerate(grad_tensors.values()) if tensor.grad is not None]
+            steps_P[with_grad] += 1 - skip
+            steps_P, decay_P = steps_P[with_grad], decay_P[with_grad]
+        # In a skipped step a count may still be 0 and its rates NaN: nothing reads them.
+        coefficients = rates(steps_P, decay_P, self._one.dtype, lr=lr, beta1=t.beta1, beta2=t.beta2)
+        self._kernel(weights, *coefficients, factor, skip, beta1=t.beta1, beta2=t.beta2, eps=t.eps)
+        for tensor in grad_tensors.values():
             tensor.grad = None
 
     def _copy(self, name: str) -> Tensor | None:

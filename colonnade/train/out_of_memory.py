@@ -1,14 +1,14 @@
-"""What filled the memory when a run ran out of it, and what would help.
+"""Error reports for runs that run out of memory: what filled it, and which settings would help.
 
-The parts that last from step to step are counted from the run's own tensors, no storage twice; the rest of what the
-allocator had given out at its highest in this step are activations and temporaries. What would help is
-:mod:`~colonnade.train.memory_advice`'s: its estimate, in proportion to how much more the run was seen to need.
+Memory that lasts from step to step is counted from the run's own tensors, each storage once; the rest of the
+allocator's peak in this step is activations and temporaries. The remedies come from
+:mod:`~colonnade.train.memory_advice`, with its estimate scaled by how much more the run needed.
 """
 
 import re
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,54 +16,55 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.config import RunConfig, format_bytes
+from colonnade.config.memory_remedies import MemoryUse, memory_table
 from colonnade.errors import CapacityError
 from colonnade.parallel.device_memory import free_host_bytes, host_bytes
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.launch import local_ranks
-from colonnade.train.memory_advice import Machine, Need, advice
+from colonnade.train.memory_advice import Machine, advice
 from colonnade.train.memory_estimate import estimate
 from colonnade.train.optimizer import AdamW
 
-WANTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)", re.IGNORECASE)
-LACK = re.compile("DefaultCPUAllocator|CUDA error: out of memory")
+REQUESTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)", re.IGNORECASE)
+OOM_MESSAGE = re.compile("DefaultCPUAllocator|CUDA error: out of memory")
 UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that was in use: since :func:`begin` on a GPU, since the process began on a CPU (resident)."""
+    """Peak memory: since :func:`reset_peak` on a GPU, resident since the process started on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def begin(device: torch.device) -> None:
-    """From now on counts what :func:`peak_bytes` says."""
+def reset_peak(device: torch.device) -> None:
+    """Start measuring :func:`peak_bytes` anew, on a GPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 @dataclass(frozen=True)
-class Account:
-    """The memory of one rank at the moment when there was too little."""
+class MemoryBreakdown:
+    """The memory of one rank when an allocation failed [bytes]."""
 
     masters: int
     weights: int
-    """Weights that are not themselves the masters: copies in a lower compute type, or gathered ones."""
+    """Weights other than the masters: copies in a lower compute type, or gathered ones."""
     gradients: int
     moments: int
     activations: int
-    """And temporaries: all else that the allocator had given out. On a CPU also the program itself."""
+    """And temporaries: the rest of the allocator's peak. On a CPU also the program itself."""
     unused: int
-    """Held by the allocator in pieces that did not fit."""
+    """Reserved by the allocator in pieces that were too small."""
     others: int
     """The driver, NCCL, other processes."""
-    wanted: int
-    """What was asked for; 0 when it is not known."""
+    requested: int
+    """The failed allocation; 0 when unknown."""
     capacity: int
 
     @property
     def in_use(self) -> int:
-        """What the run held."""
+        """The memory that the run used."""
         return self.masters + self.weights + self.gradients + self.moments + self.activations
 
     def __str__(self) -> str:
@@ -75,21 +76,19 @@ class Account:
             "activations and the rest": self.activations,
             "unused pieces": self.unused,
             "driver and others": self.others,
+            "requested": self.requested,
         }
-        lines = [f"  {what:<26}{format_bytes(n):>12}  {n / self.capacity:>6.1%}" for what, n in rows.items() if n]
-        wanted = f"  {'wanted besides':<26}{format_bytes(self.wanted):>12}  {self.wanted / self.capacity:>6.1%}"
-        there = f"  {'there is':<26}{format_bytes(self.capacity):>12}"
-        return "\n".join([*lines, *([wanted] if self.wanted else []), there])
+        return memory_table({what: n for what, n in rows.items() if n}, self.capacity, "capacity")
 
 
-def take_account(
+def memory_breakdown(
     model: nn.Module, masters: Masters, optimizer: AdamW, device: torch.device, error: BaseException
-) -> Account:
-    """What is in memory now, while the frames of ``error`` still hold what the step had made."""
+) -> MemoryBreakdown:
+    """Measure the memory in use while the frames of ``error`` keep the step's tensors alive."""
     counted: set[int] = set()
 
     def count(tensors: Iterable[Tensor | None]) -> int:
-        return _bytes((x for x in tensors if x is not None), device, counted)
+        return _storage_bytes((x for x in tensors if x is not None), device, counted)
 
     local = masters.local
     in_use = peak_bytes(device)
@@ -105,73 +104,86 @@ def take_account(
         unused, others = max(reserved - in_use, 0), max(capacity - free - reserved, 0)
     else:
         capacity, unused, others = host_bytes(), 0, 0
-    activations = max(in_use - sum(known.values()), 0)
-    return Account(
-        **known, activations=activations, unused=unused, others=others, wanted=wanted_bytes(error),
+    return MemoryBreakdown(
+        **known,
+        activations=max(in_use - sum(known.values()), 0),
+        unused=unused,
+        others=others,
+        requested=requested_bytes(error),
         capacity=capacity,
-    )  # fmt: skip
+    )
 
 
-def wanted_bytes(error: BaseException) -> int:
-    """What was asked for when there was not so much, as far as ``error`` tells."""
-    found = WANTED.search(str(error))
-    return int(float(found[1]) * UNITS[found[2].lower()]) if found else 0
+def requested_bytes(error: BaseException) -> int:
+    """The size of the failed allocation; 0 if ``error`` does not tell."""
+    match = REQUESTED.search(str(error))
+    return int(float(match[1]) * UNITS[match[2].lower()]) if match else 0
 
 
-@contextmanager
-def accounted(
-    run: RunConfig, model: nn.Module, masters: Masters, optimizer: AdamW, device: torch.device, when: str
-) -> Iterator[None]:
-    """Turns running out of memory inside, ``"in step 2"``, into a :class:`CapacityError` with remedies."""
-    begin(device)
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        lack = lack_of_memory(error)
-        if lack is None:
-            raise
-        account = take_account(model, masters, optimizer, device, lack)
-        wanted = f", which wanted {format_bytes(account.wanted)} more" if account.wanted else ""
-        said = f"out of memory on {device} {when}{wanted}. It is filled by\n{account}\n"
-        needed, free = account.in_use + account.wanted, account.in_use + account.unused
-        raise CapacityError(said + _advice(run, device, needed, free)) from error
+def find_oom_error(error: BaseException) -> BaseException | None:
+    """The out-of-memory error among ``error`` and its causes, if any.
 
-
-def lack_of_memory(error: BaseException) -> BaseException | None:
-    """That of ``error`` and its causes (torch's pipelines wrap what a stage raises) which says that there was too
-    little memory; torch has no type of its own for that on a CPU.
+    torch's pipelines wrap what a stage raises, and on a CPU torch has no type of its own for it.
     """
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, torch.OutOfMemoryError | MemoryError) or LACK.search(str(cause)):
+        if isinstance(cause, torch.OutOfMemoryError | MemoryError) or OOM_MESSAGE.search(str(cause)):
             return cause
         cause = cause.__cause__
     return None
 
 
 @contextmanager
-def beginning(run: RunConfig, device: torch.device) -> Iterator[None]:
-    """Turns running out of memory inside, where a run is set up, into a :class:`CapacityError` with the estimate."""
-    try:
+def explain_oom(
+    run: RunConfig, model: nn.Module, masters: Masters, optimizer: AdamW, device: torch.device, when: str
+) -> Iterator[None]:
+    """Turn running out of memory inside, ``"in step 2"``, into a :class:`CapacityError` with remedies."""
+
+    def explain(error: BaseException, requested: int) -> str:
+        breakdown = memory_breakdown(model, masters, optimizer, device, error)
+        used = breakdown.in_use
+        return f"It is filled by\n{breakdown}\n" + _advice(run, device, used + requested, used + breakdown.unused)
+
+    reset_peak(device)
+    with _explained(device, when, explain):
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        lack = lack_of_memory(error)
-        if lack is None:
-            raise
-        wanted, free = wanted_bytes(lack), peak_bytes(device)
-        more = f", which wanted {format_bytes(wanted)} more" if wanted else ""
-        need = Need(device.type, _most(run, device), free)
-        said = f"out of memory on {device} before the first step{more}. By the memory estimate a rank takes\n{need}\n"
-        raise CapacityError(said + _advice(run, device, max(need.total, free + wanted), free)) from error
 
 
 @contextmanager
-def copying(name: str) -> Iterator[None]:
-    """The same for the copy in host memory from which checkpoint ``name`` is to be written."""
+def explain_setup_oom(run: RunConfig, device: torch.device) -> Iterator[None]:
+    """Turn running out of memory inside the setup of a run into a :class:`CapacityError` with the estimate."""
+
+    def explain(_: BaseException, requested: int) -> str:
+        free = peak_bytes(device)
+        use = MemoryUse(device.type, _largest_rank_estimate(run, device), free)
+        remedies = _advice(run, device, max(use.total, free + requested), free)
+        return f"By the memory estimate a rank takes\n{use}\n{remedies}"
+
+    with _explained(device, "before the first step", explain):
+        yield
+
+
+@contextmanager
+def _explained(device: torch.device, when: str, explain: Callable[[BaseException, int], str]) -> Iterator[None]:
+    """Raise :class:`CapacityError` with the text of ``explain(error, requested bytes)`` for an out-of-memory error."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        oom = find_oom_error(error)
+        if oom is None:
+            raise
+        requested = requested_bytes(oom)
+        more = f", which requested {format_bytes(requested)} more" if requested else ""
+        raise CapacityError(f"out of memory on {device} {when}{more}. {explain(oom, requested)}") from error
+
+
+@contextmanager
+def explain_checkpoint_copy_oom(name: str) -> Iterator[None]:
+    """Turn running out of host memory for the copy of checkpoint ``name`` into a :class:`CapacityError`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if lack_of_memory(error) is None:
+        if find_oom_error(error) is None:
             raise
         raise CapacityError(
             f"there is no host memory for a copy of what {name} is made of, from which it is written while training "
@@ -180,33 +192,26 @@ def copying(name: str) -> Iterator[None]:
 
 
 def _advice(run: RunConfig, device: torch.device, needed: int, free: int) -> str:
-    """Remedies that fit a rank into ``free`` bytes if it takes as much more than estimated as ``run``, which needed
-    ``needed``.
-    """
+    """Remedies that fit a rank into ``free`` bytes, with the estimate scaled to the ``needed`` bytes of ``run``."""
     ranks = local_ranks(run.plan)
-    scale = max(1.0, needed / sum(_most(run, device).values()))
+    scale = max(1.0, needed / sum(_largest_rank_estimate(run, device).values()))
     host = ranks * free if device.type == "cpu" else free_host_bytes()
     return advice(run, Machine(device.type, host, device=free, ranks=ranks, scale=scale))
 
 
-def _most(run: RunConfig, device: torch.device) -> dict[str, int]:
-    """The estimate of the rank that has most on its device."""
+def _largest_rank_estimate(run: RunConfig, device: torch.device) -> dict[str, int]:
+    """The estimate of the rank that needs most on its device."""
     stages = [estimate(run, device.type, rank).device for rank in range(run.plan.pp)]
     return max(stages, key=lambda rows: sum(rows.values()))
 
 
-def _bytes(tensors: Iterable[Tensor], device: torch.device, counted: set[int]) -> int:
-    """Of the storages behind ``tensors`` on ``device`` that are not ``counted`` yet, which they are afterwards."""
+def _storage_bytes(tensors: Iterable[Tensor], device: torch.device, counted: set[int]) -> int:
+    """Bytes of the storages behind ``tensors`` on ``device`` that are not yet in ``counted``; adds them to it."""
     total = 0
     for x in tensors:
-        storage = _plain(x).untyped_storage()
+        to_local = getattr(x, "to_local", None)  # FSDP's DTensors
+        storage = (x if to_local is None else to_local()).untyped_storage()
         if storage.device.type == device.type and storage.data_ptr() not in counted:
             counted.add(storage.data_ptr())
             total += storage.nbytes()
     return total
-
-
-def _plain(x: Tensor) -> Tensor:
-    """This rank's part of a tensor that FSDP has cut."""
-    local = getattr(x, "to_local", None)
-    return x if local is None else local()

@@ -1,8 +1,9 @@
-"""The run's diary: meter, trackers and screen behind a few calls, so that the loop can be read as a loop.
+"""Log of a run: metrics, trackers and the terminal display behind a few calls, so that the loop stays short.
 
-Every rank keeps one (reading the meter is collective); only rank 0's tracks and shows anything.
+Every rank has a log, because reading the metrics is collective; only rank 0's tracks and displays anything.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,21 +11,88 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
 from colonnade.checkpoint.atomic_folder import DISK_FULL_ERRNOS
-from colonnade.config import TrainConfig
+from colonnade.config import TrainConfig, format_bytes
 from colonnade.errors import CapacityError
-from colonnade.train.metrics import Diverged, Meter, Row, rates
+from colonnade.train.metrics import Diverged, Meter, Row, throughput_row
 from colonnade.train.mfu import Throughput
-from colonnade.train.profiler import BEFORE, Breakdown, Profile
-from colonnade.train.progress_display import ProgressDisplay
+from colonnade.train.profiler import WARMUP_STEPS, StepProfiler
 from colonnade.train.session import Session
-from colonnade.train.trackers import ROUTING, JsonLines, OpenTracker, TensorBoard, Tracker, draw, named
-from colonnade.train.train_step import Outcome
+from colonnade.train.trackers import (
+    ROUTING,
+    JsonLines,
+    OpenTracker,
+    TensorBoard,
+    Tracker,
+    draw_loss_curve,
+    service_trackers,
+)
+from colonnade.train.train_step import StepMetrics
+
+DISPLAYED = (("loss", ".4f"), ("grad_norm", ".2f"))
+
+
+class ProgressDisplay:
+    """Context manager: a live progress bar with the newest metrics, or plain lines where there is no terminal."""
+
+    def __init__(self, total_steps: int, *, shown: bool, console: Console | None = None):
+        self.console = console or Console(quiet=not shown, highlight=False)
+        self.total_steps = total_steps
+        self._state = Text()
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=30),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._task = self._bar.add_task("", total=total_steps)
+        self._live: Live | None = None
+        if shown and self.console.is_terminal:
+            self._live = Live(Group(self._bar, self._state), console=self.console, transient=True)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def line(self, text: str) -> None:
+        """Print a permanent line."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def advance(self, steps: int) -> None:
+        """Move the progress bar; prints nothing without a terminal."""
+        self._bar.update(self._task, completed=steps)
+
+    def metrics(self, steps: int, row: Row, speed: Throughput | None) -> None:
+        """Show the newest metrics."""
+        # A missing value was not finite: a step skipped in float16.
+        loss, norm = (f"{row[name]:{form}}" if name in row else "-" for name, form in DISPLAYED)
+        state = f"loss {loss}  norm {norm}  lr {row['lr']:.2e}"
+        if "loss_scale" in row:
+            state += f"  scale 2^{math.log2(row['loss_scale']):.0f}  skipped {row['skipped']:.0f}"
+        if speed is not None:
+            state += f"  {speed}"
+        if "memory_peak_bytes" in row:
+            state += f"  peak {format_bytes(int(row['memory_peak_bytes']))}"
+        if self._live is not None and steps < self.total_steps:
+            self._state.plain = state
+        else:
+            self.line(f"step {steps:>{len(str(self.total_steps))}}/{self.total_steps}  {state}")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended, or where it stands."""
+    """The final state of a run."""
 
     steps: int
     """Optimizer steps taken in all, those before a resume included."""
@@ -37,196 +105,196 @@ class Summary:
     validation_loss: float | None = None
     """The newest one of this session."""
     speed: Throughput | None = None
-    """Of the newest interval; validation and saving are not counted."""
+    """Of the newest interval, without validation and saving."""
     stopped: str | None = None
     """The signal that ended the run early, such as SIGTERM."""
 
 
 class RunLog:
-    """Used as a context around the steps of ``session``."""
+    """Context manager around the steps of ``session``."""
 
     def __init__(self, session: Session, trackers: Sequence[OpenTracker] = ()):
         self.session, self.run = session, session.run
-        self.first = session.ground.rank == 0
-        self.meter = Meter(session.run, session.ground, self._bad, session.feed.sample_tokens)
-        self.screen = ProgressDisplay(session.run.train.steps, shown=self.first)
+        self.is_rank0 = session.ctx.rank == 0
+        self.meter = Meter(session.run, session.ctx, self._on_bad_step, session.feed.sample_tokens)
+        self.display = ProgressDisplay(session.run.train.steps, shown=self.is_rank0)
         self.row: Row = {}
         self.validation_loss: float | None = None
         self.speed: Throughput | None = None
-        self._open_trackers = (JsonLines, TensorBoard, *named(session.run), *trackers)
-        self.profile = Profile(session.run, session.ground)
+        self._open_trackers = (JsonLines, TensorBoard, *service_trackers(session.run), *trackers)
+        self.profiler = StepProfiler(session.run, session.ctx)
         self._trackers: list[Tracker] = []
         self._routing: JsonLines | None = None
         self._first_step = True
-        self._open = ExitStack()
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        folder, taken = self.run.folder, self.session.taken
-        if self.first:
+        folder, steps = self.run.folder, self.session.steps_taken
+        if self.is_rank0:
             folder.mkdir(parents=True, exist_ok=True)
             for open_tracker in self._open_trackers:
-                self._trackers.append(open_tracker(folder, taken))
-                self._open.callback(self._trackers[-1].close)
+                self._trackers.append(open_tracker(folder, steps))
+                self._stack.callback(self._trackers[-1].close)
             if self.run.model.moe is not None:
-                self._routing = JsonLines(folder, taken, ROUTING)
-                self._open.callback(self._routing.close)
-        self._introduce()
-        self._open.enter_context(self.screen)
-        self._open.callback(self.profile.close)
+                self._routing = JsonLines(folder, steps, ROUTING)
+                self._stack.callback(self._routing.close)
+        self._print_header()
+        self._stack.enter_context(self.display)
+        self._stack.callback(self.profiler.close)
         self.meter.restart()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._open.close()
+        self._stack.close()
 
     def due(self, *intervals: int) -> bool:
         """Whether the steps taken are a multiple of one of ``intervals`` (0 is never due)."""
-        return any(every and self.session.taken % every == 0 for every in intervals)
+        return any(every and self.session.steps_taken % every == 0 for every in intervals)
 
-    def note(self, outcome: Outcome) -> None:
-        """A step was taken; nothing waits for its numbers."""
-        self.meter.note(self.session.taken, outcome)
-        self.screen.advance(self.session.taken)
-        if self._first_step:  # it also allocates and compiles, and is no measure of the others
+    def record(self, metrics: StepMetrics) -> None:
+        """Keep the metrics of a step; does not synchronise with the device."""
+        self.meter.add(self.session.steps_taken, metrics)
+        self.display.advance(self.session.steps_taken)
+        if self._first_step:  # it also allocates and compiles, so its time is not representative
             self.meter.pause()
             self.meter.restart()
             self._first_step = False
-        if (found := self.profile.after_step()) is not None:
-            self._profiled(found)
-
-    def _profiled(self, found: Breakdown) -> None:
-        """Where the time of the traced steps went; they were slower than others, and are no measure of them."""
-        self._track(self.session.taken, found.row)
-        self.screen.line(f"{found}\n  {self.profile.path}")
-        self.meter.pause()
-        self.meter.restart()
+        if (breakdown := self.profiler.after_step()) is not None:
+            self._track(self.session.steps_taken, breakdown.row)
+            self.display.line(f"{breakdown}\n  {self.profiler.path}")
+            self.meter.pause()
+            self.meter.restart()  # traced steps are slower
 
     def report(self) -> None:
-        """Read what was noted since the last report, track it, show the newest.
+        """Read and track the metrics since the last report; show the newest.
 
-        Raises :class:`Diverged` with the last good checkpoint: nothing is saved before it was looked at.
+        Raises :class:`Diverged`, naming the last good checkpoint, so that no diverged state is saved.
         """
-        with self._aside():
+        with self._clock_paused():
             rows = self.meter.read()
-            for decision in self.session.decided:
-                self.screen.line(decision)
-            self.session.decided.clear()
+            for change in self.session.spread_changes:
+                self.display.line(change)
+            self.session.spread_changes.clear()
             if rows and self._routing is not None:
-                self._loads(rows[-1][0], self._routing)
+                self._track_loads(rows[-1][0], self._routing)
             self.speed = self.meter.speed() or self.speed
-            for taken, row in rows:
-                newest = taken == self.session.taken and self.speed is not None
-                self._track(taken, row | (rates(self.speed) if newest and self.speed else {}))
+            for steps, row in rows:
+                newest = steps == self.session.steps_taken
+                self._track(steps, row | (throughput_row(self.speed) if newest and self.speed is not None else {}))
                 self.row = row if "loss" in row else self.row
             if self.row:
-                self.screen.metrics(self.session.taken, self.row, self.speed)
+                self.display.metrics(self.session.steps_taken, self.row, self.speed)
 
-    def _loads(self, taken: int, routing: JsonLines) -> None:
-        """The load of each expert, where it is more than a number."""
-        found = self.meter.routing
-        routing.record(taken, {str(layer): it for layer, it in found.items()})
+    def _track_loads(self, steps: int, routing: JsonLines) -> None:
+        """Track the load of each expert in ``routing.jsonl`` and as TensorBoard histograms."""
+        table = self.meter.routing
+        routing.record(steps, {str(layer): stats for layer, stats in table.items()})
         for tracker in self._trackers:
             if isinstance(tracker, TensorBoard):
-                tracker.loads(taken, {layer: it["load"] for layer, it in found.items()})
+                tracker.loads(steps, {layer: stats["load"] for layer, stats in table.items()})
 
-    def _bad(self, taken: int, diagnosis: str) -> None:
-        """A step that moved nothing: counted as skipped, or :class:`Diverged` when the run may skip no more."""
-        it, allowed = self.session, self.run.train.skip_bad_batches
-        samples = _listed(it.samples_of(taken))
-        if it.skipped < allowed:
-            it.skipped += 1
-            self.screen.line(f"{diagnosis}; skipped samples {samples} ({it.skipped} of at most {allowed} bad batches)")
-            self._track(taken, {"skipped": it.skipped})
+    def _on_bad_step(self, steps: int, diagnosis: str) -> None:
+        """Count a non-finite step as skipped; raise :class:`Diverged` when the run may skip no more."""
+        session, allowed = self.session, self.run.train.skip_bad_batches
+        samples = _shortened(session.samples_of(steps))
+        if session.skipped < allowed:
+            session.skipped += 1
+            self.display.line(
+                f"{diagnosis}; skipped samples {samples} ({session.skipped} of at most {allowed} bad batches)"
+            )
+            self._track(steps, {"skipped": session.skipped})
             return
-        self.settle(wait=True)  # it was taken before, so it is good
-        good = it.checkpoint
-        before = f"; {it.skipped} bad batches were skipped before" if it.skipped else ""
+        self.check_save(wait=True)  # a save that is running is of an earlier, good step
+        good = session.checkpoint
+        before = f"; {session.skipped} bad batches were skipped before" if session.skipped else ""
         where = f"the last good checkpoint is {good}" if good else "no checkpoint was written yet"
         raise Diverged(f"{diagnosis}{before}; {where}; lower --train.lr or look at samples {samples} of the corpus")
 
     def validate(self) -> None:
-        """Measure and note the validation loss."""
-        with self._aside():
+        """Measure and track the validation loss."""
+        with self._clock_paused():
             self.validation_loss = self.session.validate().item()
-            self._track(self.session.taken, {"validation_loss": self.validation_loss})
-            self.screen.line(f"validation loss {self.validation_loss:.4f} after {self.session.taken} steps")
+            self._track(self.session.steps_taken, {"validation_loss": self.validation_loss})
+            self.display.line(f"validation loss {self.validation_loss:.4f} after {self.session.steps_taken} steps")
 
     def save(self) -> None:
-        """Begin to write a checkpoint, when the one before it is written."""
-        with self._aside():
-            self.settle(wait=True)
-            self._saved(self.session.save())
+        """Start writing a checkpoint, after finishing the previous one."""
+        with self._clock_paused():
+            self.check_save(wait=True)
+            self._print_saved(self.session.save())
 
-    def settle(self, *, wait: bool = False) -> None:
-        """Say so when a checkpoint has been written; raises what went wrong with it."""
-        self._saved(self.session.settle(wait=wait))
+    def check_save(self, *, wait: bool = False) -> None:
+        """Report a checkpoint that has been written since the last call; raises the error of a failed save."""
+        self._print_saved(self.session.finish_save(wait=wait))
 
-    def _saved(self, folder: Path | None) -> None:
+    def _print_saved(self, folder: Path | None) -> None:
         if folder is not None:
-            self.screen.line(f"saved {folder}")
+            self.display.line(f"saved {folder}")
 
     def summary(self) -> Summary:
-        """Draw the loss curve and say how it went, when all is saved."""
-        self.settle(wait=True)
+        """Finish the last save, draw the loss curve, and summarise the run."""
+        self.check_save(wait=True)
         checkpoint = self.session.checkpoint
         assert checkpoint is not None, "the last step saves"
         title = f"{self.run.name}: {self.run.model.size}"
-        picture = draw(self.run.folder, title) if self.first else None
+        picture = draw_loss_curve(self.run.folder, title) if self.is_rank0 else None
         if picture:
-            self.screen.line(f"loss curve {picture}")
-        return Summary(self.session.taken, checkpoint, picture, self.row.get("loss"), self.validation_loss, self.speed)
+            self.display.line(f"loss curve {picture}")
+        steps = self.session.steps_taken
+        return Summary(steps, checkpoint, picture, self.row.get("loss"), self.validation_loss, self.speed)
 
-    def _introduce(self) -> None:
-        it, run = self.session, self.run
-        tokens = round(run.train.batch * it.feed.sample_tokens)
-        self.screen.line(
-            f"{run.name}: {run.model.size}, {run.plan} on {it.ground.device.type}, "
-            f"{computing(run.train)}, {tokens} tokens a step, {run.train.steps} steps"
+    def _print_header(self) -> None:
+        session, run, line = self.session, self.run, self.display.line
+        steps, total = session.steps_taken, run.train.steps
+        tokens = round(run.train.batch * session.feed.sample_tokens)
+        line(
+            f"{run.name}: {run.model.size}, {run.plan} on {session.ctx.device.type}, "
+            f"{precision_summary(run.train)}, {tokens} tokens a step, {total} steps"
         )
         choices = {"float8": run.train.float8, "recompute": run.train.recompute, "offload": run.train.offload}
-        said = [f"{name} {value}" for name, value in choices.items() if value not in ("none", "budget")]
-        if said := said + ["cuda_graph"] * run.train.cuda_graph:
-            self.screen.line(", ".join(said))
-        if it.recomputed is not None:
-            self.screen.line(it.recomputed)
-        if it.checkpoint is not None:
-            self.screen.line(f"resumed {it.checkpoint}" + (f" with {', '.join(it.changes)}" if it.changes else ""))
-        if run.train.profile and run.train.steps - it.taken < (needs := BEFORE + run.train.profile):
-            self.screen.line(f"no profile: it takes {needs} steps, and {run.train.steps - it.taken} are left")
-        if it.taken >= run.train.steps:
-            self.screen.line(f"already at step {it.taken} of {run.train.steps}; raise --train.steps to go on")
-        if it.feed.why_off:
-            self.screen.line(f"validation is off: {it.feed.why_off}")
+        options = [f"{name} {value}" for name, value in choices.items() if value not in ("none", "budget")]
+        if options := options + ["cuda_graph"] * run.train.cuda_graph:
+            line(", ".join(options))
+        if session.recompute_summary is not None:
+            line(session.recompute_summary)
+        if session.checkpoint is not None:
+            line(f"resumed {session.checkpoint}" + (f" with {', '.join(session.changes)}" if session.changes else ""))
+        if run.train.profile and total - steps < (needs := WARMUP_STEPS + run.train.profile):
+            line(f"no profile: it takes {needs} steps, and {total - steps} are left")
+        if steps >= total:
+            line(f"already at step {steps} of {total}; raise --train.steps to go on")
+        if session.feed.no_validation_reason:
+            line(f"validation is off: {session.feed.no_validation_reason}")
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Time spent inside is not training."""
+    def _clock_paused(self) -> Iterator[None]:
+        """Exclude the time spent inside from the training time."""
         self.meter.pause()
         try:
             yield
         finally:
             self.meter.resume()
 
-    def _track(self, taken: int, row: Row) -> None:
+    def _track(self, steps: int, row: Row) -> None:
         try:
             for tracker in self._trackers:
-                tracker.record(taken, row)
+                tracker.record(steps, row)
         except OSError as why:
             if why.errno not in DISK_FULL_ERRNOS:
                 raise
             raise CapacityError(
-                f"the disk is full: step {taken} could not be noted in {self.run.folder}; free some space; the same "
-                "command goes on from the newest checkpoint"
+                f"the disk is full: the metrics of step {steps} could not be written to {self.run.folder}; free some "
+                "space; the same command resumes from the newest checkpoint"
             ) from why
 
 
-def computing(train: TrainConfig) -> str:
-    """``"bfloat16 with float32 masters, compiled, fused AdamW"``: how a run with ``train``, resolved, computes."""
+def precision_summary(train: TrainConfig) -> str:
+    """``"bfloat16 with float32 masters, compiled, fused AdamW"`` for a resolved ``train``."""
     masters = " with float32 masters" if train.dtype in ("bfloat16", "float16") else ""
     compiled = ", compiled" if train.compile else ""
     return f"{train.dtype}{masters}{compiled}" + (", fused AdamW" if train.fused_adamw else "")
 
 
-def _listed(numbers: Sequence[int], most: int = 8) -> str:
+def _shortened(numbers: Sequence[int], most: int = 8) -> str:
     more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
     return ", ".join(str(number) for number in numbers[:most]) + more

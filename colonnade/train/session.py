@@ -1,8 +1,9 @@
-"""The state of a run on one rank: model, masters, optimizer, data, and how far it came.
+"""State of a training run on one rank: model, masters, optimizer, data position and step count.
 
 Exact resume: weights, both moments, the step, the data cursor and float16's loss scale are the whole state. The
-schedule is a function of Adam's count and the order of the data one of the cursor, so that a run that was stopped and
-resumed under the same plan is bit for bit the run that was not; under another plan it is the same run up to rounding.
+learning-rate schedule is a function of Adam's step count, and the order of the data a function of the cursor. So a run
+that was stopped and resumed under the same plan is bitwise equal to an uninterrupted one; under another plan it is
+equal up to rounding.
 """
 
 import hashlib
@@ -34,139 +35,141 @@ from colonnade.parallel.config_check import agree
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, masters
 from colonnade.parallel.watchdog import Watchdog
-from colonnade.train.activation_memory import arrange
+from colonnade.train.activation_memory import configure_recompute
 from colonnade.train.cuda_graph import check_device
-from colonnade.train.data_feed import CorpusFeed, MakeFeed, compare
-from colonnade.train.initial_weights import begin, freeze
+from colonnade.train.data_feed import CorpusFeed, MakeFeed, check_data_unchanged
+from colonnade.train.initial_weights import freeze, initialise_masters
 from colonnade.train.loss_scaler import LossScaler
 from colonnade.train.memory_advice import check_rank_memory
-from colonnade.train.moe_autotune import EVERY, MoeAutotuner, holds_experts
+from colonnade.train.moe_autotune import CHECK_INTERVAL, MoeAutotuner, has_moe_layers
 from colonnade.train.optimizer import AdamW, FusedAdamW
 from colonnade.train.optimizer_offload import OffloadedAdamW
-from colonnade.train.out_of_memory import accounted, beginning, copying, peak_bytes
+from colonnade.train.out_of_memory import explain_checkpoint_copy_oom, explain_oom, explain_setup_oom, peak_bytes
 from colonnade.train.pipeline_step import PipelineStep
-from colonnade.train.profiler import READS
-from colonnade.train.run_lock import RunLock
-from colonnade.train.train_step import Outcome, Step, evaluate
+from colonnade.train.profiler import READ_SAMPLES
+from colonnade.train.run_lifecycle import RunLock
+from colonnade.train.train_step import StepMetrics, TrainStep, evaluate
 
 
 class Session:
-    """A run, begun or resumed from its newest complete checkpoint."""
+    """A new run, or one resumed from its newest complete checkpoint."""
 
     def __init__(
         self,
         run: RunConfig,
-        ground: DistributedContext,
-        watch: Watchdog | None = None,
+        ctx: DistributedContext,
+        watchdog: Watchdog | None = None,
         lock: RunLock | None = None,
         feed: MakeFeed = CorpusFeed,
     ):
-        """``watch`` is told where this rank is, so that others can say when it falls silent; ``lock`` is checked before
-        each save; ``feed`` opens the data. Raises :class:`PlanError` where ranks have different data.
+        """``watchdog`` records this rank's progress for the other ranks; ``lock`` is checked before each save; ``feed``
+        opens the data. Raises :class:`PlanError` where ranks have different data.
         """
         if run.train.cuda_graph:
-            check_device(ground.device)
-        run = run.resolved(ground.device.type)
-        self.run, self.ground, self.world = run, ground, world_axis()
-        self.watch = watch or Watchdog(run.train.timeout_s)
+            check_device(ctx.device)
+        run = run.resolved(ctx.device.type)
+        self.run, self.ctx, self.world = run, ctx, world_axis()
+        self.watchdog = watchdog or Watchdog(run.train.timeout_s)
         self._compiled, self._lock = False, lock
-        self.feed = feed(run, ground.axes.dp.rank, ground.axes.dp.size)
-        agree({name: _digest(value) for name, value in self.feed.identity.items()}, self.world)
-        kept = torch.float64 if run.train.dtype == "float64" else torch.float32
-        spans = [span for _, span in ground.stages(run.model.layers)]
+        self.feed = feed(run, ctx.axes.dp.rank, ctx.axes.dp.size)
+        agree({name: _short_hash(value) for name, value in self.feed.identity.items()}, self.world)
+        master_dtype = torch.float64 if run.train.dtype == "float64" else torch.float32
         compute: torch.dtype = getattr(torch, run.train.compute_dtype)  # torch's own names
-        check_rank_memory(run, ground)
-        with beginning(run, ground.device):
-            self.model = self._build(run.model, kept, spans, cut=ground.sharded)
-            self.checkpoint = newest(run.folder, self.world)
-            """The newest complete checkpoint, if there is one."""
+        spans = [span for _, span in ctx.stages(run.model.layers)]
+        check_rank_memory(run, ctx)
+        with explain_setup_oom(run, ctx.device):
+            self.model = self._build(run.model, master_dtype, spans, meta=ctx.sharded)
+            self.checkpoint = newest_checkpoint(run.folder, self.world)
+            """The newest complete checkpoint, if any."""
             freeze(self.model, run.train.freeze)
-            self.recomputed = arrange(
+            self.recompute_summary = configure_recompute(
                 self.model,
                 run.train,
                 lambda: next(self._on_device(self.feed.samples.at(0))),
                 lambda config: self._build(config, compute),
                 self.world,
             )
-            """What the backward pass computes again, where that was chosen by measurement."""
-            self.piped = PipelineStep(self.model, ground, compute) if run.plan.pp > 1 else None
-            single = bool(run.train.fused_adamw) and run.micro_batches == 1 and self.piped is None
-            self.masters = masters(self.model, ground, compute, self.piped and self.piped.stages, single=single)
+            """The recomputation chosen for train.recompute budget; None otherwise."""
+            self.pipeline = PipelineStep(self.model, ctx, compute) if run.plan.pp > 1 else None
+            single = bool(run.train.fused_adamw) and run.micro_batches == 1 and self.pipeline is None
+            self.masters = masters(self.model, ctx, compute, self.pipeline and self.pipeline.stages, single=single)
             if self.checkpoint is None:
-                begin(self.model, run, ground, self.masters)
-            self.optimizer = moving(self.masters, run.train)
-        self.scaler = LossScaler(run.train, ground.device) if run.train.dtype == "float16" else None
-        self._adaptive = MoeAutotuner(self.model) if run.plan.degree == "auto" and holds_experts(self.model) else None
-        spread = [
-            Spread() if run.plan.degree == "auto" else Spread(run.plan.degree, run.plan.overlap, run.plan.shadows)
-        ]
-        self._step = Step(
-            self.model, self.masters, self.optimizer, run.train, self.world, self.piped, self.scaler, spread,
+                initialise_masters(self.model, run, ctx, self.masters)
+            self.optimizer = make_optimizer(self.masters, run.train)
+        self.scaler = LossScaler(run.train, ctx.device) if run.train.dtype == "float16" else None
+        degree = run.plan.degree
+        spread = Spread() if degree == "auto" else Spread(degree, run.plan.overlap, run.plan.shadows)
+        self._moe_autotuner = MoeAutotuner(self.model) if degree == "auto" and has_moe_layers(self.model) else None
+        self._step = TrainStep(
+            self.model, self.masters, self.optimizer, run.train, self.world, self.pipeline, self.scaler, [spread],
             run.train.cuda_graph,
         )  # fmt: skip
-        self.decided: list[str] = []
-        """What was decided about the layers of experts and not yet shown (plan.degree auto)."""
-        self.taken = 0
+        self.spread_changes: list[str] = []
+        """Changes by the MoE autotuner (plan.degree auto) that were not shown yet."""
+        self.steps_taken = 0
         """Optimizer steps taken."""
-        self.seen = 0
+        self.samples_seen = 0
         """Samples consumed by all ranks."""
-        self._saving = AsyncSave(ground.device)
+        self._save = AsyncSave(ctx.device)
         self.skipped = 0
-        """Steps of the run that were not finite and moved nothing, as far as anybody looked."""
+        """Steps skipped because they were not finite, among those whose metrics were read."""
         self.changes: list[str] = []
-        """Settings that are not those with which the checkpoint was written."""
+        """Settings that differ from those of the resumed checkpoint."""
         if self.checkpoint is not None:
             self._resume(self.checkpoint)
 
-    def step(self) -> Outcome:
+    def step(self) -> StepMetrics:
         """Take the next optimizer step."""
-        self.watch.at(self.taken + 1, READS)
-        begun_s = time.perf_counter()
-        with record_function(READS):
-            batches = list(self._on_device(self.feed.samples.at(self.seen)))
-        data_s = time.perf_counter() - begun_s
-        self.watch.at(self.taken + 1, "computes", patient=not self._compiled)
-        device = self.ground.device
-        with self._accounted(f"in step {self.taken + 1}"):
-            outcome = self._step(self.taken, batches)
-        outcome = replace(outcome, data_s=data_s, memory_bytes=max(peak_bytes(device), self._step.recorded_bytes))
-        if self._adaptive is not None and outcome.routed is not None and self.taken % EVERY == 0:
-            self.decided += self._adaptive.look(outcome.routed.layers, outcome.routed.load_LE.tolist(), len(batches))
-            self._step.spread = self._adaptive.spread
+        number = self.steps_taken + 1
+        self.watchdog.at(number, READ_SAMPLES)
+        start_s = time.perf_counter()
+        with record_function(READ_SAMPLES):
+            batches = list(self._on_device(self.feed.samples.at(self.samples_seen)))
+        data_s = time.perf_counter() - start_s
+        self.watchdog.at(number, "computes", patient=not self._compiled)
+        with self._explain_oom(f"in step {number}"):
+            metrics = self._step(self.steps_taken, batches)
+        peak = max(peak_bytes(self.ctx.device), self._step.capture_peak_bytes)
+        metrics = replace(metrics, data_s=data_s, memory_bytes=peak)
+        if self._moe_autotuner is not None and metrics.moe is not None and self.steps_taken % CHECK_INTERVAL == 0:
+            loads = metrics.moe.load_LE.tolist()
+            self.spread_changes += self._moe_autotuner.update(metrics.moe.layers, loads, len(batches))
+            self._step.spread = self._moe_autotuner.spread
         self._compiled = True
-        self.taken, self.seen = self.taken + 1, self.seen + self.run.train.batch
-        return outcome
+        self.steps_taken, self.samples_seen = number, self.samples_seen + self.run.train.batch
+        return metrics
 
     def samples_of(self, step: int) -> list[int]:
-        """The numbers of the samples that step ``step`` (from 1) of this session was made of."""
-        return self.feed.samples.numbers(self.seen - (self.taken - step + 1) * self.run.train.batch)
+        """The sample numbers of step ``step`` (from 1) of this session."""
+        return self.feed.samples.numbers(self.samples_seen - (self.steps_taken - step + 1) * self.run.train.batch)
 
     def validate(self) -> Tensor:
-        """The mean loss on held-out samples, always the same ones."""
+        """The mean loss on held-out samples, the same ones every time."""
         assert self.feed.held_out is not None, "validation is switched off"
-        self.watch.at(self.taken, "validates", patient=True)
+        self.watchdog.at(self.steps_taken, "validates", patient=True)
         batches = self._on_device(self.feed.held_out.validation_batches(self.run.train.eval_samples))
-        with self._accounted(f"in the validation after step {self.taken}"):
-            return evaluate(self.model, batches, self.piped, self.run.eval_moe)
+        with self._explain_oom(f"in the validation after step {self.steps_taken}"):
+            return evaluate(self.model, batches, self.pipeline, self.run.eval_moe)
 
     def save(self) -> Path | None:
-        """Begin to write ``runs/NAME/step-N``, which :meth:`settle` ends; no other save may be under way.
+        """Start writing ``runs/NAME/step-N``; :meth:`finish_save` completes it. No other save may be running.
 
-        Without train.async_save it is written, and returned, before the weights can move. The one that is there is
-        kept when no step was taken since. Raises :class:`CheckpointError` when another run has taken the folder over.
+        Without train.async_save the checkpoint is written and returned before the weights can change. Nothing is
+        written when the newest checkpoint is of this step. Raises :class:`CheckpointError` when another run has taken
+        over the folder.
         """
-        self.watch.at(self.taken, "saves", patient=True)
-        folder, t = self.run.folder / f"step-{self.taken}", self.run.train
+        self.watchdog.at(self.steps_taken, "saves", patient=True)
+        folder, t = self.run.folder / f"step-{self.steps_taken}", self.run.train
         if folder == self.checkpoint:
             return None
         if self._lock is not None:
             self._lock.check()
-        with copying(folder.name):
-            write = self._writing(folder)
-        self._saving.start(folder, write)
-        return None if t.async_save else self.settle(wait=True)
+        with explain_checkpoint_copy_oom(folder.name):
+            write = self._writer(folder)
+        self._save.start(folder, write)
+        return None if t.async_save else self.finish_save(wait=True)
 
-    def _writing(self, folder: Path) -> Callable[[], None]:
+    def _writer(self, folder: Path) -> Callable[[], None]:
         t = self.run.train
         return native.prepare_save(
             folder,
@@ -174,124 +177,122 @@ class Session:
             native.Meta(
                 model=self.run.model,
                 run=self.run,
-                step=self.taken,
+                step=self.steps_taken,
                 loss_scale=None if self.scaler is None else self.scaler.state,
                 cursor=self._cursor(),
                 tasks=self._tasks,
             ),
-            self.ground,
+            self.ctx,
             masters=self.masters,
             optimizer=self.optimizer,
             tokenizer=self.feed.tokenizer,
-            stage=self._saving.stage if t.async_save else dict,
-            group=self._saving.group,
+            stage=self._save.stage if t.async_save else dict,
+            group=self._save.group,
             on_commit=lambda: prune(self.run.folder, t.keep, t.keep_every),
         )
 
-    def settle(self, *, wait: bool = False) -> Path | None:
-        """The checkpoint that was being written, if all ranks have written it by now, or after a ``wait``.
+    def finish_save(self, *, wait: bool = False) -> Path | None:
+        """The checkpoint being written, once all ranks have written it; None if that needs a ``wait``.
 
-        Raises what went wrong with it, on every rank after the same step.
+        Raises the error of the save on every rank after the same step.
         """
-        if not self._saving.running:
+        if not self._save.running:
             return None
-        # When one rank has seen the end, the others are about to: torch's last collective of a save is behind it.
-        if not wait and not int(self.world.max_(torch.tensor(int(self._saving.finished)))):
+        # When one rank has finished, the others are about to: torch's last collective of a save is behind it.
+        if not wait and not int(self.world.max_(torch.tensor(int(self._save.finished)))):
             return None
         if wait:
-            self.watch.at(self.taken, "waits for a checkpoint", patient=True)
-        self.checkpoint = self._saving.wait()
+            self.watchdog.at(self.steps_taken, "waits for a checkpoint", patient=True)
+        self.checkpoint = self._save.wait()
         return self.checkpoint
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Whatever ended the run: a checkpoint that is being written is as good as it was."""
-        if not self._saving.running:
+        """Finish a checkpoint that is being written, whatever ended the run."""
+        if not self._save.running:
             return
-        self.watch.at(self.taken, "ends", patient=True)
+        self.watchdog.at(self.steps_taken, "ends", patient=True)
         try:
-            self.checkpoint = self._saving.wait()
+            self.checkpoint = self._save.wait()
         except BaseException as failure:
             if error is None:
                 raise
             error.add_note(f"and the checkpoint that was being written failed: {failure}")
 
-    def _accounted(self, when: str) -> AbstractContextManager[None]:
-        return accounted(self.run, self.model, self.masters, self.optimizer, self.ground.device, when)
+    def _explain_oom(self, when: str) -> AbstractContextManager[None]:
+        return explain_oom(self.run, self.model, self.masters, self.optimizer, self.ctx.device, when)
 
     def _build(
-        self, config: ModelConfig, dtype: torch.dtype, spans: Sequence[range] | None = None, *, cut: bool = False
+        self, config: ModelConfig, dtype: torch.dtype, spans: Sequence[range] | None = None, *, meta: bool = False
     ) -> Transformer:
-        """An uninitialised model that computes as this run's does: these blocks of it, or all; nowhere, if it is to be
-        ``cut``.
-        """
-        device = "meta" if cut else self.ground.device
-        model = Transformer(config, self.ground.axes, spans=spans, device=device, dtype=dtype)
+        """An uninitialised model with this run's precision and compilation; only the blocks of ``spans`` if given."""
+        device = "meta" if meta else self.ctx.device
+        model = Transformer(config, self.ctx.axes, spans=spans, device=device, dtype=dtype)
         if self.run.train.float8 != "none":
-            in_float8(model.blocks, self.run.train.float8, self.ground.device)
+            in_float8(model.blocks, self.run.train.float8, self.ctx.device)
         if self.run.train.compile:
             for block in model.blocks:
                 block.compile()
         return model
 
     def _on_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        return (batch.to(self.ground.device) for batch in batches)
+        return (batch.to(self.ctx.device) for batch in batches)
 
     def _resume(self, folder: Path) -> None:
-        meta = native.load(folder, self.model, self.ground, masters=self.masters, optimizer=self.optimizer)
-        if meta.run is None or "seen" not in meta.cursor:
+        meta = native.load(folder, self.model, self.ctx, masters=self.masters, optimizer=self.optimizer)
+        cursor = meta.cursor
+        if meta.run is None or "seen" not in cursor:
             raise CheckpointError(f"{folder} was not written by a training run; use another name for this run")
-        if any(type(at := meta.cursor.get(key, 0)) is not int or at < 0 for key in ("seen", "skipped")):
-            raise CheckpointError(f"{folder} has the data cursor {meta.cursor}; use another checkpoint")
-        differs = compare(self.feed, self.run.data, meta.cursor, str(folder))
-        self.taken, self.seen = meta.step, 0 if differs else meta.cursor["seen"]
-        self.skipped = meta.cursor.get("skipped", 0)
+        if any(type(count := cursor.get(key, 0)) is not int or count < 0 for key in ("seen", "skipped")):
+            raise CheckpointError(f"{folder} has the data cursor {cursor}; use another checkpoint")
+        data_changes = check_data_unchanged(self.feed, self.run.data, cursor, str(folder))
+        self.steps_taken, self.samples_seen = meta.step, 0 if data_changes else cursor["seen"]
+        self.skipped = cursor.get("skipped", 0)
         if self.scaler is not None:
             overflowed = meta.step - self.optimizer.steps - self.skipped
             self.scaler.restore(meta.loss_scale or self.scaler.state, overflowed)
-        self.changes = [*differences(meta.run, self.run), *(f"{what}: the data starts anew" for what in differs)]
-        if not differs and any(meta.cursor.get(name) != value for name, value in self.feed.identity.items()):
+        self.changes = [*differences(meta.run, self.run), *(f"{what}: the data starts anew" for what in data_changes)]
+        if not data_changes and any(cursor.get(name) != value for name, value in self.feed.identity.items()):
             self.changes.append("other documents are held out: validation losses do not compare")
 
     @property
     def _tasks(self) -> tuple[str, ...]:
-        """What the corpus calls the tasks that experts are chosen by."""
+        """The corpus's names of the tasks by which the task router chooses experts."""
         moe, corpus = self.run.model.moe, self.feed.corpus
         return corpus.manifest.tasks or () if corpus and moe and moe.router.kind == "task" else ()
 
     def _cursor(self) -> dict[str, Any]:
-        """How many samples are behind us, and all that decides which ones these are."""
+        """The data cursor: the number of samples consumed, and all settings that determine their order."""
         data = self.run.data
-        where = {"seen": self.seen, "skipped": self.skipped}
-        return where | self.feed.identity | {"sequence": data.sequence, "seed": data.seed}
+        counts = {"seen": self.samples_seen, "skipped": self.skipped}
+        return counts | self.feed.identity | {"sequence": data.sequence, "seed": data.seed}
 
 
-def _digest(value: object) -> str:
-    """A few characters that differ where ``value`` does."""
+def _short_hash(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
-def moving(held: Masters, train: TrainConfig) -> AdamW:
-    """The optimizer of ``held`` that ``train`` asks for; the plain one where this rank trains nothing."""
-    if not held.local:
-        return AdamW(held.local, train)
+def make_optimizer(masters: Masters, train: TrainConfig) -> AdamW:
+    """The optimizer for ``train``'s settings; plain AdamW on a rank that trains nothing."""
+    if not masters.local:
+        return AdamW(masters.local, train)
     if train.fused_adamw:
-        return FusedAdamW(held, train)
-    return (AdamW if train.offload == "none" else OffloadedAdamW)(held.local, train)
+        return FusedAdamW(masters, train)
+    return (AdamW if train.offload == "none" else OffloadedAdamW)(masters.local, train)
 
 
-def newest(run: Path, world: Axis) -> Path | None:
-    """The newest checkpoint of a run, as rank 0 sees it, so that all ranks resume from the same.
+def newest_checkpoint(run: Path, world: Axis) -> Path | None:
+    """The newest checkpoint of a run as rank 0 sees it, so that all ranks resume from the same one.
 
-    What an interrupted save left behind is removed. Raises :class:`CheckpointError` when a newer checkpoint has lost
-    files: to pass over it would mean to fail when its step comes again.
+    Removes the remains of an interrupted save. Raises :class:`CheckpointError` when a newer checkpoint has lost files:
+    skipping it would only fail later, when its step comes again.
     """
     if world.rank == 0:
         folders.remove_partials(run)
-    found = native.newest(run) if world.rank == 0 else None
-    step = torch.tensor(-1 if found is None else int(found.name.removeprefix("step-")))
+    newest = native.newest(run) if world.rank == 0 else None
+    step = torch.tensor(-1 if newest is None else int(newest.name.removeprefix("step-")))
     world.broadcast_(step)
     for number, damaged in folders.list_steps(run)[:1]:
         if number > int(step):

@@ -1,13 +1,13 @@
-"""One optimizer step, read from top to bottom.
+"""One training step: forward and backward of each micro-batch, then the optimizer step.
 
     loss = Σ token losses / Σ valid tokens          both over data ranks, context ranks and micro-batches
            + Σ order losses / Σ pairs               for BERT, likewise
            + Σ router losses / Σ tokens             for a mixture of experts, likewise
-    a step whose loss or norm is not finite moves nothing: weights, moments and Adam's count stay as they were
 
-The count of valid tokens is summed over all of them *before* the first backward pass, so that each micro-batch's
-backward already carries the right weight and gradients are plain sums (a mean of means over ranks or micro-batches of
-unequal counts is another loss, and differs from layout to layout).
+The valid tokens are counted over all ranks *before* the first backward pass. So each micro-batch's backward already has
+the right weight, and gradients are plain sums. (A mean of means over ranks or micro-batches with unequal counts is a
+different loss, and depends on the layout.) A step with a non-finite loss or norm updates nothing: weights, moments and
+Adam's step count keep their values.
 """
 
 import functools
@@ -23,43 +23,43 @@ from colonnade.model import IGNORE, Transformer
 from colonnade.model.moe import Spread
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.fsdp import Masters
-from colonnade.train.cuda_graph import Graphed, Passes
+from colonnade.train.cuda_graph import ForwardBackward, GraphedForwardBackward
 from colonnade.train.loss_scaler import LossScaler
-from colonnade.train.model_inputs import VALIDATION, Terms, model_inputs, noise_of
-from colonnade.train.moe_stats import Routed, pooled_balance, rebalance, routed
+from colonnade.train.model_inputs import VALIDATION, StepContext, model_inputs, step_dropout
+from colonnade.train.moe_stats import MoeStats, collect_moe_stats, pooled_balance_loss, update_router_biases
 from colonnade.train.optimizer import AdamW
 from colonnade.train.optimizer_step import OptimizerStep
 from colonnade.train.pipeline_step import PipelineStep
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a step leaves to be looked at later; all on the device, nobody has waited for it."""
+class StepMetrics:
+    """Metrics of one step, on the device: creating them does not synchronise."""
 
     loss_sum: Tensor
-    """Of this rank's tokens."""
+    """Over this rank's tokens."""
     count: Tensor
     """Valid tokens of all data ranks."""
     norm: Tensor
-    """Global gradient norm before the clip."""
+    """Global gradient norm before clipping."""
     lr: float | Tensor
-    """Learning rate that the step used; on the device where steps may be skipped."""
+    """Learning rate of the step; on the device where steps may be skipped."""
     loss_scale: Tensor | None = None
-    """In float16: the scale that the step used."""
+    """In float16: the loss scale of the step."""
     skipped: Tensor | None = None
-    """In float16: steps of the run that overflowed and moved nothing, this one included; its norm is not finite."""
-    routed: Routed | None = None
-    """What the layers of experts of this pipeline rank did, over all ranks."""
+    """In float16: steps of the run skipped after an overflow, this one included."""
+    moe: MoeStats | None = None
+    """Routing statistics of this pipeline rank's MoE layers, over all ranks."""
     balance: Tensor | None = None
     """The balance loss over all layers together, on the ranks of the last pipeline stage."""
     data_s: float = 0.0
-    """What this rank's samples took to read."""
+    """Time that this rank spent reading samples."""
     memory_bytes: int = 0
-    """The most that this rank had in use: in the step on a GPU, since it began on a CPU."""
+    """Peak memory of this rank: of the step on a GPU, of the process on a CPU."""
 
 
-class Step:
-    """``step(number, micro_batches)``: forward, backward, and the
+class TrainStep:
+    """``step(number, micro_batches)``: forward, backward and
     :class:`~colonnade.train.optimizer_step.OptimizerStep`.
     """
 
@@ -70,106 +70,110 @@ class Step:
         optimizer: AdamW,
         train: TrainConfig,
         world: Axis,
-        piped: PipelineStep | None = None,
+        pipeline: PipelineStep | None = None,
         scaler: LossScaler | None = None,
         spread: Sequence[Spread] = (Spread(),),
-        graphed: bool = False,
+        cuda_graph: bool = False,
     ):
-        """``piped`` when ``model`` is one rank's part of a pipeline, ``scaler`` for float16; ``spread`` says how layers
-        of experts spread their work, and may be set anew between two steps. ``graphed`` replays the passes of a step's
-        one micro-batch as a CUDA graph.
+        """``pipeline`` when ``model`` is one rank's pipeline stages, ``scaler`` for float16. ``spread`` is the expert
+        parallelism of the MoE layers and may change between steps. ``cuda_graph`` replays forward and backward of a
+        step's only micro-batch.
         """
         self.spread = spread
-        self.piped, self.scaler = piped, scaler
+        self.pipeline, self.scaler = pipeline, scaler
         self.model, self.masters, self.train, self.axes = model, masters, train, model.axes
-        self.move = OptimizerStep(model, masters, optimizer, train, world, scaler)
-        self.passes: Passes = functools.partial(passes, model)
-        if graphed:
-            graded = (*model.parameters(), *masters.local.values())
-            self.passes = Graphed(self.passes, graded, next(model.parameters()).device)
+        self.optimizer_step = OptimizerStep(model, masters, optimizer, train, world, scaler)
+        self.forward_backward: ForwardBackward = functools.partial(forward_backward, model)
+        if cuda_graph:
+            grad_tensors = (*model.parameters(), *masters.local.values())
+            device = next(model.parameters()).device
+            self.forward_backward = GraphedForwardBackward(self.forward_backward, grad_tensors, device)
 
-    def __call__(self, number: int, micro_batches: Sequence[Batch]) -> Outcome:
+    def __call__(self, number: int, micro_batches: Sequence[Batch]) -> StepMetrics:
         """Train on this data rank's ``micro_batches`` as step ``number`` (from 0)."""
-        count = valid_tokens(micro_batches, self.axes.dp)
-        divisor = count if self.scaler is None else self.scaler.up(count)
-        terms = Terms(
+        count = count_targets(micro_batches, self.axes.dp)
+        divisor = count if self.scaler is None else self.scaler.scaled_divisor(count)
+        step = StepContext(
             self.train.label_smoothing,
-            pair_weight(micro_batches, count, self.axes.dp),
-            noise_of(self.train, number, self.model.config, count.device),
+            order_loss_weight(micro_batches, count, self.axes.dp),
+            step_dropout(self.train, number, self.model.config, count.device),
         )
         sizes = [len(batch.tokens_T) for batch in micro_batches]
         if self.model.config.moe is not None:
-            here = torch.full((), sum(sizes), device=count.device)  # no copy from the host, which would wait
-            tokens = self.axes.dp.sum_(here).clamp(min=1)
+            local_tokens = torch.full((), sum(sizes), device=count.device)  # a copy from the host would synchronise
+            tokens = self.axes.dp.sum_(local_tokens).clamp(min=1)
             # In float64, because torch divides integers in float32.
-            terms = replace(terms, router_weight=count.double() / (tokens * divisor), steps=self.spread)
-        if self.piped is None:
-            loss_sum = self._accumulate(micro_batches, divisor, terms)
+            step = replace(step, router_loss_weight=count.double() / (tokens * divisor), spread=self.spread)
+        if self.pipeline is None:
+            loss_sum = self._accumulate(micro_batches, divisor, step)
         else:
-            loss_sum = self.piped.step(micro_batches, divisor, terms)
-        gradient_norm, lr, skip = self.move(number, loss_sum)
-        found = routed(self.model, terms.reports, sizes, self.spread)
-        if found is not None:
-            rebalance(self.model, found, skip)
-        outcome = Outcome(loss_sum, count, gradient_norm, lr, routed=found, balance=pooled_balance(terms.pooled, sizes))
+            loss_sum = self.pipeline.step(micro_batches, divisor, step)
+        norm, lr, skip = self.optimizer_step(number, loss_sum)
+        moe = collect_moe_stats(self.model, step.reports, sizes, self.spread)
+        if moe is not None:
+            update_router_biases(self.model, moe, skip)
+        metrics = StepMetrics(loss_sum, count, norm, lr, moe=moe, balance=pooled_balance_loss(step.pooled, sizes))
         if self.scaler is None:
-            return outcome
-        return replace(outcome, loss_scale=self.scaler.used, skipped=self.scaler.skipped)
+            return metrics
+        return replace(metrics, loss_scale=self.scaler.used_scale, skipped=self.scaler.skipped)
 
     @property
-    def recorded_bytes(self) -> int:
-        """The most memory in use when the passes were recorded, which the allocator does not see in a replay."""
-        return self.passes.peak_bytes if isinstance(self.passes, Graphed) else 0
+    def capture_peak_bytes(self) -> int:
+        """Peak memory during CUDA graph capture; the allocator does not see it in a replay."""
+        run = self.forward_backward
+        return run.peak_bytes if isinstance(run, GraphedForwardBackward) else 0
 
-    def _accumulate(self, micro_batches: Sequence[Batch], divisor: Tensor, terms: Terms) -> Tensor:
+    def _accumulate(self, micro_batches: Sequence[Batch], divisor: Tensor, step: StepContext) -> Tensor:
         """Forward and backward of one micro-batch after another; the summed loss."""
         loss_sum = 0
         for i, batch in enumerate(micro_batches):
             self.masters.accumulate(last=i == len(micro_batches) - 1)
-            loss_sum += self.passes(batch, divisor, terms)
+            loss_sum += self.forward_backward(batch, divisor, step)
         assert isinstance(loss_sum, Tensor), "a step needs at least one micro-batch"
         return loss_sum
 
 
-def passes(model: Transformer, batch: Batch, divisor: Tensor, terms: Terms) -> Tensor:
-    """Forward and backward of a micro-batch whose loss counts for 1 / ``divisor``; its undivided sum."""
-    batch_sum = forward(model, batch, terms)
+def forward_backward(model: Transformer, batch: Batch, divisor: Tensor, step: StepContext) -> Tensor:
+    """Forward and backward of a micro-batch with its loss divided by ``divisor``; the undivided sum."""
+    batch_sum = forward(model, batch, step)
     (batch_sum / divisor).backward()
     return batch_sum.detach()
 
 
 @torch.no_grad()
 def evaluate(
-    model: Transformer, batches: Iterable[Batch], piped: PipelineStep | None = None, moe: MoeConfig | None = None
+    model: Transformer, batches: Iterable[Batch], pipeline: PipelineStep | None = None, moe: MoeConfig | None = None
 ) -> Tensor:
-    """The mean loss over this data rank's ``batches`` and everybody else's, without label smoothing; experts are chosen
-    by ``moe``, where that is not the model's own.
+    """The mean loss over all data ranks' ``batches``, without label smoothing.
+
+    Experts are routed by ``moe`` if given, else by the model's own settings.
     """
     batches = list(batches)
-    count = valid_tokens(batches, model.axes.dp)
-    terms = Terms(order_weight=pair_weight(batches, count, model.axes.dp), moe=moe)
-    if piped is None:
-        mine = torch.stack([forward(model, batch, terms).double() for batch in batches]).sum()
+    count = count_targets(batches, model.axes.dp)
+    step = StepContext(order_loss_weight=order_loss_weight(batches, count, model.axes.dp), moe=moe)
+    if pipeline is None:
+        loss_sum = torch.stack([forward(model, batch, step).double() for batch in batches]).sum()
     else:
-        mine = piped.evaluate(batches, terms)
-    return model.axes.everywhere(mine) / count
+        loss_sum = pipeline.evaluate(batches, step)
+    return model.axes.everywhere(loss_sum) / count
 
 
-def forward(model: Transformer, batch: Batch, terms: Terms = VALIDATION) -> Tensor:
-    """The summed loss of a micro-batch, or of this context rank's tokens of it."""
-    stream, attend, head = model_inputs(batch, model, terms)
+def forward(model: Transformer, batch: Batch, step: StepContext = VALIDATION) -> Tensor:
+    """The summed loss of a micro-batch, or of this context rank's share of its tokens."""
+    stream, attend, head = model_inputs(batch, model, step)
     loss_sum, _ = model(stream, attend, head)
     return loss_sum
 
 
-def valid_tokens(batches: Iterable[Batch], dp: Axis) -> Tensor:
-    """How many targets count in this step, over all data ranks; at least 1, so that an empty step is a step of 0."""
+def count_targets(batches: Iterable[Batch], dp: Axis) -> Tensor:
+    """The valid targets of this step over all data ranks; at least 1, so that an empty step has loss 0."""
     return dp.sum_(torch.stack([(batch.targets_T != IGNORE).sum() for batch in batches]).sum()).clamp(min=1)
 
 
-def pair_weight(batches: Sequence[Batch], count: Tensor, dp: Axis) -> Tensor | float:
-    """What a pair's order counts beside a token (float64), so that the sum over ``count`` tokens ends as a mean over
-    each.
+def order_loss_weight(batches: Sequence[Batch], count: Tensor, dp: Axis) -> Tensor | float:
+    """Weight of a pair's order loss relative to a token's (float64): tokens / pairs.
+
+    Dividing the sum of both losses by ``count`` tokens then gives a mean over each.
     """
     pairs = [(batch.orders_R != IGNORE).sum() for batch in batches if batch.orders_R is not None]
     return count.double() / dp.sum_(torch.stack(pairs).sum()).clamp(min=1) if pairs else 1.0

@@ -1,4 +1,4 @@
-"""Fine-tuning: a trained model and labelled examples in, a model for one task out; and models with experts remade."""
+"""Fine-tuning of encoders as classifiers; upcycling dense models to experts, and pruning experts."""
 
 from colonnade.tune.classify import Example, accuracy, classifier, fit
 from colonnade.tune.prune_experts import measure, prune

@@ -4,11 +4,11 @@
     fit(run, examples, held_out)
     accuracy(colonnade.load(run.folder).transformer, test)
 
-A run like any other: the training session of :mod:`colonnade.train` with labelled examples in the place of a corpus, so
-that plans, precision, clipping, dropout, recomputation, checkpoints, resumption and trackers are those of pre-training.
-A step's loss is the mean over its examples. The order of examples is a seeded permutation an epoch.
+The training session is that of :mod:`colonnade.train` with labelled examples in place of a corpus, so plans, precision,
+clipping, dropout, recomputation, checkpoints, resuming and trackers work as in pre-training. A step's loss is the mean
+over its examples. Each epoch is a seeded permutation of the examples.
 
-Another task is another head in :mod:`colonnade.train.model_inputs` and another feed beside :class:`ExampleFeed`.
+Another task needs another head in :mod:`colonnade.train.model_inputs` and another feed beside :class:`ExampleFeed`.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ from colonnade.tune.examples import Example, ExampleFeed, Examples, check_exampl
 def classifier(start: str | Path, classes: int) -> ModelConfig:
     """The config of the encoder ``start`` (anything that load takes) with a classifier on its pooler.
 
-    A run of it begins with the weights of ``train.start``; what is new in it is drawn from ``train.seed``. Raises
-    :class:`CheckpointError` where there is no such model, :class:`ConfigError` for one that is no encoder.
+    A run starts from the weights of ``train.start``; new parameters are drawn from ``train.seed``. Raises
+    :class:`CheckpointError` if there is no such model, :class:`ConfigError` if it is not an encoder.
     """
     return open_model(start).config.replace(top="classes", classes=classes, tied=True)
 
@@ -41,17 +41,17 @@ def classifier(start: str | Path, classes: int) -> ModelConfig:
 def fit(
     run: RunConfig, examples: Sequence[Example], held_out: Sequence[Example] = (), trackers: Sequence[OpenTracker] = ()
 ) -> Summary:
-    """Fine-tune ``run.model`` on ``examples``, from the run's newest checkpoint where there is one.
+    """Fine-tune ``run.model`` on ``examples``, resuming from the run's newest checkpoint.
 
-    ``held_out`` is what validations measure the loss on. Raises :class:`DataError` for no examples, and for those that
-    do not fit the model or are longer than ``data.sequence``, :class:`ConfigError` for settings that fine-tuning has no
-    use for, and what :class:`~colonnade.train.loop.Trainer` raises.
+    Validation uses the ``held_out`` examples. Raises :class:`DataError` without examples, and for examples that the
+    model does not support or that are longer than ``data.sequence``, :class:`ConfigError` for settings that do not
+    apply to fine-tuning, and what :class:`~colonnade.train.loop.Trainer` raises.
     """
-    return Trainer(run, trackers, prepared(run, examples, held_out)).fit()
+    return Trainer(run, trackers, example_feed(run, examples, held_out)).fit()
 
 
-def prepared(run: RunConfig, examples: Sequence[Example], held_out: Sequence[Example] = ()) -> MakeFeed:
-    """The data of such a run, for a session; raises as :func:`fit`."""
+def example_feed(run: RunConfig, examples: Sequence[Example], held_out: Sequence[Example] = ()) -> MakeFeed:
+    """The data feed of such a run; raises as :func:`fit`."""
     check_settings(run)
     if not examples:
         raise DataError("there are no examples; give at least one")
@@ -62,22 +62,24 @@ def prepared(run: RunConfig, examples: Sequence[Example], held_out: Sequence[Exa
 
 @torch.no_grad()
 def accuracy(model: Transformer, examples: Sequence[Example], at_once: int = 32) -> float:
-    """The share of ``examples`` whose likeliest class is theirs; raises :class:`DataError` for none, and for those that
-    do not fit the model.
+    """The share of ``examples`` classified correctly, in batches of ``at_once``.
+
+    Raises :class:`DataError` without examples, and for examples that the model does not support.
     """
     if not examples:
         raise DataError("there are no examples; give at least one")
     check_examples(examples, model.config, model.config.context)
-    right = 0
+    correct = 0
     for i in range(0, len(examples), at_once):
-        part = examples[i : i + at_once]
-        found_R = logits(model, part).argmax(1)
-        right += int((found_R == torch.tensor([example.label for example in part], device=found_R.device)).sum())
-    return right / len(examples)
+        batch = examples[i : i + at_once]
+        predicted_R = class_logits(model, batch).argmax(1)
+        labels_R = torch.tensor([example.label for example in batch], device=predicted_R.device)
+        correct += int((predicted_R == labels_R).sum())
+    return correct / len(examples)
 
 
-def logits(model: Transformer, examples: Sequence[Example]) -> Tensor:
-    """logits_RC of some examples, whatever their labels."""
+def class_logits(model: Transformer, examples: Sequence[Example]) -> Tensor:
+    """logits_RC of ``examples``; their labels are ignored."""
     device, lengths = next(model.parameters()).device, [len(example.tokens) for example in examples]
     segments = [example.segments or [0] * len(example.tokens) for example in examples]
 

@@ -1,4 +1,4 @@
-"""Labelled examples as a run's data: checked, in arrays, and packed into micro-batches of any layout."""
+"""Labelled examples as training data: validation, storage in flat arrays, and packing into micro-batches."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ from colonnade.train.data_feed import EVAL_EVERY
 
 
 class Example(NamedTuple):
-    """A text, or a pair of texts, and its class."""
+    """A text or a pair of texts with its class."""
 
     tokens: list[int]
-    """With the tokenizer's control tokens, [CLS] first."""
+    """Including the tokenizer's control tokens, [CLS] first."""
     label: int
     """0 .. classes − 1."""
     segments: list[int] | None = None
@@ -30,7 +30,7 @@ class Example(NamedTuple):
 
 
 class Examples:
-    """Examples one after another in flat arrays, which travel to other processes."""
+    """Examples in flat arrays, which are cheap to send to other processes."""
 
     def __init__(self, examples: Sequence[Example]):
         self._starts = np.cumsum([0, *(len(example.tokens) for example in examples)])
@@ -42,18 +42,18 @@ class Examples:
         return len(self._labels)
 
     def at(self, number: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """(tokens, segments, label) of one."""
+        """(tokens, segments, label) of example ``number``."""
         span = slice(self._starts[number], self._starts[number + 1])
         return self._tokens_T[span], self._segments_T[span], int(self._labels[number])
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens of an example, on average."""
+        """Mean tokens per example."""
         return len(self._tokens_T) / max(len(self), 1)
 
     @cached_property
     def sha256(self) -> str:
-        """Of all that they are made of, in their order."""
+        """Hash of all tokens, segments and labels in order."""
         digest = hashlib.sha256()
         for part in (self._starts, self._tokens_T, self._segments_T, self._labels):
             digest.update(part.tobytes())
@@ -64,29 +64,29 @@ def _flat(parts: Any) -> np.ndarray:
     return np.array([number for part in parts for number in part], np.int64)
 
 
-class Classified:
-    """The classifier's samples: the target of each example's first token is its label.
+class LabelledSamples:
+    """The samples of a classifier: the target of each example's first token is its label.
 
-    Examples are laid end to end without padding. Where every micro-batch must have the same shape (``fixed``), it is
-    filled up to ``data.sequence`` tokens a sample, with sequences that no sample sees and that have no target.
+    Examples are packed without padding. If all micro-batches must have the same shape (``fixed_shape``), they are
+    filled up to ``data.sequence`` tokens a sample, with sequences that no sample attends to and that have no targets.
     """
 
-    def __init__(self, examples: Examples, config: DataConfig, *, segments: bool, fixed: bool):
+    def __init__(self, examples: Examples, config: DataConfig, *, segments: bool, fixed_shape: bool):
         self._examples, self._sequence = examples, config.sequence
-        self._segments, self._fixed = segments, fixed
+        self._segments, self._fixed_shape = segments, fixed_shape
         self.samples = len(examples)
-        """One epoch."""
+        """Samples in one epoch."""
 
     def pack(self, samples: np.ndarray, numbers: np.ndarray) -> Batch:
-        """The batch of these examples; nothing is drawn."""
+        """The batch of these examples; uses no random numbers."""
         rows = [self._examples.at(int(i)) for i in samples]
         lengths = [len(tokens) for tokens, _, _ in rows]
         first = np.cumsum([0, *lengths])[:-1]
-        rest = len(rows) * self._sequence - sum(lengths) if self._fixed else 0
+        rest = len(rows) * self._sequence - sum(lengths) if self._fixed_shape else 0
         fill = [min(self._sequence, rest - start) for start in range(0, rest, self._sequence)]
         lengths, empty = [*lengths, *fill], np.zeros(rest, np.int64)
         T = sum(lengths)
-        longest = self._sequence if self._fixed else max(lengths)
+        longest = self._sequence if self._fixed_shape else max(lengths)
         equal = set(lengths) == {longest}
         starts = np.cumsum([0, *lengths])
         if not equal:
@@ -109,21 +109,21 @@ class Classified:
 
 
 class ExampleFeed:
-    """The examples of a run, of data rank ``rank`` of ``ranks``; see :class:`colonnade.train.data_feed.DataFeed`.
+    """The examples of data rank ``rank`` of ``ranks``; see :class:`colonnade.train.data_feed.DataFeed`.
 
-    Raises :class:`DataError` for examples that the model cannot be given, :class:`ConfigError` for settings that
-    fine-tuning has no use for.
+    Raises :class:`DataError` for examples that the model does not support, :class:`ConfigError` for settings that do
+    not apply to fine-tuning.
     """
 
     def __init__(self, examples: Examples, held_out: Examples, run: RunConfig, rank: int = 0, ranks: int = 1):
         self.name, self.corpus, self.sample_tokens = "this list of examples", None, examples.mean_tokens
-        fixed = check_settings(run)
+        fixed_shape = check_settings(run)
         self._sha256 = examples.sha256
         self.tokenizer = _tokenizer(run)
 
         def loader(part: Examples) -> Loader:
             t = run.train
-            objective = Classified(part, run.data, segments=run.model.segments > 0, fixed=fixed)
+            objective = LabelledSamples(part, run.data, segments=run.model.segments > 0, fixed_shape=fixed_shape)
             return Loader(None, run.data, t.batch, t.micro_batch, rank, ranks, objective)
 
         self.samples, every = loader(examples), run.train.eval_every
@@ -131,22 +131,22 @@ class ExampleFeed:
             raise DataError(
                 f"train.eval_every is {every}, and no examples are held out; give some as held_out, or leave it out"
             )
-        self.why_off = "no examples are held out" if every is None and not len(held_out) else None
-        self.eval_every = 0 if self.why_off else EVAL_EVERY if every is None else every
+        self.no_validation_reason = "no examples are held out" if every is None and not len(held_out) else None
+        self.eval_every = 0 if self.no_validation_reason else EVAL_EVERY if every is None else every
         self.held_out = loader(held_out) if self.eval_every else None
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The training examples, in their order."""
+        """Hash of the training examples in order."""
         return {"examples": self._sha256}
 
-    def difference(self, was: Mapping[str, Any]) -> str | None:
-        """Whether a checkpoint was trained on other examples."""
-        return None if was.get("examples") == self._sha256 else "other examples, or another order of them"
+    def difference(self, old: Mapping[str, Any]) -> str | None:
+        """How the examples differ from a checkpoint's, if at all."""
+        return None if old.get("examples") == self._sha256 else "other examples, or another order of them"
 
 
 def check_examples(examples: Sequence[Example], model: ModelConfig, longest: int, what: str = "example") -> None:
-    """Raise :class:`DataError` for examples that ``model`` cannot be given, or of more than ``longest`` tokens."""
+    """Raise :class:`DataError` for examples that ``model`` does not support, or of more than ``longest`` tokens."""
     for number, (tokens, label, segments) in enumerate(examples):
         if not 0 < len(tokens) <= longest:
             raise DataError(f"{what} {number} has {len(tokens)} tokens; give 1 to {longest}, cut where need be")
@@ -169,36 +169,37 @@ def check_examples(examples: Sequence[Example], model: ModelConfig, longest: int
 
 
 def check_settings(run: RunConfig) -> bool:
-    """Raise :class:`ConfigError` for settings that fine-tuning has no use for; whether all micro-batches must have the
-    same shape.
+    """Raise :class:`ConfigError` for settings that do not apply to fine-tuning.
+
+    Returns whether all micro-batches must have the same shape.
     """
-    model, t, plain = run.model, run.train, DataConfig()
+    model, t, defaults = run.model, run.train, DataConfig()
     if model.top != "classes":
         raise ConfigError(
             f"fine-tuning a classifier needs a model with top = 'classes', not '{model.top}'; make its config with "
             "colonnade.tune.classifier(START, classes)"
         )
     for name in ("path", "separate_documents", "mask_share", "mask_ngram", "short_seq_prob"):
-        if (value := getattr(run.data, name)) != (default := getattr(plain, name)):
+        if (value := getattr(run.data, name)) != (default := getattr(defaults, name)):
             raise ConfigError(
-                f"data.{name} is {value}, and is about text: fine-tuning is given its examples; leave it at {default}"
+                f"data.{name} is {value}, and applies to text: fine-tuning uses examples; leave it at {default}"
             )
     if model.moe is not None and model.moe.router.kind == "task":
         raise ConfigError(
             "router 'task' needs to know the task of each token, and examples have none; use another router"
         )
-    fixed = {"plan.pp": run.plan.pp > 1, "train.compile": t.compile, "train.cuda_graph": t.cuda_graph,
+    needs_fixed_shape = {"plan.pp": run.plan.pp > 1, "train.compile": t.compile, "train.cuda_graph": t.cuda_graph,
              "train.recompute budget": t.recompute == "budget"}  # fmt: skip
-    why = [name for name, so in fixed.items() if so]
-    if why and model.moe is not None:
+    reasons = [name for name, applies in needs_fixed_shape.items() if applies]
+    if reasons and model.moe is not None:
         raise ConfigError(
-            f"{why[0]} needs micro-batches of one shape, and experts would be balanced over what fills them up; leave "
+            f"{reasons[0]} needs micro-batches of one shape, and experts would be balanced over the padding; leave "
             "it out, or fine-tune a dense model"
         )
-    return bool(why)
+    return bool(reasons)
 
 
 def _tokenizer(run: RunConfig) -> Tokenizer | None:
-    """That of the checkpoint that is resumed, or of the model that the run begins with."""
-    place = native.newest(run.folder) or run.train.start
-    return Tokenizer.from_model(open_model(place).tokenizer_source) if place else None
+    """The tokenizer of the resumed checkpoint, or of ``train.start``."""
+    source = native.newest(run.folder) or run.train.start
+    return Tokenizer.from_model(open_model(source).tokenizer_source) if source else None

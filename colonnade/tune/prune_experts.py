@@ -1,12 +1,12 @@
-"""Fewer experts: those that a task uses, found by measuring, and the rest taken out.
+"""Expert pruning: measures the experts' load on a task's texts and removes the least used ones.
 
     load_LE = choices by layer and expert over some texts            (:func:`measure`)
     keep the n experts of the highest load in each layer             (:func:`prune`)
 
-A router's scores of the experts that stay are what they were; with them alone it chooses the best of these. A weight
-that is divided by the sum of the chosen ones knows nothing of the others, so tokens that never went to what was taken
-out are computed exactly as before, and so are sigmoid weights. Softmax weights that are not divided (OLMoE, Qwen2-MoE,
-DeepSeek-V2) are shares of all experts' scores, and grow as soon as some are gone: there parity cannot be had.
+The router's scores of the remaining experts do not change, and it chooses the best of these. If a token's weights are
+normalised over its chosen experts, tokens that never chose a removed expert are computed exactly as before; so are
+sigmoid weights. Unnormalised softmax weights (OLMoE, Qwen2-MoE, DeepSeek-V2) are shares of all experts' scores and grow
+when experts are removed: there the outputs change.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ from colonnade.model.weight_memory import WeightMemory
 
 
 def check_transformer(model: object) -> None:
-    """Raise :class:`ConfigError` for what is no transformer, such as all of what ``colonnade.load`` returns."""
+    """Raise :class:`ConfigError` for anything but a transformer, such as the result of ``colonnade.load``."""
     if isinstance(model, Transformer):
         return
     remedy = "give its .transformer" if hasattr(model, "transformer") else "give a colonnade.model.Transformer"
@@ -31,8 +31,9 @@ def check_transformer(model: object) -> None:
 
 @torch.no_grad()
 def measure(model: Transformer, texts: Iterable[Tensor]) -> Tensor:
-    """load_LE int64: how many of the choices in ``texts``, int64 tokens (T,) each, fall on each expert of each layer;
-    0 in layers without experts. Raises :class:`ConfigError` for a dense model, :class:`DataError` for no texts.
+    """load_LE int64: the choices of each expert of each layer in ``texts``, int64 tokens (T,) each.
+
+    0 in layers without experts. Raises :class:`ConfigError` for a dense model, :class:`DataError` without texts.
     """
     check_transformer(model)
     config, device = model.config, next(model.parameters()).device
@@ -60,29 +61,31 @@ def measure(model: Transformer, texts: Iterable[Tensor]) -> Tensor:
 def prune(model: Transformer, load_LE: Tensor, keep: int) -> Transformer:
     """A new model with the ``keep`` experts of each layer that have the highest load, in their order.
 
-    ``model`` is whole, on one process. Raises :class:`PlanError` for a share of one, :class:`ConfigError` for a number
-    that cannot be kept, loads of another model, and groups of experts, which would no longer be equal.
+    ``model`` is whole, on one process. Raises :class:`PlanError` for a sharded model, :class:`ConfigError` for an
+    impossible ``keep``, loads of another model, and expert groups, which would become unequal.
     """
     check_transformer(model)
     if (ranks := model.axes.grid.tokens.size) > 1:
-        raise PlanError(f"pruning takes a whole model on one process, and this is laid over {ranks}; load it alone")
-    config = pruned(model.config, load_LE, keep)
-    some = next(model.parameters())
-    WeightMemory(config, some.dtype, some.device).check(f"the model with {keep} experts")
-    new = Transformer(config, device=some.device, dtype=some.dtype)
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes, before = new.whole_shapes(), model.whole_shapes()
+        raise PlanError(
+            f"pruning takes a whole model on one process, and this is distributed over {ranks}; load it alone"
+        )
+    config = pruned_config(model.config, load_LE, keep)
+    sample = next(model.parameters())
+    WeightMemory(config, sample.dtype, sample.device).check(f"the model with {keep} experts")
+    new = Transformer(config, device=sample.device, dtype=sample.dtype)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes, old_shapes = new.whole_shapes(), model.whole_shapes()
     for name, tensor in (*new.named_parameters(), *new.named_buffers()):
-        if shapes[name] == before[name]:
-            tensor.copy_(held[name])
-        else:  # what has a row for each expert: stacks, gates, biases
+        if shapes[name] == old_shapes[name]:
+            tensor.copy_(tensors[name])
+        else:  # has a row for each expert: stacks, gates, biases
             layer = int(name.split(".")[1])
             kept_e = load_LE[layer].topk(keep).indices.sort().values
-            tensor.copy_(held[name][kept_e])
+            tensor.copy_(tensors[name][kept_e])
     return new
 
 
-def pruned(config: ModelConfig, load_LE: Tensor, keep: int) -> ModelConfig:
+def pruned_config(config: ModelConfig, load_LE: Tensor, keep: int) -> ModelConfig:
     """The config of the pruned model; raises as :func:`prune`."""
     moe = config.moe
     if moe is None or load_LE.shape != (config.layers, moe.experts):
@@ -95,7 +98,7 @@ def pruned(config: ModelConfig, load_LE: Tensor, keep: int) -> ModelConfig:
         )
     if moe.router.groups > 1:
         raise ConfigError(
-            f"the experts stand in {moe.router.groups} groups, and pruning would leave them unequal; "
+            f"the experts are in {moe.router.groups} groups, and pruning would leave them unequal; "
             "set moe.router.groups to 1 first, if the router may choose among all of them"
         )
     return config.replace(moe=moe.replace(experts=keep))

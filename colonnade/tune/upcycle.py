@@ -1,10 +1,10 @@
-"""A dense model made into one with experts, each of them a copy (Komatsuzaki 2022, arXiv 2212.05055).
+"""Sparse upcycling: a dense model becomes one with experts, each a copy (Komatsuzaki 2022, arXiv 2212.05055).
 
     down(act(gate(x)) ⊙ up(x))  =  Σ_j w_j · expert_{i_j}(x)        E equal experts, Σ_j w_j = 1
 
-Whatever the new router says, the sum is what the dense part gave, because a token's weights are divided by their sum;
-so the new model begins exactly where the dense one ended, and its experts drift apart in training, each by the tokens
-that come to it. A router draws its first weights by name and seed, as every new parameter does.
+Whatever the new router chooses, the sum equals the dense FFN's output, because a token's weights are normalised. So the
+new model starts exactly where the dense one ended, and training specialises its experts. The router's initial weights
+are drawn by name and seed, as those of every new parameter.
 """
 
 import torch
@@ -19,11 +19,11 @@ FEED_FORWARD = (
     ("gate.weight", "gate"), ("up.weight", "up"), ("down.weight", "down"),
     ("gate.bias", "gate_bias"), ("up.bias", "up_bias"), ("down.bias", "down_bias"),
 )  # fmt: skip
-"""Parameters of a dense part to those of a stack of experts."""
+"""(parameter of a dense FFN, the matching stack of the experts)."""
 
 
-def check_numbers(experts: int, active: int) -> None:
-    """Raise :class:`ConfigError` for numbers that no model can be upcycled to."""
+def check_expert_counts(experts: int, active: int) -> None:
+    """Raise :class:`ConfigError` for numbers of experts that upcycling does not support."""
     if active > experts:
         raise ConfigError(
             f"a token cannot go to {active} of {experts} experts; make {active} or more, or have it go to fewer "
@@ -35,14 +35,14 @@ def check_numbers(experts: int, active: int) -> None:
         )
 
 
-def upcycled(config: ModelConfig, experts: int, active: int = 2, **moe: object) -> ModelConfig:
+def upcycled_config(config: ModelConfig, experts: int, active: int = 2, **moe: object) -> ModelConfig:
     """The config of the upcycled model; ``moe`` are further fields of MoeConfig (every, first, balance, …).
 
     Raises :class:`ConfigError` for a model that has experts already, and for weights that would not sum to 1.
     """
     if config.moe is not None:
-        raise ConfigError(f"this model has {config.moe.experts} experts already; upcycling begins with a dense one")
-    check_numbers(experts, active)
+        raise ConfigError(f"this model has {config.moe.experts} experts already; upcycling starts from a dense one")
+    check_expert_counts(experts, active)
     made = MoeConfig(experts=experts, active=active, ffn_width=config.ffn_width, **moe)  # type: ignore[arg-type]
     if not made.router.normalise or made.router.scale != 1 or made.shared_width or made.capacity not in (None, 0):
         raise ConfigError(
@@ -54,29 +54,32 @@ def upcycled(config: ModelConfig, experts: int, active: int = 2, **moe: object) 
 
 @torch.no_grad()
 def upcycle(model: Transformer, experts: int, active: int = 2, *, seed: int = 0, **moe: object) -> Transformer:
-    """A new model whose every expert is ``model``'s feed-forward part, and which computes the same until it is trained.
+    """A new model in which every expert is a copy of ``model``'s FFN; until it is trained it computes the same.
 
-    ``model`` is whole, on one process; the result, saved, loads under any layout. Raises :class:`PlanError` for a share
-    of a model, :class:`ConfigError` as :func:`upcycled`, :class:`CapacityError` when the new model does not fit too.
+    ``model`` is whole, on one process; the result, once saved, loads under any layout. Raises :class:`PlanError` for a
+    sharded model, :class:`ConfigError` as :func:`upcycled_config`, :class:`CapacityError` if memory is too small for
+    both models.
     """
     check_transformer(model)
     if (ranks := model.axes.grid.tokens.size) > 1:
-        raise PlanError(f"upcycling takes a whole model on one process, and this is laid over {ranks}; load it alone")
-    config = upcycled(model.config, experts, active, **moe)
-    some = next(model.parameters())
-    WeightMemory(config, some.dtype, some.device).check(f"the model with {experts} experts")
-    # The router is drawn in float32, as everything is, on the processor.
-    new = initialise(Transformer(config, device=some.device, dtype=some.dtype), seed)
-    held = dict(model.named_parameters())
+        raise PlanError(
+            f"upcycling takes a whole model on one process, and this is distributed over {ranks}; load it alone"
+        )
+    config = upcycled_config(model.config, experts, active, **moe)
+    sample = next(model.parameters())
+    WeightMemory(config, sample.dtype, sample.device).check(f"the model with {experts} experts")
+    # Like every parameter, the router is drawn in float32 on the CPU.
+    new = initialise(Transformer(config, device=sample.device, dtype=sample.dtype), seed)
+    tensors = dict(model.named_parameters())
     for name, parameter in new.named_parameters():
-        if name in held:
-            parameter.copy_(held[name])
+        if name in tensors:
+            parameter.copy_(tensors[name])
     for layer in range(config.layers):
         if config.experts_of(layer) is None:
             continue
-        for theirs, ours in FEED_FORWARD:
-            dense = held.get(f"blocks.{layer}.ffn.{theirs}")
+        for ffn_name, expert_name in FEED_FORWARD:
+            dense = tensors.get(f"blocks.{layer}.ffn.{ffn_name}")
             if dense is not None:
-                stack = new.get_parameter(f"blocks.{layer}.ffn.experts.{ours}")
-                stack.copy_(dense.t() if ours == "down" else dense)
+                stack = new.get_parameter(f"blocks.{layer}.ffn.experts.{expert_name}")
+                stack.copy_(dense.t() if expert_name == "down" else dense)
     return new

@@ -25,7 +25,7 @@ from colonnade.parallel.layout import Experts, layout_of, share
 from colonnade.train.model_inputs import model_inputs
 from colonnade.train.optimizer import AdamW
 from colonnade.train.pipeline_step import PipelineStep
-from colonnade.train.train_step import Outcome, Step
+from colonnade.train.train_step import StepMetrics, TrainStep
 
 MICRO_BATCHES = 4
 """In one step, over all data ranks, at least; and two a process, so that each data rank adds several up, and a pipeline
@@ -109,13 +109,13 @@ class Trial:
         degree = self.ground.plan.degree
         assert degree != "auto", "every degree is a plan of its own here"
         spread = [Spread(degree, self.ground.plan.overlap, self.ground.plan.shadows)]
-        step = Step(self.model, self.masters, self.optimizer, train, self.world, self.piped, spread=spread)
+        step = TrainStep(self.model, self.masters, self.optimizer, train, self.world, self.piped, spread=spread)
         lengths, dp = RAGGED if number == 0 else EQUAL, self.ground.axes.dp
         mine = range(dp.rank, self.micro_batches, dp.size)
         drawn = [batch(lengths, i, 1000 * number + i, self.model.config) for i in mine]
         drawn = [concatenate(drawn[i : i + self.merged]) for i in range(0, len(drawn), self.merged)]
         batches = [each.to(self.ground.device) for each in drawn]
-        outcome: Outcome = step(number, batches)
+        outcome: StepMetrics = step(number, batches)
         self.losses.append((self.ground.axes.everywhere(outcome.loss_sum) / outcome.count).item())
         self.norms.append(outcome.norm.item())
 

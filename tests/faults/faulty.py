@@ -40,7 +40,7 @@ def work(fates: str, run: RunConfig) -> int:
         return real_write(self, *args)
 
     def on_device(self: Session, batches: Any) -> Any:
-        if self.taken == AT:
+        if self.steps_taken == AT:
             for fate in ("kill in step", "stop", "stuck"):
                 strike(fate)
         return real_on_device(self, batches)

@@ -41,11 +41,11 @@ def _save_at_two(config: RunConfig) -> int:
             for _ in range(3):
                 session.step()
                 if config.train.async_save:
-                    assert session.settle() is None and session.checkpoint is None
+                    assert session.finish_save() is None and session.checkpoint is None
             gate.set()
-            session.settle(wait=True)
+            session.finish_save(wait=True)
             assert session.checkpoint == config.folder / "step-2"
-        return session.taken
+        return session.steps_taken
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(tp=2, dp=2)], ids=["one", "tp2dp2"])

@@ -52,7 +52,7 @@ def _moves_nothing(config: RunConfig, value: float) -> None:
             before = {name: x.detach().clone() for name, x in state.items()}
             assert not session.step().norm.isfinite()
             assert all(torch.equal(x, before[name]) for name, x in state.items())
-            assert (session.taken, session.optimizer.steps) == (3, 2)
+            assert (session.steps_taken, session.optimizer.steps) == (3, 2)
             session.step()
             assert session.optimizer.steps == 3
             assert not all(torch.equal(x, before[name]) for name, x in state.items())

@@ -29,7 +29,7 @@ def _said(config: RunConfig, guilty: int, layer: int) -> list[str]:
                 gate = session.model.get_submodule(f"blocks.{layer}.ffn.router.gates.0")
                 hook = gate.register_forward_hook(_spoil)
             before = {name: x.clone() for name, x in session.model.named_buffers()}
-            meter.note(number, session.step())
+            meter.add(number, session.step())
             moved = [name for name, x in session.model.named_buffers() if not torch.equal(x, before[name])]
             assert bool(moved) == (number != 2), "the balancing biases move but in a bad step"
             if hook is not None:

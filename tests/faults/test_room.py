@@ -96,7 +96,9 @@ def test_a_full_disk_under_the_metrics_is_told_as_one(config: RunConfig) -> None
     full = OSError(errno.ENOSPC, "No space left on device")
     with (
         patch.object(JsonLines, "record", side_effect=full),
-        pytest.raises(CapacityError, match=r"the disk is full: step 1 could not be noted in .*/it; free some space"),
+        pytest.raises(
+            CapacityError, match=r"the disk is full: the metrics of step 1 could not be written to .*/it; free"
+        ),
     ):
         Trainer(config).fit()
     with (

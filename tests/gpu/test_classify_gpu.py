@@ -11,7 +11,7 @@ from colonnade.train.lr_schedule import learning_rate
 from colonnade.train.session import Session
 from colonnade.train.trackers import read_rows
 from colonnade.tune import Example, fit
-from colonnade.tune.classify import prepared
+from colonnade.tune.classify import example_feed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -50,7 +50,7 @@ def test_skipped_steps_do_not_wait_and_keep_the_schedule(fused: bool, tmp_path: 
     run = config(tmp_path, dtype="float16", loss_scale=2.0**40, fused_adamw=fused, steps=40)
     with (
         DistributedContext.build(run.plan, run.device) as ground,
-        Session(run, ground, feed=prepared(run, EXAMPLES)) as session,
+        Session(run, ground, feed=example_feed(run, EXAMPLES)) as session,
     ):
         outcomes = [session.step()]
         torch.cuda.set_sync_debug_mode("error")

@@ -12,7 +12,7 @@ from colonnade.config import DataConfig, ModelConfig, Plan, RunConfig, TrainConf
 from colonnade.data import build
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
-from colonnade.train.cuda_graph import Graphed
+from colonnade.train.cuda_graph import GraphedForwardBackward
 from colonnade.train.session import Session
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
@@ -87,8 +87,8 @@ def test_it_replays_waits_for_nothing_and_tells_its_memory(config: RunConfig) ->
     with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config, ground)
         outcomes = [session.step() for _ in range(4)]
-        passes = session._step.passes
-        assert isinstance(passes, Graphed) and len(passes._recorded) == 1
+        passes = session._step.forward_backward
+        assert isinstance(passes, GraphedForwardBackward) and len(passes._graphs) == 1
         torch.cuda.set_sync_debug_mode("error")
         try:
             outcomes += [session.step() for _ in range(4)]

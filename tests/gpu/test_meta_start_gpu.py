@@ -54,7 +54,7 @@ def test_a_run_that_is_too_large_to_begin(config: RunConfig) -> None:
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction(8 * MODEL.parameters / total)
     try:
-        with pytest.raises(CapacityError, match=r"out of memory on cuda:0 before the first step, which wanted .* more"):
+        with pytest.raises(CapacityError, match=r"out of memory on cuda:0 before the first step, which requested .* m"):
             Trainer(config).fit()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -7,7 +7,7 @@ from colonnade.config import RunConfig, TrainConfig
 from colonnade.kernels.linear import float8
 from colonnade.kernels.registry import choose
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.train.activation_memory import kept_bytes
+from colonnade.train.activation_memory import saved_for_backward_bytes
 from colonnade.train.loss_scaler import LossScaler
 from colonnade.train.optimizer import AdamW
 from colonnade.train.optimizer_offload import OffloadedAdamW
@@ -78,12 +78,12 @@ def test_steps_do_not_wait_for_the_device(config: RunConfig, name: str) -> None:
     with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config, ground)
         with RunLog(session) as log:
-            log.note(session.step())
-            log.note(session.step())
+            log.record(session.step())
+            log.record(session.step())
             torch.cuda.set_sync_debug_mode("error")
             try:
                 for _ in range(4):
-                    log.note(session.step())
+                    log.record(session.step())
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             log.report()
@@ -123,8 +123,8 @@ def test_a_budget_is_kept(config: RunConfig, compiled: bool) -> None:  # noqa: F
     config = config.replace(model=config.model.replace(layers=6), train=t)
     with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config, ground)
-        assert session.recomputed is not None and "full" in session.recomputed
+        assert session.recompute_summary is not None and "full" in session.recompute_summary
         batch = session.feed.samples.at(0)[0].to("cuda")
-        kept = kept_bytes(session.model, lambda: forward(session.model, batch))
+        kept = saved_for_backward_bytes(session.model, lambda: forward(session.model, batch))
         weight = config.model.vocab_size * config.model.width * 4
         assert kept < 1_500_000 + 2 * weight

@@ -14,9 +14,9 @@ from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
 from colonnade.train.memory_estimate import estimate
 from colonnade.train.optimizer import FusedAdamW
+from colonnade.train.run_lifecycle import StopSignal
 from colonnade.train.run_log import RunLog
 from colonnade.train.session import Session
-from colonnade.train.stop_signal import StopSignal
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
 
@@ -68,12 +68,12 @@ def test_steps_do_not_wait_for_the_device(
     with DistributedContext.build(config.plan, config.device) as ground:
         session = Session(config, ground)
         with StopSignal(session.world) as stop, RunLog(session) as log:
-            log.note(session.step())
+            log.record(session.step())
             torch.cuda.set_sync_debug_mode("error")
             try:
                 for _ in range(5):
-                    log.note(session.step())
-                    assert stop.asked() is None
+                    log.record(session.step())
+                    assert stop.received() is None
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             log.report()

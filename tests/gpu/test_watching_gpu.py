@@ -72,7 +72,7 @@ def test_memory_that_runs_out_is_accounted_for(config: RunConfig) -> None:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     said = str(caught.value)
-    assert said.startswith("out of memory on cuda:0 in step 1, which wanted")
+    assert said.startswith("out of memory on cuda:0 in step 1, which requested")
     n = config.model.parameters
     assert row(said, "master weights") == pytest.approx(4 * n, rel=0.01)
     assert row(said, "weights to compute with") == pytest.approx(2 * n, rel=0.01)

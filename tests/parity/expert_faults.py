@@ -11,7 +11,7 @@ from colonnade.model.moe import dispatch, experts, layer, losses
 from colonnade.model.moe import experts as dropout
 from colonnade.parallel.axis import SOLO, Axis, Grid
 from colonnade.parallel.layout import Experts
-from colonnade.train import grad_norm, moe_stats, train_step
+from colonnade.train import moe_stats, optimizer_step, train_step
 from colonnade.train.pipeline_step import PipelineStep
 
 Patch = pytest.MonkeyPatch
@@ -19,19 +19,21 @@ Patch = pytest.MonkeyPatch
 
 def copies_not_summed(patch: Patch) -> None:
     """Ranks that hold the same experts keep the gradients of their own tokens."""
-    patch.setattr(grad_norm, "sum_experts", lambda *_: None)
+    patch.setattr(optimizer_step, "sum_expert_grads", lambda *_: None)
 
 
 def output_bias_of_own_tokens(patch: Patch) -> None:
     """An output's bias, which each rank of an expert has whole, gets the gradient of some tokens only."""
-    right = grad_norm.sum_experts
-    patch.setattr(grad_norm, "sum_experts", lambda w, layout, grid: right(w, layout, Grid(copies=grid.copies)))
+    right = optimizer_step.sum_expert_grads
+    patch.setattr(
+        optimizer_step, "sum_expert_grads", lambda w, layout, grid: right(w, layout, Grid(copies=grid.copies))
+    )
 
 
 def copies_counted(patch: Patch) -> None:
     """The norm counts every copy of an expert."""
-    right = grad_norm._owns
-    patch.setattr(grad_norm, "_owns", lambda at, axes: isinstance(at, Experts) or right(at, axes))
+    right = optimizer_step._owns
+    patch.setattr(optimizer_step, "_owns", lambda at, axes: isinstance(at, Experts) or right(at, axes))
 
 
 def every_slice_adds_the_bias(patch: Patch) -> None:
@@ -81,13 +83,13 @@ def own_stage_pooled(patch: Patch) -> None:
 
 def bias_by_own_load(patch: Patch) -> None:
     """The balancing bias moves by a load that is not that of all ranks."""
-    right = train_step.rebalance
+    right = train_step.update_router_biases
 
-    def rebalance(model: Transformer, found: moe_stats.Routed, skip: Tensor) -> None:
+    def rebalance(model: Transformer, found: moe_stats.MoeStats, skip: Tensor) -> None:
         alone = model.axes.grid.tokens.size == 1
         right(model, found if alone else found._replace(load_LE=found.load_LE.flip(1)), skip)
 
-    patch.setattr(train_step, "rebalance", rebalance)
+    patch.setattr(train_step, "update_router_biases", rebalance)
 
 
 def shadows_keep_their_gradient(patch: Patch) -> None:

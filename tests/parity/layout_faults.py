@@ -20,7 +20,7 @@ from colonnade.kernels.attention import chunk
 from colonnade.kernels.registry import choose
 from colonnade.model import IGNORE, Dropout, loss, ring_attention
 from colonnade.parallel.axis import Axis
-from colonnade.train import grad_norm, train_step
+from colonnade.train import optimizer_step, train_step
 from colonnade.verify import run as verifying
 
 Patch = pytest.MonkeyPatch
@@ -28,27 +28,27 @@ Patch = pytest.MonkeyPatch
 
 def partial_gradients_not_summed(patch: Patch) -> None:
     """Norms under sequence parallelism keep the gradient of this rank's tokens."""
-    patch.setattr(grad_norm, "sum_partial", lambda *_: None)
+    patch.setattr(optimizer_step, "sum_partial_grads", lambda *_: None)
 
 
 def replicated_counted_by_all(patch: Patch) -> None:
     """The norm counts a parameter that tp ranks share once for each of them."""
-    right = grad_norm.gradient_norm
+    right = optimizer_step.gradient_norm
     patch.setattr(
-        grad_norm, "gradient_norm", lambda weights, layout, *rest: right(weights, dict.fromkeys(layout, 0), *rest)
+        optimizer_step, "gradient_norm", lambda weights, layout, *rest: right(weights, dict.fromkeys(layout, 0), *rest)
     )
 
 
 def tied_gradients_not_summed(patch: Patch) -> None:
     """Each end of a pipeline keeps its own gradient of the tied weight."""
-    patch.setattr(grad_norm, "sum_tied", lambda *_: None)
+    patch.setattr(optimizer_step, "sum_tied_grads", lambda *_: None)
 
 
 def copies_counted(patch: Patch) -> None:
     """The norm counts the tied weight at both ends of a pipeline."""
-    right = grad_norm.gradient_norm
+    right = optimizer_step.gradient_norm
     patch.setattr(
-        grad_norm,
+        optimizer_step,
         "gradient_norm",
         lambda weights, layout, axes, world, copies, loss_sum: right(weights, layout, axes, world, (), loss_sum),
     )
@@ -69,8 +69,8 @@ def ring_backward_by_chunks(patch: Patch) -> None:
 
 def tokens_counted_by_data_rank(patch: Patch) -> None:
     """The loss is divided by this data rank's own tokens: a mean of means."""
-    right = train_step.valid_tokens
-    patch.setattr(train_step, "valid_tokens", lambda batches, dp: right(batches, Axis("mine")) * dp.size)
+    right = train_step.count_targets
+    patch.setattr(train_step, "count_targets", lambda batches, dp: right(batches, Axis("mine")) * dp.size)
 
 
 def tokens_counted_by_context_rank(patch: Patch) -> None:
@@ -132,14 +132,14 @@ def second_moment_not_loaded(patch: Patch) -> None:
 
 def a_gradient_missing(patch: Patch) -> None:
     """One parameter gets no gradient on ranks that have company."""
-    right = grad_norm.sum_partial
+    right = optimizer_step.sum_partial_grads
 
     def lose(weights: dict[str, Tensor], layout: Any, tp: Axis) -> None:
         right(weights, layout, tp)
         if tp.size > 1:
             weights["blocks.0.norm1.weight"].grad = None
 
-    patch.setattr(grad_norm, "sum_partial", lose)
+    patch.setattr(optimizer_step, "sum_partial_grads", lose)
 
 
 def not_a_number(patch: Patch) -> None:

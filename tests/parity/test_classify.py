@@ -24,8 +24,8 @@ from colonnade.train.loop import train
 from colonnade.train.session import Session
 from colonnade.train.trackers import read_rows
 from colonnade.tune import Example, accuracy, classifier, fit
-from colonnade.tune.classify import prepared
-from colonnade.tune.examples import Classified, Examples
+from colonnade.tune.classify import example_feed
+from colonnade.tune.examples import Examples, LabelledSamples
 from tests.models import BERTS, build, pairs
 from tests.worlds import assert_same
 from tests.worlds import run as in_world
@@ -84,7 +84,7 @@ def test_losses_gradients_and_steps_are_those_of_transformers(
     run = config(tmp_path, start(tmp_path, name), label_smoothing=smoothing, eval_every=0)
     with (
         DistributedContext.build(run.plan, "cpu") as ground,
-        Session(run, ground, feed=prepared(run, given)) as session,
+        Session(run, ground, feed=example_feed(run, given)) as session,
     ):
         write_hf(session.model, tmp_path / "drawn")
         auto = transformers.AutoModelForSequenceClassification
@@ -96,7 +96,9 @@ def test_losses_gradients_and_steps_are_those_of_transformers(
             betas=(run.train.beta1, run.train.beta2), eps=run.train.eps,
         )  # fmt: skip
         for number in range(4):
-            loss = _their_loss(theirs, [given[i] for i in session.feed.samples.numbers(session.seen)], smoothing)
+            loss = _their_loss(
+                theirs, [given[i] for i in session.feed.samples.numbers(session.samples_seen)], smoothing
+            )
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), run.train.clip)
             outcome = session.step()
@@ -126,7 +128,7 @@ def _their_loss(theirs: transformers.PreTrainedModel, given: list[Example], smoo
 
 def _fit(run: RunConfig) -> None:
     """The work of one rank."""
-    train(run, (), prepared(run, examples(), examples(7)))
+    train(run, (), example_feed(run, examples(), examples(7)))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,7 @@ def test_it_learns_a_toy_task(tmp_path: Path) -> None:
 def test_micro_batches_of_one_shape_change_no_number() -> None:
     """What fills them up is seen by no example and counts for nothing."""
     given, options = Examples(examples(5)), {"config": DataConfig(sequence=32), "segments": True}
-    exact, filled = (Classified(given, **options, fixed=fixed) for fixed in (False, True))  # type: ignore[arg-type]
+    exact, filled = (LabelledSamples(given, **options, fixed=fixed) for fixed in (False, True))  # type: ignore[arg-type]
     order = torch.arange(5).numpy()
     one, other = exact.pack(order, order), filled.pack(order, order)
     T = len(one.tokens_T)

@@ -18,7 +18,7 @@ from colonnade.train.run_log import RunLog
 from colonnade.train.session import Session
 from colonnade.train.trackers import read_rows
 from colonnade.tune import fit
-from colonnade.tune.classify import prepared
+from colonnade.tune.classify import example_feed
 from tests.parity.test_classify import examples, start
 
 MODEL = ModelConfig(
@@ -90,7 +90,7 @@ SAME: dict[str, tuple[dict[str, Any], Callable[[RunConfig], bool]]] = {
     "recompute": ({"recompute": "full"}, lambda run: all(block.recompute for block in _session(run).model.blocks)),
     "activation_bytes": (
         {"recompute": "budget", "activation_bytes": 100_000},
-        lambda run: "allowed for a micro-batch" in (_session(run).recomputed or ""),
+        lambda run: "allowed for a micro-batch" in (_session(run).recompute_summary or ""),
     ),
     "offload": ({"offload": "optimizer"}, lambda run: type(_session(run).optimizer).__name__ == "OffloadedAdamW"),
     "fused_adamw": ({"fused_adamw": True}, lambda run: type(_session(run).optimizer).__name__ == "FusedAdamW"),
@@ -100,19 +100,19 @@ SAME: dict[str, tuple[dict[str, Any], Callable[[RunConfig], bool]]] = {
     "keep_every": ({"save_every": 1, "keep": 1, "keep_every": 2}, lambda run: _steps(run) == ["step-2", "step-4"]),
     "async_save": ({"async_save": False}, lambda run: _steps(run) == ["step-2", "step-4"]),
     "log_every": ({"log_every": 3}, lambda run: len([row for row in read_rows(run.folder) if "loss" in row]) == 4),
-    "skip_bad_batches": ({"skip_bad_batches": 2}, lambda run: _session(run)._step.move._may_skip),
-    "timeout_s": ({"timeout_s": 77.0}, lambda run: _session(run).watch.timeout_s == 77),
+    "skip_bad_batches": ({"skip_bad_batches": 2}, lambda run: _session(run)._step.optimizer_step._may_skip),
+    "timeout_s": ({"timeout_s": 77.0}, lambda run: _session(run).watchdog.timeout_s == 77),
     "deterministic": ({"deterministic": True}, lambda run: Watched.deterministic[-1]),
 }
 """Those that change no weight, and how one sees that they were honoured."""
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "cuda_graph": ({"cuda_graph": True, "micro_batch": 4, "dtype": "bfloat16"}, {}, "train.cuda_graph needs a GPU"),
-    "path": ({}, {"path": Path("elsewhere")}, r"data.path is elsewhere, and is about text"),
-    "separate_documents": ({}, {"separate_documents": False}, r"data.separate_documents is False, and is about text"),
-    "mask_share": ({}, {"mask_share": 0.2}, r"data.mask_share is 0.2, and is about text"),
-    "mask_ngram": ({}, {"mask_ngram": 2}, r"data.mask_ngram is 2, and is about text"),
-    "short_seq_prob": ({}, {"short_seq_prob": 0.5}, r"data.short_seq_prob is 0.5, and is about text"),
+    "path": ({}, {"path": Path("elsewhere")}, r"data.path is elsewhere, and applies to text"),
+    "separate_documents": ({}, {"separate_documents": False}, r"data.separate_documents is False, and applies to text"),
+    "mask_share": ({}, {"mask_share": 0.2}, r"data.mask_share is 0.2, and applies to text"),
+    "mask_ngram": ({}, {"mask_ngram": 2}, r"data.mask_ngram is 2, and applies to text"),
+    "short_seq_prob": ({}, {"short_seq_prob": 0.5}, r"data.short_seq_prob is 0.5, and applies to text"),
 }
 """Those that are refused: where there is no GPU, or always."""
 
@@ -122,7 +122,7 @@ ELSEWHERE = {"compile", "trackers", "restarts", "sequence", "seed (data)", "chec
 
 def _session(run: RunConfig) -> Session:
     with DistributedContext.build(run.plan, "cpu") as ground:
-        return Session(run, ground, feed=prepared(run, examples(), examples(7)))
+        return Session(run, ground, feed=example_feed(run, examples(), examples(7)))
 
 
 def test_every_field_is_entered() -> None:

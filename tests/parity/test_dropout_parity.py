@@ -14,7 +14,7 @@ from colonnade.model import Dropout, DropoutRates, Loss, Packed, Transformer
 from colonnade.parallel.axis import SOLO
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
-from colonnade.train.model_inputs import numbers
+from colonnade.train.model_inputs import global_token_ids
 from colonnade.train.train_step import evaluate
 from tests import corpora
 from tests.corpora import tensors
@@ -126,8 +126,8 @@ def test_a_token_of_a_pair_is_numbered_by_its_sample() -> None:
     both = Batch(ids, ids, ids, cu, 5, equal=False, first=12, first_R=torch.tensor([0, 5]))
     one = Batch(ids[:6], ids[:6], ids[:6], cu[:2], 5, equal=False, first=12, first_R=torch.tensor([0]))
     other = Batch(ids[:6], ids[:6], ids[:6], cu[:2], 5, equal=False, first=18, first_R=torch.tensor([0]))
-    assert numbers(both)[:5].tolist() == numbers(one)[:5].tolist() == [12, 13, 14, 15, 16]
-    assert numbers(both)[5:8].tolist() == numbers(other)[:3].tolist() == [18, 19, 20]
+    assert global_token_ids(both)[:5].tolist() == global_token_ids(one)[:5].tolist() == [12, 13, 14, 15, 16]
+    assert global_token_ids(both)[5:8].tolist() == global_token_ids(other)[:3].tolist() == [18, 19, 20]
 
 
 def test_each_rate_matters_and_each_token_step_and_seed() -> None:

@@ -13,7 +13,7 @@ from colonnade.model.moe import Routing, Spread
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.hierarchical_all_to_all import HierarchicalAllToAll, Sizes
 from colonnade.parallel.layout import PARTIAL, layout_of, share
-from colonnade.train.grad_norm import sum_experts
+from colonnade.train.optimizer_step import sum_expert_grads
 from tests.models import MOES, build, ragged
 from tests.worlds import assert_same, run
 
@@ -56,7 +56,7 @@ def _check(config: ModelConfig, plan: Plan, rates: DropoutRates) -> None:
         for step in _steps(plan.sh):
             found = torch.tensor(_forward(mine, stream, attend, targets, step, rates))
             assert_same(found, expected, what=f"losses, {step}")
-            sum_experts(dict(mine.named_parameters()), layout, axes.grid)
+            sum_expert_grads(dict(mine.named_parameters()), layout, axes.grid)
             for name, p in mine.named_parameters():
                 assert p.grad is not None, f"{name}, {step}"
                 grad = axes.tp.sum_(p.grad) if layout[name] is PARTIAL else p.grad

@@ -15,7 +15,7 @@ from colonnade.model.moe.routing_context import attach
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train.session import Session
 from colonnade.train.train_step import evaluate
-from colonnade.tune.classify import prepared
+from colonnade.tune.classify import example_feed
 from tests.models import BERTS, CONFIGS
 from tests.parity.test_classify import examples
 from tests.parity.train_cases import CASES, Run, micro_batches
@@ -81,7 +81,7 @@ def test_fine_tuning(tmp_path: Path) -> None:
     run = RunConfig(name="it", runs=tmp_path, device="cpu", model=model, data=DataConfig(sequence=32), train=train)
     with (
         DistributedContext.build(run.plan, "cpu") as ground,
-        Session(run, ground, feed=prepared(run, examples())) as session,
+        Session(run, ground, feed=example_feed(run, examples())) as session,
     ):
         with Narrow() as narrow:
             session.step()

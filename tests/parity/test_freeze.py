@@ -115,7 +115,7 @@ def test_what_matches_nothing_is_refused_with_the_nearest_names(corpus: Path, tm
         ("block.0", r"train.freeze 'block.0' matches no parameter; the nearest are blocks.0, "),
         ("blocks.0.atention", r"the nearest are blocks.0.attention, "),
         ("re:embed", r"'re:embed' matches no parameter; the nearest are embed, "),
-        ("re:(", r"'re:\(' is no regular expression: missing \)"),
+        ("re:(", r"'re:\(' is not a valid regular expression: missing \)"),
         ("*", r"train.freeze norm \* leaves no parameter to train"),
     ):
         with pytest.raises(ConfigError, match=said):

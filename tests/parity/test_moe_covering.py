@@ -24,7 +24,7 @@ from colonnade.model.moe.router import draws
 from colonnade.parallel.axis import SOLO_AXES, Axes, world_axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import PARTIAL, Experts, layout_of, share
-from colonnade.train.grad_norm import gradient_norm, sum_experts
+from colonnade.train.optimizer_step import gradient_norm, sum_expert_grads
 from tests.routers import KINDS, TOKENS, WIDTH, config_of, moe_of, tokens
 from tests.worlds import assert_same, run
 
@@ -192,7 +192,7 @@ def check(plan: Plan, cases: Sequence[Case]) -> None:
             assert torch.equal(axes.grid.tokens.sum_(found.load), whole.load), f"{said}: load"
             assert torch.equal(axes.grid.tokens.sum_(found.dropped), whole.dropped), f"{said}: dropped"
             layout = layout_of(layer)
-            sum_experts(dict(layer.named_parameters()), layout, axes.grid)
+            sum_expert_grads(dict(layer.named_parameters()), layout, axes.grid)
             gradients: dict[str, Tensor] = {}
             for name, p in layer.named_parameters():
                 gradient = found.gradients[name] if p.grad is None else p.grad

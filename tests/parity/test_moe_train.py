@@ -17,7 +17,7 @@ from colonnade.model import Transformer, initialise
 from colonnade.model.moe import Spread
 from colonnade.train import Trainer, moe_autotune, session
 from colonnade.train.loop import train
-from colonnade.train.progress_display import ProgressDisplay
+from colonnade.train.run_log import ProgressDisplay
 from colonnade.train.trackers import ROUTING, read_rows
 from tests.corpora import TEXT, small
 from tests.worlds import assert_same
@@ -140,9 +140,9 @@ def _adapting(run: RunConfig) -> list[str]:
     ways = [Spread(2, 4), Spread(0), Spread(1, 2)]
     turns, said = itertools.cycle(ways), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe_autotune, "hopeful", lambda now, *_: [now, *ways])
-        patch.setattr(moe_autotune, "better", lambda *_: next(turns))
-        patch.setattr(session, "EVERY", 1)
+        patch.setattr(moe_autotune, "candidates", lambda now, *_: [now, *ways])
+        patch.setattr(moe_autotune, "pick_spread", lambda *_: next(turns))
+        patch.setattr(session, "CHECK_INTERVAL", 1)
         patch.setattr(ProgressDisplay, "line", lambda self, text: said.append(text))
         train(run)
     return [line for line in said if line.startswith("layer")]

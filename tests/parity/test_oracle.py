@@ -127,7 +127,7 @@ def _equals(config: ModelConfig, train: TrainConfig, plan: Plan, wanted: Expecte
         for number, (mine, theirs) in enumerate(zip(it.go(0, STEPS), steps, strict=True)):
             assert_same(_double(mine), _double(theirs), what=f"loss and norm of step {number}")
         batches = micro_batches(STEPS, ground.axes.dp, config)
-        found = evaluate(it.model, batches, it.step.piped)
+        found = evaluate(it.model, batches, it.step.pipeline)
         assert_same(found, _double(validation), what="validation")
         for name, weight in it.masters.local.items():
             assert_same(weight, it.mine(name, tensors[name]), what=name)

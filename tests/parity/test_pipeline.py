@@ -53,7 +53,7 @@ def _as_one(plan: Plan, case: str) -> None:
             assert_same(moment, several.mine(key.partition("/")[2], whole), what=f"{plan}: {key}")
         mine = micro_batches(9, ground.axes.dp, config)
         every = micro_batches(9, DistributedContext.solo().axes.dp, config)
-        assert_same(evaluate(several.model, mine, several.step.piped), evaluate(one.model, every), what="validation")
+        assert_same(evaluate(several.model, mine, several.step.pipeline), evaluate(one.model, every), what="validation")
 
 
 def _every_plan(world: int) -> None:

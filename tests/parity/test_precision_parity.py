@@ -16,7 +16,7 @@ from colonnade.parallel.layout import layout_of, share
 from colonnade.train.loss_scaler import LossScaler
 from colonnade.train.optimizer import AdamW
 from colonnade.train.optimizer_offload import OffloadedAdamW
-from colonnade.train.train_step import Step
+from colonnade.train.train_step import TrainStep
 from tests.models import CONFIGS, build, ragged
 from tests.parity.train_cases import CASES, TRAIN, Run, micro_batches
 from tests.worlds import assert_same, run
@@ -75,7 +75,7 @@ def _trained(plan: Plan) -> None:
         for case, kinds in (("gpt2", ["full", "attention"]), ("qwen3", ["none", "full"])):
             plain, other = (Run.start(CASES[case], ground) for _ in range(2))
             recompute(other.model.blocks, kinds)
-            other.optimizer = other.step.move.optimizer = OffloadedAdamW(
+            other.optimizer = other.step.optimizer_step.optimizer = OffloadedAdamW(
                 other.masters.local, TRAIN, bucket_bytes=1 << 13
             )
             assert len(other.optimizer._buckets) > 3, "several buckets"
@@ -153,7 +153,7 @@ def _skips(plan: Plan) -> tuple[list[float], list[float]]:
         model = initialise(Transformer(WIDE, ground.axes), 7)
         held = masters(model, ground, torch.float16)
         scaler = LossScaler(t, ground.device)
-        step = Step(model, held, AdamW(held.local, t), t, world_axis(), scaler=scaler)
+        step = TrainStep(model, held, AdamW(held.local, t), t, world_axis(), scaler=scaler)
         scales, losses = [], []
         for number in range(12):
             out = step(number, micro_batches(number % 2, ground.axes.dp, WIDE))

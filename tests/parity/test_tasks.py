@@ -133,5 +133,5 @@ def test_a_corpus_that_does_not_fit_is_refused(corpus: Path, tmp_path: Path) -> 
     CorpusFeed(
         mute.replace(model=run.model.replace(moe=MOE.replace(router=RouterConfig(kind="task", tasks=4, task=1))))
     )
-    with pytest.raises(ConfigError, match="decides by tasks, and balance 'sequence' counts by sequences"):
+    with pytest.raises(ConfigError, match="groups tokens by task, and balance 'sequence' groups them by sequence"):
         CorpusFeed(run.replace(model=run.model.replace(moe=MOE.replace(balance="sequence"))))

@@ -89,7 +89,7 @@ def compare(
             stack.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
         for config in configs:
             exact = gradients(ground, config, torch.float64, None)
-            found = gradients(ground, config, torch.float64, mover, compiled=compiled, recomputed=recomputed)
+            found = gradients(ground, config, torch.float64, mover, compiled=compiled, recompute_summary=recomputed)
             assert found.keys() == exact.keys()
             for name, value in exact.items():
                 assert_same(found[name], value, what=name)

@@ -26,7 +26,7 @@ from colonnade.parallel.axis import world_axis
 from colonnade.train import Trainer
 from colonnade.train.loop import train
 from colonnade.train.metrics import Diverged
-from colonnade.train.stop_signal import StopSignal
+from colonnade.train.run_lifecycle import StopSignal
 from tests import corpora
 from tests.corpora import tensors
 from tests.worlds import run as in_world
@@ -143,7 +143,7 @@ def _asked() -> list[str]:
         for step in range(5):
             if step == 3 and torch.distributed.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            found.append(str(stop.asked()))
+            found.append(str(stop.received()))
     return found
 
 

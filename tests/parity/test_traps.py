@@ -150,7 +150,7 @@ def _norm(plan: Plan, case: str) -> None:
     config = CASES[case]
     one = Run.start(config, DistributedContext.solo())
     one.optimizer.step = lambda *_, **__: None
-    one.step.move.train = TRAIN.replace(clip=float("inf"))
+    one.step.optimizer_step.train = TRAIN.replace(clip=float("inf"))
     right = one.step(0, micro_batches(0, DistributedContext.solo().axes.dp, config)).norm
     gradients = {name: weight.grad for name, weight in one.masters.local.items()}
     assert_same(torch.cat([grad.flatten() for grad in gradients.values()]).norm(), right, what="one process")

@@ -20,7 +20,7 @@ from colonnade.train import out_of_memory as memory
 from colonnade.train.loop import train
 from colonnade.train.memory_estimate import estimate
 from colonnade.train.session import Session
-from colonnade.train.trackers import NAMED, read_rows
+from colonnade.train.trackers import SERVICES, read_rows
 from tests import corpora
 from tests.worlds import run as in_world
 
@@ -118,10 +118,10 @@ def amount(said: str, row: str) -> str:
 def test_an_account_of_what_filled_the_memory(config: RunConfig, plan: Plan) -> None:
     for said, n in in_world(plan.world, check_starved, config.replace(plan=plan)):
         first = said.splitlines()[0]
-        assert first == "out of memory on cpu in step 2, which wanted 1.5 GiB more. It is filled by"
+        assert first == "out of memory on cpu in step 2, which requested 1.5 GiB more. It is filled by"
         assert amount(said, "master weights") == memory.format_bytes(4 * n)
         assert amount(said, "moments") == memory.format_bytes(2 * 4 * n)
-        assert amount(said, "wanted besides") == "1.5 GiB"
+        assert amount(said, "requested") == "1.5 GiB"
         assert "gradients" not in said, "they were dropped after step 1, and this is a forward pass"
         assert "by the same estimate" in said
 
@@ -130,24 +130,24 @@ def test_a_run_ends_with_it(config: RunConfig, monkeypatch: pytest.MonkeyPatch) 
     def fails(*_: Any) -> None:
         torch.empty(1 << 60, dtype=torch.uint8)  # which no machine has: torch's own message
 
-    monkeypatch.setattr("colonnade.train.grad_norm.clip_", fails)
-    with pytest.raises(CapacityError, match=r"which wanted 1\.074e\+09 GiB more") as caught:
+    monkeypatch.setattr("colonnade.train.optimizer_step.clip_grads_", fails)
+    with pytest.raises(CapacityError, match=r"which requested 1\.074e\+09 GiB more") as caught:
         Trainer(config).fit()
     assert "gradients" in str(caught.value), "after the backward pass they are there"
-    monkeypatch.setattr("colonnade.train.grad_norm.clip_", lambda *_: [].pop())
+    monkeypatch.setattr("colonnade.train.optimizer_step.clip_grads_", lambda *_: [].pop())
     with pytest.raises(IndexError):
         Trainer(config.replace(name="bug")).fit()
 
 
-def _begins(config: RunConfig) -> tuple[str, dict[str, int], memory.Account]:
+def _begins(config: RunConfig) -> tuple[str, dict[str, int], memory.MemoryBreakdown]:
     """What is said where there is no room for the moments, the estimate, and what a session that begins holds."""
     with DistributedContext.build(config.plan, "cpu") as ground:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("colonnade.train.session.moving", out_of_memory)
+            patch.setattr("colonnade.train.session.make_optimizer", out_of_memory)
             with pytest.raises(CapacityError) as caught:
                 Session(config, ground)
         session, estimated = Session(config, ground), estimate(config, "cpu", ground.axes.pp.rank).device
-        found = memory.take_account(session.model, session.masters, session.optimizer, ground.device, MemoryError())
+        found = memory.memory_breakdown(session.model, session.masters, session.optimizer, ground.device, MemoryError())
         return str(caught.value), estimated, found
 
 
@@ -158,7 +158,7 @@ def test_a_run_that_is_too_large_to_begin(config: RunConfig, plan: Plan, dtype: 
     config = config.replace(plan=plan, train=config.train.replace(dtype=dtype))
     for rank, (said, estimated, held) in enumerate(in_world(plan.world, _begins, config)):
         first = said.splitlines()[0]
-        assert first.startswith("out of memory on cpu before the first step, which wanted 1.5 GiB more. By the memory ")
+        assert first.startswith("out of memory on cpu before the first step, which requested 1.5 GiB more. By the mem")
         if plan.dp * plan.cp == 1:
             assert estimated.get("weights to compute with", 0) == held.weights
         if plan.dp * plan.cp == 1 or rank == 0:  # the first shard is the largest
@@ -169,7 +169,7 @@ def test_a_run_that_is_too_large_to_begin(config: RunConfig, plan: Plan, dtype: 
 
 def test_a_validation_that_runs_out_of_memory(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colonnade.train.session.evaluate", out_of_memory)
-    with pytest.raises(CapacityError, match=r"on cpu in the validation after step 4, which wanted 1\.5 GiB more"):
+    with pytest.raises(CapacityError, match=r"on cpu in the validation after step 4, which requested 1\.5 GiB more"):
         Trainer(config.replace(train=config.train.replace(eval_every=4))).fit()
 
 
@@ -189,8 +189,8 @@ def test_what_a_pipeline_wraps_is_found() -> None:
     lack = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
     wrapped = RuntimeError("Stage 0 failed to run forward")
     wrapped.__cause__ = lack
-    assert memory.lack_of_memory(wrapped) is lack
-    assert memory.lack_of_memory(RuntimeError("the sizes do not agree")) is None
+    assert memory.find_oom_error(wrapped) is lack
+    assert memory.find_oom_error(RuntimeError("the sizes do not agree")) is None
 
 
 def test_after_it_only_remedies_that_are_enough_are_offered(config: RunConfig) -> None:
@@ -243,18 +243,18 @@ class Fails:
 def test_a_service_that_fails_is_left_behind(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(NAMED, "mlflow", Fails)
+    monkeypatch.setitem(SERVICES, "mlflow", Fails)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: SimpleNamespace(origin="there"))
     assert Trainer(config.replace(train=config.train.replace(trackers=("mlflow",)))).fit().steps == 8
     said = capsys.readouterr().err
     assert said.count("mlflow") == 1
     assert (
-        "mlflow failed with ConnectionError: no route to host; from step 3 on it is told no more, metrics.json" in said
+        "mlflow failed with ConnectionError: no route to host; no metrics are sent from step 3 on; metrics.json" in said
     )
     assert [row["step"] for row in read_rows(config.folder)] == list(range(1, 9))
 
 
-SERVICES = """
+SERVICE_SCRIPT = """
 import json, os, sys, warnings
 from pathlib import Path
 from colonnade.config import RunConfig
@@ -278,7 +278,7 @@ def served(config: RunConfig, name: str, **settings: str) -> str:
     """A run with tracker ``name``, and its resumption, in a process of their own; what it prints."""
     pytest.importorskip(name, reason=f"needs the package {name}: pip install 'colonnade[track]'", exc_type=ImportError)
     script = config.runs / "script.py"
-    script.write_text(SERVICES)
+    script.write_text(SERVICE_SCRIPT)
     given = config.replace(train=config.train.replace(trackers=(name,))).model_dump_json()
     done = subprocess.run(
         [sys.executable, str(script), given], cwd=config.runs, env=os.environ | settings, capture_output=True,

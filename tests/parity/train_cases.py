@@ -18,8 +18,8 @@ from colonnade.parallel.fsdp import Masters, masters
 from colonnade.parallel.layout import Experts, Placement, layout_of, share
 from colonnade.train.optimizer import AdamW
 from colonnade.train.pipeline_step import PipelineStep
-from colonnade.train.session import moving
-from colonnade.train.train_step import Step
+from colonnade.train.session import make_optimizer
+from colonnade.train.train_step import TrainStep
 
 COMMON: dict[str, Any] = {"layers": 2, "width": 24, "context": 32}
 BERT: dict[str, Any] = {
@@ -86,7 +86,7 @@ class Run:
     model: Transformer
     masters: Masters
     optimizer: AdamW
-    step: Step
+    step: TrainStep
     ground: DistributedContext
 
     @staticmethod
@@ -95,12 +95,12 @@ class Run:
         model = initialise(Transformer(config, ground.axes, spans=spans, dtype=torch.float64), seed)
         piped = PipelineStep(model, ground, torch.float64) if ground.plan.pp > 1 else None
         held = masters(model, ground, torch.float64, piped and piped.stages)
-        optimizer = moving(held, train)
+        optimizer = make_optimizer(held, train)
         world = world_axis() if ground.world > 1 else ground.axes.dp
         plan = ground.plan
         assert plan.degree != "auto", "every degree is a plan of its own here"
         spread = [Spread(plan.degree, plan.overlap, plan.shadows)]
-        step = Step(model, held, optimizer, train, world, piped, spread=spread)
+        step = TrainStep(model, held, optimizer, train, world, piped, spread=spread)
         return Run(model, held, optimizer, step, ground)
 
     def go(self, first: int, stop: int) -> list[tuple[float, float]]:

@@ -11,24 +11,34 @@ from colonnade.model.moe import MixtureOfExperts, Spread
 from colonnade.model.moe.dispatch import _cut, shares
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.link_bandwidth import FREE, Link
-from colonnade.train.moe_autotune import GAIN, NEAR, OVERLAPS, Costs, Layer, Trials, better, hopeful, seconds
+from colonnade.train.moe_autotune import (
+    CANDIDATE_FACTOR,
+    MIN_GAIN,
+    OVERLAPS,
+    LayerLoad,
+    MeasuredCosts,
+    SpreadTimings,
+    candidates,
+    modelled_seconds,
+    pick_spread,
+)
 from tests.models import MOES, build
 from tests.worlds import run
 
 LINK = Link(latency_s=20e-6, bytes_per_s=100e9)
-COSTS = Costs(exchange=LINK, gathers={0: LINK, 1: LINK, 2: LINK, 4: FREE}, flops_per_s=400e12)
-EVEN = Layer(
+COSTS = MeasuredCosts(exchange=LINK, gathers={0: LINK, 1: LINK, 2: LINK, 4: FREE}, flops_per_s=400e12)
+EVEN = LayerLoad(
     ep=2, sh=4, choices=32768, busiest=131072, token_bytes=8192, weight_bytes=1 << 26, flops=6 * 4096 * 1024
 )  # fmt: skip
 
 
-def ways(layer: Layer) -> dict[tuple[int, int], float]:
-    return {(r, p): seconds(Spread(r, p), layer, COSTS) for r in (0, 1, 2, 4) for p in OVERLAPS if r or p == 1}
+def ways(layer: LayerLoad) -> dict[tuple[int, int], float]:
+    return {(r, p): modelled_seconds(Spread(r, p), layer, COSTS) for r in (0, 1, 2, 4) for p in OVERLAPS if r or p == 1}
 
 
-def settled(now: Spread, layer: Layer) -> Spread:
+def settled(now: Spread, layer: LayerLoad) -> Spread:
     """Where trials say what the formula says."""
-    return better(now, {way: seconds(way, layer, COSTS) for way in hopeful(now, layer, COSTS)})
+    return pick_spread(now, {way: modelled_seconds(way, layer, COSTS) for way in candidates(now, layer, COSTS)})
 
 
 @pytest.mark.parametrize("now", [Spread(0, 1), Spread(1, 1), Spread(4, 4)], ids=str)
@@ -38,7 +48,7 @@ def test_it_is_within_the_gain_of_the_best(now: Spread, choices: int, weights: i
     layer = replace(EVEN, choices=choices, busiest=4 * choices, weight_bytes=weights)
     best = min(ways(layer).values())
     found = settled(now, layer)
-    assert best <= seconds(found, layer, COSTS) <= best / (1 - GAIN)
+    assert best <= modelled_seconds(found, layer, COSTS) <= best / (1 - MIN_GAIN)
     assert settled(found, layer) == found, "it does not go to and fro"
 
 
@@ -52,12 +62,12 @@ def test_few_tokens_travel_and_small_weights_do() -> None:
 def test_a_skewed_load_prefers_degree_0() -> None:
     """Where every rank has all experts the load is even."""
     even, skewed = (replace(EVEN, busiest=n) for n in (131072, 262144))
-    assert seconds(Spread(0), even, COSTS) == seconds(Spread(0), skewed, COSTS)
-    assert seconds(Spread(1), skewed, COSTS) > seconds(Spread(1), even, COSTS)
+    assert modelled_seconds(Spread(0), even, COSTS) == modelled_seconds(Spread(0), skewed, COSTS)
+    assert modelled_seconds(Spread(1), skewed, COSTS) > modelled_seconds(Spread(1), even, COSTS)
 
 
 def test_overlap_hides_the_shorter_of_two() -> None:
-    one, four = (seconds(Spread(4, p), EVEN, COSTS) for p in (1, 4))
+    one, four = (modelled_seconds(Spread(4, p), EVEN, COSTS) for p in (1, 4))
     sent_s = 4 * 8192 * 32768 * 4 * 7 / 8 / 100e9
     compute_s = 3 * 131072 / 4 * EVEN.flops / 400e12
     assert one == pytest.approx(sent_s + compute_s + 4 * 20e-6)
@@ -65,17 +75,17 @@ def test_overlap_hides_the_shorter_of_two() -> None:
 
 
 def test_what_is_tried_decides_among_the_hopeful() -> None:
-    ways = hopeful(Spread(0, 1), EVEN, COSTS)
-    cost = {way: seconds(way, EVEN, COSTS) for way in ways}
+    ways = candidates(Spread(0, 1), EVEN, COSTS)
+    cost = {way: modelled_seconds(way, EVEN, COSTS) for way in ways}
     assert ways[0] == Spread(0, 1) and len(ways) > 2
-    assert all(s <= NEAR * min(cost.values()) for s in list(cost.values())[1:])
+    assert all(s <= CANDIDATE_FACTOR * min(cost.values()) for s in list(cost.values())[1:])
     took = dict.fromkeys(ways, 1.0) | {ways[2]: 0.9}
-    assert better(ways[0], took) == ways[2]
-    assert better(ways[0], took | {ways[2]: 0.99}) == ways[0], "noise moves nothing"
+    assert pick_spread(ways[0], took) == ways[2]
+    assert pick_spread(ways[0], took | {ways[2]: 0.99}) == ways[0], "noise moves nothing"
 
 
 def test_weights_are_gathered_for_each_part() -> None:
-    one, two = (seconds(Spread(1, p), replace(EVEN, choices=0, busiest=0), COSTS) for p in (1, 2))
+    one, two = (modelled_seconds(Spread(1, p), replace(EVEN, choices=0, busiest=0), COSTS) for p in (1, 2))
     gather_s = 3 * LINK.seconds(EVEN.weight_bytes * 3)
     assert two - one == pytest.approx(gather_s + 4 * LINK.latency_s)
 
@@ -92,14 +102,14 @@ def _trials(load: list[int]) -> list[int]:
         model = build(MOES["gated"], ground.axes)
         module = model.blocks.get_submodule("0.ffn")
         assert isinstance(module, MixtureOfExperts)
-        trials, tried = Trials(model), []
-        right = trials._tried
+        trials, tried = SpreadTimings(model), []
+        right = trials._measure
 
         def counted(ways: list[Spread], *rest: Any) -> list[float]:
             tried.append(len(ways))
             return right(ways, *rest)
 
-        trials._tried = counted  # type: ignore[method-assign]
+        trials._measure = counted  # type: ignore[method-assign]
         before = [p.detach().clone() for p in model.parameters()]
         one = trials.seconds([Spread(1, 1), Spread(0, 1)], module, 20, load)
         assert set(one) == {Spread(1, 1), Spread(0, 1)} and min(one.values()) > 0

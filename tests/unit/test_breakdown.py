@@ -2,7 +2,7 @@
 
 import pytest
 
-from colonnade.train.profiler import breakdown, length, subtract, union
+from colonnade.train.profiler import breakdown, subtract, total_length, union
 
 
 def event(name: str, cat: str, start_us: float, end_us: float) -> dict:
@@ -73,4 +73,4 @@ def test_intervals() -> None:
     ]  # fmt: skip
     assert subtract([(0, 1)], []) == [(0, 1)]
     assert subtract([(0, 1), (2, 3)], [(0, 3)]) == []
-    assert length([(0, 1), (2, 4.5)]) == 3.5
+    assert total_length([(0, 1), (2, 4.5)]) == 3.5

@@ -16,7 +16,7 @@ from colonnade.parallel.axis import SOLO, SOLO_AXES
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, Whole, masters
 from colonnade.parallel.layout import layout_of
-from colonnade.train import Trainer, grad_norm
+from colonnade.train import Trainer, optimizer_step
 from colonnade.train.optimizer import AdamW, FusedAdamW
 from colonnade.train.optimizer_step import OptimizerStep
 from tests import corpora
@@ -93,7 +93,7 @@ def test_the_norm_of_16_bit_gradients_is_taken_in_float32() -> None:
     model, held = started(torch.bfloat16, torch.float32, single=True)
     backward(model, held, 0)
     held.collect()
-    found = grad_norm.gradient_norm(held.graded, layout_of(model), SOLO_AXES, SOLO)
+    found = optimizer_step.gradient_norm(held.graded, layout_of(model), SOLO_AXES, SOLO)
     exact = sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None) ** 0.5
     assert found.dtype == torch.float32
     assert abs(found.item() / exact.item() - 1) < 1e-6, "bfloat16 has three digits"  # type: ignore[union-attr]
@@ -106,7 +106,7 @@ def test_a_weight_without_a_gradient_stays_and_is_not_counted() -> None:
     weights[1][1].grad = torch.ones(3)
     optimizer.step(0.1)
     assert weights[0][1].tolist() == [1, 1, 1] and weights[1][1].lt(1).all()
-    assert [int(optimizer._of(w)["step"]) for _, w in weights] == [0, 1]
+    assert [int(optimizer._state_of(w)["step"]) for _, w in weights] == [0, 1]
     optimizer.steps = 7
     assert optimizer._steps_P.tolist() == [7, 7]
 

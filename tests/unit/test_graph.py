@@ -15,11 +15,11 @@ from colonnade.parallel.axis import SOLO
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
 from colonnade.train import Trainer
-from colonnade.train.cuda_graph import Graphed, Recording, fixed, given, varying
+from colonnade.train.cuda_graph import CapturedGraph, GraphedForwardBackward, graph_inputs, graph_key, with_graph_inputs
 from colonnade.train.loss_scaler import LossScaler
-from colonnade.train.model_inputs import Terms, noise_of
-from colonnade.train.session import moving
-from colonnade.train.train_step import Outcome, Step, pair_weight, passes, valid_tokens
+from colonnade.train.model_inputs import StepContext, step_dropout
+from colonnade.train.session import make_optimizer
+from colonnade.train.train_step import StepMetrics, TrainStep, count_targets, forward_backward, order_loss_weight
 from tests.models import build
 from tests.parity.train_cases import CASES, ragged
 
@@ -35,23 +35,23 @@ def test_a_recording_reads_nothing_but_its_own_inputs(name: str) -> None:
     model = build(config)
     train = TrainConfig(dropout=0.2, attention_dropout=0.2, embedding_dropout=0.2)
     batch = ragged(1, config)
-    count = valid_tokens([batch], SOLO)
-    terms = Terms(0.05, pair_weight([batch], count, SOLO), noise_of(train, 3, config, count.device))
-    exact = passes(model, batch, count, terms).clone()
+    count = count_targets([batch], SOLO)
+    terms = StepContext(0.05, order_loss_weight([batch], count, SOLO), step_dropout(train, 3, config, count.device))
+    exact = forward_backward(model, batch, count, terms).clone()
     gradients = [p.grad for p in model.parameters()]
     model.zero_grad(set_to_none=True)
 
-    inputs = varying(batch, count, terms)
+    inputs = graph_inputs(batch, count, terms)
     copies = {name: x.clone() for name, x in inputs.items()}
-    laid = given(batch, terms, copies)
+    laid = with_graph_inputs(batch, terms, copies)
     for x in inputs.values():
         x.zero_()
-    assert torch.equal(passes(model, *laid), exact)
+    assert torch.equal(forward_backward(model, *laid), exact)
     for p, gradient in zip(model.parameters(), gradients, strict=True):
         assert (p.grad is None) is (gradient is None)
         assert p.grad is None or gradient is None or torch.equal(p.grad, gradient)
     tensors = {field.name for field in fields(Batch) if isinstance(getattr(batch, field.name), torch.Tensor)}
-    assert set(copies) == tensors | {"divisor", "keys"} | ({"order_weight"} if name == "bert" else set())
+    assert set(copies) == tensors | {"divisor", "keys"} | ({"order_loss_weight"} if name == "bert" else set())
 
 
 def test_a_recording_holds_for_shapes_and_numbers_not_for_values() -> None:
@@ -60,8 +60,8 @@ def test_a_recording_holds_for_shapes_and_numbers_not_for_values() -> None:
     train = TrainConfig(dropout=0.2)
 
     def key(batch: Batch, step: int = 0, train: TrainConfig = train, smoothing: float = 0.0) -> object:
-        terms = Terms(smoothing, noise=noise_of(train, step, config, torch.device("cpu")))
-        return fixed(batch, terms, varying(batch, count, terms))
+        terms = StepContext(smoothing, dropout=step_dropout(train, step, config, torch.device("cpu")))
+        return graph_key(batch, terms, graph_inputs(batch, count, terms))
 
     same = replace(batch, tokens_T=batch.tokens_T + 1)
     assert key(same, 7) == key(batch, 0) and hash(key(same)) == hash(key(batch))
@@ -76,16 +76,16 @@ def test_a_recording_holds_for_shapes_and_numbers_not_for_values() -> None:
     assert len({key(batch), *others}) == 1 + len(others)
 
 
-class Replayed(Graphed):
+class Replayed(GraphedForwardBackward):
     """Where there are no graphs: a recording runs the passes again, on its inputs, into its own loss and gradients."""
 
-    def _record(self, batch: Batch, terms: Terms, inputs: dict[str, torch.Tensor]) -> Recording:
-        made = super()._record(batch, terms, inputs)
+    def _capture(self, batch: Batch, terms: StepContext, inputs: dict[str, torch.Tensor]) -> CapturedGraph:
+        made = super()._capture(batch, terms, inputs)
 
         def replay() -> None:
             for x, _ in made.gradients:
                 x.grad = None
-            made.loss_sum.copy_(self._passes(*given(batch, terms, made.inputs)))
+            made.loss_sum.copy_(self._run(*with_graph_inputs(batch, terms, made.inputs)))
             for x, gradient in made.gradients:
                 assert x.grad is not None
                 gradient.copy_(x.grad)
@@ -111,20 +111,22 @@ def test_replayed_steps_are_the_steps(fused: bool, dtype: str) -> None:
         model = build(config, dtype=torch.float32)
         held = masters(model, DistributedContext.solo(), getattr(torch, dtype), single=fused)
         scaler = LossScaler(train, cpu) if dtype == "float16" else None
-        step = Step(model, held, moving(held, train), train, SOLO, scaler=scaler)
-        outcomes: list[Outcome] = []
+        step = TrainStep(model, held, make_optimizer(held, train), train, SOLO, scaler=scaler)
+        outcomes: list[StepMetrics] = []
         with mock.patch.multiple(torch.cuda, **on_a_cpu), mock.patch("colonnade.train.cuda_graph.check_device"):
             if graphed:
-                step.passes = Replayed(step.passes, (*model.parameters(), *held.local.values()), cpu)
+                step.forward_backward = Replayed(
+                    step.forward_backward, (*model.parameters(), *held.local.values()), cpu
+                )
             for i in range(12):
                 batch = replace(ragged(i, config), longest=13)
                 if i % 3 == 2:
                     batch = replace(batch, cu_seqlens=torch.cat((batch.cu_seqlens, batch.cu_seqlens[-1:])))
                 outcomes.append(step(i, [batch]))
         if graphed:
-            assert isinstance(step.passes, Replayed)
-            assert len(step.passes._recorded) >= 2 and step.recorded_bytes == 77
-        found.append((held.local, step.move.optimizer.state, outcomes))
+            assert isinstance(step.forward_backward, Replayed)
+            assert len(step.forward_backward._graphs) >= 2 and step.capture_peak_bytes == 77
+        found.append((held.local, step.optimizer_step.optimizer.state, outcomes))
     (weights, moments, outcomes), (mine, my_moments, my_outcomes) = found
     for name, w in weights.items():
         assert torch.equal(mine[name], w), name
@@ -161,7 +163,7 @@ def test_what_cannot_be_recorded_is_refused_with_a_remedy(what: dict, says: str)
 
 def test_a_cpu_is_refused(tmp_path: Path) -> None:
     for ask in (
-        lambda: Graphed(lambda *_: torch.zeros(()), [], torch.device("cpu")),
+        lambda: GraphedForwardBackward(lambda *_: torch.zeros(()), [], torch.device("cpu")),
         lambda: Trainer(RUN.replace(runs=tmp_path, plan=Plan(tp=2))),
     ):
         with pytest.raises(ConfigError, match="needs a GPU, and this run is on the cpu"):

@@ -18,7 +18,7 @@ from colonnade.parallel.axis import SOLO_AXES
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
 from colonnade.serve.memory_advice import remedies
-from colonnade.serve.memory_estimate import Asked
+from colonnade.serve.memory_estimate import EngineSpec
 from tests.latent_steps import step
 from tests.models import CONFIGS, build
 from tests.serve import tiny
@@ -119,13 +119,13 @@ def test_twice_the_tokens_in_the_same_memory_and_half_of_it_for_the_same() -> No
     limits = ServeConfig(cache_bytes=100_000, page_tokens=4)
     stored, kept = (Engine(model, tiny.tokenizer(), limits.replace(cache=kind)) for kind in ("stored", "int8"))
     for engine in (stored, kept):
-        asked = Asked(model.config, engine.config, torch.float32, CPU)
+        asked = EngineSpec(model.config, engine.config, torch.float32, CPU)
         assert asked.needs().cache == engine.cache.bytes <= 100_000
     assert kept.cache.pages / stored.cache.pages == pytest.approx(60 * 4 / (60 + 8), rel=0.05)
-    asked = Asked(model.config, limits.replace(pages=100), torch.float32, CPU)
+    asked = EngineSpec(model.config, limits.replace(pages=100), torch.float32, CPU)
     saves = {flags: saves for flags, saves, _ in remedies(asked, asked.needs(), 1000, number=9)}
     assert 0 < saves["--serve.cache int8"] < 100 * 4 * 2 * (60 * 4 - 68)
-    other = Asked(tiny.config(), limits.replace(pages=100), torch.float32, CPU)
+    other = EngineSpec(tiny.config(), limits.replace(pages=100), torch.float32, CPU)
     saves = {flags: saves for flags, saves, _ in remedies(other, other.needs(), 1000, number=9)}
     assert "--serve.cache int8" not in saves, "which is for latents"
     assert 0 < saves["--serve.cache float8"] < other.needs().cache

@@ -22,10 +22,10 @@ from colonnade.model.activation_checkpointing import KINDS, recompute
 from colonnade.parallel import device_memory
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
-from colonnade.train.activation_memory import kept_bytes
-from colonnade.train.memory_advice import SPARE, Machine, check, fits, needs, remedies
+from colonnade.train.activation_memory import saved_for_backward_bytes
+from colonnade.train.memory_advice import REMEDY_SHARE, Machine, check, fits, memory_use, remedies
 from colonnade.train.memory_estimate import block_bytes, estimate
-from colonnade.train.model_inputs import Terms, noise_of
+from colonnade.train.model_inputs import StepContext, step_dropout
 from colonnade.train.session import Session
 from colonnade.train.train_step import forward
 from tests import corpora
@@ -69,7 +69,7 @@ def test_a_block_keeps_what_is_estimated(name: str, ragged: bool) -> None:
     tokens_T, positions = torch.randint(0, 300, (256,)), [torch.arange(b - a) for a, b in pairwise(ends)]
     cu_seqlens = torch.tensor(ends, dtype=torch.int32)
     batch = Batch(tokens_T, torch.cat(positions), tokens_T, cu_seqlens, 64, not ragged)
-    terms = Terms(noise=None if model.moe else noise_of(run.train, 0, model, torch.device("cpu")))
+    terms = StepContext(dropout=None if model.moe else step_dropout(run.train, 0, model, torch.device("cpu")))
     for kind in KINDS:
         kept: list[int] = []
         for layers in (1, 2):
@@ -78,7 +78,7 @@ def test_a_block_keeps_what_is_estimated(name: str, ragged: bool) -> None:
                 for p in it.parameters():
                     p.normal_(0, 0.1)
             recompute(it.blocks, [kind] * layers)
-            kept.append(kept_bytes(it, lambda it=it: forward(it, batch, terms)))
+            kept.append(saved_for_backward_bytes(it, lambda it=it: forward(it, batch, terms)))
         estimated = 256 * block_bytes(run, 0, "cpu", kind, ragged=ragged)
         assert estimated == pytest.approx(kept[1] - kept[0], rel=TOLERANCES.get(name, 0.015)), kind
 
@@ -168,14 +168,16 @@ def test_too_large_a_run_is_refused_with_numbers() -> None:
 
 
 def test_all_ranks_of_a_host_count() -> None:
-    alone, two = (needs(LLAMA.replace(plan=plan), Machine("cpu", GIB))[0].total for plan in (Plan(), Plan(dp=2)))
+    alone, two = (memory_use(LLAMA.replace(plan=plan), Machine("cpu", GIB))[0].total for plan in (Plan(), Plan(dp=2)))
     assert two > alone, "the same state cut in two, on the same host"
-    apart = needs(LLAMA.replace(plan=Plan(dp=2)), Machine("cpu", GIB, ranks=1))[0].total
+    apart = memory_use(LLAMA.replace(plan=Plan(dp=2)), Machine("cpu", GIB, ranks=1))[0].total
     assert 0.4 * two < apart < 0.6 * two
-    started = needs(LLAMA.replace(plan=Plan(dp=2)), Machine("cpu", GIB, program=GIB))[0]
+    started = memory_use(LLAMA.replace(plan=Plan(dp=2)), Machine("cpu", GIB, program=GIB))[0]
     assert started.rows["processes"] == 2 * GIB
-    gpu, host = needs(LLAMA.replace(plan=Plan(dp=2)), Machine("cuda", GIB, device=GIB))
-    assert gpu.total < 0.7 * needs(LLAMA, Machine("cuda", GIB, device=GIB))[0].total, "each GPU has memory of its own"
+    gpu, host = memory_use(LLAMA.replace(plan=Plan(dp=2)), Machine("cuda", GIB, device=GIB))
+    assert gpu.total < 0.7 * memory_use(LLAMA, Machine("cuda", GIB, device=GIB))[0].total, (
+        "each GPU has memory of its own"
+    )
     assert host.rows == {"checkpoint": 12 * LLAMA.model.parameters}, "copies of both ranks' parts"
 
 
@@ -206,7 +208,7 @@ def test_each_remedy_is_enough(name: str, corpus: Path, capsys: pytest.CaptureFi
     assert found
     for remedy in found:
         check(remedy.run, remedy.machine)
-        assert all(need.total <= SPARE * need.free for need in needs(remedy.run, remedy.machine))
+        assert all(use.total <= REMEDY_SHARE * use.free for use in memory_use(remedy.run, remedy.machine))
         if name != "small host, two ranks" and "--preset" not in remedy.flags and run.plan == Plan():
             model = next(key for key in ("llama-3-8b", "smollm2-135m", "mixtral-8x7b") if preset(key) == run.model)
             words = ["train", "--preset", model, "--data.path", "none", "--data.sequence", str(run.data.sequence)]

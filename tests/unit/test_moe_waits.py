@@ -11,7 +11,7 @@ import torch
 
 from colonnade.config import ModelConfig, MoeConfig, Plan
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.train.train_step import Step
+from colonnade.train.train_step import TrainStep
 from colonnade.verify.trial import RAGGED, TRAIN, Trial, batch
 from tests.routers import KINDS, kind_of, moe_of
 
@@ -28,7 +28,7 @@ def test_a_step_copies_no_numbers_of_the_host(name: str, monkeypatch: pytest.Mon
     config = model_of(moe)
     with DistributedContext.build(Plan()) as ground:
         trial = Trial.start(config, ground, 1)
-        step = Step(trial.model, trial.masters, trial.optimizer, TRAIN, trial.world)
+        step = TrainStep(trial.model, trial.masters, trial.optimizer, TRAIN, trial.world)
         batches = [batch(RAGGED, i, i, config) for i in range(2)]
         right: Any = torch.tensor
 
@@ -38,4 +38,4 @@ def test_a_step_copies_no_numbers_of_the_host(name: str, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(torch, "tensor", guarded)
         outcome = step(0, batches)
-        assert outcome.routed is not None and outcome.norm.isfinite()
+        assert outcome.moe is not None and outcome.norm.isfinite()

@@ -11,7 +11,12 @@ from colonnade.errors import CapacityError
 from colonnade.model import Loss, Transformer
 from colonnade.model.activation_checkpointing import KINDS, Kind, recompute
 from colonnade.parallel.axis import SOLO
-from colonnade.train.activation_memory import Choice, choose_kinds, kept_bytes, weigh
+from colonnade.train.activation_memory import (
+    RecomputeChoice,
+    choose_kinds,
+    measure_block_bytes,
+    saved_for_backward_bytes,
+)
 from tests.models import CONFIGS, build, ragged
 from tests.worlds import assert_same
 
@@ -23,7 +28,7 @@ def trained(config: ModelConfig, kinds: list[Kind]):
     model = build(config)
     recompute(model.blocks, kinds)
     stream, attend, targets = ragged(config)
-    kept = kept_bytes(model, lambda: model(stream, attend, Loss(targets))[0])
+    kept = saved_for_backward_bytes(model, lambda: model(stream, attend, Loss(targets))[0])
     loss, _ = model(stream, attend, Loss(targets))
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, kept
@@ -59,7 +64,7 @@ def test_compiled_blocks_recompute_too(kind: Kind) -> None:
     assert_same(losses[0], losses[1])
     for name, p in model.named_parameters():
         assert_same(p.grad, plain.get_parameter(name).grad, what=name)
-    kept = [kept_bytes(it, lambda it=it: it(stream, attend, Loss(targets))[0]) for it in (model, plain)]
+    kept = [saved_for_backward_bytes(it, lambda it=it: it(stream, attend, Loss(targets))[0]) for it in (model, plain)]
     assert kept[0] < kept[1]
     torch._dynamo.reset()
 
@@ -72,7 +77,7 @@ def test_a_block_is_weighed_right() -> None:
     def run(model: Transformer) -> torch.Tensor:
         return model(stream, attend, Loss(targets))[0]
 
-    block = weigh(lambda it: Transformer(it, dtype=torch.float64), config, run, SOLO)
+    block = measure_block_bytes(lambda it: Transformer(it, dtype=torch.float64), config, run, SOLO)
     assert block["full"] == stream.tokens_T.numel() * config.width * 8 < block["attention"] < block["none"]
     for kind in KINDS:
         five, two = (trained(config.replace(layers=layers), [kind] * layers)[2] for layers in (5, 2))
@@ -107,10 +112,10 @@ def test_attention_that_frees_nothing_is_no_step_on_the_way() -> None:
 
 
 def test_the_line_that_a_run_begins_with() -> None:
-    choice = Choice(["full", "none"], {"none": 1 << 20, "attention": 1 << 19, "full": 1 << 10}, 3 << 19)
+    choice = RecomputeChoice(["full", "none"], {"none": 1 << 20, "attention": 1 << 19, "full": 1 << 10}, 3 << 19)
     assert str(choice) == (
-        "recompute in 2 blocks: 1 none, 1 full; they keep 1.001 MiB of the 1.5 MiB allowed for a micro-batch "
-        "(2 MiB if nothing were computed again, 2 KiB if everything)"
+        "recompute in 2 blocks: 1 none, 1 full; they save 1.001 MiB of the 1.5 MiB allowed for a micro-batch "
+        "(2 MiB without recomputation, 2 KiB with full)"
     )
 
 

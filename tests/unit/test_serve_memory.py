@@ -18,15 +18,15 @@ from colonnade.model.weight_only_quant import weight_bytes
 from colonnade.parallel.axis import SOLO_AXES, Axes, Axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
-from colonnade.serve.memory_advice import check_room, remedies, together
-from colonnade.serve.memory_estimate import Asked
+from colonnade.serve.memory_advice import check_memory, combined_remedy, remedies
+from colonnade.serve.memory_estimate import EngineSpec
 from tests.serve import tiny
 
 CPU = torch.device("cpu")
 
 
-def asked(model: Transformer, serve: ServeConfig, **more: object) -> Asked:
-    return Asked(model.config, serve, next(model.parameters()).dtype, CPU, **more)
+def asked(model: Transformer, serve: ServeConfig, **more: object) -> EngineSpec:
+    return EngineSpec(model.config, serve, next(model.parameters()).dtype, CPU, **more)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -96,10 +96,10 @@ def test_too_little_is_refused_with_a_table_and_each_remedy_does() -> None:
     with pytest.raises(CapacityError) as caught:
         Engine(model, tiny.tokenizer(), serve)
     said = str(caught.value)
-    for what, number in (("weights", needs.weights), ("key/value cache", needs.cache), ("asked for", needs.total)):
+    for what, number in (("weights", needs.weights), ("key/value cache", needs.cache), ("total", needs.total)):
         share = re.search(rf"{what} +[\d.]+ \w+ +([\d.]+)%", said)
         assert share is not None and float(share[1]) == pytest.approx(100 * number / 300_000, abs=0.06)
-    assert re.search(r"there is +293 KiB", said)
+    assert re.search(r"free +293 KiB", said)
     enough = [flags for flags, saves, _ in remedies(asked(model, serve), needs, 300_000) if "enough" in said and
               needs.total - saves <= 300_000]  # fmt: skip
     assert any("cache_bytes" in flags for flags in enough)
@@ -132,7 +132,7 @@ def test_where_no_remedy_is_enough_alone_they_are_told_together(there: int, size
                 rest |= {"dtype": {"dtype": torch.bfloat16}, "plan.tp": {"tp": 2}}[name]
         return replace(asked(model, serve.replace(**changes)), **rest).needs().total
 
-    several = together(asked(model, serve), needs, there)
+    several = combined_remedy(asked(model, serve), needs, there)
     assert several is not None
     flags, saves, tokens = several
     assert total(flags) == needs.total - saves <= there < total(flags[:-1])
@@ -144,7 +144,7 @@ def test_where_no_remedy_is_enough_alone_they_are_told_together(there: int, size
 
 def test_far_too_little_is_told_in_factors() -> None:
     model = tiny.model(dtype=torch.float32)
-    with pytest.raises(CapacityError, match=r"asked for +[\d.]+ \w+ +[\d,]{3,}×\n") as caught:
+    with pytest.raises(CapacityError, match=r"total +[\d.]+ \w+ +[\d,]{3,}×\n") as caught:
         Engine(model, tiny.tokenizer(), ServeConfig(memory_bytes=1000))
     assert "%" not in str(caught.value).split("what would help")[0].replace(" 0.0%", "")
     assert re.search(r"together:\n  --.*\(a cache of 16 tokens, \S+ \w+ still too much\)$", str(caught.value)), (
@@ -153,7 +153,7 @@ def test_far_too_little_is_told_in_factors() -> None:
 
 
 def test_what_is_offered_depends_on_the_model() -> None:
-    llama = Asked(preset("llama-2-7b"), ServeConfig(fixed_steps=True), torch.bfloat16, torch.device("cuda"))
+    llama = EngineSpec(preset("llama-2-7b"), ServeConfig(fixed_steps=True), torch.bfloat16, torch.device("cuda"))
     found = {flags: saves for flags, saves, _ in remedies(llama, llama.needs(), 12 << 30, number=9)}
     blocks = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
     head = 32000 * 4096
@@ -162,7 +162,7 @@ def test_what_is_offered_depends_on_the_model() -> None:
     assert found["--serve.weights int4"] == pytest.approx(blocks * (2 - 4.5 / 8) + head - written_out, rel=0.01)
     assert found["--plan.tp 2"] == pytest.approx(llama.needs().total / 2, rel=0.03)
     assert llama.needs().graphs > 32000 * 2 * 64
-    mixtral = Asked(preset("mixtral-8x7b"), ServeConfig(), torch.bfloat16, torch.device("cuda"))
+    mixtral = EngineSpec(preset("mixtral-8x7b"), ServeConfig(), torch.bfloat16, torch.device("cuda"))
     found = {flags: saves for flags, saves, _ in remedies(mixtral, mixtral.needs(), 80 << 30, number=9)}
     assert found["--experts.resident 2"] == pytest.approx(30 * 8 * 3 * 4096 * 14336 * 2, rel=0.01)
     experts = 32 * 8 * 3 * 4096 * 14336
@@ -173,7 +173,7 @@ def test_what_is_offered_depends_on_the_model() -> None:
     assert eight.weights == pytest.approx(mixtral.needs().weights / 8, rel=0.02)
     odd = tiny.config(kv_heads=3, heads=3, moe=None)
     assert not any(
-        "tp" in f for f, _, _ in remedies(Asked(odd, ServeConfig(), torch.float32, CPU), llama.needs(), 1, 9)
+        "tp" in f for f, _, _ in remedies(EngineSpec(odd, ServeConfig(), torch.float32, CPU), llama.needs(), 1, 9)
     )
 
 
@@ -184,7 +184,7 @@ def test_a_server_is_refused_before_its_weights_are_read(tmp_path: Path) -> None
     load = where.loader(where.open_generative())
     for file in (tmp_path / "m").glob("weights-*"):
         file.write_bytes(bytes(file.stat().st_size))  # nobody looks at them
-    with pytest.raises(CapacityError, match=r"does not fit into a rank's memory on cpu(.|\n)*there is +97.66 KiB"):
+    with pytest.raises(CapacityError, match=r"does not fit into a rank's memory on cpu(.|\n)*free +97.66 KiB"):
         load(DistributedContext.solo(CPU))
     small = replace(where, serve=ServeConfig(cache_bytes=100))
     load = small.loader(small.open_generative())
@@ -195,7 +195,7 @@ def test_a_server_is_refused_before_its_weights_are_read(tmp_path: Path) -> None
 def test_memory_that_is_not_there_after_all_has_the_same_table() -> None:
     """The system itself says no."""
     serve = ServeConfig(memory_bytes=1 << 60, pages=1 << 38)
-    with pytest.raises(CapacityError, match=r"key/value cache +[\d.e+]+ GiB(.|\n)*there is(.|\n)*--serve.pages \d+"):
+    with pytest.raises(CapacityError, match=r"key/value cache +[\d.e+]+ GiB(.|\n)*free(.|\n)*--serve.pages \d+"):
         Engine(tiny.model(), tiny.tokenizer(), serve)
 
 
@@ -203,14 +203,14 @@ def test_ranks_of_one_host_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -
     serve = ServeConfig(cache_bytes=1 << 20)
     needed = asked(tiny.model(), serve).needs().total
     monkeypatch.setattr("colonnade.parallel.device_memory.free_host_bytes", lambda: 2 * needed)
-    check_room(asked(tiny.model(), serve))
+    check_memory(asked(tiny.model(), serve))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(CapacityError, match="does not fit into a rank's memory on cpu"):
-        check_room(asked(tiny.model(), serve))
+        check_memory(asked(tiny.model(), serve))
 
 
 def test_ranks_that_share_a_cache_have_a_part_of_it_and_a_page_that_is_nobodys():
     for serve in (ServeConfig(pages=1000), ServeConfig(max_requests=1, cache_bytes=1 << 40, page_tokens=32)):
-        one, four = (Asked(preset("llama-2-7b"), serve, torch.bfloat16, CPU, cp=cp).needs().cache for cp in (1, 4))
+        one, four = (EngineSpec(preset("llama-2-7b"), serve, torch.bfloat16, CPU, cp=cp).needs().cache for cp in (1, 4))
         page_bytes = KVCache.bytes_per_page(preset("llama-2-7b"), SOLO_AXES, serve.page_tokens or 16, torch.bfloat16)
         assert four == one // 4 + page_bytes

@@ -16,7 +16,7 @@ from colonnade.model.moe.router import RULES
 from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.serve import Engine
 from colonnade.serve.memory_advice import remedies
-from colonnade.serve.memory_estimate import Asked, spare_pages
+from colonnade.serve.memory_estimate import EngineSpec, scratch_pages
 from colonnade.serve.resolve_config import TOKENWISE_ROUTERS, EngineTraits, check_fixed_steps, resolve_config
 from tests.serve import tiny
 
@@ -122,19 +122,21 @@ def test_a_model_says_where_it_stands() -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_what_a_gpu_records_is_reckoned_and_named_as_what_could_be_left_out() -> None:
-    llama = Asked(preset("llama-2-7b"), ServeConfig(), torch.bfloat16, GPU)
-    needs, told = llama.needs(), Asked(llama.model, ServeConfig(fixed_steps=True), torch.bfloat16, GPU).needs()
+    llama = EngineSpec(preset("llama-2-7b"), ServeConfig(), torch.bfloat16, GPU)
+    needs, told = llama.needs(), EngineSpec(llama.model, ServeConfig(fixed_steps=True), torch.bfloat16, GPU).needs()
     assert needs == told and needs.graphs > 32000 * 2 * 64
-    plain = Asked(llama.model, ServeConfig(fixed_steps=False), torch.bfloat16, GPU).needs()
+    plain = EngineSpec(llama.model, ServeConfig(fixed_steps=False), torch.bfloat16, GPU).needs()
     assert plain.graphs == 0 and plain.cache < needs.cache
     found = {flags: saves for flags, saves, _ in remedies(llama, needs, 12 << 30, number=9)}
     assert found["--serve.fixed_steps False"] == needs.total - plain.total
-    assert not any("fixed" in f for f, *_ in remedies(Asked(llama.model, ServeConfig(), torch.bfloat16, CPU), plain, 1))
+    assert not any(
+        "fixed" in f for f, *_ in remedies(EngineSpec(llama.model, ServeConfig(), torch.bfloat16, CPU), plain, 1)
+    )
     # Experts that wait in host memory are not recorded, and the page that is nobody's is not needed.
-    mixtral = Asked(preset("mixtral-8x7b"), ServeConfig(), torch.bfloat16, GPU)
+    mixtral = EngineSpec(preset("mixtral-8x7b"), ServeConfig(), torch.bfloat16, GPU)
     assert mixtral.needs().graphs > 0 and mixtral.replace(resident=2).needs().graphs == 0
     assert mixtral.replace(resident=32).needs().graphs > 0
-    assert spare_pages(mixtral.axes, mixtral.settled) == 1
+    assert scratch_pages(mixtral.axes, mixtral.resolved) == 1
 
 
 CHOSEN_WHERE = """

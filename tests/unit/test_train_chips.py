@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from colonnade.config import ModelConfig
-from colonnade.train.mfu import CHIPS, chip_named, chip_of, throughput
+from colonnade.train.mfu import ACCELERATORS, accelerator_named, find_accelerator, throughput
 
 GPT2_1B = ModelConfig(
     family="gpt2", vocab_size=50257, layers=40, width=1536, heads=16, ffn_width=6144, positions="learned", tied=True,
@@ -21,20 +21,20 @@ def test_megatron_convention() -> None:
 
 
 def test_utilisation_of_a_known_chip() -> None:
-    h200 = chip_named("NVIDIA H200")
-    speed = throughput(GPT2_1B, sequence=1024, tokens_per_s=68_976, ranks=1, chip=h200, dtype="bfloat16")
+    h200 = accelerator_named("NVIDIA H200")
+    speed = throughput(GPT2_1B, sequence=1024, tokens_per_s=68_976, ranks=1, accelerator=h200, dtype="bfloat16")
     assert speed.tflops == pytest.approx(554, rel=0.03)
     assert speed.mfu == pytest.approx(speed.tflops / 989)
     assert speed.mfu_causal == pytest.approx(speed.tflops_causal / 989) and speed.tflops_causal < speed.tflops
-    two = throughput(GPT2_1B, sequence=1024, tokens_per_s=2 * 68_976, ranks=2, chip=h200, dtype="bfloat16")
+    two = throughput(GPT2_1B, sequence=1024, tokens_per_s=2 * 68_976, ranks=2, accelerator=h200, dtype="bfloat16")
     assert two.mfu == pytest.approx(speed.mfu)
     assert "mfu" in str(speed) and "%" in str(speed) and "causal" in str(speed)
 
 
 def test_unknown_chips_have_no_utilisation() -> None:
-    assert chip_of(torch.device("cpu")) is None
-    assert chip_named("Imaginary Accelerator 9") is None
-    speed = throughput(GPT2_1B, sequence=64, tokens_per_s=10, ranks=1, chip=None, dtype="float32")
+    assert find_accelerator(torch.device("cpu")) is None
+    assert accelerator_named("Imaginary Accelerator 9") is None
+    speed = throughput(GPT2_1B, sequence=64, tokens_per_s=10, ranks=1, accelerator=None, dtype="float32")
     assert (speed.mfu, speed.mfu_causal) == (None, None)
     assert "mfu n/a" in str(speed)
 
@@ -55,10 +55,10 @@ def test_unknown_chips_have_no_utilisation() -> None:
     ],
 )
 def test_names_that_drivers_give(name: str, peak: float) -> None:
-    chip = chip_named(name)
+    chip = accelerator_named(name)
     assert chip is not None
     assert chip.peak("bfloat16") == peak
 
 
 def test_every_chip_is_reachable() -> None:
-    assert [chip_named(f"NVIDIA {chip.match} 80GB") for chip in CHIPS] == list(CHIPS)
+    assert [accelerator_named(f"NVIDIA {chip.match} 80GB") for chip in ACCELERATORS] == list(ACCELERATORS)

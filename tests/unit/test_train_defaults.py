@@ -10,7 +10,7 @@ from colonnade.config.toml import dumps, parse
 from colonnade.errors import ConfigError
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
-from colonnade.train.run_log import computing
+from colonnade.train.run_log import precision_summary
 from colonnade.train.session import Session
 from tests import corpora
 
@@ -60,9 +60,9 @@ def test_a_file_leaves_open_what_the_run_left_open() -> None:
 
 def test_the_first_line_says_what_was_decided() -> None:
     t = TrainConfig()
-    assert computing(t.resolved("cpu")) == "float32"
-    assert computing(t.resolved("cuda")) == "bfloat16 with float32 masters, compiled, fused AdamW"
-    assert computing(t.replace(dtype="float16", compile=False).resolved("cuda")) == (
+    assert precision_summary(t.resolved("cpu")) == "float32"
+    assert precision_summary(t.resolved("cuda")) == "bfloat16 with float32 masters, compiled, fused AdamW"
+    assert precision_summary(t.replace(dtype="float16", compile=False).resolved("cuda")) == (
         "float16 with float32 masters, fused AdamW"
     )
 

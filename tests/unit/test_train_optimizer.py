@@ -14,7 +14,7 @@ from colonnade.parallel.axis import SOLO, SOLO_AXES
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Whole, masters
 from colonnade.parallel.layout import PARTIAL, WHOLE, Placement
-from colonnade.train import grad_norm
+from colonnade.train import optimizer_step
 from colonnade.train.lr_schedule import learning_rate
 from colonnade.train.optimizer import AdamW
 
@@ -78,16 +78,16 @@ def test_norm_and_clip() -> None:
     weights = {name: torch.zeros(3, dtype=torch.float64) for name in layout}
     for name, value in (("a", 1.0), ("b", 2.0), ("c", -2.0)):
         weights[name].grad = torch.full((3,), value, dtype=torch.float64)
-    grad_norm.sum_partial(weights, layout, SOLO)
-    found = grad_norm.gradient_norm(weights, layout, SOLO_AXES, SOLO)
+    optimizer_step.sum_partial_grads(weights, layout, SOLO)
+    found = optimizer_step.gradient_norm(weights, layout, SOLO_AXES, SOLO)
     assert found.item() == pytest.approx(math.sqrt(27))
-    grad_norm.clip_(weights, found, float("inf"))
+    optimizer_step.clip_grads_(weights, found, float("inf"))
     assert weights["b"].grad is not None
     assert weights["b"].grad[0].item() == 2.0
-    grad_norm.clip_(weights, found, 1.0)
-    assert grad_norm.gradient_norm(weights, layout, SOLO_AXES, SOLO).item() == pytest.approx(1.0, rel=1e-6)
-    grad_norm.clip_(weights, torch.tensor(0.5), 1.0)
-    assert grad_norm.gradient_norm(weights, layout, SOLO_AXES, SOLO).item() == pytest.approx(1.0, rel=1e-6), (
+    optimizer_step.clip_grads_(weights, found, 1.0)
+    assert optimizer_step.gradient_norm(weights, layout, SOLO_AXES, SOLO).item() == pytest.approx(1.0, rel=1e-6)
+    optimizer_step.clip_grads_(weights, torch.tensor(0.5), 1.0)
+    assert optimizer_step.gradient_norm(weights, layout, SOLO_AXES, SOLO).item() == pytest.approx(1.0, rel=1e-6), (
         "never scaled up"
     )
 

@@ -9,10 +9,10 @@ from colonnade.model import Transformer, initialise
 from colonnade.parallel.axis import SOLO
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
-from colonnade.train.loss_scaler import HIGHEST, LossScaler
+from colonnade.train.loss_scaler import MAX_SCALE, LossScaler
 from colonnade.train.lr_schedule import learning_rate
 from colonnade.train.optimizer import AdamW
-from colonnade.train.train_step import Step
+from colonnade.train.train_step import TrainStep
 from tests.parity.train_cases import ragged
 
 CPU = torch.device("cpu")
@@ -27,9 +27,9 @@ def test_the_rule() -> None:
     it = scaler(8.0, 3)
     seen = []
     for norm in (1.0, 1.0, torch.inf, 1.0, 1.0, 1.0, torch.nan, 1.0, 1.0, 1.0, 1.0):
-        found = it.seen(torch.tensor(norm * 8))
-        seen.append((it.used.item(), float(it.good.item() == 0 and it.scale < it.used)))
-        assert not torch.isfinite(found) or found.item() == norm * 8 / it.used.item()
+        found = it.update(torch.tensor(norm * 8))
+        seen.append((it.used_scale.item(), float(it.good_steps.item() == 0 and it.scale < it.used_scale)))
+        assert not torch.isfinite(found) or found.item() == norm * 8 / it.used_scale.item()
     assert [used for used, _ in seen] == [8, 8, 8, 4, 4, 4, 8, 4, 4, 4, 8]
     assert [bool(over) for _, over in seen] == [i in (2, 6) for i in range(11)]
     assert it.skipped.item() == 2
@@ -40,9 +40,9 @@ def test_the_rule() -> None:
 
 
 def test_a_scale_that_nothing_overflows_stays_finite() -> None:
-    it = scaler(HIGHEST, 1)
-    it.seen(torch.tensor(0.0))
-    assert it.scale.item() == HIGHEST
+    it = scaler(MAX_SCALE, 1)
+    it.update(torch.tensor(0.0))
+    assert it.scale.item() == MAX_SCALE
 
 
 def test_a_scale_that_would_round_is_refused() -> None:
@@ -61,7 +61,7 @@ class Training:
         self.held = masters(self.model, DistributedContext.solo(), torch.float16)
         self.optimizer = AdamW(self.held.local, self.train)
         self.scaler = LossScaler(self.train, CPU)
-        self.step = Step(self.model, self.held, self.optimizer, self.train, SOLO, scaler=self.scaler)
+        self.step = TrainStep(self.model, self.held, self.optimizer, self.train, SOLO, scaler=self.scaler)
 
     def all(self) -> dict[str, torch.Tensor]:
         weights = {name: w.detach() for name, w in self.held.local.items()}

@@ -13,7 +13,7 @@ from colonnade.errors import CapacityError
 from colonnade.model.weight_memory import WeightMemory
 from colonnade.model.weight_only_quant import weight_bytes
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.tune.upcycle import upcycled
+from colonnade.tune.upcycle import upcycled_config
 from tests.serve import tiny
 
 GIB = 1 << 30
@@ -86,7 +86,7 @@ def test_an_upcycled_or_pruned_model_must_fit_beside_the_first(
     with pytest.raises(SystemExit):
         main(["convert", str(saved), str(tmp_path / "x"), "--upcycle", "8"])
     enough = sum(WeightMemory(config, torch.float32, CPU).bytes()[0] for config in (
-        dense.config, upcycled(dense.config, 8),
+        dense.config, upcycled_config(dense.config, 8),
     ))  # fmt: skip
     monkeypatch.setattr(FREE, lambda: int(1.02 * enough))
     with pytest.raises(SystemExit):
