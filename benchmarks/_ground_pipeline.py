@@ -29,7 +29,7 @@ from torch.distributed.pipelining import (
 from _ground import GPT2, QWEN3, Batch, Table, batch_of, build, difference, exact, whole_of
 from colonnade.config import ModelConfig
 from colonnade.model import IGNORE, Loss, Stream, Transformer
-from colonnade.model.head import Projection
+from colonnade.model.head import OutputProjection
 from colonnade.parallel.axis import Axes, Axis, group_name
 from colonnade.parallel.layout import PARTIAL, layout_of, share
 
@@ -146,7 +146,7 @@ class Part(nn.Module):
         if self.norm is None or self.output is None:
             return x
         loss, _ = Loss(batch.targets_T)(
-            self.norm(x), T, Projection(self.output.weight, self.axes, self.config.vocab_size)
+            self.norm(x), T, OutputProjection(self.output.weight, self.axes, self.config.vocab_size)
         )
         return (loss / self.count).reshape(1)
 

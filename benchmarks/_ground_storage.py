@@ -199,7 +199,7 @@ def _async(table: Table, total: int):
     ground = table.on(plan)
     it = Run.start(config, ground, total)
     it.go(0, STEPS)
-    layout, whole, sharded = layout_of(it.model), it.model.whole_shapes(), plan.dp > 1
+    layout, whole, sharded = layout_of(it.model), it.model.global_shapes(), plan.dp > 1
     local = {f"weights/{name}": w for name, w in it.masters.local.items()} | it.optimizer.state
 
     def view(key: str, tensor: Tensor) -> Tensor:

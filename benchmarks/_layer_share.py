@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from _layer_profile import LIBRARYS, PRODUCTS, timeline
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.kernels.experts.reference import Weights
-from colonnade.model.moe import MixtureOfExperts, Routed, Routing
+from colonnade.model.moe import LayerRouting, MixtureOfExperts, Routing
 from colonnade.parallel.axis import SOLO_AXES
 
 DISPATCH = ("_count", "_place", "_rank", "_invert", "_copy", "_deal")
@@ -64,7 +64,7 @@ def measured(layer: MixtureOfExperts, x_TD: Tensor, *, back: bool, gpu: bool) ->
     """
     T, device = len(x_TD), x_TD.device
     tokens_T, index_T = torch.zeros(T, dtype=torch.int64, device=device), torch.arange(T, device=device)
-    routed = Routed(tokens_T, Routing(index_T, 1.0) if back else None, None)
+    routed = LayerRouting(tokens_T, Routing(index_T, 1.0) if back else None, None)
     x_TD = x_TD.detach().requires_grad_(back)
 
     def whole() -> Tensor:

@@ -42,11 +42,11 @@ from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ConfigError, PlanError, RequestError
 from colonnade.model import Hidden, Packed, Pooled, Rows, Stream, Transformer
 from colonnade.model.head import Head
-from colonnade.model.moe import OffloadedExperts, experts_of
-from colonnade.model.moe.router import rule
+from colonnade.model.moe import OffloadedExperts, expert_modules
+from colonnade.model.moe.router import find_router
 from colonnade.model.score import Score, score
 from colonnade.model.weight_memory import WeightMemory
-from colonnade.model.weight_only_quant import build, in_place, kind_of
+from colonnade.model.weight_only_quant import build, copy_weight, quantised_kind
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.device_memory import free_host_bytes, share_bytes
 from colonnade.parallel.distributed_context import DistributedContext, choose_device
@@ -82,7 +82,7 @@ class Model:
     def __repr__(self) -> str:
         """``Model('runs/a', llama, 134,515,008 parameters, float32 with weights in int8, tp=2 on cpu)``."""
         dtype = str(next(self.transformer.parameters()).dtype).removeprefix("torch.")
-        kept = f" with weights in {kind}" if (kind := kind_of(self.transformer)) else ""
+        kept = f" with weights in {kind}" if (kind := quantised_kind(self.transformer)) else ""
         what = f"{self.config.family}, {count(self.config.parameters, 'parameter')}, {dtype}{kept}"
         return f"Model({self.source!r}, {what}, {self.ground.plan} on {self.ground.device.type})"
 
@@ -316,7 +316,7 @@ def _told(found: OpenedModel, experts: ExpertsConfig) -> ModelConfig:
     told = experts.of(found.config, found.tasks)
     if told.moe is not None and experts.active is not None:
         # A router that always sends a token to as many says so before any process starts.
-        rule(told.moe, otherwise="leave --experts.active out")
+        find_router(told.moe, otherwise="leave --experts.active out")
     return told
 
 
@@ -343,12 +343,12 @@ def _load(
     try:
         axes = with_small(ground.axes.serving(), ground.device)
         if weights == "stored":
-            transformer, put = Transformer(found.config, axes, **on), in_place
+            transformer, put = Transformer(found.config, axes, **on), copy_weight
         else:
             transformer, put = build(found.config, axes, **on, kind=weights, group=group)
         found.fill(transformer.eval().requires_grad_(False), ground, put)
         if resident is not None:
-            OffloadedExperts(experts_of(transformer), resident, ground.device)
+            OffloadedExperts(expert_modules(transformer), resident, ground.device)
     except torch.OutOfMemoryError:
         raise memory.refusal(source, share_bytes(ground.device), free_host_bytes()) from None
     return Model(transformer, Tokenizer.beside(found.words), ground, source, found.tasks)
@@ -385,7 +385,7 @@ def save(
     check_choice("format", format, Format)
     dtype = _named_dtype(dtype)
     place = Path(path)
-    if kind := kind_of(model.transformer):
+    if kind := quantised_kind(model.transformer):
         raise ConfigError(
             f"weights in {kind} are made while a model is read, and not saved; load it stored, and save that"
         )

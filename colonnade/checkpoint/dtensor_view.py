@@ -54,7 +54,7 @@ def storage_views(
     """The storage view of each tensor; in a world of one, the tensor itself."""
     if ground.world == 1:
         return tensors
-    layout, whole = layout_of(model), model.whole_shapes()
+    layout, whole = layout_of(model), model.global_shapes()
     state = {name for name, _ in model.named_buffers()}  # the same on all ranks
 
     def view(name: str, tensor: Tensor) -> Tensor:

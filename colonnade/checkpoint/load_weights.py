@@ -14,7 +14,7 @@ from colonnade.checkpoint.weight_mapping import Box, Shape, Source, Stored, Tabl
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
-from colonnade.model.weight_only_quant import Place, in_place
+from colonnade.model.weight_only_quant import StoreWeight, copy_weight
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of
 
@@ -36,7 +36,7 @@ class Weights:
                 f"{config.parameters:,}; they belong to different models"
             )
         meta = Transformer(config, device="meta")
-        shapes = {name: tuple(shape) for name, shape in meta.whole_shapes().items()}
+        shapes = {name: tuple(shape) for name, shape in meta.global_shapes().items()}
         self.forms: dict[str, Stored] = stored_parameters(list(shapes), table, source.file_of(""))
         wanted = {
             theirs: shape
@@ -53,7 +53,7 @@ class Weights:
             )
 
     @torch.no_grad()
-    def fill(self, model: Transformer, place: Place = in_place) -> None:
+    def fill(self, model: Transformer, place: StoreWeight = copy_weight) -> None:
         """Read into ``model``: of our :attr:`config`, with plain local parameters (before FSDP wraps them).
 
         Values are cast to the parameters' type, or are put where ``place`` puts them. Raises :class:`CheckpointError`
@@ -65,7 +65,7 @@ class Weights:
                     f"{self.source.file_of(copy)} holds a '{copy}' that differs from '{original}', but the config ties "
                     'them; untie them there ("tie_word_embeddings": false)'
                 )
-        shapes, layout = model.whole_shapes(), layout_of(model)
+        shapes, layout = model.global_shapes(), layout_of(model)
         for name, held in (*model.named_parameters(), *model.named_buffers()):
             box = box_of(tuple(shapes[name]), layout.get(name, WHOLE), model.axes)
             place(name, held, self.forms[name].read(self.source, box, self.config))

@@ -30,7 +30,7 @@ from colonnade.checkpoint.dtensor_view import Moments, local_tensors, parameter_
 from colonnade.config import Config, ModelConfig, RunConfig, differences
 from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
 from colonnade.model import Transformer
-from colonnade.model.weight_only_quant import Place, in_place
+from colonnade.model.weight_only_quant import StoreWeight, copy_weight
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import layout_of
@@ -168,7 +168,7 @@ def load(
     masters: Masters | None = None,
     optimizer: Moments | None = None,
     trained: ModelConfig | None = None,
-    place: Place = in_place,
+    place: StoreWeight = copy_weight,
 ) -> Meta:
     """Fill ``model`` (and what is given of ``masters`` and ``optimizer``) from ``folder``, under any plan.
 
@@ -186,7 +186,7 @@ def load(
     manifest, meta, index = _open(folder)
     _same(folder, meta, trained or model.config)
     local = local_tensors(model, masters, optimizer)
-    whole = model.whole_shapes()
+    whole = model.global_shapes()
     for key, tensor in local.items():
         entry = index.tensors.get(key)
         if entry is None:

@@ -19,7 +19,7 @@ from colonnade.checkpoint.hf.read import HFFolder, fetch, find_minilm
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
-from colonnade.model.weight_only_quant import Place
+from colonnade.model.weight_only_quant import StoreWeight
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
 
@@ -37,7 +37,7 @@ class OpenedModel:
     """Its folder or file."""
     config: ModelConfig
     """What it is."""
-    fill: Callable[[Transformer, DistributedContext, Place], object]
+    fill: Callable[[Transformer, DistributedContext, StoreWeight], object]
     """Reads a rank's share of the weights, under any layout, before FSDP cuts them."""
     into: Callable[[Transformer, DistributedContext, Masters], object]
     """Reads this rank's part of the weights into the masters of a model in training."""
@@ -54,7 +54,7 @@ def open_model(path: str | Path) -> OpenedModel:
         meta = native.read_meta(place)
         config = meta.model
 
-        def fill(model: Transformer, ground: DistributedContext, put: Place) -> object:
+        def fill(model: Transformer, ground: DistributedContext, put: StoreWeight) -> object:
             return native.load(place, model, ground, trained=config, place=put)
 
         def into(model: Transformer, ground: DistributedContext, held: Masters) -> object:

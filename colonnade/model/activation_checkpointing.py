@@ -16,11 +16,11 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-Kind = Literal["none", "attention", "full"]
-KINDS: tuple[Kind, ...] = ("none", "attention", "full")
+RecomputeKind = Literal["none", "attention", "full"]
+RECOMPUTE_KINDS: tuple[RecomputeKind, ...] = ("none", "attention", "full")
 
 
-def again(run: Callable[..., Any], *arguments: Any, random: bool = False) -> Any:
+def checkpointed(run: Callable[..., Any], *arguments: Any, random: bool = False) -> Any:
     """``run(*arguments)``, of which only the arguments are kept, and which runs again in the backward pass.
 
     ``random``: it may ask torch's generators, whose state is then kept, as our own models never do.
@@ -28,7 +28,7 @@ def again(run: Callable[..., Any], *arguments: Any, random: bool = False) -> Any
     return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=random)
 
 
-def recompute(blocks: Sequence[nn.Module] | nn.ModuleList, kinds: Sequence[Kind]) -> None:
+def set_recompute(blocks: Sequence[nn.Module] | nn.ModuleList, kinds: Sequence[RecomputeKind]) -> None:
     """From now on each of ``blocks`` keeps what its kind says."""
     for block, kind in zip(blocks, kinds, strict=True):
         block.recompute = kind == "full"  # type: ignore[assignment]

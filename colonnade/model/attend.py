@@ -34,7 +34,7 @@ class Attend(Protocol):
         ...
 
 
-class Attending(Protocol):
+class AttendBackend(Protocol):
     """What a Transformer is called with."""
 
     def at(self, layer: int, window: int | None) -> Attend:
@@ -143,7 +143,7 @@ class PagedView:
     window: int | None
     kernels: str
 
-    def of_product(self, qkv_Tz: Tensor, turn: Rotation | None, norms: tuple[Scale, Scale] | None) -> Tensor:
+    def from_qkv(self, qkv_Tz: Tensor, turn: Rotation | None, norms: tuple[Scale, Scale] | None) -> Tensor:
         """o_TnH of heads as the first projection gives them, which are normalised and turned on their way."""
         place = choose("place_heads", qkv_Tz.device.type, qkv_Tz.dtype)
         q_TnH = place(qkv_Tz, self.pools.k_PpKH, self.pools.v_PpKH, self.slots_T, turn=turn, norms=norms)

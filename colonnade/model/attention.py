@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from colonnade.config import ModelConfig
 from colonnade.kernels.rotary import Rotation, rotate
-from colonnade.model.activation_checkpointing import again
+from colonnade.model.activation_checkpointing import checkpointed
 from colonnade.model.attend import Attend
 from colonnade.model.linear import Linear
 from colonnade.model.norm import HeadsNorm, Norm
@@ -74,7 +74,7 @@ class Attention(nn.Module):
     def forward(self, x_tD: Tensor, T: int, turn: Rotation | None, attend: Attend) -> Tensor:
         """y_tD for the residual stream of T tokens; ``turn`` is None where positions are learned."""
         (qkv_Tz,) = column_parallel(self.axes, x_tD, T, self.qkv)
-        o_Tz = again(self._core, qkv_Tz, turn, attend) if self.recompute else self._core(qkv_Tz, turn, attend)
+        o_Tz = checkpointed(self._core, qkv_Tz, turn, attend) if self.recompute else self._core(qkv_Tz, turn, attend)
         return row_parallel(self.axes, o_Tz, self.out)
 
     def _core(self, qkv_Tz: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
@@ -118,7 +118,7 @@ class LatentAttention(nn.Module):
         self.kv_down = Linear(config.width, latent.kv_rank + latent.rope_width, bias=bias, **on)
         self.kv_norm = Norm(config, latent.kv_rank, **alone)
         self.kv_up = Linear(latent.kv_rank, n * (self.plain + latent.v_width), bias=False, **on)
-        self.kv_up.as_stored = True
+        self.kv_up.never_quantise = True
         self.out = Linear(n * latent.v_width, config.width, bias=config.out_bias, **on)
         self.layout |= {"kv_down.weight": PARTIAL, "kv_up.weight": 0, "out.weight": 1}
         self.layout |= {"kv_down.bias": PARTIAL} if bias else {}
@@ -137,7 +137,7 @@ class LatentAttention(nn.Module):
             down_Tz, kv_Tz = column_parallel(self.axes, x_tD, T, self.q_down, self.kv_down)
             q_Tz = self.q_up(self.q_norm(down_Tz))
         core = self._kept if attend.keeps else self._written_out
-        o_Tz = again(core, q_Tz, kv_Tz, turn, attend) if self.recompute else core(q_Tz, kv_Tz, turn, attend)
+        o_Tz = checkpointed(core, q_Tz, kv_Tz, turn, attend) if self.recompute else core(q_Tz, kv_Tz, turn, attend)
         return row_parallel(self.axes, o_Tz, self.out)
 
     def _parts(self, q_Tz: Tensor, kv_Tz: Tensor, turn: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -84,7 +84,7 @@ class Dropout:
         """Of step ``step`` of the run of ``seed``, for the tokens with these indices."""
         return Dropout(keys(seed, step, 1 + layers, index_T.device), index_T, rates)
 
-    def of_tokens(self, index_T: Tensor) -> "Dropout":
+    def for_tokens(self, index_T: Tensor) -> "Dropout":
         """The same for other tokens."""
         return replace(self, index_T=index_T)
 
@@ -112,7 +112,7 @@ class Dropout:
         return Pairs(self.keys[1 + layer], self.index_T, keys_S, self.rates.attention, head)
 
 
-def drop(x_TD: Tensor, noise: BlockDropout | None, site: int) -> Tensor:
+def apply_dropout(x_TD: Tensor, noise: BlockDropout | None, site: int) -> Tensor:
     """Dropout where the stream has noise; else ``x_TD``."""
     if noise is None:
         return x_TD

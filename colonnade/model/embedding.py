@@ -1,4 +1,6 @@
-"""The vocabulary-parallel embedding: each rank holds some rows, looks up what it has and adds the rest.
+"""The stream: a flat run of tokens, which is all that a model is fed, in training and in serving alike.
+
+The vocabulary-parallel embedding: each rank holds some rows, looks up what it has and adds the rest.
 
     x = Σ_ranks (W_rank[token − start] where this rank holds the row, else 0)
 
@@ -7,15 +9,33 @@ that a checkpoint does not depend on the plan. Learned positions and segments, w
 the sum, and BERT normalises it (Devlin 2019, arXiv 1810.04805, section 3).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade.config import ModelConfig
+from colonnade.model.dropout import Dropout
+from colonnade.model.moe.routing_context import Routing
 from colonnade.model.norm import Norm
-from colonnade.model.stream import Stream
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, on_rows
+
+
+class Stream(NamedTuple):
+    """T tokens laid end to end: no padding, no batch dimension. Who sees whom is :mod:`attend`'s affair."""
+
+    tokens_T: Tensor
+    """int64 token ids."""
+    positions_T: Tensor
+    """int64 position of each token within its own sequence."""
+    segments_T: Tensor | None = None
+    """int64 segment of each token, for a model that has a table of them; None is segment 0 everywhere."""
+    noise: Dropout | None = None
+    """What is random in this step of training; None drops nothing."""
+    routing: Routing | None = None
+    """What concerns the routers of a mixture of experts; None is inference."""
 
 
 class _Table(nn.Module):

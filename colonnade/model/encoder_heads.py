@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.model.dropout import POOLED, BlockDropout
-from colonnade.model.head import Loss, Projection
+from colonnade.model.head import Loss, OutputProjection
 from colonnade.model.loss import IGNORE
 
 
@@ -18,7 +18,7 @@ from colonnade.model.loss import IGNORE
 class Hidden:
     """The last residual stream itself, of any model."""
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, onto: OutputProjection) -> Tensor:
         """x_TD."""
         return onto.axes.together(x_tD, T)
 
@@ -29,7 +29,7 @@ class Pooled:
 
     first_R: Tensor
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, onto: OutputProjection) -> Tensor:
         """p_RD, between -1 and 1."""
         assert onto.top is not None, "a causal model has no pooler"
         return onto.top.pooled(onto.axes.together(x_tD, T)[self.first_R])
@@ -41,7 +41,7 @@ class Classes:
 
     first_R: Tensor
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, onto: OutputProjection) -> Tensor:
         """logits_RC."""
         return _classified(Pooled(self.first_R)(x_tD, T, onto), onto)
 
@@ -57,7 +57,7 @@ class ClassLoss:
     noise: BlockDropout | None = None
     """Of the first tokens: drops elements of the pooled vectors, as BERT's fine-tuning does."""
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> tuple[Tensor, Tensor]:
+    def __call__(self, x_tD: Tensor, T: int, onto: OutputProjection) -> tuple[Tensor, Tensor]:
         """(sum of the losses, number of labels) on all tp ranks; in float32, or float64 for a float64 model."""
         pooled_RD = Pooled(self.first_R)(x_tD, T, onto)
         if self.noise is not None:
@@ -73,7 +73,7 @@ class ClassLoss:
 class Spans:
     """For each token, how likely it is an answer's first, and its last (``top = spans``)."""
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, onto: OutputProjection) -> Tensor:
         """logits_T2."""
         assert onto.top is not None, "a causal model has no span layer"
         assert onto.top.spans is not None, "this model has no span layer"
@@ -81,12 +81,12 @@ class Spans:
 
 
 @dataclass(frozen=True)
-class Orders:
+class SentenceOrders:
     """Logits of (in order, swapped) for each pair of segments (``top = pretraining``)."""
 
     first_R: Tensor
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, onto: OutputProjection) -> Tensor:
         """logits_R2."""
         assert onto.top is not None, "a causal model does not predict the order of sentences"
         assert onto.top.order is not None, "this model does not predict the order of sentences"
@@ -98,13 +98,13 @@ class Pretraining:
     """BERT's two losses in one pass: the masked tokens', and that of the segments' order."""
 
     masked: Loss
-    orders: Orders
+    orders: SentenceOrders
     orders_R: Tensor
     """0 in order, 1 swapped, IGNORE for a sequence that is no pair."""
     weight: Tensor | float = 1.0
     """Of a pair's loss beside a token's."""
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> tuple[Tensor, Tensor]:
+    def __call__(self, x_tD: Tensor, T: int, onto: OutputProjection) -> tuple[Tensor, Tensor]:
         """(sum over the masked tokens + weight · sum over the pairs, number of masked tokens) on all tp ranks."""
         masked, count = self.masked(x_tD, T, onto)
         logits_R2 = self.orders(x_tD, T, onto).to(masked.dtype)
@@ -113,7 +113,7 @@ class Pretraining:
         return masked + weight * order, count
 
 
-def _classified(pooled_RD: Tensor, onto: Projection) -> Tensor:
+def _classified(pooled_RD: Tensor, onto: OutputProjection) -> Tensor:
     assert onto.top is not None, "a causal model has no classifier"
     assert onto.top.classes is not None, "this model has no classifier"
     return onto.top.classes(pooled_RD)

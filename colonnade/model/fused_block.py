@@ -6,7 +6,7 @@
 A step of one row launches a kernel for each of these, and two or so for attention, where the modules by themselves
 launch some twenty: at two microseconds each they take as long as a third of the weights. With many rows, such as a
 prompt's, norm and products are the library's, and what is saved is reading and writing x in between. What is computed
-is the same, rounded less often. Serving asks for it (:func:`prepare`); whatever a block has that is not in these lines
+is the same, rounded less often. Serving asks for it (:func:`enable`); whatever a block has that is not in these lines
 goes through the modules.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from colonnade.model.transformer import Block, Transformer
 
 
-def prepare(model: "Transformer") -> None:
+def enable(model: "Transformer") -> None:
     """Have the blocks of ``model`` take their steps so from now on, on a GPU that has the kernels."""
     weight = next(model.parameters())
     if not TRITON or not weight.is_cuda or weight.dtype == torch.float64:
@@ -42,21 +42,21 @@ def prepare(model: "Transformer") -> None:
         model.kernels = "thin"
 
 
-def attends(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
-    """Whether :func:`attended` is for this block, these rows and these keys."""
+def can_fuse_attention(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
+    """Whether :func:`attention_step` is for this block, these rows and these keys."""
     it = block.attention
     plain = isinstance(it, Attention) and it.clip is None and it.out.bias is None and _per_head(it.q_norm)
     return plain and isinstance(attend, PagedView) and _fits(block, block.norm1, x_tD, it)
 
 
-def feeds(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
-    """Whether :func:`fed` is for this block, these rows and a server's step, which keeps its keys."""
+def can_fuse_ffn(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
+    """Whether :func:`ffn_step` is for this block, these rows and a server's step, which keeps its keys."""
     it = block.ffn
     plain = isinstance(it, FeedForward) and it.gate is not None and it.down.bias is None
     return plain and attend.keeps and _fits(block, block.norm2, x_tD, it)
 
 
-def attended(block: "Block", x_TD: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
+def attention_step(block: "Block", x_TD: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
     """x + attention(norm(x))."""
     it = block.attention
     assert isinstance(it, Attention)
@@ -65,11 +65,11 @@ def attended(block: "Block", x_TD: Tensor, turn: Rotation | None, attend: Attend
     if isinstance(it.q_norm, Norm) and isinstance(it.k_norm, Norm):
         norms = _scale(it.q_norm), _scale(it.k_norm)
     qkv_Tz = _product(x_TD, it.qkv, norm=_scale(block.norm1))
-    o_Tz = attend.of_product(qkv_Tz, turn, norms).flatten(1)
+    o_Tz = attend.from_qkv(qkv_Tz, turn, norms).flatten(1)
     return _added(block, o_Tz, it.out, x_TD)
 
 
-def fed(block: "Block", x_TD: Tensor, *, own: bool) -> Tensor:
+def ffn_step(block: "Block", x_TD: Tensor, *, own: bool) -> Tensor:
     """x + ffn(norm(x)); in the place of x where that is the caller's ``own``, which nobody else sees."""
     it = block.ffn
     assert isinstance(it, FeedForward)

@@ -12,7 +12,7 @@ from colonnade.model.loss import IGNORE, cross_entropy_sum
 from colonnade.parallel.axis import Axes
 
 
-class Projection(NamedTuple):
+class OutputProjection(NamedTuple):
     """What a model has for its heads, whatever the tokens."""
 
     weight_vD: Matrix
@@ -29,7 +29,7 @@ class Projection(NamedTuple):
 class Head(Protocol):
     """Turns the last residual stream into the result."""
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Any:
+    def __call__(self, x_tD: Tensor, T: int, onto: OutputProjection) -> Any:
         """The result of the forward pass over T tokens, of which ``x_tD`` holds the rows ``axes.rows(T)``."""
         ...
 
@@ -40,20 +40,20 @@ class Rows:
 
     index_R: Tensor | None = None
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, onto: OutputProjection) -> Tensor:
         """logits_RV."""
-        return onto.axes.tp.join(shares(x_tD, T, self.index_R, onto), 1, onto.vocab_size)
+        return onto.axes.tp.join(local_logits(x_tD, T, self.index_R, onto), 1, onto.vocab_size)
 
 
 @dataclass(frozen=True)
-class Shares:
+class LocalVocabRows:
     """As :class:`Rows`, but of each rank its share of the vocabulary alone."""
 
     index_R: Tensor | None = None
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, onto: OutputProjection) -> Tensor:
         """logits_Rv."""
-        return shares(x_tD, T, self.index_R, onto)
+        return local_logits(x_tD, T, self.index_R, onto)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Loss:
     smoothing: float = 0.0
     rows_R: Tensor | None = None
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> tuple[Tensor, Tensor]:
+    def __call__(self, x_tD: Tensor, T: int, onto: OutputProjection) -> tuple[Tensor, Tensor]:
         """(sum of the losses, number of valid targets), the same on all tp ranks; the mean is the caller's affair,
         because it is taken over data ranks and micro-batches too.
         """
@@ -85,13 +85,13 @@ class Loss:
         return total, (self.targets_R != IGNORE).sum()
 
 
-def shares(x_tD: Tensor, T: int, rows_R: Tensor | None, onto: Projection) -> Tensor:
+def local_logits(x_tD: Tensor, T: int, rows_R: Tensor | None, onto: OutputProjection) -> Tensor:
     """logits_Rv: this rank's share of the vocabulary, of the tokens ``rows_R`` of the stream (None: of all)."""
     x_RD, bias_v = _ready(x_tD, T, rows_R, onto)
     return linear(x_RD, onto.weight_vD, bias_v, onto.kernels)
 
 
-def _ready(x_tD: Tensor, T: int, rows_R: Tensor | None, onto: Projection) -> tuple[Tensor, Tensor | None]:
+def _ready(x_tD: Tensor, T: int, rows_R: Tensor | None, onto: OutputProjection) -> tuple[Tensor, Tensor | None]:
     """x_RD as the ranks enter the output projection, and this rank's part of its bias."""
     axes, top = onto.axes, onto.top
     if top is None:

@@ -9,6 +9,8 @@ numbers (drawing 4096² costs 0.2 s).
     norms 1, biases 0                                  and what a module's table ``initial`` says of others
 
 Each expert is drawn by a name of its own.
+
+Another top for an encoder: what fine-tuning begins with.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -17,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from colonnade.config.model import Top
 from colonnade.model.transformer import Transformer
-from colonnade.model.weight_only_quant import Place, in_place
+from colonnade.model.weight_only_quant import StoreWeight, copy_weight
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of, share
 from colonnade.parallel.rng_keys import generator
@@ -26,7 +29,9 @@ from colonnade.parallel.rng_keys import generator
 RESIDUAL_OUTPUTS = ("attention.out.weight", "ffn.down.weight", "shared.down.weight", "experts.down")
 
 
-def initialise(model: Transformer, seed: int, place: Place = in_place, leave: Container[str] = ()) -> Transformer:
+def initialise(
+    model: Transformer, seed: int, place: StoreWeight = copy_weight, leave: Container[str] = ()
+) -> Transformer:
     """Fill ``model`` from ``seed``, one parameter after another, and its buffers with 0; returns it.
 
     ``place`` gets this rank's share of each, before FSDP cuts it: a sharded model needs no more memory than its shards
@@ -34,7 +39,7 @@ def initialise(model: Transformer, seed: int, place: Place = in_place, leave: Co
     """
     std = model.config.init_std
     residual_std = std / (2 * model.config.layers) ** 0.5
-    fill(model, model.axes, model.whole_shapes(), seed, place, leave, std=std, residual_std=residual_std)
+    fill(model, model.axes, model.global_shapes(), seed, place, leave, std=std, residual_std=residual_std)
     return model
 
 
@@ -44,7 +49,7 @@ def fill(
     axes: Axes,
     shapes: Mapping[str, torch.Size],
     seed: int,
-    place: Place = in_place,
+    place: StoreWeight = copy_weight,
     leave: Container[str] = (),
     *,
     std: float,
@@ -90,3 +95,20 @@ def _share(shape: torch.Size, placement: Placement, axes: Axes, drawn: Callable[
         return share(drawn("", shape), placement, axes)
     units = slice(*axes.grid.sh.part(shape[1]))
     return torch.stack([drawn(f".{e}", shape[1:])[units] for e in range(*axes.grid.ep.part(shape[0]))])
+
+
+@torch.no_grad()
+def replace_head(model: Transformer, top: Top, *, classes: int = 0, seed: int = 0) -> Transformer:
+    """A model like ``model`` (an encoder of plain local tensors) with another top, on the same axes.
+
+    What both have is copied, the pooler too; what is new is drawn from ``seed``. Raises :class:`ConfigError` for a
+    top that this model cannot have.
+    """
+    config = model.config.but(top=top, classes=classes)
+    old = dict(model.named_parameters())
+    first = next(iter(old.values()))
+    fresh = initialise(Transformer(config, model.axes, device=first.device, dtype=first.dtype), seed)
+    for name, parameter in fresh.named_parameters():
+        if name in old and old[name].shape == parameter.shape:
+            parameter.copy_(old[name])
+    return fresh

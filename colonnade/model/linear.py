@@ -25,23 +25,24 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, kernels: str =
     return choose(operation, x.device.type, x.dtype, kernels)(x, weight, bias)
 
 
-class InFloat8(nn.Module):
+class Float8Module(nn.Module):
     """What has products that may be in float8."""
 
     float8: Float8 | None = None
-    """How they are scaled, where they are (:func:`in_float8`)."""
+    """How they are scaled, where they are (:func:`enable_float8`)."""
     grouped = False
     """Whether they are grouped products, of which there is one kind in float8: a scale a row, on Hopper."""
 
 
-class Linear(InFloat8):
-    """y = x Wᵀ + b, uninitialised: weights come from :mod:`initialise` or from a file, never from here."""
+class Linear(Float8Module):
+    """y = x Wᵀ + b, uninitialised: weights come from :mod:`~colonnade.model.initialise` or from a file, never from
+    here."""
 
     quantised: Quantised | None = None
     """What stands in the place of :attr:`weight`; no buffer, so that a cast of the model leaves it alone."""
     kernels = "auto"
     """Which implementation multiplies (:mod:`~colonnade.kernels.registry`)."""
-    as_stored = False
+    never_quantise = False
     """Whether :attr:`weight` is never quantised: somebody multiplies with parts of it, or it decides about a token."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, device: torch.device, dtype: torch.dtype):
@@ -68,12 +69,12 @@ class Linear(InFloat8):
         return self.weight if self.quantised is None else self.quantised
 
     def quantise(self, weight: Tensor, kind: Kind, group: int, over: Callable[[Tensor], Tensor]) -> None:
-        """From now on multiply with ``weight``, in ``kind``, and have no other (:func:`in_fewer_bits`)."""
-        self.quantised = in_fewer_bits(weight, kind, group, over)
+        """From now on multiply with ``weight``, in ``kind``, and have no other (:func:`quantise_finite`)."""
+        self.quantised = quantise_finite(weight, kind, group, over)
         del self.weight
 
 
-def in_fewer_bits(weight: Tensor, kind: Kind, group: int, over: Callable[[Tensor], Tensor]) -> Quantised:
+def quantise_finite(weight: Tensor, kind: Kind, group: int, over: Callable[[Tensor], Tensor]) -> Quantised:
     """``weight`` in ``kind`` (:mod:`.kernels.linear.quantise`); :class:`CheckpointError` for one that is not finite."""
     made = quantise(weight, kind, group, over)
     if not made.scales.isfinite().all():
@@ -84,8 +85,9 @@ def in_fewer_bits(weight: Tensor, kind: Kind, group: int, over: Callable[[Tensor
     return made
 
 
-def in_float8(blocks: nn.Module, scaling: Float8, device: torch.device | None = None) -> None:
-    """Compute the products of every :class:`InFloat8` within ``blocks`` in float8 from now on; experts' have a scale a
+def enable_float8(blocks: nn.Module, scaling: Float8, device: torch.device | None = None) -> None:
+    """Compute the products of every :class:`Float8Module` within ``blocks`` in float8 from now on; experts' have a
+    scale a
     row whatever the ``scaling``. A gate of one number a token stays as it is. ``device`` is where they will be, if they
     are not there yet.
 
@@ -97,7 +99,7 @@ def in_float8(blocks: nn.Module, scaling: Float8, device: torch.device | None = 
             f"float8 {scaling} needs compute capability {needs[0]}.{needs[1]}, and this "
             f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}; set train.float8 none"
         )
-    modules = [module for module in blocks.modules() if isinstance(module, InFloat8)]
+    modules = [module for module in blocks.modules() if isinstance(module, Float8Module)]
     if device.type == "cuda" and any(module.grouped for module in modules):
         has = torch.cuda.get_device_capability(device)
         if has != CAPABILITY or not scaled_available:

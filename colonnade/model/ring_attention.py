@@ -34,7 +34,7 @@ from colonnade.parallel.axis import Axis
 
 
 @dataclass(frozen=True)
-class Share:
+class ZigzagShard:
     """The rows of one rank: all of them, and its earlier and later chunk."""
 
     both: Rows
@@ -74,7 +74,7 @@ class Ring:
     keeps: ClassVar[bool] = False
 
     axis: Axis
-    shares: tuple[Share, ...]
+    shares: tuple[ZigzagShard, ...]
     """Of each rank."""
     packed: Packed
     """The whole stream, as one rank would attend to it."""
@@ -82,7 +82,7 @@ class Ring:
     @staticmethod
     def of(packed: Packed, T: int, axis: Axis) -> "Ring":
         """``packed``, of T tokens in all, shared by the ranks of ``axis``."""
-        return Ring(axis, shares(packed, T, axis.size), packed)
+        return Ring(axis, zigzag_shards(packed, T, axis.size), packed)
 
     @property
     def index_t(self) -> Tensor:
@@ -110,7 +110,7 @@ class Ring:
         return _RingAttention.apply(q_TnH, k_TkH, v_TkH, self)
 
 
-def shares(packed: Packed, T: int, ranks: int) -> tuple[Share, ...]:
+def zigzag_shards(packed: Packed, T: int, ranks: int) -> tuple[ZigzagShard, ...]:
     """The rows of each rank, by the rule above."""
     device, chunks = packed.cu_seqlens.device, 2 * ranks
     index_T, longest = torch.arange(T, device=device), packed.longest
@@ -133,7 +133,7 @@ def shares(packed: Packed, T: int, ranks: int) -> tuple[Share, ...]:
         cu = torch.searchsorted(index_t, packed.cu_seqlens.long()).to(torch.int32)
         return Rows(index_t, segment_T[index_t], cu, min(longest, len(index_t)), 0)
 
-    return tuple(Share(rows(parts[r], parts[-1 - r]), rows(parts[r]), rows(parts[-1 - r])) for r in range(ranks))
+    return tuple(ZigzagShard(rows(parts[r], parts[-1 - r]), rows(parts[r]), rows(parts[-1 - r])) for r in range(ranks))
 
 
 class _RingAttention(Function):

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from colonnade.errors import RequestError
 from colonnade.model.attend import Packed
+from colonnade.model.embedding import Stream
 from colonnade.model.head import Loss
 from colonnade.model.loss import IGNORE
-from colonnade.model.stream import Stream
 from colonnade.model.transformer import Transformer
 
 AT_ONCE_TOKENS = 4096

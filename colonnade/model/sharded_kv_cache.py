@@ -28,14 +28,14 @@ from colonnade.kernels.softmax_state import State
 from colonnade.model.cache import KVCache, Pools
 from colonnade.parallel.axis import Axis
 
-WIDEST = 256
+MAX_FUSED_HEAD_WIDTH = 256
 """Heads up to this width have fused kernels for chunks; wider ones (latent attention) are plain torch's."""
-SCORES = 1 << 28
+MAX_SCORES = 1 << 28
 """Of these plain torch keeps so many at a time."""
 
 
 @dataclass(frozen=True, eq=False)
-class Past:
+class CachedKeys:
     """Keys older than a step's tokens, of all requests, as far as this rank holds them."""
 
     slots_S: Tensor
@@ -59,7 +59,7 @@ class ShardedPaged:
     slots_T: Tensor
     new: Rows
     """The new tokens' positions, their requests."""
-    past: Mapping[int | None, Past]
+    past: Mapping[int | None, CachedKeys]
     """For layers with this window; those that are not here read the new tokens' keys from the cache too."""
     kernels: str = "auto"
 
@@ -82,7 +82,7 @@ class ShardedPagedView:
     slots_T: Tensor
     pools: Pools
     new: Rows
-    past: Past | None
+    past: CachedKeys | None
     window: int | None
     kernels: str
 
@@ -104,11 +104,11 @@ class ShardedPagedView:
 
     def _chunk(self, q_TnH: Tensor, k_SkH: Tensor, v_SkH: Tensor, keys: Rows, *, causal: bool) -> State:
         """The state of all queries over some keys."""
-        plain = self.kernels == "reference" or q_TnH.shape[2] > WIDEST or self.pools.values is not None
+        plain = self.kernels == "reference" or q_TnH.shape[2] > MAX_FUSED_HEAD_WIDTH or self.pools.values is not None
         run = choose("chunk_forward", q_TnH.device.type, q_TnH.dtype, "reference" if plain else "auto")
         see = {"causal": causal, "window": self.window}
         T, n = q_TnH.shape[:2]
-        rows = max(1, SCORES // max(1, n * len(k_SkH)))
+        rows = max(1, MAX_SCORES // max(1, n * len(k_SkH)))
         if run is not chunk.forward or rows >= T:
             return run(q_TnH, k_SkH, v_SkH, self.new, keys, **see)
         blocks = [slice(t, t + rows) for t in range(0, T, rows)]

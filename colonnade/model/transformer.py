@@ -21,20 +21,19 @@ from colonnade.config import ModelConfig, MoeConfig
 from colonnade.kernels.registry import choose
 from colonnade.kernels.rotary import Rotation
 from colonnade.model import fused_block
-from colonnade.model.activation_checkpointing import again
-from colonnade.model.attend import Attend, Attending
+from colonnade.model.activation_checkpointing import checkpointed
+from colonnade.model.attend import Attend, AttendBackend
 from colonnade.model.attention import Attention, LatentAttention
 from colonnade.model.bert_heads import BertLayers
-from colonnade.model.dropout import ATTENTION, EMBEDDING, FFN, BlockDropout, drop
-from colonnade.model.embedding import Embedding
+from colonnade.model.dropout import ATTENTION, EMBEDDING, FFN, BlockDropout, apply_dropout
+from colonnade.model.embedding import Embedding, Stream
 from colonnade.model.ffn import FeedForward
-from colonnade.model.head import Head, Projection
+from colonnade.model.head import Head, OutputProjection
 from colonnade.model.linear import Linear
-from colonnade.model.moe import MixtureOfExperts, Report, Routed
-from colonnade.model.moe.losses import attach_pooled
+from colonnade.model.moe import LayerReport, LayerRouting, MixtureOfExperts
+from colonnade.model.moe.losses import attach_model_balance
 from colonnade.model.norm import Norm
 from colonnade.model.rotary import frequencies
-from colonnade.model.stream import Stream
 from colonnade.parallel.axis import SOLO_AXES, Axes
 from colonnade.parallel.layout import Placement, on_rows
 
@@ -79,13 +78,13 @@ class Block(nn.Module):
         turn: Rotation | None,
         attend: Attend,
         noise: BlockDropout | None = None,
-        routed: Routed | None = None,
-    ) -> tuple[Tensor, Report | None]:
+        routed: LayerRouting | None = None,
+    ) -> tuple[Tensor, LayerReport | None]:
         """x_tD to x_tD: the residual stream of T tokens, or this rank's rows of it, which ``noise`` is of too; beside
         it what the experts did, in a block that has some, to which ``routed`` speaks.
         """
         if self.recompute:
-            return again(self._run, x_tD, T, turn, attend, noise, routed)
+            return checkpointed(self._run, x_tD, T, turn, attend, noise, routed)
         return self._run(x_tD, T, turn, attend, noise, routed)
 
     def _run(
@@ -95,25 +94,25 @@ class Block(nn.Module):
         turn: Rotation | None,
         attend: Attend,
         noise: BlockDropout | None,
-        routed: Routed | None,
-    ) -> tuple[Tensor, Report | None]:
+        routed: LayerRouting | None,
+    ) -> tuple[Tensor, LayerReport | None]:
         if self.post:
-            x_tD = self.norm1(x_tD + drop(self.attention(x_tD, T, turn, attend), noise, ATTENTION))
+            x_tD = self.norm1(x_tD + apply_dropout(self.attention(x_tD, T, turn, attend), noise, ATTENTION))
             y_tD, report = self._feed_forward(x_tD, T, noise, routed)
-            return self.norm2(x_tD + drop(y_tD, noise, FFN)), report
-        own = self.fused and noise is None and fused_block.attends(self, x_tD, attend)
+            return self.norm2(x_tD + apply_dropout(y_tD, noise, FFN)), report
+        own = self.fused and noise is None and fused_block.can_fuse_attention(self, x_tD, attend)
         if own:
-            x_tD = fused_block.attended(self, x_tD, turn, attend)
+            x_tD = fused_block.attention_step(self, x_tD, turn, attend)
         else:
-            x_tD = x_tD + drop(self.attention(self.norm1(x_tD), T, turn, attend), noise, ATTENTION)
-        if self.fused and noise is None and fused_block.feeds(self, x_tD, attend):
-            return fused_block.fed(self, x_tD, own=own), None
+            x_tD = x_tD + apply_dropout(self.attention(self.norm1(x_tD), T, turn, attend), noise, ATTENTION)
+        if self.fused and noise is None and fused_block.can_fuse_ffn(self, x_tD, attend):
+            return fused_block.ffn_step(self, x_tD, own=own), None
         y_tD, report = self._feed_forward(self.norm2(x_tD), T, noise, routed)
-        return x_tD + drop(y_tD, noise, FFN), report
+        return x_tD + apply_dropout(y_tD, noise, FFN), report
 
     def _feed_forward(
-        self, x_tD: Tensor, T: int, noise: BlockDropout | None, routed: Routed | None
-    ) -> tuple[Tensor, Report | None]:
+        self, x_tD: Tensor, T: int, noise: BlockDropout | None, routed: LayerRouting | None
+    ) -> tuple[Tensor, LayerReport | None]:
         if isinstance(self.ffn, FeedForward):
             return self.ffn(x_tD, T), None
         assert routed is not None, "a block with experts needs the tokens"
@@ -172,11 +171,11 @@ class Transformer(nn.Module):
         # cast to bf16 leaves them in float32.
         self._theta, self._turn_factor = frequencies(config)
 
-    def forward(self, stream: Stream, attend: Attending, head: Head) -> Any:
+    def forward(self, stream: Stream, attend: AttendBackend, head: Head) -> Any:
         """What ``head`` makes of the last residual stream."""
         return self.run(self.whole, None, stream, attend, head)
 
-    def run(self, span: range, x_tD: Tensor | None, stream: Stream, attend: Attending, head: Head) -> Any:
+    def run(self, span: range, x_tD: Tensor | None, stream: Stream, attend: AttendBackend, head: Head) -> Any:
         """The blocks of ``span``: x_tD, from the embedding where it begins with the first, to x_tD, or to what
         ``head`` makes of it where it ends with the last.
         """
@@ -186,12 +185,12 @@ class Transformer(nn.Module):
         noise = stream.noise and stream.noise.rows(self.axes.rows(T))
         if x_tD is None:
             assert self.embed is not None, "the first span begins with the embedding"
-            x_tD = drop(self.embed(stream), noise and noise.at_embedding, EMBEDDING)
+            x_tD = apply_dropout(self.embed(stream), noise and noise.at_embedding, EMBEDDING)
         assert x_tD is not None
         turn = self._turn(stream.positions_T, x_tD.dtype)
         for i in span:
             block, sees = self.blocks.get_submodule(str(i)), attend.at(i, self.config.window_of(i))
-            routed = Routed.at(i, stream.tokens_T, stream.routing) if self.config.experts_of(i) else None
+            routed = LayerRouting.at(i, stream.tokens_T, stream.routing) if self.config.experts_of(i) else None
             x_tD, report = block(x_tD, T, turn, sees, noise and noise.at(i), routed)
             if report is not None and stream.routing is not None:
                 stream.routing.note(i, report)
@@ -202,18 +201,18 @@ class Transformer(nn.Module):
         if stream.routing is not None and self.config.moe is not None:
             moe = stream.routing.moe or self.config.moe
             layers = moe.layers_among(self.config.layers)
-            normed_tD = attach_pooled(normed_tD, stream.routing, moe, layers, self.axes.grid.tokens)
+            normed_tD = attach_model_balance(normed_tD, stream.routing, moe, layers, self.axes.grid.tokens)
         return head(normed_tD, T, self.output)
 
     @property
-    def output(self) -> Projection:
+    def output(self) -> OutputProjection:
         """What the heads need of the model; to be asked anew in each pass, for FSDP gathers the weights."""
         if self.unembed is not None:
             weight_vD = self.unembed.matrix
         else:
             assert self.embed is not None
             weight_vD = self.embed.tokens.weight
-        return Projection(weight_vD, self.axes, self.config.vocab_size, self.top, self.kernels)
+        return OutputProjection(weight_vD, self.axes, self.config.vocab_size, self.top, self.kernels)
 
     def _turn(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation | None:
         if self.config.positions != "rotary":
@@ -223,7 +222,7 @@ class Transformer(nn.Module):
         run = choose("rotation", positions_T.device.type, dtype, self.kernels)
         return run(positions_T, self._theta, self._turn_factor, dtype)
 
-    def whole_shapes(self) -> dict[str, torch.Size]:
+    def global_shapes(self) -> dict[str, torch.Size]:
         """The shape of each parameter and buffer over all ranks, by name."""
         whole = Transformer(self.config, device="meta")
         return {name: x.shape for name, x in (*whole.named_parameters(), *whole.named_buffers())}

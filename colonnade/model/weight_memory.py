@@ -10,7 +10,7 @@ from colonnade.config.feature_checks import check_quantised
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.model.moe.expert_offload import device_bytes
 from colonnade.model.transformer import Transformer
-from colonnade.model.weight_only_quant import kept_bytes
+from colonnade.model.weight_only_quant import weight_bytes_as
 from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.parallel.device_memory import SHARE, free_host_bytes, share_bytes
 
@@ -35,7 +35,7 @@ class WeightMemory:
         plan = self.plan
         grid = Grid(ep=Axis("ep", plan.ep), sh=Axis("sh", plan.sh))
         shape = Transformer(self.config, Axes(tp=Axis("tp", plan.tp), grid=grid), device="meta", dtype=self.dtype)
-        weigh = partial(kept_bytes, weights=self.weights, group=self.group)
+        weigh = partial(weight_bytes_as, weights=self.weights, group=self.group)
         whole, here = weigh(shape), device_bytes(shape, self.resident, weigh)
         if self.device.type == "cuda":
             return here + self.beside, whole - here

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from colonnade.config import ModelConfig, Weights
 from colonnade.kernels.linear.quantise import Kind, stored_bytes
 from colonnade.model.linear import Linear
-from colonnade.model.moe.expert_offload import plain_bytes
+from colonnade.model.moe.expert_offload import unquantised_bytes
 from colonnade.model.moe.experts import Experts
 from colonnade.model.transformer import Transformer
 from colonnade.parallel.axis import SOLO, Axes
 from colonnade.parallel.layout import layout_of
 
-Place = Callable[[str, Tensor, Tensor], object]
+StoreWeight = Callable[[str, Tensor, Tensor], object]
 """Called with a parameter's name, itself, and this rank's part of what it is to hold."""
 
 
-def in_place(_name: str, held: Tensor, value: Tensor) -> None:
+def copy_weight(_name: str, held: Tensor, value: Tensor) -> None:
     """Copy it there."""
     held.copy_(value)
 
@@ -43,16 +43,16 @@ def build(
     kind: Kind,
     group: int,
     experts_on: torch.device | None = None,
-) -> tuple[Transformer, Place]:
+) -> tuple[Transformer, StoreWeight]:
     """A model whose matrices are nowhere yet, and what puts them there in ``kind`` (others where they belong); experts
     wait on ``experts_on``, if not on ``device``.
     """
     model = Transformer(config, axes, device="meta", dtype=dtype)
-    waiting = quantisable(model)
+    waiting = quantisable_modules(model)
     for prefix, module in model.named_modules():
         home = device
         if isinstance(module, Experts):
-            home = module.stored_on = experts_on or device
+            home = module.storage_device = experts_on or device
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if _joined(prefix, name) not in waiting:
                 made = torch.empty_like(tensor, device=home)
@@ -62,7 +62,7 @@ def build(
     def place(name: str, held: Tensor, value: Tensor) -> None:
         layer = waiting.get(name)
         if layer is None:
-            in_place(name, held, value)
+            copy_weight(name, held, value)
         elif isinstance(layer, Experts):
             layer.quantise(_part(name), value, kind, group, axes.grid.sh, device)
         else:
@@ -72,11 +72,11 @@ def build(
     return model, place
 
 
-def quantisable(model: nn.Module) -> dict[str, Linear | Experts]:
+def quantisable_modules(model: nn.Module) -> dict[str, Linear | Experts]:
     """What has a matrix that can be quantised, or a stack of them, by its name."""
     found: dict[str, Linear | Experts] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and not module.as_stored:
+        if isinstance(module, Linear) and not module.never_quantise:
             found[_joined(name, "weight")] = module
         elif isinstance(module, Experts):
             parts = ("up", "down") if module.gate is None else ("up", "down", "gate")
@@ -96,10 +96,10 @@ def _bits(name: str, kind: Kind) -> Kind:
     return "int8" if kind == "int4" and name == "unembed.weight" else kind
 
 
-def matrices(shape: nn.Module) -> dict[str, tuple[int, int, int]]:
+def quantisable_shapes(shape: nn.Module) -> dict[str, tuple[int, int, int]]:
     """Of what can be quantised of a model, which may be on the meta device: (how many of it, outputs, inputs)."""
     found: dict[str, tuple[int, int, int]] = {}
-    for name, layer in quantisable(shape).items():
+    for name, layer in quantisable_modules(shape).items():
         *stack, outputs, inputs = layer.get_parameter(_part(name)).shape
         if stack and _part(name) == "down":  # stored inputs first
             outputs, inputs = inputs, outputs
@@ -107,11 +107,11 @@ def matrices(shape: nn.Module) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def kept_bytes(shape: nn.Module, weights: Weights, group: int) -> int:
+def weight_bytes_as(shape: nn.Module, weights: Weights, group: int) -> int:
     """Memory of a model's weights, or of a part's, if they were kept so [bytes]; it may be on the meta device."""
     if weights == "stored":
-        return plain_bytes(shape)
-    waiting = matrices(shape)
+        return unquantised_bytes(shape)
+    waiting = quantisable_shapes(shape)
     plain = (x.nbytes for name, x in (*shape.named_parameters(), *shape.named_buffers()) if name not in waiting)
     return sum(plain) + sum(
         count * stored_bytes(outputs, inputs, _bits(name, weights), group)
@@ -119,13 +119,13 @@ def kept_bytes(shape: nn.Module, weights: Weights, group: int) -> int:
     )
 
 
-def kind_of(model: nn.Module) -> Kind | None:
+def quantised_kind(model: nn.Module) -> Kind | None:
     """What a model's blocks are quantised to, if they are."""
     found = (m.quantised for m in model.modules() if isinstance(m, Linear) and m.quantised is not None)
     return next((weight.kind for weight in found), None)
 
 
-def tensors_of(model: nn.Module) -> Iterator[Tensor]:
+def weight_tensors(model: nn.Module) -> Iterator[Tensor]:
     """All that a model's weights are made of, quantised or not."""
     yield from (*model.parameters(), *model.buffers())
     for module in model.modules():
@@ -140,4 +140,4 @@ def tensors_of(model: nn.Module) -> Iterator[Tensor]:
 
 def weight_bytes(model: nn.Module) -> int:
     """Memory of this rank's share of a model's weights, quantised or not [bytes]."""
-    return sum(x.nbytes for x in tensors_of(model))
+    return sum(x.nbytes for x in weight_tensors(model))

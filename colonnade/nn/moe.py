@@ -16,7 +16,7 @@ from colonnade.config.model import Activation
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model.dropout import Dropout, DropoutRates
 from colonnade.model.initialise import fill
-from colonnade.model.moe import MixtureOfExperts, Routed, Routing, Units, draws
+from colonnade.model.moe import LayerRouting, MixtureOfExperts, Routing, TokenGroups, uses_noise
 from colonnade.nn.linear import common_seed
 from colonnade.parallel.axis import SOLO_AXES, Axes
 
@@ -79,7 +79,7 @@ class MoE(nn.Module):
         fill(self, axes, shapes, self._seed, std=init_std, residual_std=init_std)
 
     def forward(
-        self, x: Tensor, *, tokens: Tensor | None = None, units: Units | None = None, step: int | None = None
+        self, x: Tensor, *, tokens: Tensor | None = None, units: TokenGroups | None = None, step: int | None = None
     ) -> MoEOutput:
         """(…, D) to y of the same shape and the losses, the latter in training mode only.
 
@@ -98,7 +98,7 @@ class MoE(nn.Module):
         if len(ids_T) != T:
             raise ConfigError(f"{len(ids_T)} token ids for {T} tokens; give one each")
         index_T = torch.arange(T, device=x.device)
-        noisy = self.training and draws(self.moe)
+        noisy = self.training and uses_noise(self.moe)
         if noisy or self.moe.capacity is not None:  # these depend on a token's number among those of all ranks
             index_T = index_T + sum(batch.list_(T, x.device)[: batch.rank])
         if units is None and self.moe.by_sequence:
@@ -109,22 +109,22 @@ class MoE(nn.Module):
             noise = Dropout.of(self._seed, step, 1, index_T, DropoutRates()).at(0)
             self._step += 1
         if not self.training:
-            y_TD, report = self.layer(x_TD, T, Routed(ids_T, Routing(index_T, units=units), None), noise)
+            y_TD, report = self.layer(x_TD, T, LayerRouting(ids_T, Routing(index_T, units=units), None), noise)
             zero = y_TD.new_zeros(())
             return MoEOutput(y_TD.view_as(x), zero, report.balance, report.z, report.load_E, report.dropped)
         exact = torch.promote_types(x.dtype, torch.float32)
         weight = torch.zeros((), dtype=exact, device=x.device)
-        y_TD, report = self.layer(x_TD, T, Routed(ids_T, Routing(index_T, weight, units=units), None), noise)
+        y_TD, report = self.layer(x_TD, T, LayerRouting(ids_T, Routing(index_T, weight, units=units), None), noise)
         value = self.moe.balance_weight * report.balance + self.moe.z_weight * report.z
         tokens_all = batch.sum_(torch.full((), T, device=x.device)).clamp(min=1)
         y_TD, loss = _WithLoss.apply(y_TD, value.to(exact), weight, tokens_all)
         return MoEOutput(y_TD.view_as(x), loss, report.balance, report.z, report.load_E, report.dropped)
 
-    def _sequences(self, x: Tensor) -> Units:
+    def _sequences(self, x: Tensor) -> TokenGroups:
         """The rows of (B, S, D) are sequences; so is (T, D) as a whole."""
         T, S = x.shape[:-1].numel(), x.shape[-2]
         ends = torch.arange(0, T + 1, max(S, 1), device=x.device, dtype=torch.int32)
-        return Units.sequences(ends, T, self.axes.batch)
+        return TokenGroups.sequences(ends, T, self.axes.batch)
 
 
 class _WithLoss(Function):

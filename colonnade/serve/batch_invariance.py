@@ -17,7 +17,7 @@ from colonnade.errors import ConfigError
 from colonnade.model import Transformer
 from colonnade.model.linear import Linear
 from colonnade.model.norm import HeadsNorm, Norm
-from colonnade.model.weight_only_quant import kind_of
+from colonnade.model.weight_only_quant import quantised_kind
 from colonnade.serve.scheduler import Slice, Work
 
 WIDEST = 256
@@ -44,7 +44,7 @@ def prepare(model: Transformer) -> str:
         "experts": config.moe is not None,
         "latent attention": config.latent is not None,
         f"heads wider than {WIDEST}": config.head_width > WIDEST,
-        f"weights in {kind_of(model)}": kind_of(model) is not None,
+        f"weights in {quantised_kind(model)}": quantised_kind(model) is not None,
         "float64": next(model.parameters()).dtype == torch.float64,
     }
     if found := [what for what, there in missing.items() if there]:

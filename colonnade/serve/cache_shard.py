@@ -16,7 +16,7 @@ from colonnade.kernels.attention.chunk import Rows
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.device import upload
 from colonnade.model import KVCache, Transformer
-from colonnade.model.sharded_kv_cache import Past, ShardedPaged
+from colonnade.model.sharded_kv_cache import CachedKeys, ShardedPaged
 from colonnade.parallel.axis import Axis
 from colonnade.serve.scheduler import Slice
 
@@ -88,7 +88,7 @@ class CacheShard:
         }
         return ShardedPaged(self.axis, self.cache, table, slots_T, new, past, kernels)
 
-    def _past(self, slices: Sequence[Slice], requests: int, window: int | None, device: torch.device) -> Past:
+    def _past(self, slices: Sequence[Slice], requests: int, window: int | None, device: torch.device) -> CachedKeys:
         """The keys before each slice that are here and that one of its tokens sees."""
         size, ranks, rank = self.cache.page_tokens, self.axis.size, self.axis.rank
         slots, positions, counts = [], [], []
@@ -112,4 +112,4 @@ class CacheShard:
         segment_S = torch.arange(requests).repeat_interleave(torch.tensor(counts))
         cu = upload([0, *accumulate(counts)], torch.int32, device)
         rows = Rows(put(torch.cat(positions)), put(segment_S), cu, max(counts), 0)
-        return Past(put(torch.cat(slots)), rows)
+        return CachedKeys(put(torch.cat(slots)), rows)

@@ -7,7 +7,7 @@ import torch
 from colonnade.config import ServeConfig
 from colonnade.errors import CapacityError, ConfigError, PlanError, RequestError
 from colonnade.model import KVCache, Transformer
-from colonnade.model.weight_only_quant import kind_of, tensors_of
+from colonnade.model.weight_only_quant import quantised_kind, weight_tensors
 from colonnade.parallel.device_memory import share_bytes
 from colonnade.serve.memory_advice import check_room, told
 from colonnade.serve.memory_estimate import FLOAT8, Asked, pages_of, widens_float8
@@ -19,7 +19,7 @@ from colonnade.serve.sampling_params import SamplingParams
 def check_model(model: Transformer, config: ServeConfig) -> None:
     """Raise :class:`ConfigError` where ``config`` says of the model what it is not."""
     config.check(model.config)
-    kept = kind_of(model) or "stored"
+    kept = quantised_kind(model) or "stored"
     if config.weights not in ("stored", kept):
         raise ConfigError(
             f"serve.weights is {config.weights}, and this model's are {kept}: they are quantised while a model is "
@@ -46,9 +46,9 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
     """
     weight = next(model.parameters())
     pages = pages_of(model.config, model.axes, config, weight.dtype)
-    held = sum(x.nbytes for x in tensors_of(model) if x.device == weight.device)
+    held = sum(x.nbytes for x in weight_tensors(model) if x.device == weight.device)
     asked = Asked(
-        model.config, config.but(weights=kind_of(model) or "stored"), weight.dtype, weight.device,
+        model.config, config.but(weights=quantised_kind(model) or "stored"), weight.dtype, weight.device,
         tp=model.axes.tp.size, cp=model.axes.cp.size, ep=model.axes.grid.ep.size, sh=model.axes.grid.sh.size,
         weights=held,
     )  # fmt: skip

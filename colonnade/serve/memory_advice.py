@@ -14,7 +14,7 @@ from colonnade.config import Plan, size
 from colonnade.config.feature_checks import check_quantised as check_weights
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.model import Transformer
-from colonnade.model.moe.expert_offload import experts_of
+from colonnade.model.moe.expert_offload import expert_modules
 from colonnade.parallel.device_memory import share_bytes
 from colonnade.serve.memory_estimate import (  # fmt: skip
     Asked,
@@ -205,7 +205,7 @@ def _others(asked: Asked, needs: Needs) -> list[_Remedy]:
             found.append(_Remedy(f"--serve.weights {kind}", "rounded", {"weights": kind}))
     if asked.model.moe is None:
         found.append(_Remedy(f"--plan.tp {2 * asked.tp}", f"{2 * asked.tp} processes", rest={"tp": 2 * asked.tp}))
-    elif (layers := len(experts_of(Transformer(asked.model, device="meta")))) > 2 and asked.resident is None:
+    elif (layers := len(expert_modules(Transformer(asked.model, device="meta")))) > 2 and asked.resident is None:
         found.append(_Remedy("--experts.resident 2", f"of {layers} layers' experts", rest={"resident": 2}))
     if asked.dtype in (torch.float32, torch.float64):
         found.append(_Remedy("--dtype bfloat16", "other rounding", rest={"dtype": torch.bfloat16}))

@@ -22,7 +22,7 @@ from colonnade.config import ModelConfig, ServeConfig, size
 from colonnade.kernels.linear.reference import BAND
 from colonnade.model import KVCache, Transformer
 from colonnade.model.moe.expert_offload import device_bytes
-from colonnade.model.weight_only_quant import kept_bytes, matrices
+from colonnade.model.weight_only_quant import quantisable_shapes, weight_bytes_as
 from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.serve.batch_slots import padded
 from colonnade.serve.resolve_config import Site, resolve_config
@@ -94,7 +94,7 @@ class Asked:
         shape = Transformer(self.model, self.axes, device="meta", dtype=self.dtype)
         weights = self.weights
         if weights is None:
-            kept = partial(kept_bytes, weights=self.serve.weights, group=self.serve.weight_group)
+            kept = partial(weight_bytes_as, weights=self.serve.weights, group=self.serve.weight_group)
             weights = device_bytes(shape, self.resident, kept)
         pages = pages_of(self.model, shape.axes, self.settled, self.dtype)
         page_bytes = page_bytes_of(self.model, shape.axes, self.settled, self.dtype)
@@ -141,7 +141,7 @@ class Asked:
             return 0
         on_gpu = self.device.type == "cuda"
         sizes = [
-            outputs * inputs for name, (_, outputs, inputs) in matrices(shape).items()
+            outputs * inputs for name, (_, outputs, inputs) in quantisable_shapes(shape).items()
             if not (on_gpu and ".experts." in name)
         ]  # fmt: skip
         return max(sizes) * self.dtype.itemsize if on_gpu else min(max(sizes), BAND) * 16

@@ -38,7 +38,7 @@ class Runner:
         """
         self.model, self.cache, self.fixed, self.share, self.invariant = model, cache, fixed, share, invariant
         if invariant is None:  # whose kernels are others
-            fused_block.prepare(model)
+            fused_block.enable(model)
         self._held = CacheShard.of(model, cache)
         self._one_by_one = invariant is not None and not cache.k[0].is_cuda
         self._last_R = torch.zeros(1, dtype=torch.int64, device=cache.k[0].device)

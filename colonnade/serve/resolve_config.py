@@ -17,8 +17,8 @@ from colonnade.config import ModelConfig, ServeConfig
 from colonnade.errors import ConfigError
 from colonnade.kernels.registry import CHOSEN
 from colonnade.model import Transformer
-from colonnade.model.moe.expert_offload import experts_of
-from colonnade.model.sharded_kv_cache import WIDEST
+from colonnade.model.moe.expert_offload import expert_modules
+from colonnade.model.sharded_kv_cache import MAX_FUSED_HEAD_WIDTH
 
 EACH_ALONE = {"cosine", "gshard", "hash", "noisy", "sigmoid", "softmax", "switch", "task", "topology"}
 """Routers that, where nobody trains, look at each token by itself and ask nothing of the device. What a program's own
@@ -45,7 +45,7 @@ class Site:
     def of(model: Transformer) -> "Site":
         """A model's that is there."""
         axes, weight = model.axes, next(model.parameters())
-        experts = experts_of(model)
+        experts = expert_modules(model)
         return Site(
             model.config, weight.dtype, weight.device, axes.cp.size,
             waiting=any(layer.fetch is not None for layer in experts),
@@ -63,8 +63,8 @@ class Site:
             return "without triton", "install it: pip install triton"
         if self.cp > 1 and any(window is not None for window in windows):
             return f"of attention with a window over cp={self.cp}", "use tp in the place of cp"
-        if config.latent is None and config.head_width > WIDEST:
-            return f"of heads {config.head_width} numbers wide (at most {WIDEST})", "use --device cpu"
+        if config.latent is None and config.head_width > MAX_FUSED_HEAD_WIDTH:
+            return f"of heads {config.head_width} numbers wide (at most {MAX_FUSED_HEAD_WIDTH})", "use --device cpu"
         if self.waiting:
             return "of experts that wait in host memory", "leave --experts.resident out"
         if self.exchanging:

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from colonnade.kernels.device import upload
 from colonnade.kernels.dropout import column_hash, mix
 from colonnade.kernels.registry import choose
-from colonnade.model.head import Projection, shares
+from colonnade.model.head import OutputProjection, local_logits
 from colonnade.parallel.axis import SOLO, Axis
 from colonnade.serve.sampling_params import Draw
 
@@ -50,10 +50,10 @@ class NextTokens:
     each: bool = False
     """Draw for each by itself (:func:`sample_each`)."""
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, onto: OutputProjection) -> Tensor:
         """tokens_R, int64, the same on every rank."""
         draw = sample_each if self.each else sample
-        return draw(shares(x_tD, T, self.index_R, onto), self.draws, onto.axes.tp, onto.vocab_size)
+        return draw(local_logits(x_tD, T, self.index_R, onto), self.draws, onto.axes.tp, onto.vocab_size)
 
 
 def sample(logits_Rv: Tensor, draws: Sequence[Draw], tp: Axis = SOLO, vocab_size: int | None = None) -> Tensor:

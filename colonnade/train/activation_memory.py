@@ -26,7 +26,7 @@ from colonnade.config import ModelConfig, TrainConfig, size
 from colonnade.data import Batch
 from colonnade.errors import CapacityError
 from colonnade.model import Transformer
-from colonnade.model.activation_checkpointing import KINDS, Kind, recompute
+from colonnade.model.activation_checkpointing import RECOMPUTE_KINDS, RecomputeKind, set_recompute
 from colonnade.parallel.axis import Axis
 from colonnade.train.train_step import forward
 
@@ -35,8 +35,8 @@ from colonnade.train.train_step import forward
 class Choice:
     """What each block of this rank computes again, and why."""
 
-    kinds: list[Kind]
-    block_bytes: dict[Kind, int]
+    kinds: list[RecomputeKind]
+    block_bytes: dict[RecomputeKind, int]
     """What one block keeps for one micro-batch, by kind."""
     allowed_bytes: int
 
@@ -48,7 +48,7 @@ class Choice:
     def __str__(self) -> str:
         """A line for the beginning of a run."""
         L, each = len(self.kinds), self.block_bytes
-        counts = ", ".join(f"{self.kinds.count(kind)} {kind}" for kind in KINDS if kind in self.kinds)
+        counts = ", ".join(f"{self.kinds.count(kind)} {kind}" for kind in RECOMPUTE_KINDS if kind in self.kinds)
         return (
             f"recompute in {L} blocks: {counts}; they keep {size(self.kept_bytes)} of the {size(self.allowed_bytes)} "
             f"allowed for a micro-batch ({size(L * each['none'])} if nothing were computed again, "
@@ -56,9 +56,9 @@ class Choice:
         )
 
 
-def choose_kinds(block_bytes: dict[Kind, int], blocks: int, allowed_bytes: int) -> list[Kind]:
+def choose_kinds(block_bytes: dict[RecomputeKind, int], blocks: int, allowed_bytes: int) -> list[RecomputeKind]:
     """The kind of each of ``blocks`` blocks; raises :class:`CapacityError` when nothing fits."""
-    none, attention, full = (block_bytes[kind] for kind in KINDS)
+    none, attention, full = (block_bytes[kind] for kind in RECOMPUTE_KINDS)
     over = blocks * none - allowed_bytes
     if over <= 0:
         return _first("none", blocks, "none", blocks)
@@ -78,7 +78,7 @@ def choose_kinds(block_bytes: dict[Kind, int], blocks: int, allowed_bytes: int) 
     return _first("full", few, middle, blocks)
 
 
-def _first(kind: Kind, few: int, rest: Kind, blocks: int) -> list[Kind]:
+def _first(kind: RecomputeKind, few: int, rest: RecomputeKind, blocks: int) -> list[RecomputeKind]:
     return [kind if i < few else rest for i in range(blocks)]
 
 
@@ -96,12 +96,12 @@ def arrange(
     """
     blocks, allowed_bytes = len(model.blocks), train.activation_bytes
     if train.recompute != "budget":
-        recompute(model.blocks, [train.recompute for _ in model.blocks])
+        set_recompute(model.blocks, [train.recompute for _ in model.blocks])
         return None
     batch = sample()
     block_bytes = weigh(make, model.config, lambda it: forward(it, batch), world)
     choice = Choice(choose_kinds(block_bytes, blocks, allowed_bytes), block_bytes, allowed_bytes)
-    recompute(model.blocks, choice.kinds)
+    set_recompute(model.blocks, choice.kinds)
     return str(choice)
 
 
@@ -110,24 +110,24 @@ def weigh(
     config: ModelConfig,
     run: Callable[[Transformer], Tensor],
     world: Axis,
-) -> dict[Kind, int]:
+) -> dict[RecomputeKind, int]:
     """What one block keeps for one micro-batch, by kind [bytes], the largest over ``world``; all ranks call it.
 
     ``make`` builds a model like the one to be trained, in its compute type; ``run`` takes it forward.
     """
     found: list[int] = []
-    for kind in KINDS:
+    for kind in RECOMPUTE_KINDS:
         one, two = (_kept(make(config.but(layers=layers)), kind, run) for layers in (1, 2))
         found.append(two - one)
     largest = world.max_(torch.tensor(found)).tolist()
-    return dict(zip(KINDS, largest, strict=True))
+    return dict(zip(RECOMPUTE_KINDS, largest, strict=True))
 
 
-def _kept(model: Transformer, kind: Kind, run: Callable[[Transformer], Tensor]) -> int:
+def _kept(model: Transformer, kind: RecomputeKind, run: Callable[[Transformer], Tensor]) -> int:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    recompute(model.blocks, [kind for _ in model.blocks])
+    set_recompute(model.blocks, [kind for _ in model.blocks])
     run(model)  # compiles, where there is something to compile
     return kept_bytes(model, lambda: run(model))
 

@@ -21,7 +21,7 @@ from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError
 from colonnade.model import Transformer, initialise
 from colonnade.model.moe import Router
-from colonnade.model.weight_only_quant import in_place
+from colonnade.model.weight_only_quant import copy_weight
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import Experts, layout_of
@@ -48,8 +48,8 @@ def begin(model: Transformer, run: RunConfig, ground: DistributedContext, held: 
     kept = next(iter((held.local | held.frozen).values())).dtype
     config, spans = it.config.but(tied=run.model.tied), [span for _, span in ground.stages(run.model.layers)]
     theirs = Transformer(config, ground.axes, spans=spans, device=ground.device, dtype=kept)
-    it.fill(theirs, ground, in_place)
-    found, shapes, wanted = dict(_tensors(theirs)), theirs.whole_shapes(), model.whole_shapes()
+    it.fill(theirs, ground, copy_weight)
+    found, shapes, wanted = dict(_tensors(theirs)), theirs.global_shapes(), model.global_shapes()
     same = {name: found[name] for name, _ in _tensors(model) if wanted[name] == shapes.get(name)}
     initialise(model, run.train.seed, held.place, leave=same)
     for name, tensor in _tensors(model):
@@ -140,7 +140,7 @@ def _same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> None:
     new_top = _new_top(theirs, ours)
     other = differences(theirs, ours, leave=(*FREE, "tied") if new_top else FREE)
     if not other:
-        shapes, wanted = (dict(Transformer(config, device="meta").whole_shapes()) for config in (theirs, ours))
+        shapes, wanted = (dict(Transformer(config, device="meta").global_shapes()) for config in (theirs, ours))
         names = {
             name for name in shapes.keys() | wanted.keys() if not (new_top and name.startswith(("top.", "unembed.")))
         }

@@ -14,16 +14,16 @@ from colonnade.model import (
     Dropout,
     DropoutRates,
     Loss,
-    Orders,
     Packed,
     Pretraining,
     Ring,
+    SentenceOrders,
     Stream,
     Transformer,
 )
-from colonnade.model.moe import Report, Routing, Spread, Units
-from colonnade.model.moe.router import draws
-from colonnade.model.moe.routing_context import Pooled
+from colonnade.model.moe import DispatchOptions, LayerReport, Routing, TokenGroups
+from colonnade.model.moe.router import uses_noise
+from colonnade.model.moe.routing_context import ModelBalance
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Terms:
     """What is random in the step, of whatever tokens; None drops nothing."""
     router_weight: Tensor | None = None
     """What a unit of the routers' loss sums counts in the gradient; None in a validation."""
-    steps: Sequence[Spread] = (Spread(),)
+    steps: Sequence[DispatchOptions] = (DispatchOptions(),)
     """How layers of experts spread their work."""
     moe: MoeConfig | None = None
     """What they decide by, where it is not the model's own."""
-    reports: list[Mapping[int, Report]] = field(default_factory=list)
+    reports: list[Mapping[int, LayerReport]] = field(default_factory=list)
     """Filled as micro-batches are laid: where their layers of experts will report."""
-    pooled: list[Pooled] = field(default_factory=list)
+    pooled: list[ModelBalance] = field(default_factory=list)
     """Likewise: their balance losses over all layers together."""
 
 
@@ -57,15 +57,15 @@ def model_inputs(
     """(stream, attend, head) of ``batch`` on this rank; the head gives (loss sum, number of targets)."""
     T, cp, config, noise = len(batch.tokens_T), model.axes.cp, model.config, terms.noise
     if noise is not None:
-        noise = noise.of_tokens(numbers(batch))
+        noise = noise.for_tokens(numbers(batch))
     first_head, _ = model.axes.tp.part(config.heads)
     cu, longest, equal = batch.cu_seqlens, batch.longest, batch.equal
     attend = Packed(cu, longest, equal, causal=config.causal, noise=noise, head=first_head)
     routing = None
     if config.moe is not None:
-        units = Units.sequences(cu, T, model.axes.dp) if config.moe.by_sequence else None
+        units = TokenGroups.sequences(cu, T, model.axes.dp) if config.moe.by_sequence else None
         if config.moe.router.kind == "task" and batch.tasks_T is not None:
-            units = Units(batch.tasks_T, config.moe.router.tasks)
+            units = TokenGroups(batch.tasks_T, config.moe.router.tasks)
         routing = Routing(numbers(batch), terms.router_weight, units=units, steps=terms.steps, moe=terms.moe)
         if terms.router_weight is not None:
             terms.reports.append(routing.reports)
@@ -99,13 +99,13 @@ def model_inputs(
         return stream, attend, tokens
     assert first_R is not None, "this model trains on pairs"
     assert orders_R is not None
-    return stream, attend, Pretraining(tokens, Orders(first_R), orders_R, terms.order_weight)
+    return stream, attend, Pretraining(tokens, SentenceOrders(first_R), orders_R, terms.order_weight)
 
 
 def noise_of(train: TrainConfig, number: int, model: ModelConfig, device: torch.device) -> Dropout | None:
     """What is random in step ``number``, of no tokens yet; None when nothing is."""
     rates = DropoutRates(train.dropout, train.attention_dropout, train.embedding_dropout, train.expert_dropout)
-    if not any(rates) and not (model.moe and draws(model.moe)):
+    if not any(rates) and not (model.moe and uses_noise(model.moe)):
         return None
     return Dropout.of(train.seed, number, model.layers, torch.empty(0, dtype=torch.int64, device=device), rates)
 

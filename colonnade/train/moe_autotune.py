@@ -13,8 +13,8 @@ weights, c those of a token, W = ep·sh ranks, n the choices of a rank's tokens,
     r ≥ 1    3p · gather(b·(sh/r − 1)) + 4 · exchange(c·n·r·(W − 1)/W)     + compute(m/sh)
 
 p parts hide the shorter of exchange and compute but for the share of the first part, which is smaller than 1/p
-(:func:`colonnade.model.moe.dispatch.shares`), and pay the exchange's latency p times. (Tutel, arXiv 2206.03382, section
-4.1, chooses by 2P against 4·C_g·r + 2P/(E·r) bytes; here bytes become seconds by what this machine was measured to do,
+(:func:`colonnade.model.moe.dispatch.part_sizes`), and pay the exchange's latency p times. (Tutel, arXiv 2206.03382,
+section 4.1, chooses by 2P against 4·C_g·r + 2P/(E·r) bytes; here bytes become seconds by what this machine was measured to do,
 and the load counts, which at r = 0 alone is even by itself.)
 
 The formula knows nothing of launches, of products that slow down while rows travel, or of small ones. So the ways that
@@ -31,8 +31,8 @@ import torch
 
 from colonnade.config.model import divisors
 from colonnade.model import Transformer
-from colonnade.model.moe import MixtureOfExperts, Spread
-from colonnade.model.moe.dispatch import shares, through_experts
+from colonnade.model.moe import DispatchOptions, MixtureOfExperts
+from colonnade.model.moe.dispatch import part_sizes, run_experts
 from colonnade.model.moe.experts import Experts
 from colonnade.parallel import link_bandwidth
 from colonnade.parallel.axis import Grid
@@ -47,11 +47,11 @@ class Trials:
 
     def __init__(self, model: Transformer):
         self.model = model
-        self._took: dict[tuple[int, int, Spread], float] = {}
+        self._took: dict[tuple[int, int, DispatchOptions], float] = {}
 
     def seconds(
-        self, ways: Sequence[Spread], module: MixtureOfExperts, tokens: int, load: Sequence[int]
-    ) -> dict[Spread, float]:
+        self, ways: Sequence[DispatchOptions], module: MixtureOfExperts, tokens: int, load: Sequence[int]
+    ) -> dict[DispatchOptions, float]:
         """Of each of ``ways``, for ``tokens`` tokens a rank whose choices fall on the experts as ``load`` says; all
         ranks that share experts must take part.
         """
@@ -65,7 +65,9 @@ class Trials:
                 self._took[*key, way] = took_s
         return {way: self._took[*key, way] for way in ways}
 
-    def _tried(self, ways: Sequence[Spread], module: MixtureOfExperts, tokens: int, load: Sequence[int]) -> list[float]:
+    def _tried(
+        self, ways: Sequence[DispatchOptions], module: MixtureOfExperts, tokens: int, load: Sequence[int]
+    ) -> list[float]:
         axes, moe = self.model.axes, module.moe
         like = module.experts.up
         experts = Experts(self.model.config, moe, axes, device=like.device, dtype=like.dtype)
@@ -82,8 +84,8 @@ class Trials:
         weights_tA = torch.rand(tokens, moe.active, **on).requires_grad_()
         inputs = [x_tD, weights_tA, *experts.parameters()]
 
-        def run(way: Spread) -> None:
-            y_tD, _ = through_experts(x_tD, ids_tA, weights_tA, experts, axes.grid, way)
+        def run(way: DispatchOptions) -> None:
+            y_tD, _ = run_experts(x_tD, ids_tA, weights_tA, experts, axes.grid, way)
             torch.autograd.grad(y_tD, inputs, y_tD.detach(), allow_unused=True)
 
         return [link_bandwidth.rate(lambda way=way: run(way), like.device, axes.grid.tokens) for way in ways]
@@ -147,7 +149,7 @@ class Layer:
     """Of one choice, forward, all hidden units."""
 
 
-def seconds(spread: Spread, layer: Layer, costs: Costs) -> float:
+def seconds(spread: DispatchOptions, layer: Layer, costs: Costs) -> float:
     """What one step of ``layer`` costs, as far as ``spread`` decides it."""
     ranks, r = layer.ep * layer.sh, spread.degree
     if r == 0:
@@ -159,20 +161,20 @@ def seconds(spread: Spread, layer: Layer, costs: Costs) -> float:
     latency_s = 4 * costs.exchange.latency_s * spread.overlap
     exchange_s = 4 * sent_bytes / costs.exchange.bytes_per_s
     compute_s = 3 * layer.busiest / layer.sh * layer.flops / costs.flops_per_s
-    hidden_s = (1 - 1 / sum(shares(spread.overlap))) * min(exchange_s, compute_s)
+    hidden_s = (1 - 1 / sum(part_sizes(spread.overlap))) * min(exchange_s, compute_s)
     return gathered_s + latency_s + exchange_s + compute_s - hidden_s
 
 
-def hopeful(now: Spread, layer: Layer, costs: Costs) -> list[Spread]:
+def hopeful(now: DispatchOptions, layer: Layer, costs: Costs) -> list[DispatchOptions]:
     """The present way, and those that the formula holds for the best or nearly, the best first."""
-    ways = [Spread(0, 1)] + [Spread(r, p) for r in divisors(layer.sh) for p in OVERLAPS]
+    ways = [DispatchOptions(0, 1)] + [DispatchOptions(r, p) for r in divisors(layer.sh) for p in OVERLAPS]
     cost = {way: seconds(way, layer, costs) for way in ways}
     least = min(cost.values())
     near = sorted((way for way in ways if cost[way] <= NEAR * least), key=lambda way: cost[way])
     return [now, *(way for way in near if way != now)]
 
 
-def better(now: Spread, took_s: Mapping[Spread, float]) -> Spread:
+def better(now: DispatchOptions, took_s: Mapping[DispatchOptions, float]) -> DispatchOptions:
     """The way that took least, or the present one where the gain is small."""
     best = min(took_s, key=lambda way: took_s[way])
     return best if took_s[best] < (1 - GAIN) * took_s[now] else now
@@ -183,7 +185,7 @@ class MoeAutotuner:
 
     def __init__(self, model: Transformer):
         self.model, self.costs, self.trials = model, Costs.measured(model), Trials(model)
-        self.spread = [Spread()] * model.config.layers
+        self.spread = [DispatchOptions()] * model.config.layers
         """By block number."""
 
     def look(self, layers: Sequence[int], loads: Sequence[Sequence[int]], micro_batches: int) -> list[str]:

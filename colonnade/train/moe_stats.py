@@ -14,8 +14,8 @@ from torch import Tensor
 
 from colonnade.config import ModelConfig
 from colonnade.model import Transformer
-from colonnade.model.moe import MixtureOfExperts, Report, Spread
-from colonnade.model.moe.routing_context import Pooled, blame
+from colonnade.model.moe import DispatchOptions, LayerReport, MixtureOfExperts
+from colonnade.model.moe.routing_context import ModelBalance, find_nonfinite_scores
 from colonnade.parallel.axis import Axis
 
 
@@ -36,15 +36,15 @@ class Routed(NamedTuple):
     """int64: what the ranks handed to one another in the forward passes."""
     finite_L: Tensor
     """bool: whether all scores of this rank's own tokens were finite."""
-    spread_L: list[Spread]
+    spread_L: list[DispatchOptions]
     """How each spread its work."""
 
 
 def routed(
     model: Transformer,
-    reports: Sequence[Mapping[int, Report]],
+    reports: Sequence[Mapping[int, LayerReport]],
     tokens: Sequence[int],
-    spread: Sequence[Spread] = (Spread(),),
+    spread: Sequence[DispatchOptions] = (DispatchOptions(),),
 ) -> Routed | None:
     """What the ``reports`` of a step's micro-batches of so many ``tokens`` say together, which were told to ``spread``
     their work so (one for all layers, or one each by block number); None without experts.
@@ -67,7 +67,7 @@ def routed(
     )
 
 
-def pooled_balance(pooled: Sequence[Pooled], tokens: Sequence[int]) -> Tensor | None:
+def pooled_balance(pooled: Sequence[ModelBalance], tokens: Sequence[int]) -> Tensor | None:
     """The balance loss over all layers together, a mean over a step's micro-batches of so many ``tokens``; None on
     ranks without the last pipeline stage, and where each layer has a loss of its own.
     """
@@ -81,7 +81,7 @@ def _shares(like: Tensor, tokens: Sequence[int]) -> Tensor:
     return torch.stack([like.new_full((), n / whole) for n in tokens])
 
 
-def _counts(reports: Sequence[Report]) -> Tensor:
+def _counts(reports: Sequence[LayerReport]) -> Tensor:
     """int64 (E + 2,): load, dropped choices and bytes of some micro-batches."""
     return torch.stack([torch.cat((r.load_E, torch.stack((r.dropped, r.sent_bytes)))) for r in reports]).sum(0)
 
@@ -93,7 +93,7 @@ def blamed(found: Routed | None, layers: int, world: Axis, device: torch.device)
     broken = torch.zeros(world.size, layers, device=device)
     if found is not None:
         broken[world.rank, found.layers] = (~found.finite_L).to(broken.dtype)
-    whom = blame((world.sum_(broken) == 0).tolist())
+    whom = find_nonfinite_scores((world.sum_(broken) == 0).tolist())
     return f"; {whom}" if whom else ""
 
 

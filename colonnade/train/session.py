@@ -27,8 +27,8 @@ from colonnade.config import ModelConfig, RunConfig, TrainConfig, differences
 from colonnade.data import Batch
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
-from colonnade.model.linear import in_float8
-from colonnade.model.moe import Spread
+from colonnade.model.linear import enable_float8
+from colonnade.model.moe import DispatchOptions
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.config_check import agree
 from colonnade.parallel.distributed_context import DistributedContext
@@ -98,7 +98,9 @@ class Session:
         self.scaler = LossScaler(run.train, ground.device) if run.train.dtype == "float16" else None
         self._adaptive = MoeAutotuner(self.model) if run.plan.degree == "auto" and holds_experts(self.model) else None
         spread = [
-            Spread() if run.plan.degree == "auto" else Spread(run.plan.degree, run.plan.overlap, run.plan.shadows)
+            DispatchOptions()
+            if run.plan.degree == "auto"
+            else DispatchOptions(run.plan.degree, run.plan.overlap, run.plan.shadows)
         ]
         self._step = Step(
             self.model, self.masters, self.optimizer, run.train, self.world, self.piped, self.scaler, spread,
@@ -230,7 +232,7 @@ class Session:
         device = "meta" if cut else self.ground.device
         model = Transformer(config, self.ground.axes, spans=spans, device=device, dtype=dtype)
         if self.run.train.float8 != "none":
-            in_float8(model.blocks, self.run.train.float8, self.ground.device)
+            enable_float8(model.blocks, self.run.train.float8, self.ground.device)
         if self.run.train.compile:
             for block in model.blocks:
                 block.compile()

@@ -71,7 +71,7 @@ def prune(model: Transformer, load_LE: Tensor, keep: int) -> Transformer:
     WeightMemory(config, some.dtype, some.device).check(f"the model with {keep} experts")
     new = Transformer(config, device=some.device, dtype=some.dtype)
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes, before = new.whole_shapes(), model.whole_shapes()
+    shapes, before = new.global_shapes(), model.global_shapes()
     for name, tensor in (*new.named_parameters(), *new.named_buffers()):
         if shapes[name] == before[name]:
             tensor.copy_(held[name])

@@ -59,14 +59,14 @@ def hidden_units_by_their_place_here(patch: Patch) -> None:
 
 def own_tokens_balanced(patch: Patch) -> None:
     """The balance loss counts the load of this rank's tokens only."""
-    right = losses.losses
-    patch.setattr(layer, "losses", lambda *rest: right(*rest[:4], SOLO, *rest[5:]))
+    right = losses.balance_losses
+    patch.setattr(layer, "balance_losses", lambda *rest: right(*rest[:4], SOLO, *rest[5:]))
 
 
 def own_tokens_pooled(patch: Patch) -> None:
     """The balance loss over all layers counts this rank's tokens only."""
-    right = losses.attach_pooled
-    patch.setattr(transformer, "attach_pooled", lambda *rest: right(*rest[:4], SOLO))
+    right = losses.attach_model_balance
+    patch.setattr(transformer, "attach_model_balance", lambda *rest: right(*rest[:4], SOLO))
 
 
 def own_stage_pooled(patch: Patch) -> None:

@@ -63,17 +63,17 @@ def test_ring_equals_one_process(world: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES.keys())
 def test_every_token_has_one_rank(lengths: list[int], ranks: int) -> None:
-    from colonnade.model.ring_attention import shares
+    from colonnade.model.ring_attention import zigzag_shards
 
-    found = torch.cat([share.both.index_T for share in shares(Packed.of(lengths), sum(lengths), ranks)])
+    found = torch.cat([share.both.index_T for share in zigzag_shards(Packed.of(lengths), sum(lengths), ranks)])
     assert found.sort().values.tolist() == list(range(sum(lengths)))
 
 
 def test_causal_work_is_balanced() -> None:
     """Each rank's queries see as many keys as any other's: what the zig-zag is for."""
-    from colonnade.model.ring_attention import shares
+    from colonnade.model.ring_attention import zigzag_shards
 
-    seen = [int((share.both.index_T + 1).sum()) for share in shares(Packed.of([64]), 64, 4)]
+    seen = [int((share.both.index_T + 1).sum()) for share in zigzag_shards(Packed.of([64]), 64, 4)]
     assert len(set(seen)) == 1
 
 

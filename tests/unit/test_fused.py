@@ -11,7 +11,7 @@ import thin_linear
 from colonnade.config import MoeConfig, Plan, ServeConfig
 from colonnade.kernels.linear import skinny_gemm_tiles
 from colonnade.model import KVCache, Packed, Paged, fused_block
-from colonnade.model.weight_only_quant import quantisable
+from colonnade.model.weight_only_quant import quantisable_modules
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
 from tests.serve import tiny
@@ -65,7 +65,7 @@ def test_the_engine_says_and_keeps_the_same(name: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantised_weights(kind: str) -> None:
     model = tiny.model(width=64, ffn_width=96)
-    for layer in quantisable(model).values():
+    for layer in quantisable_modules(model).values():
         layer.quantise(layer.weight.detach(), kind, 32, lambda x: x)
     said = []
     for on in (False, True):
@@ -100,13 +100,15 @@ def test_what_wants_a_gradient_goes_through_the_modules() -> None:
     cache = KVCache(model.config, pages=2, page_tokens=4, dtype=torch.float64)
     some = torch.zeros(1, dtype=torch.int64)
     attend = Paged(cache, some[None].int(), some, some.int(), some.int(), 1, 1).at(0, None)
-    assert not fused_block.feeds(block, x, attend) and not fused_block.attends(block, x, attend)
+    assert not fused_block.can_fuse_ffn(block, x, attend) and not fused_block.can_fuse_attention(block, x, attend)
     with torch.no_grad():
-        assert fused_block.feeds(block, x, attend) and fused_block.attends(block, x, attend)
-        assert not fused_block.feeds(block, x[:0], attend) and not fused_block.attends(block, x[:0], attend)
+        assert fused_block.can_fuse_ffn(block, x, attend) and fused_block.can_fuse_attention(block, x, attend)
+        assert not fused_block.can_fuse_ffn(block, x[:0], attend) and not fused_block.can_fuse_attention(
+            block, x[:0], attend
+        )
         packed = Packed.of([2])
-        assert not fused_block.feeds(block, x, packed) and not fused_block.attends(block, x, packed)
-    fused_block.prepare(model)  # a CPU has none of the kernels, and stays as it is
+        assert not fused_block.can_fuse_ffn(block, x, packed) and not fused_block.can_fuse_attention(block, x, packed)
+    fused_block.enable(model)  # a CPU has none of the kernels, and stays as it is
     assert not block.fused and block.ffn.up.kernels == "auto"
 
 

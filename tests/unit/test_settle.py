@@ -12,7 +12,7 @@ from colonnade.config.presets import preset
 from colonnade.errors import ConfigError
 from colonnade.kernels.attention import sdpa
 from colonnade.kernels.registry import CHOSEN
-from colonnade.model.moe.router import RULES
+from colonnade.model.moe.router import ROUTERS
 from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.serve import Engine
 from colonnade.serve.memory_advice import remedies
@@ -97,7 +97,7 @@ def test_padding_is_for_those_whose_answer_it_cannot_change() -> None:
     ):  # fmt: skip
         assert resolve_config(ServeConfig(), site).fixed_steps is False
         check_steps(ServeConfig(fixed_steps=True), site)
-    assert set(RULES) >= EACH_ALONE
+    assert set(ROUTERS) >= EACH_ALONE
 
 
 def test_a_model_says_where_it_stands() -> None:

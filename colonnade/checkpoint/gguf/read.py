@@ -22,7 +22,7 @@ from colonnade.checkpoint.weight_mapping import Box, FusedQKV, Shape, Source, Sp
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
-from colonnade.model.weight_only_quant import Place, in_place
+from colonnade.model.weight_only_quant import StoreWeight, copy_weight
 
 BAND_ELEMENTS = 1 << 23
 """Elements dequantised at once (32 MiB in float32)."""
@@ -96,7 +96,7 @@ class GGUFFile:
         table = TABLES[self.header.values["general.architecture"]]
         self._weights = Weights(self.config, source, table, {"output.weight": "token_embd.weight"} if tied else {})
 
-    def fill(self, model: Transformer, place: Place = in_place) -> None:
+    def fill(self, model: Transformer, place: StoreWeight = copy_weight) -> None:
         """Read this rank's share into ``model``, built from :attr:`config`; see :meth:`Weights.fill`."""
         self._weights.fill(model, place)
 

@@ -25,7 +25,7 @@ from colonnade.checkpoint.weight_mapping import Box, Shape
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
-from colonnade.model.weight_only_quant import Place, in_place
+from colonnade.model.weight_only_quant import StoreWeight, copy_weight
 
 PATTERNS = ["*.safetensors", "*.json", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja"]
 """What we read; weights in other formats of the same model stay where they are."""
@@ -96,7 +96,7 @@ class HFFolder:
         copies = {**family.copies, head: embedding} if self.config.tied else family.copies
         self._weights = Weights(self.config, source, family.table_of(source.shapes), copies)
 
-    def fill(self, model: Transformer, place: Place = in_place) -> None:
+    def fill(self, model: Transformer, place: StoreWeight = copy_weight) -> None:
         """Read this rank's share into ``model``, built from :attr:`config`; see :meth:`Weights.fill`."""
         self._weights.fill(model, place)
 

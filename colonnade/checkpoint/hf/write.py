@@ -65,7 +65,7 @@ def write_hf(
         raise ConfigError(f"shard_bytes {shard_bytes} is not positive; 5000000000 is usual")
     path = Path(path).absolute()
     dtype = dtype or next(model.parameters()).dtype
-    shapes = model.whole_shapes()
+    shapes = model.global_shapes()
     sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
     family = FAMILIES[model.config.family]
     forms = stored_parameters(list(sizes), family.table, str(path))
@@ -115,7 +115,7 @@ def plan_shards(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[st
 @torch.no_grad()
 def _shard(model: Transformer, forms: Mapping[str, Stored], names: list[str], dtype: torch.dtype) -> dict[str, Tensor]:
     """Their tensors of the parameters ``names``, on the rank that writes; {} on the others, which help to join."""
-    shapes, layout, axes = model.whole_shapes(), layout_of(model), model.axes
+    shapes, layout, axes = model.global_shapes(), layout_of(model), model.axes
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors: dict[str, Tensor] = {}
     for name in names:

@@ -1,4 +1,9 @@
-"""Capacity: how many tokens an expert takes, and which (GShard, arXiv 2006.16668; Switch, section 2.2; Tutel).
+"""The tokens of all ranks, in the order of their numbers: what decisions about all of them at once are made on.
+
+Ranks hold different tokens, and which ones is the layout's affair. What each says of its own is laid together and put
+in order, so that every rank decides alike, and as one process would; it then keeps what concerns its own tokens.
+
+Capacity: how many tokens an expert takes, and which (GShard, arXiv 2006.16668; Switch, section 2.2; Tutel).
 
     n_e = ⌈T/E⌉          f > 0: C = A·int(f·n_e)     f = 0: C = the largest load     f < 0: the smaller of the two
 
@@ -14,30 +19,53 @@ changes who is dropped; or over each rank's own, as Tutel does, with T the large
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from colonnade.config import MoeConfig
 from colonnade.errors import ConfigError
-from colonnade.model.moe.global_token_order import global_positions, in_global_order
-from colonnade.model.moe.router import Choice
+from colonnade.model.moe.router import RouterOutput
 from colonnade.parallel.axis import SOLO, Axis
 
 
-class Admitted(NamedTuple):
+def in_global_order(over: Axis, index_T: Tensor, *columns: Tensor) -> tuple[list[Tensor], Tensor]:
+    """(columns, where_T): each column's rows of all ranks in the order of the tokens' numbers ``index_T``, without a
+    gradient, and the row of each of this rank's own tokens. Ranks tell each other over the host how many they have.
+    """
+    counts = over.list_(len(index_T))
+    order_T = over.lay_together_(index_T, counts).argsort(stable=True)
+    row_T = torch.empty_like(order_T)
+    row_T[order_T] = torch.arange(len(order_T), device=order_T.device)
+    start = sum(counts[: over.rank])
+    return [over.lay_together_(column, counts)[order_T] for column in columns], row_T[start : start + len(index_T)]
+
+
+def global_positions(ids_TA: Tensor, experts: int) -> Tensor:
+    """place_TA: of each choice among those of its expert, all first choices before all second ones."""
+    by_choice_R = ids_TA.T.flatten()
+    order_R = by_choice_R.argsort(stable=True)
+    sorted_R = by_choice_R[order_R]
+    begin_E = torch.searchsorted(sorted_R, torch.arange(experts + 1, device=ids_TA.device, dtype=ids_TA.dtype))
+    place_R = torch.empty_like(order_R)
+    place_R[order_R] = torch.arange(len(order_R), device=ids_TA.device) - begin_E[sorted_R]
+    return place_R.view(ids_TA.shape[1], -1).T
+
+
+class KeptChoices(NamedTuple):
     """The choices that got a place: others have expert E and weight 0."""
 
     ids_TA: Tensor
     weights_TA: Tensor
 
 
-def admit(choice: Choice, index_T: Tensor, moe: MoeConfig, over: Axis) -> Admitted:
+def apply_capacity(choice: RouterOutput, index_T: Tensor, moe: MoeConfig, over: Axis) -> KeptChoices:
     """Which choices get a place, by the tokens' numbers ``index_T``; ``over`` are the ranks that have other tokens.
 
     Raises :class:`ConfigError`, on all ranks alike, for a capacity that leaves no place at all.
     """
     ids_TA, weights_TA = choice.ids_TA, choice.weights_TA
     if not moe.capacity:
-        return Admitted(ids_TA, weights_TA)
+        return KeptChoices(ids_TA, weights_TA)
     alone = moe.capacity_over == "rank"
     top_T = choice.probs_TE.detach().amax(1)
     (all_ids, all_top), where_T = in_global_order(SOLO if alone else over, index_T, ids_TA, top_T)
@@ -54,7 +82,7 @@ def admit(choice: Choice, index_T: Tensor, moe: MoeConfig, over: Axis) -> Admitt
             "(train.eval_capacity in validations), --experts.capacity of a model that is loaded"
         )
     kept_TA = (place_TA < limit)[where_T] & (ids_TA < moe.experts)
-    return Admitted(ids_TA.where(kept_TA, moe.experts), weights_TA.where(kept_TA, 0))
+    return KeptChoices(ids_TA.where(kept_TA, moe.experts), weights_TA.where(kept_TA, 0))
 
 
 def capacity(factor: float, active: int, tokens: int, experts: int, largest: int = 0, multiple: int = 1) -> int:

@@ -17,7 +17,7 @@ FasterMoE, PPoPP 2022, section 4.1).
 
 Tokens go in p parts, part i + 1 under way while the experts work on part i; the backward pass does the same, because a
 begun exchange is a node of its own in the graph. Nothing hides the first part's way there and the last one's way back,
-so these are small: parts grow as 1, 2, 4, 8 from either end (:func:`shares`). The last way back of all, that of the
+so these are small: parts grow as 1, 2, 4, 8 from either end (:func:`part_sizes`). The last way back of all, that of the
 rows' gradients, has the sums for the weights beside it (:mod:`colonnade.kernels.experts.deferred_wgrad`).
 """
 
@@ -30,21 +30,21 @@ from torch import Tensor
 
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.registry import choose
-from colonnade.model.activation_checkpointing import again
+from colonnade.model.activation_checkpointing import checkpointed
 from colonnade.model.moe.experts import ExpertDropout, Experts
-from colonnade.model.moe.losses import load
-from colonnade.model.moe.routing_context import Spread
+from colonnade.model.moe.losses import expert_load
+from colonnade.model.moe.routing_context import DispatchOptions
 from colonnade.parallel.axis import Axis, Grid
 from colonnade.parallel.hierarchical_all_to_all import Begun, HierarchicalAllToAll, Sizes
 
 
-def through_experts(
+def run_experts(
     x_tD: Tensor,
     ids_tA: Tensor,
     weights_tA: Tensor,
     experts: Experts,
     grid: Grid,
-    step: Spread,
+    step: DispatchOptions,
     rows: int | None = None,
     dropout: ExpertDropout | None = None,
 ) -> tuple[Tensor, int]:
@@ -58,12 +58,12 @@ def through_experts(
     if grid.all.size == 1:
         return _here(x_tD, ids_tA, weights_tA, experts, None, grid, rows, dropout), 0
     if step.degree == 0:
-        y_tD = again(_gathered, x_tD, ids_tA, weights_tA, experts, grid, rows, dropout)
+        y_tD = checkpointed(_gathered, x_tD, ids_tA, weights_tA, experts, grid, rows, dropout)
         return y_tD, experts.size_bytes * (grid.all.size - 1)
     if not step.shadows:
         return _exchanged(x_tD, ids_tA, weights_tA, experts, grid, step, dropout)
     hot_E, shadow_tA = _hottest(ids_tA, step.shadows, experts.count, grid.all)
-    staying_tD = again(_shadowed, x_tD, shadow_tA, weights_tA, experts, grid, hot_E, dropout)
+    staying_tD = checkpointed(_shadowed, x_tD, shadow_tA, weights_tA, experts, grid, hot_E, dropout)
     ids_tA = torch.where(shadow_tA < len(hot_E), experts.count, ids_tA)
     leaving_tD, sent_bytes = _exchanged(x_tD, ids_tA, weights_tA, experts, grid, step, dropout)
     return staying_tD + leaving_tD, sent_bytes + experts.size_bytes * len(hot_E) // experts.count * grid.all.size
@@ -125,7 +125,7 @@ def _hottest(ids_tA: Tensor, shadows: int, experts: int, all_ranks: Axis) -> tup
     """(hot_E, shadow_tA): the experts that most tokens of all ranks chose, the lowest first of equals; and each choice
     as a place among those, or their number for none.
     """
-    hot_E = all_ranks.sum_(load(ids_tA, experts)).argsort(descending=True, stable=True)[:shadows]
+    hot_E = all_ranks.sum_(expert_load(ids_tA, experts)).argsort(descending=True, stable=True)[:shadows]
     place_E = torch.full((experts + 1,), shadows, device=ids_tA.device)
     place_E[hot_E] = torch.arange(shadows, device=ids_tA.device)
     return hot_E, place_E[ids_tA]
@@ -151,13 +151,13 @@ def _exchanged(
     weights_tA: Tensor,
     experts: Experts,
     grid: Grid,
-    step: Spread,
+    step: DispatchOptions,
     dropout: ExpertDropout | None,
 ) -> tuple[Tensor, int]:
     """r ≥ 1."""
     kind, dtype, A = x_tD.device.type, x_tD.dtype, ids_tA.shape[1]
     web = HierarchicalAllToAll(grid.all, grid.near, grid.far)
-    parts = _cut(len(x_tD), step.overlap)
+    parts = _split_tokens(len(x_tD), step.overlap)
     parcels = _address(ids_tA, parts, experts.count, grid, web, step.degree)
     gather, combine = choose("gather_rows", kind, dtype), choose("combine_rows", kind, dtype)
     # Split, not sliced: the gradient of each slice would be as large as x.
@@ -194,7 +194,7 @@ def _exchanged(
     away = sum(sum(it.send) + sum(it.receive) - 2 * it.send[grid.all.rank] for it in sizes)
     sent_bytes = away * x_tD.shape[1] * x_tD.itemsize + experts.size_bytes * (grid.every(step.degree).size - 1)
     if dropout is not None:
-        sent_bytes += sum(sum(it.send) - it.send[grid.all.rank] for it in sizes) * dropout.row_TA.itemsize
+        sent_bytes += sum(sum(it.send) - it.send[grid.all.rank] for it in sizes) * dropout.tag_TA.itemsize
     return torch.cat(out), sent_bytes
 
 
@@ -210,7 +210,7 @@ class _Parcel:
     ends_e: Tensor
 
 
-def shares(parts: int) -> list[int]:
+def part_sizes(parts: int) -> list[int]:
     """The sizes of so many parts, in units of the first and the last: 1, 2, 4, 8, 8, …, 8, 4, 2, 1.
 
     A part's exchange is hidden by the products of the one before if these take twice as long for as many rows.
@@ -218,8 +218,8 @@ def shares(parts: int) -> list[int]:
     return [1 << min(i, parts - 1 - i, 3) for i in range(parts)]
 
 
-def _cut(tokens: int, parts: int) -> list[int]:
-    ends = [tokens * done // sum(shares(parts)) for done in itertools.accumulate(shares(parts))]
+def _split_tokens(tokens: int, parts: int) -> list[int]:
+    ends = [tokens * done // sum(part_sizes(parts)) for done in itertools.accumulate(part_sizes(parts))]
     return [end - start for start, end in itertools.pairwise([0, *ends])]
 
 

@@ -118,25 +118,25 @@ class OffloadedExperts:
             into[part].copy_(home[part], non_blocking=True)
 
 
-def experts_of(model: nn.Module) -> list[Experts]:
+def expert_modules(model: nn.Module) -> list[Experts]:
     """The layers' experts, in the order in which a forward pass comes to them."""
     return [module for module in model.modules() if isinstance(module, Experts)]
 
 
-def plain_bytes(part: nn.Module) -> int:
+def unquantised_bytes(part: nn.Module) -> int:
     """Memory of the weights of a part of a model, as its tensors are [bytes]."""
     return sum(x.nbytes for x in (*part.parameters(), *part.buffers()))
 
 
-Weigh = Callable[[nn.Module], int]
+CountBytes = Callable[[nn.Module], int]
 """What says how much memory the weights of a part of a model take [bytes]."""
 
 
-def device_bytes(model: nn.Module, resident: int | None = None, weigh: Weigh = plain_bytes) -> int:
+def device_bytes(model: nn.Module, resident: int | None = None, weigh: CountBytes = unquantised_bytes) -> int:
     """What the weights of this rank's share of a model (it may be on the meta device) take on the device, if so many
     layers' experts are there at a time.
     """
-    layers, whole = experts_of(model), weigh(model)
+    layers, whole = expert_modules(model), weigh(model)
     if resident is None or resident >= len(layers):
         return whole
     return whole - (len(layers) - resident) * weigh(layers[0])

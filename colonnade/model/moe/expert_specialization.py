@@ -28,7 +28,7 @@ class Specialization(NamedTuple):
     told: float
     """Mutual information of expert and kind over the kinds' entropy, 0 to 1."""
 
-    def favourites(self, kind: str, count: int = 3) -> list[tuple[int, float]]:
+    def preferred_experts(self, kind: str, count: int = 3) -> list[tuple[int, float]]:
         """(expert, lift) of the experts that most prefer ``kind``."""
         lifts = self.lifts[self.kinds.index(kind)]
         best = sorted(range(len(lifts)), key=lambda e: -lifts[e])[:count]
@@ -58,7 +58,7 @@ def _of_one(ids_TA: Tensor, kinds: Sequence[str], experts: int) -> Specializatio
     return Specialization(names, counts.tolist(), lifts.tolist(), told)
 
 
-def examples(ids_TA: Tensor, pieces: Sequence[str], experts: int, count: int = 8) -> list[list[str]]:
+def top_tokens(ids_TA: Tensor, pieces: Sequence[str], experts: int, count: int = 8) -> list[list[str]]:
     """By expert, the tokens' texts that it takes most beyond its share, as the tables of ST-MoE show them."""
     texts = sorted({piece.strip() for piece in pieces} - {""})
     found = _of_one(ids_TA.cpu(), [piece.strip() for piece in pieces], experts)
@@ -74,7 +74,7 @@ def examples(ids_TA: Tensor, pieces: Sequence[str], experts: int, count: int = 8
 
 
 @contextmanager
-def recorded(model: nn.Module) -> Iterator[dict[int, Tensor]]:
+def record_choices(model: nn.Module) -> Iterator[dict[int, Tensor]]:
     """The choices ids_TA of the forward passes within, by block number, this rank's tokens' one pass after another."""
     found: dict[int, list[Tensor]] = {}
     whole: dict[int, Tensor] = {}

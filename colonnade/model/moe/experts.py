@@ -22,9 +22,9 @@ from colonnade.kernels.experts.quantised import Stacks
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.linear.quantise import Kind, Quantised
 from colonnade.kernels.registry import CHOSEN, choose
-from colonnade.model.activation_checkpointing import again
+from colonnade.model.activation_checkpointing import checkpointed
 from colonnade.model.dropout import BlockDropout
-from colonnade.model.linear import InFloat8, in_fewer_bits
+from colonnade.model.linear import Float8Module, quantise_finite
 from colonnade.parallel.axis import SOLO, Axes, Axis, Grid
 from colonnade.parallel.layout import Experts as Stack
 from colonnade.parallel.layout import Placement
@@ -34,7 +34,7 @@ from colonnade.parallel.layout import Placement
 class ExpertDropout:
     """What is dropped within the experts that some tokens chose."""
 
-    row_TA: Tensor
+    tag_TA: Tensor
     """int32: what each choice brings along."""
     rate: float
 
@@ -47,11 +47,11 @@ class ExpertDropout:
 
     def split(self, tokens: list[int]) -> "list[ExpertDropout]":
         """The same for so many tokens after one another."""
-        return [replace(self, row_TA=part) for part in self.row_TA.split(tokens)]
+        return [replace(self, tag_TA=part) for part in self.tag_TA.split(tokens)]
 
     def tags(self, order_R: Tensor) -> Tensor:
         """int32 (R,): what the rows of these choices (t·A + j) bring along."""
-        return self.row_TA.flatten()[order_R]
+        return self.tag_TA.flatten()[order_R]
 
     def hidden(self, tag_R: Tensor, width: int, grid: Grid, degree: int = 1) -> Hidden:
         """Of rows with these tags, in experts of ``width`` hidden units, for the rank's slice at this degree (1: all).
@@ -64,32 +64,32 @@ class ExpertDropout:
         return Hidden(tag_R, hidden_units(unit_F), self.rate)
 
 
-FEW, TWICE = 64, 2**26
+MAX_UNSORTED_CHOICES, MAX_REREAD_BYTES = 64, 2**26
 """Choices of few tokens at most, and bytes of weights that they are expected to read more than once: in that time they
 are sorted.
 """
 
 
-def are_few(T: int, A: int, E: int, weights: Weights) -> bool:
+def sorting_costs_more(T: int, A: int, E: int, weights: Weights) -> bool:
     """Whether T tokens that go to A of E experts each are so few that every choice should find its expert by itself.
 
     Two tokens that choose evenly have A²/E experts in common; of those that are among ``weights`` the weights are read
     again.
     """
-    if T * A > FEW:
+    if T * A > MAX_UNSORTED_CHOICES:
         return False
-    return (A / E) ** 2 * T * (T - 1) / 2 * sum(w.nbytes for w in weights.tensors) <= TWICE
+    return (A / E) ** 2 * T * (T - 1) / 2 * sum(w.nbytes for w in weights.tensors) <= MAX_REREAD_BYTES
 
 
-def unsorted(x_TD: Tensor, ids_TA: Tensor, weights: Weights, E: int) -> Callable[..., Tensor] | None:
+def unsorted_kernel(x_TD: Tensor, ids_TA: Tensor, weights: Weights, E: int) -> Callable[..., Tensor] | None:
     """What computes with choices as they come, where it can and they are few; None: they are to be sorted first."""
     run = CHOSEN.get(("few_experts", x_TD.device.type, x_TD.dtype, "auto"))
-    if run is None or torch.is_grad_enabled() or not are_few(len(ids_TA), ids_TA.shape[1], E, weights):
+    if run is None or torch.is_grad_enabled() or not sorting_costs_more(len(ids_TA), ids_TA.shape[1], E, weights):
         return None
     return run
 
 
-class Experts(InFloat8):
+class Experts(Float8Module):
     """Stacks of weights, hidden units first: (e, f, D) with e = E/ep experts and f = F/sh hidden units."""
 
     grouped = True
@@ -114,10 +114,10 @@ class Experts(InFloat8):
         e, f, D = stop - first, end - start, config.width
         self.here = e
         """Experts of this rank."""
-        self.stored_on = stored_on or device
+        self.storage_device = stored_on or device
 
         def stack(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=self.stored_on, dtype=dtype))
+            return nn.Parameter(torch.empty(shape, device=self.storage_device, dtype=dtype))
 
         self.gate = stack(e, f, D) if config.gated else None
         self.up, self.down = stack(e, f, D), stack(e, f, D)
@@ -176,10 +176,10 @@ class Experts(InFloat8):
         made: Quantised | None = None
         for e, w_fD in enumerate(stack_efD):
             w = w_fD.to(device)
-            one = in_fewer_bits(w.T if down else w, kind, group, hidden.max_ if down else SOLO.max_)
+            one = quantise_finite(w.T if down else w, kind, group, hidden.max_ if down else SOLO.max_)
             if made is None:
                 values, scales = (
-                    torch.empty(self.here, *t.shape, dtype=t.dtype, device=self.stored_on) for t in one[1:3]
+                    torch.empty(self.here, *t.shape, dtype=t.dtype, device=self.storage_device) for t in one[1:3]
                 )
                 made = one._replace(values=values, scales=scales)
             made.values[e], made.scales[e] = one.values, one.scales
@@ -224,7 +224,7 @@ class Experts(InFloat8):
         weights = self.stored
         if self.float8 or not isinstance(weights, Weights):
             return None
-        run = unsorted(x_TD, ids_TA, weights, self.count)
+        run = unsorted_kernel(x_TD, ids_TA, weights, self.count)
         if run is None:
             return None
         if self.fetch is not None:  # which experts to fetch is still to be counted
@@ -301,7 +301,9 @@ class Experts(InFloat8):
             return run(x_RD, by_expert_R, ends_e, x_RD.new_ones(len(x_RD), 1), later, self.activation)
         if axis.size == 1:
             return self._slice(x_RD, by_expert_R, ends_e, axis, first, dropout)
-        return again(self._slice, x_RD, by_expert_R, ends_e, axis, first, dropout)  # gathered weights are not kept
+        return checkpointed(
+            self._slice, x_RD, by_expert_R, ends_e, axis, first, dropout
+        )  # gathered weights are not kept
 
     def _slice(
         self, x_RD: Tensor, by_expert_R: Tensor, ends_e: Tensor, axis: Axis, first: bool, dropout: Hidden | None

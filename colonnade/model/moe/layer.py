@@ -13,12 +13,12 @@ from colonnade.config import ModelConfig, MoeConfig
 from colonnade.model.dropout import BlockDropout
 from colonnade.model.ffn import FeedForward
 from colonnade.model.linear import Linear
-from colonnade.model.moe.capacity import admit
-from colonnade.model.moe.dispatch import through_experts, where_all_are
+from colonnade.model.moe.capacity import apply_capacity
+from colonnade.model.moe.dispatch import run_experts, where_all_are
 from colonnade.model.moe.experts import ExpertDropout, Experts
-from colonnade.model.moe.losses import load, losses, pool
+from colonnade.model.moe.losses import balance_losses, expert_load, layer_sums
 from colonnade.model.moe.router import Router
-from colonnade.model.moe.routing_context import Report, Routed, Spread, attach
+from colonnade.model.moe.routing_context import DispatchOptions, LayerReport, LayerRouting, attach
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, on_rows
 
@@ -41,14 +41,16 @@ class MixtureOfExperts(nn.Module):
         self.moe, self.axes = moe, axes
         on = {"device": device, "dtype": dtype}
         self.router = Router(config, moe, axes, **on)
-        self.experts = Experts(config, moe, axes, **on, stored_on=experts_on)
+        self.experts = Experts(config, moe, axes, **on, storage_device=experts_on)
         self.shared = FeedForward(config, axes, width=moe.shared_width, **on) if moe.shared_width else None
         self.shared_gate = Linear(config.width, 1, bias=False, **on) if moe.shared_gate else None
         if self.shared_gate is not None:
-            self.shared_gate.as_stored = True
+            self.shared_gate.never_quantise = True
         self.layout: dict[str, Placement] = {"shared_gate.weight": on_rows(axes)} if moe.shared_gate else {}
 
-    def forward(self, x_tD: Tensor, T: int, routed: Routed, noise: BlockDropout | None = None) -> tuple[Tensor, Report]:
+    def forward(
+        self, x_tD: Tensor, T: int, routed: LayerRouting, noise: BlockDropout | None = None
+    ) -> tuple[Tensor, LayerReport]:
         """y_tD of the residual stream of T tokens; ``noise`` is of the rows at hand, as ``x_tD``."""
         routing = routed.routing
         own = slice(*self.axes.same.part(T))  # these tokens are this rank's, whoever else has their rows
@@ -61,9 +63,9 @@ class MixtureOfExperts(nn.Module):
         units = None if routing is None or routing.units is None else routing.units.rows(own)
         gate = 0 if routing is None else routing.gate
         choice, logits_tE = self.router(own_tD, tokens_t, index_t, noise, gate, training=training, units=units, moe=moe)
-        load_E = load(choice.ids_TA, moe.experts)
-        admitted = admit(choice, index_t, moe, self.axes.grid.tokens)
-        step = routed.step or Spread(degree=self.axes.grid.sh.size)
+        load_E = expert_load(choice.ids_TA, moe.experts)
+        admitted = apply_capacity(choice, index_t, moe, self.axes.grid.tokens)
+        step = routed.step or DispatchOptions(degree=self.axes.grid.sh.size)
         dropout = ExpertDropout.of(noise, admitted.ids_TA.shape[1])
         # Where all ranks hold the same tokens each may do its experts' part of all of them.
         summed = self.axes.alike and self.axes.grid.all.size > 1
@@ -71,7 +73,7 @@ class MixtureOfExperts(nn.Module):
             ids_TA, weights_TA = self.axes.rejoin(admitted.ids_TA, T), self.axes.rejoin(admitted.weights_TA, T)
             out_tD, sent_bytes = where_all_are(x_tD, ids_TA, weights_TA, self.experts, self.axes.grid)
         else:
-            out_tD, sent_bytes = through_experts(
+            out_tD, sent_bytes = run_experts(
                 own_tD, admitted.ids_TA, admitted.weights_TA, self.experts, self.axes.grid, step, choice.rows, dropout
             )
         zero = out_tD.new_zeros(())
@@ -80,12 +82,12 @@ class MixtureOfExperts(nn.Module):
         else:
             dropped = (admitted.ids_TA != choice.ids_TA).sum()
         sent = torch.full((), sent_bytes, device=x_tD.device)  # no copy from the host, which would wait
-        finite = zero == 0 if logits_tE is None or not len(logits_tE) else _finite(logits_tE.detach())
-        report = Report(load_E, zero, zero, dropped, sent, finite)
+        finite = zero == 0 if logits_tE is None or not len(logits_tE) else _all_finite(logits_tE.detach())
+        report = LayerReport(load_E, zero, zero, dropped, sent, finite)
         if routing is not None and routing.weight is not None:
-            surrogate, balance, z = losses(choice, load_E, logits_tE, moe, self.axes.grid.tokens, units)
+            surrogate, balance, z = balance_losses(choice, load_E, logits_tE, moe, self.axes.grid.tokens, units)
             out_tD = attach(out_tD, surrogate, routing.weight)
-            pooled = pool(choice, load_E) if moe.pools_layers else None
+            pooled = layer_sums(choice, load_E) if moe.pools_layers else None
             report = report._replace(balance=balance, z=z, pool=pooled)
         if moe.dropped == "residual":
             lost_t1 = (choice.weights_TA * (admitted.ids_TA == moe.experts)).sum(1, keepdim=True)
@@ -98,6 +100,6 @@ class MixtureOfExperts(nn.Module):
         return y_tD, report
 
 
-def _finite(logits_tE: Tensor) -> Tensor:
+def _all_finite(logits_tE: Tensor) -> Tensor:
     """Whether all are, in one pass: the largest in size is below infinity, which it is not where there is a NaN."""
     return torch.linalg.vector_norm(logits_tE, float("inf")) < float("inf")

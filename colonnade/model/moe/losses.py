@@ -14,8 +14,9 @@ gradient.
 
 With ``balance_over`` "layer" the losses of all layers are added. With "model" (switch, choices) there is one loss, and
 its sums run over the tokens of all L layers with experts: choices is then E/(L·T)² · Σ_e (Σ_lt p_lte)(Σ_ltj [i_ltj =
-e]), transformers' load_balancing_loss_func. Its slopes depend on every layer, so the layers' sums (:func:`pool`) are
-added along the model, sent between pipeline stages like the activations, and :func:`attach_pooled` follows the last.
+e]), transformers' load_balancing_loss_func. Its slopes depend on every layer, so the layers' sums (:func:`layer_sums`)
+are added along the model, sent between pipeline stages like the activations, and :func:`attach_model_balance` follows the
+last.
 
 Each loss is a function of Σ_t p_te (and Σ_t P_te) alone where gradients are concerned, so a rank needs the slopes
 ∂loss/∂(Σ_t p_te) and its own tokens: one sum over the ranks, without a gradient, is all that is exchanged.
@@ -30,12 +31,12 @@ from torch import Tensor
 from colonnade.config import MoeConfig
 from colonnade.errors import ConfigError
 from colonnade.kernels.registry import choose
-from colonnade.model.moe.router import Choice, top
-from colonnade.model.moe.routing_context import Routing, Units, attach
+from colonnade.model.moe.router import RouterOutput, top_indices
+from colonnade.model.moe.routing_context import Routing, TokenGroups, attach
 from colonnade.parallel.axis import Axis
 
 
-class Sums(NamedTuple):
+class LoadSums(NamedTuple):
     """Over the tokens of all ranks; no gradient."""
 
     prob_E: Tensor
@@ -50,7 +51,7 @@ class Sums(NamedTuple):
     """(1,): tokens."""
 
 
-class Balance(NamedTuple):
+class LossAndSlopes(NamedTuple):
     """A loss, and its derivatives."""
 
     value: Tensor
@@ -60,13 +61,18 @@ class Balance(NamedTuple):
     """By Σ_t P_te."""
 
 
-def load(ids_TA: Tensor, experts: int) -> Tensor:
+def expert_load(ids_TA: Tensor, experts: int) -> Tensor:
     """int64 (E,): choices by expert; those of none are not counted."""
     return choose("count_choices", ids_TA.device.type, ids_TA.dtype)(ids_TA, experts)
 
 
-def losses(
-    choice: Choice, load_E: Tensor, logits_TE: Tensor | None, moe: MoeConfig, over: Axis, units: Units | None = None
+def balance_losses(
+    choice: RouterOutput,
+    load_E: Tensor,
+    logits_TE: Tensor | None,
+    moe: MoeConfig,
+    over: Axis,
+    units: TokenGroups | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(surrogate, balance, z): a sum over this rank's tokens whose gradient is that of (weighted losses · T), and the
     two losses themselves, means over the tokens of all ranks ``over``; without a balance loss where that is not one of
@@ -88,14 +94,14 @@ def losses(
         probs_TE.detach().sum(0),
         none_E if expected_TE is None else expected_TE.detach().sum(0),
         load_E,
-        load(choice.ids_TA[:, :1], E),
+        expert_load(choice.ids_TA[:, :1], E),
         none_E.new_full((1,), len(probs_TE)),
         none_E[:1] if z_T is None else z_T.detach().sum().reshape(1),
     ]
     all_ranks = over.sum_(torch.cat([part.to(exact) for part in mine]))
     *parts, count, z = all_ranks.split([E, E, E, E, 1, 1])
     prob_E, expected_E, load_all_E, top_E = parts
-    sums = Sums(prob_E, expected_E, load_all_E, top_E, count.clamp(min=1))
+    sums = LoadSums(prob_E, expected_E, load_all_E, top_E, count.clamp(min=1))
     if moe.balance == "sequence":
         value, slope_TE = _by_sequence(choice, probs_TE.detach(), logits_TE, moe, over, units)
         slope_expected_E = None
@@ -109,13 +115,13 @@ def losses(
     return surrogate, value.sum(), (z / sums.T).sum()
 
 
-def pool(choice: Choice, load_E: Tensor) -> Tensor:
+def layer_sums(choice: RouterOutput, load_E: Tensor) -> Tensor:
     """(2E + 1,): Σ_t p_te, differentiable, choices by expert, and tokens, of this rank's part of one layer."""
     probs_TE = choice.probs_TE.to(torch.promote_types(choice.probs_TE.dtype, torch.float32))
     return torch.cat((probs_TE.sum(0), load_E.to(probs_TE.dtype), probs_TE.new_full((1,), len(probs_TE))))
 
 
-def attach_pooled(x_tD: Tensor, routing: Routing, moe: MoeConfig, layers: int, over: Axis) -> Tensor:
+def attach_model_balance(x_tD: Tensor, routing: Routing, moe: MoeConfig, layers: int, over: Axis) -> Tensor:
     """``x_tD``, of the model's end, whose backward pass adds the gradient of the balance loss over all ``layers`` with
     experts; the loss itself goes to ``routing.pooled``.
     """
@@ -125,35 +131,35 @@ def attach_pooled(x_tD: Tensor, routing: Routing, moe: MoeConfig, layers: int, o
     mine = pooled.take()
     prob_E, load_E, count = over.sum_(mine.detach()).split([E, E, 1])
     zero_E = torch.zeros_like(prob_E)
-    sums = Sums(prob_E, zero_E, load_E, zero_E, count.clamp(min=1))
+    sums = LoadSums(prob_E, zero_E, load_E, zero_E, count.clamp(min=1))
     pooled.balance, slope_E, _ = _BALANCES[moe.balance](sums, moe)
     surrogate = moe.balance_weight * (mine[:E] * slope_E * count / layers).sum()
     return attach(x_tD, surrogate, routing.weight)
 
 
-def _none(sums: Sums, moe: MoeConfig) -> Balance:  # noqa: ARG001
-    return Balance(torch.zeros_like(sums.T), torch.zeros_like(sums.prob_E))
+def _none(sums: LoadSums, moe: MoeConfig) -> LossAndSlopes:  # noqa: ARG001
+    return LossAndSlopes(torch.zeros_like(sums.T), torch.zeros_like(sums.prob_E))
 
 
-def _gshard(sums: Sums, moe: MoeConfig) -> Balance:
+def _gshard(sums: LoadSums, moe: MoeConfig) -> LossAndSlopes:
     slope_E = moe.experts / sums.T.square() * sums.top_E
-    return Balance((slope_E * sums.prob_E).sum(), slope_E)
+    return LossAndSlopes((slope_E * sums.prob_E).sum(), slope_E)
 
 
-def _choices(sums: Sums, moe: MoeConfig) -> Balance:
+def _choices(sums: LoadSums, moe: MoeConfig) -> LossAndSlopes:
     slope_E = moe.experts / sums.T.square() * sums.load_E
-    return Balance((slope_E * sums.prob_E).sum(), slope_E)
+    return LossAndSlopes((slope_E * sums.prob_E).sum(), slope_E)
 
 
-def _switch(sums: Sums, moe: MoeConfig) -> Balance:
+def _switch(sums: LoadSums, moe: MoeConfig) -> LossAndSlopes:
     value, slope_E, _ = _choices(sums, moe)
-    return Balance(value / moe.active, slope_E / moe.active)
+    return LossAndSlopes(value / moe.active, slope_E / moe.active)
 
 
-def _importance(sums: Sums, moe: MoeConfig) -> Balance:  # noqa: ARG001
+def _importance(sums: LoadSums, moe: MoeConfig) -> LossAndSlopes:  # noqa: ARG001
     importance, slope_E = _variation(sums.prob_E)
     expected, slope_expected_E = _variation(sums.expected_E)
-    return Balance(importance + expected, slope_E, slope_expected_E)
+    return LossAndSlopes(importance + expected, slope_E, slope_expected_E)
 
 
 def _variation(sum_E: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,7 +172,12 @@ def _variation(sum_E: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_sequence(
-    choice: Choice, probs_TE: Tensor, logits_TE: Tensor | None, moe: MoeConfig, over: Axis, units: Units | None
+    choice: RouterOutput,
+    probs_TE: Tensor,
+    logits_TE: Tensor | None,
+    moe: MoeConfig,
+    over: Axis,
+    units: TokenGroups | None,
 ) -> tuple[Tensor, Tensor]:
     """The loss, and its slope by each token's p_te."""
     if units is None:
@@ -177,7 +188,7 @@ def _by_sequence(
     E, ids_TA = moe.experts, choice.ids_TA
     if moe.bias_rate or moe.router.groups > 1:
         # All scores grow with their logits, which do not become equal where probabilities round to 0 or 1.
-        ids_TA = top(probs_TE if logits_TE is None else logits_TE, moe.active)
+        ids_TA = top_indices(probs_TE if logits_TE is None else logits_TE, moe.active)
     chosen_TE = probs_TE.new_zeros(len(probs_TE), E + 1).scatter_add(
         1, ids_TA, torch.ones_like(ids_TA, dtype=probs_TE.dtype)
     )[:, :E]
@@ -186,10 +197,10 @@ def _by_sequence(
     prob_UE, load_UE, count_U1 = sum_U.split([E, E, 1], 1)
     sequences = (count_U1 > 0).sum(dtype=count_U1.dtype).clamp(min=1)
     slope_UE = E / moe.active / sequences * load_UE / count_U1.clamp(min=1).square()
-    return (slope_UE * prob_UE).sum(), slope_UE[units.of_T]
+    return (slope_UE * prob_UE).sum(), slope_UE[units.group_T]
 
 
-_BALANCES: dict[str, Callable[[Sums, MoeConfig], Balance]] = {
+_BALANCES: dict[str, Callable[[LoadSums, MoeConfig], LossAndSlopes]] = {
     "none": _none,
     "gshard": _gshard,
     "switch": _switch,

@@ -6,8 +6,8 @@ program's own stands wherever its ``@router`` was run before the model is built:
     @router("softmax")
     def softmax(seen: Seen) -> Choice: …
 
-with parameters of its own where it has any (:class:`Own`), which a :class:`Gate` makes and hands over. A config names a
-router, and a name never imports anything, so that a checkpoint cannot bring code along. Scores are computed in float32
+with parameters of its own where it has any (:class:`RouterParameter`), which a :class:`Gate` makes and hands over. A
+config names a router, and a name never imports anything, so that a checkpoint cannot bring code along. Scores are computed in float32
 unless the config says otherwise. All decisions are functions of values and of tokens' global numbers, so that no layout
 changes them.
 """
@@ -24,7 +24,7 @@ from colonnade.config.base import nearest
 from colonnade.errors import ConfigError
 from colonnade.kernels.registry import choose
 from colonnade.model.dropout import BlockDropout
-from colonnade.model.moe.routing_context import Units
+from colonnade.model.moe.routing_context import TokenGroups
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.layout import PARTIAL, Placement
 
@@ -32,7 +32,7 @@ SCORES, INPUT, SECOND = 3, 4, 5
 """Sites of a router's noise within a block, after the dropouts' (:mod:`colonnade.model.dropout`)."""
 
 
-class Choice(NamedTuple):
+class RouterOutput(NamedTuple):
     """Where each token goes."""
 
     ids_TA: Tensor
@@ -49,10 +49,10 @@ class Choice(NamedTuple):
     """The probability that the noise sends each token to each expert, for the load loss."""
 
 
-class Seen(NamedTuple):
+class RouterInput(NamedTuple):
     """What a router decides by."""
 
-    given_TD: Tensor
+    raw_TD: Tensor
     """The tokens as they came, or with the input's noise."""
     logits_TE: Tensor
     """Their scores by the linear gate, noise included; 0 for a router without one."""
@@ -73,13 +73,13 @@ class Seen(NamedTuple):
     """All ranks that have other tokens."""
     training: bool = False
     """Whether what follows trains: some routers hold back only then."""
-    units: Units | None = None
+    units: TokenGroups | None = None
     """Which tokens decide as one; None where the stream does not say."""
 
     @property
     def x_TD(self) -> Tensor:  # noqa: N802 - named by its shape, as any tensor
         """The tokens in the scores' precision: made by whoever asks, since most routers decide by the scores alone."""
-        return self.given_TD.to(self.logits_TE.dtype)
+        return self.raw_TD.to(self.logits_TE.dtype)
 
     def noisy(self, logits_TE: Tensor) -> Tensor:
         """``logits_TE`` with noise·N(0, 1)/E, in training where the config asks for it (Tutel's gate_noise)."""
@@ -89,7 +89,7 @@ class Seen(NamedTuple):
         return logits_TE + self.moe.router.noise / self.moe.experts * normal_TE
 
 
-class Own(NamedTuple):
+class RouterParameter(NamedTuple):
     """A parameter of a router's own."""
 
     shape: tuple[int, ...]
@@ -97,13 +97,13 @@ class Own(NamedTuple):
     """What it is filled with at first; None: drawn as the weights of all layers are."""
 
 
-Owns = Callable[[ModelConfig, MoeConfig], dict[str, Own]]
+Owns = Callable[[ModelConfig, MoeConfig], dict[str, RouterParameter]]
 
 
-class Rule(NamedTuple):
+class RouterSpec(NamedTuple):
     """A router, as the registry knows it."""
 
-    choose: Callable[[Seen], Choice]
+    choose: Callable[[RouterInput], RouterOutput]
     own: Owns
     gate: bool
     random: bool
@@ -111,7 +111,7 @@ class Rule(NamedTuple):
     active: int | None
 
 
-RULES: dict[str, Rule] = {}
+ROUTERS: dict[str, RouterSpec] = {}
 """The registry."""
 
 
@@ -123,7 +123,7 @@ def router(
     random: bool = False,
     biased: bool = False,
     active: int | None = None,
-) -> Callable[[Callable[[Seen], Choice]], Callable[[Seen], Choice]]:
+) -> Callable[[Callable[[RouterInput], RouterOutput]], Callable[[RouterInput], RouterOutput]]:
     """Enter a function under ``name``.
 
     ``own`` says what parameters of its own it has, ``gate`` whether it wants a linear gate's scores, ``random`` whether
@@ -131,22 +131,22 @@ def router(
     many experts a token must go (None: as many as the config says).
     """
 
-    def enter(choose: Callable[[Seen], Choice]) -> Callable[[Seen], Choice]:
-        RULES[name] = Rule(choose, own, gate, random, biased, active)
+    def enter(choose: Callable[[RouterInput], RouterOutput]) -> Callable[[RouterInput], RouterOutput]:
+        ROUTERS[name] = RouterSpec(choose, own, gate, random, biased, active)
         return choose
 
     return enter
 
 
-def rule(moe: MoeConfig, otherwise: str = "") -> Rule:
+def find_router(moe: MoeConfig, otherwise: str = "") -> RouterSpec:
     """The router that ``moe`` names; raises :class:`ConfigError` for an unknown name, with the nearest one, and for
     what it cannot do. ``otherwise`` is the remedy for a number of experts that it does not take.
     """
     kind, config = moe.router.kind, moe.router
-    if kind not in RULES:
-        known = nearest(kind, sorted(RULES))
+    if kind not in ROUTERS:
+        known = nearest(kind, sorted(ROUTERS))
         raise ConfigError(f"there is no router '{kind}'{known}; one of your own needs --import MODULE")
-    found = RULES[kind]
+    found = ROUTERS[kind]
     if found.active not in (None, moe.active):
         raise ConfigError(
             f"router '{kind}' sends a token to {found.active} of the experts, not {moe.active}; "
@@ -154,17 +154,17 @@ def rule(moe: MoeConfig, otherwise: str = "") -> Rule:
         )
     if not found.biased and (moe.bias_rate or config.groups > 1):
         what = "model.moe.bias_rate" if moe.bias_rate else "model.moe.router.groups"
-        able = ", ".join(sorted(name for name, other in RULES.items() if other.biased))
+        able = ", ".join(sorted(name for name, other in ROUTERS.items() if other.biased))
         raise ConfigError(f"router '{kind}' does not heed {what}; leave it off, or use one of: {able}")
     return found
 
 
-def draws(moe: MoeConfig) -> bool:
+def uses_noise(moe: MoeConfig) -> bool:
     """Whether the router needs noise in training."""
-    return rule(moe).random or bool(moe.router.jitter or moe.router.noise)
+    return find_router(moe).random or bool(moe.router.jitter or moe.router.noise)
 
 
-def best(moe: MoeConfig, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+def select_experts(moe: MoeConfig, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
     """(ids_TA, weights_TA): the experts of the A highest ``compared_TE`` of each token, highest first; and their
     scores, divided by their sum where the config says so, and scaled.
     """
@@ -176,7 +176,7 @@ def best(moe: MoeConfig, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor
     return ids_TA, weights_TA
 
 
-def top(x_TE: Tensor, count: int) -> Tensor:
+def top_indices(x_TE: Tensor, count: int) -> Tensor:
     """int64 (T, count): indices of each row's highest, highest first, the lower index first of equals."""
     x_TE = x_TE.detach()
     run = choose("best_experts", x_TE.device.type, x_TE.dtype)
@@ -186,7 +186,9 @@ def top(x_TE: Tensor, count: int) -> Tensor:
 class Gate(nn.Module):
     """Scores of E experts, and what else a router has of its own."""
 
-    def __init__(self, config: ModelConfig, moe: MoeConfig, rule: Rule, *, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, config: ModelConfig, moe: MoeConfig, rule: RouterSpec, *, device: torch.device, dtype: torch.dtype
+    ):
         super().__init__()
         on = {"device": device, "dtype": dtype}
         biased = rule.gate and moe.router.bias
@@ -214,7 +216,7 @@ class Router(nn.Module):
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype):
         super().__init__()
-        self.moe, self.axes, self._rule = moe, axes, rule(moe)
+        self.moe, self.axes, self._rule = moe, axes, find_router(moe)
         self.frozen = False
         """Whether the load leaves the balancing bias where it is."""
         self.gates = nn.ModuleList(
@@ -245,9 +247,9 @@ class Router(nn.Module):
         gate: int = 0,
         *,
         training: bool = False,
-        units: Units | None = None,
+        units: TokenGroups | None = None,
         moe: MoeConfig | None = None,
-    ) -> tuple[Choice, Tensor | None]:
+    ) -> tuple[RouterOutput, Tensor | None]:
         """The choice of each token, and its scores logits_TE, if it was by scores; by ``moe`` where it is not what the
         router was built with.
         """
@@ -264,7 +266,7 @@ class Router(nn.Module):
         linear_TE = picked(x_TD, exact=exact)
         clean_TE = x_TD.new_zeros(len(x_TD), moe.experts, dtype=dtype) if linear_TE is None else linear_TE
         own = {name: parameter.to(dtype) for name, parameter in picked.own.items()}
-        seen = Seen(
+        seen = RouterInput(
             x_TD, clean_TE, clean_TE, moe, own, self.bias_E, noise, tokens_T, index_T, self.axes.grid.tokens,
             training, units,
         )  # fmt: skip
@@ -276,7 +278,7 @@ class Router(nn.Module):
             return choice, choice.logits_TE
         return choice, None if linear_TE is None else seen.logits_TE
 
-    def _check(self, choice: Choice, T: int) -> None:
+    def _check(self, choice: RouterOutput, T: int) -> None:
         ids_TA, weights_TA, probs_TE = choice[:3]
         right = ids_TA.dtype == torch.int64 and ids_TA.shape == weights_TA.shape and ids_TA.shape[:1] == (T,)
         if not right or ids_TA.dim() != 2 or probs_TE.shape != (T, self.moe.experts):

@@ -14,7 +14,7 @@ from colonnade.errors import PlanError
 from colonnade.parallel.axis import Axis
 
 
-class Report(NamedTuple):
+class LayerReport(NamedTuple):
     """What one layer did; all on the device. The losses are the same on all ranks."""
 
     load_E: Tensor
@@ -30,11 +30,11 @@ class Report(NamedTuple):
     finite: Tensor
     """bool: whether all scores of this rank's tokens are finite."""
     pool: Tensor | None = None
-    """This layer's sums for a balance loss over all layers (:func:`colonnade.model.moe.losses.pool`)."""
+    """This layer's sums for a balance loss over all layers (:func:`colonnade.model.moe.losses.layer_sums`)."""
 
 
 @dataclass
-class Pooled:
+class ModelBalance:
     """The balance loss over all layers of one forward pass (``model.moe.balance_over`` "model")."""
 
     sums: Tensor | None = None
@@ -49,7 +49,7 @@ class Pooled:
         return sums
 
 
-def blame(by_rank: list[list[bool]]) -> str | None:
+def find_nonfinite_scores(by_rank: list[list[bool]]) -> str | None:
     """Which layer's routers, and on which ranks, were the first to have scores that are not finite; None for none.
 
     ``by_rank`` says for each rank, and layer, whether they are. Nobody need ask before a step was found to be bad: such
@@ -63,7 +63,7 @@ def blame(by_rank: list[list[bool]]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Spread:
+class DispatchOptions:
     """How a layer spreads its work in this step; what is stored where does not change with it."""
 
     degree: int = 1
@@ -88,30 +88,30 @@ class Spread:
             raise PlanError(f"{self.shadows} of {experts} experts cannot be shadowed; use 0 to {experts}")
 
 
-class Units(NamedTuple):
+class TokenGroups(NamedTuple):
     """What decides, or is balanced, as one: the sequences of a step, or the tasks that a text may be of."""
 
-    of_T: Tensor
+    group_T: Tensor
     """int64: the number of each token's own, the same for its tokens on other ranks."""
     count: int
     """Numbers are below it."""
 
     @staticmethod
-    def sequences(cu_seqlens: Tensor, T: int, over: Axis) -> "Units":
+    def sequences(cu_seqlens: Tensor, T: int, over: Axis) -> "TokenGroups":
         """The sequences of a micro-batch of T tokens, numbered on through the ranks ``over`` that have others."""
         each = len(cu_seqlens) - 1
         row_T = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
         of_T = torch.searchsorted(cu_seqlens[1:].contiguous(), row_T, right=True)
         counts = over.list_(each)
-        return Units(of_T + sum(counts[: over.rank]), sum(counts))
+        return TokenGroups(of_T + sum(counts[: over.rank]), sum(counts))
 
-    def rows(self, part: slice | Tensor) -> "Units":
+    def rows(self, part: slice | Tensor) -> "TokenGroups":
         """Of some of the tokens."""
-        return self._replace(of_T=self.of_T[part])
+        return self._replace(group_T=self.group_T[part])
 
     def sum_(self, x: Tensor) -> Tensor:
         """The sum of the rows of ``x`` by unit, over this rank's tokens."""
-        return x.new_zeros(self.count, x.shape[1]).index_add(0, self.of_T, x)
+        return x.new_zeros(self.count, x.shape[1]).index_add(0, self.group_T, x)
 
 
 @dataclass(frozen=True)
@@ -124,18 +124,18 @@ class Routing:
     """What a unit of each layer's loss sum counts in the gradient; None: no losses, no noise of the router's own."""
     gate: int = 0
     """Which of each layer's gates decides."""
-    units: Units | None = None
+    units: TokenGroups | None = None
     """Which tokens are of one sequence, or of one task, for routers and losses that ask."""
-    steps: Sequence[Spread] = (Spread(),)
+    steps: Sequence[DispatchOptions] = (DispatchOptions(),)
     """How each layer with experts spreads its work: one for all of them, or one each by block number."""
     moe: MoeConfig | None = None
     """What the layers decide by, where it is not what they were built with: another A, or another capacity."""
-    reports: dict[int, Report] = field(default_factory=dict)
+    reports: dict[int, LayerReport] = field(default_factory=dict)
     """Filled by the forward pass: each layer's report, by block number."""
-    pooled: Pooled = field(default_factory=Pooled)
+    pooled: ModelBalance = field(default_factory=ModelBalance)
     """Likewise: what is summed over the layers."""
 
-    def note(self, layer: int, report: Report) -> None:
+    def note(self, layer: int, report: LayerReport) -> None:
         """Keep the report of block ``layer``, and add its pool to the others."""
         if report.pool is not None:
             sums = self.pooled.sums
@@ -146,24 +146,24 @@ class Routing:
         """The same for some of the tokens; reports go to the same place."""
         return replace(self, index_T=self.index_T[part], units=self.units and self.units.rows(part))
 
-    def step(self, layer: int) -> Spread:
+    def step(self, layer: int) -> DispatchOptions:
         """How block ``layer`` spreads its work."""
         return self.steps[layer] if len(self.steps) > 1 else self.steps[0]
 
 
-class Routed(NamedTuple):
+class LayerRouting(NamedTuple):
     """What one layer of experts must know beside its input."""
 
     tokens_T: Tensor
     """The ids of the stream's tokens."""
     routing: Routing | None
-    step: Spread | None
+    step: DispatchOptions | None
     """How it spreads its work; None: tokens travel and no weight does, which suits the few tokens of inference."""
 
     @staticmethod
-    def at(layer: int, tokens_T: Tensor, routing: Routing | None) -> "Routed":
+    def at(layer: int, tokens_T: Tensor, routing: Routing | None) -> "LayerRouting":
         """The view of block ``layer``."""
-        return Routed(tokens_T, routing, routing and routing.step(layer))
+        return LayerRouting(tokens_T, routing, routing and routing.step(layer))
 
 
 class _Attach(Function):

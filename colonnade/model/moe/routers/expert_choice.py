@@ -11,12 +11,12 @@ more than it will when it generates (ibid., section 6).
 
 import torch
 
-from colonnade.model.moe.global_token_order import in_global_order
-from colonnade.model.moe.router import Choice, Seen, router
+from colonnade.model.moe.capacity import in_global_order
+from colonnade.model.moe.router import RouterInput, RouterOutput, router
 
 
 @router("expert_choice")
-def expert_choice(seen: Seen) -> Choice:
+def expert_choice(seen: RouterInput) -> RouterOutput:
     """Up to E choices a token, its highest weight first."""
     E = seen.moe.experts
     probs_TE = seen.logits_TE.softmax(1)
@@ -27,6 +27,6 @@ def expert_choice(seen: Seen) -> Choice:
     order_TE = probs_TE.detach().masked_fill(~taken_TE, -1).sort(dim=1, descending=True, stable=True).indices
     kept_TE = taken_TE.gather(1, order_TE)
     weights_TE = probs_TE.gather(1, order_TE) * seen.moe.router.scale
-    return Choice(
+    return RouterOutput(
         order_TE.masked_fill(~kept_TE, E), weights_TE.masked_fill(~kept_TE, 0), probs_TE, min(C, len(probs_TE)) * E
     )

@@ -6,14 +6,14 @@ A second expert whose weight is small does little, and its place is worth more t
 probability proportional to its weight. The first weight is not raised for it. Inference keeps every second expert.
 """
 
-from colonnade.model.moe.router import SECOND, Choice, Seen, router
-from colonnade.model.moe.routers.softmax import by_softmax
+from colonnade.model.moe.router import SECOND, RouterInput, RouterOutput, router
+from colonnade.model.moe.routers.softmax import softmax_top_k
 
 
 @router("gshard", biased=True, random=True, active=2)
-def gshard(seen: Seen) -> Choice:
+def gshard(seen: RouterInput) -> RouterOutput:
     """The two experts of the highest probability, the second by chance."""
-    choice = by_softmax(seen, seen.logits_TE, seen.clean_TE)
+    choice = softmax_top_k(seen, seen.logits_TE, seen.clean_TE)
     if seen.noise is None:
         return choice
     pair_TA = choice.probs_TE.gather(1, choice.ids_TA)

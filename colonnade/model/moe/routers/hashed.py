@@ -8,13 +8,13 @@ The hash is that of dropout's noise under a fixed key, so every layer, run and l
 import torch
 
 from colonnade.kernels.dropout import uniform
-from colonnade.model.moe.router import Choice, Seen, router
+from colonnade.model.moe.router import RouterInput, RouterOutput, router
 
 _KEY, _SITE = 0x5EED, 0
 
 
 @router("hash", gate=False)
-def hashed(seen: Seen) -> Choice:
+def hashed(seen: RouterInput) -> RouterOutput:
     """A experts by the token's id alone, in equal parts; the balance losses see them, but nothing to move."""
     E, A = seen.moe.experts, seen.moe.active
     key = torch.full((), _KEY, device=seen.tokens_T.device)  # no copy from the host, which would wait
@@ -23,4 +23,4 @@ def hashed(seen: Seen) -> Choice:
     share = 1 / A if seen.moe.router.normalise else 1.0
     weights_TA = seen.logits_TE.new_full(ids_TA.shape, share * seen.moe.router.scale)
     probs_TE = torch.zeros_like(seen.logits_TE).scatter(1, ids_TA, 1 / A)
-    return Choice(ids_TA, weights_TA, probs_TE)
+    return RouterOutput(ids_TA, weights_TA, probs_TE)

@@ -13,26 +13,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from colonnade.model.moe.router import SCORES, Choice, Own, Seen, router, top
+from colonnade.model.moe.router import SCORES, RouterInput, RouterOutput, RouterParameter, router, top_indices
 
 
-@router("noisy", lambda config, moe: {"noise": Own((moe.experts, config.width), 0.0)}, random=True)
-def noisy(seen: Seen) -> Choice:
+@router("noisy", lambda config, moe: {"noise": RouterParameter((moe.experts, config.width), 0.0)}, random=True)
+def noisy(seen: RouterInput) -> RouterOutput:
     """The A experts of the highest noisy score; σ begins as softplus(0), the same for all."""
     A, clean_TE, noise = seen.moe.active, seen.logits_TE, seen.noise
     h_TE, sigma_TE = clean_TE, None
     if noise is not None:
         sigma_TE = F.softplus(F.linear(seen.x_TD, seen.own["noise"])) + 1e-2
         h_TE = clean_TE + noise.normal(seen.moe.experts, SCORES).to(clean_TE.dtype) * sigma_TE
-    ids_TA = top(h_TE, A)
+    ids_TA = top_indices(h_TE, A)
     weights_TA = h_TE.gather(1, ids_TA).softmax(1)
     probs_TE = torch.zeros_like(h_TE).scatter(1, ids_TA, weights_TA)
     expected_TE = None if sigma_TE is None else expected(clean_TE, h_TE, sigma_TE, ids_TA)
-    return Choice(ids_TA, weights_TA * seen.moe.router.scale, probs_TE, expected_TE=expected_TE)
+    return RouterOutput(ids_TA, weights_TA * seen.moe.router.scale, probs_TE, expected_TE=expected_TE)
 
 
 def expected_load(
-    seen: Seen, logits_TE: Tensor, clean_TE: Tensor, ids_TA: Tensor, sigma_T1: Tensor | None = None
+    seen: RouterInput, logits_TE: Tensor, clean_TE: Tensor, ids_TA: Tensor, sigma_T1: Tensor | None = None
 ) -> Tensor | None:
     """P_TE of routers that take the highest logits under ``moe.router.noise``, where the balance loss asks for it;
     ``sigma_T1`` is the noise's standard deviation (None: that of one token's scores).
@@ -51,7 +51,7 @@ def expected(clean_TE: Tensor, h_TE: Tensor, sigma_TE: Tensor, ids_TA: Tensor) -
     A = ids_TA.shape[1]
     if h_TE.shape[1] == A:
         return torch.ones_like(h_TE)
-    high = h_TE.gather(1, top(h_TE, A + 1))
+    high = h_TE.gather(1, top_indices(h_TE, A + 1))
     inside_TE = torch.zeros_like(h_TE, dtype=torch.bool).scatter(1, ids_TA, True)
     # Without one of the A highest, the k-th highest of the others is the next one.
     other_TE = torch.where(inside_TE, high[:, A:], high[:, A - 1 : A])

@@ -6,16 +6,16 @@ The bias decides who is chosen, never with what weight; it moves against the loa
 at the scores.
 """
 
-from colonnade.model.moe.router import Choice, Seen, router
+from colonnade.model.moe.router import RouterInput, RouterOutput, router
 from colonnade.model.moe.routers.noisy import expected_load
-from colonnade.model.moe.routers.softmax import highest
+from colonnade.model.moe.routers.softmax import group_limited_top_k
 
 
 @router("sigmoid", biased=True)
-def sigmoid(seen: Seen) -> Choice:
+def sigmoid(seen: RouterInput) -> RouterOutput:
     """The A experts of the highest biased score; the probabilities are the scores, divided by their sum."""
     scores_TE = seen.logits_TE.sigmoid()
-    ids_TA, weights_TA = highest(seen, scores_TE, scores_TE)
+    ids_TA, weights_TA = group_limited_top_k(seen, scores_TE, scores_TE)
     probs_TE = scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=1e-20)
     expected_TE = expected_load(seen, seen.logits_TE, seen.clean_TE, ids_TA)  # σ keeps the order of the logits
-    return Choice(ids_TA, weights_TA, probs_TE, expected_TE=expected_TE)
+    return RouterOutput(ids_TA, weights_TA, probs_TE, expected_TE=expected_TE)

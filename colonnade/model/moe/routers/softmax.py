@@ -16,11 +16,11 @@ section 2.2.2). Switch (arXiv 2101.03961, section 2) is the same with A = 1, whe
 
 from torch import Tensor
 
-from colonnade.model.moe.router import Choice, Seen, best, router, top
+from colonnade.model.moe.router import RouterInput, RouterOutput, router, select_experts, top_indices
 from colonnade.model.moe.routers.noisy import expected_load
 
 
-def highest(seen: Seen, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+def group_limited_top_k(seen: RouterInput, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
     """(ids_TA, weights_TA): the A highest ``compared_TE`` of each token, bias added, within the best groups, highest
     first; and what their scores count.
     """
@@ -31,24 +31,26 @@ def highest(seen: Seen, compared_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor,
     if router.groups > 1:
         by_group = compared_TE.unflatten(1, (router.groups, -1))
         score = by_group.topk(min(1 if router.group_score == "max" else 2, by_group.shape[2]), dim=2).values.sum(2)
-        out = by_group.new_ones(score.shape).bool().scatter(1, top(score, router.groups_kept), False)
+        out = by_group.new_ones(score.shape).bool().scatter(1, top_indices(score, router.groups_kept), False)
         compared_TE = by_group.masked_fill(out.unsqueeze(2), float("-inf")).flatten(1)
-    return best(seen.moe, compared_TE, scores_TE)
+    return select_experts(seen.moe, compared_TE, scores_TE)
 
 
 @router("softmax", biased=True)
-def softmax(seen: Seen) -> Choice:
+def softmax(seen: RouterInput) -> RouterOutput:
     """The A experts of the highest probability."""
-    return by_softmax(seen, seen.logits_TE, seen.clean_TE)
+    return softmax_top_k(seen, seen.logits_TE, seen.clean_TE)
 
 
 @router("switch", biased=True, active=1)
-def switch(seen: Seen) -> Choice:
+def switch(seen: RouterInput) -> RouterOutput:
     """The one expert of the highest probability, which is its weight."""
-    return by_softmax(seen, seen.logits_TE, seen.clean_TE)
+    return softmax_top_k(seen, seen.logits_TE, seen.clean_TE)
 
 
-def by_softmax(seen: Seen, logits_TE: Tensor, clean_TE: Tensor, sigma_T1: Tensor | None = None) -> Choice:
+def softmax_top_k(
+    seen: RouterInput, logits_TE: Tensor, clean_TE: Tensor, sigma_T1: Tensor | None = None
+) -> RouterOutput:
     """The choice by some scores; ``clean_TE`` are the same without noise, whose standard deviation is ``sigma_T1``
     (None: that of one token's scores).
     """
@@ -56,5 +58,7 @@ def by_softmax(seen: Seen, logits_TE: Tensor, clean_TE: Tensor, sigma_T1: Tensor
     probs_TE = logits_TE.softmax(1)
     # Probabilities of experts far apart can be equal, 0 or 1, where their logits are not.
     compared_TE = logits_TE if seen.bias_E is None and moe.router.groups == 1 else probs_TE
-    ids_TA, weights_TA = highest(seen, compared_TE, probs_TE)
-    return Choice(ids_TA, weights_TA, probs_TE, expected_TE=expected_load(seen, logits_TE, clean_TE, ids_TA, sigma_T1))
+    ids_TA, weights_TA = group_limited_top_k(seen, compared_TE, probs_TE)
+    return RouterOutput(
+        ids_TA, weights_TA, probs_TE, expected_TE=expected_load(seen, logits_TE, clean_TE, ids_TA, sigma_T1)
+    )

@@ -12,22 +12,22 @@ cut them, and any other plan makes the same choices. Inference chooses freely.
 import torch
 from torch import Tensor
 
-from colonnade.model.moe.global_token_order import global_positions, in_global_order
-from colonnade.model.moe.router import Choice, Seen, best, router
+from colonnade.model.moe.capacity import global_positions, in_global_order
+from colonnade.model.moe.router import RouterInput, RouterOutput, router, select_experts
 
 
 @router("topology")
-def topology(seen: Seen) -> Choice:
+def topology(seen: RouterInput) -> RouterOutput:
     """The A experts of the highest probability, but that the first is at home where too many would leave."""
     moe, probs_TE = seen.moe, seen.logits_TE.softmax(1)
     compared_TE = seen.logits_TE.detach()
     if seen.training and moe.router.nodes > 1:
         compared_TE = compared_TE.masked_fill(_held(seen, probs_TE.detach()), float("inf"))
-    ids_TA, weights_TA = best(moe, compared_TE, probs_TE)
-    return Choice(ids_TA, weights_TA, probs_TE)
+    ids_TA, weights_TA = select_experts(moe, compared_TE, probs_TE)
+    return RouterOutput(ids_TA, weights_TA, probs_TE)
 
 
-def _held(seen: Seen, probs_TE: Tensor) -> Tensor:
+def _held(seen: RouterInput, probs_TE: Tensor) -> Tensor:
     """(T, E) booleans: the expert that a token must take first, where it must."""
     moe, nodes = seen.moe, seen.moe.router.nodes
     node_E = torch.arange(moe.experts, device=probs_TE.device) * nodes // moe.experts
