@@ -96,7 +96,7 @@ class Bench:
         self.spare = torch.empty(0, dtype=dtype, device=device)
 
     def run(self, way: DispatchOptions) -> Tensor:
-        return run_experts(self.x_tD, self.ids_tA, self.weights_tA, self.experts, self.ground.axes.grid, way)[0]
+        return run_experts(self.x_tD, self.ids_tA, self.weights_tA, self.experts, way)
 
     def plain(self, both_egD: Tensor) -> Tensor:
         return _plain_experts.layer(self.x_tD, self.ids_tA, self.weights_tA, both_egD, self.experts.down)

@@ -152,11 +152,6 @@ class MoeConfig(Config):
         return self
 
     @property
-    def by_sequence(self) -> bool:
-        """Whether a stream must say which tokens are of one sequence."""
-        return self.balance == "sequence" or self.router.kind == "sequence"
-
-    @property
     def normalises(self) -> bool:
         """Whether a token's weights are divided by their sum."""
         return self.router.normalise and (self.active > 1 or self.router.normalise_single)

@@ -36,7 +36,8 @@ class Float8Module(nn.Module):
 
 class Linear(Float8Module):
     """y = x Wᵀ + b, uninitialised: weights come from :mod:`~colonnade.model.initialise` or from a file, never from
-    here."""
+    here.
+    """
 
     quantised: Quantised | None = None
     """What stands in the place of :attr:`weight`; no buffer, so that a cast of the model leaves it alone."""

@@ -193,7 +193,7 @@ class Transformer(nn.Module):
             routed = LayerRouting.at(i, stream.tokens_T, stream.routing) if self.config.experts_of(i) else None
             x_tD, report = block(x_tD, T, turn, sees, noise and noise.at(i), routed)
             if report is not None and stream.routing is not None:
-                stream.routing.note(i, report)
+                stream.routing.record(i, report)
         if span.stop < self.config.layers:
             return x_tD
         assert self.norm is not None, "the last span ends with the head"

@@ -18,12 +18,8 @@ from colonnade.errors import ConfigError
 from colonnade.kernels.registry import CHOSEN
 from colonnade.model import Transformer
 from colonnade.model.moe.expert_offload import expert_modules
+from colonnade.model.moe.router import find_router
 from colonnade.model.sharded_kv_cache import MAX_FUSED_HEAD_WIDTH
-
-EACH_ALONE = {"cosine", "gshard", "hash", "noisy", "sigmoid", "softmax", "switch", "task", "topology"}
-"""Routers that, where nobody trains, look at each token by itself and ask nothing of the device. What a program's own
-router does nobody knows.
-"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class Site:
     def each_alone(self) -> bool:
         """Whether a token's answer is surely the same beside tokens that pad its step."""
         moe = self.model.moe
-        return not self.cut and (moe is None or (not moe.capacity and moe.router.kind in EACH_ALONE))
+        return not self.cut and (moe is None or (not moe.capacity and find_router(moe).per_token))
 
 
 def check_steps(serve: ServeConfig, site: Site) -> None:

@@ -22,7 +22,7 @@ from colonnade.model import (
     Transformer,
 )
 from colonnade.model.moe import DispatchOptions, LayerReport, Routing, TokenGroups
-from colonnade.model.moe.router import uses_noise
+from colonnade.model.moe.router import needs_sequences, uses_noise
 from colonnade.model.moe.routing_context import ModelBalance
 
 
@@ -63,10 +63,10 @@ def model_inputs(
     attend = Packed(cu, longest, equal, causal=config.causal, noise=noise, head=first_head)
     routing = None
     if config.moe is not None:
-        units = TokenGroups.sequences(cu, T, model.axes.dp) if config.moe.by_sequence else None
+        groups = TokenGroups.sequences(cu, T, model.axes.dp) if needs_sequences(config.moe) else None
         if config.moe.router.kind == "task" and batch.tasks_T is not None:
-            units = TokenGroups(batch.tasks_T, config.moe.router.tasks)
-        routing = Routing(numbers(batch), terms.router_weight, units=units, steps=terms.steps, moe=terms.moe)
+            groups = TokenGroups(batch.tasks_T, config.moe.router.tasks)
+        routing = Routing(numbers(batch), terms.router_weight, token_groups=groups, dispatch=terms.steps, moe=terms.moe)
         if terms.router_weight is not None:
             terms.reports.append(routing.reports)
             terms.pooled.append(routing.pooled)

@@ -14,8 +14,8 @@ weights, c those of a token, W = ep·sh ranks, n the choices of a rank's tokens,
 
 p parts hide the shorter of exchange and compute but for the share of the first part, which is smaller than 1/p
 (:func:`colonnade.model.moe.dispatch.part_sizes`), and pay the exchange's latency p times. (Tutel, arXiv 2206.03382,
-section 4.1, chooses by 2P against 4·C_g·r + 2P/(E·r) bytes; here bytes become seconds by what this machine was measured to do,
-and the load counts, which at r = 0 alone is even by itself.)
+section 4.1, chooses by 2P against 4·C_g·r + 2P/(E·r) bytes; here bytes become seconds by what this machine was
+measured to do, and the load counts, which at r = 0 alone is even by itself.)
 
 The formula knows nothing of launches, of products that slow down while rows travel, or of small ones. So the ways that
 it holds for nearly the best are tried, at this load, and the one that took least is taken
@@ -33,7 +33,7 @@ from colonnade.config.model import divisors
 from colonnade.model import Transformer
 from colonnade.model.moe import DispatchOptions, MixtureOfExperts
 from colonnade.model.moe.dispatch import part_sizes, run_experts
-from colonnade.model.moe.experts import Experts
+from colonnade.model.moe.experts import ExpertRows, Experts
 from colonnade.parallel import link_bandwidth
 from colonnade.parallel.axis import Grid
 from colonnade.parallel.link_bandwidth import Link
@@ -85,7 +85,7 @@ class Trials:
         inputs = [x_tD, weights_tA, *experts.parameters()]
 
         def run(way: DispatchOptions) -> None:
-            y_tD, _ = run_experts(x_tD, ids_tA, weights_tA, experts, axes.grid, way)
+            y_tD = run_experts(x_tD, ids_tA, weights_tA, experts, way)
             torch.autograd.grad(y_tD, inputs, y_tD.detach(), allow_unused=True)
 
         return [link_bandwidth.rate(lambda way=way: run(way), like.device, axes.grid.tokens) for way in ways]
@@ -123,7 +123,7 @@ class Costs:
 
         @torch.no_grad()
         def products() -> None:
-            layer.experts(x_RD, order_R, ends_e, x_RD.new_ones(len(x_RD), 1), layer.experts.weights)
+            layer.experts(ExpertRows(x_RD, x_RD.new_ones(len(x_RD), 1), order=(order_R, ends_e)))
 
         took_s = link_bandwidth.rate(products, device, grid.tokens)
         gathers = {r: link_bandwidth.gather_link(grid.every(r), device) for r in divisors(grid.sh.size)}

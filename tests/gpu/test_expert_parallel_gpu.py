@@ -59,7 +59,7 @@ def _check(plan: Plan) -> dict[str, float]:
             for p in (1, 2, 4, 6) if r else (1,):
 
                 def forward(r: int = r, p: int = p) -> list[Tensor]:
-                    return [run_experts(x, ids, weights, experts, ground.axes.grid, DispatchOptions(r, p))[0]]
+                    return [run_experts(x, ids, weights, experts, DispatchOptions(r, p))]
 
                 def backward(y: Tensor) -> list[Tensor]:
                     return list(torch.autograd.grad(y, leaves, x.detach()))

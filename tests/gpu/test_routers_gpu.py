@@ -35,7 +35,7 @@ def _on(name: str, device: str) -> dict[str, torch.Tensor]:
     noise = noise and replace(noise, key=noise.key.to(device))
     x_TD = x_TD.to(device).requires_grad_()
     index_T, units = index_T.to(device), units._replace(group_T=units.group_T.to(device))
-    choice, logits_TE = router(x_TD, tokens_T.to(device), index_T, noise, training=True, units=units)
+    choice, logits_TE = router(x_TD, tokens_T.to(device), index_T, noise, training=True, token_groups=units)
     admitted = apply_capacity(choice, index_T, moe, SOLO)
     load_E = expert_load(choice.ids_TA, EXPERTS)
     surrogate, balance, z = balance_losses(choice, load_E, logits_TE, moe, SOLO, units)

@@ -40,7 +40,7 @@ def _forward(
     """Backward too; the losses."""
     model.zero_grad()
     index_T = torch.arange(len(targets)) + 9
-    routing = Routing(index_T, weight=torch.tensor(0.7), steps=(step,))
+    routing = Routing(index_T, weight=torch.tensor(0.7), dispatch=(step,))
     noise = Dropout.of(3, 4, model.config.layers, index_T, rates)
     total, count = model(stream._replace(routing=routing, noise=noise), attend, Loss(targets))
     (total / count).backward()

@@ -106,7 +106,7 @@ def test_a_task_for_all_tokens(tmp_path: Path) -> None:
     model = saved(tmp_path / "it", tasked())
     stream, attend, targets = ragged(tasked())
     units = TokenGroups(torch.full_like(targets, 2), 3)
-    told_so = stream._replace(routing=Routing(torch.arange(len(targets)), units=units))
+    told_so = stream._replace(routing=Routing(torch.arange(len(targets)), token_groups=units))
     with torch.no_grad(), load(tmp_path / "it", ExpertsConfig(task=2)) as loaded:
         expected = model(told_so, attend, Rows())
         assert_same(loaded.transformer(Stream(stream.tokens_T, stream.positions_T), attend, Rows()), expected)

@@ -125,7 +125,7 @@ def through(layer: MixtureOfExperts, mine: Tensor, step: DispatchOptions) -> Fou
     T, here = len(mine), axes.rows(len(mine))
     x_tD = x_TD[mine][here].to(dtype).requires_grad_()
     noise = Dropout.of(11, 4, 1, index_T[mine][here], DropoutRates()).at(0) if uses_noise(layer.moe) else None
-    routing = Routing(index_T[mine], weight=0.7, units=TokenGroups(units.group_T[mine], units.count))
+    routing = Routing(index_T[mine], weight=0.7, token_groups=TokenGroups(units.group_T[mine], units.count))
     y_tD, report = layer(x_tD, T, LayerRouting(tokens_T[mine], routing, step), noise)
     counts_TD = (torch.outer(index_T[mine] % 7 - 2, torch.arange(1, WIDTH + 1)) % 5 - 1)[here]
     (y_tD * counts_TD.to(dtype)).sum().backward()

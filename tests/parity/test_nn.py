@@ -54,7 +54,7 @@ class Block(nn.Module):
         attend = Packed.of(lengths)
         x_TD = x_TD + self.out(attend(q, k, v).flatten(1))
         units = TokenGroups.sequences(attend.cu_seqlens, len(x_TD), self.axes.batch)
-        found = self.moe(x_TD, units=units)
+        found = self.moe(x_TD, token_groups=units)
         return self.logits(x_TD + found.y), found.loss
 
 

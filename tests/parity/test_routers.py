@@ -55,7 +55,7 @@ def forward_and_backward(moe: MoeConfig, over: Axis, mine: Tensor) -> dict[str, 
     router = router_of(moe, Axes(grid=Grid(tokens=over)))
     x_tD, index_t, units_t = x_TD[mine].requires_grad_(), index_T[mine], units.rows(mine)
     choice, logits_tE = router(
-        x_tD, tokens_T[mine], index_t, shuffled_noise(moe, index_t), training=True, units=units_t
+        x_tD, tokens_T[mine], index_t, shuffled_noise(moe, index_t), training=True, token_groups=units_t
     )
     admitted = apply_capacity(choice, index_t, moe, over)
     load_E = expert_load(choice.ids_TA, EXPERTS)
@@ -129,8 +129,8 @@ def check_numbering() -> None:
     units = TokenGroups.sequences(cu_seqlens, 5, world)
     assert units.count == 6
     assert units.group_T.tolist() == [[0, 0, 1, 1, 1], [3, 3, 3, 3, 3]][world.rank]
-    routing = Routing(torch.arange(5), units=units).rows(torch.tensor([4, 0]))
-    assert routing.units.group_T.tolist() == [[1, 0], [3, 3]][world.rank]
+    routing = Routing(torch.arange(5), token_groups=units).rows(torch.tensor([4, 0]))
+    assert routing.token_groups.group_T.tolist() == [[1, 0], [3, 3]][world.rank]
 
 
 def test_sequences_are_numbered_on_through_the_ranks():

@@ -128,7 +128,7 @@ def _far(folder: Path, plan: Plan, tokens: Tensor, expected: Tensor) -> dict[int
         model, T = load(folder, ground.axes, torch.float32), len(tokens)
         found: dict[int, float] = {}
         for degree in degrees:
-            routing = Routing(torch.arange(T), steps=(DispatchOptions(degree, overlap=2 if degree else 1),))
+            routing = Routing(torch.arange(T), dispatch=(DispatchOptions(degree, overlap=2 if degree else 1),))
             logits = model(Stream(tokens, torch.arange(T), routing=routing), Packed.of([T]), Rows())
             found[degree] = (logits - expected).abs().max().item()
         return found

@@ -100,7 +100,7 @@ def test_the_loss_of_sequences_counts_the_highest_scores_without_bias_or_groups(
     router, (x_TD, tokens_T, index_T, units) = router_of(moe), tokens()
     if router.bias_E is not None:
         router.bias_E.zero_()[:2] = 0.3
-    choice, logits_TE = router(x_TD, tokens_T, index_T, None, training=True, units=units)
+    choice, logits_TE = router(x_TD, tokens_T, index_T, None, training=True, token_groups=units)
     _, value, _ = balance_losses(choice, expert_load(choice.ids_TA, E), logits_TE, moe, SOLO, units)
     logits_TE = logits_TE.detach()
     parts, biased = [], 0

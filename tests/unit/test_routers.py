@@ -154,7 +154,7 @@ def plain_topology(moe: MoeConfig, probs: list[list[float]]) -> tuple[list[list[
 
 def chosen(name: str, moe: MoeConfig, router: Router, **how) -> RouterOutput:
     x_TD, tokens_T, index_T, units = tokens()
-    return router(x_TD, tokens_T, index_T, noise_for(moe, index_T), training=True, units=units, **how)[0]
+    return router(x_TD, tokens_T, index_T, noise_for(moe, index_T), training=True, token_groups=units, **how)[0]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -181,7 +181,7 @@ def test_equal_scores_go_to_the_lowest_index(name):
         for tensor in router.state_dict().values():
             tensor.zero_()
         x_TD, tokens_T, index_T, units = tokens()
-        ids_TA = router(x_TD.to(dtype), tokens_T, index_T, None, units=units)[0].ids_TA
+        ids_TA = router(x_TD.to(dtype), tokens_T, index_T, None, token_groups=units)[0].ids_TA
         if name == "expert_choice":
             assert torch.equal(ids_TA[:1], torch.arange(60)[None])  # one token an expert: the first
             assert (ids_TA[1:] == 60).all()
@@ -211,7 +211,7 @@ def test_a_router_of_no_tokens_and_of_one(name):
     x_TD, tokens_T, index_T, units = tokens()
     for T in (0, 1):
         noise = noise_for(moe, index_T[:T])
-        choice, _ = router(x_TD[:T], tokens_T[:T], index_T[:T], noise, training=True, units=units.rows(slice(T)))
+        choice, _ = router(x_TD[:T], tokens_T[:T], index_T[:T], noise, training=True, token_groups=units.rows(slice(T)))
         assert len(choice.ids_TA) == len(choice.weights_TA) == T
         assert choice.weights_TA.isfinite().all()
 
@@ -222,10 +222,10 @@ def test_inference_has_no_noise(name):
     moe = moe_of(name)
     router = router_of(moe)
     x_TD, tokens_T, index_T, units = tokens()
-    choice, _ = router(x_TD, tokens_T, index_T, None, units=units)
+    choice, _ = router(x_TD, tokens_T, index_T, None, token_groups=units)
     calm = moe_of(name, jitter=0.0, noise=0.0)
     quiet = router_of(calm)
-    expected, _ = quiet(x_TD, tokens_T, index_T, None, units=units)
+    expected, _ = quiet(x_TD, tokens_T, index_T, None, token_groups=units)
     assert torch.equal(choice.ids_TA, expected.ids_TA)
     assert torch.equal(choice.weights_TA, expected.weights_TA)
     assert choice.expected_TE is None
@@ -272,8 +272,8 @@ def test_the_load_under_added_noise_is_the_chance_to_be_among_the_highest(name):
     """Of the others' noisy scores; the mean noise of n tokens of a sequence is √n times narrower."""
     moe = moe_of(name, noise=1.5, balance="importance", bias_rate=0.0)
     router, (x_TD, tokens_T, index_T, units) = router_of(moe), tokens()
-    choice, noisy_TE = router(x_TD, tokens_T, index_T, noise_for(moe, index_T), training=True, units=units)
-    _, clean_TE = router(x_TD, tokens_T, index_T, None, units=units)
+    choice, noisy_TE = router(x_TD, tokens_T, index_T, noise_for(moe, index_T), training=True, token_groups=units)
+    _, clean_TE = router(x_TD, tokens_T, index_T, None, token_groups=units)
     sizes = torch.bincount(units.group_T)[units.group_T].tolist() if name == "sequence" else [1] * TOKENS
     for t, (clean, noisy) in enumerate(zip(clean_TE.tolist(), noisy_TE.tolist(), strict=True)):
         for e in range(E):
@@ -309,7 +309,7 @@ def test_expert_choice_loads_all_experts_alike_and_bounds_its_rows():
     choice = chosen("expert_choice", moe, router_of(moe))
     C = math.ceil(TOKENS * moe.active / E)
     assert torch.bincount(choice.ids_TA.flatten(), minlength=E + 1)[:E].tolist() == [C] * E
-    assert (choice.ids_TA < E).sum() <= choice.rows
+    assert (choice.ids_TA < E).sum() <= choice.max_choices
 
 
 def test_the_hash_sends_a_token_to_distinct_experts_always_the_same_and_evenly():
@@ -425,7 +425,7 @@ def test_routers_say_what_their_parameters_begin_as():
 @router("first_letters", lambda config, moe: {"push": RouterParameter((moe.experts,), 2.0)})
 def first_letters(seen: RouterInput) -> RouterOutput:
     ids_TA = (seen.tokens_T[:, None] + torch.arange(seen.moe.active)) % seen.moe.experts
-    probs_TE = (seen.logits_TE * seen.own["push"]).softmax(1)
+    probs_TE = (seen.logits_TE * seen.parameters["push"]).softmax(1)
     return RouterOutput(ids_TA, probs_TE.gather(1, ids_TA), probs_TE)
 
 
@@ -455,8 +455,8 @@ def test_a_router_of_ones_own_needs_one_function():
         ({"kind": "os.system"}, {}, "there is no router 'os.system'"),
         ({"kind": "switch"}, {}, "'switch' sends a token to 1 of the experts, not 2; set model.moe.active to 1"),
         ({"kind": "gshard"}, {"active": 3}, "'gshard' sends a token to 2 of the experts, not 3"),
-        ({"kind": "noisy"}, {"bias_rate": 0.1}, r"'noisy' does not heed model\.moe\.bias_rate; .* softmax"),
-        ({"kind": "hash", "groups": 2}, {}, r"'hash' does not heed model\.moe\.router\.groups"),
+        ({"kind": "noisy"}, {"bias_rate": 0.1}, r"'noisy' does not support model\.moe\.bias_rate; .* softmax"),
+        ({"kind": "hash", "groups": 2}, {}, r"'hash' does not support model\.moe\.router\.groups"),
         ({"nodes": 7}, {}, "6 experts are not at home on 7 nodes"),
         ({}, {"active": 7}, "a token cannot go to 7 of 6 experts"),
         ({"groups": 4}, {}, "6 experts do not divide into 4 groups"),
@@ -498,7 +498,7 @@ def test_a_router_of_sequences_must_be_told_them(kind):
     if kind == "task":
         few = moe_of("task", tasks=2)
         with pytest.raises(ConfigError, match="has 5 tasks, and the router 2"):
-            router_of(few)(x_TD, tokens_T, index_T, None, units=units)
+            router_of(few)(x_TD, tokens_T, index_T, None, token_groups=units)
 
 
 def test_a_layer_learns_through_a_router_that_does_not():
@@ -534,7 +534,7 @@ def test_scores_that_are_no_number_reach_the_loss_and_name_their_layer(name):
         layer.zero_grad()
         noise = noise_for(moe, index_T)
         y_TD, report = layer(
-            x_TD, TOKENS, LayerRouting(tokens_T, Routing(index_T, 1.0, units=units), DispatchOptions()), noise
+            x_TD, TOKENS, LayerRouting(tokens_T, Routing(index_T, 1.0, token_groups=units), DispatchOptions()), noise
         )
         y_TD.square().sum().backward()
         assert layer.router.gates[0].weight is None or weight.grad.isfinite().all() == (not broken)

@@ -22,4 +22,4 @@ __all__ = [
     "router",
     "routers",
     "uses_noise",
-]  # fmt: skip
+]

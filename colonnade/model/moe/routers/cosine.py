@@ -1,9 +1,9 @@
-"""Cosine scores: tokens and experts are compared on a sphere, where they collapse less (Chi 2022, arXiv 2204.09179).
+"""Cosine router: tokens and experts are compared on a sphere, which reduces collapse (Chi 2022, arXiv 2204.09179).
 
-    logits = normalise(W_p x) · normalise(S_e) · exp(min(τ, ln 100))        then as softmax does
+    logits = normalise(W_p x) · normalise(S_e) · exp(min(τ, ln 100))        then as the softmax router
 
-W_p projects to a smaller width, each expert has a point S_e there, and the temperature exp(−τ) is learned, from
-``moe.router.temperature`` on (Tutel's cosine_top).
+W_p projects to a smaller width, S_e is each expert's embedding there, and the temperature exp(−τ) is learned, starting
+at ``moe.router.temperature`` (Tutel's cosine_top).
 """
 
 import math
@@ -15,7 +15,7 @@ from colonnade.model.moe.router import RouterInput, RouterOutput, RouterParamete
 from colonnade.model.moe.routers.softmax import softmax_top_k
 
 
-def _own(config: ModelConfig, moe: MoeConfig) -> dict[str, RouterParameter]:
+def _parameters(config: ModelConfig, moe: MoeConfig) -> dict[str, RouterParameter]:
     width = moe.router.projection
     return {
         "project": RouterParameter((width, config.width)),
@@ -24,11 +24,11 @@ def _own(config: ModelConfig, moe: MoeConfig) -> dict[str, RouterParameter]:
     }
 
 
-@router("cosine", _own, gate=False, biased=True)
-def cosine(seen: RouterInput) -> RouterOutput:
+@router("cosine", _parameters, gate=False, biased=True, per_token=True)
+def cosine(inputs: RouterInput) -> RouterOutput:
     """The A experts at the smallest angle."""
-    towards = F.normalize(F.linear(seen.x_TD, seen.own["project"]), dim=1)
-    points = F.normalize(seen.own["experts"], dim=1)
-    clean_TE = F.linear(towards, points) * seen.own["temperature"].clamp(max=math.log(100)).exp()
-    logits_TE = seen.noisy(clean_TE)
-    return softmax_top_k(seen, logits_TE, clean_TE)._replace(logits_TE=logits_TE)
+    projected = F.normalize(F.linear(inputs.x_TD, inputs.parameters["project"]), dim=1)
+    experts = F.normalize(inputs.parameters["experts"], dim=1)
+    clean_TE = F.linear(projected, experts) * inputs.parameters["temperature"].clamp(max=math.log(100)).exp()
+    logits_TE = inputs.noisy(clean_TE)
+    return softmax_top_k(inputs, logits_TE, clean_TE)._replace(logits_TE=logits_TE)
