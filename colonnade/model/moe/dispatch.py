@@ -1,8 +1,8 @@
 """Dispatch and combine: move tokens, or weights, so that both are on one rank.
 
 The ranks that share a layer's experts are ep × sh: ep rank i stores experts i·e … i·e + e − 1, and sh rank s of those
-stores the s-th share of the hidden units. :class:`DispatchOptions` say for each step how to use them, by a degree r of 0
-or a divisor of sh (Tutel, arXiv 2206.03382, section 4.1; here for any ep and sh, gated experts, and without capacity):
+stores the s-th share of the hidden units. :class:`DispatchOptions` say for each step how to use them, by a degree r of
+0 or a divisor of sh (Tutel, arXiv 2206.03382, section 4.1; here for any ep and sh, gated experts, and no capacity):
 
     one rank        Local          all experts are here
     decoding        Replicated     all ranks have all tokens: each computes its experts, and the results are summed
@@ -17,8 +17,8 @@ r = 1 is expert parallelism with sharded weights; r = sh shards the arithmetic a
 gathers just what it needs, because the order of hidden units does not matter. Gathered weights are not saved for the
 backward pass but gathered again. Row counts are exchanged before the rows: one wait for the device.
 
-Tokens of AllToAll travel in p parts: part i + 1 is sent while the experts compute part i, and likewise backward, because
-starting an exchange is an autograd node of its own. Nothing overlaps with the first part's exchange or with the last
+Tokens of AllToAll travel in p parts: part i + 1 is sent while the experts compute part i, and likewise backward,
+because starting an exchange is an autograd node of its own. Nothing overlaps with the first part's exchange or with the last
 part's way back, so these are small: part sizes grow as 1, 2, 4, 8 from either end (:func:`part_sizes`). The last
 exchange of the backward pass overlaps with the weight gradients (:mod:`colonnade.kernels.experts.deferred_wgrad`).
 """

@@ -3,8 +3,8 @@
     layer i computes   |   experts of layers i+1 … i+k−1 are copied in, on a second stream, each into one of k buffers
 
 Layers run in turn, and after the last comes the first (of the next pass), so the next ones are known. A buffer is
-reused once the next layer has asked for its weights: all kernels on the old contents are in the device's queue by then, and
-the copy waits for their end, not for the host. With one buffer nothing overlaps.
+reused once the next layer has asked for its weights: all kernels on its old contents are queued by then, and the copy
+waits for their end, not for the host. With one buffer nothing overlaps.
 
 A pass of many tokens (prefill, a batch) needs most experts of each layer, so all of them are copied. A pass of few
 tokens needs few: with at most half as many choices as experts nothing is prefetched, and the layer waits for the router
