@@ -130,4 +130,4 @@ def _check_room(source: str, dtype: str, shard_bytes: int, upcycle: int, active:
         written = replace(read, config=upcycled(read.config, upcycle, active))
         beside, _ = read.bytes()
     beside += min(shard_bytes, written.bytes()[0])
-    replace(written, beside=beside).check(f"{source} with what is written of it")
+    replace(written, reserved=beside).check(f"{source} with what is written of it")

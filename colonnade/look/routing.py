@@ -53,7 +53,7 @@ def tables(routed: Routed) -> list[Table]:
 
 
 def _table(layer: int, it: Specialization, texts: list[list[str]]) -> Table:
-    told = f"layer {layer}: the expert tells {it.told:.1%} of what kind a token is"
+    told = f"layer {layer}: the expert tells {it.mutual_information:.1%} of what kind a token is"
     made = Table("expert", "share", "takes more than its share of", "such as", title=told)
     by_expert = list(zip(*it.counts, strict=True))
     whole = max(1, sum(map(sum, by_expert)))

@@ -60,7 +60,7 @@ def model_inputs(
         noise = noise.for_tokens(numbers(batch))
     first_head, _ = model.axes.tp.part(config.heads)
     cu, longest, equal = batch.cu_seqlens, batch.longest, batch.equal
-    attend = Packed(cu, longest, equal, causal=config.causal, noise=noise, head=first_head)
+    attend = Packed(cu, longest, equal, causal=config.causal, dropout=noise, first_head=first_head)
     routing = None
     if config.moe is not None:
         groups = TokenGroups.sequences(cu, T, model.axes.dp) if needs_sequences(config.moe) else None

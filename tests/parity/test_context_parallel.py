@@ -40,7 +40,7 @@ def _ring(world: int) -> None:
                 torch.randn(T, heads, H, generator=draw, dtype=torch.float64).requires_grad_() for heads in (N, K, K, N)
             )
             noise = Dropout.of(0, 1, 3, torch.arange(T) + 50, DropoutRates(attention=rate))
-            packed = Packed.of(lengths, causal=causal, window=window, kernels="reference", noise=noise, head=5)
+            packed = Packed.of(lengths, causal=causal, window=window, kernels="reference", dropout=noise, first_head=5)
             o = packed.at(2, window)(q, k, v)
             o.backward(go)
             ring = Ring.of(packed, T, ground.axes.cp)

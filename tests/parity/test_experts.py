@@ -42,7 +42,7 @@ def _forward(
     index_T = torch.arange(len(targets)) + 9
     routing = Routing(index_T, weight=torch.tensor(0.7), dispatch=(step,))
     noise = Dropout.of(3, 4, model.config.layers, index_T, rates)
-    total, count = model(stream._replace(routing=routing, noise=noise), attend, Loss(targets))
+    total, count = model(stream._replace(routing=routing, dropout=noise), attend, Loss(targets))
     (total / count).backward()
     return [total.item(), *(float(x) for report in routing.reports.values() for x in (report.balance, report.z))]
 

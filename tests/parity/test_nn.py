@@ -221,13 +221,13 @@ def test_errors_name_the_numbers_and_the_remedy() -> None:
 
 OWN_ROUTER = """
 import torch
-from colonnade.nn import Choice, Seen, router
+from colonnade.nn import RouterInput, RouterOutput, router
 
 @router("first_two", gate=False)
-def first_two(seen: Seen) -> Choice:
-    T, E = len(seen.given_TD), seen.moe.experts
+def first_two(inputs: RouterInput) -> RouterOutput:
+    T, E = len(inputs.raw_TD), inputs.moe.experts
     ids = torch.arange(2).expand(T, 2).contiguous()
-    return Choice(ids, seen.logits_TE.new_full((T, 2), 0.5), seen.logits_TE.new_full((T, E), 1 / E))
+    return RouterOutput(ids, inputs.logits_TE.new_full((T, 2), 0.5), inputs.logits_TE.new_full((T, E), 1 / E))
 """
 
 

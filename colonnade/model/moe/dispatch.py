@@ -18,9 +18,9 @@ gathers just what it needs, because the order of hidden units does not matter. G
 backward pass but gathered again. Row counts are exchanged before the rows: one wait for the device.
 
 Tokens of AllToAll travel in p parts: part i + 1 is sent while the experts compute part i, and likewise backward,
-because starting an exchange is an autograd node of its own. Nothing overlaps with the first part's exchange or with the last
-part's way back, so these are small: part sizes grow as 1, 2, 4, 8 from either end (:func:`part_sizes`). The last
-exchange of the backward pass overlaps with the weight gradients (:mod:`colonnade.kernels.experts.deferred_wgrad`).
+because starting an exchange is an autograd node of its own. Nothing overlaps with the first part's exchange or with
+the last part's way back, so these are small: part sizes grow as 1, 2, 4, 8 from either end (:func:`part_sizes`). The
+last exchange of the backward pass overlaps with the weight gradients (:mod:`colonnade.kernels.experts.deferred_wgrad`).
 """
 
 import functools
