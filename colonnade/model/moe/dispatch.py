@@ -60,17 +60,18 @@ class Dispatch(Protocol):
 
 def choose_dispatch(
     experts: Experts,
-    options: DispatchOptions,
-    *,
+    options: DispatchOptions | None = None,
     replicated: bool = False,
     max_choices: int | None = None,
     dropout: ExpertDropout | None = None,
 ) -> Dispatch:
     """The dispatch of one forward pass. Raises :class:`PlanError` for ``options`` that the grid cannot take.
 
-    ``replicated``: all ranks have all tokens and choices. ``max_choices`` bounds how many choices are not none.
+    ``options`` None: tokens travel and weights do not. ``replicated``: all ranks have all tokens and choices.
+    ``max_choices`` bounds how many choices are not none.
     """
     grid = experts.grid
+    options = options or DispatchOptions(degree=grid.sh.size)
     if replicated and grid.all.size > 1:
         return ReplicatedDispatch(experts)
     options.check(grid.sh.size, experts.count)

@@ -16,11 +16,11 @@ from colonnade.model.dropout import BlockDropout
 from colonnade.model.ffn import FeedForward
 from colonnade.model.linear import Linear
 from colonnade.model.moe.capacity import KeptChoices, apply_capacity
-from colonnade.model.moe.dispatch import Dispatch, choose_dispatch
+from colonnade.model.moe.dispatch import choose_dispatch
 from colonnade.model.moe.experts import ExpertDropout, Experts
 from colonnade.model.moe.losses import balance_losses, expert_load, layer_sums
 from colonnade.model.moe.router import Router, RouterOutput
-from colonnade.model.moe.routing_context import DispatchOptions, LayerReport, LayerRouting, Routing, TokenGroups, attach
+from colonnade.model.moe.routing_context import LayerReport, LayerRouting, TokenGroups, attach
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, on_rows
 
@@ -65,27 +65,33 @@ class MixtureOfExperts(nn.Module):
     ) -> tuple[Tensor, LayerReport]:
         """y_tD of the residual stream of T tokens; ``noise`` is that of the rows of ``x_tD``."""
         routing = layer.routing
-        moe = routing.moe if routing is not None and routing.moe is not None else self.moe
+        gate, moe, training = 0, self.moe, False
+        if routing is not None:
+            gate, moe, training = routing.gate, routing.moe or moe, routing.weight is not None
         # Where all ranks have the same tokens, each computes its own experts for all of them.
         replicated = self.axes.alike and self.axes.grid.all.size > 1
-        tokens = self._own_tokens(x_tD, T, layer, noise)
+        own = self._own_tokens(x_tD, T, layer, noise)
 
-        choice, logits_tE = self._route(tokens, routing, moe)
-        kept = apply_capacity(choice, tokens.index_t, moe, self.axes.grid.tokens)
-        dispatch = self._dispatch(choice, kept, layer.dispatch, tokens.noise, replicated=replicated)
-        rows = dispatch.send(*(self._all_tokens(x_tD, kept, T) if replicated else (tokens.x_tD, *kept)))
+        choice, logits_tE = self.router(*own[:4], gate, training=training, token_groups=own.groups, moe=moe)
+        kept = apply_capacity(choice, own.index_t, moe, self.axes.grid.tokens)
+        dropout = ExpertDropout.of(own.noise, kept.ids_TA.shape[1])
+        dispatch = choose_dispatch(self.experts, layer.dispatch, replicated, choice.max_choices, dropout)
+        if replicated:
+            rows = dispatch.send(x_tD, *(self.axes.rejoin(x_tA, T) for x_tA in kept))
+        else:
+            rows = dispatch.send(own.x_tD, *kept)
         out_tD = dispatch.combine(map(self.experts, rows))
 
         load_E = expert_load(choice.ids_TA, moe.experts)
         report = _report(choice, kept, load_E, logits_tE, dispatch.sent_bytes, out_tD)
         if routing is not None and routing.weight is not None:
-            surrogate, balance, z = balance_losses(choice, load_E, logits_tE, moe, self.axes.grid.tokens, tokens.groups)
+            surrogate, balance, z = balance_losses(choice, load_E, logits_tE, moe, self.axes.grid.tokens, own.groups)
             out_tD = attach(out_tD, surrogate, routing.weight)
             sums = layer_sums(choice, load_E) if moe.pools_layers else None
             report = report._replace(balance=balance, z=z, sums=sums)
         if moe.dropped == "residual":
             dropped_t1 = (choice.weights_TA * (kept.ids_TA == moe.experts)).sum(1, keepdim=True)
-            residual_tD = x_tD * self.axes.rejoin(dropped_t1, T) if replicated else tokens.x_tD * dropped_t1
+            residual_tD = x_tD * self.axes.rejoin(dropped_t1, T) if replicated else own.x_tD * dropped_t1
             out_tD = out_tD + residual_tD.to(out_tD.dtype)
         y_tD = out_tD if replicated else self.axes.rejoin(out_tD, T)
         return y_tD if self.shared is None else y_tD + self._shared(x_tD, T), report
@@ -100,31 +106,6 @@ class MixtureOfExperts(nn.Module):
         if noise is not None and not self.axes.sequence_parallel:
             noise = noise.rows(own)
         return _Tokens(self.axes.apart(x_tD), layer.tokens_T[own], index_t, noise, groups)
-
-    def _route(self, own: _Tokens, routing: Routing | None, moe: MoeConfig) -> tuple[RouterOutput, Tensor | None]:
-        gate, training = (0, False) if routing is None else (routing.gate, routing.weight is not None)
-        return self.router(
-            own.x_tD, own.ids_t, own.index_t, own.noise, gate, training=training, token_groups=own.groups, moe=moe
-        )
-
-    def _dispatch(
-        self,
-        choice: RouterOutput,
-        kept: KeptChoices,
-        options: DispatchOptions | None,
-        noise: BlockDropout | None,
-        *,
-        replicated: bool,
-    ) -> Dispatch:
-        options = options or DispatchOptions(degree=self.axes.grid.sh.size)
-        dropout = ExpertDropout.of(noise, kept.ids_TA.shape[1])
-        return choose_dispatch(
-            self.experts, options, replicated=replicated, max_choices=choice.max_choices, dropout=dropout
-        )
-
-    def _all_tokens(self, x_TD: Tensor, kept: KeptChoices, T: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens of the whole residual stream and all their choices."""
-        return x_TD, self.axes.rejoin(kept.ids_TA, T), self.axes.rejoin(kept.weights_TA, T)
 
     def _shared(self, x_tD: Tensor, T: int) -> Tensor:
         assert self.shared is not None
