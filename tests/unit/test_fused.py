@@ -45,7 +45,7 @@ def texts(*, on: bool, **changes: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_engine_says_and_keeps_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = {"attended": 0, "fed": 0}
+    taken = {"attention_step": 0, "ffn_step": 0}
     real = {part: getattr(fused_block, part) for part in taken}
 
     def counted(part: str, *args: Any, **how: Any) -> torch.Tensor:
@@ -58,8 +58,8 @@ def test_the_engine_says_and_keeps_the_same(name: str, monkeypatch: pytest.Monke
     assert plain[0] == ours[0]
     assert all((a - b).abs().max() < 1e-10 for a, b in zip(plain[1:], ours[1:], strict=True))
     # Layers' norms, norms after, and clipped heads are in no fused line.
-    assert (taken["attended"] > 0) == (name not in ("norms after", "layer norms", "clipped"))
-    assert (taken["fed"] > 0) == (name not in ("experts", "not gated", "norms after", "layer norms"))
+    assert (taken["attention_step"] > 0) == (name not in ("norms after", "layer norms", "clipped"))
+    assert (taken["ffn_step"] > 0) == (name not in ("experts", "not gated", "norms after", "layer norms"))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
