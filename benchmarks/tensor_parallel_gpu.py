@@ -46,7 +46,7 @@ def gradients(plan: Plan, dtype: torch.dtype) -> dict[str, np.ndarray]:
         positions = torch.cat([torch.arange(n) for n in LENGTHS]).cuda()
         total, count = model(Stream(tokens, positions), Packed.of(LENGTHS, "cuda"), Loss(targets))
         (total / count).backward()
-        layout, shapes = layout_of(model), model.whole_shapes()
+        layout, shapes = layout_of(model), model.global_shapes()
         whole = {"loss": (total / count).detach().double().cpu().numpy()}
         for name, p in model.named_parameters():
             assert p.grad is not None

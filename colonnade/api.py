@@ -42,7 +42,7 @@ from colonnade.errors import CheckpointError, ConfigError, PlanError, RequestErr
 from colonnade.model import Hidden, Packed, Pooled, Rows, Stream, Transformer
 from colonnade.model.head import Head
 from colonnade.model.score import Score, score
-from colonnade.model.weight_only_quant import kind_of
+from colonnade.model.weight_only_quant import quantised_kind
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launched
 from colonnade.serve.engine import Engine as _Engine
@@ -73,7 +73,7 @@ class Model:
 
     def __repr__(self) -> str:
         """``Model('runs/a', llama, 134,515,008 parameters, float32 with weights in int8, tp=2 on cpu)``."""
-        quantised = f" with weights in {kind}" if (kind := kind_of(self.transformer)) else ""
+        quantised = f" with weights in {kind}" if (kind := quantised_kind(self.transformer)) else ""
         config, dtype = self.config, f"{_dtype_of(self.transformer)}{quantised}"
         what = f"{config.family}, {plural(config.parameters, 'parameter')}, {dtype}"
         return f"Model({self.source!r}, {what}, {self.ground.plan} on {self.ground.device.type})"
@@ -311,7 +311,7 @@ def save(
     """
     check_choice("format", format, Format)
     dtype, folder = _checked_dtype(dtype), Path(path)
-    if kind := kind_of(model.transformer):
+    if kind := quantised_kind(model.transformer):
         raise ConfigError(
             f"weights in {kind} are quantised while a model is loaded, and cannot be saved; load it with "
             "weights='stored', and save that"

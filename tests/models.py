@@ -82,7 +82,7 @@ LENGTHS = [7, 1, 13, 4]
 def build(config: ModelConfig, axes: Axes = SOLO_AXES, *, seed: int = 0, dtype: torch.dtype = torch.float64):
     """An initialised model; norms and biases are moved off 1 and 0, where a wrong gradient could hide."""
     model = initialise(Transformer(config, axes, dtype=dtype), seed)
-    shapes, layout = model.whole_shapes(), layout_of(model)
+    shapes, layout = model.global_shapes(), layout_of(model)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")):

@@ -11,7 +11,7 @@ from torch import Tensor
 from colonnade.config import ModelConfig, Plan
 from colonnade.config.presets import preset
 from colonnade.model import Transformer
-from colonnade.model.activation_checkpointing import recompute
+from colonnade.model.activation_checkpointing import set_recompute
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import layout_of
 from colonnade.parallel.overlapped_matmul import Mover
@@ -51,7 +51,7 @@ def gradients(
                 p.add_(torch.linspace(-0.3, 0.3, len(p), dtype=dtype, device=ground.device) / (1 + i))
             else:
                 p.mul_(5)
-    recompute(model.blocks, ["full" if recomputed else "none"] * config.layers)
+    set_recompute(model.blocks, ["full" if recomputed else "none"] * config.layers)
     for block in model.blocks if compiled else ():
         block.compile(backend=compiled)
 

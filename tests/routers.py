@@ -8,8 +8,8 @@ import torch
 from colonnade.config import ModelConfig, MoeConfig, RouterConfig
 from colonnade.model import Dropout, DropoutRates
 from colonnade.model.dropout import BlockDropout
-from colonnade.model.moe import Router, Units
-from colonnade.model.moe.router import draws
+from colonnade.model.moe import Router, TokenGroups
+from colonnade.model.moe.router import uses_noise
 from colonnade.parallel.axis import SOLO_AXES, Axes
 
 WIDTH, EXPERTS, TOKENS, VOCAB = 10, 6, 29, 40
@@ -66,19 +66,19 @@ def router_of(moe: MoeConfig, axes: Axes = SOLO_AXES) -> Router:
     return router
 
 
-def tokens(T: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Units]:
+def tokens(T: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, TokenGroups]:
     """x_TD, the tokens' ids, their numbers, which are not 0 … T − 1, and the sequence of each."""
     generator = torch.Generator().manual_seed(3)
     x_TD = torch.randn(T, WIDTH, generator=generator, dtype=torch.float64)
     tokens_T = torch.randint(VOCAB, (T,), generator=generator)
     index_T = 100 + 3 * torch.arange(T)
     of_T = torch.repeat_interleave(torch.arange(len(SEQUENCES)), torch.tensor(SEQUENCES))
-    return x_TD, tokens_T, index_T, Units(of_T[:T], len(SEQUENCES))
+    return x_TD, tokens_T, index_T, TokenGroups(of_T[:T], len(SEQUENCES))
 
 
 def noise_for(moe: MoeConfig, index_T: torch.Tensor) -> BlockDropout | None:
     """What a step of training gives the router: nothing unless it draws."""
-    return Dropout.of(11, 4, 1, index_T, DropoutRates()).at(0) if draws(moe) else None
+    return Dropout.of(11, 4, 1, index_T, DropoutRates()).at(0) if uses_noise(moe) else None
 
 
 CHOICES = [

@@ -28,8 +28,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import Packed, Transformer
-from colonnade.model.activation_checkpointing import recompute
-from colonnade.model.linear import in_float8
+from colonnade.model.activation_checkpointing import set_recompute
+from colonnade.model.linear import enable_float8
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.cuda_graphs import capture
 from colonnade.parallel.distributed_context import DistributedContext
@@ -78,9 +78,9 @@ class Job:
         spans = [span for _, span in ground.stages(config.layers)]
         model = filled(self.model(ground, spans))
         if train.float8 != "none":
-            in_float8(model.blocks, train.float8)
+            enable_float8(model.blocks, train.float8)
         assert train.recompute != "budget", "a benchmark says what is computed again"
-        recompute(model.blocks, [train.recompute for _ in model.blocks])
+        set_recompute(model.blocks, [train.recompute for _ in model.blocks])
         self.ready(model, ground)
         compute: torch.dtype = getattr(torch, train.dtype)
         piped = PipelineStep(model, ground, compute) if ground.plan.pp > 1 else None

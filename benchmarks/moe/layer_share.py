@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from colonnade.config import ModelConfig, MoeConfig
 from colonnade.kernels.experts.reference import Weights
-from colonnade.model.moe import MixtureOfExperts, Routed, Routing
+from colonnade.model.moe import LayerRouting, MixtureOfExperts, Routing
 from colonnade.parallel.axis import SOLO_AXES
 from moe.layer_profile import LIBRARYS, PRODUCTS, timeline
 
@@ -64,7 +64,7 @@ def measured(layer: MixtureOfExperts, x_TD: Tensor, *, back: bool, gpu: bool) ->
     """
     T, device = len(x_TD), x_TD.device
     tokens_T, index_T = torch.zeros(T, dtype=torch.int64, device=device), torch.arange(T, device=device)
-    routed = Routed(tokens_T, Routing(index_T, 1.0) if back else None, None)
+    routed = LayerRouting(tokens_T, Routing(index_T, 1.0) if back else None, None)
     x_TD = x_TD.detach().requires_grad_(back)
 
     def whole() -> Tensor:

@@ -50,7 +50,7 @@ def storage_views(
     """The storage view of each tensor; with one rank, the tensor itself."""
     if context.world == 1:
         return tensors
-    layout, shapes = layout_of(model), model.whole_shapes()
+    layout, shapes = layout_of(model), model.global_shapes()
     buffers = {name for name, _ in model.named_buffers()}  # replicated
 
     def view(name: str, tensor: Tensor) -> Tensor:

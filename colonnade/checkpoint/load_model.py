@@ -11,10 +11,10 @@ from colonnade.config import AS_TRAINED, ExpertsConfig, Plan, WeightFormat, Weig
 from colonnade.config.feature_checks import check_quantised as check_weights
 from colonnade.errors import PlanError
 from colonnade.model import Transformer
-from colonnade.model.moe import OffloadedExperts, experts_of
-from colonnade.model.moe.router import rule
+from colonnade.model.moe import OffloadedExperts, expert_modules
+from colonnade.model.moe.router import find_router
 from colonnade.model.weight_memory import WeightMemory
-from colonnade.model.weight_only_quant import build, in_place
+from colonnade.model.weight_only_quant import build, copy_weight
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.device_memory import free_host_bytes, share_bytes
 from colonnade.parallel.distributed_context import DistributedContext
@@ -42,7 +42,7 @@ def open_for_plan(
     config = experts.apply_to(opened.config, opened.tasks)
     if config.moe is not None and experts.active is not None:
         # Some routers have a fixed number of experts per token: that error should come before any process starts.
-        rule(config.moe, otherwise="leave --experts.active out")
+        find_router(config.moe, otherwise="leave --experts.active out")
     return replace(opened, config=config)
 
 
@@ -70,12 +70,12 @@ def load_model(
     try:
         axes = with_small(context.axes.serving(), device)
         if weights == "stored":
-            transformer, put = Transformer(config, axes, **options), in_place
+            transformer, put = Transformer(config, axes, **options), copy_weight
         else:
             transformer, put = build(config, axes, **options, kind=weights, group=group)
         opened.load_weights(transformer.eval().requires_grad_(False), context, put)
         if resident is not None:
-            OffloadedExperts(experts_of(transformer), resident, device)
+            OffloadedExperts(expert_modules(transformer), resident, device)
     except torch.OutOfMemoryError:
         raise memory.refusal(source, share_bytes(device), free_host_bytes()) from None
     return transformer

@@ -14,7 +14,7 @@ from colonnade.checkpoint.weight_mapping import Box, MappingTable, ParamMapping,
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
-from colonnade.model.weight_only_quant import Place, in_place
+from colonnade.model.weight_only_quant import StoreWeight, copy_weight
 from colonnade.parallel.axis import Axes, Axis
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of
 
@@ -36,7 +36,7 @@ class WeightLoader:
                 f"{source.file_of('')} contains {stored:,} values, but the config describes a model of "
                 f"{config.parameters:,} parameters; they belong to different models"
             )
-        shapes = {name: tuple(shape) for name, shape in Transformer(config, device="meta").whole_shapes().items()}
+        shapes = {name: tuple(shape) for name, shape in Transformer(config, device="meta").global_shapes().items()}
         self.mappings: dict[str, ParamMapping] = map_parameters(list(shapes), table, source.file_of(""))
         expected = {
             theirs: shape
@@ -53,7 +53,7 @@ class WeightLoader:
             )
 
     @torch.no_grad()
-    def load_weights(self, model: Transformer, place: Place = in_place) -> None:
+    def load_weights(self, model: Transformer, place: StoreWeight = copy_weight) -> None:
         """Reads this rank's share into ``model``, built from :attr:`config`, before FSDP wraps its parameters.
 
         ``place`` assigns each value; by default it copies and casts it into the parameter. Raises
@@ -65,7 +65,7 @@ class WeightLoader:
                     f"{self.source.file_of(duplicate)} contains a '{duplicate}' that differs from '{original}', but "
                     'the config ties them; untie them there ("tie_word_embeddings": false)'
                 )
-        shapes, layout = model.whole_shapes(), layout_of(model)
+        shapes, layout = model.global_shapes(), layout_of(model)
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             box = local_box(tuple(shapes[name]), layout.get(name, WHOLE), model.axes)
             place(name, parameter, self.mappings[name].read(self.source, box, self.config))

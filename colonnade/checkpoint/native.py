@@ -30,7 +30,7 @@ from colonnade.checkpoint.tensor_index import DTYPES, INDEX, Index, split_key
 from colonnade.config import Config, ModelConfig, RunConfig, differences
 from colonnade.errors import CapacityError, CheckpointError, ColonnadeError, ConfigError
 from colonnade.model import Transformer
-from colonnade.model.weight_only_quant import Place, in_place
+from colonnade.model.weight_only_quant import StoreWeight, copy_weight
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import layout_of
@@ -165,7 +165,7 @@ def load(
     masters: Masters | None = None,
     optimizer: OptimizerState | None = None,
     trained: ModelConfig | None = None,
-    place: Place = in_place,
+    place: StoreWeight = copy_weight,
 ) -> Meta:
     """Loads ``folder`` into ``model``, and into ``masters`` and ``optimizer`` where given, under any plan.
 
@@ -183,7 +183,7 @@ def load(
     manifest, meta, index = _read_metadata(folder)
     _check_same_model(folder, meta, trained or model.config)
     local = local_tensors(model, masters, optimizer)
-    shapes = model.whole_shapes()
+    shapes = model.global_shapes()
     for key, tensor in local.items():
         _check_tensor(folder, index, key, tensor, shapes[split_key(key)[1]], resuming=optimizer is not None)
 

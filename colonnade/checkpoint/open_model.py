@@ -20,7 +20,7 @@ from colonnade.checkpoint.hf.read import HFFolder
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
-from colonnade.model.weight_only_quant import Place
+from colonnade.model.weight_only_quant import StoreWeight
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
 
@@ -41,7 +41,7 @@ class OpenedModel:
     path: Path
     """Its folder or file."""
     config: ModelConfig
-    load_weights: Callable[[Transformer, DistributedContext, Place], object]
+    load_weights: Callable[[Transformer, DistributedContext, StoreWeight], object]
     """Loads a rank's share of the weights into a model under any layout, before FSDP wraps it."""
     load_masters: Callable[[Transformer, DistributedContext, Masters], object]
     """Loads this rank's shard of the weights into the masters of a model in training."""
@@ -58,7 +58,7 @@ def open_model(path: str | Path) -> OpenedModel:
         meta = native.read_meta(location)
         config = meta.model
 
-        def load_weights(model: Transformer, context: DistributedContext, place: Place) -> object:
+        def load_weights(model: Transformer, context: DistributedContext, place: StoreWeight) -> object:
             return native.load(location, model, context, trained=config, place=place)
 
         def load_masters(model: Transformer, context: DistributedContext, masters: Masters) -> object:

@@ -131,4 +131,4 @@ def _check_memory(source: str, dtype: str, shard_bytes: int, upcycle: int, activ
         written = replace(read, config=upcycled_config(read.config, upcycle, active))
         beside, _ = read.bytes()
     beside += min(shard_bytes, written.bytes()[0])
-    replace(written, beside=beside).check(f"{source} with what is written of it")
+    replace(written, reserved=beside).check(f"{source} with what is written of it")

@@ -156,11 +156,6 @@ class MoeConfig(Config):
         return self
 
     @property
-    def needs_sequences(self) -> bool:
-        """Whether the stream must mark the sequences' boundaries for the router or the balance loss."""
-        return self.balance == "sequence" or self.router.kind == "sequence"
-
-    @property
     def normalises_weights(self) -> bool:
         """Whether a token's weights are divided by their sum."""
         return self.router.normalise and (self.active > 1 or self.router.normalise_single)

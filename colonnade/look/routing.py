@@ -12,7 +12,7 @@ from rich.table import Table
 from colonnade.data.token_classes import classify_tokens
 from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import RequestError
-from colonnade.model.moe.expert_specialization import Specialization, examples, recorded, specializations
+from colonnade.model.moe.expert_specialization import Specialization, record_choices, specializations, top_tokens
 from colonnade.model.score import Score, score
 from colonnade.model.transformer import Transformer
 
@@ -40,11 +40,11 @@ def follow(model: Transformer, tokenizer: Tokenizer, tokens: Sequence[int], cont
         raise RequestError("this model has no experts; --routing is for a mixture of experts")
     if model.axes.grid.tokens.size > 1:
         raise RequestError("who takes which token is told by one process; leave --plan out with --routing")
-    with recorded(model) as ids:
+    with record_choices(model) as ids:
         found = score(model, list(tokens), context=context)
     pieces = [tokenizer.decode([token]) for token in tokens[:-1]]  # the last one is predicted and not read
     layers = specializations(ids, classify_tokens(pieces), moe.experts)
-    return Routed(found, layers, {layer: examples(ids_TA, pieces, moe.experts) for layer, ids_TA in ids.items()})
+    return Routed(found, layers, {layer: top_tokens(ids_TA, pieces, moe.experts) for layer, ids_TA in ids.items()})
 
 
 def tables(routed: Routed) -> list[Table]:
@@ -53,7 +53,7 @@ def tables(routed: Routed) -> list[Table]:
 
 
 def _table(layer: int, it: Specialization, texts: list[list[str]]) -> Table:
-    told = f"layer {layer}: the expert tells {it.told:.1%} of what kind a token is"
+    told = f"layer {layer}: the expert tells {it.mutual_information:.1%} of what kind a token is"
     made = Table("expert", "share", "takes more than its share of", "such as", title=told)
     by_expert = list(zip(*it.counts, strict=True))
     whole = max(1, sum(map(sum, by_expert)))

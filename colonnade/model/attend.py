@@ -1,9 +1,9 @@
-"""Who sees whom, and where the keys live: the one thing in which training and serving differ.
+"""Attention backends: packed sequences for training, a paged KV cache for serving.
 
-A Transformer is given an ``attend`` with its stream and hands each block the block's own view,
-``attend.at(layer, window)``, which the block calls with (q, k, v). The view holds only tensors and plain numbers that
-do not change from layer to layer, so that torch.compile makes one graph for all blocks (a layer index inside the
-block makes one a layer, and after eight of them gives up).
+This is the only place where training and serving differ. A Transformer gets an ``attend`` with its stream and passes
+each block the view of its layer, ``attend.at(layer, window)``, which the block calls with (q, k, v). The view has only
+tensors and plain numbers that are the same in all layers, so torch.compile makes one graph for all blocks (with a layer
+index inside the block it makes one for each layer, and gives up after eight).
 """
 
 from collections.abc import Sequence
@@ -24,37 +24,34 @@ from colonnade.model.dropout import Dropout
 
 
 class Attend(Protocol):
-    """One layer's view: called with this rank's heads of the new tokens, it returns the attention's output."""
+    """The view of one layer: called with this rank's heads of the new tokens, it returns the attention output."""
 
-    keeps: ClassVar[bool]
-    """Whether keys and values outlive the call, so that small ones are worth some work."""
+    caches: ClassVar[bool]
+    """Whether keys and values are stored beyond the call, so that compressed ones pay off."""
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
         """o_TnH."""
         ...
 
 
-class Attending(Protocol):
-    """What a Transformer is called with."""
+class AttendBackend(Protocol):
+    """The ``attend`` argument of a Transformer."""
 
     def at(self, layer: int, window: int | None) -> Attend:
-        """The view of one layer, whose sliding window is ``window`` tokens."""
+        """The view of one layer with a sliding window of ``window`` tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences laid end to end, keys beside the queries: training, scoring and encoders.
+    """Packed sequences, concatenated without padding: training, scoring and encoders.
 
-    ``cu_seqlens`` int32 holds where each sequence starts, and T at the end (sequences of length 0 are allowed, so it
+    ``cu_seqlens`` int32 holds the start of each sequence, and T at the end (sequences of length 0 are allowed, so it
     can be padded to a fixed length). ``longest`` and ``equal`` (all of length ``longest``) are plain numbers, known
-    without asking the device.
-
-    With ``noise`` probabilities are dropped, in training; ``head`` is the number, of all, of this rank's first query
-    head. ``dropout`` is what :meth:`at` makes of the two for one layer.
+    without waiting for the device.
     """
 
-    keeps: ClassVar[bool] = False
+    caches: ClassVar[bool] = False
 
     cu_seqlens: Tensor
     longest: int
@@ -62,9 +59,12 @@ class Packed:
     causal: bool = True
     window: int | None = None
     kernels: str = "auto"
-    noise: Dropout | None = None
-    head: int = 0
-    dropout: Pairs | None = None
+    dropout: Dropout | None = None
+    """Attention-probability dropout, in training."""
+    first_head: int = 0
+    """The number, among all ranks' query heads, of this rank's first one."""
+    layer_dropout: Pairs | None = None
+    """The dropout of one layer; set by :meth:`at`."""
 
     @staticmethod
     def of(lengths: list[int], device: torch.device | str = "cpu", **options: object) -> "Packed":
@@ -73,27 +73,29 @@ class Packed:
         return Packed(ends, max(lengths, default=0), len(set(lengths)) <= 1, **options)  # type: ignore[arg-type]
 
     def at(self, layer: int, window: int | None) -> "Packed":
-        """The same for every layer, but for the window and the key of the dropout."""
-        if self.noise is not None:
-            return replace(self, window=window, noise=None, dropout=self.noise.pairs(layer, self.head))
+        """The view of one layer: its window and its dropout key."""
+        if self.dropout is not None:
+            pairs = self.dropout.pairs(layer, self.first_head)
+            return replace(self, window=window, dropout=None, layer_dropout=pairs)
         return self if window == self.window else replace(self, window=window)
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
         """o_TnH."""
-        sees = {"longest": self.longest, "equal": self.equal, "causal": self.causal, "window": self.window}
-        if self.dropout is not None:
+        mask = {"longest": self.longest, "equal": self.equal, "causal": self.causal, "window": self.window}
+        if self.layer_dropout is not None:
             run = choose("dropout_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)
-            return run(q_TnH, k_TkH, v_TkH, self.cu_seqlens, **sees, dropout=self.dropout)
+            return run(q_TnH, k_TkH, v_TkH, self.cu_seqlens, **mask, dropout=self.layer_dropout)
         run = choose("packed_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)
-        return run(q_TnH, k_TkH, v_TkH, self.cu_seqlens, **sees)
+        return run(q_TnH, k_TkH, v_TkH, self.cu_seqlens, **mask)
 
 
 @dataclass(frozen=True)
 class Paged:
-    """New tokens of R requests whose keys live in pages: prefill, chunks of prefill and decoding, freely mixed.
+    """New tokens of R requests with keys in a paged cache: prefill, chunked prefill and decoding in one batch.
 
-    Request r's new tokens are rows ``cu_queries[r]:cu_queries[r + 1]`` of the stream and the last of its
-    ``lengths_R[r]`` positions. ``slots_T`` says where each new token's key and value go (page · page_tokens + offset).
+    The new tokens of request r are rows ``cu_queries[r]:cu_queries[r + 1]`` of the stream and the last of its
+    ``lengths_R[r]`` positions. ``slots_T`` is where each new token's key and value are written (page · page_tokens +
+    offset).
     """
 
     cache: KVCache
@@ -105,15 +107,15 @@ class Paged:
     longest_context: int
     kernels: str = "auto"
     known: tuple[list[int], list[int]] | None = None
-    """(new tokens, positions) of each request, as plain numbers, where they are known without asking the device."""
+    """(new tokens, positions) of each request as plain numbers, if known without waiting for the device."""
     known_pages: Sequence[Sequence[int]] | None = None
     """Each request's pages, likewise."""
     share: bool = True
-    """Whether keys that several requests share may be read once for all of them."""
+    """Whether a prefix that several requests share may be read once for all of them."""
 
     @cached_property
     def table(self) -> PageTable:
-        """What a kernel is told of the requests; one for all layers, so that it is worked through only once."""
+        """The kernels' page table; shared by all layers, so that kernels plan once a step."""
         return PageTable(
             self.pages_RP,
             self.cu_queries,
@@ -127,15 +129,15 @@ class Paged:
         )
 
     def at(self, layer: int, window: int | None) -> "PagedView":
-        """This layer's pools."""
+        """The view of one layer."""
         return PagedView(self.table, self.slots_T, self.cache.at(layer), window, self.kernels)
 
 
 @dataclass(frozen=True)
 class PagedView:
-    """One layer of a :class:`Paged`: writes the new keys and values, then attends to all of them."""
+    """One layer of a :class:`Paged`: writes the new keys and values, then attends to all keys."""
 
-    keeps: ClassVar[bool] = True
+    caches: ClassVar[bool] = True
 
     table: PageTable
     slots_T: Tensor
@@ -143,10 +145,10 @@ class PagedView:
     window: int | None
     kernels: str
 
-    def of_product(self, qkv_Tz: Tensor, turn: Rotation | None, norms: tuple[Scale, Scale] | None) -> Tensor:
-        """o_TnH of heads as the first projection gives them, which are normalised and turned on their way."""
+    def from_qkv(self, qkv_Tz: Tensor, rotation: Rotation | None, norms: tuple[Scale, Scale] | None) -> Tensor:
+        """o_TnH from the fused q/k/v projection; one kernel normalises, rotates and writes to the cache."""
         place = choose("place_heads", qkv_Tz.device.type, qkv_Tz.dtype)
-        q_TnH = place(qkv_Tz, self.pools.k_PpKH, self.pools.v_PpKH, self.slots_T, turn=turn, norms=norms)
+        q_TnH = place(qkv_Tz, self.pools.k_PpKH, self.pools.v_PpKH, self.slots_T, turn=rotation, norms=norms)
         return self._attend(q_TnH)
 
     def __call__(self, q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> Tensor:
@@ -156,4 +158,4 @@ class PagedView:
 
     def _attend(self, q_TnH: Tensor) -> Tensor:
         pools, run = self.pools, choose("paged_attention", q_TnH.device.type, q_TnH.dtype, self.kernels)
-        return run(q_TnH, pools.k_PpKH, pools.v_PpKH, self.table, window=self.window, **pools.seen)
+        return run(q_TnH, pools.k_PpKH, pools.v_PpKH, self.table, window=self.window, **pools.kernel_arguments)

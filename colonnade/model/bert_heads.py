@@ -1,4 +1,4 @@
-"""What BERT has above its blocks: the masked-token transform, the pooler, and the small layers for each task.
+"""BERT's layers above its blocks: masked-token transform, pooler, and one small layer for each task.
 
     masked tokens   logits = W_embed norm(act(W x + b)) + b_vocab
     pooled          p = tanh(W x_first + b)                  x_first: the sequence's first token, [CLS]
@@ -6,9 +6,9 @@
     spans           logits = W x + b                         (start, end) of an answer, for every token
 
 (Devlin 2019, arXiv 1810.04805; sentence-order prediction: Lan 2020, arXiv 1909.11942, section 3.1.) Only the vocabulary
-is cut over tp, its bias as its rows are. The other layers see few tokens or have few outputs: every rank computes them
-whole, and so their gradients are whole too. Which of them exist, :attr:`ModelConfig.top` says; which of them is asked,
-the head that is passed to the forward pass (:mod:`colonnade.model.head`).
+bias is cut over tp, like the embedding's rows. The other layers see few tokens or have few outputs: every rank computes
+them whole, so their gradients are whole too. :attr:`ModelConfig.top` says which of them a model has; the head of the
+forward pass says which of them it uses (:mod:`colonnade.model.encoder_heads`).
 """
 
 import torch
@@ -48,13 +48,13 @@ class BertLayers(nn.Module):
         self.classes = dense("classes", config.top == "classes", config.classes)
         self.spans = dense("spans", config.top == "spans", 2)
 
-    def transformed(self, x_RD: Tensor) -> Tensor:
-        """x_RD, ready for the vocabulary's projection."""
+    def transform_masked(self, x_RD: Tensor) -> Tensor:
+        """The input of the vocabulary projection."""
         assert self.transform is not None, "this top predicts no masked tokens"
         assert self.norm is not None
         return self.norm(self.act(self.transform(x_RD)))
 
     def pooled(self, x_RD: Tensor) -> Tensor:
-        """p_RD of the sequences whose first tokens are ``x_RD``."""
+        """p_RD of the sequences with first tokens ``x_RD``."""
         assert self.pooler is not None, "this top has no pooler"
         return torch.tanh(self.pooler(x_RD))

@@ -17,57 +17,57 @@ class Pools:
 
     k_PpKH: Tensor
     v_PpKH: Tensor
-    """``k_PpKH`` itself, of latent attention."""
-    values: int | None = None
-    """Of a cached vector, how many numbers are its value; None: those of ``v_PpKH``."""
+    """``k_PpKH`` itself, for latent attention."""
+    value_width: int | None = None
+    """How many elements of a cached vector are its value; None: that of ``v_PpKH``."""
     scales_Pp2: Tensor | None = None
-    """Of latents in 8 bits (:mod:`~colonnade.kernels.attention.cache_write`)."""
+    """Scales of 8-bit latents (:mod:`~colonnade.kernels.attention.cache_write`)."""
 
     def write(self, slots_T: Tensor, k_TkH: Tensor, v_TkH: Tensor) -> None:
-        """Put new tokens into their slots (page · page_tokens + offset)."""
+        """Write new tokens into their slots (page · page_tokens + offset)."""
         if self.scales_Pp2 is not None:
             store = choose("store_latents", k_TkH.device.type, k_TkH.dtype)
-            store(k_TkH[:, 0], slots_T, self.values, self.k_PpKH, self.scales_Pp2)
+            store(k_TkH[:, 0], slots_T, self.value_width, self.k_PpKH, self.scales_Pp2)
             return
         cache_write.write(self.k_PpKH, slots_T, k_TkH)
         if self.v_PpKH is not self.k_PpKH:
             cache_write.write(self.v_PpKH, slots_T, v_TkH)
 
-    def rounded(self, k_TkH: Tensor, v_TkH: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of new tokens as those see them who read what was written."""
+    def round_trip(self, k_TkH: Tensor, v_TkH: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of new tokens with the rounding of the cache, as if written and read."""
         if self.scales_Pp2 is None:
             if self.k_PpKH.element_size() > 1:
                 return k_TkH, v_TkH
             k_TkH, v_TkH = (cache_write.as_kept(x, self.k_PpKH.dtype).to(x.dtype) for x in (k_TkH, v_TkH))
             return k_TkH, v_TkH
-        assert self.values is not None, "scales are for latents"
-        values_TH, scales_T2 = cache_write.keep(k_TkH[:, 0], self.values, cache_write.kind_of(self.k_PpKH))
-        k_T1H = cache_write.written_out(values_TH[:, None], scales_T2, self.values, k_TkH.dtype)
+        assert self.value_width is not None, "scales are for latents"
+        values_TH, scales_T2 = cache_write.keep(k_TkH[:, 0], self.value_width, cache_write.kind_of(self.k_PpKH))
+        k_T1H = cache_write.written_out(values_TH[:, None], scales_T2, self.value_width, k_TkH.dtype)
         return k_T1H, k_T1H
 
     def read(self, slots_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(k_SkH, v_SkH) of what is in these slots, in ``dtype``."""
+        """(k_SkH, v_SkH) of these slots, in ``dtype``."""
         if self.scales_Pp2 is None:
             k_SkH, v_SkH = (cache_write.read(pool, slots_S, dtype) for pool in (self.k_PpKH, self.v_PpKH))
-            return k_SkH, v_SkH[..., : self.values]
-        assert self.values is not None, "scales are for latents"
+            return k_SkH, v_SkH[..., : self.value_width]
+        assert self.value_width is not None, "scales are for latents"
         pools = self.k_PpKH.flatten(0, 1), self.scales_Pp2.flatten(0, 1)
-        k_SkH = cache_write.gathered(*pools, slots_S, self.values, dtype)
-        return k_SkH, k_SkH[..., : self.values]
+        k_SkH = cache_write.gathered(*pools, slots_S, self.value_width, dtype)
+        return k_SkH, k_SkH[..., : self.value_width]
 
     @property
-    def seen(self) -> dict[str, object]:
-        """What attention over pages is told of them, beside the pools themselves."""
-        told: dict[str, object] = {"values": self.values}
-        return told if self.scales_Pp2 is None else told | {"scales_Pp2": self.scales_Pp2}
+    def kernel_arguments(self) -> dict[str, object]:
+        """Arguments of paged attention beside the pools themselves."""
+        arguments: dict[str, object] = {"values": self.value_width}
+        return arguments if self.scales_Pp2 is None else arguments | {"scales_Pp2": self.scales_Pp2}
 
 
 class KVCache:
-    """``k[i]`` and ``v[i]`` of layer i: (pages, page_tokens, K/tp, H). Who owns which is the scheduler's affair.
+    """``k[i]`` and ``v[i]`` of layer i: (pages, page_tokens, K/tp, H). The scheduler assigns pages to requests.
 
-    Latent attention keeps one vector for all heads, on every rank, which is key and value in one (``v[i] is k[i]``);
-    ``kind`` may keep it in 8 bits, with two float32 scales a token in ``scales[i]``. Keys and values of other attention
-    may be float8, without scales (:mod:`~colonnade.kernels.attention.cache_write`).
+    Latent attention stores one vector for all heads, on every rank, which is key and value in one (``v[i] is k[i]``);
+    with an 8-bit ``kind`` it has two float32 scales a token in ``scales[i]``. Keys and values of other attention may be
+    float8, without scales (:mod:`~colonnade.kernels.attention.cache_write`).
     """
 
     def __init__(
@@ -85,19 +85,20 @@ class KVCache:
         self.pages, self.page_tokens = pages, page_tokens
         shape = (pages, page_tokens, *_head_shape(config, axes))
         # Zeros, not empty: a masked-out key times a weight of zero must not be NaN.
-        held = cache_write.DTYPES.get(kind, dtype)
-        self.k = [torch.zeros(shape, dtype=held, device=device) for _ in range(config.layers)]
+        element = cache_write.DTYPES.get(kind, dtype)
+        self.k = [torch.zeros(shape, dtype=element, device=device) for _ in range(config.layers)]
         self.v = self.k if config.latent else [torch.zeros_like(k) for k in self.k]
-        self.values = config.latent.kv_rank if config.latent else None
-        """Of a cached vector, how many numbers are its value; None: those of ``v``."""
+        self.value_width = config.latent.kv_rank if config.latent else None
+        """How many elements of a cached vector are its value; None: that of ``v``."""
         self.scales: list[Tensor] | None = None
         if kind != "stored" and config.latent:
             two = (pages, page_tokens, cache_write.SCALES)
             self.scales = [torch.zeros(two, dtype=torch.float32, device=device) for _ in range(config.layers)]
 
     def at(self, layer: int) -> Pools:
-        """One layer's."""
-        return Pools(self.k[layer], self.v[layer], self.values, None if self.scales is None else self.scales[layer])
+        """The pools of one layer."""
+        scales = None if self.scales is None else self.scales[layer]
+        return Pools(self.k[layer], self.v[layer], self.value_width, scales)
 
     @staticmethod
     def bytes_per_page(
@@ -118,7 +119,7 @@ class KVCache:
 
 
 def _head_shape(config: ModelConfig, axes: Axes) -> tuple[int, int]:
-    """(heads, width) of what one rank keeps of a token in one layer."""
+    """(heads, width) of a token's cached vectors in one layer on one rank."""
     if config.latent:
         return 1, config.latent.kv_rank + config.latent.rope_width
     return config.kv_heads // axes.tp.size, config.head_width

@@ -1,11 +1,11 @@
-"""Dropout (Srivastava 2014) as a value that travels with the stream: no training mode, no generator.
+"""Dropout (Srivastava 2014) as a value in the stream: there is no training mode and no generator.
 
-A stream that has :class:`Dropout` is trained with dropout, one that has none is not: there is no switch to forget.
-Whether an element is dropped is a hash of the step's key, the place, the token's index in the global batch and the
-feature, so every layout and every recomputation drops the same ones (:mod:`colonnade.kernels.dropout`).
+A stream with a :class:`Dropout` is trained with dropout, one without has none: there is no switch to forget. Whether an
+element is dropped is a hash of the step's key, the layer, the token's index in the global batch and the feature, so
+every layout and every recomputation drops the same ones (:mod:`colonnade.kernels.dropout`).
 
-Places: 0 is the embedding, 1 + i is block i. Sites within a block: after attention, after the feed-forward part (both
-before the sum with the residual stream, as in GPT-2), the attention's probabilities, and the experts' hidden units.
+Key 0 is the embedding's, key 1 + i that of block i. Sites in a block: after attention, after the feed-forward part
+(both before the residual addition, as in GPT-2), the attention probabilities, and the experts' hidden units.
 """
 
 import math
@@ -21,41 +21,41 @@ from colonnade.parallel.rng_keys import keys
 EMBEDDING, ATTENTION, FFN = 0, 1, 2
 """Sites on the residual stream."""
 POOLED = 3
-"""Site of a classifier's input, at the embedding's place."""
+"""Site of a classifier's input, under the embedding's key."""
 
 
 class DropoutRates(NamedTuple):
     """The share of elements that is dropped, 0 <= rate < 1."""
 
     residual: float = 0.0
-    """Of what attention and the feed-forward part add to the residual stream, and of a classifier's input."""
+    """Outputs of attention and feed-forward parts before the residual addition, and a classifier's input."""
     attention: float = 0.0
-    """Of the attention's probabilities."""
+    """Attention probabilities."""
     embedding: float = 0.0
-    """Of the embeddings."""
+    """Embeddings."""
     expert: float = 0.0
-    """Of the hidden units of experts that a router chooses."""
+    """Hidden units of routed experts."""
 
 
 @dataclass(frozen=True)
 class BlockDropout:
-    """What is random at one place (a block, or the embedding). Only tensors change from block to block."""
+    """Dropout, and other random numbers, of one block or of the embedding. Only tensors differ between blocks."""
 
     key: Tensor
-    """0-dim int64: of seed, step and place."""
+    """0-dim int64: a hash of seed, step and block."""
     index_T: Tensor
-    """int64: each token's number in the step's global batch, of the rows at hand."""
+    """int64: the index of each row's token in the step's global batch."""
     rates: DropoutRates
 
     def drop(self, x_TD: Tensor, site: int, rate: float, start: int = 0) -> Tensor:
-        """``x_TD`` with elements dropped at ``rate``; its rows are those of the index, its first column ``start``."""
+        """``x_TD`` with elements dropped at ``rate``; its first column is feature ``start``."""
         if not rate:
             return x_TD
         run = choose("dropout", x_TD.device.type, x_TD.dtype)
         return run(x_TD, self.key, self.index_T, site=site, rate=rate, start=start)
 
     def uniform(self, columns: int, site: int) -> Tensor:
-        """float64 (T, columns) in [0, 1): one number for each token and column."""
+        """float64 (T, columns) uniform in [0, 1)."""
         return uniform(self.key, self.index_T, columns, site)
 
     def normal(self, columns: int, site: int) -> Tensor:
@@ -71,40 +71,40 @@ class BlockDropout:
 
 @dataclass(frozen=True)
 class Dropout:
-    """What is random in one step, for the tokens of one stream."""
+    """Dropout of one step, for the tokens of one stream."""
 
     keys: Tensor
-    """int64, one a place: the embedding, then the blocks."""
+    """int64: the embedding's key, then one a block."""
     index_T: Tensor
-    """int64: each token's number in the step's global batch."""
+    """int64: each token's index in the step's global batch."""
     rates: DropoutRates
 
     @staticmethod
     def of(seed: int, step: int, layers: int, index_T: Tensor, rates: DropoutRates) -> "Dropout":
-        """Of step ``step`` of the run of ``seed``, for the tokens with these indices."""
+        """Dropout of step ``step`` of a run with ``seed``, for the tokens with these indices."""
         return Dropout(keys(seed, step, 1 + layers, index_T.device), index_T, rates)
 
-    def of_tokens(self, index_T: Tensor) -> "Dropout":
-        """The same for other tokens."""
+    def for_tokens(self, index_T: Tensor) -> "Dropout":
+        """The same for other tokens, by their indices in the global batch."""
         return replace(self, index_T=index_T)
 
     def rows(self, part: slice | Tensor) -> "Dropout":
-        """The same for some of the tokens: a share of them, or the rows that ``part`` lists."""
+        """The same for some rows of the stream."""
         return replace(self, index_T=self.index_T[part])
 
     @property
     def at_embedding(self) -> BlockDropout:
-        """The view of the embedding."""
+        """Dropout of the embedding."""
         return BlockDropout(self.keys[0], self.index_T, self.rates)
 
     def at(self, layer: int) -> BlockDropout:
-        """The view of one block."""
+        """Dropout of one block."""
         return BlockDropout(self.keys[1 + layer], self.index_T, self.rates)
 
     def pairs(self, layer: int, head: int, keys_S: Tensor | None = None) -> Pairs | None:
-        """Dropout of a layer's attention probabilities, for query heads from number ``head`` of all on.
+        """Dropout of a layer's attention probabilities, for query heads from number ``head`` on; None at rate 0.
 
-        ``keys_S`` are the keys' indices, where they are not the queries' own. None when nothing is dropped.
+        ``keys_S``: the keys' token indices, if they are not the queries'.
         """
         if not self.rates.attention:
             return None
@@ -112,8 +112,8 @@ class Dropout:
         return Pairs(self.keys[1 + layer], self.index_T, keys_S, self.rates.attention, head)
 
 
-def drop(x_TD: Tensor, noise: BlockDropout | None, site: int) -> Tensor:
-    """Dropout where the stream has noise; else ``x_TD``."""
-    if noise is None:
+def apply_dropout(x_TD: Tensor, dropout: BlockDropout | None, site: int) -> Tensor:
+    """``x_TD`` with dropout at a site of the residual stream; unchanged for None."""
+    if dropout is None:
         return x_TD
-    return noise.drop(x_TD, site, noise.rates.embedding if site == EMBEDDING else noise.rates.residual)
+    return dropout.drop(x_TD, site, dropout.rates.embedding if site == EMBEDDING else dropout.rates.residual)

@@ -1,25 +1,47 @@
-"""The vocabulary-parallel embedding: each rank holds some rows, looks up what it has and adds the rest.
+"""The token stream, a model's only input, and the vocabulary-parallel embedding.
 
-    x = Σ_ranks (W_rank[token − start] where this rank holds the row, else 0)
+    x = Σ_ranks (W_rank[token − start] if this rank has the row, else 0)
 
-(Megatron-LM, arXiv 1909.08053, section 3.) The vocabulary may have any size: shares are uneven rather than padded, so
-that a checkpoint does not depend on the plan. Learned positions and segments, where a family has them, are added after
-the sum, and BERT normalises it (Devlin 2019, arXiv 1810.04805, section 3).
+Each rank has some rows of the embedding (Megatron-LM, arXiv 1909.08053, section 3). The vocabulary may have any size:
+shares are uneven rather than padded, so that a checkpoint does not depend on the plan. Learned positions and segments,
+if the model has them, are added after the sum, and BERT normalises the result (Devlin 2019, arXiv 1810.04805, section
+3).
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade.config import ModelConfig
+from colonnade.model.dropout import Dropout
+from colonnade.model.moe.routing_context import Routing
 from colonnade.model.norm import Norm
-from colonnade.model.stream import Stream
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, on_rows
 
 
+class Stream(NamedTuple):
+    """T tokens of all sequences, concatenated: no padding, no batch dimension.
+
+    The ``attend`` of the forward pass says which tokens are of one sequence (:mod:`~colonnade.model.attend`).
+    """
+
+    tokens_T: Tensor
+    """int64 token ids."""
+    positions_T: Tensor
+    """int64 position of each token within its own sequence."""
+    segments_T: Tensor | None = None
+    """int64 segment of each token, for a model with segment embeddings; None: segment 0."""
+    dropout: Dropout | None = None
+    """Dropout and other random numbers of a training step; None: no dropout."""
+    routing: Routing | None = None
+    """Routing of a mixture of experts; None: inference."""
+
+
 class _Table(nn.Module):
-    """Rows to look up."""
+    """An embedding table."""
 
     def __init__(self, rows: int, width: int, device: torch.device, dtype: torch.dtype):
         super().__init__()
@@ -27,12 +49,12 @@ class _Table(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token ids (and positions) to the residual stream."""
+    """Token ids, positions and segments to the residual stream."""
 
     def __init__(
         self, config: ModelConfig, axes: Axes, *, positions: bool = True, device: torch.device, dtype: torch.dtype
     ):
-        """``positions`` False leaves all but the tokens out: the far end of a pipeline needs these only."""
+        """``positions`` False: token embeddings only, for tied weights on a pipeline's last stage."""
         super().__init__()
         self.axes, self.vocab_size = axes, config.vocab_size
         self.start, stop = axes.tp.part(config.vocab_size)

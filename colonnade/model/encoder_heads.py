@@ -1,6 +1,6 @@
-"""What comes out of an encoder: hidden states, a pooled vector, classes, spans, or BERT's two losses.
+"""Heads of encoders: hidden states, a pooled vector, classes, spans, or BERT's two losses.
 
-A sequence is known by its first token, [CLS]: ``first_R`` holds where each of R sequences begins in the stream.
+A sequence is represented by its first token, [CLS]: ``first_R`` is where each of R sequences starts in the stream.
 """
 
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colonnade.model.dropout import POOLED, BlockDropout
-from colonnade.model.head import Loss, Projection
+from colonnade.model.head import Loss, OutputProjection
 from colonnade.model.loss import IGNORE
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """The last residual stream itself, of any model."""
+    """The last residual stream, of any model."""
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> Tensor:
         """x_TD."""
-        return onto.axes.together(x_tD, T)
+        return output.axes.together(x_tD, T)
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Pooled:
 
     first_R: Tensor
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> Tensor:
         """p_RD, between -1 and 1."""
-        assert onto.top is not None, "a causal model has no pooler"
-        return onto.top.pooled(onto.axes.together(x_tD, T)[self.first_R])
+        assert output.bert is not None, "a causal model has no pooler"
+        return output.bert.pooled(output.axes.together(x_tD, T)[self.first_R])
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Classes:
 
     first_R: Tensor
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> Tensor:
         """logits_RC."""
-        return _classified(Pooled(self.first_R)(x_tD, T, onto), onto)
+        return _class_logits(Pooled(self.first_R)(x_tD, T, output), output)
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ class ClassLoss:
     labels_R: Tensor
     """The class of each sequence, or IGNORE."""
     smoothing: float = 0.0
-    noise: BlockDropout | None = None
-    """Of the first tokens: drops elements of the pooled vectors, as BERT's fine-tuning does."""
+    dropout: BlockDropout | None = None
+    """Dropout of the pooled vectors, as in BERT's fine-tuning; its rows are the first tokens."""
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> tuple[Tensor, Tensor]:
+    def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> tuple[Tensor, Tensor]:
         """(sum of the losses, number of labels) on all tp ranks; in float32, or float64 for a float64 model."""
-        pooled_RD = Pooled(self.first_R)(x_tD, T, onto)
-        if self.noise is not None:
-            pooled_RD = self.noise.drop(pooled_RD, POOLED, self.noise.rates.residual)
-        logits_RC = _classified(pooled_RD, onto)
+        pooled_RD = Pooled(self.first_R)(x_tD, T, output)
+        if self.dropout is not None:
+            pooled_RD = self.dropout.drop(pooled_RD, POOLED, self.dropout.rates.residual)
+        logits_RC = _class_logits(pooled_RD, output)
         logits_RC = logits_RC.to(torch.promote_types(logits_RC.dtype, torch.float32))
         options = {"ignore_index": IGNORE, "label_smoothing": self.smoothing}
         total = F.cross_entropy(logits_RC, self.labels_R, reduction="sum", **options)
@@ -71,49 +71,49 @@ class ClassLoss:
 
 @dataclass(frozen=True)
 class Spans:
-    """For each token, how likely it is an answer's first, and its last (``top = spans``)."""
+    """Logits of each token as the first, and as the last token of an answer (``top = spans``)."""
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> Tensor:
         """logits_T2."""
-        assert onto.top is not None, "a causal model has no span layer"
-        assert onto.top.spans is not None, "this model has no span layer"
-        return onto.top.spans(onto.axes.together(x_tD, T))
+        assert output.bert is not None, "a causal model has no span layer"
+        assert output.bert.spans is not None, "this model has no span layer"
+        return output.bert.spans(output.axes.together(x_tD, T))
 
 
 @dataclass(frozen=True)
-class Orders:
+class SentenceOrders:
     """Logits of (in order, swapped) for each pair of segments (``top = pretraining``)."""
 
     first_R: Tensor
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> Tensor:
         """logits_R2."""
-        assert onto.top is not None, "a causal model does not predict the order of sentences"
-        assert onto.top.order is not None, "this model does not predict the order of sentences"
-        return onto.top.order(onto.top.pooled(onto.axes.together(x_tD, T)[self.first_R]))
+        assert output.bert is not None, "a causal model does not predict the order of sentences"
+        assert output.bert.order is not None, "this model does not predict the order of sentences"
+        return output.bert.order(output.bert.pooled(output.axes.together(x_tD, T)[self.first_R]))
 
 
 @dataclass(frozen=True)
 class Pretraining:
-    """BERT's two losses in one pass: the masked tokens', and that of the segments' order."""
+    """BERT's two losses in one pass: masked tokens and sentence order."""
 
     masked: Loss
-    orders: Orders
+    orders: SentenceOrders
     orders_R: Tensor
     """0 in order, 1 swapped, IGNORE for a sequence that is no pair."""
     weight: Tensor | float = 1.0
-    """Of a pair's loss beside a token's."""
+    """The weight of a pair's loss relative to a token's."""
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> tuple[Tensor, Tensor]:
+    def __call__(self, x_tD: Tensor, T: int, output: OutputProjection) -> tuple[Tensor, Tensor]:
         """(sum over the masked tokens + weight · sum over the pairs, number of masked tokens) on all tp ranks."""
-        masked, count = self.masked(x_tD, T, onto)
-        logits_R2 = self.orders(x_tD, T, onto).to(masked.dtype)
+        masked, count = self.masked(x_tD, T, output)
+        logits_R2 = self.orders(x_tD, T, output).to(masked.dtype)
         order = F.cross_entropy(logits_R2, self.orders_R, ignore_index=IGNORE, reduction="sum")
         weight = self.weight.to(masked.dtype) if isinstance(self.weight, Tensor) else self.weight
         return masked + weight * order, count
 
 
-def _classified(pooled_RD: Tensor, onto: Projection) -> Tensor:
-    assert onto.top is not None, "a causal model has no classifier"
-    assert onto.top.classes is not None, "this model has no classifier"
-    return onto.top.classes(pooled_RD)
+def _class_logits(pooled_RD: Tensor, output: OutputProjection) -> Tensor:
+    assert output.bert is not None, "a causal model has no classifier"
+    assert output.bert.classes is not None, "this model has no classifier"
+    return output.bert.classes(pooled_RD)

@@ -1,10 +1,10 @@
-"""The feed-forward part, tensor-parallel by hidden units.
+"""The feed-forward layer, tensor-parallel by hidden units.
 
     plain   y = W_down act(W_up x)                    GPT-2
     gated   y = W_down (act(W_gate x) ⊙ W_up x)       SwiGLU (Shazeer, arXiv 2002.05202)
 
-W_up and W_gate are cut by rows and W_down by columns, so that the non-linearity needs no communication: one collective
-before, one after (Megatron-LM, arXiv 1909.08053, section 3, figure 3a). The output bias is added once, after
+W_up and W_gate are column-parallel and W_down row-parallel, so that the activation needs no communication: one
+collective before, one after (Megatron-LM, arXiv 1909.08053, section 3, figure 3a). The output bias is added once, after
 the sum.
 """
 
@@ -25,7 +25,7 @@ class FeedForward(nn.Module):
     def __init__(
         self, config: ModelConfig, axes: Axes, *, device: torch.device, dtype: torch.dtype, width: int | None = None
     ):
-        """``width`` is F where it is not the model's."""
+        """``width``: F, if it is not the model's."""
         super().__init__()
         self.axes, self.activation, self.act = axes, config.activation, ACTIVATIONS[config.activation]
         start, stop = axes.tp.part(width or config.ffn_width)
@@ -45,5 +45,5 @@ class FeedForward(nn.Module):
             (up_Tf,) = column_parallel(self.axes, x_tD, T, self.up)
             return row_parallel(self.axes, self.act(up_Tf), self.down)
         gate_Tf, up_Tf = column_parallel(self.axes, x_tD, T, self.gate, self.up)
-        gate_Tf = self.act(gate_Tf)  # serving holds three such tensors at once, not four
+        gate_Tf = self.act(gate_Tf)  # reuse the name: three such tensors live at once, not four
         return row_parallel(self.axes, gate_Tf * up_Tf, self.down)

@@ -1,13 +1,12 @@
-"""A block's step without a gradient in as few kernels as its arithmetic allows.
+"""Fused inference step of a block: as few kernel launches as its arithmetic allows.
 
     qkv = W_qkv norm(x)      q ← place(qkv)      o = attend(q)      x ← x + W_out o
     h = act(W_gate norm(x)) ⊙ W_up norm(x)       x ← x + W_down h
 
-A step of one row launches a kernel for each of these, and two or so for attention, where the modules by themselves
-launch some twenty: at two microseconds each they take as long as a third of the weights. With many rows, such as a
-prompt's, norm and products are the library's, and what is saved is reading and writing x in between. What is computed
-is the same, rounded less often. Serving asks for it (:func:`prepare`); whatever a block has that is not in these lines
-goes through the modules.
+A step of one row launches one kernel for each of these, and about two for attention; the modules alone launch about
+twenty, and at two microseconds each that takes as long as reading a third of the weights. With many rows, such as a
+prompt's, norms and products are library kernels, and fusion saves reading and writing x in between. The result is the
+same, rounded less often. Serving enables it (:func:`enable`); a block with anything else runs its modules.
 """
 
 from typing import TYPE_CHECKING
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from colonnade.model.transformer import Block, Transformer
 
 
-def prepare(model: "Transformer") -> None:
-    """Have the blocks of ``model`` take their steps so from now on, on a GPU that has the kernels."""
+def enable(model: "Transformer") -> None:
+    """Enable fused steps in all blocks of ``model``, on a GPU that has the kernels."""
     weight = next(model.parameters())
     if not TRITON or not weight.is_cuda or weight.dtype == torch.float64:
         return
@@ -42,56 +41,53 @@ def prepare(model: "Transformer") -> None:
         model.kernels = "thin"
 
 
-def attends(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
-    """Whether :func:`attended` is for this block, these rows and these keys."""
-    it = block.attention
-    plain = isinstance(it, Attention) and it.clip is None and it.out.bias is None and _per_head(it.q_norm)
-    return plain and isinstance(attend, PagedView) and _fits(block, block.norm1, x_tD, it)
+def can_fuse_attention(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
+    """Whether :func:`attention_step` supports this block, these rows and this ``attend``."""
+    attention = block.attention
+    if not isinstance(attention, Attention) or attention.clip is not None or attention.out.bias is not None:
+        return False
+    per_head = attention.q_norm is None or (isinstance(attention.q_norm, Norm) and attention.q_norm.bias is None)
+    return per_head and isinstance(attend, PagedView) and _can_fuse(block, block.norm1, x_tD, attention)
 
 
-def feeds(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
-    """Whether :func:`fed` is for this block, these rows and a server's step, which keeps its keys."""
-    it = block.ffn
-    plain = isinstance(it, FeedForward) and it.gate is not None and it.down.bias is None
-    return plain and attend.keeps and _fits(block, block.norm2, x_tD, it)
+def can_fuse_ffn(block: "Block", x_tD: Tensor, attend: Attend) -> bool:
+    """Whether :func:`ffn_step` supports this block and these rows, in a serving step (a cache)."""
+    ffn = block.ffn
+    gated = isinstance(ffn, FeedForward) and ffn.gate is not None and ffn.down.bias is None
+    return gated and attend.caches and _can_fuse(block, block.norm2, x_tD, ffn)
 
 
-def attended(block: "Block", x_TD: Tensor, turn: Rotation | None, attend: Attend) -> Tensor:
+def attention_step(block: "Block", x_TD: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
     """x + attention(norm(x))."""
-    it = block.attention
-    assert isinstance(it, Attention)
+    attention = block.attention
+    assert isinstance(attention, Attention)
     assert isinstance(attend, PagedView)
     norms = None
-    if isinstance(it.q_norm, Norm) and isinstance(it.k_norm, Norm):
-        norms = _scale(it.q_norm), _scale(it.k_norm)
-    qkv_Tz = _product(x_TD, it.qkv, norm=_scale(block.norm1))
-    o_Tz = attend.of_product(qkv_Tz, turn, norms).flatten(1)
-    return _added(block, o_Tz, it.out, x_TD)
+    if isinstance(attention.q_norm, Norm) and isinstance(attention.k_norm, Norm):
+        norms = _scale(attention.q_norm), _scale(attention.k_norm)
+    qkv_Tz = _linear(x_TD, attention.qkv, norm=_scale(block.norm1))
+    o_Tz = attend.from_qkv(qkv_Tz, rotation, norms).flatten(1)
+    return _linear_residual(block, o_Tz, attention.out, x_TD)
 
 
-def fed(block: "Block", x_TD: Tensor, *, own: bool) -> Tensor:
-    """x + ffn(norm(x)); in the place of x where that is the caller's ``own``, which nobody else sees."""
-    it = block.ffn
-    assert isinstance(it, FeedForward)
-    assert it.gate is not None
-    gate = Gate(it.gate.matrix, it.gate.bias, it.activation)
-    h_Tf = _product(x_TD, it.up, norm=_scale(block.norm2), gate=gate)
-    return _added(block, h_Tf, it.down, x_TD, own=own)
+def ffn_step(block: "Block", x_TD: Tensor, *, in_place: bool) -> Tensor:
+    """x + ffn(norm(x)), written over x if ``in_place``: only for a tensor that nothing else uses."""
+    ffn = block.ffn
+    assert isinstance(ffn, FeedForward)
+    assert ffn.gate is not None
+    gate = Gate(ffn.gate.matrix, ffn.gate.bias, ffn.activation)
+    h_Tf = _linear(x_TD, ffn.up, norm=_scale(block.norm2), gate=gate)
+    return _linear_residual(block, h_Tf, ffn.down, x_TD, in_place=in_place)
 
 
-def _fits(block: "Block", norm: nn.Module, x_tD: Tensor, part: nn.Module) -> bool:
+def _can_fuse(block: "Block", norm: nn.Module, x_tD: Tensor, part: nn.Module) -> bool:
     if not len(x_tD) or block.post or block.axes.sequence_parallel:
         return False
     if not isinstance(norm, Norm) or norm.bias is not None or norm.kernels != "auto":
         return False
-    layers = [layer for layer in part.modules() if isinstance(layer, Linear)]
-    if any(layer.float8 is not None for layer in layers):
+    if any(isinstance(layer, Linear) and layer.float8 is not None for layer in part.modules()):
         return False
     return not (torch.is_grad_enabled() and (x_tD.requires_grad or any(x.requires_grad for x in part.parameters())))
-
-
-def _per_head(norm: nn.Module | None) -> bool:
-    return norm is None or (isinstance(norm, Norm) and norm.bias is None)
 
 
 def _scale(norm: nn.Module) -> Scale:
@@ -99,21 +95,21 @@ def _scale(norm: nn.Module) -> Scale:
     return Scale(norm.weight, norm.eps)
 
 
-def _product(
+def _linear(
     x_TD: Tensor,
     layer: Linear,
     *,
     norm: Scale | None = None,
     gate: Gate | None = None,
-    more_TF: Tensor | None = None,
-    own: bool = False,
+    residual_TF: Tensor | None = None,
+    in_place: bool = False,
 ) -> Tensor:
     run = choose("fused_linear", x_TD.device.type, x_TD.dtype)
-    return run(x_TD, layer.matrix, layer.bias, norm=norm, gate=gate, more_TF=more_TF, own=own)
+    return run(x_TD, layer.matrix, layer.bias, norm=norm, gate=gate, more_TF=residual_TF, own=in_place)
 
 
-def _added(block: "Block", y_Tz: Tensor, layer: Linear, x_TD: Tensor, *, own: bool = False) -> Tensor:
-    """x + W y, summed over the ranks of the block."""
+def _linear_residual(block: "Block", y_Tz: Tensor, layer: Linear, x_TD: Tensor, *, in_place: bool = False) -> Tensor:
+    """x + W y, summed over the block's tp ranks."""
     if block.axes.tp.size == 1:
-        return _product(y_Tz, layer, more_TF=x_TD, own=own)
-    return x_TD + block.axes.leave(_product(y_Tz, layer))
+        return _linear(y_Tz, layer, residual_TF=x_TD, in_place=in_place)
+    return x_TD + block.axes.leave(_linear(y_Tz, layer))

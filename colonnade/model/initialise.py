@@ -1,14 +1,14 @@
-"""Initial weights that do not depend on the layout.
+"""Weight initialisation that does not depend on the layout, and a new head for a trained encoder.
 
 A parameter's generator is seeded by the run's seed and the parameter's *name*; the whole tensor is drawn on the CPU in
-float32 and each rank keeps its share. So any plan, any order of construction and any thread count start from the same
-numbers (drawing 4096² costs 0.2 s).
+float32 and each rank takes its share. So any plan, any order of construction and any thread count give the same weights
+(drawing 4096² takes 0.2 s).
 
     matrices, embeddings   N(0, init_std)
     residual outputs       N(0, init_std / √(2L))      (Radford 2019; Megatron-LM, section 4)
-    norms 1, biases 0                                  and what a module's table ``initial`` says of others
+    norms 1, biases 0                                  or the constant in the module's table ``initial``
 
-Each expert is drawn by a name of its own.
+Each expert is drawn under its own name.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from colonnade.config.model import TaskHead
 from colonnade.model.transformer import Transformer
-from colonnade.model.weight_only_quant import Place, in_place
+from colonnade.model.weight_only_quant import StoreWeight, copy_weight
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of, share
 from colonnade.parallel.rng_keys import generator
@@ -26,15 +27,17 @@ from colonnade.parallel.rng_keys import generator
 RESIDUAL_OUTPUTS = ("attention.out.weight", "ffn.down.weight", "shared.down.weight", "experts.down")
 
 
-def initialise(model: Transformer, seed: int, place: Place = in_place, leave: Container[str] = ()) -> Transformer:
-    """Fill ``model`` from ``seed``, one parameter after another, and its buffers with 0; returns it.
+def initialise(
+    model: Transformer, seed: int, place: StoreWeight = copy_weight, leave: Container[str] = ()
+) -> Transformer:
+    """Initialise ``model`` from ``seed``, one parameter at a time, and its buffers to 0; returns it.
 
-    ``place`` gets this rank's share of each, before FSDP cuts it: a sharded model needs no more memory than its shards
-    and one parameter (:meth:`colonnade.parallel.fsdp.Masters.place`). Names in ``leave`` are left as they are.
+    ``place`` stores this rank's share of each, before FSDP cuts it: a sharded model needs no more memory than its
+    shards and one parameter (:meth:`colonnade.parallel.fsdp.Masters.place`). Names in ``leave`` are not changed.
     """
     std = model.config.init_std
     residual_std = std / (2 * model.config.layers) ** 0.5
-    fill(model, model.axes, model.whole_shapes(), seed, place, leave, std=std, residual_std=residual_std)
+    fill(model, model.axes, model.global_shapes(), seed, place, leave, std=std, residual_std=residual_std)
     return model
 
 
@@ -44,13 +47,13 @@ def fill(
     axes: Axes,
     shapes: Mapping[str, torch.Size],
     seed: int,
-    place: Place = in_place,
+    place: StoreWeight = copy_weight,
     leave: Container[str] = (),
     *,
     std: float,
     residual_std: float,
 ) -> None:
-    """Fill a module that has layout tables from ``seed``; ``shapes`` are those over all ranks, by name."""
+    """Initialise a module with layout tables; ``shapes`` are those over all ranks, by name."""
     layout = layout_of(model)
     initial = {
         f"{prefix}.{name}": value
@@ -58,35 +61,52 @@ def fill(
         for name, value in getattr(module, "initial", {}).items()
     }
 
-    def mine(name: str) -> Tensor:
+    def local_value(name: str) -> Tensor:
         shape, placement = shapes[name], layout.get(name, WHOLE)
 
-        def filled(value: float) -> Tensor:
+        def constant(value: float) -> Tensor:
             return share(torch.zeros(()).expand(shape), placement, axes) + value
 
         if name in initial:
-            return filled(initial[name])
+            return constant(initial[name])
         if name.endswith("bias") or name not in layout:
-            return filled(0.0)
+            return constant(0.0)
         if len(shape) == 1:
-            return filled(1.0)
-        own = residual_std if name.endswith(RESIDUAL_OUTPUTS) else std
-        return _share(shape, placement, axes, lambda part, of: _drawn(of, f"{name}{part}", seed, own))
+            return constant(1.0)
+        name_std = residual_std if name.endswith(RESIDUAL_OUTPUTS) else std
+        return _local_share(shape, placement, axes, lambda part, of: _draw(of, f"{name}{part}", seed, name_std))
 
-    for name, held in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name not in leave:
-            place(name, held, mine(name))
+            place(name, tensor, local_value(name))
 
 
-def _drawn(shape: torch.Size, name: str, seed: int, std: float) -> Tensor:
+def _draw(shape: torch.Size, name: str, seed: int, std: float) -> Tensor:
     return torch.from_numpy(generator(seed, name).standard_normal(tuple(shape), dtype=np.float32)).mul_(std)
 
 
-def _share(shape: torch.Size, placement: Placement, axes: Axes, drawn: Callable[[str, torch.Size], Tensor]) -> Tensor:
-    """This rank's part of what is drawn whole; each expert by a name of its own, so that a rank draws only those that
-    it has.
-    """
+def _local_share(
+    shape: torch.Size, placement: Placement, axes: Axes, draw: Callable[[str, torch.Size], Tensor]
+) -> Tensor:
+    """This rank's share of a drawn tensor; a rank draws its own experts only."""
     if not isinstance(placement, Experts):
-        return share(drawn("", shape), placement, axes)
+        return share(draw("", shape), placement, axes)
     units = slice(*axes.grid.sh.part(shape[1]))
-    return torch.stack([drawn(f".{e}", shape[1:])[units] for e in range(*axes.grid.ep.part(shape[0]))])
+    return torch.stack([draw(f".{e}", shape[1:])[units] for e in range(*axes.grid.ep.part(shape[0]))])
+
+
+@torch.no_grad()
+def replace_head(model: Transformer, top: TaskHead, *, classes: int = 0, seed: int = 0) -> Transformer:
+    """A copy of the encoder ``model`` (of plain local tensors) with another head, for fine-tuning.
+
+    Parameters that both have are copied, also the pooler's; new ones are drawn from ``seed``. Raises
+    :class:`ConfigError` for a head that this model cannot have.
+    """
+    config = model.config.replace(top=top, classes=classes)
+    old = dict(model.named_parameters())
+    first = next(iter(old.values()))
+    new = initialise(Transformer(config, model.axes, device=first.device, dtype=first.dtype), seed)
+    for name, parameter in new.named_parameters():
+        if name in old and old[name].shape == parameter.shape:
+            parameter.copy_(old[name])
+    return new

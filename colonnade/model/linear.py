@@ -1,4 +1,4 @@
-"""A weight and perhaps a bias, for this rank's share of the rows and columns."""
+"""Linear layers on this rank's share of the rows and columns; also quantised and in float8."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -14,9 +14,8 @@ from colonnade.kernels.registry import choose
 
 Float8 = Literal["tensorwise", "rowwise"]
 
-
 Matrix = Tensor | Quantised
-"""A weight as it is multiplied with."""
+"""A weight matrix, quantised or not."""
 
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, kernels: str = "auto") -> Tensor:
@@ -25,24 +24,24 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, kernels: str =
     return choose(operation, x.device.type, x.dtype, kernels)(x, weight, bias)
 
 
-class InFloat8(nn.Module):
-    """What has products that may be in float8."""
+class Float8Module(nn.Module):
+    """A module whose products may be in float8."""
 
     float8: Float8 | None = None
-    """How they are scaled, where they are (:func:`in_float8`)."""
+    """How inputs and weights are scaled; None: not in float8 (:func:`enable_float8`)."""
     grouped = False
-    """Whether they are grouped products, of which there is one kind in float8: a scale a row, on Hopper."""
+    """Whether they are grouped products, which have float8 scales by row only, on Hopper."""
 
 
-class Linear(InFloat8):
-    """y = x Wᵀ + b, uninitialised: weights come from :mod:`initialise` or from a file, never from here."""
+class Linear(Float8Module):
+    """y = x Wᵀ + b, with uninitialised weights (:mod:`~colonnade.model.initialise`)."""
 
     quantised: Quantised | None = None
-    """What stands in the place of :attr:`weight`; no buffer, so that a cast of the model leaves it alone."""
+    """Replaces :attr:`weight`; not a buffer, so that a cast of the model does not touch it."""
     kernels = "auto"
-    """Which implementation multiplies (:mod:`~colonnade.kernels.registry`)."""
-    as_stored = False
-    """Whether :attr:`weight` is never quantised: somebody multiplies with parts of it, or it decides about a token."""
+    """The implementation of the product (:mod:`~colonnade.kernels.registry`)."""
+    never_quantise = False
+    """Keep :attr:`weight` unquantised: its parts are used elsewhere, or it decides where a token goes."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, device: torch.device, dtype: torch.dtype):
         super().__init__()
@@ -57,39 +56,38 @@ class Linear(InFloat8):
         return y if self.bias is None else y + self.bias
 
     def product(self, x: Tensor) -> Tensor:
-        """x Wᵀ alone: where the ranks' products are summed, the bias comes after the sum."""
+        """x Wᵀ without the bias, which a row-parallel layer adds after the sum over ranks."""
         if self.float8 is None:
             return linear(x, self.matrix, None, self.kernels)
         return float8.linear(x, self.weight, row_wise=self.float8 == "rowwise")
 
     @property
     def matrix(self) -> Matrix:
-        """W."""
+        """W, quantised or not."""
         return self.weight if self.quantised is None else self.quantised
 
     def quantise(self, weight: Tensor, kind: Kind, group: int, over: Callable[[Tensor], Tensor]) -> None:
-        """From now on multiply with ``weight``, in ``kind``, and have no other (:func:`in_fewer_bits`)."""
-        self.quantised = in_fewer_bits(weight, kind, group, over)
+        """Replace :attr:`weight` by ``weight``, quantised to ``kind`` (:func:`quantise_finite`)."""
+        self.quantised = quantise_finite(weight, kind, group, over)
         del self.weight
 
 
-def in_fewer_bits(weight: Tensor, kind: Kind, group: int, over: Callable[[Tensor], Tensor]) -> Quantised:
-    """``weight`` in ``kind`` (:mod:`.kernels.linear.quantise`); :class:`CheckpointError` for one that is not finite."""
-    made = quantise(weight, kind, group, over)
-    if not made.scales.isfinite().all():
+def quantise_finite(weight: Tensor, kind: Kind, group: int, over: Callable[[Tensor], Tensor]) -> Quantised:
+    """Quantise ``weight`` to ``kind``; raises :class:`CheckpointError` for one that is not finite."""
+    quantised = quantise(weight, kind, group, over)
+    if not quantised.scales.isfinite().all():
         raise CheckpointError(
             f"a weight of {len(weight)} × {weight.shape[1]} is not finite and cannot be put into {kind}; "
             "use another checkpoint, or --serve.weights stored to see where it shows"
         )
-    return made
+    return quantised
 
 
-def in_float8(blocks: nn.Module, scaling: Float8, device: torch.device | None = None) -> None:
-    """Compute the products of every :class:`InFloat8` within ``blocks`` in float8 from now on; experts' have a scale a
-    row whatever the ``scaling``. A gate of one number a token stays as it is. ``device`` is where they will be, if they
-    are not there yet.
+def enable_float8(blocks: nn.Module, scaling: Float8, device: torch.device | None = None) -> None:
+    """Compute the products of every :class:`Float8Module` within ``blocks`` in float8 from now on.
 
-    Raises :class:`ConfigError` on a GPU that has no such matrix units.
+    Experts have a scale by row whatever the ``scaling``; a gate with one output stays unquantised. ``device``: where
+    the blocks will be, if they are not there yet. Raises :class:`ConfigError` on a GPU without float8 tensor cores.
     """
     device, needs = device or next(blocks.parameters()).device, (8, 9) if scaling == "tensorwise" else (9, 0)
     if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < needs:
@@ -97,7 +95,7 @@ def in_float8(blocks: nn.Module, scaling: Float8, device: torch.device | None = 
             f"float8 {scaling} needs compute capability {needs[0]}.{needs[1]}, and this "
             f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}; set train.float8 none"
         )
-    modules = [module for module in blocks.modules() if isinstance(module, InFloat8)]
+    modules = [module for module in blocks.modules() if isinstance(module, Float8Module)]
     if device.type == "cuda" and any(module.grouped for module in modules):
         has = torch.cuda.get_device_capability(device)
         if has != CAPABILITY or not scaled_available:

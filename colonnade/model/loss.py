@@ -1,14 +1,14 @@
-"""Vocabulary-parallel cross-entropy in chunks: logits never fill memory, and never cross ranks.
+"""Vocabulary-parallel cross-entropy in chunks, without materialising or communicating all logits.
 
     loss = Σ_t valid_t · (lse_t − (1 − ε)·z_t[target_t] − ε·mean_v z_t[v])        z = x Wᵀ (+ b, BERT's)
 
-Each rank computes the logits of its own rows of W; per token, one maximum and one sum of three numbers (Σ exp, the
-target's logit, Σ logits) cross the ranks (Megatron-LM, arXiv 1909.08053, section 3, which sends b·s numbers instead
-of b·s·v). Label smoothing (Szegedy 2016) spreads ε over the *whole* vocabulary, so it is the same on every rank.
+Each rank computes the logits of its own rows of W; per token the ranks reduce one maximum and one sum of three values
+(Σ exp, the target's logit, Σ logits) (Megatron-LM, arXiv 1909.08053, section 3, which sends b·s values instead of
+b·s·v). Label smoothing (Szegedy 2016) spreads ε over the *whole* vocabulary, so it is the same on every rank.
 
-Tokens are taken in chunks, and a chunk's gradient ∂loss/∂z = softmax(z) − (1 − ε)·onehot − ε/V is folded into dx and
-dW at once, while its logits are still there: nothing of size T·V is ever kept and no product is done twice. The
-backward only scales by the upstream gradient.
+The forward pass takes tokens in chunks and adds a chunk's gradient ∂loss/∂z = softmax(z) − (1 − ε)·onehot − ε/V to dx
+and dW while its logits are in memory: nothing of size T·V is stored, and no product is computed twice. The backward
+pass only scales by the upstream gradient.
 """
 
 import functools
@@ -26,15 +26,15 @@ IGNORE = -100
 """A target of this value contributes neither loss nor count."""
 
 CHUNK_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
-"""Memory for one chunk of logits [bytes]: large enough for full-speed products, small beside a model."""
+"""Memory for one chunk of logits [bytes]: large enough for full-speed products, small compared to a model."""
 
 CHUNK_ROWS = {"cpu": 512, "cuda": 1 << 30}
-"""Tokens in one chunk at most: on a CPU products have their full speed by then, and what is smaller stays in cache
+"""Most tokens in one chunk: on a CPU products reach full speed at 512, and smaller chunks stay in cache
 (2,048 tokens, V = 4,096: 184 ms in one chunk, 166 ms in four)."""
 
 ALIGN = {"cpu": 1, "cuda": 64}
-"""A GPU's matrix units want rows in multiples of 16 bytes or more: 50,257 logits took 126 ms a step of GPT-2 1.2B,
-and 50,304 take a quarter of that. So W gets some zero rows for the duration of the product, and only there."""
+"""Tensor cores need rows in multiples of at least 16 bytes: 50,257 logits took 126 ms a step of GPT-2 1.2B, and 50,304
+take a quarter of that. So W is padded with zero rows during the product, and only there."""
 
 
 def cross_entropy_sum(
@@ -49,7 +49,7 @@ def cross_entropy_sum(
 ) -> Tensor:
     """The summed loss of the valid tokens, float32 (float64 for float64 inputs), the same on all tp ranks.
 
-    ``x_TD`` must come out of ``tp.fan_out``: each rank's gradient of it is that of its own rows of W only.
+    ``x_TD`` must come from ``tp.fan_out``: each rank computes the gradient by its own rows of W only.
     """
     return _CrossEntropy.apply(x_TD, weight_vD, bias_v, targets_T, tp, vocab_size, smoothing)
 
@@ -66,7 +66,7 @@ class _CrossEntropy(Function):
         wants_x, wants_w, wants_b = ctx.needs_input_grad[:3]
         dx_TD = torch.empty_like(x_TD) if wants_x else None
         padded_vD = F.pad(weight_vD, (0, 0, 0, -v % ALIGN[kind]))
-        # Chunks add up in full precision.
+        # Accumulate over chunks in full precision.
         dw_vD = torch.zeros_like(padded_vD, dtype=exact) if wants_w else None
         db_v = torch.zeros_like(bias_v, dtype=exact) if wants_b else None
         loss = torch.zeros((), dtype=exact, device=x_TD.device)
@@ -101,7 +101,7 @@ class _CrossEntropy(Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         dx_TD, dw_vD, db_v = ctx.saved_tensors
-        # In float32: 1/count rounded to 16 bits would scale every gradient of the model but W's by up to 0.4% amiss.
+        # In float32: 1/count in 16 bits would scale every gradient of the model but W's with an error of up to 0.4%.
         dx_TD = None if dx_TD is None else (dx_TD.to(grad.dtype) * grad).to(dx_TD.dtype)
         dw_vD = None if dw_vD is None else (dw_vD[: ctx.rows] * grad).to(ctx.weight_dtype)
         db_v = None if db_v is None else (db_v * grad).to(ctx.weight_dtype)
@@ -109,11 +109,11 @@ class _CrossEntropy(Function):
 
 
 def _stats(z_cv: Tensor, local_c: Tensor, exact: torch.dtype, smoothing: float) -> tuple[Tensor, Tensor]:
-    """This rank's maximum of each row, and beside it (Σ exp(z − max), the target's logit if it is here, Σ z)."""
-    here_c1, row_c1 = _locate(local_c, z_cv)
+    """This rank's maximum of each row, and (Σ exp(z − max), the target's logit or 0, Σ z)."""
+    local_c1, row_c1 = _locate(local_c, z_cv)
     z_cv = z_cv.to(exact)
     top_c = z_cv.amax(1)
-    target_z_c = torch.where(here_c1, z_cv.gather(1, row_c1), 0.0).squeeze(1)
+    target_z_c = torch.where(local_c1, z_cv.gather(1, row_c1), 0.0).squeeze(1)
     sum_c = (z_cv - top_c[:, None]).exp_().sum(1)
     return top_c, torch.stack((sum_c, target_z_c, z_cv.sum(1) if smoothing else torch.zeros_like(sum_c)))
 
@@ -121,25 +121,25 @@ def _stats(z_cv: Tensor, local_c: Tensor, exact: torch.dtype, smoothing: float) 
 def _gradient(
     z_cv: Tensor, lse_c: Tensor, valid_c: Tensor, local_c: Tensor, smoothing: float, vocab_size: int
 ) -> Tensor:
-    """softmax(z) − (1 − ε)·onehot − ε/V in the type of ``z``, zero where there is no target; may overwrite ``z``."""
-    here_c1, row_c1 = _locate(local_c, z_cv)
+    """softmax(z) − (1 − ε)·onehot − ε/V in the type of ``z``, 0 for rows without a target; may overwrite ``z``."""
+    local_c1, row_c1 = _locate(local_c, z_cv)
     kind = z_cv.dtype
-    # exp(z − ∞) = 0: ignored rows vanish without a pass of their own.
+    # exp(z − ∞) = 0: no extra pass for ignored rows.
     p_cv = z_cv.to(lse_c.dtype).sub_(torch.where(valid_c, lse_c, torch.inf)[:, None]).exp_()
     if smoothing:
         p_cv = p_cv - (smoothing / vocab_size) * valid_c.to(p_cv.dtype)[:, None]
-    # The target's entry is p − (1 − ε), taken before p is rounded: near 1 the difference is all that counts.
-    target_c1 = (p_cv.gather(1, row_c1) - (1 - smoothing) * (here_c1 & valid_c[:, None]).to(p_cv.dtype)).to(kind)
+    # The target's entry p − (1 − ε) is computed before p is rounded: near 1 rounding would dominate it.
+    target_c1 = (p_cv.gather(1, row_c1) - (1 - smoothing) * (local_c1 & valid_c[:, None]).to(p_cv.dtype)).to(kind)
     return p_cv.to(kind).scatter_(1, row_c1, target_c1)
 
 
 def _locate(local_c: Tensor, z_cv: Tensor) -> tuple[Tensor, Tensor]:
     """(whether the target's row of W is on this rank, its index or 0), each (c, 1)."""
-    here_c1 = ((local_c >= 0) & (local_c < z_cv.shape[1]))[:, None]
-    return here_c1, torch.where(here_c1, local_c[:, None], 0)
+    local_c1 = ((local_c >= 0) & (local_c < z_cv.shape[1]))[:, None]
+    return local_c1, torch.where(local_c1, local_c[:, None], 0)
 
 
 @functools.cache
 def _fused() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The two functions above as one pass over the logits each, instead of a dozen: what a GPU needs."""
+    """The two functions above, compiled to one pass over the logits each instead of a dozen."""
     return torch.compile(_stats, dynamic=True), torch.compile(_gradient, dynamic=True)

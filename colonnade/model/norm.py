@@ -13,7 +13,7 @@ class Norm(nn.Module):
     """RMSNorm: x / √(mean(x²) + ε) · w. LayerNorm: (x − mean) / √(var + ε) · w + b."""
 
     kernels = "auto"
-    """Which implementation computes it (:mod:`~colonnade.kernels.registry`)."""
+    """The implementation (:mod:`~colonnade.kernels.registry`)."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Norm(nn.Module):
         placement: Placement = WHOLE,
         eps: float | None = None,
     ):
-        """``eps`` where it is not the model's."""
+        """``eps``: ε, if it is not the model's."""
         super().__init__()
         self.eps = config.norm_eps if eps is None else eps
         self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
@@ -34,21 +34,21 @@ class Norm(nn.Module):
         self.layout: dict[str, Placement] = {"weight": placement} | ({"bias": placement} if layer else {})
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, width) to the same shape; the mean is taken in at least float32."""
+        """(…, width) to the same shape; the mean is computed in at least float32."""
         return choose("norm", x.device.type, x.dtype, self.kernels)(x, self.weight, self.bias, self.eps)
 
 
 class HeadsNorm(nn.Module):
-    """RMSNorm of all heads of a token together, of which this rank has a share (OLMoE, arXiv 2409.02060)."""
+    """RMSNorm over all heads of a token, of which this rank has a share (OLMoE, arXiv 2409.02060)."""
 
     kernels = "auto"
-    """Which implementation computes it, on one rank."""
+    """The implementation on one rank."""
 
     def __init__(self, config: ModelConfig, heads: int, tp: Axis, *, device: torch.device, dtype: torch.dtype):
-        """``heads`` are those of all ranks of ``tp``."""
+        """``heads``: the number over all ranks of ``tp``."""
         super().__init__()
-        self.eps, self.tp, self.all = config.norm_eps, tp, heads * config.head_width
-        self.weight = nn.Parameter(torch.empty(self.all // tp.size, device=device, dtype=dtype))
+        self.eps, self.tp, self.total_width = config.norm_eps, tp, heads * config.head_width
+        self.weight = nn.Parameter(torch.empty(self.total_width // tp.size, device=device, dtype=dtype))
         self.layout: dict[str, Placement] = {"weight": 0}
 
     def forward(self, x_TnH: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class HeadsNorm(nn.Module):
             run = choose("norm", x_TnH.device.type, x_TnH.dtype, self.kernels)
             return run(x_TnH.flatten(1), self.weight, None, self.eps).view_as(x_TnH)
         x_Tz = x_TnH.flatten(1).to(torch.promote_types(x_TnH.dtype, torch.float32))
-        # The sum is replicated, and each rank scales heads of its own by it: its gradient is a sum over ranks too.
+        # Each rank scales its own heads by the replicated sum, so the sum's gradient is summed over ranks too.
         squares_T1 = self.tp.fan_out(self.tp.fan_in(x_Tz.square().sum(1, keepdim=True)))
-        scaled_Tz = x_Tz * torch.rsqrt(squares_T1 / self.all + self.eps)
+        scaled_Tz = x_Tz * torch.rsqrt(squares_T1 / self.total_width + self.eps)
         return (scaled_Tz.to(x_TnH.dtype) * self.weight).view_as(x_TnH)

@@ -1,10 +1,10 @@
-"""Rotary positions: each pair of a head's coordinates is turned by an angle that grows with the position.
+"""Rotary position embedding (RoPE): rotates each pair of a head's dimensions by an angle proportional to the position.
 
     (x₁, x₂) → (x₁ cos pθ − x₂ sin pθ,  x₂ cos pθ + x₁ sin pθ)        θ_i = base^(−2i/H)
 
 (Su et al., arXiv 2104.09864, section 3.2; pairs are (i, i + H/2), as Llama's published weights expect.) Angles are
-float32 whatever the model's dtype, which is the convention those weights were trained with. The stretched variants
-change θ only, once, when the model is built:
+float32 whatever the model's dtype, as in the training of those weights. RoPE scaling changes θ only, when the model is
+built:
 
     linear   θ / factor                                                  (Chen et al., arXiv 2306.15595)
     llama3   θ / factor for long wavelengths, θ for short, a blend between (Llama 3.1's reference configuration)
@@ -21,9 +21,7 @@ from colonnade.config import ModelConfig, RopeScaling
 
 
 def frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """(θ float32 (H/2,) in radians a token, the factor on cos and sin) after stretching; H is the part of a head
-    that is turned.
-    """
+    """(θ float32 (H/2,) in radians a token, the factor on cos and sin) after scaling; H is the rotated width."""
     half = torch.arange(0, config.rotary_width, 2, dtype=torch.int64).float() / config.rotary_width
     theta = 1.0 / (config.rope_theta**half)
     match config.rope_scaling:
@@ -52,9 +50,9 @@ def _yarn(theta: Tensor, scaling: RopeScaling, config: ModelConfig) -> Tensor:
     width = config.rotary_width
 
     def dimension(rotations: float) -> float:
-        """Where in the head a pair turns this many times within the original context."""
-        turns = scaling.original_context / (rotations * 2 * math.pi)
-        return width * math.log(turns) / (2 * math.log(config.rope_theta))
+        """The dimension whose pair makes this many rotations within the original context."""
+        wavelength_ratio = scaling.original_context / (rotations * 2 * math.pi)
+        return width * math.log(wavelength_ratio) / (2 * math.log(config.rope_theta))
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:
@@ -79,7 +77,7 @@ def _term(scaling: RopeScaling, mscale: float) -> float:
 
 
 def score_factor(scaling: RopeScaling | None) -> float:
-    """What DeepSeek multiplies the scores by under YaRN, the rotary part's own temperature excepted."""
+    """DeepSeek's factor on attention scores under YaRN, without the temperature on cos and sin."""
     if scaling is None or not scaling.mscale_all_dim:
         return 1.0
     return _term(scaling, scaling.mscale_all_dim) ** 2

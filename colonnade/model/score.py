@@ -1,10 +1,10 @@
-"""How well a model predicts a text: the negative log-likelihood of each token given what came before.
+"""Perplexity of a text: the negative log-likelihood of each token given the ones before.
 
     perplexity = exp(Σ nll / number of scored tokens)
 
 A text longer than the context is cut into windows of ``context`` tokens that start ``stride`` apart; a window scores
-only what no earlier one scored, so every token but the first is scored exactly once. ``stride = context`` is the
-cheapest, a smaller one gives each token more to go by.
+only tokens that no earlier window scored, so every token but the first is scored exactly once. ``stride = context`` is
+the cheapest; a smaller stride gives each token more context.
 """
 
 import math
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from colonnade.errors import RequestError
 from colonnade.model.attend import Packed
+from colonnade.model.embedding import Stream
 from colonnade.model.head import Loss
 from colonnade.model.loss import IGNORE
-from colonnade.model.stream import Stream
 from colonnade.model.transformer import Transformer
 
-AT_ONCE_TOKENS = 4096
-"""Tokens in one forward pass; more would only cost memory."""
+BATCH_TOKENS = 4096
+"""Tokens in one forward pass; more would only take memory."""
 
 
 class Score(NamedTuple):
@@ -46,9 +46,9 @@ def score(
     stride: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Score:
-    """Score ``tokens`` as one text; ``progress(done, total)`` is told the windows, from 0 done.
+    """Score ``tokens`` as one text; ``progress(done, total)`` is called with numbers of windows, from 0 done.
 
-    Raises :class:`~colonnade.errors.RequestError` for fewer than two tokens or a context or stride that cannot be.
+    Raises :class:`~colonnade.errors.RequestError` for fewer than two tokens, or an impossible context or stride.
     """
     context = model.config.context if context is None else context
     stride = context if stride is None else stride
@@ -67,7 +67,7 @@ def score(
     device = next(model.parameters()).device
     starts = window_starts(len(tokens) - 1, context, stride)
     nll, count = 0.0, 0
-    batch = max(1, AT_ONCE_TOKENS // context)
+    batch = max(1, BATCH_TOKENS // context)
     for i in range(0, len(starts), batch):
         progress(i, len(starts))
         windows = [_window(tokens, start, context, stride, device) for start in starts[i : i + batch]]
@@ -82,7 +82,7 @@ def score(
 
 
 def window_starts(predictions: int, context: int, stride: int) -> list[int]:
-    """Where the windows start that together predict ``predictions`` tokens."""
+    """Starts of the windows that together predict ``predictions`` tokens."""
     starts = [0]
     while starts[-1] + context < predictions:
         starts.append(starts[-1] + stride)

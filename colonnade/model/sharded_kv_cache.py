@@ -1,15 +1,15 @@
-"""Context-parallel serving: the cache is split over ranks, and each attends with all queries to the keys it holds.
+"""Context-parallel serving: the KV cache is sharded over ranks, and each rank attends with all queries to its keys.
 
     o = merge over ranks r of attention(q, keys of rank r)          one all-gather of states (o_r, lse_r) a layer
 
-Every rank has the same tokens and the same queries; pages lie here or there (:mod:`colonnade.serve.page_pool`), so a
-rank reads its part of the cache only, and what travels is a state for each query and head, however long the context is
-(attention as a fold: :mod:`colonnade.kernels.softmax_state`). All ranks merge the same states in the same order.
+Every rank has the same tokens and the same queries, and each page is on one rank (:mod:`colonnade.serve.page_pool`), so
+a rank reads its part of the cache only. The ranks exchange one state for each query and head, however long the context
+is (attention as a fold: :mod:`colonnade.kernels.softmax_state`), and merge the same states in the same order.
 
-A step in which each request has one new token (decoding) reads the new key where it was written, like all others. In a
-step with chunks of prompts, the keys of a chunk are on all ranks, since its tokens are, and its queries see older keys
-whole: so the ranks' states are of older keys, without a mask, and the chunk's own part is added after the gather.
-Layers with a window always go that way, because there a key's place in the sequence counts, and not only in the cache.
+In a step with one new token per request (decoding) the new key is read from the cache like all others. In a step with
+chunks of prompts every rank has the keys of a chunk, and all older keys are visible to its queries: the ranks' states
+cover the older keys, without a mask, and the chunk's own part is added after the gather. Layers with a window always
+take this way, because their mask depends on a key's position in the sequence.
 """
 
 from collections.abc import Mapping
@@ -28,43 +28,42 @@ from colonnade.kernels.softmax_state import State
 from colonnade.model.cache import KVCache, Pools
 from colonnade.parallel.axis import Axis
 
-WIDEST = 256
-"""Heads up to this width have fused kernels for chunks; wider ones (latent attention) are plain torch's."""
-SCORES = 1 << 28
-"""Of these plain torch keeps so many at a time."""
+MAX_FUSED_HEAD_WIDTH = 256
+"""Heads up to this width have fused chunk kernels; wider ones (latent attention) run in plain torch."""
+MAX_SCORES = 1 << 28
+"""Most attention scores in memory at a time in plain torch."""
 
 
 @dataclass(frozen=True, eq=False)
-class Past:
-    """Keys older than a step's tokens, of all requests, as far as this rank holds them."""
+class CachedKeys:
+    """This rank's cached keys from before a step, of all requests."""
 
     slots_S: Tensor
-    """Where they are: page · page_tokens + offset."""
+    """Their slots: page · page_tokens + offset."""
     rows: Rows
-    """Their positions, their requests."""
+    """Their positions and requests."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedPaged:
-    """What :class:`~colonnade.model.attend.Paged` is on one of the ranks that share a cache.
+    """A :class:`~colonnade.model.attend.Paged` step on one of the ranks that share a cache.
 
-    ``slots_T`` says where each new token's key and value go: of those that other ranks keep, into a page that is
-    nobody's.
+    ``slots_T`` is where each new token's key and value are written: a scratch page for tokens of other ranks.
     """
 
     axis: Axis
     cache: KVCache
     table: PageTable
-    """Of the keys that this rank holds."""
+    """Page table of this rank's keys."""
     slots_T: Tensor
     new: Rows
-    """The new tokens' positions, their requests."""
-    past: Mapping[int | None, Past]
-    """For layers with this window; those that are not here read the new tokens' keys from the cache too."""
+    """The new tokens' positions and requests."""
+    past: Mapping[int | None, CachedKeys]
+    """By window; layers with a window that is not here read the new tokens' keys from the cache too."""
     kernels: str = "auto"
 
     def at(self, layer: int, window: int | None) -> "ShardedPagedView":
-        """This layer's pools."""
+        """The view of one layer."""
         pools = self.cache.at(layer)
         return ShardedPagedView(
             self.axis, self.table, self.slots_T, pools, self.new, self.past.get(window), window, self.kernels
@@ -75,14 +74,14 @@ class ShardedPaged:
 class ShardedPagedView:
     """One layer of a :class:`ShardedPaged`."""
 
-    keeps: ClassVar[bool] = True
+    caches: ClassVar[bool] = True
 
     axis: Axis
     table: PageTable
     slots_T: Tensor
     pools: Pools
     new: Rows
-    past: Past | None
+    past: CachedKeys | None
     window: int | None
     kernels: str
 
@@ -93,29 +92,30 @@ class ShardedPagedView:
         kind, dtype = q_TnH.device.type, q_TnH.dtype
         if self.past is None:
             run = choose("held_attention", kind, dtype, self.kernels)
-            mine, own = run(q_TnH, pools.k_PpKH, pools.v_PpKH, self.table, **pools.seen), []
+            cached, new = run(q_TnH, pools.k_PpKH, pools.v_PpKH, self.table, **pools.kernel_arguments), []
         else:
             k_SkH, v_SkH = pools.read(self.past.slots_S, dtype)
-            mine = self._chunk(q_TnH, k_SkH, v_SkH, self.past.rows, causal=False)
-            k_TkH, v_TkH = pools.rounded(k_TkH, v_TkH)
-            own = [self._chunk(q_TnH, k_TkH, v_TkH[..., : pools.values], self.new, causal=True)]
-        each_STnz = self.axis.everyones_(packed(mine))
-        return choose("merge_states", kind, each_STnz.dtype, self.kernels)(each_STnz, own, dtype)
+            cached = self._chunk(q_TnH, k_SkH, v_SkH, self.past.rows, causal=False)
+            k_TkH, v_TkH = pools.round_trip(k_TkH, v_TkH)
+            new = [self._chunk(q_TnH, k_TkH, v_TkH[..., : pools.value_width], self.new, causal=True)]
+        each_STnz = self.axis.everyones_(packed(cached))
+        return choose("merge_states", kind, each_STnz.dtype, self.kernels)(each_STnz, new, dtype)
 
     def _chunk(self, q_TnH: Tensor, k_SkH: Tensor, v_SkH: Tensor, keys: Rows, *, causal: bool) -> State:
-        """The state of all queries over some keys."""
-        plain = self.kernels == "reference" or q_TnH.shape[2] > WIDEST or self.pools.values is not None
+        """The state of all queries over these keys."""
+        too_wide = q_TnH.shape[2] > MAX_FUSED_HEAD_WIDTH or self.pools.value_width is not None
+        plain = self.kernels == "reference" or too_wide
         run = choose("chunk_forward", q_TnH.device.type, q_TnH.dtype, "reference" if plain else "auto")
-        see = {"causal": causal, "window": self.window}
+        mask = {"causal": causal, "window": self.window}
         T, n = q_TnH.shape[:2]
-        rows = max(1, SCORES // max(1, n * len(k_SkH)))
+        rows = max(1, MAX_SCORES // max(1, n * len(k_SkH)))
         if run is not chunk.forward or rows >= T:
-            return run(q_TnH, k_SkH, v_SkH, self.new, keys, **see)
+            return run(q_TnH, k_SkH, v_SkH, self.new, keys, **mask)
         blocks = [slice(t, t + rows) for t in range(0, T, rows)]
-        parts = [run(q_TnH[some], k_SkH, v_SkH, _some(self.new, some), keys, **see) for some in blocks]
+        parts = [run(q_TnH[block], k_SkH, v_SkH, _slice(self.new, block), keys, **mask) for block in blocks]
         return State(torch.cat([part.o for part in parts]), torch.cat([part.lse for part in parts]))
 
 
-def _some(rows: Rows, some: slice) -> Rows:
-    """Of these rows some, for plain torch, which reads no more of them."""
-    return rows._replace(index_T=rows.index_T[some], segment_T=rows.segment_T[some])
+def _slice(rows: Rows, block: slice) -> Rows:
+    """A slice of rows, with the two fields that plain torch reads."""
+    return rows._replace(index_T=rows.index_T[block], segment_T=rows.segment_T[block])

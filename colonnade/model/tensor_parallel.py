@@ -1,10 +1,10 @@
-"""The two edges of a tensor-parallel part: the products behind the residual stream, and the one before it.
+"""Column- and row-parallel linear layers on the residual stream.
 
-    entered    x_tD to the products with all T tokens            gather or nothing, then W_0, W_1, …
-    left       the ranks' partial products, summed, to y_tD      W, then a sum or a scattered sum
+    column_parallel    x_tD to products with all T tokens             all-gather (or nothing), then W_0, W_1, …
+    row_parallel       the ranks' partial products, summed, to y_tD    W, then all-reduce or reduce-scatter
 
-With ``Axes.mover`` (plan.tp_overlap) the communication goes on beside the products
-(:mod:`~colonnade.parallel.overlapped_matmul`), where all ranks have as many rows.
+With ``Axes.mover`` (plan.tp_overlap) communication overlaps with the products
+(:mod:`~colonnade.parallel.overlapped_matmul`), if all ranks have the same number of rows.
 """
 
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def column_parallel(axes: Axes, x_tD: Tensor, T: int, *linears: Linear) -> list[Tensor]:
-    """y_Tz of each of ``linears`` with the T tokens of the residual stream."""
+    """y_Tz of each of ``linears`` for the T tokens of the residual stream."""
     mover = _mover(axes, T, linears)
     if mover is None:
         x_TD = axes.enter(x_tD, T)
@@ -31,7 +31,7 @@ def column_parallel(axes: Axes, x_tD: Tensor, T: int, *linears: Linear) -> list[
 
 
 def row_parallel(axes: Axes, x_Tz: Tensor, linear: Linear) -> Tensor:
-    """y_tD of ``linear``, the bias added once, behind the sum over ranks."""
+    """y_tD of ``linear``; the bias is added once, after the sum over ranks."""
     mover = _mover(axes, len(x_Tz), (linear,))
     if mover is None:
         y_tD = axes.leave(linear.product(x_Tz))
@@ -43,7 +43,7 @@ def row_parallel(axes: Axes, x_Tz: Tensor, linear: Linear) -> Tensor:
 
 
 def _mover(axes: Axes, T: int, linears: tuple[Linear, ...]) -> "Mover | None":
-    """What moves rows beside these products, if anything does."""
+    """The mover for these products, if they can overlap."""
     if axes.mover is None or T == 0 or T % axes.tp.size:
         return None
     return None if any(linear.float8 or linear.quantised for linear in linears) else axes.mover

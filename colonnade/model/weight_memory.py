@@ -1,4 +1,4 @@
-"""Whether the weights of a model fit into memory, checked before any is allocated or read."""
+"""Checks that the weights of a model fit into memory, before any is allocated or read."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,45 +10,45 @@ from colonnade.config.feature_checks import check_quantised
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.model.moe.expert_offload import device_bytes
 from colonnade.model.transformer import Transformer
-from colonnade.model.weight_only_quant import kept_bytes
+from colonnade.model.weight_only_quant import weight_bytes_as
 from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.parallel.device_memory import SHARE, free_host_bytes, share_bytes
 
 
 @dataclass(frozen=True)
 class WeightMemory:
-    """The weights of one rank, and how they are kept."""
+    """The weights of one rank, and the format in which they are stored."""
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
     plan: Plan = Plan()
     resident: int | None = None
-    """Layers whose experts are on the device; those of the others are in host memory."""
+    """Number of layers with their experts on the device; the others' are in host memory."""
     weights: WeightFormat = "stored"
     group: WeightGroup = 64
-    beside: int = 0
-    """What must be held on the device at the same time [bytes]."""
+    reserved: int = 0
+    """Other memory needed on the device at the same time [bytes]."""
 
     def bytes(self) -> tuple[int, int]:
-        """(on the device, on the host beside a GPU), of the rank that has most."""
+        """(on the device, on a GPU's host), of the rank with most weights."""
         plan = self.plan
         grid = Grid(ep=Axis("ep", plan.ep), sh=Axis("sh", plan.sh))
         shape = Transformer(self.config, Axes(tp=Axis("tp", plan.tp), grid=grid), device="meta", dtype=self.dtype)
-        weigh = partial(kept_bytes, weights=self.weights, group=self.group)
-        whole, here = weigh(shape), device_bytes(shape, self.resident, weigh)
+        count = partial(weight_bytes_as, weights=self.weights, group=self.group)
+        whole, here = count(shape), device_bytes(shape, self.resident, count)
         if self.device.type == "cuda":
-            return here + self.beside, whole - here
-        buffers = here - device_bytes(shape, 0, weigh) if self.resident is not None else 0
-        return whole + buffers + self.beside, 0
+            return here + self.reserved, whole - here
+        buffers = here - device_bytes(shape, 0, count) if self.resident is not None else 0
+        return whole + buffers + self.reserved, 0
 
     def fits(self, free: int, host: int) -> bool:
-        """Whether this is no more than ``free`` bytes on the device and ``host`` bytes on the host."""
+        """Whether the weights take at most ``free`` bytes on the device and ``host`` bytes on the host."""
         on_device, on_host = self.bytes()
         return on_device <= free and on_host <= host
 
     def problem(self, source: str) -> CapacityError | None:
-        """What is to be raised, with remedies that are enough, when the weights of ``source`` do not fit."""
+        """The error, with sufficient remedies, if the weights of ``source`` do not fit."""
         free, host = share_bytes(self.device), int(SHARE * free_host_bytes())
         return None if self.fits(free, host) else self.refusal(source, free, host)
 
@@ -58,43 +58,45 @@ class WeightMemory:
             raise problem
 
     def refusal(self, source: str, free: int, host: int) -> CapacityError:
-        """What is said of ``source``, for which there is too little memory."""
+        """The error for ``source`` with so much free memory, with sufficient remedies."""
         on_device, on_host = self.bytes()
         host_short = on_device <= free and on_host > host
-        short, there, where = (on_host, host, "host") if host_short else (on_device, free, self.device.type)
+        short, available, where = (on_host, host, "host") if host_short else (on_device, free, self.device.type)
         remedies = [
             f"{flags} ({format_bytes(other.bytes()[0])})"
-            for flags, other in self._others()
+            for flags, other in self._alternatives()
             if other.fits(free, host) and other.bytes()[host_short] < short
         ]
         enough = f"enough would be: {', '.join(remedies)}" if remedies else "use a smaller model, or a larger machine"
         return CapacityError(
             f"{source} does not fit: it takes {format_bytes(short)} of a rank's memory ({where}), and "
-            f"{format_bytes(there)} is free; nothing was read; {enough}"
+            f"{format_bytes(available)} is free; nothing was read; {enough}"
         )
 
-    def _others(self) -> list[tuple[str, "WeightMemory"]]:
-        """The same model kept otherwise, where it can be; (flags, how)."""
-        found: list[tuple[str, WeightMemory]] = []
+    def _alternatives(self) -> list[tuple[str, "WeightMemory"]]:
+        """The same weights in other formats and layouts that are possible: (flags, weights)."""
+        alternatives: list[tuple[str, WeightMemory]] = []
         if self.dtype.itemsize > 2:
-            found.append(("--dtype bfloat16", replace(self, dtype=torch.bfloat16)))
-        if self.weights == "stored" and not self.beside:
+            alternatives.append(("--dtype bfloat16", replace(self, dtype=torch.bfloat16)))
+        if self.weights == "stored" and not self.reserved:
             kinds: tuple[WeightFormat, ...] = ("int8", "int4")
-            found += [(f"--serve.weights {kind} of generate and serve", replace(self, weights=kind)) for kind in kinds]
-        if self.device.type == "cuda":  # ranks of one CPU host share its memory, and so do its waiting experts
+            alternatives += [
+                (f"--serve.weights {kind} of generate and serve", replace(self, weights=kind)) for kind in kinds
+            ]
+        if self.device.type == "cuda":  # ranks of one CPU host share its memory, offloaded experts too
             if self.config.moe is not None and self.resident is None and self.config.expert_layers > 2:
-                found.append(("--experts.resident 2", replace(self, resident=2)))
+                alternatives.append(("--experts.resident 2", replace(self, resident=2)))
             for tp in (2, 4, 8):
                 flags, plan = f"--plan.tp {tp}", self.plan.replace(tp=max(tp, self.plan.tp), ep=1, sh=1)
                 if self.config.moe is not None:
                     flags, plan = f"{flags} --plan.ep {tp}", plan.replace(ep=plan.tp)
                 if tp > self.plan.tp:
-                    found.append((f"{flags} on as many GPUs", replace(self, plan=plan)))
-        return [(flags, other) for flags, other in found if other.possible]
+                    alternatives.append((f"{flags} on as many GPUs", replace(self, plan=plan)))
+        return [(flags, other) for flags, other in alternatives if other.is_possible]
 
     @property
-    def possible(self) -> bool:
-        """Whether the model can be laid out and kept so."""
+    def is_possible(self) -> bool:
+        """Whether the model supports this plan and format."""
         try:
             self.plan.check(self.config)
             check_quantised(self.config, self.weights, self.group, self.plan.tp, self.plan.sh)

@@ -1,14 +1,12 @@
-"""A model whose matrices are quantised while they are read: beside it one matrix is in memory as it was stored (of
-experts those of one layer, stored together).
+"""Weight-only quantisation while a model is read, one matrix at a time (experts: one layer's stack at a time).
 
-Quantised are the products inside the blocks, those of every expert among them, and an output projection of its own;
-that one has 8 bits where the others have 4, as each of its rows is a token's logit. What stays as it is stored:
-embeddings (a row of them is looked up, not multiplied) and so an output projection tied to them; norms and biases; a
-latent attention's up-projection, whose parts are multiplied one by one; and what decides where a token goes and how
-much of it: routers, and the gate of shared experts.
+Quantised are the linear layers of the blocks, all experts among them, and an output projection of its own; that one has
+8 bits if the others have 4, because each of its rows is a token's logit. Not quantised are embeddings (looked up, not
+multiplied) and an output projection tied to them; norms and biases; the up-projection of latent attention, which is
+multiplied in parts; routers, and the gate of shared experts.
 
-A weight's bits are the same under every layout: where its columns are cut over ranks, int8 and float8 take each row's
-maximum over all of them, and int4's groups are whole (:mod:`colonnade.config.feature_checks`).
+Quantised weights are bitwise the same in every layout: if columns are cut over ranks, int8 and float8 take each row's
+maximum over all of them, and int4's groups are never cut (:mod:`colonnade.config.feature_checks`).
 """
 
 from collections.abc import Callable, Iterator
@@ -19,19 +17,19 @@ from torch import Tensor, nn
 from colonnade.config import ModelConfig, WeightFormat
 from colonnade.kernels.linear.quantise import Kind, stored_bytes
 from colonnade.model.linear import Linear
-from colonnade.model.moe.expert_offload import plain_bytes
+from colonnade.model.moe.expert_offload import unquantised_bytes
 from colonnade.model.moe.experts import Experts
 from colonnade.model.transformer import Transformer
 from colonnade.parallel.axis import SOLO, Axes
 from colonnade.parallel.layout import layout_of
 
-Place = Callable[[str, Tensor, Tensor], object]
-"""Called with a parameter's name, itself, and this rank's part of what it is to hold."""
+StoreWeight = Callable[[str, Tensor, Tensor], object]
+"""Called with a parameter's name, the parameter, and this rank's part of its value."""
 
 
-def in_place(_name: str, held: Tensor, value: Tensor) -> None:
-    """Copy it there."""
-    held.copy_(value)
+def copy_weight(_name: str, parameter: Tensor, value: Tensor) -> None:
+    """Copy ``value`` into ``parameter``."""
+    parameter.copy_(value)
 
 
 def build(
@@ -43,40 +41,41 @@ def build(
     kind: Kind,
     group: int,
     experts_on: torch.device | None = None,
-) -> tuple[Transformer, Place]:
-    """A model whose matrices are nowhere yet, and what puts them there in ``kind`` (others where they belong); experts
-    wait on ``experts_on``, if not on ``device``.
+) -> tuple[Transformer, StoreWeight]:
+    """A model with its matrices on the meta device, and the function that stores each weight, quantised to ``kind``.
+
+    Experts are stored on ``experts_on``, if not on ``device``.
     """
     model = Transformer(config, axes, device="meta", dtype=dtype)
-    waiting = quantisable(model)
+    quantised = quantisable_modules(model)
     for prefix, module in model.named_modules():
-        home = device
+        target = device
         if isinstance(module, Experts):
-            home = module.stored_on = experts_on or device
+            target = module.storage_device = experts_on or device
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if _joined(prefix, name) not in waiting:
-                made = torch.empty_like(tensor, device=home)
-                setattr(module, name, nn.Parameter(made) if isinstance(tensor, nn.Parameter) else made)
+            if _joined(prefix, name) not in quantised:
+                empty = torch.empty_like(tensor, device=target)
+                setattr(module, name, nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty)
     layout = layout_of(model)
 
-    def place(name: str, held: Tensor, value: Tensor) -> None:
-        layer = waiting.get(name)
+    def store(name: str, parameter: Tensor, value: Tensor) -> None:
+        layer = quantised.get(name)
         if layer is None:
-            in_place(name, held, value)
+            copy_weight(name, parameter, value)
         elif isinstance(layer, Experts):
             layer.quantise(_part(name), value, kind, group, axes.grid.sh, device)
         else:
             over = axes.tp if layout[name] == 1 else SOLO
             layer.quantise(value.to(device), _bits(name, kind), group, over.max_)
 
-    return model, place
+    return model, store
 
 
-def quantisable(model: nn.Module) -> dict[str, Linear | Experts]:
-    """What has a matrix that can be quantised, or a stack of them, by its name."""
+def quantisable_modules(model: nn.Module) -> dict[str, Linear | Experts]:
+    """The modules with a matrix, or a stack of them, that can be quantised, by parameter name."""
     found: dict[str, Linear | Experts] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and not module.as_stored:
+        if isinstance(module, Linear) and not module.never_quantise:
             found[_joined(name, "weight")] = module
         elif isinstance(module, Experts):
             parts = ("up", "down") if module.gate is None else ("up", "down", "gate")
@@ -96,10 +95,10 @@ def _bits(name: str, kind: Kind) -> Kind:
     return "int8" if kind == "int4" and name == "unembed.weight" else kind
 
 
-def matrices(shape: nn.Module) -> dict[str, tuple[int, int, int]]:
-    """Of what can be quantised of a model, which may be on the meta device: (how many of it, outputs, inputs)."""
+def quantisable_shapes(shape: nn.Module) -> dict[str, tuple[int, int, int]]:
+    """(count, outputs, inputs) of each quantisable parameter; the model may be on the meta device."""
     found: dict[str, tuple[int, int, int]] = {}
-    for name, layer in quantisable(shape).items():
+    for name, layer in quantisable_modules(shape).items():
         *stack, outputs, inputs = layer.get_parameter(_part(name)).shape
         if stack and _part(name) == "down":  # stored inputs first
             outputs, inputs = inputs, outputs
@@ -107,37 +106,37 @@ def matrices(shape: nn.Module) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def kept_bytes(shape: nn.Module, weights: WeightFormat, group: int) -> int:
-    """Memory of a model's weights, or of a part's, if they were kept so [bytes]; it may be on the meta device."""
+def weight_bytes_as(shape: nn.Module, weights: WeightFormat, group: int) -> int:
+    """Memory of a module's weights in format ``weights`` [bytes]; the module may be on the meta device."""
     if weights == "stored":
-        return plain_bytes(shape)
-    waiting = matrices(shape)
-    plain = (x.nbytes for name, x in (*shape.named_parameters(), *shape.named_buffers()) if name not in waiting)
+        return unquantised_bytes(shape)
+    quantised = quantisable_shapes(shape)
+    plain = (x.nbytes for name, x in (*shape.named_parameters(), *shape.named_buffers()) if name not in quantised)
     return sum(plain) + sum(
         count * stored_bytes(outputs, inputs, _bits(name, weights), group)
-        for name, (count, outputs, inputs) in waiting.items()
+        for name, (count, outputs, inputs) in quantised.items()
     )
 
 
-def kind_of(model: nn.Module) -> Kind | None:
-    """What a model's blocks are quantised to, if they are."""
+def quantised_kind(model: nn.Module) -> Kind | None:
+    """The format of a model's quantised blocks; None if they are not quantised."""
     found = (m.quantised for m in model.modules() if isinstance(m, Linear) and m.quantised is not None)
     return next((weight.kind for weight in found), None)
 
 
-def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """All that a model's weights are made of, quantised or not."""
+def weight_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """All tensors of a model's weights, quantised or not."""
     yield from (*model.parameters(), *model.buffers())
     for module in model.modules():
-        held = []
+        quantised = []
         if isinstance(module, Linear) and module.quantised is not None:
-            held = [module.quantised]
+            quantised = [module.quantised]
         elif isinstance(module, Experts):
-            held = module.quantised.values()
-        for weight in held:
+            quantised = module.quantised.values()
+        for weight in quantised:
             yield from (weight.values, weight.scales)
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Memory of this rank's share of a model's weights, quantised or not [bytes]."""
-    return sum(x.nbytes for x in tensors_of(model))
+    """Memory of this rank's weights, quantised or not [bytes]."""
+    return sum(x.nbytes for x in weight_tensors(model))

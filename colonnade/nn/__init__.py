@@ -14,7 +14,7 @@ Gradients are sums over ranks: divide each rank's loss by the global count of wh
 
 from colonnade.kernels.registry import kernel_names
 from colonnade.model.attend import Packed, Paged
-from colonnade.model.moe import Choice, Own, Seen, Units, router
+from colonnade.model.moe import RouterInput, RouterOutput, RouterParameter, TokenGroups, router
 from colonnade.nn.gradients import clip_gradients, reduce_gradients
 from colonnade.nn.linear import ColumnParallelLinear, RowParallelLinear
 from colonnade.nn.moe import MoE, MoEOutput
@@ -25,7 +25,24 @@ from colonnade.parallel.distributed_context import DistributedContext
 distributed_context = DistributedContext.build
 
 __all__ = [
-    "SOLO", "SOLO_AXES", "Axes", "Axis", "Choice", "ColumnParallelLinear", "MoE", "MoEOutput", "Own", "Packed", "Paged",
-    "PagedCache", "RowParallelLinear", "Seen", "Units", "clip_gradients", "distributed_context", "kernel_names",
-    "reduce_gradients", "router",
-]  # fmt: skip
+    "SOLO",
+    "SOLO_AXES",
+    "Axes",
+    "Axis",
+    "ColumnParallelLinear",
+    "MoE",
+    "MoEOutput",
+    "Packed",
+    "Paged",
+    "PagedCache",
+    "RouterInput",
+    "RouterOutput",
+    "RouterParameter",
+    "RowParallelLinear",
+    "TokenGroups",
+    "clip_gradients",
+    "distributed_context",
+    "kernel_names",
+    "reduce_gradients",
+    "router",
+]

@@ -16,7 +16,8 @@ from colonnade.config.model import Activation
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model.dropout import Dropout, DropoutRates
 from colonnade.model.initialise import fill
-from colonnade.model.moe import MixtureOfExperts, Routed, Routing, Units, draws
+from colonnade.model.moe import LayerRouting, MixtureOfExperts, Routing, TokenGroups, uses_noise
+from colonnade.model.moe.router import find_router, needs_sequences
 from colonnade.nn.linear import common_seed
 from colonnade.parallel.axis import SOLO_AXES, Axes
 
@@ -79,52 +80,60 @@ class MoE(nn.Module):
         fill(self, axes, shapes, self._seed, std=init_std, residual_std=init_std)
 
     def forward(
-        self, x: Tensor, *, tokens: Tensor | None = None, units: Units | None = None, step: int | None = None
+        self,
+        x: Tensor,
+        *,
+        tokens: Tensor | None = None,
+        token_groups: TokenGroups | None = None,
+        step: int | None = None,
     ) -> MoEOutput:
         """(…, D) to y of the same shape and the losses, the latter in training mode only.
 
-        ``tokens``: ids of x's tokens, for the hash router. ``units``: which tokens are of one sequence or task, where
-        the router or the loss asks; by default the rows of a (B, S, D) are sequences. ``step``: the number of
+        ``tokens``: ids of x's tokens, for the hash router. ``token_groups``: which tokens are of one sequence or task,
+        where the router or the loss asks; by default the rows of a (B, S, D) are sequences. ``step``: the number of
         the router's random draw; calls in training mode are counted by default, so give it where activations are
         recomputed.
         """
         if x.dim() < 2 or x.shape[-1] != self.width:
             raise ConfigError(f"an input of shape {tuple(x.shape)}; give (…, {self.width})")
-        if self.moe.router.kind == "hash" and tokens is None:
-            raise ConfigError("the hash router routes by token ids; give tokens=ids of the input's tokens")
+        if tokens is None and find_router(self.moe).needs_token_ids:
+            kind = self.moe.router.kind
+            raise ConfigError(f"the {kind} router routes by token ids; give tokens=ids of the input's tokens")
         x_TD = x.reshape(-1, self.width)
         T, batch = len(x_TD), self.axes.batch
         ids_T = torch.zeros(T, dtype=torch.int64, device=x.device) if tokens is None else tokens.reshape(-1)
         if len(ids_T) != T:
             raise ConfigError(f"{len(ids_T)} token ids for {T} tokens; give one each")
         index_T = torch.arange(T, device=x.device)
-        noisy = self.training and draws(self.moe)
+        noisy = self.training and uses_noise(self.moe)
         if noisy or self.moe.capacity is not None:  # these depend on a token's number among those of all ranks
             index_T = index_T + sum(batch.list_(T, x.device)[: batch.rank])
-        if units is None and self.moe.needs_sequences:
-            units = self._sequences(x)
+        if token_groups is None and needs_sequences(self.moe):
+            token_groups = self._sequences(x)
         noise = None
         if noisy:
             step = self._step if step is None else step
             noise = Dropout.of(self._seed, step, 1, index_T, DropoutRates()).at(0)
             self._step += 1
         if not self.training:
-            y_TD, report = self.layer(x_TD, T, Routed(ids_T, Routing(index_T, units=units), None), noise)
+            routing = Routing(index_T, token_groups=token_groups)
+            y_TD, report = self.layer(x_TD, T, LayerRouting(ids_T, routing, None), noise)
             zero = y_TD.new_zeros(())
             return MoEOutput(y_TD.view_as(x), zero, report.balance, report.z, report.load_E, report.dropped)
         exact = torch.promote_types(x.dtype, torch.float32)
         weight = torch.zeros((), dtype=exact, device=x.device)
-        y_TD, report = self.layer(x_TD, T, Routed(ids_T, Routing(index_T, weight, units=units), None), noise)
+        routing = Routing(index_T, weight, token_groups=token_groups)
+        y_TD, report = self.layer(x_TD, T, LayerRouting(ids_T, routing, None), noise)
         value = self.moe.balance_weight * report.balance + self.moe.z_weight * report.z
         tokens_all = batch.sum_(torch.full((), T, device=x.device)).clamp(min=1)
         y_TD, loss = _WithLoss.apply(y_TD, value.to(exact), weight, tokens_all)
         return MoEOutput(y_TD.view_as(x), loss, report.balance, report.z, report.load_E, report.dropped)
 
-    def _sequences(self, x: Tensor) -> Units:
+    def _sequences(self, x: Tensor) -> TokenGroups:
         """The rows of (B, S, D) are sequences; so is (T, D) as a whole."""
         T, S = x.shape[:-1].numel(), x.shape[-2]
         ends = torch.arange(0, T + 1, max(S, 1), device=x.device, dtype=torch.int32)
-        return Units.sequences(ends, T, self.axes.batch)
+        return TokenGroups.sequences(ends, T, self.axes.batch)
 
 
 class _WithLoss(Function):

@@ -18,7 +18,7 @@ from colonnade.errors import ConfigError
 from colonnade.model import Transformer
 from colonnade.model.linear import Linear
 from colonnade.model.norm import HeadsNorm, Norm
-from colonnade.model.weight_only_quant import kind_of
+from colonnade.model.weight_only_quant import quantised_kind
 from colonnade.serve.scheduler import Slice, Work
 
 MAX_HEAD_WIDTH = 256
@@ -48,7 +48,7 @@ def make_batch_invariant(model: Transformer) -> str:
         "experts": config.moe is not None,
         "latent attention": config.latent is not None,
         f"heads wider than {MAX_HEAD_WIDTH}": config.head_width > MAX_HEAD_WIDTH,
-        f"weights in {kind_of(model)}": kind_of(model) is not None,
+        f"weights in {quantised_kind(model)}": quantised_kind(model) is not None,
         "float64": weight.dtype == torch.float64,
     }
     if found := [what for what, present in unsupported.items() if present]:

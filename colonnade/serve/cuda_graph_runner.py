@@ -26,7 +26,7 @@ from colonnade.kernels.attention.split_plan import Plan
 from colonnade.kernels.device import upload, upload_into
 from colonnade.kernels.registry import choose
 from colonnade.model import KVCache, Paged, Stream, Transformer
-from colonnade.model.head import Shares
+from colonnade.model.head import LocalVocabRows
 from colonnade.model.sharded_kv_cache import ShardedPaged
 from colonnade.parallel.cuda_graphs import capture
 from colonnade.serve.model_inputs import CacheShard
@@ -149,7 +149,7 @@ class _PaddedBatch:
         self.token_position_slot = torch.zeros(3, size, dtype=torch.int64, device=self.device)
         self.lengths = torch.ones(size, dtype=torch.int32, device=self.device)
         self.pages = torch.full((size, widest), self.scratch, dtype=torch.int32, device=self.device)
-        self.head = Shares()
+        self.head = LocalVocabRows()
         self.cu_queries = torch.arange(size + 1, dtype=torch.int32, device=self.device)
         self._tables: list[Sequence[int]] = [(self.scratch,)] * size
         """The page tables in :attr:`pages`."""

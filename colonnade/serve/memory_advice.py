@@ -11,7 +11,7 @@ from colonnade.config.feature_checks import check_quantised
 from colonnade.config.memory_remedies import Changes, Option, combine, flags, merge
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.model import Transformer
-from colonnade.model.moe.expert_offload import experts_of
+from colonnade.model.moe.expert_offload import expert_modules
 from colonnade.parallel.device_memory import share_bytes
 from colonnade.serve.memory_estimate import (
     EngineSpec,
@@ -198,7 +198,7 @@ def _other_options(spec: EngineSpec, needs: MemoryNeeds) -> list[Option]:
             options.append(("serve.weights", kind, "rounded"))
     if spec.model.moe is None:
         options.append(("plan.tp", 2 * spec.tp, f"{2 * spec.tp} processes"))
-    elif (layers := len(experts_of(Transformer(spec.model, device="meta")))) > 2 and spec.resident is None:
+    elif (layers := len(expert_modules(Transformer(spec.model, device="meta")))) > 2 and spec.resident is None:
         options.append(("experts.resident", 2, f"of {layers} layers' experts"))
     if spec.dtype in (torch.float32, torch.float64):
         options.append(("dtype", "bfloat16", "other rounding"))

@@ -23,7 +23,7 @@ from colonnade.config.memory_remedies import MemoryUse
 from colonnade.kernels.linear.reference import BAND
 from colonnade.model import KVCache, Transformer
 from colonnade.model.moe.expert_offload import device_bytes
-from colonnade.model.weight_only_quant import kept_bytes, matrices
+from colonnade.model.weight_only_quant import quantisable_shapes, weight_bytes_as
 from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.serve.resolve_config import EngineTraits, resolve_config
 from colonnade.serve.scheduler import padded_batch_size
@@ -93,7 +93,7 @@ class EngineSpec:
         shape = Transformer(self.model, self.axes, device="meta", dtype=self.dtype)
         weights = self.weights
         if weights is None:
-            storage = partial(kept_bytes, weights=self.serve.weights, group=self.serve.weight_group)
+            storage = partial(weight_bytes_as, weights=self.serve.weights, group=self.serve.weight_group)
             weights = device_bytes(shape, self.resident, storage)
         pages = page_count(self.model, shape.axes, self.resolved, self.dtype)
         page_bytes = bytes_per_page(self.model, shape.axes, self.resolved, self.dtype)
@@ -142,7 +142,7 @@ class EngineSpec:
             return 0
         on_gpu = self.device.type == "cuda"
         sizes = [
-            outputs * inputs for name, (_, outputs, inputs) in matrices(shape).items()
+            outputs * inputs for name, (_, outputs, inputs) in quantisable_shapes(shape).items()
             if not (on_gpu and ".experts." in name)
         ]  # fmt: skip
         return max(sizes) * self.dtype.itemsize if on_gpu else min(max(sizes), BAND) * 16

@@ -21,7 +21,7 @@ from colonnade.kernels.attention.chunk import Rows
 from colonnade.kernels.attention.page_table import PageTable
 from colonnade.kernels.device import upload
 from colonnade.model import KVCache, Paged, Stream, Transformer
-from colonnade.model.sharded_kv_cache import Past, ShardedPaged
+from colonnade.model.sharded_kv_cache import CachedKeys, ShardedPaged
 from colonnade.parallel.axis import Axis
 from colonnade.serve.sampler import NextTokens
 from colonnade.serve.sampling_params import SampleArgs
@@ -131,7 +131,7 @@ class CacheShard:
         past = {window: self._past(slices, len(counts), window, device) for window in windows}
         return ShardedPaged(self.axis, self.cache, table, slots_T, new, past, kernels)
 
-    def _past(self, slices: Sequence[Slice], requests: int, window: int | None, device: torch.device) -> Past:
+    def _past(self, slices: Sequence[Slice], requests: int, window: int | None, device: torch.device) -> CachedKeys:
         """This rank's keys before each slice, within the window of at least one of its tokens."""
         size, ranks, rank = self.cache.page_tokens, self.axis.size, self.axis.rank
         slots, positions, counts = [], [], []
@@ -154,7 +154,7 @@ class CacheShard:
         request_S = torch.arange(requests).repeat_interleave(torch.tensor(counts))
         cu_keys = upload([0, *accumulate(counts)], torch.int32, device)
         rows = Rows(put(torch.cat(positions)), put(request_S), cu_keys, max(counts), 0)
-        return Past(put(torch.cat(slots)), rows)
+        return CachedKeys(put(torch.cat(slots)), rows)
 
 
 def build_inputs(

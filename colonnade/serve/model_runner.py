@@ -9,7 +9,7 @@ from colonnade.config import ServeConfig
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.kernels.registry import choose
 from colonnade.model import KVCache, Paged, Transformer, fused_block
-from colonnade.model.weight_only_quant import kind_of, tensors_of
+from colonnade.model.weight_only_quant import quantised_kind, weight_tensors
 from colonnade.parallel.device_memory import share_bytes
 from colonnade.serve.batch_invariance import split_into_single_tokens
 from colonnade.serve.cuda_graph_runner import CudaGraphRunner
@@ -23,7 +23,7 @@ from colonnade.serve.scheduler import Work
 def check_model(model: Transformer, config: ServeConfig) -> None:
     """Raise :class:`ConfigError` if ``config`` contradicts the loaded model or its device."""
     config.check(model.config)
-    loaded = kind_of(model) or "stored"
+    loaded = quantised_kind(model) or "stored"
     if config.weights not in ("stored", loaded):
         raise ConfigError(
             f"serve.weights is {config.weights}, and this model's weights are {loaded}: they are quantised while a "
@@ -49,9 +49,9 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
     """
     weight = next(model.parameters())
     pages = page_count(model.config, model.axes, config, weight.dtype)
-    weight_bytes = sum(x.nbytes for x in tensors_of(model) if x.device == weight.device)
+    weight_bytes = sum(x.nbytes for x in weight_tensors(model) if x.device == weight.device)
     asked = EngineSpec(
-        model.config, config.replace(weights=kind_of(model) or "stored"), weight.dtype, weight.device,
+        model.config, config.replace(weights=quantised_kind(model) or "stored"), weight.dtype, weight.device,
         tp=model.axes.tp.size, cp=model.axes.cp.size, ep=model.axes.grid.ep.size, sh=model.axes.grid.sh.size,
         weights=weight_bytes,
     )  # fmt: skip
@@ -83,7 +83,7 @@ class ModelRunner:
         """
         self.model, self.cache, self.graphs, self.share, self.invariant = model, cache, graphs, share, invariant
         if invariant is None:  # batch-invariant kernels are not fused
-            fused_block.prepare(model)
+            fused_block.enable(model)
         self._shard = CacheShard.of(model, cache)
         self._single_tokens = invariant is not None and not cache.k[0].is_cuda
         self._last_R = torch.zeros(1, dtype=torch.int64, device=cache.k[0].device)

@@ -17,13 +17,9 @@ from colonnade.config import ModelConfig, ServeConfig
 from colonnade.errors import ConfigError, PlanError
 from colonnade.kernels.registry import CHOSEN
 from colonnade.model import Transformer
-from colonnade.model.moe.expert_offload import experts_of
-from colonnade.model.sharded_kv_cache import WIDEST
-
-TOKENWISE_ROUTERS = {"cosine", "gshard", "hash", "noisy", "sigmoid", "softmax", "switch", "task", "topology"}
-"""Routers that, without training, route each token by itself and without synchronisation. A user's own router is not
-assumed to.
-"""
+from colonnade.model.moe.expert_offload import expert_modules
+from colonnade.model.moe.router import find_router
+from colonnade.model.sharded_kv_cache import MAX_FUSED_HEAD_WIDTH
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ class EngineTraits:
     def of(model: Transformer) -> "EngineTraits":
         """Those of a loaded model."""
         axes, weight = model.axes, next(model.parameters())
-        experts = experts_of(model)
+        experts = expert_modules(model)
         return EngineTraits(
             model.config, weight.dtype, weight.device, axes.cp.size,
             offloads_experts=any(layer.fetch is not None for layer in experts),
@@ -63,8 +59,8 @@ class EngineTraits:
             return "without triton", "install it: pip install triton"
         if self.cp > 1 and any(window is not None for window in windows):
             return f"of attention with a window over cp={self.cp}", "use tp in the place of cp"
-        if config.latent is None and config.head_width > WIDEST:
-            return f"of heads {config.head_width} wide (at most {WIDEST})", "use --device cpu"
+        if config.latent is None and config.head_width > MAX_FUSED_HEAD_WIDTH:
+            return f"of heads {config.head_width} wide (at most {MAX_FUSED_HEAD_WIDTH})", "use --device cpu"
         if self.offloads_experts:
             return "of experts offloaded to host memory", "leave --experts.resident out"
         if self.exchanges_tokens:
@@ -75,9 +71,7 @@ class EngineTraits:
     def padding_safe(self) -> bool:
         """Whether padding a batch cannot change a token's result."""
         moe = self.model.moe
-        return not self.sequence_parallel and (
-            moe is None or (not moe.capacity and moe.router.kind in TOKENWISE_ROUTERS)
-        )
+        return not self.sequence_parallel and (moe is None or (not moe.capacity and find_router(moe).per_token))
 
 
 def resolve_config(serve: ServeConfig, traits: EngineTraits) -> ServeConfig:

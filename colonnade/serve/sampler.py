@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from colonnade.kernels.device import upload
 from colonnade.kernels.dropout import column_hash, mix
 from colonnade.kernels.registry import choose
-from colonnade.model.head import Projection, shares
+from colonnade.model.head import OutputProjection, local_logits
 from colonnade.parallel.axis import SOLO, Axis
 from colonnade.serve.sampling_params import SampleArgs
 
@@ -50,10 +50,10 @@ class NextTokens:
     rowwise: bool = False
     """Sample each row by itself (:func:`sample_rowwise`)."""
 
-    def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
+    def __call__(self, x_tD: Tensor, T: int, onto: OutputProjection) -> Tensor:
         """tokens_R, int64, equal on every rank."""
         run = sample_rowwise if self.rowwise else sample
-        return run(shares(x_tD, T, self.index_R, onto), self.sample_args, onto.axes.tp, onto.vocab_size)
+        return run(local_logits(x_tD, T, self.index_R, onto), self.sample_args, onto.axes.tp, onto.vocab_size)
 
 
 def sample(logits_Rv: Tensor, args: Sequence[SampleArgs], tp: Axis = SOLO, vocab_size: int | None = None) -> Tensor:

@@ -26,7 +26,7 @@ from colonnade.config import ModelConfig, TrainConfig, format_bytes
 from colonnade.data import Batch
 from colonnade.errors import CapacityError
 from colonnade.model import Transformer
-from colonnade.model.activation_checkpointing import KINDS, Kind, recompute
+from colonnade.model.activation_checkpointing import RECOMPUTE_KINDS, RecomputeKind, set_recompute
 from colonnade.parallel.axis import Axis
 from colonnade.train.train_step import forward
 
@@ -35,8 +35,8 @@ from colonnade.train.train_step import forward
 class RecomputeChoice:
     """The recomputation of each block of this rank, and the measurements behind it."""
 
-    kinds: list[Kind]
-    block_bytes: dict[Kind, int]
+    kinds: list[RecomputeKind]
+    block_bytes: dict[RecomputeKind, int]
     """Saved by one block for one micro-batch, by kind."""
     allowed_bytes: int
 
@@ -48,7 +48,7 @@ class RecomputeChoice:
     def __str__(self) -> str:
         """A line for the header of a run."""
         L, each = len(self.kinds), self.block_bytes
-        counts = ", ".join(f"{self.kinds.count(kind)} {kind}" for kind in KINDS if kind in self.kinds)
+        counts = ", ".join(f"{self.kinds.count(kind)} {kind}" for kind in RECOMPUTE_KINDS if kind in self.kinds)
         return (
             f"recompute in {L} blocks: {counts}; they save {format_bytes(self.saved_bytes)} of the "
             f"{format_bytes(self.allowed_bytes)} allowed for a micro-batch ({format_bytes(L * each['none'])} without "
@@ -56,9 +56,9 @@ class RecomputeChoice:
         )
 
 
-def choose_kinds(block_bytes: dict[Kind, int], blocks: int, allowed_bytes: int) -> list[Kind]:
+def choose_kinds(block_bytes: dict[RecomputeKind, int], blocks: int, allowed_bytes: int) -> list[RecomputeKind]:
     """The kind of each of ``blocks`` blocks; raises :class:`CapacityError` when nothing fits."""
-    none, attention, full = (block_bytes[kind] for kind in KINDS)
+    none, attention, full = (block_bytes[kind] for kind in RECOMPUTE_KINDS)
     over = blocks * none - allowed_bytes
     if over <= 0:
         return _kinds("none", blocks, "none", blocks)
@@ -76,7 +76,7 @@ def choose_kinds(block_bytes: dict[Kind, int], blocks: int, allowed_bytes: int) 
     return _kinds("full", -(-over // (middle_bytes - full)), middle, blocks)
 
 
-def _kinds(kind: Kind, count: int, rest: Kind, blocks: int) -> list[Kind]:
+def _kinds(kind: RecomputeKind, count: int, rest: RecomputeKind, blocks: int) -> list[RecomputeKind]:
     """``kind`` for the first ``count`` blocks, ``rest`` for the others."""
     return [kind if i < count else rest for i in range(blocks)]
 
@@ -94,13 +94,13 @@ def configure_recompute(
     :func:`measure_block_bytes`, and raises as :func:`choose_kinds`.
     """
     if train.recompute != "budget":
-        recompute(model.blocks, [train.recompute for _ in model.blocks])
+        set_recompute(model.blocks, [train.recompute for _ in model.blocks])
         return None
     batch = sample()
     block_bytes = measure_block_bytes(make, model.config, lambda probe: forward(probe, batch), world)
     kinds = choose_kinds(block_bytes, len(model.blocks), train.activation_bytes)
     choice = RecomputeChoice(kinds, block_bytes, train.activation_bytes)
-    recompute(model.blocks, choice.kinds)
+    set_recompute(model.blocks, choice.kinds)
     return str(choice)
 
 
@@ -109,24 +109,24 @@ def measure_block_bytes(
     config: ModelConfig,
     run: Callable[[Transformer], Tensor],
     world: Axis,
-) -> dict[Kind, int]:
+) -> dict[RecomputeKind, int]:
     """Bytes saved by one block for one micro-batch, by kind; the maximum over ``world``, whose ranks all call it.
 
     ``make`` builds a model like the one to be trained, in its compute type; ``run`` is its forward pass.
     """
     saved: list[int] = []
-    for kind in KINDS:
+    for kind in RECOMPUTE_KINDS:
         one, two = (_model_bytes(make(config.replace(layers=layers)), kind, run) for layers in (1, 2))
         saved.append(two - one)
     largest = world.max_(torch.tensor(saved)).tolist()
-    return dict(zip(KINDS, largest, strict=True))
+    return dict(zip(RECOMPUTE_KINDS, largest, strict=True))
 
 
-def _model_bytes(model: Transformer, kind: Kind, run: Callable[[Transformer], Tensor]) -> int:
+def _model_bytes(model: Transformer, kind: RecomputeKind, run: Callable[[Transformer], Tensor]) -> int:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    recompute(model.blocks, [kind for _ in model.blocks])
+    set_recompute(model.blocks, [kind for _ in model.blocks])
     run(model)  # compiles where train.compile is set
     return saved_for_backward_bytes(model, lambda: run(model))
 

@@ -20,7 +20,7 @@ from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import ConfigError
 from colonnade.model import Transformer, initialise
 from colonnade.model.moe import Router
-from colonnade.model.weight_only_quant import in_place
+from colonnade.model.weight_only_quant import copy_weight
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters
 from colonnade.parallel.layout import Experts, layout_of
@@ -48,8 +48,8 @@ def initialise_masters(model: Transformer, run: RunConfig, ctx: DistributedConte
     dtype = next(iter((masters.local | masters.frozen).values())).dtype
     config, spans = opened.config.replace(tied=run.model.tied), [span for _, span in ctx.stages(run.model.layers)]
     loaded = Transformer(config, ctx.axes, spans=spans, device=ctx.device, dtype=dtype)
-    opened.load_weights(loaded, ctx, in_place)
-    tensors, old_shapes, shapes = dict(_tensors(loaded)), loaded.whole_shapes(), model.whole_shapes()
+    opened.load_weights(loaded, ctx, copy_weight)
+    tensors, old_shapes, shapes = dict(_tensors(loaded)), loaded.global_shapes(), model.global_shapes()
     common = {name: tensors[name] for name, _ in _tensors(model) if shapes[name] == old_shapes.get(name)}
     initialise(model, run.train.seed, masters.place, leave=common)
     for name, tensor in _tensors(model):
@@ -140,7 +140,7 @@ def _check_same_model(start: str, theirs: ModelConfig, ours: ModelConfig) -> Non
     new_head = _has_new_head(theirs, ours)
     different = differences(theirs, ours, ignore=(*OVERRIDABLE_FIELDS, "tied") if new_head else OVERRIDABLE_FIELDS)
     if not different:
-        old, new = (dict(Transformer(config, device="meta").whole_shapes()) for config in (theirs, ours))
+        old, new = (dict(Transformer(config, device="meta").global_shapes()) for config in (theirs, ours))
         names = {name for name in old.keys() | new.keys() if not (new_head and name.startswith(("top.", "unembed.")))}
         changed = sorted(name for name in names if old.get(name) != new.get(name))
         different = [f"'{name}': {_shape_text(old.get(name))} -> {_shape_text(new.get(name))}" for name in changed]

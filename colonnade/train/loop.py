@@ -18,7 +18,7 @@ from colonnade.checkpoint import native
 from colonnade.config import RunConfig
 from colonnade.data import TokenData, Tokenizer, write_tokens
 from colonnade.errors import ConfigError, PlanError
-from colonnade.model.moe.router import rule
+from colonnade.model.moe.router import find_router
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.config_check import agree
 from colonnade.parallel.distributed_context import DistributedContext, choose_device
@@ -40,9 +40,9 @@ def check_settings(run: RunConfig) -> None:
     run.plan.check(run.model)
     check_schedule(run.plan)
     if run.model.moe is not None:
-        rule(run.model.moe)
+        find_router(run.model.moe)
     if run.eval_moe is not None:  # refuse it now, not at the first validation
-        rule(run.eval_moe, otherwise="leave --train.eval_active out")
+        find_router(run.eval_moe, otherwise="leave --train.eval_active out")
 
 
 def check_data(run: RunConfig, feed: MakeFeed = CorpusFeed) -> None:

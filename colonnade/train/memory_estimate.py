@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from colonnade.config import ModelConfig, Plan, RunConfig
 from colonnade.model import Transformer
-from colonnade.model.activation_checkpointing import Kind
+from colonnade.model.activation_checkpointing import RecomputeKind
 from colonnade.model.loss import CHUNK_BYTES, CHUNK_ROWS
 from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.parallel.layout import Experts, layout_of
@@ -110,7 +110,7 @@ def _step_peak(run: RunConfig, rank: int, device: str, gradients: int) -> int:
     spans = plan.stage_layers(model.layers)[rank :: plan.pp]
     last, first = plan.pp - 1 == rank, rank == 0
     layers = [layer for span in spans for layer in span]
-    kind: Kind = "none" if t.recompute == "budget" else t.recompute
+    kind: RecomputeKind = "none" if t.recompute == "budget" else t.recompute
     ragged = run.data.separate_documents or not model.causal
     in_flight = 1
     if plan.pp > 1:
@@ -140,7 +140,7 @@ def _step_peak(run: RunConfig, rank: int, device: str, gradients: int) -> int:
     return max(earlier + forward, backward, gradients)
 
 
-def block_bytes(run: RunConfig, layer: int, device: str, kind: Kind, *, ragged: bool) -> int:
+def block_bytes(run: RunConfig, layer: int, device: str, kind: RecomputeKind, *, ragged: bool) -> int:
     """Bytes that a block saves per token for the backward pass; ``run`` is resolved."""
     model, plan, t = run.model, run.plan, run.train
     each = BYTES[t.compute_dtype]

@@ -14,16 +14,16 @@ from colonnade.model import (
     Dropout,
     DropoutRates,
     Loss,
-    Orders,
     Packed,
     Pretraining,
     Ring,
+    SentenceOrders,
     Stream,
     Transformer,
 )
-from colonnade.model.moe import Report, Routing, Spread, Units
-from colonnade.model.moe.router import draws
-from colonnade.model.moe.routing_context import Pooled
+from colonnade.model.moe import DispatchOptions, LayerReport, Routing, TokenGroups
+from colonnade.model.moe.router import needs_sequences, uses_noise
+from colonnade.model.moe.routing_context import ModelBalance
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class StepContext:
     """The step's random numbers, for any tokens; None: no dropout."""
     router_loss_weight: Tensor | None = None
     """Weight of the router loss sums in the gradient; None in validation."""
-    spread: Sequence[Spread] = (Spread(),)
+    spread: Sequence[DispatchOptions] = (DispatchOptions(),)
     """Expert parallelism of the MoE layers."""
     moe: MoeConfig | None = None
     """Routing settings that replace the model's own."""
-    reports: list[Mapping[int, Report]] = field(default_factory=list)
+    reports: list[Mapping[int, LayerReport]] = field(default_factory=list)
     """Output: the routing reports of each micro-batch, by layer."""
-    pooled: list[Pooled] = field(default_factory=list)
+    pooled: list[ModelBalance] = field(default_factory=list)
     """Output: each micro-batch's balance loss over all layers together."""
 
 
@@ -56,17 +56,17 @@ def model_inputs(
     """(stream, attend, head) of ``batch`` on this rank; the head gives (loss sum, number of targets)."""
     T, cp, config, dropout = len(batch.tokens_T), model.axes.cp, model.config, step.dropout
     if dropout is not None:
-        dropout = dropout.of_tokens(global_token_ids(batch))
+        dropout = dropout.for_tokens(global_token_ids(batch))
     first_head, _ = model.axes.tp.part(config.heads)
     cu, longest, equal = batch.cu_seqlens, batch.longest, batch.equal
-    attend = Packed(cu, longest, equal, causal=config.causal, noise=dropout, head=first_head)
+    attend = Packed(cu, longest, equal, causal=config.causal, dropout=dropout, first_head=first_head)
     routing = None
     if config.moe is not None:
-        units = Units.sequences(cu, T, model.axes.dp) if config.moe.needs_sequences else None
+        groups = TokenGroups.sequences(cu, T, model.axes.dp) if needs_sequences(config.moe) else None
         if config.moe.router.kind == "task" and batch.tasks_T is not None:
-            units = Units(batch.tasks_T, config.moe.router.tasks)
+            groups = TokenGroups(batch.tasks_T, config.moe.router.tasks)
         ids_T = global_token_ids(batch)
-        routing = Routing(ids_T, step.router_loss_weight, units=units, steps=step.spread, moe=step.moe)
+        routing = Routing(ids_T, step.router_loss_weight, token_groups=groups, dispatch=step.spread, moe=step.moe)
         if step.router_loss_weight is not None:
             step.reports.append(routing.reports)
             step.pooled.append(routing.pooled)
@@ -103,13 +103,13 @@ def model_inputs(
         return stream, attend, tokens
     assert first_R is not None, "this model trains on pairs"
     assert orders_R is not None
-    return stream, attend, Pretraining(tokens, Orders(first_R), orders_R, step.order_loss_weight)
+    return stream, attend, Pretraining(tokens, SentenceOrders(first_R), orders_R, step.order_loss_weight)
 
 
 def step_dropout(train: TrainConfig, number: int, model: ModelConfig, device: torch.device) -> Dropout | None:
     """The dropout of step ``number``, not bound to tokens yet; None when nothing in the step is random."""
     rates = DropoutRates(train.dropout, train.attention_dropout, train.embedding_dropout, train.expert_dropout)
-    if not any(rates) and not (model.moe and draws(model.moe)):
+    if not any(rates) and not (model.moe and uses_noise(model.moe)):
         return None
     return Dropout.of(train.seed, number, model.layers, torch.empty(0, dtype=torch.int64, device=device), rates)
 

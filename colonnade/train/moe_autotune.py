@@ -7,7 +7,7 @@ shards, c those of a token, W = ep·sh ranks, n the choices of a rank's tokens, 
     r ≥ 1    3p · gather(b·(sh/r − 1)) + 4 · exchange(c·n·r·(W − 1)/W)     + compute(m/sh)
 
 Overlap in p parts hides the shorter of exchange and compute, except for the first part's share, which is smaller than
-1/p (:func:`colonnade.model.moe.dispatch.shares`), and costs the latency of the exchange p times. (Tutel, arXiv
+1/p (:func:`colonnade.model.moe.dispatch.part_sizes`), and costs the latency of the exchange p times. (Tutel, arXiv
 2206.03382, section 4.1, compares 2P with 4·C_g·r + 2P/(E·r) bytes. Here bytes become seconds by measured link speeds,
 and the load counts: only at r = 0 is it balanced by construction.)
 
@@ -26,9 +26,9 @@ import torch
 
 from colonnade.config.model import divisors
 from colonnade.model import Transformer
-from colonnade.model.moe import MixtureOfExperts, Spread
-from colonnade.model.moe.dispatch import shares, through_experts
-from colonnade.model.moe.experts import Experts
+from colonnade.model.moe import DispatchOptions, MixtureOfExperts
+from colonnade.model.moe.dispatch import part_sizes, run_experts
+from colonnade.model.moe.experts import ExpertRows, Experts
 from colonnade.parallel import link_bandwidth
 from colonnade.parallel.axis import Grid
 from colonnade.parallel.link_bandwidth import Link
@@ -51,11 +51,11 @@ class SpreadTimings:
 
     def __init__(self, model: Transformer):
         self.model = model
-        self._seconds: dict[tuple[int, int, Spread], float] = {}
+        self._seconds: dict[tuple[int, int, DispatchOptions], float] = {}
 
     def seconds(
-        self, spreads: Sequence[Spread], module: MixtureOfExperts, tokens: int, load: Sequence[int]
-    ) -> dict[Spread, float]:
+        self, spreads: Sequence[DispatchOptions], module: MixtureOfExperts, tokens: int, load: Sequence[int]
+    ) -> dict[DispatchOptions, float]:
         """Time of each of ``spreads`` for ``tokens`` tokens a rank, with choices distributed over experts as ``load``.
 
         Collective over all ranks that share experts.
@@ -71,7 +71,7 @@ class SpreadTimings:
         return {spread: self._seconds[*key, spread] for spread in spreads}
 
     def _measure(
-        self, spreads: Sequence[Spread], module: MixtureOfExperts, tokens: int, load: Sequence[int]
+        self, spreads: Sequence[DispatchOptions], module: MixtureOfExperts, tokens: int, load: Sequence[int]
     ) -> list[float]:
         axes, moe = self.model.axes, module.moe
         like = module.experts.up
@@ -89,8 +89,8 @@ class SpreadTimings:
         weights_tA = torch.rand(tokens, moe.active, **options).requires_grad_()
         inputs = [x_tD, weights_tA, *experts.parameters()]
 
-        def run(spread: Spread) -> None:
-            y_tD, _ = through_experts(x_tD, ids_tA, weights_tA, experts, axes.grid, spread)
+        def run(spread: DispatchOptions) -> None:
+            y_tD = run_experts(x_tD, ids_tA, weights_tA, experts, spread)
             torch.autograd.grad(y_tD, inputs, y_tD.detach(), allow_unused=True)
 
         return [
@@ -120,7 +120,7 @@ class MeasuredCosts:
 
         @torch.no_grad()
         def run_experts() -> None:
-            layer.experts(x_RD, order_R, ends_e, x_RD.new_ones(len(x_RD), 1), layer.experts.weights)
+            layer.experts(ExpertRows(x_RD, x_RD.new_ones(len(x_RD), 1), order=(order_R, ends_e)))
 
         seconds = link_bandwidth.rate(run_experts, device, grid.tokens)
         gathers = {r: link_bandwidth.gather_link(grid.every(r), device) for r in divisors(grid.sh.size)}
@@ -146,7 +146,7 @@ class LayerLoad:
     """Of one choice, forward, over the whole hidden width."""
 
 
-def modelled_seconds(spread: Spread, layer: LayerLoad, costs: MeasuredCosts) -> float:
+def modelled_seconds(spread: DispatchOptions, layer: LayerLoad, costs: MeasuredCosts) -> float:
     """The modelled cost of one step of ``layer``, as far as it depends on ``spread``."""
     ranks, r = layer.ep * layer.sh, spread.degree
     if r == 0:
@@ -158,20 +158,20 @@ def modelled_seconds(spread: Spread, layer: LayerLoad, costs: MeasuredCosts) -> 
     latency_s = 4 * costs.exchange.latency_s * spread.overlap
     exchange_s = 4 * sent_bytes / costs.exchange.bytes_per_s
     compute_s = 3 * layer.busiest / layer.sh * layer.flops / costs.flops_per_s
-    hidden_s = (1 - 1 / sum(shares(spread.overlap))) * min(exchange_s, compute_s)
+    hidden_s = (1 - 1 / sum(part_sizes(spread.overlap))) * min(exchange_s, compute_s)
     return gathered_s + latency_s + exchange_s + compute_s - hidden_s
 
 
-def candidates(current: Spread, layer: LayerLoad, costs: MeasuredCosts) -> list[Spread]:
+def candidates(current: DispatchOptions, layer: LayerLoad, costs: MeasuredCosts) -> list[DispatchOptions]:
     """The current spread, then all whose modelled cost is nearly the least, cheapest first."""
-    spreads = [Spread(0, 1)] + [Spread(r, p) for r in divisors(layer.sh) for p in OVERLAPS]
+    spreads = [DispatchOptions(0, 1)] + [DispatchOptions(r, p) for r in divisors(layer.sh) for p in OVERLAPS]
     cost = {spread: modelled_seconds(spread, layer, costs) for spread in spreads}
     limit = CANDIDATE_FACTOR * min(cost.values())
     near = sorted((spread for spread in spreads if cost[spread] <= limit), key=lambda spread: cost[spread])
     return [current, *(spread for spread in near if spread != current)]
 
 
-def pick_spread(current: Spread, seconds: Mapping[Spread, float]) -> Spread:
+def pick_spread(current: DispatchOptions, seconds: Mapping[DispatchOptions, float]) -> DispatchOptions:
     """The fastest spread, or the current one if the gain is small."""
     best = min(seconds, key=lambda spread: seconds[spread])
     return best if seconds[best] < (1 - MIN_GAIN) * seconds[current] else current
@@ -182,7 +182,7 @@ class MoeAutotuner:
 
     def __init__(self, model: Transformer):
         self.model, self.costs, self.timings = model, MeasuredCosts.measured(model), SpreadTimings(model)
-        self.spread = [Spread()] * model.config.layers
+        self.spread = [DispatchOptions()] * model.config.layers
         """By block number."""
 
     def update(self, layers: Sequence[int], loads: Sequence[Sequence[int]], micro_batches: int) -> list[str]:

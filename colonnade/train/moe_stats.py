@@ -14,8 +14,8 @@ from torch import Tensor
 
 from colonnade.config import ModelConfig
 from colonnade.model import Transformer
-from colonnade.model.moe import MixtureOfExperts, Report, Spread
-from colonnade.model.moe.routing_context import Pooled, blame
+from colonnade.model.moe import DispatchOptions, LayerReport, MixtureOfExperts
+from colonnade.model.moe.routing_context import ModelBalance, find_nonfinite_scores
 from colonnade.parallel.axis import Axis
 
 
@@ -36,15 +36,15 @@ class MoeStats(NamedTuple):
     """int64: bytes that ranks exchanged in the forward passes."""
     finite_L: Tensor
     """bool: whether all router scores of this rank's own tokens were finite."""
-    spread_L: list[Spread]
+    spread_L: list[DispatchOptions]
     """The expert parallelism of each layer."""
 
 
 def collect_moe_stats(
     model: Transformer,
-    reports: Sequence[Mapping[int, Report]],
+    reports: Sequence[Mapping[int, LayerReport]],
     tokens: Sequence[int],
-    spread: Sequence[Spread] = (Spread(),),
+    spread: Sequence[DispatchOptions] = (DispatchOptions(),),
 ) -> MoeStats | None:
     """Sum the ``reports`` of a step's micro-batches of ``tokens`` tokens; None without experts.
 
@@ -68,7 +68,7 @@ def collect_moe_stats(
     )
 
 
-def pooled_balance_loss(pooled: Sequence[Pooled], tokens: Sequence[int]) -> Tensor | None:
+def pooled_balance_loss(pooled: Sequence[ModelBalance], tokens: Sequence[int]) -> Tensor | None:
     """The balance loss over all layers together, a mean over micro-batches of ``tokens`` tokens.
 
     None on ranks without the last pipeline stage, and where each layer has its own loss.
@@ -83,7 +83,7 @@ def _token_shares(like: Tensor, tokens: Sequence[int]) -> Tensor:
     return torch.stack([like.new_full((), n / total) for n in tokens])
 
 
-def _counts(reports: Sequence[Report]) -> Tensor:
+def _counts(reports: Sequence[LayerReport]) -> Tensor:
     """int64 (E + 2,): load, dropped choices and sent bytes, summed over micro-batches."""
     return torch.stack([torch.cat((r.load_E, torch.stack((r.dropped, r.sent_bytes)))) for r in reports]).sum(0)
 
@@ -93,7 +93,7 @@ def nonfinite_router(stats: MoeStats | None, layers: int, world: Axis, device: t
     broken = torch.zeros(world.size, layers, device=device)
     if stats is not None:
         broken[world.rank, stats.layers] = (~stats.finite_L).to(broken.dtype)
-    culprit = blame((world.sum_(broken) == 0).tolist())
+    culprit = find_nonfinite_scores((world.sum_(broken) == 0).tolist())
     return f"; {culprit}" if culprit else ""
 
 

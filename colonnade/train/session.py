@@ -28,8 +28,8 @@ from colonnade.config import ModelConfig, RunConfig, TrainConfig, differences
 from colonnade.data import Batch
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
-from colonnade.model.linear import in_float8
-from colonnade.model.moe import Spread
+from colonnade.model.linear import enable_float8
+from colonnade.model.moe import DispatchOptions
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.config_check import agree
 from colonnade.parallel.distributed_context import DistributedContext
@@ -98,7 +98,7 @@ class Session:
             self.optimizer = make_optimizer(self.masters, run.train)
         self.scaler = LossScaler(run.train, ctx.device) if run.train.dtype == "float16" else None
         degree = run.plan.degree
-        spread = Spread() if degree == "auto" else Spread(degree, run.plan.overlap, run.plan.shadows)
+        spread = DispatchOptions() if degree == "auto" else DispatchOptions(degree, run.plan.overlap, run.plan.shadows)
         self._moe_autotuner = MoeAutotuner(self.model) if degree == "auto" and has_moe_layers(self.model) else None
         self._step = TrainStep(
             self.model, self.masters, self.optimizer, run.train, self.world, self.pipeline, self.scaler, [spread],
@@ -231,7 +231,7 @@ class Session:
         device = "meta" if meta else self.ctx.device
         model = Transformer(config, self.ctx.axes, spans=spans, device=device, dtype=dtype)
         if self.run.train.float8 != "none":
-            in_float8(model.blocks, self.run.train.float8, self.ctx.device)
+            enable_float8(model.blocks, self.run.train.float8, self.ctx.device)
         if self.run.train.compile:
             for block in model.blocks:
                 block.compile()

@@ -20,7 +20,7 @@ from torch import Tensor
 from colonnade.config import MoeConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import IGNORE, Transformer
-from colonnade.model.moe import Spread
+from colonnade.model.moe import DispatchOptions
 from colonnade.parallel.axis import Axis
 from colonnade.parallel.fsdp import Masters
 from colonnade.train.cuda_graph import ForwardBackward, GraphedForwardBackward
@@ -72,7 +72,7 @@ class TrainStep:
         world: Axis,
         pipeline: PipelineStep | None = None,
         scaler: LossScaler | None = None,
-        spread: Sequence[Spread] = (Spread(),),
+        spread: Sequence[DispatchOptions] = (DispatchOptions(),),
         cuda_graph: bool = False,
     ):
         """``pipeline`` when ``model`` is one rank's pipeline stages, ``scaler`` for float16. ``spread`` is the expert

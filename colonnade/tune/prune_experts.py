@@ -74,7 +74,7 @@ def prune(model: Transformer, load_LE: Tensor, keep: int) -> Transformer:
     WeightMemory(config, sample.dtype, sample.device).check(f"the model with {keep} experts")
     new = Transformer(config, device=sample.device, dtype=sample.dtype)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes, old_shapes = new.whole_shapes(), model.whole_shapes()
+    shapes, old_shapes = new.global_shapes(), model.global_shapes()
     for name, tensor in (*new.named_parameters(), *new.named_buffers()):
         if shapes[name] == old_shapes[name]:
             tensor.copy_(tensors[name])

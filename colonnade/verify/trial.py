@@ -17,7 +17,7 @@ from colonnade.config import ModelConfig, TrainConfig
 from colonnade.data import Batch
 from colonnade.data.batch import concatenate
 from colonnade.model import IGNORE, Packed, Rows, Transformer, initialise
-from colonnade.model.moe import Spread
+from colonnade.model.moe import DispatchOptions
 from colonnade.parallel.axis import SOLO, Axis, world_axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, masters
@@ -108,7 +108,7 @@ class Trial:
         train = TRAIN if number == 0 else TRAIN.replace(clip=CLIP)
         degree = self.ground.plan.degree
         assert degree != "auto", "every degree is a plan of its own here"
-        spread = [Spread(degree, self.ground.plan.overlap, self.ground.plan.shadows)]
+        spread = [DispatchOptions(degree, self.ground.plan.overlap, self.ground.plan.shadows)]
         step = TrainStep(self.model, self.masters, self.optimizer, train, self.world, self.piped, spread=spread)
         lengths, dp = RAGGED if number == 0 else EQUAL, self.ground.axes.dp
         mine = range(dp.rank, self.micro_batches, dp.size)

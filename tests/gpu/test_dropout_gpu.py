@@ -109,7 +109,7 @@ def test_blocks_share_one_graph(lengths: list[int]) -> None:
         tokens = torch.arange(128, device="cuda") % 67
         for step in range(3):
             noise = Dropout.of(0, step, 10, torch.arange(128, device="cuda"), DropoutRates(0.1, 0.2, 0.3))
-            packed = Packed.of(lengths, "cuda", noise=noise)
+            packed = Packed.of(lengths, "cuda", dropout=noise)
             loss, _ = model(Stream(tokens, tokens, noise), packed, Loss((tokens + 1) % 67))
             loss.backward()
             losses.append(loss.item())

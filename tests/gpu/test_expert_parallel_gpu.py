@@ -9,8 +9,8 @@ from torch import Tensor
 
 from colonnade.config import ModelConfig, MoeConfig, Plan
 from colonnade.model import Transformer
-from colonnade.model.moe import Spread
-from colonnade.model.moe.dispatch import through_experts
+from colonnade.model.moe import DispatchOptions
+from colonnade.model.moe.dispatch import run_experts
 from colonnade.model.moe.experts import Experts
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import launch
@@ -59,7 +59,7 @@ def _check(plan: Plan) -> dict[str, float]:
             for p in (1, 2, 4, 6) if r else (1,):
 
                 def forward(r: int = r, p: int = p) -> list[Tensor]:
-                    return [through_experts(x, ids, weights, experts, ground.axes.grid, Spread(r, p))[0]]
+                    return [run_experts(x, ids, weights, experts, DispatchOptions(r, p))]
 
                 def backward(y: Tensor) -> list[Tensor]:
                     return list(torch.autograd.grad(y, leaves, x.detach()))

@@ -12,7 +12,7 @@ from colonnade.kernels.experts import reference
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.experts.tiles import CHOSEN, Kernel, Tiles
 from colonnade.kernels.registry import TABLE, Row, choose
-from colonnade.model.moe import MixtureOfExperts, Routed
+from colonnade.model.moe import LayerRouting, MixtureOfExperts
 from colonnade.parallel.axis import SOLO_AXES
 from tests.experts import LOADS, Case, experts_of_rows, experts_with_dropout, gradients, routed_experts
 
@@ -238,7 +238,7 @@ def test_a_layer_says_the_same_with_and_without_a_gradient(T: int, monkeypatch: 
     key = "few_experts", "cuda", torch.bfloat16, "auto"
     run = chosen.CHOSEN[key]
     monkeypatch.setitem(chosen.CHOSEN, key, lambda *given: calls.append(given) or run(*given))
-    routed = Routed(torch.zeros(T, dtype=torch.int64, device="cuda"), None, None)
+    routed = LayerRouting(torch.zeros(T, dtype=torch.int64, device="cuda"), None, None)
     said = layer(x_TD, T, routed)[0]
     assert not calls
     with torch.no_grad():

@@ -21,7 +21,7 @@ from colonnade.kernels.linear.quantise import quantise
 from colonnade.kernels.linear.reference import Gate, Scale
 from colonnade.kernels.linear.skinny_gemm_tiles import Tiles
 from colonnade.model import fused_block as steps
-from colonnade.model.weight_only_quant import quantisable
+from colonnade.model.weight_only_quant import quantisable_modules
 from colonnade.serve import Engine, SamplingParams
 from tests.serve import tiny
 from tests.unit.test_fused import SHAPES
@@ -205,7 +205,7 @@ def test_the_engine_says_what_it_says_on_a_cpu(name: str, recorded: bool, weight
     for device in ("cpu", "cuda"):
         model = tiny.model(dtype=torch.float32, width=64, ffn_width=96, **SHAPES[name])
         if weights != "stored":
-            for layer in quantisable(model).values():
+            for layer in quantisable_modules(model).values():
                 layer.quantise(layer.weight.detach().to(device), weights, 32, lambda x: x)
         fixed = recorded and device == "cuda"
         limits = ServeConfig(pages=30, page_tokens=4, max_requests=4, fixed_steps=fixed)
@@ -249,7 +249,7 @@ def test_tokens_are_told() -> None:
 
 def test_training_after_serving_has_gradients() -> None:
     model = tiny.model(dtype=torch.float32).to("cuda")
-    steps.prepare(model)
+    steps.enable(model)
     x = torch.randn(3, 24, device="cuda", requires_grad=True)
     ffn = model.blocks[0].ffn
     assert ffn.up.kernels == "thin"

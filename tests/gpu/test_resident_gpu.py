@@ -9,7 +9,7 @@ import colonnade
 from colonnade import api
 from colonnade.config import ExpertsConfig, MoeConfig, ServeConfig
 from colonnade.model import Packed, Rows, Stream, Transformer
-from colonnade.model.moe import OffloadedExperts, experts_of
+from colonnade.model.moe import OffloadedExperts, expert_modules
 from colonnade.model.moe.expert_offload import device_bytes
 from colonnade.model.moe.layer import MixtureOfExperts
 from colonnade.parallel.distributed_context import DistributedContext
@@ -36,7 +36,7 @@ def waiting(model: Transformer, buffers: int) -> Transformer:
     other = Transformer(model.config, device="cuda", dtype=torch.float32, experts_on=torch.device("cpu"))
     other.load_state_dict(model.state_dict())
     OffloadedExperts(
-        experts_of(other.requires_grad_(False)), buffers, torch.device("cuda", torch.cuda.current_device())
+        expert_modules(other.requires_grad_(False)), buffers, torch.device("cuda", torch.cuda.current_device())
     )
     return other
 
@@ -94,5 +94,5 @@ def test_loaded_so_it_takes_as_much_as_predicted(tmp_path: Path) -> None:
         took, predicted = torch.cuda.memory_allocated() - before, device_bytes(model, 2)
         assert predicted <= took < predicted * 1.05 + 2**20
         assert took < device_bytes(model) / 2
-        assert all(layer.up.is_pinned() and layer.up.device.type == "cpu" for layer in experts_of(it.transformer))
+        assert all(layer.up.is_pinned() and layer.up.device.type == "cpu" for layer in expert_modules(it.transformer))
         assert torch.equal(it.logits(list(range(40))), logits(on_gpu(model), 40))

@@ -6,7 +6,7 @@ import torch
 from colonnade.kernels.attention import chunk, reference
 from colonnade.kernels.softmax_state import State, merge
 from colonnade.model.attend import Packed
-from colonnade.model.ring_attention import shares
+from colonnade.model.ring_attention import zigzag_shards
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -27,7 +27,7 @@ def test_folded_chunks_equal_attention(dtype: torch.dtype, kv: int, causal: bool
     want = reference.packed(*exact, packed.cu_seqlens, longest=packed.longest, equal=packed.equal, causal=causal)
     want.backward(do.double())
     assert all(x.grad is not None for x in exact)
-    held = shares(packed, T, ranks)
+    held = zigzag_shards(packed, T, ranks)
     o, dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, q, k, v))
     for me, mine in enumerate(held):
         at = mine.both.index_T

@@ -7,9 +7,9 @@ import torch
 
 from colonnade.kernels import permute, routing
 from colonnade.kernels.registry import Row, choose
-from colonnade.model.moe.capacity import admit
-from colonnade.model.moe.layer import _finite
-from colonnade.model.moe.losses import load, losses
+from colonnade.model.moe.capacity import apply_capacity
+from colonnade.model.moe.layer import _all_finite
+from colonnade.model.moe.losses import balance_losses, expert_load
 from colonnade.parallel.axis import SOLO
 from tests.gpu.rows import rows
 from tests.routers import (
@@ -34,11 +34,11 @@ def _on(name: str, device: str) -> dict[str, torch.Tensor]:
     noise, router = noise_for(moe, index_T.to(device)), router_of(moe).to(device)
     noise = noise and replace(noise, key=noise.key.to(device))
     x_TD = x_TD.to(device).requires_grad_()
-    index_T, units = index_T.to(device), units._replace(of_T=units.of_T.to(device))
-    choice, logits_TE = router(x_TD, tokens_T.to(device), index_T, noise, training=True, units=units)
-    admitted = admit(choice, index_T, moe, SOLO)
-    load_E = load(choice.ids_TA, EXPERTS)
-    surrogate, balance, z = losses(choice, load_E, logits_TE, moe, SOLO, units)
+    index_T, units = index_T.to(device), units._replace(group_T=units.group_T.to(device))
+    choice, logits_TE = router(x_TD, tokens_T.to(device), index_T, noise, training=True, token_groups=units)
+    admitted = apply_capacity(choice, index_T, moe, SOLO)
+    load_E = expert_load(choice.ids_TA, EXPERTS)
+    surrogate, balance, z = balance_losses(choice, load_E, logits_TE, moe, SOLO, units)
     total = surrogate + (admitted.weights_TA * (admitted.ids_TA + 1)).sum()
     if total.requires_grad:
         total.backward()
@@ -119,9 +119,9 @@ def test_choices_there_and_back(T: int, A: int, E: int) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_is_seen(bad: float) -> None:
     scores_TE = torch.randn(16384, 128, device="cuda")
-    assert bool(_finite(scores_TE))
+    assert bool(_all_finite(scores_TE))
     scores_TE[9000, 77] = bad
-    assert not bool(_finite(scores_TE))
+    assert not bool(_all_finite(scores_TE))
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own compiler

@@ -9,7 +9,7 @@ from colonnade.kernels.experts.reference import Weights
 from colonnade.model import Transformer, transformer
 from colonnade.model.moe import dispatch, experts, layer, losses
 from colonnade.model.moe import experts as dropout
-from colonnade.parallel.axis import SOLO, Axis, Grid
+from colonnade.parallel.axis import SOLO, Grid
 from colonnade.parallel.layout import Experts
 from colonnade.train import moe_stats, optimizer_step, train_step
 from colonnade.train.pipeline_step import PipelineStep
@@ -39,15 +39,12 @@ def copies_counted(patch: Patch) -> None:
 def every_slice_adds_the_bias(patch: Patch) -> None:
     """Each of the r ranks of a token adds the output's bias to its partial result."""
 
-    right = experts.Experts._slice
+    right = experts.Experts._compute
 
-    def slice_(
-        self: experts.Experts, x_RD: Tensor, order_R: Tensor, ends_e: Tensor, axis: Axis, first: bool,
-        dropout: Hidden | None,
-    ) -> Tensor:  # fmt: skip
-        return right(self, x_RD, order_R, ends_e, axis, True, dropout)
+    def compute(self: experts.Experts, rows: experts.ExpertRows) -> Tensor:
+        return right(self, rows._replace(output_bias=True))
 
-    patch.setattr(experts.Experts, "_slice", slice_)
+    patch.setattr(experts.Experts, "_compute", compute)
 
 
 def hidden_units_by_their_place_here(patch: Patch) -> None:
@@ -61,14 +58,14 @@ def hidden_units_by_their_place_here(patch: Patch) -> None:
 
 def own_tokens_balanced(patch: Patch) -> None:
     """The balance loss counts the load of this rank's tokens only."""
-    right = losses.losses
-    patch.setattr(layer, "losses", lambda *rest: right(*rest[:4], SOLO, *rest[5:]))
+    right = losses.balance_losses
+    patch.setattr(layer, "balance_losses", lambda *rest: right(*rest[:4], SOLO, *rest[5:]))
 
 
 def own_tokens_pooled(patch: Patch) -> None:
     """The balance loss over all layers counts this rank's tokens only."""
-    right = losses.attach_pooled
-    patch.setattr(transformer, "attach_pooled", lambda *rest: right(*rest[:4], SOLO))
+    right = losses.attach_model_balance
+    patch.setattr(transformer, "attach_model_balance", lambda *rest: right(*rest[:4], SOLO))
 
 
 def own_stage_pooled(patch: Patch) -> None:
@@ -94,13 +91,12 @@ def bias_by_own_load(patch: Patch) -> None:
 
 def shadows_keep_their_gradient(patch: Patch) -> None:
     """The owner of a shadowed expert does not hear of the tokens that stayed where they were."""
+    right = experts.Experts.shadowed
 
-    def gathered(x_tD, shadow_tA, weights_tA, experts, grid, hot_E, dropout):
-        weights_tA = weights_tA * (shadow_tA < len(hot_E))
-        held = Weights(*(None if w is None else w.detach() for w in experts.shadows(hot_E, grid)))
-        return dispatch._here(x_tD, shadow_tA, weights_tA, experts, held, grid, None, dropout)
+    def shadowed(self: experts.Experts, hot_E: Tensor) -> Weights:
+        return right(self, hot_E).each(Tensor.detach)
 
-    patch.setattr(dispatch, "_shadowed", gathered)
+    patch.setattr(experts.Experts, "shadowed", shadowed)
 
 
 def rows_in_the_order_of_arrival(patch: Patch) -> None:

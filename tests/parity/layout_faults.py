@@ -94,7 +94,7 @@ def dropout_by_local_row(patch: Patch) -> None:
 
     def rows(self: Dropout, part: slice | Tensor) -> Dropout:
         count = len(self.index_T[part])
-        return self.of_tokens(self.index_T[:count])
+        return self.for_tokens(self.index_T[:count])
 
     patch.setattr(Dropout, "rows", rows)
 

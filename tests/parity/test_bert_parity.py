@@ -20,11 +20,11 @@ from colonnade.model import (
     Classes,
     Hidden,
     Loss,
-    Orders,
     Packed,
     Pooled,
     Pretraining,
     Rows,
+    SentenceOrders,
     Spans,
     Stream,
     Transformer,
@@ -54,9 +54,9 @@ def results(model: Transformer) -> dict[str, Tensor]:
             assert_same(found["loss"], whole, what="the loss of the wanted rows alone")
             assert count == found["count"] == (targets != IGNORE).sum() > 0
         case "pretraining":
-            found["order"] = model(stream, attend, Orders(FIRST))
+            found["order"] = model(stream, attend, SentenceOrders(FIRST))
             wanted = Loss(targets[rows], rows_R=rows)
-            found["loss"], count = model(stream, attend, Pretraining(wanted, Orders(FIRST), ORDERS, 3.0))
+            found["loss"], count = model(stream, attend, Pretraining(wanted, SentenceOrders(FIRST), ORDERS, 3.0))
             masked, expected = model(stream, attend, wanted)
             by_hand = torch.nn.functional.cross_entropy(found["order"], ORDERS, ignore_index=IGNORE, reduction="sum")
             assert_same(found["loss"], masked + 3 * by_hand, what="the two losses together")
@@ -147,7 +147,7 @@ def ours_of(model: Transformer) -> dict[str, Tensor]:
     ask = lambda head: model(stream, attend, head)  # noqa: E731
     match model.config.top:
         case "pretraining":
-            return {"prediction_logits": ask(Rows()), "seq_relationship_logits": ask(Orders(first))}
+            return {"prediction_logits": ask(Rows()), "seq_relationship_logits": ask(SentenceOrders(first))}
         case "masked":
             return {"logits": ask(Rows())}
         case "encoder":

@@ -17,7 +17,7 @@ from colonnade.checkpoint.open_model import find_packaged
 from colonnade.config import DataConfig, MoeConfig, Plan, RouterConfig, RunConfig, TrainConfig
 from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Hidden
-from colonnade.model.replace_head import replace_head
+from colonnade.model.initialise import replace_head
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import layout_of, share
 from colonnade.train.loop import train

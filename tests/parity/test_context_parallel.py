@@ -40,7 +40,7 @@ def _ring(world: int) -> None:
                 torch.randn(T, heads, H, generator=draw, dtype=torch.float64).requires_grad_() for heads in (N, K, K, N)
             )
             noise = Dropout.of(0, 1, 3, torch.arange(T) + 50, DropoutRates(attention=rate))
-            packed = Packed.of(lengths, causal=causal, window=window, kernels="reference", noise=noise, head=5)
+            packed = Packed.of(lengths, causal=causal, window=window, kernels="reference", dropout=noise, first_head=5)
             o = packed.at(2, window)(q, k, v)
             o.backward(go)
             ring = Ring.of(packed, T, ground.axes.cp)
@@ -63,17 +63,17 @@ def test_ring_equals_one_process(world: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES.keys())
 def test_every_token_has_one_rank(lengths: list[int], ranks: int) -> None:
-    from colonnade.model.ring_attention import shares
+    from colonnade.model.ring_attention import zigzag_shards
 
-    found = torch.cat([share.both.index_T for share in shares(Packed.of(lengths), sum(lengths), ranks)])
+    found = torch.cat([share.both.index_T for share in zigzag_shards(Packed.of(lengths), sum(lengths), ranks)])
     assert found.sort().values.tolist() == list(range(sum(lengths)))
 
 
 def test_causal_work_is_balanced() -> None:
     """Each rank's queries see as many keys as any other's: what the zig-zag is for."""
-    from colonnade.model.ring_attention import shares
+    from colonnade.model.ring_attention import zigzag_shards
 
-    seen = [int((share.both.index_T + 1).sum()) for share in shares(Packed.of([64]), 64, 4)]
+    seen = [int((share.both.index_T + 1).sum()) for share in zigzag_shards(Packed.of([64]), 64, 4)]
     assert len(set(seen)) == 1
 
 

@@ -163,7 +163,7 @@ def test_recomputed_blocks_drop_the_same(name: str) -> None:
     model = build_model(config)
     stream, attend, targets = ragged(config)
     noise = noisy(config, len(targets), residual=0.2, attention=0.3, embedding=0.1)
-    stream, attend = stream._replace(noise=noise), replace(attend, noise=noise)
+    stream, attend = stream._replace(dropout=noise), replace(attend, dropout=noise)
 
     def gradients(model: Transformer) -> dict[str, torch.Tensor]:
         model.zero_grad()
@@ -186,7 +186,7 @@ def test_a_dropped_embedding_gets_no_gradient() -> None:
     stream, attend, targets = ragged(config)
     stream = stream._replace(tokens_T=torch.arange(len(targets)))
     noise = noisy(config, len(targets), embedding=0.5)
-    model(stream._replace(noise=noise), attend, Loss(targets.clamp(min=0)))[0].backward()
+    model(stream._replace(dropout=noise), attend, Loss(targets.clamp(min=0)))[0].backward()
     dropped = ~noise.at_embedding.drop(torch.ones(len(targets), config.width), 0, 0.5).bool()
     assert 0.4 < dropped.double().mean() < 0.6
     assert torch.equal(model.embed.tokens.weight.grad[: len(targets)] == 0, dropped)

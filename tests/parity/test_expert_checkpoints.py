@@ -48,7 +48,7 @@ def _write(plans: list[Plan], folder: Path) -> None:
     for plan in plans:
         with DistributedContext.build(plan) as ground, torch.no_grad():
             trial = Trial.start(MODEL, ground, 4)
-            shapes = trial.model.whole_shapes()
+            shapes = trial.model.global_shapes()
             for key, (name, tensor) in _held(trial).items():
                 tensor.copy_(trial.mine(name, _of(key, shapes[name])))
             for name, buffer in trial.model.named_buffers():
@@ -63,7 +63,7 @@ def _read(plans: list[Plan], folder: Path, others: int) -> int:
     for plan in plans:
         with DistributedContext.build(plan) as ground, torch.no_grad():
             trial = Trial.start(MODEL, ground, 4)
-            shapes, buffers = trial.model.whole_shapes(), dict(trial.model.named_buffers())
+            shapes, buffers = trial.model.global_shapes(), dict(trial.model.named_buffers())
             held = _held(trial)
             after = PLANS.index(plan) + 1
             for wrote in (PLANS[after:] + PLANS[:after])[:others]:

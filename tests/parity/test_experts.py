@@ -9,7 +9,7 @@ import torch
 from colonnade.config import ModelConfig, MoeConfig, Plan
 from colonnade.errors import PlanError
 from colonnade.model import Dropout, DropoutRates, Loss, Packed, Rows, Stream, Transformer
-from colonnade.model.moe import Routing, Spread
+from colonnade.model.moe import DispatchOptions, Routing
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.hierarchical_all_to_all import HierarchicalAllToAll, Sizes
 from colonnade.parallel.layout import PARTIAL, layout_of, share
@@ -23,21 +23,26 @@ pytestmark = pytest.mark.xdist_group("worlds")
 NONE = DropoutRates()
 
 
-def _steps(sh: int) -> list[Spread]:
+def _steps(sh: int) -> list[DispatchOptions]:
     degrees = [0] + [r for r in range(1, sh + 1) if sh % r == 0]
-    ways = [Spread(r, p) for r, p in itertools.product(degrees, (1, 3))]
-    return [*ways, Spread(degrees[-1], 1, shadows=1), Spread(1, 2, shadows=4)]
+    ways = [DispatchOptions(r, p) for r, p in itertools.product(degrees, (1, 3))]
+    return [*ways, DispatchOptions(degrees[-1], 1, shadows=1), DispatchOptions(1, 2, shadows=4)]
 
 
 def _forward(
-    model: Transformer, stream: Stream, attend: Packed, targets: torch.Tensor, step: Spread, rates: DropoutRates = NONE
+    model: Transformer,
+    stream: Stream,
+    attend: Packed,
+    targets: torch.Tensor,
+    step: DispatchOptions,
+    rates: DropoutRates = NONE,
 ) -> list[float]:
     """Backward too; the losses."""
     model.zero_grad()
     index_T = torch.arange(len(targets)) + 9
-    routing = Routing(index_T, weight=torch.tensor(0.7), steps=(step,))
+    routing = Routing(index_T, weight=torch.tensor(0.7), dispatch=(step,))
     noise = Dropout.of(3, 4, model.config.layers, index_T, rates)
-    total, count = model(stream._replace(routing=routing, noise=noise), attend, Loss(targets))
+    total, count = model(stream._replace(routing=routing, dropout=noise), attend, Loss(targets))
     (total / count).backward()
     return [total.item(), *(float(x) for report in routing.reports.values() for x in (report.balance, report.z))]
 
@@ -50,8 +55,8 @@ def _check(config: ModelConfig, plan: Plan, rates: DropoutRates) -> None:
         for name, p in whole.named_parameters():
             assert_same(mine.get_parameter(name), share(p, layout[name], axes), what=f"initial {name}")
         stream, attend, targets = ragged(config)
-        expected = torch.tensor(_forward(whole, stream, attend, targets, Spread(), rates))
-        plain = torch.tensor(_forward(build(config), stream, attend, targets, Spread()))
+        expected = torch.tensor(_forward(whole, stream, attend, targets, DispatchOptions(), rates))
+        plain = torch.tensor(_forward(build(config), stream, attend, targets, DispatchOptions()))
         assert rates.expert == 0 or (expected - plain).abs()[0] > 1e-8, "dropout does something"
         for step in _steps(plan.sh):
             found = torch.tensor(_forward(mine, stream, attend, targets, step, rates))
@@ -106,7 +111,7 @@ def test_with_expert_dropout_too(plan: Plan) -> None:
     run(plan.world, _check, MOES["biased_shared"], plan, DropoutRates(expert=0.4))
 
 
-def _refusal(plan: Plan, step: Spread) -> str:
+def _refusal(plan: Plan, step: DispatchOptions) -> str:
     config = MOES["gated"]
     with DistributedContext.build(plan) as ground:
         model, (stream, attend, targets) = build(config, ground.axes), ragged(config)
@@ -118,16 +123,16 @@ def _refusal(plan: Plan, step: Spread) -> str:
 @pytest.mark.parametrize(
     ("plan", "step", "said"),
     [
-        (Plan(tp=4, sh=4), Spread(3), r"degree 3 does not divide the sh=4 .* use 0 or one of \[1, 2, 4\]"),
-        (Plan(tp=2, ep=2), Spread(2), r"degree 2 does not divide the sh=1 .* use 0 or one of \[1\]"),
-        (Plan(tp=2, sh=2), Spread(-1), "degree -1 does not divide"),
-        (Plan(tp=2, ep=2), Spread(1, 0), "cannot travel in 0 parts"),
-        (Plan(tp=2, ep=2), Spread(1, 1, 7), "7 of 6 experts cannot be shadowed"),
+        (Plan(tp=4, sh=4), DispatchOptions(3), r"degree 3 does not divide the sh=4 .* use 0 or one of \[1, 2, 4\]"),
+        (Plan(tp=2, ep=2), DispatchOptions(2), r"degree 2 does not divide the sh=1 .* use 0 or one of \[1\]"),
+        (Plan(tp=2, sh=2), DispatchOptions(-1), "degree -1 does not divide"),
+        (Plan(tp=2, ep=2), DispatchOptions(1, 0), "cannot travel in 0 parts"),
+        (Plan(tp=2, ep=2), DispatchOptions(1, 1, 7), "7 of 6 experts cannot be shadowed"),
     ],
     ids=str,
 )
 def test_what_a_step_cannot_be_is_refused_on_all_ranks_before_anything_is_sent(
-    plan: Plan, step: Spread, said: str
+    plan: Plan, step: DispatchOptions, said: str
 ) -> None:
     (message,) = set(run(plan.world, _refusal, plan, step))
     assert re.search(said, message)

@@ -13,7 +13,7 @@ from colonnade.config import TrainConfig as Train
 from colonnade.data import Corpus
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.model import Rows, Stream, Transformer
-from colonnade.model.moe import Routing, Units
+from colonnade.model.moe import Routing, TokenGroups
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
 from colonnade.train.loop import train
@@ -106,8 +106,8 @@ def test_a_task_for_all_tokens(tmp_path: Path) -> None:
     """As a stream that says it of every token."""
     model = saved(tmp_path / "it", tasked())
     stream, attend, targets = ragged(tasked())
-    units = Units(torch.full_like(targets, 2), 3)
-    told_so = stream._replace(routing=Routing(torch.arange(len(targets)), units=units))
+    units = TokenGroups(torch.full_like(targets, 2), 3)
+    told_so = stream._replace(routing=Routing(torch.arange(len(targets)), token_groups=units))
     with torch.no_grad(), load(tmp_path / "it", ExpertsConfig(task=2)) as loaded:
         expected = model(told_so, attend, Rows())
         assert_same(loaded.transformer(Stream(stream.tokens_T, stream.positions_T), attend, Rows()), expected)

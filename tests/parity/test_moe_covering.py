@@ -19,8 +19,8 @@ from colonnade.config import Plan
 from colonnade.config.model import divisors
 from colonnade.kernels import registry as kernels
 from colonnade.model import Dropout, DropoutRates, Transformer, initialise
-from colonnade.model.moe import MixtureOfExperts, Routed, Routing, Spread, Units, experts
-from colonnade.model.moe.router import draws
+from colonnade.model.moe import DispatchOptions, LayerRouting, MixtureOfExperts, Routing, TokenGroups, experts
+from colonnade.model.moe.router import uses_noise
 from colonnade.parallel.axis import SOLO_AXES, Axes, world_axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import PARTIAL, Experts, layout_of, share
@@ -108,7 +108,7 @@ def layer_of(router: str, drop: str, axes: Axes, dtype: torch.dtype) -> MixtureO
     model = initialise(Transformer(config, axes, dtype=dtype), seed=2)
     layer = model.get_submodule("blocks.0.ffn")
     assert isinstance(layer, MixtureOfExperts)
-    shapes, layout = model.whole_shapes(), layout_of(layer)
+    shapes, layout = model.global_shapes(), layout_of(layer)
     with torch.no_grad():
         for name, p in (*layer.named_parameters(), *layer.named_buffers()):
             if name.endswith(("bias", "bias_E")):
@@ -118,15 +118,15 @@ def layer_of(router: str, drop: str, axes: Axes, dtype: torch.dtype) -> MixtureO
     return layer
 
 
-def through(layer: MixtureOfExperts, mine: Tensor, step: Spread) -> Found:
+def through(layer: MixtureOfExperts, mine: Tensor, step: DispatchOptions) -> Found:
     """Forward and backward of the tokens ``mine``, which are those of this data rank."""
     axes, dtype = layer.axes, layer.experts.up.dtype
     x_TD, tokens_T, index_T, units = tokens()
     T, here = len(mine), axes.rows(len(mine))
     x_tD = x_TD[mine][here].to(dtype).requires_grad_()
-    noise = Dropout.of(11, 4, 1, index_T[mine][here], DropoutRates()).at(0) if draws(layer.moe) else None
-    routing = Routing(index_T[mine], weight=0.7, units=Units(units.of_T[mine], units.count))
-    y_tD, report = layer(x_tD, T, Routed(tokens_T[mine], routing, step), noise)
+    noise = Dropout.of(11, 4, 1, index_T[mine][here], DropoutRates()).at(0) if uses_noise(layer.moe) else None
+    routing = Routing(index_T[mine], weight=0.7, token_groups=TokenGroups(units.group_T[mine], units.count))
+    y_tD, report = layer(x_tD, T, LayerRouting(tokens_T[mine], routing, step), noise)
     counts_TD = (torch.outer(index_T[mine] % 7 - 2, torch.arange(1, WIDTH + 1)) % 5 - 1)[here]
     (y_tD * counts_TD.to(dtype)).sum().backward()
     assert x_tD.grad is not None
@@ -157,7 +157,7 @@ def by(compute: str) -> Callable[..., Any]:
 def alone(router: str, drop: str, dtype: torch.dtype, patch: pytest.MonkeyPatch) -> Found:
     """One process, by the plainest kernels."""
     patch.setattr(experts, "choose", by("reference"))
-    return through(layer_of(router, drop, SOLO_AXES, dtype), torch.arange(TOKENS), Spread())
+    return through(layer_of(router, drop, SOLO_AXES, dtype), torch.arange(TOKENS), DispatchOptions())
 
 
 def _norm(layer: MixtureOfExperts, ground: DistributedContext, gradients: dict[str, Tensor]) -> Tensor:
@@ -183,7 +183,7 @@ def check(plan: Plan, cases: Sequence[Case]) -> None:
             wholes[key] = whole
             patch.setattr(experts, "choose", by(case.compute))
             layer = layer_of(case.router, case.drop, axes, dtype)
-            found = through(layer, mine, Spread(case.degree, case.overlap, case.shadows))
+            found = through(layer, mine, DispatchOptions(case.degree, case.overlap, case.shadows))
             same = functools.partial(assert_same, tolerance=TOLERANCES[dtype])
             here = mine[axes.rows(len(mine))]
             same(found.y, whole.y[here], what=f"{said}: y")

@@ -14,7 +14,7 @@ from colonnade.config import DataConfig, ModelConfig, MoeConfig, Plan, RouterCon
 from colonnade.data import Corpus
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model import Transformer, initialise
-from colonnade.model.moe import Spread
+from colonnade.model.moe import DispatchOptions
 from colonnade.train import Trainer, moe_autotune, session
 from colonnade.train.loop import train
 from colonnade.train.run_log import ProgressDisplay
@@ -137,7 +137,7 @@ def test_an_adaptive_run_is_the_same_run(corpus: Path, tmp_path: Path) -> None:
 
 def _adapting(run: RunConfig) -> list[str]:
     """Every look tries some ways and finds another one better; what the screen said of it."""
-    ways = [Spread(2, 4), Spread(0), Spread(1, 2)]
+    ways = [DispatchOptions(2, 4), DispatchOptions(0), DispatchOptions(1, 2)]
     turns, said = itertools.cycle(ways), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe_autotune, "candidates", lambda now, *_: [now, *ways])

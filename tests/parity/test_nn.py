@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from colonnade.cli.main import main
 from colonnade.config import MoeConfig, Plan, RouterConfig, plugins
 from colonnade.errors import CapacityError, ConfigError, PlanError
-from colonnade.model.moe.router import RULES
+from colonnade.model.moe.router import ROUTERS
 from colonnade.nn import (
     SOLO_AXES,
     Axes,
@@ -20,7 +20,7 @@ from colonnade.nn import (
     Packed,
     PagedCache,
     RowParallelLinear,
-    Units,
+    TokenGroups,
     clip_gradients,
     distributed_context,
     kernel_names,
@@ -53,8 +53,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm(x_TD)).unflatten(1, (-1, 3, 6)).unbind(2)
         attend = Packed.of(lengths)
         x_TD = x_TD + self.out(attend(q, k, v).flatten(1))
-        units = Units.sequences(attend.cu_seqlens, len(x_TD), self.axes.batch)
-        found = self.moe(x_TD, units=units)
+        units = TokenGroups.sequences(attend.cu_seqlens, len(x_TD), self.axes.batch)
+        found = self.moe(x_TD, token_groups=units)
         return self.logits(x_TD + found.y), found.loss
 
 
@@ -221,18 +221,18 @@ def test_errors_name_the_numbers_and_the_remedy() -> None:
 
 OWN_ROUTER = """
 import torch
-from colonnade.nn import Choice, Seen, router
+from colonnade.nn import RouterInput, RouterOutput, router
 
 @router("first_two", gate=False)
-def first_two(seen: Seen) -> Choice:
-    T, E = len(seen.given_TD), seen.moe.experts
+def first_two(inputs: RouterInput) -> RouterOutput:
+    T, E = len(inputs.raw_TD), inputs.moe.experts
     ids = torch.arange(2).expand(T, 2).contiguous()
-    return Choice(ids, seen.logits_TE.new_full((T, 2), 0.5), seen.logits_TE.new_full((T, E), 1 / E))
+    return RouterOutput(ids, inputs.logits_TE.new_full((T, 2), 0.5), inputs.logits_TE.new_full((T, E), 1 / E))
 """
 
 
 def _known() -> bool:
-    return "first_two" in RULES
+    return "first_two" in ROUTERS
 
 
 def test_import_brings_a_router_into_this_process_and_those_it_launches(
@@ -241,8 +241,8 @@ def test_import_brings_a_router_into_this_process_and_those_it_launches(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(plugins, "_loaded", [])
-    monkeypatch.setitem(RULES, "first_two", RULES["softmax"])  # taken out again at the end
-    del RULES["first_two"]
+    monkeypatch.setitem(ROUTERS, "first_two", ROUTERS["softmax"])  # taken out again at the end
+    del ROUTERS["first_two"]
     (tmp_path / "my_routers.py").write_text(OWN_ROUTER)
     moe = MoeConfig(experts=4, ffn_width=6, router=RouterConfig(kind="first_two"))
     with pytest.raises(ConfigError, match=r"there is no router 'first_two'.*; one of your own needs --import MODULE"):

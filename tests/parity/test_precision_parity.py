@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from colonnade.checkpoint.dtensor_view import storage_view
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.model import Loss, Transformer, initialise
-from colonnade.model.activation_checkpointing import KINDS, Kind, recompute
-from colonnade.model.linear import in_float8
+from colonnade.model.activation_checkpointing import RECOMPUTE_KINDS, RecomputeKind, set_recompute
+from colonnade.model.linear import enable_float8
 from colonnade.parallel.axis import SOLO_AXES, Axes, world_axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
@@ -36,10 +36,10 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _backward(config: ModelConfig, axes: Axes, kind: Kind):
+def _backward(config: ModelConfig, axes: Axes, kind: RecomputeKind):
     """(gradients, collectives forward, collectives backward)."""
     model = build(config, axes)
-    recompute(model.blocks, [kind] * config.layers)
+    set_recompute(model.blocks, [kind] * config.layers)
     stream, attend, targets = ragged(config)
     with Collectives() as forward:
         loss, _ = model(stream, attend, Loss(targets))
@@ -54,7 +54,7 @@ def _recomputed(plan: Plan) -> None:
             config = CONFIGS[case]
             grads, forward, backward = _backward(config, ground.axes, "none")
             assert forward > backward > 0
-            for kind in KINDS[1:]:
+            for kind in RECOMPUTE_KINDS[1:]:
                 again, same, behind = _backward(config, ground.axes, kind)
                 assert same == forward
                 # Of a block's two entries and two exits all but the last exit come again: nothing waits for that one.
@@ -74,7 +74,7 @@ def _trained(plan: Plan) -> None:
     with DistributedContext.build(plan) as ground:
         for case, kinds in (("gpt2", ["full", "attention"]), ("qwen3", ["none", "full"])):
             plain, other = (Run.start(CASES[case], ground) for _ in range(2))
-            recompute(other.model.blocks, kinds)
+            set_recompute(other.model.blocks, kinds)
             other.optimizer = other.step.optimizer_step.optimizer = OffloadedAdamW(
                 other.masters.local, TRAIN, bucket_bytes=1 << 13
             )
@@ -97,7 +97,7 @@ def _viewed(plan: Plan) -> None:
     with DistributedContext.build(plan) as ground:
         it = Run.start(CASES["gpt2"], ground)
         it.go(0, 1)
-        layout, whole = layout_of(it.model), it.model.whole_shapes()
+        layout, whole = layout_of(it.model), it.model.global_shapes()
         views = []
         for key, moment in it.optimizer.state.items():
             name = key.partition("/")[2]
@@ -126,7 +126,7 @@ def _in_float8(plan: Plan, scaling: str) -> float:
         found = {}
         for where, axes in (("one", SOLO_AXES), ("several", ground.axes)):
             model = build(WIDE, axes, dtype=torch.float32)
-            in_float8(model.blocks, scaling)
+            enable_float8(model.blocks, scaling)
             stream, attend, targets = ragged(WIDE, [7, 1, 13, 11])
             loss, count = model(stream, attend, Loss(targets))
             (loss / count).backward()

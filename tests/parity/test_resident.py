@@ -12,7 +12,7 @@ from colonnade.checkpoint import load_model
 from colonnade.config import ExpertsConfig, ModelConfig, MoeConfig, Plan, ServeConfig, format_bytes
 from colonnade.errors import CapacityError, ConfigError
 from colonnade.model import Transformer
-from colonnade.model.moe import MixtureOfExperts, OffloadedExperts, experts_of
+from colonnade.model.moe import MixtureOfExperts, OffloadedExperts, expert_modules
 from colonnade.model.moe.expert_offload import device_bytes
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine
@@ -31,7 +31,7 @@ PLAIN: dict[str, Any] = {"layers": 4, "family": "mixtral", "moe": MOE.replace(fi
 
 
 def resident(model: Transformer, buffers: int) -> OffloadedExperts:
-    return OffloadedExperts(experts_of(model), buffers, CPU)
+    return OffloadedExperts(expert_modules(model), buffers, CPU)
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])
@@ -39,7 +39,7 @@ def test_serving_gives_the_same_logits_and_texts(buffers: int) -> None:
     """Requests that come and go, prompts in chunks beside single tokens; then one pass again, to the bit."""
     plain, model = tiny.model(**SIZES), tiny.model(**SIZES)
     held = resident(model, buffers)
-    assert held.size_bytes == buffers * experts_of(model)[0].size_bytes
+    assert held.size_bytes == buffers * expert_modules(model)[0].size_bytes
     texts: list[list[list[int]]] = []
     for it in (plain, model):
         engine = Engine(it, tiny.tokenizer(), ServeConfig(pages=40, page_tokens=4, max_requests=3, token_budget=7))
@@ -67,7 +67,7 @@ def test_a_buffer_is_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(tiny.logits(model, [1, 2, 3]), expected)
     assert came == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0]
     with torch.no_grad():
-        for layer in experts_of(model):
+        for layer in expert_modules(model):
             layer.up.zero_()
     assert not torch.equal(tiny.logits(model, [1, 2, 3]), expected), "what came last came from where it is stored"
 
@@ -133,7 +133,7 @@ def test_load(format: api.Format, number: int, tmp_path: Path) -> None:
     model = saved(tmp_path / "it", format)
     with colonnade.load(tmp_path / "it", dtype="float64", device="cpu", experts=ExpertsConfig(resident=number)) as it:
         assert torch.equal(it.logits([3, 1, 2]), tiny.logits(model, [3, 1, 2]))
-        assert all((layer.fetch is not None) == (number < 4) for layer in experts_of(it.transformer))
+        assert all((layer.fetch is not None) == (number < 4) for layer in expert_modules(it.transformer))
         text = it.generate([7, 8, 9], max_tokens=6, temperature=0, ignore_eos=True)
         assert text == tiny.greedy(model, [7, 8, 9], 6)
         assert it.score(list(range(30))) == api.Model(model, None, DistributedContext.solo(CPU), "it").score(

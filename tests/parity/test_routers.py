@@ -14,9 +14,9 @@ from torch import Tensor
 
 from colonnade.config import DataConfig, MoeConfig, Plan, RunConfig, TrainConfig
 from colonnade.data import Corpus
-from colonnade.model.moe import Routing, Units
-from colonnade.model.moe.capacity import admit, capacity
-from colonnade.model.moe.losses import load, losses
+from colonnade.model.moe import Routing, TokenGroups
+from colonnade.model.moe.capacity import apply_capacity, capacity
+from colonnade.model.moe.losses import balance_losses, expert_load
 from colonnade.parallel.axis import Axes, Axis, Grid, world_axis
 from colonnade.train import Trainer
 from colonnade.train.loop import train
@@ -55,11 +55,11 @@ def forward_and_backward(moe: MoeConfig, over: Axis, mine: Tensor) -> dict[str, 
     router = router_of(moe, Axes(grid=Grid(tokens=over)))
     x_tD, index_t, units_t = x_TD[mine].requires_grad_(), index_T[mine], units.rows(mine)
     choice, logits_tE = router(
-        x_tD, tokens_T[mine], index_t, shuffled_noise(moe, index_t), training=True, units=units_t
+        x_tD, tokens_T[mine], index_t, shuffled_noise(moe, index_t), training=True, token_groups=units_t
     )
-    admitted = admit(choice, index_t, moe, over)
-    load_E = load(choice.ids_TA, EXPERTS)
-    surrogate, balance, z = losses(choice, load_E, logits_tE, moe, over, units_t)
+    admitted = apply_capacity(choice, index_t, moe, over)
+    load_E = expert_load(choice.ids_TA, EXPERTS)
+    surrogate, balance, z = balance_losses(choice, load_E, logits_tE, moe, over, units_t)
     # Anything that tells choices, experts and tokens apart.
     weighed = admitted.weights_TA * (admitted.ids_TA + 1).double().sqrt() * (index_t[:, None] % 7 - 2)
     total = weighed.sum() + surrogate
@@ -126,11 +126,11 @@ def test_a_capacity_of_each_rank_by_itself():
 def check_numbering() -> None:
     world = world_axis()
     cu_seqlens = torch.tensor([[0, 2, 5, 5], [0, 5, 5, 5]][world.rank], dtype=torch.int32)
-    units = Units.sequences(cu_seqlens, 5, world)
+    units = TokenGroups.sequences(cu_seqlens, 5, world)
     assert units.count == 6
-    assert units.of_T.tolist() == [[0, 0, 1, 1, 1], [3, 3, 3, 3, 3]][world.rank]
-    routing = Routing(torch.arange(5), units=units).rows(torch.tensor([4, 0]))
-    assert routing.units.of_T.tolist() == [[1, 0], [3, 3]][world.rank]
+    assert units.group_T.tolist() == [[0, 0, 1, 1, 1], [3, 3, 3, 3, 3]][world.rank]
+    routing = Routing(torch.arange(5), token_groups=units).rows(torch.tensor([4, 0]))
+    assert routing.token_groups.group_T.tolist() == [[1, 0], [3, 3]][world.rank]
 
 
 def test_sequences_are_numbered_on_through_the_ranks():

@@ -13,7 +13,7 @@ from colonnade.config import ModelConfig, MoeConfig, Plan, RouterConfig, ServeCo
 from colonnade.config.model import divisors
 from colonnade.errors import ConfigError, DataError, PlanError
 from colonnade.model import Packed, Rows, Stream, Transformer
-from colonnade.model.moe import Routing, Spread
+from colonnade.model.moe import DispatchOptions, Routing
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
 from colonnade.tune import measure, prune, upcycle
@@ -128,7 +128,7 @@ def _far(folder: Path, plan: Plan, tokens: Tensor, expected: Tensor) -> dict[int
         model, T = load(folder, ground.axes, torch.float32), len(tokens)
         found: dict[int, float] = {}
         for degree in degrees:
-            routing = Routing(torch.arange(T), steps=(Spread(degree, overlap=2 if degree else 1),))
+            routing = Routing(torch.arange(T), dispatch=(DispatchOptions(degree, overlap=2 if degree else 1),))
             logits = model(Stream(tokens, torch.arange(T), routing=routing), Packed.of([T]), Rows())
             found[degree] = (logits - expected).abs().max().item()
         return found

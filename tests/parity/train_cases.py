@@ -11,7 +11,7 @@ from torch import Tensor
 from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import IGNORE, Packed, Transformer, initialise
-from colonnade.model.moe import Spread
+from colonnade.model.moe import DispatchOptions
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, masters
@@ -99,7 +99,7 @@ class Run:
         world = world_axis() if ground.world > 1 else ground.axes.dp
         plan = ground.plan
         assert plan.degree != "auto", "every degree is a plan of its own here"
-        spread = [Spread(plan.degree, plan.overlap, plan.shadows)]
+        spread = [DispatchOptions(plan.degree, plan.overlap, plan.shadows)]
         step = TrainStep(model, held, optimizer, train, world, piped, spread=spread)
         return Run(model, held, optimizer, step, ground)
 

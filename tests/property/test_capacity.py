@@ -10,8 +10,8 @@ from hypothesis import given
 from colonnade.config import MoeConfig
 from colonnade.errors import ConfigError
 from colonnade.kernels.permute import combine, gather, sort
-from colonnade.model.moe import Choice
-from colonnade.model.moe.capacity import Admitted, admit, capacity
+from colonnade.model.moe import RouterOutput
+from colonnade.model.moe.capacity import KeptChoices, apply_capacity, capacity
 from colonnade.parallel.axis import SOLO
 
 WORKED = [55, 5, 0, 1, 1, 1, 0, 1]
@@ -53,9 +53,9 @@ def test_the_worked_case(factor, C, dropped):
     assert capacity(factor, 1, 64, 8, largest=max(WORKED)) == C
     ids_TA = torch.repeat_interleave(torch.arange(8), torch.tensor(WORKED))[:, None]
     ids_TA = ids_TA[torch.randperm(64, generator=torch.Generator().manual_seed(0))]
-    choice = Choice(ids_TA, torch.ones(64, 1), torch.rand(64, 8))
+    choice = RouterOutput(ids_TA, torch.ones(64, 1), torch.rand(64, 8))
     for priority in (False, True):
-        admitted = admit(choice, torch.arange(64), config(8, 1, factor, priority=priority), SOLO)
+        admitted = apply_capacity(choice, torch.arange(64), config(8, 1, factor, priority=priority), SOLO)
         assert (admitted.ids_TA == 8).sum() == dropped
 
 
@@ -67,7 +67,7 @@ def test_a_capacity_is_rounded_up_so_that_it_can_be_cut(multiple, C):
 
 
 @st.composite
-def choices(draw: st.DrawFn) -> tuple[Choice, torch.Tensor, int]:
+def choices(draw: st.DrawFn) -> tuple[RouterOutput, torch.Tensor, int]:
     """(choices of distinct experts of which some are none, the tokens' numbers in any order, E)."""
     E, T = draw(st.integers(1, 7)), draw(st.integers(0, 24))
     A = draw(st.integers(1, E))
@@ -81,7 +81,7 @@ def choices(draw: st.DrawFn) -> tuple[Choice, torch.Tensor, int]:
     weights_TA = (torch.rand(T, A, generator=generator, dtype=torch.float64) + 0.1) * (ids_TA < E)
     # Few distinct probabilities: ties are the rule.
     probs_TE = torch.randint(1, 4, (T, E), generator=generator).double() / 4
-    return Choice(ids_TA, weights_TA, probs_TE), torch.randperm(T, generator=generator) * 3 + 5, E
+    return RouterOutput(ids_TA, weights_TA, probs_TE), torch.randperm(T, generator=generator) * 3 + 5, E
 
 
 factors = st.sampled_from([1.0, 1.25, 0.5, 2.0, 0.0, -1.0, -1.5, -0.5, -8.0])
@@ -94,12 +94,12 @@ def test_who_is_dropped(drawn, factor, priority):
     moe = config(E, A, factor, priority=priority)
     if ids and factor and not int(abs(factor) * math.ceil(len(ids) / E)):
         with pytest.raises(ConfigError, match="0 places in every expert"):
-            admit(choice, index_T, moe, SOLO)
+            apply_capacity(choice, index_T, moe, SOLO)
         return
     top = choice.probs_TE.max(1).values.tolist() if ids else []
     order = sorted(range(len(ids)), key=lambda t: (-top[t] if priority else 0, index_T[t].item()))
     kept = kept_places(ids, order, E, tutel(ids, E, factor)) if ids else set()
-    admitted = admit(choice, index_T, moe, SOLO)
+    admitted = apply_capacity(choice, index_T, moe, SOLO)
     for t, row in enumerate(ids):
         for j, e in enumerate(row):
             here = (t, j) in kept
@@ -112,21 +112,21 @@ def test_nothing_is_dropped_where_nothing_may_be(drawn, priority, factor):
     """Without a capacity, and with that of the largest load, in any order; the known defect of Tutel."""
     choice, index_T, E = drawn
     ids_TA = choice.ids_TA
-    admitted = admit(choice, index_T, config(E, ids_TA.shape[1], factor, priority=priority), SOLO)
+    admitted = apply_capacity(choice, index_T, config(E, ids_TA.shape[1], factor, priority=priority), SOLO)
     assert torch.equal(admitted.ids_TA, ids_TA)
     assert torch.equal(admitted.weights_TA, choice.weights_TA)
     # The largest load as an explicit factor: places are below it in any order.
     largest = max([(ids_TA == e).sum().item() for e in range(E)], default=0)
     assert capacity(0.0, ids_TA.shape[1], len(ids_TA), E, largest=largest) == largest
     enough = config(E, ids_TA.shape[1], -float(max(largest, 1)), priority=priority)
-    assert torch.equal(admit(choice, index_T, enough, SOLO).ids_TA, ids_TA)
+    assert torch.equal(apply_capacity(choice, index_T, enough, SOLO).ids_TA, ids_TA)
 
 
 @given(choices(), st.sampled_from([1.0, 1.5, -1.0]), st.booleans())
 def test_a_first_choice_is_never_dropped_for_a_second(drawn, factor, priority):
     choice, index_T, E = drawn
     A = choice.ids_TA.shape[1]
-    admitted = admit(choice, index_T, config(E, A, factor, priority=priority), SOLO)
+    admitted = apply_capacity(choice, index_T, config(E, A, factor, priority=priority), SOLO)
     lost_TA = (admitted.ids_TA == E) & (choice.ids_TA < E)
     for e in range(E):
         lost_rank = [j for j in range(A) if lost_TA[choice.ids_TA[:, j] == e, j].any()]
@@ -140,7 +140,7 @@ def test_dispatch_then_combine_is_the_identity_on_what_was_kept(drawn, factor):
     """With unit weights on one choice a token; a token whose choice was dropped comes back as 0."""
     choice, index_T, E = drawn
     choice = choice._replace(ids_TA=choice.ids_TA[:, :1], weights_TA=torch.ones(len(choice.ids_TA), 1).double())
-    admitted = admit(choice, index_T, config(E, 1, factor), SOLO)
+    admitted = apply_capacity(choice, index_T, config(E, 1, factor), SOLO)
     x_TD = torch.arange(1.0, 1 + 3 * len(index_T), dtype=torch.float64).view(-1, 3)
     order_R, ends_E = sort(admitted.ids_TA, E)
     x_RD = gather(x_TD, order_R, 1)
@@ -156,19 +156,19 @@ def test_the_order_in_which_tokens_lie_changes_nothing(drawn, shuffle):
     choice, index_T, E = drawn
     T, A = choice.ids_TA.shape
     moe = config(E, A, 1.0, priority=True)
-    admitted = admit(choice, index_T, moe, SOLO)
+    admitted = apply_capacity(choice, index_T, moe, SOLO)
     by = torch.tensor([t for t in shuffle if t < T], dtype=torch.int64)
-    moved = admit(Choice(*(part[by] for part in choice[:3])), index_T[by], moe, SOLO)
-    assert isinstance(moved, Admitted)
+    moved = apply_capacity(RouterOutput(*(part[by] for part in choice[:3])), index_T[by], moe, SOLO)
+    assert isinstance(moved, KeptChoices)
     assert torch.equal(moved.ids_TA, admitted.ids_TA[by])
 
 
 def test_a_capacity_that_holds_nothing_is_an_error_with_its_remedy():
-    choice = Choice(torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1), torch.ones(9, 8))
+    choice = RouterOutput(torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1), torch.ones(9, 8))
     with pytest.raises(
         ConfigError,
         match=r"capacity of 0\.3 leaves int\(0\.3·⌈9/8⌉\) = 0 places.* raise it to 1 .* model\.moe\.capacity of a run",
     ):
-        admit(choice, torch.arange(9), config(8, 1, 0.3), SOLO)
-    none = Choice(*(part[:0] for part in choice[:3]))
-    assert admit(none, torch.arange(0), config(8, 1, 0.3), SOLO).ids_TA.shape == (0, 1)
+        apply_capacity(choice, torch.arange(9), config(8, 1, 0.3), SOLO)
+    none = RouterOutput(*(part[:0] for part in choice[:3]))
+    assert apply_capacity(none, torch.arange(0), config(8, 1, 0.3), SOLO).ids_TA.shape == (0, 1)

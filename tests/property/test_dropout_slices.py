@@ -56,10 +56,10 @@ def test_documents_alone_attend_as_they_do_together(lengths):
     draw = torch.Generator().manual_seed(total)
     q, k, v = (torch.randn(total, 2, 4, generator=draw, dtype=torch.float64) for _ in range(3))
     noise = Dropout.of(0, 0, 1, torch.arange(total), DropoutRates(attention=0.4))
-    whole = Packed.of(lengths, noise=noise).at(0, None)(q, k, v)
+    whole = Packed.of(lengths, dropout=noise).at(0, None)(q, k, v)
     at = 0
     for length in lengths:
         rows = slice(at, at + length)
-        alone = Packed.of([length], noise=noise.rows(rows)).at(0, None)(q[rows], k[rows], v[rows])
+        alone = Packed.of([length], dropout=noise.rows(rows)).at(0, None)(q[rows], k[rows], v[rows])
         assert torch.equal(alone, whole[rows])
         at += length

@@ -35,8 +35,8 @@ def loss_of(model, lengths: list[int], step: int | None = None) -> torch.Tensor:
     noise = None
     if step is not None:
         noise = Dropout.of(0, step, len(model.blocks), torch.arange(T) + 100 * step, DropoutRates(0.1, 0.2, 0.3))
-    stream, head = Stream(tokens, positions, noise=noise), Loss((tokens + 1) % 67)
-    total, count = model(stream, Packed.of(lengths, noise=noise), head)
+    stream, head = Stream(tokens, positions, dropout=noise), Loss((tokens + 1) % 67)
+    total, count = model(stream, Packed.of(lengths, dropout=noise), head)
     return total / count
 
 

@@ -18,7 +18,7 @@ from colonnade.kernels.experts import loop, reference
 from colonnade.kernels.experts import loop as bf16
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.registry import TABLE, Row, choose
-from colonnade.model.moe.experts import are_few
+from colonnade.model.moe.experts import sorting_costs_more
 from tests.experts import LOADS, Case, experts_of_rows, experts_with_dropout, gradients, routed_experts
 from tests.worlds import assert_same
 
@@ -202,11 +202,11 @@ def test_an_idle_expert_is_not_read() -> None:
 def test_tokens_are_few(tokens: int, active: int, experts: int, width: int, hidden: int, *, are: bool) -> None:
     """Where tokens are expected to have large experts in common, sorting pays, or costs nothing."""
     stack = torch.empty(experts, hidden, width, dtype=torch.bfloat16, device="meta")
-    assert are_few(tokens, active, experts, Weights(stack, stack, stack)) == are
+    assert sorting_costs_more(tokens, active, experts, Weights(stack, stack, stack)) == are
 
 
 def test_of_a_few_experts_here_few_are_read_twice() -> None:
     """Of 8 ranks one has an eighth of what 8 tokens have in common."""
     stack = torch.empty(128, 768, 2048, dtype=torch.bfloat16, device="meta")
-    assert not are_few(8, 8, 128, Weights(stack, stack, stack))
-    assert are_few(8, 8, 128, Weights(stack[:16], stack[:16], stack[:16]))
+    assert not sorting_costs_more(8, 8, 128, Weights(stack, stack, stack))
+    assert sorting_costs_more(8, 8, 128, Weights(stack[:16], stack[:16], stack[:16]))

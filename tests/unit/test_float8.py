@@ -6,8 +6,8 @@ from torch import Tensor
 
 from colonnade.config import ModelConfig
 from colonnade.kernels.linear import float8, reference, scaled_mm
-from colonnade.model.activation_checkpointing import recompute
-from colonnade.model.linear import in_float8
+from colonnade.model.activation_checkpointing import set_recompute
+from colonnade.model.linear import enable_float8
 from tests.models import build, ragged
 from tests.unit.test_compile import loss_of
 from tests.worlds import assert_same
@@ -102,7 +102,7 @@ def test_the_blocks_products_are_in_float8_and_the_heads_is_not() -> None:
     for scaling in (None, "tensorwise", "rowwise"):
         model = build(MODEL, dtype=torch.float32)
         if scaling:
-            in_float8(model.blocks, scaling)
+            enable_float8(model.blocks, scaling)
         inside = [m for m in model.blocks.modules() if getattr(m, "float8", None)]
         assert len(inside) == (10 if scaling else 0) and model.unembed.float8 is None
         seen.append(model(stream, attend, lambda x, *_: x))
@@ -125,8 +125,8 @@ def test_float8_compiles_as_one_graph(scaling: str, kind: str) -> None:
     torch._dynamo.reset()
     plain, model = (build(MODEL, dtype=torch.float32) for _ in range(2))
     for it in (plain, model):
-        in_float8(it.blocks, scaling)
-    recompute(model.blocks, [kind] * 2)
+        enable_float8(it.blocks, scaling)
+    set_recompute(model.blocks, [kind] * 2)
     for block in model.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
     for lengths in ([16], [8, 8], [24]):

@@ -10,7 +10,7 @@ from colonnade.kernels.experts import float8, grouped_mm, reference
 from colonnade.kernels.experts.reference import ACTIVATIONS, Weights
 from colonnade.kernels.registry import choose
 from colonnade.model import linear
-from colonnade.model.linear import in_float8
+from colonnade.model.linear import enable_float8
 from tests.experts import LOADS, Case, experts_of_rows, gradients, routed_experts
 from tests.models import build, ragged
 from tests.unit.test_float8 import rounded
@@ -121,7 +121,7 @@ MODEL = ModelConfig(vocab_size=67, layers=2, width=32, heads=4, kv_heads=2, ffn_
 def test_a_models_experts_are_in_float8() -> None:
     stream, attend, _ = ragged(MODEL)
     plain, model = (build(MODEL, dtype=torch.float32) for _ in range(2))
-    in_float8(model.blocks, "tensorwise")
+    enable_float8(model.blocks, "tensorwise")
     layer = model.blocks.get_submodule("0.ffn")
     assert layer.experts.float8 == "tensorwise"  # type: ignore[union-attr]
     assert layer.shared_gate.float8 is None and layer.shared.up.float8 == "tensorwise"  # type: ignore[union-attr]
@@ -154,4 +154,4 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "B200")
     monkeypatch.setattr(type(model.blocks), "parameters", lambda _: iter([There()]))
     with pytest.raises(ConfigError, match=r"Hopper.*B200 has 10.0.*set train.float8 none"):
-        in_float8(model.blocks, "rowwise")
+        enable_float8(model.blocks, "rowwise")

@@ -11,7 +11,7 @@ import skinny_gemm
 from colonnade.config import MoeConfig, Plan, ServeConfig
 from colonnade.kernels.linear import skinny_gemm_tiles
 from colonnade.model import KVCache, Packed, Paged, fused_block
-from colonnade.model.weight_only_quant import quantisable
+from colonnade.model.weight_only_quant import quantisable_modules
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
 from tests.serve import tiny
@@ -45,7 +45,7 @@ def texts(*, on: bool, **changes: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_engine_says_and_keeps_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = {"attended": 0, "fed": 0}
+    taken = {"attention_step": 0, "ffn_step": 0}
     real = {part: getattr(fused_block, part) for part in taken}
 
     def counted(part: str, *args: Any, **how: Any) -> torch.Tensor:
@@ -58,14 +58,14 @@ def test_the_engine_says_and_keeps_the_same(name: str, monkeypatch: pytest.Monke
     assert plain[0] == ours[0]
     assert all((a - b).abs().max() < 1e-10 for a, b in zip(plain[1:], ours[1:], strict=True))
     # Layers' norms, norms after, and clipped heads are in no fused line.
-    assert (taken["attended"] > 0) == (name not in ("norms after", "layer norms", "clipped"))
-    assert (taken["fed"] > 0) == (name not in ("experts", "not gated", "norms after", "layer norms"))
+    assert (taken["attention_step"] > 0) == (name not in ("norms after", "layer norms", "clipped"))
+    assert (taken["ffn_step"] > 0) == (name not in ("experts", "not gated", "norms after", "layer norms"))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantised_weights(kind: str) -> None:
     model = tiny.model(width=64, ffn_width=96)
-    for layer in quantisable(model).values():
+    for layer in quantisable_modules(model).values():
         layer.quantise(layer.weight.detach(), kind, 32, lambda x: x)
     said = []
     for on in (False, True):
@@ -100,13 +100,15 @@ def test_what_wants_a_gradient_goes_through_the_modules() -> None:
     cache = KVCache(model.config, pages=2, page_tokens=4, dtype=torch.float64)
     some = torch.zeros(1, dtype=torch.int64)
     attend = Paged(cache, some[None].int(), some, some.int(), some.int(), 1, 1).at(0, None)
-    assert not fused_block.feeds(block, x, attend) and not fused_block.attends(block, x, attend)
+    assert not fused_block.can_fuse_ffn(block, x, attend) and not fused_block.can_fuse_attention(block, x, attend)
     with torch.no_grad():
-        assert fused_block.feeds(block, x, attend) and fused_block.attends(block, x, attend)
-        assert not fused_block.feeds(block, x[:0], attend) and not fused_block.attends(block, x[:0], attend)
+        assert fused_block.can_fuse_ffn(block, x, attend) and fused_block.can_fuse_attention(block, x, attend)
+        assert not fused_block.can_fuse_ffn(block, x[:0], attend) and not fused_block.can_fuse_attention(
+            block, x[:0], attend
+        )
         packed = Packed.of([2])
-        assert not fused_block.feeds(block, x, packed) and not fused_block.attends(block, x, packed)
-    fused_block.prepare(model)  # a CPU has none of the kernels, and stays as it is
+        assert not fused_block.can_fuse_ffn(block, x, packed) and not fused_block.can_fuse_attention(block, x, packed)
+    fused_block.enable(model)  # a CPU has none of the kernels, and stays as it is
     assert not block.fused and block.ffn.up.kernels == "auto"
 
 

@@ -11,7 +11,7 @@ from colonnade.data.token_classes import classify_tokens
 from colonnade.errors import RequestError
 from colonnade.look.routing import follow, tables
 from colonnade.model import Packed, Rows, Stream
-from colonnade.model.moe.expert_specialization import recorded
+from colonnade.model.moe.expert_specialization import record_choices
 from colonnade.model.score import score
 from tests.serve import tiny
 
@@ -38,7 +38,7 @@ def test_a_token_that_one_expert_takes_is_its_example() -> None:
     model, tokenizer = tiny.model(moe=MOE.replace(active=1, first=0)), tiny.tokenizer()
     (comma,) = tokenizer.encode(",")
     tokens = tokenizer.encode(TEXT)
-    with torch.no_grad(), recorded(model):
+    with torch.no_grad(), record_choices(model):
         assert model.embed is not None
         stream = Stream(torch.tensor(tokens), torch.arange(len(tokens)))
         model(stream, Packed.of([len(tokens)]), Rows())

@@ -18,7 +18,7 @@ from colonnade.config.presets import preset
 from colonnade.data import Batch
 from colonnade.errors import CapacityError
 from colonnade.model import Transformer
-from colonnade.model.activation_checkpointing import KINDS, recompute
+from colonnade.model.activation_checkpointing import RECOMPUTE_KINDS, set_recompute
 from colonnade.parallel import device_memory
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.train import Trainer
@@ -70,14 +70,14 @@ def test_a_block_keeps_what_is_estimated(name: str, ragged: bool) -> None:
     cu_seqlens = torch.tensor(ends, dtype=torch.int32)
     batch = Batch(tokens_T, torch.cat(positions), tokens_T, cu_seqlens, 64, not ragged)
     terms = StepContext(dropout=None if model.moe else step_dropout(run.train, 0, model, torch.device("cpu")))
-    for kind in KINDS:
+    for kind in RECOMPUTE_KINDS:
         kept: list[int] = []
         for layers in (1, 2):
             it = Transformer(model.replace(layers=layers), dtype=getattr(torch, run.train.dtype))
             with torch.no_grad():
                 for p in it.parameters():
                     p.normal_(0, 0.1)
-            recompute(it.blocks, [kind] * layers)
+            set_recompute(it.blocks, [kind] * layers)
             kept.append(saved_for_backward_bytes(it, lambda it=it: forward(it, batch, terms)))
         estimated = 256 * block_bytes(run, 0, "cpu", kind, ragged=ragged)
         assert estimated == pytest.approx(kept[1] - kept[0], rel=TOLERANCES.get(name, 0.015)), kind

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import ConfigError
-from colonnade.model.moe import Choice, Units
-from colonnade.model.moe.losses import load, losses
+from colonnade.model.moe import RouterOutput, TokenGroups
+from colonnade.model.moe.losses import balance_losses, expert_load
 from colonnade.parallel.axis import SOLO
 from tests.routers import EXPERTS, SEQUENCES, TOKENS, moe_of, router_of, tokens
 from tests.worlds import assert_same
@@ -72,8 +72,10 @@ def test_a_loss_is_its_formula_and_its_slope_is_autograds(balance, with_noise, a
 
     leaves, probs_TE, noisy_TE = both(logits_TE, expected_TE)
     weights_TA = torch.ones(ids_TA.shape, dtype=torch.float64)
-    choice = Choice(ids_TA, weights_TA, probs_TE, expected_TE=noisy_TE)
-    surrogate, value, z = losses(choice, load(ids_TA, E), leaves[0], moe, SOLO, Units(OF_T, len(SEQUENCES)))
+    choice = RouterOutput(ids_TA, weights_TA, probs_TE, expected_TE=noisy_TE)
+    surrogate, value, z = balance_losses(
+        choice, expert_load(ids_TA, E), leaves[0], moe, SOLO, TokenGroups(OF_T, len(SEQUENCES))
+    )
     surrogate.backward()
 
     plain_leaves, plain_probs_TE, plain_noisy_TE = both(logits_TE, expected_TE)
@@ -98,8 +100,8 @@ def test_the_loss_of_sequences_counts_the_highest_scores_without_bias_or_groups(
     router, (x_TD, tokens_T, index_T, units) = router_of(moe), tokens()
     if router.bias_E is not None:
         router.bias_E.zero_()[:2] = 0.3
-    choice, logits_TE = router(x_TD, tokens_T, index_T, None, training=True, units=units)
-    _, value, _ = losses(choice, load(choice.ids_TA, E), logits_TE, moe, SOLO, units)
+    choice, logits_TE = router(x_TD, tokens_T, index_T, None, training=True, token_groups=units)
+    _, value, _ = balance_losses(choice, expert_load(choice.ids_TA, E), logits_TE, moe, SOLO, units)
     logits_TE = logits_TE.detach()
     parts, biased = [], 0
     for s in set(OF_T.tolist()):
@@ -119,9 +121,9 @@ def test_the_loss_of_sequences_counts_the_highest_scores_without_bias_or_groups(
 
 def test_a_load_under_noise_that_a_router_does_not_know_is_refused():
     moe = moe_of("topology", balance="importance", noise=1.0)
-    choice = Choice(draw(2)[1], torch.ones(T, 2), torch.ones(T, E))
+    choice = RouterOutput(draw(2)[1], torch.ones(T, 2), torch.ones(T, E))
     with pytest.raises(ConfigError, match=r"router 'topology' does not give it; set model\.moe\.router\.noise to 0"):
-        losses(choice, load(choice.ids_TA, E), None, moe, SOLO)
+        balance_losses(choice, expert_load(choice.ids_TA, E), None, moe, SOLO)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +133,9 @@ def test_a_loss_of_an_even_load(balance, even):
     moe = moe_of("softmax", balance=balance, active=3)
     ids_TA = (torch.arange(30)[:, None] * 3 + torch.arange(3)) % E
     probs_TE = torch.full((30, E), 1 / E, dtype=torch.float64)
-    choice = Choice(ids_TA, torch.ones(30, 3), probs_TE)
-    units = Units(torch.arange(30) // 10, 3)
-    _, value, _ = losses(choice, load(ids_TA, E), None, moe, SOLO, units)
+    choice = RouterOutput(ids_TA, torch.ones(30, 3), probs_TE)
+    units = TokenGroups(torch.arange(30) // 10, 3)
+    _, value, _ = balance_losses(choice, expert_load(ids_TA, E), None, moe, SOLO, units)
     assert value.item() == pytest.approx(even, abs=1e-12)
 
 
@@ -143,8 +145,8 @@ def test_the_two_normalisations_differ_by_exactly_A():  # noqa: N802
     for balance in ("switch", "choices"):
         moe = moe_of("softmax", balance=balance, active=4, z_weight=0.0, balance_weight=1.0)
         leaf = logits_TE.clone().requires_grad_()
-        choice = Choice(ids_TA, ids_TA.double(), leaf.softmax(1))
-        surrogate, value, _ = losses(choice, load(ids_TA, E), leaf, moe, SOLO)
+        choice = RouterOutput(ids_TA, ids_TA.double(), leaf.softmax(1))
+        surrogate, value, _ = balance_losses(choice, expert_load(ids_TA, E), leaf, moe, SOLO)
         surrogate.backward()
         results[balance] = value, leaf.grad
     assert torch.equal(results["choices"][0], 4 * results["switch"][0])
@@ -156,8 +158,8 @@ def test_the_choices_loss_is_transformers_own():
     logits_TE = draw(2)[0]
     ids_TA = logits_TE.topk(2).indices
     moe = moe_of("softmax", balance="choices")
-    choice = Choice(ids_TA, ids_TA.double(), logits_TE.softmax(1))
-    _, value, _ = losses(choice, load(ids_TA, E), logits_TE, moe, SOLO)
+    choice = RouterOutput(ids_TA, ids_TA.double(), logits_TE.softmax(1))
+    _, value, _ = balance_losses(choice, expert_load(ids_TA, E), logits_TE, moe, SOLO)
     theirs = modeling.load_balancing_loss_func((logits_TE,), E, 2)
     # Theirs counts in float32.
     assert value.item() == pytest.approx(theirs.item(), rel=1e-6)
@@ -168,8 +170,8 @@ def test_losses_of_no_tokens_are_finite():
         moe = moe_of("softmax", balance=balance)
         leaf = torch.zeros(0, E, dtype=torch.float64, requires_grad=True)
         ids_TA = torch.zeros(0, 2, dtype=torch.int64)
-        choice = Choice(ids_TA, leaf[:, :2], leaf.softmax(1))
-        surrogate, value, z = losses(choice, load(ids_TA, E), leaf, moe, SOLO, Units(OF_T[:0], 3))
+        choice = RouterOutput(ids_TA, leaf[:, :2], leaf.softmax(1))
+        surrogate, value, z = balance_losses(choice, expert_load(ids_TA, E), leaf, moe, SOLO, TokenGroups(OF_T[:0], 3))
         surrogate.backward()
         assert surrogate.item() == 0
         assert math.isfinite(value.item())
@@ -181,7 +183,9 @@ def test_scores_in_16_bits_are_counted_exactly():
     moe = moe_of("softmax", active=1, balance="switch", z_weight=0.0)
     ids_TA = (torch.arange(1001) < 701).long()[:, None]
     probs_TE = torch.zeros(1001, E, dtype=torch.bfloat16).scatter(1, ids_TA, 1)
-    _, value, _ = losses(Choice(ids_TA, probs_TE[:, :1], probs_TE), load(ids_TA, E), None, moe, SOLO)
+    _, value, _ = balance_losses(
+        RouterOutput(ids_TA, probs_TE[:, :1], probs_TE), expert_load(ids_TA, E), None, moe, SOLO
+    )
     assert value.item() == pytest.approx(E * (701**2 + 300**2) / 1001**2, rel=1e-6)
 
 
@@ -190,8 +194,8 @@ def test_no_number_among_the_scores_is_no_number_in_the_losses():
         moe = moe_of("softmax", balance=balance)
         logits_TE, ids_TA, _ = draw(2)
         logits_TE[3, 1] = math.nan
-        choice = Choice(ids_TA, ids_TA.double(), logits_TE.softmax(1))
-        _, value, z = losses(choice, load(ids_TA, E), logits_TE, moe, SOLO)
+        choice = RouterOutput(ids_TA, ids_TA.double(), logits_TE.softmax(1))
+        _, value, z = balance_losses(choice, expert_load(ids_TA, E), logits_TE, moe, SOLO)
         assert value.isnan()
         assert z.isnan()
 
@@ -199,6 +203,6 @@ def test_no_number_among_the_scores_is_no_number_in_the_losses():
 def test_a_loss_of_sequences_must_be_told_them():
     moe = moe_of("softmax", balance="sequence")
     _, ids_TA, _ = draw(2)
-    choice = Choice(ids_TA, ids_TA.double(), torch.ones(T, E, dtype=torch.float64))
+    choice = RouterOutput(ids_TA, ids_TA.double(), torch.ones(T, E, dtype=torch.float64))
     with pytest.raises(ConfigError, match="loss of sequences, and the stream does not say"):
-        losses(choice, load(ids_TA, E), None, moe, SOLO)
+        balance_losses(choice, expert_load(ids_TA, E), None, moe, SOLO)

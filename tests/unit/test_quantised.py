@@ -16,7 +16,7 @@ from colonnade.kernels.linear import reference, skinny_gemm_cpu
 from colonnade.kernels.linear.quantise import dequantise, quantise, widened
 from colonnade.kernels.registry import TABLE
 from colonnade.model.linear import Linear
-from colonnade.model.weight_only_quant import kind_of, weight_bytes
+from colonnade.model.weight_only_quant import quantised_kind, weight_bytes
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine
 from tests.models import BERTS, CONFIGS, build
@@ -127,7 +127,7 @@ def test_a_model_is_quantised_while_it_is_read(name: str, format: str, tmp_path:
     tokens = torch.arange(20) % 50
     for kind in ("int8", "int4", "float8"):
         model = api.load(tmp_path / "m", dtype="float64", device="cpu", weights=kind, weight_group=32)
-        assert kind_of(model.transformer) == kind
+        assert quantised_kind(model.transformer) == kind
         layers = {n: m for n, m in model.transformer.named_modules() if isinstance(m, Linear)}
         plain = build(CONFIGS[name], dtype=torch.float64)
         for n, p in plain.named_parameters():  # what is quantised, dequantised; all else as it is

@@ -20,9 +20,9 @@ from colonnade.kernels.linear.quantise import dequantise, quantise
 from colonnade.kernels.registry import TABLE
 from colonnade.model import Transformer
 from colonnade.model.linear import Linear
-from colonnade.model.moe import experts_of
+from colonnade.model.moe import expert_modules
 from colonnade.model.moe.experts import Experts
-from colonnade.model.weight_only_quant import kept_bytes, kind_of, weight_bytes
+from colonnade.model.weight_only_quant import quantised_kind, weight_bytes, weight_bytes_as
 from colonnade.parallel.axis import SOLO_AXES
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.serve import Engine, SamplingParams
@@ -122,7 +122,7 @@ def test_a_mixture_is_quantised_while_it_is_read(name: str, format: str, weights
     else:
         api.save(api.Model(whole, None, DistributedContext.solo(CPU), "tiny"), tmp_path / "m")
     model = api.load(tmp_path / "m", dtype="float64", device="cpu", weights=weights, weight_group=32)
-    assert kind_of(model.transformer) == weights
+    assert quantised_kind(model.transformer) == weights
     made = {n for n, m in model.transformer.named_modules() if getattr(m, "quantised", None)}
     wanted = ["blocks.1.ffn.experts"]
     wanted += ["blocks.0.ffn.up", "blocks.1.ffn.shared.down"] if name == "biased_shared" else ["blocks.0.ffn.experts"]
@@ -136,7 +136,7 @@ def test_a_mixture_is_quantised_while_it_is_read(name: str, format: str, weights
     assert_same(model.logits(tokens), exact.logits(tokens), 1e-10)
     assert weight_bytes(model.transformer) < weight_bytes(plain) / 2
     stored = Transformer(config, dtype=torch.float64, device="meta")
-    assert weight_bytes(model.transformer) == kept_bytes(stored, weights, 32)
+    assert weight_bytes(model.transformer) == weight_bytes_as(stored, weights, 32)
 
 
 @pytest.mark.parametrize(("changes", "weights"), [({}, "int8"), (GPT2, "int4")], ids=["gated", "biased"])
@@ -153,7 +153,7 @@ def test_an_engine_says_what_the_reference_forward_says(changes: dict, weights: 
     said = Engine(model.transformer, tiny.tokenizer(), limits).generate(PROMPTS, [params] * len(PROMPTS))
     assert [list(c.token_ids) for c in said] == [tiny.greedy(plain, prompt, COUNT) for prompt in PROMPTS]
     waiting = api.load(tmp_path / "m", **on, experts=ExpertsConfig(resident=2))
-    assert all(layer.fetch is not None for layer in experts_of(waiting.transformer))
+    assert all(layer.fetch is not None for layer in expert_modules(waiting.transformer))
     again = Engine(waiting.transformer, tiny.tokenizer(), limits).generate(PROMPTS, [params] * len(PROMPTS))
     assert [c.token_ids for c in again] == [c.token_ids for c in said]
     for n in (1, 20):

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import set_checkpoint_debug_enabled
 from colonnade.config import ModelConfig
 from colonnade.errors import CapacityError
 from colonnade.model import Loss, Transformer
-from colonnade.model.activation_checkpointing import KINDS, Kind, recompute
+from colonnade.model.activation_checkpointing import RECOMPUTE_KINDS, RecomputeKind, set_recompute
 from colonnade.parallel.axis import SOLO
 from colonnade.train.activation_memory import (
     RecomputeChoice,
@@ -20,13 +20,13 @@ from colonnade.train.activation_memory import (
 from tests.models import CONFIGS, build, ragged
 from tests.worlds import assert_same
 
-MIXED: list[Kind] = ["full", "attention", "none"]
+MIXED: list[RecomputeKind] = ["full", "attention", "none"]
 
 
-def trained(config: ModelConfig, kinds: list[Kind]):
+def trained(config: ModelConfig, kinds: list[RecomputeKind]):
     """(loss, gradients, bytes kept) of one forward and backward pass in float64."""
     model = build(config)
-    recompute(model.blocks, kinds)
+    set_recompute(model.blocks, kinds)
     stream, attend, targets = ragged(config)
     kept = saved_for_backward_bytes(model, lambda: model(stream, attend, Loss(targets))[0])
     loss, _ = model(stream, attend, Loss(targets))
@@ -48,11 +48,11 @@ def test_values_and_gradients_are_the_same_bits(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("kind", ["attention", "full"])
-def test_compiled_blocks_recompute_too(kind: Kind) -> None:
+def test_compiled_blocks_recompute_too(kind: RecomputeKind) -> None:
     torch._dynamo.reset()
     config = CONFIGS["qwen3_window_tied"].replace(window=None)
     model, plain = build(config), build(config)
-    recompute(model.blocks, [kind] * 2)
+    set_recompute(model.blocks, [kind] * 2)
     for block in model.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
     stream, attend, targets = ragged(config, [9, 9])  # one graph cannot read the lengths of ragged ones
@@ -79,7 +79,7 @@ def test_a_block_is_weighed_right() -> None:
 
     block = measure_block_bytes(lambda it: Transformer(it, dtype=torch.float64), config, run, SOLO)
     assert block["full"] == stream.tokens_T.numel() * config.width * 8 < block["attention"] < block["none"]
-    for kind in KINDS:
+    for kind in RECOMPUTE_KINDS:
         five, two = (trained(config.replace(layers=layers), [kind] * layers)[2] for layers in (5, 2))
         assert five - two == 3 * block[kind]
 
@@ -91,7 +91,7 @@ def test_a_budget_is_kept_with_as_little_again_as_possible(
     costs: tuple[int, int, int], blocks: int, share: float
 ) -> None:
     full, attention, none = sorted(costs)
-    block: dict[Kind, int] = {"none": none, "attention": attention, "full": full}
+    block: dict[RecomputeKind, int] = {"none": none, "attention": attention, "full": full}
     allowed = int(share * blocks * none)
     if allowed < blocks * full:
         with pytest.raises(CapacityError, match=f"set it to at least {blocks * full}"):

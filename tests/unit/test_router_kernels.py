@@ -8,9 +8,9 @@ import torch
 
 from colonnade.kernels import permute, routing
 from colonnade.kernels.registry import choose
-from colonnade.model.moe import Choice, Seen
-from colonnade.model.moe.layer import _finite
-from colonnade.model.moe.router import RULES
+from colonnade.model.moe import RouterInput, RouterOutput
+from colonnade.model.moe.layer import _all_finite
+from colonnade.model.moe.router import ROUTERS
 from tests.routers import CHOICES, hard_scores, moe_of, router_of, same_choice, tokens
 
 
@@ -126,24 +126,24 @@ def test_the_plain_count() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_is_seen(bad: float) -> None:
     scores = draw(9, 6, dtype=torch.float32, wanted=False) * 3e38
-    assert bool(_finite(scores.clamp(-3e38, 3e38)))
+    assert bool(_all_finite(scores.clamp(-3e38, 3e38)))
     scores = scores.clamp(-3e38, 3e38)
     scores[4, 2] = bad
-    assert not bool(_finite(scores))
+    assert not bool(_all_finite(scores))
 
 
 @pytest.mark.parametrize("name", ["softmax", "cosine", "hash", "switch"])
 def test_tokens_are_seen_in_the_scores_precision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By whoever asks; they are kept as they came."""
-    seen: list[Seen] = []
-    rule = RULES[moe_of(name).router.kind]
+    seen: list[RouterInput] = []
+    rule = ROUTERS[moe_of(name).router.kind]
 
-    def noted(it: Seen) -> Choice:
+    def noted(it: RouterInput) -> RouterOutput:
         seen.append(it)
         return rule.choose(it)
 
-    monkeypatch.setitem(RULES, moe_of(name).router.kind, rule._replace(choose=noted))
+    monkeypatch.setitem(ROUTERS, moe_of(name).router.kind, rule._replace(choose=noted))
     x_TD, tokens_T, index_T, _ = tokens()
     choice, _ = router_of(moe_of(name)).bfloat16()(x_TD.bfloat16(), tokens_T, index_T, None)
-    assert seen[0].given_TD.dtype == torch.bfloat16 and seen[0].logits_TE.dtype == torch.float32
+    assert seen[0].raw_TD.dtype == torch.bfloat16 and seen[0].logits_TE.dtype == torch.float32
     assert seen[0].x_TD.dtype == choice.weights_TA.dtype == torch.float32

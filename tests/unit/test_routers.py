@@ -10,9 +10,20 @@ import torch
 from colonnade.config import MoeConfig, RouterConfig
 from colonnade.errors import ConfigError
 from colonnade.model import Transformer, initialise
-from colonnade.model.moe import Choice, MixtureOfExperts, Own, Routed, Router, Routing, Seen, Spread, Units, router
-from colonnade.model.moe.router import INPUT, RULES, SCORES, SECOND, draws
-from colonnade.model.moe.routing_context import blame
+from colonnade.model.moe import (
+    DispatchOptions,
+    LayerRouting,
+    MixtureOfExperts,
+    Router,
+    RouterInput,
+    RouterOutput,
+    RouterParameter,
+    Routing,
+    TokenGroups,
+    router,
+)
+from colonnade.model.moe.router import INPUT, ROUTERS, SCORES, SECOND, uses_noise
+from colonnade.model.moe.routing_context import find_nonfinite_scores
 from colonnade.parallel.axis import SOLO_AXES
 from tests.routers import EXPERTS, KINDS, TOKENS, WIDTH, config_of, kind_of, moe_of, noise_for, router_of, tokens
 from tests.worlds import assert_same
@@ -72,7 +83,7 @@ def plain(name: str, moe: MoeConfig, router: Router) -> tuple[list[list[int]], l
             p = own["own.project"] @ x
             rows.append([(p @ s / p.norm() / s.norm()).item() * factor for s in own["own.experts"]])
     if kind == "task":
-        rows = [own["own.table"][u].tolist() for u in units.of_T]
+        rows = [own["own.table"][u].tolist() for u in units.group_T]
     if config.noise:
         normal = noise.normal(E, SCORES).tolist()
         rows = [
@@ -86,7 +97,7 @@ def plain(name: str, moe: MoeConfig, router: Router) -> tuple[list[list[int]], l
             for three in zip(rows, normal, spread, strict=True)
         ]
     if kind == "sequence":
-        of = units.of_T.tolist()
+        of = units.group_T.tolist()
         members = {u: [t for t in range(TOKENS) if of[t] == u] for u in of}
         rows = [
             [sum(rows[m][e] for m in members[of[t]]) / len(members[of[t]]) for e in range(E)] for t in range(TOKENS)
@@ -141,9 +152,9 @@ def plain_topology(moe: MoeConfig, probs: list[list[float]]) -> tuple[list[list[
     return ids, [finish(moe, [probs[t][e] for e in ids[t]]) for t in range(TOKENS)]
 
 
-def chosen(name: str, moe: MoeConfig, router: Router, **how) -> Choice:
+def chosen(name: str, moe: MoeConfig, router: Router, **how) -> RouterOutput:
     x_TD, tokens_T, index_T, units = tokens()
-    return router(x_TD, tokens_T, index_T, noise_for(moe, index_T), training=True, units=units, **how)[0]
+    return router(x_TD, tokens_T, index_T, noise_for(moe, index_T), training=True, token_groups=units, **how)[0]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -170,7 +181,7 @@ def test_equal_scores_go_to_the_lowest_index(name):
         for tensor in router.state_dict().values():
             tensor.zero_()
         x_TD, tokens_T, index_T, units = tokens()
-        ids_TA = router(x_TD.to(dtype), tokens_T, index_T, None, units=units)[0].ids_TA
+        ids_TA = router(x_TD.to(dtype), tokens_T, index_T, None, token_groups=units)[0].ids_TA
         if name == "expert_choice":
             assert torch.equal(ids_TA[:1], torch.arange(60)[None])  # one token an expert: the first
             assert (ids_TA[1:] == 60).all()
@@ -180,7 +191,7 @@ def test_equal_scores_go_to_the_lowest_index(name):
 
 def test_the_cases_use_every_router_of_the_registry():
     # Other tests, and the documentation's, register routers of their own in the same process.
-    ours = {name for name, rule in RULES.items() if rule.choose.__module__.startswith("colonnade.")}
+    ours = {name for name, rule in ROUTERS.items() if rule.choose.__module__.startswith("colonnade.")}
     assert {kind_of(name) for name in KINDS} == ours
 
 
@@ -200,7 +211,7 @@ def test_a_router_of_no_tokens_and_of_one(name):
     x_TD, tokens_T, index_T, units = tokens()
     for T in (0, 1):
         noise = noise_for(moe, index_T[:T])
-        choice, _ = router(x_TD[:T], tokens_T[:T], index_T[:T], noise, training=True, units=units.rows(slice(T)))
+        choice, _ = router(x_TD[:T], tokens_T[:T], index_T[:T], noise, training=True, token_groups=units.rows(slice(T)))
         assert len(choice.ids_TA) == len(choice.weights_TA) == T
         assert choice.weights_TA.isfinite().all()
 
@@ -211,14 +222,14 @@ def test_inference_has_no_noise(name):
     moe = moe_of(name)
     router = router_of(moe)
     x_TD, tokens_T, index_T, units = tokens()
-    choice, _ = router(x_TD, tokens_T, index_T, None, units=units)
+    choice, _ = router(x_TD, tokens_T, index_T, None, token_groups=units)
     calm = moe_of(name, jitter=0.0, noise=0.0)
     quiet = router_of(calm)
-    expected, _ = quiet(x_TD, tokens_T, index_T, None, units=units)
+    expected, _ = quiet(x_TD, tokens_T, index_T, None, token_groups=units)
     assert torch.equal(choice.ids_TA, expected.ids_TA)
     assert torch.equal(choice.weights_TA, expected.weights_TA)
     assert choice.expected_TE is None
-    if draws(moe):
+    if uses_noise(moe):
         noisy = chosen(name, moe, router)
         assert not torch.equal(noisy.weights_TA, choice.weights_TA), "the noise changes nothing"
 
@@ -231,11 +242,11 @@ def test_gshard_keeps_a_second_expert_in_proportion_to_its_weight():
     logits_TE = torch.zeros(T, E, dtype=torch.float64)
     logits_TE[:, 0], logits_TE[:, 3] = math.log(1 - g2) + 9, math.log(g2) + 9
     none = torch.empty(0)
-    seen = Seen(none, logits_TE, logits_TE, moe, {}, None, noise, none, none, SOLO_AXES.grid.tokens)
-    kept = (RULES["gshard"].choose(seen).ids_TA[:, 1] < E).double().mean().item()
+    seen = RouterInput(none, logits_TE, logits_TE, moe, {}, None, noise, none, none, SOLO_AXES.grid.tokens)
+    kept = (ROUTERS["gshard"].choose(seen).ids_TA[:, 1] < E).double().mean().item()
     assert abs(kept - 2 * g2) < 4 * math.sqrt(0.4 * 0.6 / T)
     seen = seen._replace(noise=None)
-    assert (RULES["gshard"].choose(seen).ids_TA < E).all()
+    assert (ROUTERS["gshard"].choose(seen).ids_TA < E).all()
 
 
 def test_the_noisy_routers_load_is_the_share_of_draws_that_choose_an_expert():
@@ -261,9 +272,9 @@ def test_the_load_under_added_noise_is_the_chance_to_be_among_the_highest(name):
     """Of the others' noisy scores; the mean noise of n tokens of a sequence is √n times narrower."""
     moe = moe_of(name, noise=1.5, balance="importance", bias_rate=0.0)
     router, (x_TD, tokens_T, index_T, units) = router_of(moe), tokens()
-    choice, noisy_TE = router(x_TD, tokens_T, index_T, noise_for(moe, index_T), training=True, units=units)
-    _, clean_TE = router(x_TD, tokens_T, index_T, None, units=units)
-    sizes = torch.bincount(units.of_T)[units.of_T].tolist() if name == "sequence" else [1] * TOKENS
+    choice, noisy_TE = router(x_TD, tokens_T, index_T, noise_for(moe, index_T), training=True, token_groups=units)
+    _, clean_TE = router(x_TD, tokens_T, index_T, None, token_groups=units)
+    sizes = torch.bincount(units.group_T)[units.group_T].tolist() if name == "sequence" else [1] * TOKENS
     for t, (clean, noisy) in enumerate(zip(clean_TE.tolist(), noisy_TE.tolist(), strict=True)):
         for e in range(E):
             least = sorted(noisy[:e] + noisy[e + 1 :], reverse=True)[moe.active - 1]
@@ -298,7 +309,7 @@ def test_expert_choice_loads_all_experts_alike_and_bounds_its_rows():
     choice = chosen("expert_choice", moe, router_of(moe))
     C = math.ceil(TOKENS * moe.active / E)
     assert torch.bincount(choice.ids_TA.flatten(), minlength=E + 1)[:E].tolist() == [C] * E
-    assert (choice.ids_TA < E).sum() <= choice.rows
+    assert (choice.ids_TA < E).sum() <= choice.max_choices
 
 
 def test_the_hash_sends_a_token_to_distinct_experts_always_the_same_and_evenly():
@@ -337,8 +348,8 @@ def test_a_sequences_tokens_all_go_to_the_same_experts_and_two_sequences_do_not(
 def test_sequences_are_numbered_by_their_starts():
     """The filler at the end of cu_seqlens holds no token."""
     cu_seqlens = torch.tensor([0, 7, 8, 21, 29, 29, 29, 29, 29], dtype=torch.int32)
-    units = Units.sequences(cu_seqlens, 29, SOLO_AXES.dp)
-    assert units.of_T.tolist() == [0] * 7 + [1] + [2] * 13 + [3] * 8
+    units = TokenGroups.sequences(cu_seqlens, 29, SOLO_AXES.dp)
+    assert units.group_T.tolist() == [0] * 7 + [1] + [2] * 13 + [3] * 8
     assert units.count == 8
 
 
@@ -371,9 +382,9 @@ def test_the_hidden_group_of_a_negative_biased_score_stays_hidden():
     logits_TE = torch.tensor([[4.0, 3.0, -6.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
     bias_E = torch.tensor([0.5, -2.0, -2.0, -0.9, -0.9, -0.9], dtype=torch.float64)
     none = torch.empty(0)
-    seen = Seen(none, logits_TE, logits_TE, moe, {}, bias_E, None, none, none, SOLO_AXES.grid.tokens)
+    seen = RouterInput(none, logits_TE, logits_TE, moe, {}, bias_E, None, none, none, SOLO_AXES.grid.tokens)
     scores = (logits_TE.sigmoid() + bias_E)[0].tolist()
-    assert RULES["sigmoid"].choose(seen).ids_TA[0].tolist() == within_groups(moe, scores)[:2]
+    assert ROUTERS["sigmoid"].choose(seen).ids_TA[0].tolist() == within_groups(moe, scores)[:2]
     assert min(scores[:3]) < 0
 
 
@@ -411,16 +422,16 @@ def test_routers_say_what_their_parameters_begin_as():
 # -- a newcomer's router, and what is refused ------------------------------------------------------------------------
 
 
-@router("first_letters", lambda config, moe: {"push": Own((moe.experts,), 2.0)})
-def first_letters(seen: Seen) -> Choice:
+@router("first_letters", lambda config, moe: {"push": RouterParameter((moe.experts,), 2.0)})
+def first_letters(seen: RouterInput) -> RouterOutput:
     ids_TA = (seen.tokens_T[:, None] + torch.arange(seen.moe.active)) % seen.moe.experts
-    probs_TE = (seen.logits_TE * seen.own["push"]).softmax(1)
-    return Choice(ids_TA, probs_TE.gather(1, ids_TA), probs_TE)
+    probs_TE = (seen.logits_TE * seen.parameters["push"]).softmax(1)
+    return RouterOutput(ids_TA, probs_TE.gather(1, ids_TA), probs_TE)
 
 
 @router("careless", gate=False)
-def careless(seen: Seen) -> Choice:
-    return Choice(seen.tokens_T, seen.tokens_T.double(), seen.logits_TE)
+def careless(seen: RouterInput) -> RouterOutput:
+    return RouterOutput(seen.tokens_T, seen.tokens_T.double(), seen.logits_TE)
 
 
 def test_a_router_of_ones_own_needs_one_function():
@@ -430,7 +441,7 @@ def test_a_router_of_ones_own_needs_one_function():
     assert isinstance(layer, MixtureOfExperts)
     assert (layer.router.gates[0].own["push"] == 2).all()
     x_TD, tokens_T, index_T, _ = tokens()
-    y_TD, report = layer(x_TD.float(), TOKENS, Routed(tokens_T, Routing(index_T, 1.0), Spread()))
+    y_TD, report = layer(x_TD.float(), TOKENS, LayerRouting(tokens_T, Routing(index_T, 1.0), DispatchOptions()))
     assert y_TD.shape == x_TD.shape
     assert report.load_E.sum() == 3 * TOKENS
     y_TD.square().sum().backward()
@@ -444,8 +455,8 @@ def test_a_router_of_ones_own_needs_one_function():
         ({"kind": "os.system"}, {}, "there is no router 'os.system'"),
         ({"kind": "switch"}, {}, "'switch' sends a token to 1 of the experts, not 2; set model.moe.active to 1"),
         ({"kind": "gshard"}, {"active": 3}, "'gshard' sends a token to 2 of the experts, not 3"),
-        ({"kind": "noisy"}, {"bias_rate": 0.1}, r"'noisy' does not heed model\.moe\.bias_rate; .* softmax"),
-        ({"kind": "hash", "groups": 2}, {}, r"'hash' does not heed model\.moe\.router\.groups"),
+        ({"kind": "noisy"}, {"bias_rate": 0.1}, r"'noisy' does not support model\.moe\.bias_rate; .* softmax"),
+        ({"kind": "hash", "groups": 2}, {}, r"'hash' does not support model\.moe\.router\.groups"),
         ({"nodes": 7}, {}, "6 experts cannot be spread over 7 nodes"),
         ({}, {"active": 7}, "a token cannot go to 7 of 6 experts"),
         ({"groups": 4}, {}, "6 experts do not divide into 4 groups"),
@@ -487,7 +498,7 @@ def test_a_router_of_sequences_must_be_told_them(kind):
     if kind == "task":
         few = moe_of("task", tasks=2)
         with pytest.raises(ConfigError, match="has 5 tasks, and the router 2"):
-            router_of(few)(x_TD, tokens_T, index_T, None, units=units)
+            router_of(few)(x_TD, tokens_T, index_T, None, token_groups=units)
 
 
 def test_a_layer_learns_through_a_router_that_does_not():
@@ -496,7 +507,7 @@ def test_a_layer_learns_through_a_router_that_does_not():
     model = initialise(Transformer(config_of(moe), dtype=torch.float64), seed=0)
     layer = model.get_submodule("blocks.0.ffn")
     x_TD, tokens_T, index_T, _ = tokens()
-    y_TD, report = layer(x_TD, TOKENS, Routed(tokens_T, Routing(index_T, 1.0), Spread()))
+    y_TD, report = layer(x_TD, TOKENS, LayerRouting(tokens_T, Routing(index_T, 1.0), DispatchOptions()))
     y_TD.square().sum().backward()
     assert report.balance > 1
     assert report.z == 0
@@ -522,7 +533,9 @@ def test_scores_that_are_no_number_reach_the_loss_and_name_their_layer(name):
             weight.data[1, 2] = math.nan
         layer.zero_grad()
         noise = noise_for(moe, index_T)
-        y_TD, report = layer(x_TD, TOKENS, Routed(tokens_T, Routing(index_T, 1.0, units=units), Spread()), noise)
+        y_TD, report = layer(
+            x_TD, TOKENS, LayerRouting(tokens_T, Routing(index_T, 1.0, token_groups=units), DispatchOptions()), noise
+        )
         y_TD.square().sum().backward()
         assert layer.router.gates[0].weight is None or weight.grad.isfinite().all() == (not broken)
         assert y_TD.isfinite().all() == (not broken)
@@ -531,6 +544,6 @@ def test_scores_that_are_no_number_reach_the_loss_and_name_their_layer(name):
 
 def test_the_first_layer_that_broke_is_named_with_its_ranks():
     fine = [True] * 4
-    assert blame([fine, fine]) is None
+    assert find_nonfinite_scores([fine, fine]) is None
     table = [fine, [True, True, False, False], fine, [True, True, False, True]]
-    assert blame(table) == "the router's scores in layer 2 are not finite on rank 1, 3 of 4"
+    assert find_nonfinite_scores(table) == "the router's scores in layer 2 are not finite on rank 1, 3 of 4"

@@ -13,7 +13,7 @@ from colonnade.config import ExpertsConfig, MoeConfig, Plan, ServeConfig
 from colonnade.config.presets import preset
 from colonnade.errors import CapacityError
 from colonnade.model import KVCache, Transformer
-from colonnade.model.moe import experts_of
+from colonnade.model.moe import expert_modules
 from colonnade.model.weight_only_quant import weight_bytes
 from colonnade.parallel.axis import SOLO_AXES, Axes, Axis
 from colonnade.parallel.distributed_context import DistributedContext
@@ -52,10 +52,10 @@ def test_quantised_weights_are_reckoned_to_the_byte(weights: str, moe: MoeConfig
     serve = ServeConfig(weights=weights, weight_group=32)
     assert asked(model, serve).needs().weights == weight_bytes(model)
     if moe is not None:  # of three layers' experts two are on the device
-        layers = experts_of(model)
+        layers = expert_modules(model)
         there = asked(model, serve, resident=2).needs().weights
         assert there == weight_bytes(model) - layers[0].size_bytes
-        waiting = experts_of(api.load(tmp_path / "m", **on, experts=ExpertsConfig(resident=2)).transformer)
+        waiting = expert_modules(api.load(tmp_path / "m", **on, experts=ExpertsConfig(resident=2)).transformer)
         assert waiting[0].fetch is not None
         assert there == weight_bytes(model) - 3 * layers[0].size_bytes + 2 * sum(
             held.nbytes for held in waiting[0].fetch(None, 0).tensors

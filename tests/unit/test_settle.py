@@ -12,12 +12,11 @@ from colonnade.config.presets import preset
 from colonnade.errors import ConfigError
 from colonnade.kernels.attention import sdpa
 from colonnade.kernels.registry import CHOSEN
-from colonnade.model.moe.router import RULES
 from colonnade.parallel.axis import Axes, Axis, Grid
 from colonnade.serve import Engine
 from colonnade.serve.memory_advice import remedies
 from colonnade.serve.memory_estimate import EngineSpec, scratch_pages
-from colonnade.serve.resolve_config import TOKENWISE_ROUTERS, EngineTraits, check_fixed_steps, resolve_config
+from colonnade.serve.resolve_config import EngineTraits, check_fixed_steps, resolve_config
 from tests.serve import tiny
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -103,7 +102,6 @@ def test_padding_is_for_those_whose_answer_it_cannot_change() -> None:
     ):  # fmt: skip
         assert resolve_config(ServeConfig(), site).fixed_steps is False
         check_fixed_steps(ServeConfig(fixed_steps=True), site)
-    assert set(RULES) >= TOKENWISE_ROUTERS
 
 
 def test_a_model_says_where_it_stands() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from colonnade.data.token_classes import TOKEN_CLASSES, classify_tokens
 from colonnade.model import Packed, Rows
-from colonnade.model.moe.expert_specialization import examples, recorded, specializations
+from colonnade.model.moe.expert_specialization import record_choices, specializations, top_tokens
 from tests.models import MOES, build, ragged
 
 
@@ -34,12 +34,12 @@ def test_experts_that_tell_the_kind_and_experts_that_do_not_care():
     sharp = torch.tensor([[0]] * 6 + [[2]] * 6)
     even = torch.tensor([[0], [1], [2]] * 4)
     found = specializations({3: sharp, 5: even}, kinds, experts=4)
-    assert found[3].told == pytest.approx(1)
+    assert found[3].mutual_information == pytest.approx(1)
     assert found[3].counts == [[6, 0, 0, 0], [0, 0, 6, 0]]
-    assert found[3].favourites("verb") == [(2, 2.0)]
-    assert found[5].told == pytest.approx(0, abs=1e-12)
+    assert found[3].preferred_experts("verb") == [(2, 2.0)]
+    assert found[5].mutual_information == pytest.approx(0, abs=1e-12)
     assert found[5].lifts == [[1.0, 1.0, 1.0, 0.0]] * 2
-    assert found[5].favourites("number") == []
+    assert found[5].preferred_experts("number") == []
 
 
 def test_the_information_is_the_textbooks():
@@ -48,14 +48,14 @@ def test_the_information_is_the_textbooks():
     found = specializations({0: ids_TA}, ["number"] * 4 + ["verb"] * 4, experts=2)[0]
     cells = [3 / 8, 1 / 8, 1 / 8, 3 / 8]
     information = sum(p * math.log(p / 0.25) for p in cells)
-    assert found.told == pytest.approx(information / math.log(2))
+    assert found.mutual_information == pytest.approx(information / math.log(2))
     assert found.lifts == [[1.5, 0.5], [0.5, 1.5]]
 
 
 def test_examples_are_the_tokens_beyond_an_experts_share():
     pieces = [" the", ",", " the", ",", " the", " the"]
     ids_TA = torch.tensor([[0], [1], [0], [1], [0], [1]])
-    assert examples(ids_TA, pieces, experts=3) == [["the"], [","], []]
+    assert top_tokens(ids_TA, pieces, experts=3) == [["the"], [","], []]
 
 
 def test_choices_are_recorded_by_block_and_no_longer():
@@ -63,7 +63,7 @@ def test_choices_are_recorded_by_block_and_no_longer():
     stream, attend, _ = ragged(MOES["biased_shared"])
     T = len(stream.tokens_T)
     assert isinstance(attend, Packed)
-    with torch.no_grad(), recorded(model) as ids:
+    with torch.no_grad(), record_choices(model) as ids:
         model(stream, attend, Rows())
         assert list(ids) == [1], "the first block is dense"
         assert ids[1].shape == (T, 3)
@@ -76,5 +76,5 @@ def test_choices_are_recorded_by_block_and_no_longer():
 
 def test_nothing_chosen_is_no_speciality():
     found = specializations({0: torch.full((2, 1), 4)}, ["verb", "number"], experts=4)[0]
-    assert found.told == 0
+    assert found.mutual_information == 0
     assert sum(map(sum, found.counts)) == 0

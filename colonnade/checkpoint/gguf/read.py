@@ -30,7 +30,7 @@ from colonnade.checkpoint.weight_mapping import (
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
-from colonnade.model.weight_only_quant import Place, in_place
+from colonnade.model.weight_only_quant import StoreWeight, copy_weight
 
 CHUNK_ELEMENTS = 1 << 23
 """Elements dequantised at once (32 MiB in float32)."""
@@ -96,7 +96,7 @@ class GGUFFile:
         duplicates = {"output.weight": "token_embd.weight"} if tied else {}
         self._weights = WeightLoader(self.config, source, table, duplicates)
 
-    def load_weights(self, model: Transformer, place: Place = in_place) -> None:
+    def load_weights(self, model: Transformer, place: StoreWeight = copy_weight) -> None:
         """Reads this rank's share into ``model``, built from :attr:`config`; see :meth:`WeightLoader.load_weights`."""
         self._weights.load_weights(model, place)
 

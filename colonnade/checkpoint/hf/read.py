@@ -20,7 +20,7 @@ from colonnade.checkpoint.weight_mapping import Box, Shape
 from colonnade.config import ModelConfig
 from colonnade.errors import CheckpointError
 from colonnade.model import Transformer
-from colonnade.model.weight_only_quant import Place, in_place
+from colonnade.model.weight_only_quant import StoreWeight, copy_weight
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -46,7 +46,7 @@ class HFFolder:
         duplicates = {**family.duplicates, head: embedding} if self.config.tied else family.duplicates
         self._weights = WeightLoader(self.config, source, family.table_for(source.shapes), duplicates)
 
-    def load_weights(self, model: Transformer, place: Place = in_place) -> None:
+    def load_weights(self, model: Transformer, place: StoreWeight = copy_weight) -> None:
         """Reads this rank's share into ``model``, built from :attr:`config`; see :meth:`WeightLoader.load_weights`."""
         self._weights.load_weights(model, place)
 

@@ -65,7 +65,7 @@ def write_hf(
         raise ConfigError(f"shard_bytes {shard_bytes} is not positive; 5000000000 is usual")
     path = Path(path).absolute()
     dtype = dtype or next(model.parameters()).dtype
-    shapes = model.whole_shapes()
+    shapes = model.global_shapes()
     sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
     mappings = map_parameters(list(sizes), FAMILIES[model.config.family].table, str(path))
     special_ids = _special_ids(tokenizer)
@@ -118,7 +118,7 @@ def _gather_shard(
     model: Transformer, mappings: Mapping[str, ParamMapping], names: list[str], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """The tensors of one file on the writing rank; {} on the others, which take part in the gathers."""
-    shapes, layout, axes = model.whole_shapes(), layout_of(model), model.axes
+    shapes, layout, axes = model.global_shapes(), layout_of(model), model.axes
     local = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors: dict[str, Tensor] = {}
     for name in names:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from colonnade.compat.tutel.gates import COMMON, GATES
 from colonnade.config.base import did_you_mean
 from colonnade.errors import ConfigError, PlanError
-from colonnade.model.activation_checkpointing import again
+from colonnade.model.activation_checkpointing import checkpointed
 from colonnade.parallel.process_groups import axis_of, inner
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class FusedExpertsNetwork(nn.Module):
             b1, b2 = self.batched_fc1_bias, self.batched_fc2_bias
             return self._ffn(x, self.batched_fc1_w, self.batched_fc2_w, b1, b2)
         # The activation may draw random numbers, and must draw the same again.
-        return again(self._gathered, x, ctx, ctx.adaptive_degree, random=True)
+        return checkpointed(self._gathered, x, ctx, ctx.adaptive_degree, random=True)
 
     def _gathered(self, x: Tensor, ctx: "MOELayer", degree: int) -> Tensor:
         E = ctx.num_global_experts if degree == 0 else 1
@@ -173,7 +173,7 @@ class LlamaFFNNetwork(nn.Module):
         """(experts, rows, D)."""
         if ctx.world_size == 1 or (ctx.sharded_count == 1 and ctx.adaptive_degree == 1):
             return self._ffn(x, ctx, 1)
-        return again(self._ffn, x, ctx, ctx.adaptive_degree, random=True)
+        return checkpointed(self._ffn, x, ctx, ctx.adaptive_degree, random=True)
 
     def _ffn(self, x: Tensor, ctx: "MOELayer", degree: int) -> Tensor:
         sh = ctx.sharded_count

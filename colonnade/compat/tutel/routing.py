@@ -16,8 +16,7 @@ from torch import Tensor
 
 from colonnade.compat.tutel.gates import gshard_loss
 from colonnade.errors import ConfigError, PlanError
-from colonnade.model.moe.capacity import capacity
-from colonnade.model.moe.global_token_order import global_positions
+from colonnade.model.moe.capacity import capacity, global_positions
 from colonnade.parallel.process_groups import Group, axis_of
 
 Critical = tuple[int, list[Tensor], list[Tensor], list[Tensor], int, Tensor]

@@ -1,25 +1,25 @@
 """Mixture of experts: Router, Dispatch, Experts, Combine."""
 
 from colonnade.model.moe import routers
-from colonnade.model.moe.expert_offload import OffloadedExperts, experts_of
+from colonnade.model.moe.expert_offload import OffloadedExperts, expert_modules
 from colonnade.model.moe.layer import MixtureOfExperts
-from colonnade.model.moe.router import Choice, Own, Router, Seen, draws, router
-from colonnade.model.moe.routing_context import Report, Routed, Routing, Spread, Units
+from colonnade.model.moe.router import Router, RouterInput, RouterOutput, RouterParameter, router, uses_noise
+from colonnade.model.moe.routing_context import DispatchOptions, LayerReport, LayerRouting, Routing, TokenGroups
 
 __all__ = [
-    "Choice",
+    "DispatchOptions",
+    "LayerReport",
+    "LayerRouting",
     "MixtureOfExperts",
     "OffloadedExperts",
-    "Own",
-    "Report",
-    "Routed",
     "Router",
+    "RouterInput",
+    "RouterOutput",
+    "RouterParameter",
     "Routing",
-    "Seen",
-    "Spread",
-    "Units",
-    "draws",
-    "experts_of",
+    "TokenGroups",
+    "expert_modules",
     "router",
     "routers",
-]  # fmt: skip
+    "uses_noise",
+]

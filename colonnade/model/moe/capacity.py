@@ -1,51 +1,54 @@
-"""Capacity: how many tokens an expert takes, and which (GShard, arXiv 2006.16668; Switch, section 2.2; Tutel).
+"""Expert capacity: how many tokens an expert takes, and which (GShard, arXiv 2006.16668; Switch, section 2.2; Tutel).
 
     n_e = ⌈T/E⌉          f > 0: C = A·int(f·n_e)     f = 0: C = the largest load     f < 0: the smaller of the two
 
-The place of a token's j-th choice is the number of earlier tokens with the same j-th choice, plus all first … (j−1)-th
-choices of that expert: every first choice stands before every second one. Places from C on are dropped. Earlier means a
-lower number in the step's global batch, or a higher top probability (batch-prioritised, Riquelme 2021, arXiv
-2106.05974).
+The position of a token's j-th choice in its expert's queue is the number of earlier tokens with the same j-th choice,
+plus all first … (j−1)-th choices of that expert: every first choice comes before every second one. Positions from C on
+are dropped. Earlier means a lower index in the step's global batch, or a higher top probability (batch-prioritised
+routing, Riquelme 2021, arXiv 2106.05974).
 
-No place reaches the largest load, so who is dropped depends on A·int(|f|·n_e) alone, and f = 0 drops nothing in any
-order (Tutel counts before it reorders, and drops). Places are counted over the tokens of all ranks, so that no layout
-changes who is dropped; or over each rank's own, as Tutel does, with T the largest rank's.
+No position reaches the largest load, so which tokens are dropped depends on A·int(|f|·n_e) alone, and f = 0 drops
+nothing in any order (Tutel counts before it reorders, and drops). Positions are counted over the tokens of all ranks,
+so that no layout changes which tokens are dropped; or over each rank's own, as Tutel does, with T the largest rank's.
+
+Ranks hold different tokens, depending on the layout. A decision about all of them gathers what it needs, in the order
+of the tokens' global indices (:func:`in_global_order`), so that every rank decides as a single process would.
 """
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from colonnade.config import MoeConfig
 from colonnade.errors import ConfigError
-from colonnade.model.moe.global_token_order import global_positions, in_global_order
-from colonnade.model.moe.router import Choice
+from colonnade.model.moe.router import RouterOutput
 from colonnade.parallel.axis import SOLO, Axis
 
 
-class Admitted(NamedTuple):
-    """The choices that got a place: others have expert E and weight 0."""
+class KeptChoices(NamedTuple):
+    """The choices within the capacity: dropped ones have expert E and weight 0."""
 
     ids_TA: Tensor
     weights_TA: Tensor
 
 
-def admit(choice: Choice, index_T: Tensor, moe: MoeConfig, over: Axis) -> Admitted:
-    """Which choices get a place, by the tokens' numbers ``index_T``; ``over`` are the ranks that have other tokens.
+def apply_capacity(choice: RouterOutput, index_T: Tensor, moe: MoeConfig, over: Axis) -> KeptChoices:
+    """Drop choices beyond the capacity, by the tokens' global indices; the ranks ``over`` have other tokens.
 
-    Raises :class:`ConfigError`, on all ranks alike, for a capacity that leaves no place at all.
+    Raises :class:`ConfigError`, on all ranks alike, for a capacity of 0 tokens.
     """
     ids_TA, weights_TA = choice.ids_TA, choice.weights_TA
     if not moe.capacity:
-        return Admitted(ids_TA, weights_TA)
-    alone = moe.capacity_over == "rank"
+        return KeptChoices(ids_TA, weights_TA)
+    per_rank = moe.capacity_over == "rank"
     top_T = choice.probs_TE.detach().amax(1)
-    (all_ids, all_top), where_T = in_global_order(SOLO if alone else over, index_T, ids_TA, top_T)
-    tokens = max(over.list_(len(ids_TA))) if alone else len(all_ids)
-    place_TA = global_positions(all_ids, moe.experts)
+    (all_ids, all_top), row_T = in_global_order(SOLO if per_rank else over, index_T, ids_TA, top_T)
+    tokens = max(over.list_(len(ids_TA))) if per_rank else len(all_ids)
+    position_TA = global_positions(all_ids, moe.experts)
     if moe.priority:
         order_T = all_top.argsort(descending=True, stable=True)
-        place_TA[order_T] = global_positions(all_ids[order_T], moe.experts)
+        position_TA[order_T] = global_positions(all_ids[order_T], moe.experts)
     limit = capacity(abs(moe.capacity), moe.active, tokens, moe.experts)
     if tokens and not limit:
         raise ConfigError(
@@ -53,19 +56,43 @@ def admit(choice: Choice, index_T: Tensor, moe: MoeConfig, over: Axis) -> Admitt
             f"every expert for {tokens} tokens; raise it to 1 or more, or turn it off: model.moe.capacity of a run "
             "(train.eval_capacity in validations), --experts.capacity of a model that is loaded"
         )
-    kept_TA = (place_TA < limit)[where_T] & (ids_TA < moe.experts)
-    return Admitted(ids_TA.where(kept_TA, moe.experts), weights_TA.where(kept_TA, 0))
+    kept_TA = (position_TA < limit)[row_T] & (ids_TA < moe.experts)
+    return KeptChoices(ids_TA.where(kept_TA, moe.experts), weights_TA.where(kept_TA, 0))
 
 
 def capacity(factor: float, active: int, tokens: int, experts: int, largest: int = 0, multiple: int = 1) -> int:
-    """C by Tutel's rule, for ``tokens`` tokens (the most that any rank has) of ``active`` choices each.
+    """C by Tutel's rule, for ``tokens`` tokens (the most of any rank) with ``active`` choices each.
 
-    ``largest`` is the largest load of any expert on any rank, which a ``factor`` of 0 or less asks for. C is rounded up
-    to a ``multiple`` (sh · p: so that it can be cut among the ranks and parts of an exchange), itself rounded up to one
-    of 128 where it exceeds 256.
+    ``largest`` is the largest load of any expert on any rank, used by a ``factor`` of 0 or less. C is rounded up to a
+    ``multiple`` (sh · p, so that ranks and parts of an exchange get equal shares), itself rounded up to one of 128
+    where it exceeds 256.
     """
     bound = active * int(abs(factor) * -(-tokens // experts))
     C = bound if factor > 0 else largest if factor == 0 else min(largest, bound)
     if multiple > 256:
         multiple = -(-multiple // 128) * 128
     return -(-C // multiple) * multiple
+
+
+def in_global_order(over: Axis, index_T: Tensor, *columns: Tensor) -> tuple[list[Tensor], Tensor]:
+    """(columns, row_T): the rows of all ranks ordered by global index, and the row of each of this rank's tokens.
+
+    Without a gradient. Ranks exchange their token counts over the host.
+    """
+    counts = over.list_(len(index_T))
+    order_T = over.lay_together_(index_T, counts).argsort(stable=True)
+    row_T = torch.empty_like(order_T)
+    row_T[order_T] = torch.arange(len(order_T), device=order_T.device)
+    start = sum(counts[: over.rank])
+    return [over.lay_together_(column, counts)[order_T] for column in columns], row_T[start : start + len(index_T)]
+
+
+def global_positions(ids_TA: Tensor, experts: int) -> Tensor:
+    """position_TA: each choice's position among those of its expert, all first choices before all second ones."""
+    by_choice_R = ids_TA.T.flatten()
+    order_R = by_choice_R.argsort(stable=True)
+    sorted_R = by_choice_R[order_R]
+    begin_E = torch.searchsorted(sorted_R, torch.arange(experts + 1, device=ids_TA.device, dtype=ids_TA.dtype))
+    position_R = torch.empty_like(order_R)
+    position_R[order_R] = torch.arange(len(order_R), device=ids_TA.device) - begin_E[sorted_R]
+    return position_R.view(ids_TA.shape[1], -1).T

@@ -1,272 +1,338 @@
-"""Dispatch: tokens to the ranks of their experts and back, by any degree r of the same stored weights (Tutel).
+"""Dispatch and combine: move tokens, or weights, so that both are on one rank.
 
-The ranks that share a layer's experts are ep × sh: ep rank i stores experts i·e … i·e + e − 1, of which sh rank s
-stores the s-th share of the hidden units. A step's degree r, 0 or a divisor of sh, says what travels:
+The ranks that share a layer's experts are ep × sh: ep rank i stores experts i·e … i·e + e − 1, and sh rank s of those
+stores the s-th share of the hidden units. :class:`DispatchOptions` say for each step how to use them, by a degree r of
+0 or a divisor of sh (Tutel, arXiv 2206.03382, section 4.1; here for any ep and sh, gated experts, and no capacity):
 
-    r = 0    weights: every rank gathers all experts; no token leaves its rank
-    r ≥ 1    tokens: an expert's rows are dealt out to sh/r groups of r ranks; each rank of a group gathers the hidden
-             slice s mod r, from the ranks s ≡ s' (mod r), and the r partial results are summed where the token is
-    r = 1    is expert parallelism with sharded weights, r = sh with sharded arithmetic, which gathers no weights
+    one rank        Local          all experts are here
+    decoding        Replicated     all ranks have all tokens: each computes its experts, and the results are summed
+    r = 0           AllGather      every rank gathers all weights; no token leaves its rank
+    r ≥ 1           AllToAll       tokens travel: an expert's rows go round-robin to sh/r groups of r ranks; each rank
+                                   of a group gathers the hidden slice s mod r, from ranks s ≡ s' (mod r), and the
+                                   token's rank sums the r partial results
+    r ≥ 1, shadows  Shadowed       the most loaded experts are gathered on every rank, and their tokens stay
+                                   (FasterMoE, PPoPP 2022, section 4.1); the rest is AllToAll
 
-(Tutel, arXiv 2206.03382, section 4.1; here for any ep and sh, gated experts too, without capacity: what is sent is what
-was chosen.) Hidden units may be taken in any order, so a strided group gathers just what it needs. A gathered weight is
-not kept for the backward pass but gathered again. Sizes are exchanged before the rows: one wait for the device.
+r = 1 is expert parallelism with sharded weights; r = sh shards the arithmetic and gathers no weights. A strided group
+gathers just what it needs, because the order of hidden units does not matter. Gathered weights are not saved for the
+backward pass but gathered again. Row counts are exchanged before the rows: one wait for the device.
 
-The experts of the highest load may be gathered on every rank, whose tokens then stay where they are (shadows;
-FasterMoE, PPoPP 2022, section 4.1).
-
-Tokens go in p parts, part i + 1 under way while the experts work on part i; the backward pass does the same, because a
-begun exchange is a node of its own in the graph. Nothing hides the first part's way there and the last one's way back,
-so these are small: parts grow as 1, 2, 4, 8 from either end (:func:`shares`). The last way back of all, that of the
-rows' gradients, has the sums for the weights beside it (:mod:`colonnade.kernels.experts.deferred_wgrad`).
+Tokens of AllToAll travel in p parts: part i + 1 is sent while the experts compute part i, and likewise backward,
+because starting an exchange is an autograd node of its own. Nothing overlaps with the first part's exchange or with
+the last part's way back, so these are small: part sizes grow as 1, 2, 4, 8 from either end (:func:`part_sizes`). The
+last exchange of the backward pass overlaps with the weight gradients (:mod:`colonnade.kernels.experts.deferred_wgrad`).
 """
 
 import functools
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.registry import choose
-from colonnade.model.activation_checkpointing import again
-from colonnade.model.moe.experts import ExpertDropout, Experts
-from colonnade.model.moe.losses import load
-from colonnade.model.moe.routing_context import Spread
+from colonnade.model.moe.experts import ExpertDropout, ExpertRows, Experts
+from colonnade.model.moe.losses import expert_load
+from colonnade.model.moe.routing_context import DispatchOptions
 from colonnade.parallel.axis import Axis, Grid
 from colonnade.parallel.hierarchical_all_to_all import Begun, HierarchicalAllToAll, Sizes
 
 
-def through_experts(
-    x_tD: Tensor,
-    ids_tA: Tensor,
-    weights_tA: Tensor,
+class Dispatch(Protocol):
+    """How the tokens of one forward pass meet their experts: ``combine(map(experts, send(…)))``."""
+
+    sent_bytes: int
+    """Bytes that this rank handed to other ranks in the forward pass; known after ``combine``."""
+
+    def send(self, x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor, /) -> Iterable[ExpertRows]:
+        """This rank's work, made when it is iterated over.
+
+        Each of the t tokens goes to the experts ``ids_tA`` (E for none) by its weights.
+        """
+        ...
+
+    def combine(self, outputs: Iterable[Tensor]) -> Tensor:
+        """y_tD of the outputs of what ``send`` yielded, taken one by one."""
+        ...
+
+
+def choose_dispatch(
     experts: Experts,
-    grid: Grid,
-    step: Spread,
-    rows: int | None = None,
+    options: DispatchOptions | None = None,
+    replicated: bool = False,
+    max_choices: int | None = None,
     dropout: ExpertDropout | None = None,
-) -> tuple[Tensor, int]:
-    """y_tD: each of this rank's tokens through the experts that it chose (E for none), by its weights; and the bytes
-    that this rank handed to others for it.
+) -> Dispatch:
+    """The dispatch of one forward pass. Raises :class:`PlanError` for ``options`` that the grid cannot take.
 
-    ``rows`` bounds how many choices are not none; ``dropout`` is of the experts' hidden units. Raises
-    :class:`PlanError` for a ``step`` that the grid cannot take.
+    ``options`` None: tokens travel and weights do not. ``replicated``: all ranks have all tokens and choices.
+    ``max_choices`` bounds how many choices are not none.
     """
-    step.check(grid.sh.size, experts.count)
+    grid = experts.grid
+    options = options or DispatchOptions(degree=grid.sh.size)
+    if replicated and grid.all.size > 1:
+        return ReplicatedDispatch(experts)
+    options.check(grid.sh.size, experts.count)
     if grid.all.size == 1:
-        return _here(x_tD, ids_tA, weights_tA, experts, None, grid, rows, dropout), 0
-    if step.degree == 0:
-        y_tD = again(_gathered, x_tD, ids_tA, weights_tA, experts, grid, rows, dropout)
-        return y_tD, experts.size_bytes * (grid.all.size - 1)
-    if not step.shadows:
-        return _exchanged(x_tD, ids_tA, weights_tA, experts, grid, step, dropout)
-    hot_E, shadow_tA = _hottest(ids_tA, step.shadows, experts.count, grid.all)
-    staying_tD = again(_shadowed, x_tD, shadow_tA, weights_tA, experts, grid, hot_E, dropout)
-    ids_tA = torch.where(shadow_tA < len(hot_E), experts.count, ids_tA)
-    leaving_tD, sent_bytes = _exchanged(x_tD, ids_tA, weights_tA, experts, grid, step, dropout)
-    return staying_tD + leaving_tD, sent_bytes + experts.size_bytes * len(hot_E) // experts.count * grid.all.size
+        return LocalDispatch(experts, max_choices, dropout)
+    if options.degree == 0:
+        return AllGatherDispatch(experts, max_choices, dropout)
+    exchange = AllToAllDispatch(experts, options, dropout)
+    return ShadowedDispatch(experts, options.shadows, exchange, dropout) if options.shadows else exchange
 
 
-def where_all_are(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: Experts, grid: Grid) -> tuple[Tensor, int]:
-    """The same y_TD where all ranks have all tokens and all choices: what this rank's experts, and its share of their
-    hidden units, say to the tokens that chose them, summed over ranks.
-
-    Nothing travels but the sum, and nobody waits for the device: for the few tokens of a decoding step.
-    """
-    kind, dtype, count = x_TD.device.type, x_TD.dtype, experts.here
-    place_TA = ids_TA - grid.ep.rank * count
-    mine_TA = (place_TA >= 0) & (place_TA < count) & (ids_TA < experts.count)
-    place_TA, biased = place_TA.where(mine_TA, count), grid.sh.rank == 0  # the output's bias is the first slice's
-    y_TD = experts.few(x_TD, place_TA, weights_TA, biased=biased)
-    if y_TD is None:
-        order_R, ends_E = choose("sort_choices", kind, dtype)(place_TA, count)
-        weights = experts.weights_for(ends_E, len(order_R))
-        weights = weights if biased else weights._replace(down_bias_ED=None)
-        y_TD = experts(x_TD, order_R, ends_E, weights_TA * mine_TA, weights)
-    return grid.all.fan_in(y_TD), y_TD.nbytes
-
-
-def _here(
+def run_experts(
     x_tD: Tensor,
     ids_tA: Tensor,
     weights_tA: Tensor,
     experts: Experts,
-    weights: Weights | None,
-    grid: Grid,
-    rows: int | None,
-    dropout: ExpertDropout | None,
+    options: DispatchOptions,
 ) -> Tensor:
-    """All experts are on this rank: those of ``weights``, or its own."""
-    if weights is None and dropout is None and (y_tD := experts.few(x_tD, ids_tA, weights_tA)) is not None:
+    """y_tD of this rank's tokens through the experts ``ids_tA`` of all ranks."""
+    dispatch = choose_dispatch(experts, options)
+    return dispatch.combine(map(experts, dispatch.send(x_tD, ids_tA, weights_tA)))
+
+
+@dataclass
+class LocalDispatch:
+    """All experts are on this rank."""
+
+    experts: Experts
+    max_choices: int | None = None
+    dropout: ExpertDropout | None = None
+    sent_bytes: int = 0
+
+    def send(self, x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor) -> Iterable[ExpertRows]:
+        """All rows at once."""
+        return [ExpertRows(x_tD, weights_tA, ids_tA, max_choices=self.max_choices, dropout=self.dropout)]
+
+    def combine(self, outputs: Iterable[Tensor]) -> Tensor:
+        """The output itself."""
+        (y_tD,) = outputs
         return y_tD
-    sort = choose("sort_choices", x_tD.device.type, x_tD.dtype)
-    order_R, ends_E = sort(ids_tA, experts.count if weights is None else len(weights.up_EFD), rows)
-    taken = weights or experts.weights_for(ends_E, len(order_R))
-    hidden = dropout and dropout.hidden(dropout.tags(order_R), experts.width, grid)
-    return experts(x_tD, order_R, ends_E, weights_tA, taken, hidden)
 
 
-def _gathered(
-    x_tD: Tensor,
-    ids_tA: Tensor,
-    weights_tA: Tensor,
-    experts: Experts,
-    grid: Grid,
-    rows: int | None,
-    dropout: ExpertDropout | None,
-) -> Tensor:
-    """r = 0."""
-    return _here(x_tD, ids_tA, weights_tA, experts, experts.gathered(grid.sh, grid.ep), grid, rows, dropout)
+@dataclass
+class AllGatherDispatch(LocalDispatch):
+    """Every rank gathers all experts for its own tokens (r = 0)."""
+
+    def send(self, x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor) -> Iterable[ExpertRows]:
+        """All rows at once, with all weights."""
+        experts, grid = self.experts, self.experts.grid
+        self.sent_bytes = experts.size_bytes * (grid.all.size - 1)
+        gather = functools.partial(experts.gathered, grid.sh, grid.ep)
+        return [rows._replace(gather=gather) for rows in super().send(x_tD, ids_tA, weights_tA)]
 
 
-def _hottest(ids_tA: Tensor, shadows: int, experts: int, all_ranks: Axis) -> tuple[Tensor, Tensor]:
-    """(hot_E, shadow_tA): the experts that most tokens of all ranks chose, the lowest first of equals; and each choice
-    as a place among those, or their number for none.
+@dataclass
+class ReplicatedDispatch:
+    """All ranks have all tokens: each computes its own experts and hidden units, and the results are summed.
+
+    Only the sum travels, and nothing waits for the device: for the few tokens of a decoding step.
     """
-    hot_E = all_ranks.sum_(load(ids_tA, experts)).argsort(descending=True, stable=True)[:shadows]
-    place_E = torch.full((experts + 1,), shadows, device=ids_tA.device)
-    place_E[hot_E] = torch.arange(shadows, device=ids_tA.device)
-    return hot_E, place_E[ids_tA]
 
+    experts: Experts
+    sent_bytes: int = 0
 
-def _shadowed(
-    x_tD: Tensor,
-    shadow_tA: Tensor,
-    weights_tA: Tensor,
-    experts: Experts,
-    grid: Grid,
-    hot_E: Tensor,
-    dropout: ExpertDropout | None,
-) -> Tensor:
-    """The choices of shadowed experts, here."""
-    weights_tA = weights_tA * (shadow_tA < len(hot_E))
-    return _here(x_tD, shadow_tA, weights_tA, experts, experts.shadows(hot_E, grid), grid, None, dropout)
+    def send(self, x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor) -> Iterable[ExpertRows]:
+        """The choices of this rank's experts."""
+        grid, count = self.experts.grid, self.experts.local_count
+        local_TA = ids_TA - grid.ep.rank * count
+        mine_TA = (local_TA >= 0) & (local_TA < count) & (ids_TA < self.experts.count)
+        local_TA = local_TA.where(mine_TA, count)
+        return [ExpertRows(x_TD, weights_TA, local_TA, mask_TA=mine_TA, output_bias=grid.sh.rank == 0)]
 
-
-def _exchanged(
-    x_tD: Tensor,
-    ids_tA: Tensor,
-    weights_tA: Tensor,
-    experts: Experts,
-    grid: Grid,
-    step: Spread,
-    dropout: ExpertDropout | None,
-) -> tuple[Tensor, int]:
-    """r ≥ 1."""
-    kind, dtype, A = x_tD.device.type, x_tD.dtype, ids_tA.shape[1]
-    web = HierarchicalAllToAll(grid.all, grid.near, grid.far)
-    parts = _cut(len(x_tD), step.overlap)
-    parcels = _address(ids_tA, parts, experts.count, grid, web, step.degree)
-    gather, combine = choose("gather_rows", kind, dtype), choose("combine_rows", kind, dtype)
-    # Split, not sliced: the gradient of each slice would be as large as x.
-    x_parts, weights_parts = x_tD.split(parts), weights_tA.split(parts)
-
-    drops = [None] * len(parts) if dropout is None else dropout.split(parts)
-
-    def send(i: int) -> tuple[Begun, Begun | None]:
-        parcel, drop = parcels[i], drops[i]
-        rows = web.begin(_copies(gather(x_parts[i], parcel.choice_R, A), parcel.sizes, step.degree), parcel.sizes)
-        return rows, drop and web.begin(_copies(drop.tags(parcel.choice_R), parcel.sizes, step.degree), parcel.sizes)
-
-    under_way, back = send(0), []
-    # Made here, so that on the way back the rows of each part, of the first one too, leave before weights are summed.
-    owing = torch.is_grad_enabled() and dropout is None
-    later = experts.later(grid, step.degree, kind, dtype) if owing else None
-    for i, parcel in enumerate(parcels):
-        (arriving, tags), under_way = under_way, send(i + 1) if i + 1 < len(parcels) else under_way
-        x_RD, hidden = web.finish(arriving, parcel.sizes), None
-        if dropout is not None and tags is not None:
-            tag_R = web.finish(tags, parcel.sizes)[parcel.by_expert_R]
-            hidden = dropout.hidden(tag_R, experts.width, grid, step.degree)
-        y_RD = experts.slice_of(x_RD, parcel.by_expert_R, parcel.ends_e, grid, step.degree, hidden, later)
-        back.append(web.begin_back(y_RD, parcel.sizes))
-    out: list[Tensor] = []
-    for w_tA, parcel, returning in zip(weights_parts, parcels, back, strict=True):
-        y_RD = web.finish_back(returning, parcel.sizes)
-        if step.degree > 1:  # the partial results of r ranks, each with its slice of the hidden units
-            slices = y_RD.split(parcel.sizes.send)
-            groups = (slices[i : i + step.degree] for i in range(0, len(slices), step.degree))
-            y_RD = torch.cat([functools.reduce(torch.add, group) for group in groups])
-        out.append(combine(y_RD, parcel.choice_R, w_tA))
-    sizes = [parcel.sizes for parcel in parcels]
-    away = sum(sum(it.send) + sum(it.receive) - 2 * it.send[grid.all.rank] for it in sizes)
-    sent_bytes = away * x_tD.shape[1] * x_tD.itemsize + experts.size_bytes * (grid.every(step.degree).size - 1)
-    if dropout is not None:
-        sent_bytes += sum(sum(it.send) - it.send[grid.all.rank] for it in sizes) * dropout.row_TA.itemsize
-    return torch.cat(out), sent_bytes
+    def combine(self, outputs: Iterable[Tensor]) -> Tensor:
+        """The sum over ranks."""
+        (y_TD,) = outputs
+        self.sent_bytes = y_TD.nbytes
+        return self.experts.grid.all.fan_in(y_TD)
 
 
 @dataclass(frozen=True)
-class _Parcel:
-    """One part of the tokens, addressed."""
+class _Part:
+    """The exchange of one part of the tokens."""
 
     choice_R: Tensor
-    """The choices (t·A + j, of this part's tokens), those for each group of ranks together."""
+    """The choices to send (t·A + j, of this part's tokens), ordered by destination group."""
     sizes: Sizes
-    by_expert_R: Tensor
-    """The rows that come in, by expert."""
-    ends_e: Tensor
+    order: tuple[Tensor, Tensor]
+    """(order_R, ends_e): the received rows sorted by expert, and each expert's end."""
 
 
-def shares(parts: int) -> list[int]:
-    """The sizes of so many parts, in units of the first and the last: 1, 2, 4, 8, 8, …, 8, 4, 2, 1.
+class AllToAllDispatch:
+    """Tokens travel to the ranks of their experts (r ≥ 1), in parts that overlap with the experts' arithmetic."""
 
-    A part's exchange is hidden by the products of the one before if these take twice as long for as many rows.
+    sent_bytes = 0
+
+    def __init__(self, experts: Experts, options: DispatchOptions, dropout: ExpertDropout | None):
+        grid = experts.grid
+        self.experts, self.grid, self.options, self.dropout = experts, grid, options, dropout
+        self.exchange = HierarchicalAllToAll(grid.all, grid.near, grid.far)
+
+    def send(self, x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor) -> Iterator[ExpertRows]:
+        """The received rows part by part; part i + 1 is on its way when part i is yielded."""
+        experts, exchange, degree, dropout = self.experts, self.exchange, self.options.degree, self.dropout
+        kind, dtype, A = x_tD.device.type, x_tD.dtype, ids_tA.shape[1]
+        tokens = _split_tokens(len(x_tD), self.options.overlap)
+        self._parts = parts = _plan_exchange(ids_tA, tokens, experts.count, self.grid, exchange, degree)
+        self.sent_bytes = self._count_bytes(x_tD)
+        gather = choose("gather_rows", kind, dtype)
+        # Split, not sliced: the gradient of each slice would be as large as x.
+        x_parts, self._weights = x_tD.split(tokens), weights_tA.split(tokens)
+        dropouts = [None] * len(parts) if dropout is None else dropout.split(tokens)
+
+        def begin(i: int) -> tuple[Begun, Begun | None]:
+            part, drop = parts[i], dropouts[i]
+            x_RD = _repeat_groups(gather(x_parts[i], part.choice_R, A), part.sizes, degree)
+            rows = exchange.begin(x_RD, part.sizes)
+            if drop is None:
+                return rows, None
+            return rows, exchange.begin(_repeat_groups(drop.tags(part.choice_R), part.sizes, degree), part.sizes)
+
+        in_flight = begin(0)
+        # Made before any part is received: backward, the row gradients of every part leave before weight gradients
+        # are computed.
+        deferred = experts.deferred(degree, kind, dtype) if torch.is_grad_enabled() and dropout is None else None
+        for i, part in enumerate(parts):
+            (arriving, tags), in_flight = in_flight, begin(i + 1) if i + 1 < len(parts) else in_flight
+            x_RD, drop = exchange.finish(arriving, part.sizes), None
+            if dropout is not None and tags is not None:
+                drop = replace(dropout, tag_TA=exchange.finish(tags, part.sizes))
+            yield experts.slice_rows(x_RD, part.order, degree, drop, deferred)
+
+    def combine(self, outputs: Iterable[Tensor]) -> Tensor:
+        """Send each output back at once, then add up each token's rows by the router's weights."""
+        parts, degree, y_parts = self._parts_of(outputs), self.options.degree, []
+        for (part, returning), w_tA in zip(parts, self._weights, strict=True):
+            y_RD = self.exchange.finish_back(returning, part.sizes)
+            if degree > 1:  # sum the partial results of r ranks, one for each slice of the hidden units
+                slices = y_RD.split(part.sizes.send)
+                groups = (slices[i : i + degree] for i in range(0, len(slices), degree))
+                y_RD = torch.cat([functools.reduce(torch.add, group) for group in groups])
+            combine = choose("combine_rows", y_RD.device.type, y_RD.dtype)
+            y_parts.append(combine(y_RD, part.choice_R, w_tA))
+        return torch.cat(y_parts)
+
+    def _parts_of(self, outputs: Iterable[Tensor]) -> list[tuple[_Part, Begun]]:
+        """Each part, and its output on the way back; an output is sent before the next one is computed."""
+        begun = [self.exchange.begin_back(y_RD, self._parts[i].sizes) for i, y_RD in enumerate(outputs)]
+        return list(zip(self._parts, begun, strict=True))
+
+    def _count_bytes(self, x_tD: Tensor) -> int:
+        """Rows there and back, dropout tags, and gathered weights."""
+        rank, sizes = self.grid.all.rank, [part.sizes for part in self._parts]
+        rows = sum(sum(it.send) + sum(it.receive) - 2 * it.send[rank] for it in sizes)
+        weights = self.experts.size_bytes * (self.grid.every(self.options.degree).size - 1)
+        tags = 0
+        if self.dropout is not None:
+            tags = sum(sum(it.send) - it.send[rank] for it in sizes) * self.dropout.tag_TA.itemsize
+        return rows * x_tD.shape[1] * x_tD.itemsize + weights + tags
+
+
+@dataclass
+class ShadowedDispatch:
+    """Every rank gathers the most loaded experts for its own tokens; the other choices travel by ``exchange``."""
+
+    experts: Experts
+    shadows: int
+    exchange: AllToAllDispatch
+    dropout: ExpertDropout | None
+    sent_bytes: int = 0
+
+    def send(self, x_tD: Tensor, ids_tA: Tensor, weights_tA: Tensor) -> Iterator[ExpertRows]:
+        """The choices of shadowed experts, then those that arrive."""
+        experts, grid = self.experts, self.experts.grid
+        hot_E, shadow_tA = _hottest(ids_tA, self.shadows, experts.count, grid.all)
+        shadowed_tA = shadow_tA < len(hot_E)
+        yield ExpertRows(
+            x_tD, weights_tA, shadow_tA, mask_TA=shadowed_tA, gather=functools.partial(experts.shadowed, hot_E),
+            dropout=self.dropout,
+        )  # fmt: skip
+        yield from self.exchange.send(x_tD, torch.where(shadowed_tA, experts.count, ids_tA), weights_tA)
+        copies_bytes = experts.size_bytes * self.shadows // experts.count * grid.all.size
+        self.sent_bytes = self.exchange.sent_bytes + copies_bytes
+
+    def combine(self, outputs: Iterable[Tensor]) -> Tensor:
+        """The shadowed experts' output plus the exchanged one."""
+        outputs = iter(outputs)
+        y_tD = next(outputs)
+        return y_tD + self.exchange.combine(outputs)
+
+
+def _hottest(ids_tA: Tensor, shadows: int, experts: int, all_ranks: Axis) -> tuple[Tensor, Tensor]:
+    """(hot_E, shadow_tA): the experts with the highest load over all ranks, the lowest index first of equals; and each
+    choice as an index into ``hot_E``, or ``shadows`` for none.
+    """
+    hot_E = all_ranks.sum_(expert_load(ids_tA, experts)).argsort(descending=True, stable=True)[:shadows]
+    index_E = torch.full((experts + 1,), shadows, device=ids_tA.device)
+    index_E[hot_E] = torch.arange(shadows, device=ids_tA.device)
+    return hot_E, index_E[ids_tA]
+
+
+def part_sizes(parts: int) -> list[int]:
+    """Relative sizes of so many parts: 1, 2, 4, 8, 8, …, 8, 4, 2, 1.
+
+    A part's exchange is hidden if the products of the part before take at least half as long per row.
     """
     return [1 << min(i, parts - 1 - i, 3) for i in range(parts)]
 
 
-def _cut(tokens: int, parts: int) -> list[int]:
-    ends = [tokens * done // sum(shares(parts)) for done in itertools.accumulate(shares(parts))]
+def _split_tokens(tokens: int, parts: int) -> list[int]:
+    sizes = part_sizes(parts)
+    ends = [tokens * done // sum(sizes) for done in itertools.accumulate(sizes)]
     return [end - start for start, end in itertools.pairwise([0, *ends])]
 
 
-def _address(
-    ids_tA: Tensor, parts: list[int], experts: int, grid: Grid, web: HierarchicalAllToAll, degree: int
-) -> list[_Parcel]:
-    """Who gets which rows, for ``parts`` of so many tokens: one sort (two, where an expert's rows are dealt out), one
-    exchange of counts, and one wait for the device, for all parts together.
+def _plan_exchange(
+    ids_tA: Tensor, tokens: list[int], experts: int, grid: Grid, exchange: HierarchicalAllToAll, degree: int
+) -> list[_Part]:
+    """Which rows go where, for parts of so many ``tokens``.
+
+    All parts together take one sort (two if an expert has several groups of ranks), one exchange of counts, and one
+    wait for the device.
     """
     ep, sh, device, (t, A) = grid.ep.size, grid.sh.size, ids_tA.device, ids_tA.shape
-    groups, local, P = sh // degree, experts // ep, len(parts)
+    groups, local, P = sh // degree, experts // ep, len(tokens)
     sort = choose("sort_choices", device.type, torch.float32)
-    part_t1 = torch.cat([torch.full((n, 1), i, device=device) for i, n in enumerate(parts)])
-    to_tA = ids_tA // local
+    part_t1 = torch.cat([torch.full((n, 1), i, device=device) for i, n in enumerate(tokens)])
+    group_tA = ids_tA // local
     if groups > 1:
-        # An expert's rows go round its groups, beginning with another one on each rank.
-        turn_R, _ = sort((part_t1 * experts + ids_tA).where(ids_tA < experts, P * experts), P * experts)
+        # An expert's rows go to its groups round-robin, starting with another group on each rank.
+        order_R, _ = sort((part_t1 * experts + ids_tA).where(ids_tA < experts, P * experts), P * experts)
         nth_R = torch.arange(t * A, device=device) + grid.all.rank
-        group_R = torch.empty_like(turn_R).index_copy_(0, turn_R, nth_R % groups)
-        to_tA = to_tA * groups + group_R.view(t, A)
-    boxes = ep * groups * local
-    address_tA = (part_t1 * boxes + to_tA * local + ids_tA % local).where(ids_tA < experts, P * boxes)
-    order_R, ends = sort(address_tA, P * boxes)
+        group_R = torch.empty_like(order_R).index_copy_(0, order_R, nth_R % groups)
+        group_tA = group_tA * groups + group_R.view(t, A)
+    bins = ep * groups * local
+    bin_tA = (part_t1 * bins + group_tA * local + ids_tA % local).where(ids_tA < experts, P * bins)
+    order_R, ends = sort(bin_tA, P * bins)
     counts = ends.diff(prepend=ends.new_zeros(1)).view(P, ep * groups, local)
-    # Each rank of a group is told the same: (rank, part, expert).
+    # Each rank of a group gets the same rows: (rank, part, expert).
     mine = counts.transpose(0, 1).repeat_interleave(degree, 0)
-    theirs, between = web.counts(mine)
-    told = [mine.sum(2), theirs.sum(2)] + ([] if between is None else [between.sum(3).flatten(0, 1)])
-    sizes = torch.stack(told).tolist()
+    theirs, between = exchange.counts(mine)
+    totals = [mine.sum(2), theirs.sum(2)] + ([] if between is None else [between.sum(3).flatten(0, 1)])
+    sizes = torch.stack(totals).tolist()
     received = [sum(row[i] for row in sizes[1]) for i in range(P)]
     by_expert = _by_expert(theirs.transpose(0, 1), sum(received)).split(received)
     ends_pe = theirs.sum(0).cumsum(1)
-    parcels: list[_Parcel] = []
-    first = begin = 0
+    parts: list[_Part] = []
+    first_choice = first_token = 0
     for i in range(P):
         send, receive, *crossing = ([row[i] for row in side] for side in sizes)
-        choices = sum(send[::degree])  # a group's ranks get the same
-        choice_R = order_R[first : first + choices] - begin * A
-        first, begin = first + choices, begin + parts[i]
-        where = Sizes(send, receive, *web.between(*crossing))
-        parcels.append(_Parcel(choice_R, where, by_expert[i], ends_pe[i]))
-    return parcels
+        choices = sum(send[::degree])  # all ranks of a group get the same rows
+        choice_R = order_R[first_choice : first_choice + choices] - first_token * A
+        first_choice, first_token = first_choice + choices, first_token + tokens[i]
+        rows = Sizes(send, receive, *exchange.between(*crossing))
+        parts.append(_Part(choice_R, rows, (by_expert[i], ends_pe[i])))
+    return parts
 
 
-def _copies(x_R: Tensor, sizes: Sizes, degree: int) -> Tensor:
-    """The rows of each group of ranks, once for each of its ``degree`` ranks; gathered before that, because the way
-    back of a gather is for rows that stand in it once.
+def _repeat_groups(x_R: Tensor, sizes: Sizes, degree: int) -> Tensor:
+    """The rows of each group, once for each of its ``degree`` ranks.
+
+    Rows are gathered first and repeated then: the backward pass of a gather needs each row to occur once.
     """
     if degree == 1:
         return x_R
@@ -274,8 +340,9 @@ def _copies(x_R: Tensor, sizes: Sizes, degree: int) -> Tensor:
 
 
 def _by_expert(count_pse: Tensor, rows: int) -> Tensor:
-    """The ``rows`` that come in from each sender by expert, of one part after another, in the order of the experts: in
-    each part block (e, s) begins where (s, e) did. No sort: the blocks' places are sums of counts.
+    """Order of the ``rows`` received, by part and expert: in a part, block (e, s) starts where (s, e) was received.
+
+    No sort: the blocks' offsets are sums of counts.
     """
     begin_pse = (count_pse.flatten(1).cumsum(1) - count_pse.flatten(1)).view_as(count_pse)
     count_R = count_pse.transpose(1, 2).flatten()

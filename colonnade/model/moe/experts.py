@@ -1,14 +1,17 @@
-"""Expert dropout: hidden units of the experts are dropped, at a rate of their own (Switch, arXiv 2101.03961, sec. 2.4).
+"""The experts of one layer: this rank's experts, and its share of their hidden units.
 
-An element is a token's j-th choice and a hidden unit's number among all of its expert's. What the choice brings along
-is one int32, which travels with the row; the rest every rank knows of its own share of the hidden units. So whoever
-computes a unit drops the same ones, at every degree, in the order of any exchange and when the pass runs again.
+A :class:`~colonnade.model.moe.dispatch.Dispatch` brings rows of tokens and weights of experts together on a rank
+(:class:`ExpertRows`); :class:`Experts` computes them.
 
-The experts of one layer: this rank's share of them, and of each one's hidden units.
+Expert dropout drops hidden units of experts at a rate of their own (Switch, arXiv 2101.03961, section 2.4). The mask is
+a hash of an int32 tag, one for each choice (token t, j-th expert), and of the hidden unit's number in the whole expert.
+The tag travels with the row, so any rank, degree or exchange order, and any recomputation, drops the same elements.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +25,9 @@ from colonnade.kernels.experts.quantised import Stacks
 from colonnade.kernels.experts.reference import Weights
 from colonnade.kernels.linear.quantise import Kind, Quantised
 from colonnade.kernels.registry import CHOSEN, choose
-from colonnade.model.activation_checkpointing import again
+from colonnade.model.activation_checkpointing import checkpointed
 from colonnade.model.dropout import BlockDropout
-from colonnade.model.linear import InFloat8, in_fewer_bits
+from colonnade.model.linear import Float8Module, quantise_finite
 from colonnade.parallel.axis import SOLO, Axes, Axis, Grid
 from colonnade.parallel.layout import Experts as Stack
 from colonnade.parallel.layout import Placement
@@ -32,31 +35,31 @@ from colonnade.parallel.layout import Placement
 
 @dataclass(frozen=True)
 class ExpertDropout:
-    """What is dropped within the experts that some tokens chose."""
+    """Dropout of the hidden units of chosen experts."""
 
-    row_TA: Tensor
-    """int32: what each choice brings along."""
+    tag_TA: Tensor
+    """int32: the tag of each choice."""
     rate: float
 
     @staticmethod
     def of(noise: BlockDropout | None, active: int) -> "ExpertDropout | None":
-        """For the ``active`` choices of each token of ``noise``; None where nothing is dropped."""
+        """For ``active`` choices of each token of ``noise``; None if nothing is dropped."""
         if noise is None or not noise.rates.expert:
             return None
         return ExpertDropout(choices(noise.key, noise.index_T, active), noise.rates.expert)
 
     def split(self, tokens: list[int]) -> "list[ExpertDropout]":
-        """The same for so many tokens after one another."""
-        return [replace(self, row_TA=part) for part in self.row_TA.split(tokens)]
+        """Split by consecutive runs of so many tokens."""
+        return [replace(self, tag_TA=part) for part in self.tag_TA.split(tokens)]
 
     def tags(self, order_R: Tensor) -> Tensor:
-        """int32 (R,): what the rows of these choices (t·A + j) bring along."""
-        return self.row_TA.flatten()[order_R]
+        """int32 (R,): the tags of the choices (t·A + j) in ``order_R``."""
+        return self.tag_TA.flatten()[order_R]
 
     def hidden(self, tag_R: Tensor, width: int, grid: Grid, degree: int = 1) -> Hidden:
-        """Of rows with these tags, in experts of ``width`` hidden units, for the rank's slice at this degree (1: all).
+        """The mask of rows with these tags, for the rank's slice of ``width`` hidden units at this degree (1: all).
 
-        A slice is what the sh ranks that are equal modulo the degree hold, one after another.
+        A slice is the shares of the sh ranks that are equal modulo the degree, one after another.
         """
         holders = range(grid.sh.rank % degree, grid.sh.size, degree)
         shares = [grid.sh.part(width, rank) for rank in holders]
@@ -64,32 +67,54 @@ class ExpertDropout:
         return Hidden(tag_R, hidden_units(unit_F), self.rate)
 
 
-FEW, TWICE = 64, 2**26
-"""Choices of few tokens at most, and bytes of weights that they are expected to read more than once: in that time they
-are sorted.
-"""
+class ExpertRows(NamedTuple):
+    """Tokens for the experts of one rank, and the weights to use: one batch of work from a dispatch."""
+
+    x_TD: Tensor
+    weights_TA: Tensor
+    """The router's weight of each choice."""
+    ids_TA: Tensor | None = None
+    """The expert of each choice among the experts used here; their number for none. None: already sorted."""
+    order: tuple[Tensor, Tensor] | None = None
+    """(order_R, ends_e): choices sorted by expert, and each expert's end."""
+    max_choices: int | None = None
+    """An upper bound of the choices that are not none, if it is less than T·A."""
+    mask_TA: Tensor | None = None
+    """Choices whose weight counts; None: all of them."""
+    gather: Callable[[], Weights] | None = None
+    """Gathers the weights from other ranks, again in the backward pass; None: the experts of this rank."""
+    degree: int = 1
+    """Hidden units are slice s mod degree."""
+    output_bias: bool = True
+    """Whether to add the output bias: one of the ranks that share an expert adds it."""
+    dropout: ExpertDropout | None = None
+    deferred: Later | None = None
+    """This rank's weights, whose gradients are computed after the rows' gradients have been sent."""
 
 
-def are_few(T: int, A: int, E: int, weights: Weights) -> bool:
-    """Whether T tokens that go to A of E experts each are so few that every choice should find its expert by itself.
+MAX_UNSORTED_CHOICES, MAX_REREAD_BYTES = 64, 2**26
+"""Up to so many choices, and so many expected bytes of weights read twice, sorting takes longer than it saves."""
 
-    Two tokens that choose evenly have A²/E experts in common; of those that are among ``weights`` the weights are read
-    again.
+
+def sorting_costs_more(T: int, A: int, E: int, weights: Weights) -> bool:
+    """Whether a kernel that reads the weights for each choice beats sorting T tokens with A of E experts each.
+
+    Two tokens that choose uniformly have A²/E experts in common; the weights of those are read twice.
     """
-    if T * A > FEW:
+    if T * A > MAX_UNSORTED_CHOICES:
         return False
-    return (A / E) ** 2 * T * (T - 1) / 2 * sum(w.nbytes for w in weights.tensors) <= TWICE
+    return (A / E) ** 2 * T * (T - 1) / 2 * sum(w.nbytes for w in weights.tensors) <= MAX_REREAD_BYTES
 
 
-def unsorted(x_TD: Tensor, ids_TA: Tensor, weights: Weights, E: int) -> Callable[..., Tensor] | None:
-    """What computes with choices as they come, where it can and they are few; None: they are to be sorted first."""
+def unsorted_kernel(x_TD: Tensor, ids_TA: Tensor, weights: Weights, E: int) -> Callable[..., Tensor] | None:
+    """The kernel that takes choices without sorting, if it exists and pays off; else None."""
     run = CHOSEN.get(("few_experts", x_TD.device.type, x_TD.dtype, "auto"))
-    if run is None or torch.is_grad_enabled() or not are_few(len(ids_TA), ids_TA.shape[1], E, weights):
+    if run is None or torch.is_grad_enabled() or not sorting_costs_more(len(ids_TA), ids_TA.shape[1], E, weights):
         return None
     return run
 
 
-class Experts(InFloat8):
+class Experts(Float8Module):
     """Stacks of weights, hidden units first: (e, f, D) with e = E/ep experts and f = F/sh hidden units."""
 
     grouped = True
@@ -102,33 +127,32 @@ class Experts(InFloat8):
         *,
         device: torch.device,
         dtype: torch.dtype,
-        stored_on: torch.device | None = None,
+        storage_device: torch.device | None = None,
     ):
-        """For arithmetic on ``device``; ``stored_on`` another one, whence they are fetched
+        """Compute on ``device``; ``storage_device``: where weights are stored, if elsewhere
         (:mod:`~colonnade.model.moe.expert_offload`).
         """
         super().__init__()
-        self.activation, self.count, self.width = config.activation, moe.experts, moe.ffn_width
+        self.activation, self.count, self.width, self.grid = config.activation, moe.experts, moe.ffn_width, axes.grid
         first, stop = axes.grid.ep.part(moe.experts)
         start, end = axes.grid.sh.part(moe.ffn_width)
         e, f, D = stop - first, end - start, config.width
-        self.here = e
-        """Experts of this rank."""
-        self.stored_on = stored_on or device
+        self.local_count = e
+        """Experts of this rank; ``count`` is that of all ranks."""
+        self.storage_device = storage_device or device
 
         def stack(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=self.stored_on, dtype=dtype))
+            return nn.Parameter(torch.empty(shape, device=self.storage_device, dtype=dtype))
 
         self.gate = stack(e, f, D) if config.gated else None
         self.up, self.down = stack(e, f, D), stack(e, f, D)
-        if device.type == "cpu" and across(f * D, dtype):  # the same numbers in another order in memory
+        if device.type == "cpu" and across(f * D, dtype):  # transposed in memory: the CPU's kernel is faster
             self.down = nn.Parameter(torch.empty(e, D, f, dtype=dtype).mT)
         self.layout: dict[str, Placement] = {"up": Stack(1), "down": Stack(1)}
         self.quantised: dict[str, Quantised] = {}
-        """What stands in the place of up, down and gate; no buffers, so that a cast of the model leaves them alone."""
+        """Replaces up, down and gate; not buffers, so that a cast of the model does not touch them."""
         self.fetch: Callable[[Tensor | None, int], Weights | Stacks] | None = None
-        """Where this rank's weights come from, when they are not where they are stored (see
-        :mod:`~colonnade.model.moe.expert_offload`)."""
+        """Fetches offloaded weights (:mod:`~colonnade.model.moe.expert_offload`); None: they are on the device."""
         self.up_bias = self.gate_bias = self.down_bias = None
         if config.gated:
             self.layout["gate"] = Stack(1)
@@ -141,20 +165,11 @@ class Experts(InFloat8):
 
     @property
     def stored(self) -> Weights | Stacks:
-        """This rank's, where they are stored."""
-        if made := self.quantised:
+        """This rank's weights, where they are stored."""
+        if stacks := self.quantised:
             biases = self.up_bias, self.gate_bias, self.down_bias
-            return Stacks(made["up"], made["down"], made.get("gate"), *biases)
+            return Stacks(stacks["up"], stacks["down"], stacks.get("gate"), *biases)
         return Weights(self.up, self.down, self.gate, self.up_bias, self.gate_bias, self.down_bias)
-
-    @property
-    def weights(self) -> Weights | Stacks:
-        """This rank's, as the kernels take them."""
-        return self.stored if self.fetch is None else self.fetch(None, 0)
-
-    def weights_for(self, ends_e: Tensor, rows: int) -> Weights | Stacks:
-        """The same, where those of experts without any of the ``rows``, which end at ``ends_e``, may be anything."""
-        return self.stored if self.fetch is None else self.fetch(ends_e, rows)
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -163,150 +178,154 @@ class Experts(InFloat8):
 
     @property
     def size_bytes(self) -> int:
-        """Of this rank's weights."""
+        """Memory of this rank's weights [bytes]."""
         return sum(w.nbytes for w in self.stored if w is not None)
 
     def quantise(
         self, part: str, stack_efD: Tensor, kind: Kind, group: int, hidden: Axis, device: torch.device
     ) -> None:
-        """From now on multiply with ``stack_efD``, in ``kind``, for ``part`` (up, down or gate), and have no other: one
-        expert after another on ``device``, where the ranks along ``hidden`` have the rest of its hidden units.
+        """Replace ``part`` (up, down or gate) by ``stack_efD``, quantised to ``kind``.
+
+        Experts are quantised one after another on ``device``; the ranks along ``hidden`` have the other hidden units.
         """
         down = part == "down"
-        made: Quantised | None = None
+        stack: Quantised | None = None
         for e, w_fD in enumerate(stack_efD):
             w = w_fD.to(device)
-            one = in_fewer_bits(w.T if down else w, kind, group, hidden.max_ if down else SOLO.max_)
-            if made is None:
+            one = quantise_finite(w.T if down else w, kind, group, hidden.max_ if down else SOLO.max_)
+            if stack is None:
                 values, scales = (
-                    torch.empty(self.here, *t.shape, dtype=t.dtype, device=self.stored_on) for t in one[1:3]
+                    torch.empty(self.local_count, *t.shape, dtype=t.dtype, device=self.storage_device) for t in one[1:3]
                 )
-                made = one._replace(values=values, scales=scales)
-            made.values[e], made.scales[e] = one.values, one.scales
-        assert made is not None, "every rank has experts"
-        self.quantised[part] = made
+                stack = one._replace(values=values, scales=scales)
+            stack.values[e], stack.scales[e] = one.values, one.scales
+        assert stack is not None, "every rank has experts"
+        self.quantised[part] = stack
         delattr(self, part)
 
     def pin(self) -> None:
-        """Have what is stored in host memory where copies of it need not wait for the host."""
+        """Move stored weights to pinned host memory, for asynchronous copies."""
         for parameter in self.parameters():
             parameter.data = parameter.data.pin_memory()
-        for part, made in self.quantised.items():
-            self.quantised[part] = made._replace(values=made.values.pin_memory(), scales=made.scales.pin_memory())
+        for part, stack in self.quantised.items():
+            self.quantised[part] = stack._replace(values=stack.values.pin_memory(), scales=stack.scales.pin_memory())
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        order_R: Tensor,
-        ends_e: Tensor,
-        routing_TA: Tensor,
-        weights: Weights | Stacks,
-        dropout: Hidden | None = None,
-    ) -> Tensor:
-        """y_TD of choices that are sorted by ``weights``' experts, whose hidden units ``dropout`` drops."""
-        kind, dtype = x_TD.device.type, x_TD.dtype
+    def forward(self, rows: ExpertRows) -> Tensor:
+        """y_TD: the weighted sum of each token's experts; gathered weights are gathered again in the backward pass."""
+        return self._compute(rows) if rows.gather is None else checkpointed(self._compute, rows)
+
+    def _compute(self, rows: ExpertRows) -> Tensor:
+        x_TD, kind, dtype, routing_TA = rows.x_TD, rows.x_TD.device.type, rows.x_TD.dtype, rows.weights_TA
+        if rows.deferred is not None:
+            assert rows.order is not None
+            run = choose("routed_later", kind, dtype)
+            return run(x_TD, *rows.order, routing_TA, rows.deferred, self.activation)
+        if rows.gather is None and rows.dropout is None and (y_TD := self._unsorted(rows)) is not None:
+            return y_TD
+        gathered = None if rows.gather is None else rows.gather()
+        order_R, ends_e = rows.order or self._sorted(rows, gathered)
+        weights = self._local_weights(ends_e, len(order_R)) if gathered is None else gathered
+        if not rows.output_bias:
+            weights = weights._replace(down_bias_ED=None)
+        if rows.mask_TA is not None:
+            routing_TA = routing_TA * rows.mask_TA
         if isinstance(weights, Stacks):
-            assert dropout is None, "what is quantised is not trained"
+            assert rows.dropout is None, "quantised experts are not trained"
             run = choose("quantised_experts", kind, dtype)
             return run(x_TD, order_R, ends_e, routing_TA, weights, self.activation)
-        if dropout is None:
+        if rows.dropout is None:
             run = float8.routed if self.float8 else choose("routed_experts", kind, dtype)
             return run(x_TD, order_R, ends_e, routing_TA, weights, self.activation)
         assert not self.float8, "the config refuses expert dropout in float8"
+        hidden = rows.dropout.hidden(rows.dropout.tags(order_R), self.width, self.grid, rows.degree)
         x_RD = choose("gather_rows", kind, dtype)(x_TD, order_R, routing_TA.shape[1])
-        y_RD = choose("dropout_experts", kind, dtype)(x_RD, ends_e, weights, self.activation, dropout)
+        y_RD = choose("dropout_experts", kind, dtype)(x_RD, ends_e, weights, self.activation, hidden)
         return choose("combine_rows", kind, dtype)(y_RD, order_R, routing_TA)
 
-    def few(self, x_TD: Tensor, ids_TA: Tensor, routing_TA: Tensor, *, biased: bool = True) -> Tensor | None:
-        """y_TD of choices as they come, without a gradient, where a kernel sorts none and tokens are few; else None.
-        ``biased``: with the output's bias, where there is one.
-        """
+    def _sorted(self, rows: ExpertRows, gathered: Weights | None) -> tuple[Tensor, Tensor]:
+        """(order_R, ends_e) of choices that are not sorted yet."""
+        sort = choose("sort_choices", rows.x_TD.device.type, rows.x_TD.dtype)
+        count = self.local_count if gathered is None else len(gathered.up_EFD)
+        return sort(rows.ids_TA, count, rows.max_choices)
+
+    def _unsorted(self, rows: ExpertRows) -> Tensor | None:
+        """y_TD without sorting and without a gradient, where a kernel does that and tokens are few; else None."""
         weights = self.stored
-        if self.float8 or not isinstance(weights, Weights):
+        if self.float8 or rows.ids_TA is None or not isinstance(weights, Weights):
             return None
-        run = unsorted(x_TD, ids_TA, weights, self.count)
+        run = unsorted_kernel(rows.x_TD, rows.ids_TA, weights, self.count)
         if run is None:
             return None
-        if self.fetch is not None:  # which experts to fetch is still to be counted
-            sort = choose("sort_choices", x_TD.device.type, x_TD.dtype)
-            found = self.fetch(sort(ids_TA, self.here)[1], ids_TA.numel())
-            assert isinstance(found, Weights), "what is stored as it is is fetched as it is"
-            weights = found
-        weights = weights if biased else weights._replace(down_bias_ED=None)
-        return run(x_TD, ids_TA, routing_TA, weights, self.activation)
+        if self.fetch is not None:  # count the choices to know which experts to fetch
+            sort = choose("sort_choices", rows.x_TD.device.type, rows.x_TD.dtype)
+            fetched = self.fetch(sort(rows.ids_TA, self.local_count)[1], rows.ids_TA.numel())
+            assert isinstance(fetched, Weights), "offloading does not change the format"
+            weights = fetched
+        weights = weights if rows.output_bias else weights._replace(down_bias_ED=None)
+        return run(rows.x_TD, rows.ids_TA, rows.weights_TA, weights, self.activation)
+
+    def _local_weights(self, ends_e: Tensor, rows: int) -> Weights | Stacks:
+        """This rank's weights; those of experts with none of the ``rows`` by ``ends_e`` may be undefined."""
+        return self.stored if self.fetch is None else self.fetch(ends_e, rows)
 
     def gathered(self, hidden: Axis, experts: Axis = SOLO) -> Weights:
-        """The shares of the ranks along ``hidden``, and of those along ``experts``, laid together."""
+        """The weights of the ranks along ``hidden``, and of those along ``experts``, concatenated."""
 
-        def whole(w: Tensor) -> Tensor:
+        def all_experts(w: Tensor) -> Tensor:
             return experts.gather(w, 0, w.shape[0] * experts.size)
 
-        return self._over_hidden(whole, hidden)
+        return self._gather_hidden(all_experts, hidden)
 
-    def shadows(self, hot_E: Tensor, grid: Grid) -> Weights:
-        """The weights of these experts, wherever they are stored."""
-        place_E = hot_E - grid.ep.rank * (self.count // grid.ep.size)
-        mine_E = (place_E >= 0) & (place_E < self.here)
-        place_E = place_E.where(mine_E, 0)
+    def shadowed(self, hot_E: Tensor) -> Weights:
+        """The weights of the experts ``hot_E``, on every rank."""
+        grid = self.grid
+        local_E = hot_E - grid.ep.rank * (self.count // grid.ep.size)
+        mine_E = (local_E >= 0) & (local_E < self.local_count)
+        local_E = local_E.where(mine_E, 0)
 
         def copied(w: Tensor) -> Tensor:
-            held = torch.where(mine_E.view(-1, *[1] * (w.dim() - 1)), w[place_E], 0)
-            # Each rank uses the sum for its own tokens, so that gradients are summed too.
-            return grid.ep.fan_out(grid.ep.fan_in(held))
+            mine = torch.where(mine_E.view(-1, *[1] * (w.dim() - 1)), w[local_E], 0)
+            # Each rank uses the sum for its own tokens, so the gradients are summed too.
+            return grid.ep.fan_out(grid.ep.fan_in(mine))
 
-        return self._over_hidden(copied, grid.sh)
+        return self._gather_hidden(copied, grid.sh)
 
-    def _over_hidden(self, chosen: Callable[[Tensor], Tensor], hidden: Axis) -> Weights:
-        """What ``chosen`` makes of each of this rank's stacks, with the shares of the ranks along ``hidden``."""
+    def _gather_hidden(self, select: Callable[[Tensor], Tensor], hidden: Axis) -> Weights:
+        """``select`` of each of this rank's stacks, with the hidden units of the ranks along ``hidden``."""
 
-        def whole(w: Tensor) -> Tensor:
-            return hidden.gather(chosen(w), 1, w.shape[1] * hidden.size)
+        def whole(w: Tensor | None) -> Tensor | None:
+            return None if w is None else hidden.gather(select(w), 1, w.shape[1] * hidden.size)
 
-        def perhaps(w: Tensor | None) -> Tensor | None:
-            return None if w is None else whole(w)
+        weights = self.stored if self.fetch is None else self.fetch(None, 0)
+        assert isinstance(weights, Weights), "quantised experts are never gathered"
+        output_bias = None if weights.down_bias_ED is None else select(weights.down_bias_ED)  # not cut by hidden units
+        return Weights(*(whole(w) for w in weights[:5]), output_bias)  # type: ignore[arg-type]
 
-        weights = self.weights
-        assert isinstance(weights, Weights), "quantised experts stay on their ranks, whatever the degree"
-        up, down, gate, up_bias, gate_bias, down_bias = weights
-        output_bias = None if down_bias is None else chosen(down_bias)  # each rank has all of it
-        return Weights(whole(up), whole(down), perhaps(gate), perhaps(up_bias), perhaps(gate_bias), output_bias)
+    def deferred(self, degree: int, kind: str, dtype: torch.dtype) -> Later | None:
+        """This rank's weights with gradients deferred until nodes made after this one have run backward.
 
-    def later(self, grid: Grid, degree: int, kind: str, dtype: torch.dtype) -> Later | None:
-        """This rank's weights for :meth:`slice_of`, whose gradients may come after what is made after this; None where
-        they are gathered, not trained so, or no kernel owes them.
+        None if weights are gathered, offloaded, quantised or float8, or if no kernel defers.
         """
-        able = ("routed_later", kind, dtype, "auto") in CHOSEN
-        if not able or grid.every(degree).size > 1 or self.fetch is not None or self.quantised or self.float8:
+        supported = ("routed_later", kind, dtype, "auto") in CHOSEN
+        axis = self.grid.every(degree)
+        if not supported or axis.size > 1 or self.fetch is not None or self.quantised or self.float8:
             return None
         weights = self.stored
         assert isinstance(weights, Weights)
-        return Later(weights if grid.sh.rank % degree == 0 else weights._replace(down_bias_ED=None))
+        return Later(weights if self.grid.sh.rank % degree == 0 else weights._replace(down_bias_ED=None))
 
-    def slice_of(
+    def slice_rows(
         self,
         x_RD: Tensor,
-        by_expert_R: Tensor,
-        ends_e: Tensor,
-        grid: Grid,
+        order: tuple[Tensor, Tensor],
         degree: int,
-        dropout: Hidden | None = None,
-        later: Later | None = None,
-    ) -> Tensor:
-        """What the hidden slice s mod ``degree`` adds to y_RD, in the order of x_RD; the output's bias is the first
-        slice's. ``dropout`` is of the rows by expert; ``later`` is :meth:`later`'s, without dropout.
-        """
-        axis, first = grid.every(degree), grid.sh.rank % degree == 0
-        if later is not None:
-            run = choose("routed_later", x_RD.device.type, x_RD.dtype)
-            return run(x_RD, by_expert_R, ends_e, x_RD.new_ones(len(x_RD), 1), later, self.activation)
-        if axis.size == 1:
-            return self._slice(x_RD, by_expert_R, ends_e, axis, first, dropout)
-        return again(self._slice, x_RD, by_expert_R, ends_e, axis, first, dropout)  # gathered weights are not kept
-
-    def _slice(
-        self, x_RD: Tensor, by_expert_R: Tensor, ends_e: Tensor, axis: Axis, first: bool, dropout: Hidden | None
-    ) -> Tensor:
-        weights = self.gathered(axis) if axis.size > 1 else self.weights_for(ends_e, len(x_RD))
-        weights = weights if first else weights._replace(down_bias_ED=None)
-        # Each row is a token of one choice: the first product gathers the rows, the last step puts them back.
-        return self(x_RD, by_expert_R, ends_e, x_RD.new_ones(len(x_RD), 1), weights, dropout)
+        dropout: ExpertDropout | None = None,
+        deferred: Later | None = None,
+    ) -> ExpertRows:
+        """Received rows, one choice each, for hidden slice s mod ``degree``; slice 0 adds the output bias."""
+        axis = self.grid.every(degree)
+        return ExpertRows(
+            x_RD, x_RD.new_ones(len(x_RD), 1), order=order,
+            gather=partial(self.gathered, axis) if axis.size > 1 else None, degree=degree,
+            output_bias=self.grid.sh.rank % degree == 0, dropout=dropout, deferred=deferred,
+        )  # fmt: skip

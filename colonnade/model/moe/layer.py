@@ -1,10 +1,12 @@
-"""A layer of experts: Router, Dispatch, Experts, Combine, beside the experts that everybody shares.
+"""A mixture of experts: Router, Dispatch, Experts, Combine, beside shared experts.
 
     y = Σ_j w_j · expert_{i_j}(x) + shared(x)
 
-A dense feed-forward part is one expert; capacity and droplessness differ in Dispatch only (GShard, arXiv 2006.16668;
-MegaBlocks, arXiv 2211.15841).
+A dense feed-forward part is one expert; with and without capacity differ in the choices that are kept before Dispatch
+(GShard, arXiv 2006.16668; MegaBlocks, arXiv 2211.15841).
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +15,28 @@ from colonnade.config import ModelConfig, MoeConfig
 from colonnade.model.dropout import BlockDropout
 from colonnade.model.ffn import FeedForward
 from colonnade.model.linear import Linear
-from colonnade.model.moe.capacity import admit
-from colonnade.model.moe.dispatch import through_experts, where_all_are
+from colonnade.model.moe.capacity import KeptChoices, apply_capacity
+from colonnade.model.moe.dispatch import choose_dispatch
 from colonnade.model.moe.experts import ExpertDropout, Experts
-from colonnade.model.moe.losses import load, losses, pool
-from colonnade.model.moe.router import Router
-from colonnade.model.moe.routing_context import Report, Routed, Spread, attach
+from colonnade.model.moe.losses import balance_losses, expert_load, layer_sums
+from colonnade.model.moe.router import Router, RouterOutput
+from colonnade.model.moe.routing_context import LayerReport, LayerRouting, TokenGroups, attach
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.layout import Placement, on_rows
 
 
+class _Tokens(NamedTuple):
+    """The tokens that this rank routes: each token of the stage is routed by one rank."""
+
+    x_tD: Tensor
+    ids_t: Tensor
+    index_t: Tensor
+    noise: BlockDropout | None
+    groups: TokenGroups | None
+
+
 class MixtureOfExperts(nn.Module):
-    """x_tD to y_tD, and a report of what went where."""
+    """x_tD to y_tD, and a report of the routing."""
 
     def __init__(
         self,
@@ -36,68 +48,85 @@ class MixtureOfExperts(nn.Module):
         dtype: torch.dtype,
         experts_on: torch.device | None = None,
     ):
-        """``experts_on``: where the experts that a router chooses are stored, if not on ``device``."""
+        """``experts_on``: where routed experts are stored, if not on ``device``."""
         super().__init__()
         self.moe, self.axes = moe, axes
         on = {"device": device, "dtype": dtype}
         self.router = Router(config, moe, axes, **on)
-        self.experts = Experts(config, moe, axes, **on, stored_on=experts_on)
+        self.experts = Experts(config, moe, axes, **on, storage_device=experts_on)
         self.shared = FeedForward(config, axes, width=moe.shared_width, **on) if moe.shared_width else None
         self.shared_gate = Linear(config.width, 1, bias=False, **on) if moe.shared_gate else None
         if self.shared_gate is not None:
-            self.shared_gate.as_stored = True
+            self.shared_gate.never_quantise = True
         self.layout: dict[str, Placement] = {"shared_gate.weight": on_rows(axes)} if moe.shared_gate else {}
 
-    def forward(self, x_tD: Tensor, T: int, routed: Routed, noise: BlockDropout | None = None) -> tuple[Tensor, Report]:
-        """y_tD of the residual stream of T tokens; ``noise`` is of the rows at hand, as ``x_tD``."""
-        routing = routed.routing
-        own = slice(*self.axes.same.part(T))  # these tokens are this rank's, whoever else has their rows
-        own_tD, tokens_t = self.axes.apart(x_tD), routed.tokens_T[own]
-        index_t = torch.arange(own.start, own.stop, device=x_tD.device) if routing is None else routing.index_T[own]
+    def forward(
+        self, x_tD: Tensor, T: int, layer: LayerRouting, noise: BlockDropout | None = None
+    ) -> tuple[Tensor, LayerReport]:
+        """y_tD of the residual stream of T tokens; ``noise`` is that of the rows of ``x_tD``."""
+        routing = layer.routing
+        gate, moe, training = 0, self.moe, False
+        if routing is not None:
+            gate, moe, training = routing.gate, routing.moe or moe, routing.weight is not None
+        # Where all ranks have the same tokens, each computes its own experts for all of them.
+        replicated = self.axes.alike and self.axes.grid.all.size > 1
+        own = self._own_tokens(x_tD, T, layer, noise)
+
+        choice, logits_tE = self.router(*own[:4], gate, training=training, token_groups=own.groups, moe=moe)
+        kept = apply_capacity(choice, own.index_t, moe, self.axes.grid.tokens)
+        dropout = ExpertDropout.of(own.noise, kept.ids_TA.shape[1])
+        dispatch = choose_dispatch(self.experts, layer.dispatch, replicated, choice.max_choices, dropout)
+        if replicated:
+            rows = dispatch.send(x_tD, *(self.axes.rejoin(x_tA, T) for x_tA in kept))
+        else:
+            rows = dispatch.send(own.x_tD, *kept)
+        out_tD = dispatch.combine(map(self.experts, rows))
+
+        load_E = expert_load(choice.ids_TA, moe.experts)
+        report = _report(choice, kept, load_E, logits_tE, dispatch.sent_bytes, out_tD)
+        if routing is not None and routing.weight is not None:
+            surrogate, balance, z = balance_losses(choice, load_E, logits_tE, moe, self.axes.grid.tokens, own.groups)
+            out_tD = attach(out_tD, surrogate, routing.weight)
+            sums = layer_sums(choice, load_E) if moe.pools_layers else None
+            report = report._replace(balance=balance, z=z, sums=sums)
+        if moe.dropped == "residual":
+            dropped_t1 = (choice.weights_TA * (kept.ids_TA == moe.experts)).sum(1, keepdim=True)
+            residual_tD = x_tD * self.axes.rejoin(dropped_t1, T) if replicated else own.x_tD * dropped_t1
+            out_tD = out_tD + residual_tD.to(out_tD.dtype)
+        y_tD = out_tD if replicated else self.axes.rejoin(out_tD, T)
+        return y_tD if self.shared is None else y_tD + self._shared(x_tD, T), report
+
+    def _own_tokens(self, x_tD: Tensor, T: int, layer: LayerRouting, noise: BlockDropout | None) -> _Tokens:
+        """The tokens that this rank routes, also if other ranks have them in their residual stream."""
+        routing, own = layer.routing, slice(*self.axes.same.part(T))
+        if routing is None:
+            index_t, groups = torch.arange(own.start, own.stop, device=x_tD.device), None
+        else:
+            index_t, groups = routing.index_T[own], routing.token_groups and routing.token_groups.rows(own)
         if noise is not None and not self.axes.sequence_parallel:
             noise = noise.rows(own)
-        moe = self.moe if routing is None or routing.moe is None else routing.moe
-        training = routing is not None and routing.weight is not None
-        units = None if routing is None or routing.units is None else routing.units.rows(own)
-        gate = 0 if routing is None else routing.gate
-        choice, logits_tE = self.router(own_tD, tokens_t, index_t, noise, gate, training=training, units=units, moe=moe)
-        load_E = load(choice.ids_TA, moe.experts)
-        admitted = admit(choice, index_t, moe, self.axes.grid.tokens)
-        step = routed.step or Spread(degree=self.axes.grid.sh.size)
-        dropout = ExpertDropout.of(noise, admitted.ids_TA.shape[1])
-        # Where all ranks hold the same tokens each may do its experts' part of all of them.
-        summed = self.axes.alike and self.axes.grid.all.size > 1
-        if summed:
-            ids_TA, weights_TA = self.axes.rejoin(admitted.ids_TA, T), self.axes.rejoin(admitted.weights_TA, T)
-            out_tD, sent_bytes = where_all_are(x_tD, ids_TA, weights_TA, self.experts, self.axes.grid)
-        else:
-            out_tD, sent_bytes = through_experts(
-                own_tD, admitted.ids_TA, admitted.weights_TA, self.experts, self.axes.grid, step, choice.rows, dropout
-            )
-        zero = out_tD.new_zeros(())
-        if admitted.ids_TA is choice.ids_TA:
-            dropped = torch.zeros((), dtype=torch.int64, device=x_tD.device)
-        else:
-            dropped = (admitted.ids_TA != choice.ids_TA).sum()
-        sent = torch.full((), sent_bytes, device=x_tD.device)  # no copy from the host, which would wait
-        finite = zero == 0 if logits_tE is None or not len(logits_tE) else _finite(logits_tE.detach())
-        report = Report(load_E, zero, zero, dropped, sent, finite)
-        if routing is not None and routing.weight is not None:
-            surrogate, balance, z = losses(choice, load_E, logits_tE, moe, self.axes.grid.tokens, units)
-            out_tD = attach(out_tD, surrogate, routing.weight)
-            pooled = pool(choice, load_E) if moe.pools_layers else None
-            report = report._replace(balance=balance, z=z, pool=pooled)
-        if moe.dropped == "residual":
-            lost_t1 = (choice.weights_TA * (admitted.ids_TA == moe.experts)).sum(1, keepdim=True)
-            lost_tD = x_tD * self.axes.rejoin(lost_t1, T) if summed else own_tD * lost_t1
-            out_tD = out_tD + lost_tD.to(out_tD.dtype)
-        y_tD = out_tD if summed else self.axes.rejoin(out_tD, T)
-        if self.shared is not None:
-            shared_tD = self.shared(x_tD, T)
-            y_tD = y_tD + (shared_tD if self.shared_gate is None else self.shared_gate(x_tD).sigmoid() * shared_tD)
-        return y_tD, report
+        return _Tokens(self.axes.apart(x_tD), layer.tokens_T[own], index_t, noise, groups)
+
+    def _shared(self, x_tD: Tensor, T: int) -> Tensor:
+        assert self.shared is not None
+        y_tD = self.shared(x_tD, T)
+        return y_tD if self.shared_gate is None else self.shared_gate(x_tD).sigmoid() * y_tD
 
 
-def _finite(logits_tE: Tensor) -> Tensor:
-    """Whether all are, in one pass: the largest in size is below infinity, which it is not where there is a NaN."""
+def _report(
+    choice: RouterOutput, kept: KeptChoices, load_E: Tensor, logits_tE: Tensor | None, sent_bytes: int, out_tD: Tensor
+) -> LayerReport:
+    """The report of a layer, without losses; no copy from the host, which would wait for the device."""
+    zero = out_tD.new_zeros(())
+    if kept.ids_TA is choice.ids_TA:
+        dropped = torch.zeros((), dtype=torch.int64, device=out_tD.device)
+    else:
+        dropped = (kept.ids_TA != choice.ids_TA).sum()
+    sent = torch.full((), sent_bytes, device=out_tD.device)
+    finite = zero == 0 if logits_tE is None or not len(logits_tE) else _all_finite(logits_tE.detach())
+    return LayerReport(load_E, zero, zero, dropped, sent, finite)
+
+
+def _all_finite(logits_tE: Tensor) -> Tensor:
+    """Whether all values are finite, in one pass: the infinity norm is below infinity, and NaN if any value is NaN."""
     return torch.linalg.vector_norm(logits_tE, float("inf")) < float("inf")

@@ -1,6 +1,6 @@
-"""The routers: one file each, entered by name when this package is imported.
+"""The routers, one file each, registered when this package is imported.
 
-A newcomer writes a function under ``@router("name")``, here with a line below, or anywhere in a program of one's own.
+To add one, write a function under ``@router("name")`` here and import it below, or in any module of your program.
 """
 
 from colonnade.model.moe.routers import (
