@@ -31,7 +31,7 @@ from colonnade.config import ModelConfig
 from colonnade.model import IGNORE, Loss, Stream, Transformer
 from colonnade.model.head import Projection
 from colonnade.parallel.axis import Axes, Axis, group_name
-from colonnade.parallel.layout import PARTIAL, layout_of, share
+from colonnade.parallel.layout import PARTIAL, layout_of, local_part
 
 MICROBATCHES = 4
 LENGTHS = [5, 1, 7, 3]
@@ -191,7 +191,7 @@ def _equals_one_process(table: Table, case: Case) -> tuple[str, str]:
         dist.all_reduce(total)
         worst = max(worst, difference(total / case.tp, want))
         for name, parameter in one.named_parameters():
-            expected = share(parameter.grad, layout[name], axes)
+            expected = local_part(parameter.grad, layout[name], axes)
             found = [g for part in parts if (g := part.gradient(name)) is not None]
             mine = sum(found[1:], found[0]) if found else torch.zeros_like(expected)
             mine = pp.sum_(mine if case.fsdp is not None else data.sum_(mine))  # FSDP2 has summed over data ranks

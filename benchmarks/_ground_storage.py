@@ -20,8 +20,8 @@ from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.model import Transformer
 from colonnade.parallel.axis import SOLO, Axis, world_axis
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.fsdp import Masters, Sharded, masters
-from colonnade.parallel.layout import layout_of, share
+from colonnade.parallel.fsdp import Masters, ShardedMasters, masters
+from colonnade.parallel.layout import layout_of, local_part
 from colonnade.train.optimizer import AdamW
 from colonnade.train.train_step import Step
 
@@ -74,7 +74,7 @@ class Run:
         return max(difference(mine, self._shard(name, whole)) for name, mine, whole in pairs)
 
     def _shard(self, name: str, whole: Tensor) -> Tensor:
-        part = share(whole.detach(), layout_of(self.model)[name], self.ground.axes)
+        part = local_part(whole.detach(), layout_of(self.model)[name], self.ground.axes)
         start, stop = self.ground.axes.dp.part(part.shape[0])
         return part[start:stop]
 
@@ -146,7 +146,9 @@ def _one_rank(table: Table):
     gradients = []
     for sharded in (False, True):
         model = build(config, ground.device)
-        held = Sharded(model, ground.fsdp_mesh, torch.float64) if sharded else masters(model, ground, torch.float64)
+        held = (
+            ShardedMasters(model, ground.fsdp_mesh, torch.float64) if sharded else masters(model, ground, torch.float64)
+        )
         out = Step(model, held, AdamW(held.local, TRAIN), TRAIN, SOLO)(
             0, [ragged(257, i).to(ground.device) for i in (1, 2)]
         )

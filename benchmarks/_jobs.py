@@ -91,7 +91,7 @@ class Job:
 
         def step(i: int) -> Tensor:
             outcome = run(i, [batches[i % 2]])
-            return ground.axes.everywhere(outcome.loss_sum) / outcome.count
+            return ground.axes.global_sum(outcome.loss_sum) / outcome.count
 
         return step
 

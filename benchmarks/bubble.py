@@ -44,7 +44,7 @@ from colonnade.parallel.axis import world_axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
 from colonnade.parallel.launch import launch
-from colonnade.parallel.pipeline import knows
+from colonnade.parallel.pipeline import schedule_supported
 from colonnade.train.model_inputs import VALIDATION
 from colonnade.train.pipeline_step import PipelineStep
 from colonnade.train.train_step import forward
@@ -82,7 +82,7 @@ def plans(world: int) -> list[Plan]:
         return [Plan()]
     names = ("gpipe", "1f1b", *SEVERAL)
     made = [Plan(pp=world, schedule=name, stages=STAGES if name in SEVERAL else 1) for name in names]
-    return [plan for plan in made if knows(plan)]
+    return [plan for plan in made if schedule_supported(plan)]
 
 
 def waits(plan: Plan) -> float:

@@ -96,7 +96,7 @@ class Bench:
         self.spare = torch.empty(0, dtype=dtype, device=device)
 
     def run(self, way: Spread) -> Tensor:
-        return through_experts(self.x_tD, self.ids_tA, self.weights_tA, self.experts, self.ground.axes.grid, way)[0]
+        return through_experts(self.x_tD, self.ids_tA, self.weights_tA, self.experts, self.ground.axes.experts, way)[0]
 
     def plain(self, both_egD: Tensor) -> Tensor:
         return _plain_experts.layer(self.x_tD, self.ids_tA, self.weights_tA, both_egD, self.experts.down)
@@ -125,7 +125,7 @@ class Bench:
             self.ms(lambda: self.run(Spread(degree)), what, self.leaves)
         calls = sizes[-(2 if what == "forward" else 4) :]
         rows_RD = self._rows(max(sum(send) for _, send in calls)).normal_()
-        group = self.ground.axes.grid.all.group
+        group = self.ground.axes.experts.all.group
 
         def once() -> None:
             for receive, send in calls:
@@ -292,7 +292,7 @@ def picked(bench: Bench, model: Transformer, both: dict[Spread, float]) -> Row:
     began = time.perf_counter()
     adaptive = MoeAutotuner(model)
     mine_E = load_of(bench.ids_tA, bench.experts.count)
-    load_E = bench.ground.axes.grid.tokens.sum_(mine_E).tolist()
+    load_E = bench.ground.axes.experts.tokens.sum_(mine_E).tolist()
     for _ in range(2):
         adaptive.look([0], [load_E], 1)
     took_s, way = time.perf_counter() - began, adaptive.spread[0]

@@ -19,7 +19,7 @@ from colonnade.config import ModelConfig, Plan, TrainConfig
 from colonnade.data import Batch
 from colonnade.model import Packed, Transformer, initialise
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.fsdp import Masters, Sharded, Whole
+from colonnade.parallel.fsdp import Masters, ShardedMasters, UnshardedMasters
 from colonnade.train.optimizer import AdamW
 from colonnade.train.train_step import Step
 
@@ -53,8 +53,8 @@ def main() -> None:
     rows: list[dict[str, Cell]] = []
     with DistributedContext.build(Plan(), "cpu") as ground:
         for compute in (torch.float32, torch.bfloat16):
-            whole = trainer(ground, lambda model, compute=compute: Whole(model.named_parameters(), compute))
-            sharded = trainer(ground, lambda model, compute=compute: Sharded(model, ground, compute, [model]))
+            whole = trainer(ground, lambda model, compute=compute: UnshardedMasters(model.named_parameters(), compute))
+            sharded = trainer(ground, lambda model, compute=compute: ShardedMasters(model, ground, compute, [model]))
             for count, samples, sequence in SHAPES:
                 pairs: list[tuple[float, float]] = []
                 for i in range(PAIRS + 1):

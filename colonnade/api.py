@@ -48,10 +48,10 @@ from colonnade.model.score import Score, score
 from colonnade.model.weight_memory import WeightMemory
 from colonnade.model.weight_only_quant import build, in_place, kind_of
 from colonnade.parallel.axis import world_axis
-from colonnade.parallel.device_memory import free_host_bytes, share_bytes
+from colonnade.parallel.device_memory import free_host_bytes, usable_bytes
 from colonnade.parallel.distributed_context import DistributedContext, choose_device
 from colonnade.parallel.launch import launched
-from colonnade.parallel.small_allreduce import with_small
+from colonnade.parallel.symmetric_memory import with_small_allreduce
 from colonnade.serve.engine import Engine as _Engine
 from colonnade.serve.prompts import Message, is_conversation, is_list_of_prompts, token_ids
 from colonnade.serve.sampling_params import SamplingParams
@@ -341,7 +341,7 @@ def _load(
     if problem is not None:
         raise problem
     try:
-        axes = with_small(ground.axes.serving(), ground.device)
+        axes = with_small_allreduce(ground.axes.serving(), ground.device)
         if weights == "stored":
             transformer, put = Transformer(found.config, axes, **on), in_place
         else:
@@ -350,7 +350,7 @@ def _load(
         if resident is not None:
             OffloadedExperts(experts_of(transformer), resident, ground.device)
     except torch.OutOfMemoryError:
-        raise memory.refusal(source, share_bytes(ground.device), free_host_bytes()) from None
+        raise memory.refusal(source, usable_bytes(ground.device), free_host_bytes()) from None
     return Model(transformer, Tokenizer.beside(found.words), ground, source, found.tasks)
 
 

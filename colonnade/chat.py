@@ -18,7 +18,7 @@ from colonnade.data.tokenizer import Tokenizer
 from colonnade.errors import CheckpointError, ColonnadeError
 from colonnade.model import Transformer
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.launch import launch, place
+from colonnade.parallel.launch import launch, rank_and_world
 from colonnade.serve.batch_invariance import check_ranks
 from colonnade.serve.engine import Engine
 from colonnade.serve.engine_client import EngineClient
@@ -98,7 +98,7 @@ def company(config: ModelConfig) -> str:
 
 def _say(note: str) -> None:
     """To the user, where there is anything, by the first of several processes."""
-    if note and place()[0] == 0:
+    if note and rank_and_world()[0] == 0:
         print(note, file=sys.stderr, flush=True)
 
 
@@ -119,7 +119,7 @@ def generate(where: Where, prompt: str, params: SamplingParams) -> None:
 
 
 def _generate(where: Where, prompt: str, params: SamplingParams) -> None:
-    rank, _ = place()
+    rank, _ = rank_and_world()
     status = Console(stderr=True, highlight=False).status("loading the model")
     with standing(where.plan, where.device) as ground:
         with nullcontext() if rank else status:

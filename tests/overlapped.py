@@ -15,7 +15,7 @@ from colonnade.model import Transformer
 from colonnade.model.activation_checkpointing import recompute
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.layout import layout_of
-from colonnade.parallel.overlapped_matmul import Mover
+from colonnade.parallel.overlapped_matmul import RowTransfer
 from colonnade.train import grad_norm
 from colonnade.train.cuda_graph import Graphed
 from colonnade.train.model_inputs import Terms
@@ -31,7 +31,7 @@ def gradients(
     ground: DistributedContext,
     config: ModelConfig,
     dtype: torch.dtype,
-    mover: Mover | None,
+    transfer: RowTransfer | None,
     *,
     graphed: bool = False,
     compiled: str = "",
@@ -43,7 +43,7 @@ def gradients(
     ``graphed`` takes them from the second replay, after other samples; ``compiled`` names a backend; ``size`` is
     (tokens of a sequence, sequences).
     """
-    model = filled(Transformer(config, replace(ground.axes, mover=mover), dtype=dtype, device=ground.device))
+    model = filled(Transformer(config, replace(ground.axes, row_transfer=transfer), dtype=dtype, device=ground.device))
     batches = [random_batch(config, *size, seed, ground.device) for seed in (0, 1)]
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):

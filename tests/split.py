@@ -11,7 +11,7 @@ from colonnade.kernels.attention import reference
 from colonnade.model import KVCache
 from colonnade.parallel.axis import Axes
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.small_allreduce import with_small
+from colonnade.parallel.symmetric_memory import with_small_allreduce
 from colonnade.serve.cache_shard import CacheShard
 from colonnade.serve.model_inputs import arguments
 from colonnade.serve.scheduler import Slice, Work
@@ -35,7 +35,7 @@ def errors(
     """On each rank: of each step the error by norm, relative to the exact output's."""
     found: dict[torch.dtype, dict[str, float]] = {dtype: {} for dtype in dtypes}
     with DistributedContext.build(Plan(cp=cp), device) as ground:
-        axes = with_small(ground.axes.serving(), ground.device)
+        axes = with_small_allreduce(ground.axes.serving(), ground.device)
         for dtype, (H, page, window), (step, requests) in itertools.product(dtypes, shapes, STEPS.items()):
             config = ModelConfig(
                 vocab_size=8, layers=1, width=8, heads=6, kv_heads=2, head_width=H, ffn_width=8, context=512,

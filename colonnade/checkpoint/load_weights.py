@@ -87,7 +87,7 @@ def box_of(shape: Shape, placement: Placement, axes: Axes) -> Box:
     """The part of a parameter of ``shape`` that this rank holds."""
     cut: dict[int | None, Axis] = {}
     if isinstance(placement, Experts):
-        cut = {placement.hidden: axes.grid.sh, 0: axes.grid.ep}
+        cut = {placement.hidden: axes.experts.sh, 0: axes.experts.ep}
     elif isinstance(placement, int):
         cut = {placement: axes.tp}
     return tuple(cut[dim].part(n) if dim in cut else (0, n) for dim, n in enumerate(shape))

@@ -64,8 +64,8 @@ def open_model(path: str | Path) -> OpenedModel:
     theirs: HFFolder | GGUFFile = HFFolder(place) if place.is_dir() else GGUFFile(place)
 
     def placed(model: Transformer, _: DistributedContext, held: Masters) -> None:
-        theirs.fill(model, held.place)
-        held.publish()
+        theirs.fill(model, held.assign)
+        held.update_model()
 
     words = place if isinstance(theirs, HFFolder) else theirs.tokenizer
     return OpenedModel(place, theirs.config, lambda model, _, put: theirs.fill(model, put), placed, words)

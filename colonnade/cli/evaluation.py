@@ -87,8 +87,8 @@ def _routing(where: "Where", text: str, context: int | None, stride: int | None)
         raise ConfigError("--routing is told by one process; leave --plan out")
     with where.open() as loaded:
         with console.status("following the tokens"):
-            found = routing.follow(loaded.transformer, loaded.tokenizer, loaded.tokenizer.encode(text), context)
-        for table in routing.tables(found):
+            found = routing.record_routing(loaded.transformer, loaded.tokenizer, loaded.tokenizer.encode(text), context)
+        for table in routing.routing_tables(found):
             Console(highlight=False).print(table)  # what was asked for, as the perplexity: on the standard output
         return found.score
 
@@ -123,7 +123,7 @@ def verify(
     """
     start_alone("verify")
     from colonnade import verify as it
-    from colonnade.parallel.pipeline import knows
+    from colonnade.parallel.pipeline import schedule_supported
     from colonnade.verify import report
 
     if out.suffix not in ("", ".json"):
@@ -137,9 +137,9 @@ def verify(
     sizes = f"{config.layers} layers, {config.heads} heads of {config.head_width}, vocabulary {config.vocab_size}"
     under = f"{count(len(plans), 'plan')} of {count(world, 'process')}"
     console.print(f"{model} in small ({sizes}) under {under}", soft_wrap=True)
-    if world > 1 and not knows(Plan(pp=world, schedule="zero_bubble")):
+    if world > 1 and not schedule_supported(Plan(pp=world, schedule="zero_bubble")):
         console.print("without zero_bubble, whose gradients need torch 2.13", soft_wrap=True)
-    results = it.verify(config, plans, report.show, device)
+    results = it.verify(config, plans, report.print_result, device)
     report.write(results, config, out, device)
     console.print(report.table(results))
     missed = [result for result in results if not result.ok]

@@ -20,7 +20,7 @@ PREFERS = 1.2
 """A kind is named where an expert takes it so many times more often than its share of all tokens."""
 
 
-class Routed(NamedTuple):
+class RoutedText(NamedTuple):
     """How one text went through the experts of a model."""
 
     score: Score
@@ -30,7 +30,9 @@ class Routed(NamedTuple):
     """By block number and expert: the tokens that it takes most beyond its share."""
 
 
-def follow(model: Transformer, tokenizer: Tokenizer, tokens: Sequence[int], context: int | None = None) -> Routed:
+def record_routing(
+    model: Transformer, tokenizer: Tokenizer, tokens: Sequence[int], context: int | None = None
+) -> RoutedText:
     """Score ``tokens`` in windows of ``context`` and note which expert took which of them.
 
     Raises :class:`RequestError` for a model without experts, and for one of which this process has a share only.
@@ -38,16 +40,16 @@ def follow(model: Transformer, tokenizer: Tokenizer, tokens: Sequence[int], cont
     moe = model.config.moe
     if moe is None:
         raise RequestError("this model has no experts; --routing is for a mixture of experts")
-    if model.axes.grid.tokens.size > 1:
+    if model.axes.experts.tokens.size > 1:
         raise RequestError("who takes which token is told by one process; leave --plan out with --routing")
     with recorded(model) as ids:
         found = score(model, list(tokens), context=context)
     pieces = [tokenizer.decode([token]) for token in tokens[:-1]]  # the last one is predicted and not read
     layers = specializations(ids, kinds_of(pieces), moe.experts)
-    return Routed(found, layers, {layer: examples(ids_TA, pieces, moe.experts) for layer, ids_TA in ids.items()})
+    return RoutedText(found, layers, {layer: examples(ids_TA, pieces, moe.experts) for layer, ids_TA in ids.items()})
 
 
-def tables(routed: Routed) -> list[Table]:
+def routing_tables(routed: RoutedText) -> list[Table]:
     """One a layer."""
     return [_table(layer, it, routed.texts[layer]) for layer, it in routed.layers.items()]
 

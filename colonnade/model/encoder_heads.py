@@ -20,7 +20,7 @@ class Hidden:
 
     def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
         """x_TD."""
-        return onto.axes.together(x_tD, T)
+        return onto.axes.all_tokens(x_tD, T)
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Pooled:
     def __call__(self, x_tD: Tensor, T: int, onto: Projection) -> Tensor:
         """p_RD, between -1 and 1."""
         assert onto.top is not None, "a causal model has no pooler"
-        return onto.top.pooled(onto.axes.together(x_tD, T)[self.first_R])
+        return onto.top.pooled(onto.axes.all_tokens(x_tD, T)[self.first_R])
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Spans:
         """logits_T2."""
         assert onto.top is not None, "a causal model has no span layer"
         assert onto.top.spans is not None, "this model has no span layer"
-        return onto.top.spans(onto.axes.together(x_tD, T))
+        return onto.top.spans(onto.axes.all_tokens(x_tD, T))
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Orders:
         """logits_R2."""
         assert onto.top is not None, "a causal model does not predict the order of sentences"
         assert onto.top.order is not None, "this model does not predict the order of sentences"
-        return onto.top.order(onto.top.pooled(onto.axes.together(x_tD, T)[self.first_R]))
+        return onto.top.order(onto.top.pooled(onto.axes.all_tokens(x_tD, T)[self.first_R]))
 
 
 @dataclass(frozen=True)

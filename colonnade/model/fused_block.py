@@ -116,4 +116,4 @@ def _added(block: "Block", y_Tz: Tensor, layer: Linear, x_TD: Tensor, *, own: bo
     """x + W y, summed over the ranks of the block."""
     if block.axes.tp.size == 1:
         return _product(y_Tz, layer, more_TF=x_TD, own=own)
-    return x_TD + block.axes.leave(_product(y_Tz, layer))
+    return x_TD + block.axes.leave_tp_region(_product(y_Tz, layer))

@@ -95,7 +95,7 @@ def _ready(x_tD: Tensor, T: int, rows_R: Tensor | None, onto: Projection) -> tup
     """x_RD as the ranks enter the output projection, and this rank's part of its bias."""
     axes, top = onto.axes, onto.top
     if top is None:
-        x_TD = axes.enter(x_tD, T)
+        x_TD = axes.enter_tp_region(x_tD, T)
         return (x_TD if rows_R is None else x_TD[rows_R]), None
-    x_TD = axes.together(x_tD, T)
+    x_TD = axes.all_tokens(x_tD, T)
     return axes.tp.fan_out(top.transformed(x_TD if rows_R is None else x_TD[rows_R])), top.bias

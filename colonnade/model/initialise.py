@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from colonnade.model.transformer import Transformer
 from colonnade.model.weight_only_quant import Place, in_place
 from colonnade.parallel.axis import Axes
-from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of, share
+from colonnade.parallel.layout import WHOLE, Experts, Placement, layout_of, local_part
 from colonnade.parallel.rng_keys import generator
 
 RESIDUAL_OUTPUTS = ("attention.out.weight", "ffn.down.weight", "shared.down.weight", "experts.down")
@@ -30,7 +30,7 @@ def initialise(model: Transformer, seed: int, place: Place = in_place, leave: Co
     """Fill ``model`` from ``seed``, one parameter after another, and its buffers with 0; returns it.
 
     ``place`` gets this rank's share of each, before FSDP cuts it: a sharded model needs no more memory than its shards
-    and one parameter (:meth:`colonnade.parallel.fsdp.Masters.place`). Names in ``leave`` are left as they are.
+    and one parameter (:meth:`colonnade.parallel.fsdp.Masters.assign`). Names in ``leave`` are left as they are.
     """
     std = model.config.init_std
     residual_std = std / (2 * model.config.layers) ** 0.5
@@ -62,7 +62,7 @@ def fill(
         shape, placement = shapes[name], layout.get(name, WHOLE)
 
         def filled(value: float) -> Tensor:
-            return share(torch.zeros(()).expand(shape), placement, axes) + value
+            return local_part(torch.zeros(()).expand(shape), placement, axes) + value
 
         if name in initial:
             return filled(initial[name])
@@ -87,6 +87,6 @@ def _share(shape: torch.Size, placement: Placement, axes: Axes, drawn: Callable[
     it has.
     """
     if not isinstance(placement, Experts):
-        return share(drawn("", shape), placement, axes)
-    units = slice(*axes.grid.sh.part(shape[1]))
-    return torch.stack([drawn(f".{e}", shape[1:])[units] for e in range(*axes.grid.ep.part(shape[0]))])
+        return local_part(drawn("", shape), placement, axes)
+    units = slice(*axes.experts.sh.part(shape[1]))
+    return torch.stack([drawn(f".{e}", shape[1:])[units] for e in range(*axes.experts.ep.part(shape[0]))])

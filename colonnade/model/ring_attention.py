@@ -187,10 +187,10 @@ class _RingAttention(Function):
                 mine.set_late(dq_tnH, mine.late(dq_tnH) + dq)
                 dkv_t2kH += torch.stack((dk, dv), 1)
             if travelling is not None:
-                dkv_t2kH += ring.axis.arrived(travelling)
-            travelling = ring.axis.depart(dkv_t2kH, _rows(ring, rank - 1))
+                dkv_t2kH += ring.axis.finish_ring_shift(travelling)
+            travelling = ring.axis.begin_ring_shift(dkv_t2kH, _rows(ring, rank - 1))
         assert travelling is not None
-        dk_tkH, dv_tkH = ring.axis.arrived(travelling).unbind(1)  # home again
+        dk_tkH, dv_tkH = ring.axis.finish_ring_shift(travelling).unbind(1)  # home again
         return dq_tnH.to(q_tnH.dtype), dk_tkH.to(k_tkH.dtype), dv_tkH.to(v_tkH.dtype), None
 
 
@@ -199,10 +199,10 @@ def _round(ring: Ring, k_tkH: Tensor, v_tkH: Tensor) -> Iterator[tuple[int, Tens
     size, rank = ring.axis.size, ring.axis.rank
     kv_t2kH = torch.stack((k_tkH, v_tkH), 1)
     for step in range(size):
-        coming = ring.axis.depart(kv_t2kH, _rows(ring, rank - 1)) if step + 1 < size else None
+        coming = ring.axis.begin_ring_shift(kv_t2kH, _rows(ring, rank - 1)) if step + 1 < size else None
         yield rank, kv_t2kH[:, 0], kv_t2kH[:, 1]
         if coming is not None:
-            kv_t2kH, rank = ring.axis.arrived(coming), (rank - 1) % size
+            kv_t2kH, rank = ring.axis.finish_ring_shift(coming), (rank - 1) % size
 
 
 def _rows(ring: Ring, rank: int) -> int:

@@ -99,7 +99,7 @@ class ShardedPagedView:
             mine = self._chunk(q_TnH, k_SkH, v_SkH, self.past.rows, causal=False)
             k_TkH, v_TkH = pools.rounded(k_TkH, v_TkH)
             own = [self._chunk(q_TnH, k_TkH, v_TkH[..., : pools.values], self.new, causal=True)]
-        each_STnz = self.axis.everyones_(packed(mine))
+        each_STnz = self.axis.all_gather_(packed(mine))
         return choose("merge_states", kind, each_STnz.dtype, self.kernels)(each_STnz, own, dtype)
 
     def _chunk(self, q_TnH: Tensor, k_SkH: Tensor, v_SkH: Tensor, keys: Rows, *, causal: bool) -> State:

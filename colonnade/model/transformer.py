@@ -36,7 +36,7 @@ from colonnade.model.norm import Norm
 from colonnade.model.rotary import frequencies
 from colonnade.model.stream import Stream
 from colonnade.parallel.axis import SOLO_AXES, Axes
-from colonnade.parallel.layout import Placement, on_rows
+from colonnade.parallel.layout import Placement, residual_placement
 
 
 class Block(nn.Module):
@@ -58,10 +58,10 @@ class Block(nn.Module):
     ):
         """``moe``: experts in the place of the feed-forward part, stored on ``experts_on`` if not on ``device``."""
         super().__init__()
-        self.norm1 = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
+        self.norm1 = Norm(config, config.width, device=device, dtype=dtype, placement=residual_placement(axes))
         attention = Attention if config.latent is None else LatentAttention
         self.attention = attention(config, axes, device=device, dtype=dtype)
-        self.norm2 = Norm(config, config.width, device=device, dtype=dtype, placement=on_rows(axes))
+        self.norm2 = Norm(config, config.width, device=device, dtype=dtype, placement=residual_placement(axes))
         self.ffn = (
             FeedForward(config, axes, device=device, dtype=dtype)
             if moe is None
@@ -160,7 +160,7 @@ class Transformer(nn.Module):
         self.norm = None
         if last:  # in post-norm order the last block ends with a norm of its own
             pre = config.norm_order == "pre"
-            self.norm = Norm(config, config.width, placement=on_rows(axes), **on) if pre else nn.Identity()
+            self.norm = Norm(config, config.width, placement=residual_placement(axes), **on) if pre else nn.Identity()
         self.top = BertLayers(config, axes, **on) if last and config.top != "unembed" else None
         self.unembed = None
         self.layout: dict[str, Placement] = {}
@@ -180,8 +180,8 @@ class Transformer(nn.Module):
         """The blocks of ``span``: x_tD, from the embedding where it begins with the first, to x_tD, or to what
         ``head`` makes of it where it ends with the last.
         """
-        if self.axes.mover is not None:
-            self.axes.mover.begin()
+        if self.axes.row_transfer is not None:
+            self.axes.row_transfer.reset()
         T = len(stream.tokens_T)
         noise = stream.noise and stream.noise.rows(self.axes.rows(T))
         if x_tD is None:
@@ -202,7 +202,7 @@ class Transformer(nn.Module):
         if stream.routing is not None and self.config.moe is not None:
             moe = stream.routing.moe or self.config.moe
             layers = moe.layers_among(self.config.layers)
-            normed_tD = attach_pooled(normed_tD, stream.routing, moe, layers, self.axes.grid.tokens)
+            normed_tD = attach_pooled(normed_tD, stream.routing, moe, layers, self.axes.experts.tokens)
         return head(normed_tD, T, self.output)
 
     @property

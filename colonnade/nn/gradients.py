@@ -22,7 +22,7 @@ def reduce_gradients(model: nn.Module, axes: Axes) -> None:
     """
     weights, layout = _weights(model)
     sum_partial(weights, layout, axes.tp)
-    sum_experts(weights, layout, axes.grid)
+    sum_experts(weights, layout, axes.experts)
     if axes.batch.size == 1:
         return
     shared = [w for name, w in weights.items() if not isinstance(layout[name], Experts)]
@@ -42,7 +42,7 @@ def clip_gradients(model: nn.Module, axes: Axes, limit: float) -> Tensor:
     """
     weights, layout = _weights(model)
     # Replicated parameters are counted once: on the first of the ranks that have other tokens.
-    norm = gradient_norm(weights, layout, replace(axes, replicate=axes.batch), axes.grid.tokens)
+    norm = gradient_norm(weights, layout, replace(axes, replicate=axes.batch), axes.experts.tokens)
     clip_(weights, norm, limit)
     return norm
 

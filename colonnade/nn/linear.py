@@ -13,9 +13,9 @@ from colonnade.parallel.axis import SOLO, Axes, Axis
 from colonnade.parallel.layout import WHOLE, Placement
 
 
-def common_seed(axis: Axis) -> int:
+def shared_seed(axis: Axis) -> int:
     """A seed from torch's generator, the same on all ranks of ``axis``: that of its first rank."""
-    return int(axis.firsts_(torch.randint(0, 2**62, (1,))))
+    return int(axis.from_rank_0_(torch.randint(0, 2**62, (1,))))
 
 
 class ColumnParallelLinear(Linear):
@@ -81,4 +81,4 @@ def _fill(module: nn.Module, weight: tuple[int, int], outputs: int, std: float) 
     shapes = {"weight": torch.Size(weight), "bias": torch.Size((outputs,))}
     axis = module.axis
     assert isinstance(axis, Axis)
-    fill(module, Axes(tp=axis), shapes, common_seed(axis), std=std, residual_std=std)
+    fill(module, Axes(tp=axis), shapes, shared_seed(axis), std=std, residual_std=std)

@@ -17,7 +17,7 @@ from colonnade.errors import ConfigError, PlanError
 from colonnade.model.dropout import Dropout, DropoutRates
 from colonnade.model.initialise import fill
 from colonnade.model.moe import MixtureOfExperts, Routed, Routing, Units, draws
-from colonnade.nn.linear import common_seed
+from colonnade.nn.linear import shared_seed
 from colonnade.parallel.axis import SOLO_AXES, Axes
 
 
@@ -54,7 +54,7 @@ class MoE(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ):
-        """``moe`` has the router, the experts and the losses; ``axes.grid`` lays the experts over ranks.
+        """``moe`` has the router, the experts and the losses; ``axes.experts`` lays the experts over ranks.
 
         ``gated``: SwiGLU when ``activation`` is silu. Weights are N(0, ``init_std``), drawn from torch's generator.
         """
@@ -74,7 +74,7 @@ class MoE(nn.Module):
         whole = MixtureOfExperts(config, moe, SOLO_AXES, device=torch.device("meta"), dtype=dtype)
         shapes = {f"layer.{name}": x.shape for name, x in (*whole.named_parameters(), *whole.named_buffers())}
         # Data ranks hold copies, and tensor ranks parts: all of them must start from one seed.
-        self._seed = common_seed(axes.grid.tokens)
+        self._seed = shared_seed(axes.experts.tokens)
         self._step = 0
         fill(self, axes, shapes, self._seed, std=init_std, residual_std=init_std)
 
@@ -100,7 +100,7 @@ class MoE(nn.Module):
         index_T = torch.arange(T, device=x.device)
         noisy = self.training and draws(self.moe)
         if noisy or self.moe.capacity is not None:  # these depend on a token's number among those of all ranks
-            index_T = index_T + sum(batch.list_(T, x.device)[: batch.rank])
+            index_T = index_T + sum(batch.all_gather_int(T, x.device)[: batch.rank])
         if units is None and self.moe.by_sequence:
             units = self._sequences(x)
         noise = None

@@ -163,7 +163,7 @@ class Engine:
         now_s = time.monotonic()
         for live in (self._live[request.id] for request in work.requests):
             live.admitted_s = now_s if live.admitted_s is None else live.admitted_s
-        work_broadcast.send(self.model.axes.same, work_broadcast.RUN, work)
+        work_broadcast.send(self.model.axes.token_replicas, work_broadcast.RUN, work)
         return self._runner(work)
 
     def _commit(self, work: Work, drawn: Drawn) -> list[Output]:
@@ -262,14 +262,14 @@ class Engine:
 
     def follow(self) -> None:
         """On ranks above 0: run the work that rank 0 broadcasts, until it stops."""
-        while (message := work_broadcast.receive(self.model.axes.same))[0] != work_broadcast.STOP:
+        while (message := work_broadcast.receive(self.model.axes.token_replicas))[0] != work_broadcast.STOP:
             if message[1] is not None:
                 self._runner(message[1])
 
     def beat(self) -> None:
         """On rank 0, while idle: a sign of life, because a collective that waits too long gives up."""
-        work_broadcast.send(self.model.axes.same, work_broadcast.IDLE)
+        work_broadcast.send(self.model.axes.token_replicas, work_broadcast.IDLE)
 
     def stop(self) -> None:
         """On rank 0, at the end: the other ranks leave :meth:`follow`."""
-        work_broadcast.send(self.model.axes.same, work_broadcast.STOP)
+        work_broadcast.send(self.model.axes.token_replicas, work_broadcast.STOP)

@@ -8,7 +8,7 @@ from colonnade.config import ServeConfig
 from colonnade.errors import CapacityError, ConfigError, PlanError, RequestError
 from colonnade.model import KVCache, Transformer
 from colonnade.model.weight_only_quant import kind_of, tensors_of
-from colonnade.parallel.device_memory import share_bytes
+from colonnade.parallel.device_memory import usable_bytes
 from colonnade.serve.memory_advice import check_room, told
 from colonnade.serve.memory_estimate import FLOAT8, Asked, pages_of, widens_float8
 from colonnade.serve.page_pool import PagePool
@@ -49,7 +49,7 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
     held = sum(x.nbytes for x in tensors_of(model) if x.device == weight.device)
     asked = Asked(
         model.config, config.but(weights=kind_of(model) or "stored"), weight.dtype, weight.device,
-        tp=model.axes.tp.size, cp=model.axes.cp.size, ep=model.axes.grid.ep.size, sh=model.axes.grid.sh.size,
+        tp=model.axes.tp.size, cp=model.axes.cp.size, ep=model.axes.experts.ep.size, sh=model.axes.experts.sh.size,
         weights=held,
     )  # fmt: skip
     check_room(asked, held)
@@ -59,7 +59,7 @@ def build_cache(model: Transformer, config: ServeConfig) -> KVCache:
             device=weight.device, kind=config.cache,
         )  # fmt: skip
     except RuntimeError:  # torch's only type for a failed allocation on a CPU; on a GPU its pieces may not fit
-        raise CapacityError(told(asked, asked.needs(), share_bytes(weight.device) + held)) from None
+        raise CapacityError(told(asked, asked.needs(), usable_bytes(weight.device) + held)) from None
 
 
 def check_plan(model: Transformer) -> None:
@@ -76,7 +76,7 @@ def check_plan(model: Transformer) -> None:
         raise PlanError(
             f"ranks that share a cache (cp={axes.cp.size}) all have all tokens; leave sequence_parallel off"
         )
-    if not axes.alike:
+    if not axes.cp_replicated:
         raise PlanError(f"a model over cp={axes.cp.size} that serves is built with ground.axes.serving()")
 
 

@@ -15,7 +15,7 @@ from colonnade.config.feature_checks import check_quantised as check_weights
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.model import Transformer
 from colonnade.model.moe.expert_offload import experts_of
-from colonnade.parallel.device_memory import share_bytes
+from colonnade.parallel.device_memory import usable_bytes
 from colonnade.serve.memory_estimate import (  # fmt: skip
     Asked,
     Needs,
@@ -59,7 +59,7 @@ def check_room(asked: Asked, held: int = 0) -> None:
             f"--serve.cache_bytes {serve.cache_bytes} holds no page of {page} tokens, which takes {page_bytes} bytes; "
             f"give {page_bytes * -(-context // page)} for one whole context of {context} tokens"
         )
-    there = asked.serve.memory_bytes or share_bytes(asked.device) + held
+    there = asked.serve.memory_bytes or usable_bytes(asked.device) + held
     needs = asked.needs()
     if needs.total > there:
         raise CapacityError(told(asked, needs, there))

@@ -10,7 +10,7 @@ A pass of t tokens (``token_budget``) holds at its highest the stream, its norm 
 the projections z and rotated heads; keys and values of one context (s) gathered from their pages; and for each of r
 requests (``max_requests``) v logits, once more in float32 and the sampler's noise in float64. What the allocator wastes
 and libraries take is not in it: for that a part of what is free is not promised
-(:data:`~colonnade.parallel.device_memory.SHARE`).
+(:data:`~colonnade.parallel.device_memory.USABLE_FRACTION`).
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from colonnade.kernels.linear.reference import BAND
 from colonnade.model import KVCache, Transformer
 from colonnade.model.moe.expert_offload import device_bytes
 from colonnade.model.weight_only_quant import kept_bytes, matrices
-from colonnade.parallel.axis import Axes, Axis, Grid
+from colonnade.parallel.axis import Axes, Axis, ExpertAxes
 from colonnade.serve.batch_slots import padded
 from colonnade.serve.resolve_config import Site, resolve_config
 
@@ -80,8 +80,8 @@ class Asked:
     @property
     def axes(self) -> Axes:
         """A rank's."""
-        grid = Grid(ep=Axis("ep", self.ep), sh=Axis("sh", self.sh))
-        return Axes(tp=Axis("tp", self.tp), cp=Axis("cp", self.cp), grid=grid)
+        grid = ExpertAxes(ep=Axis("ep", self.ep), sh=Axis("sh", self.sh))
+        return Axes(tp=Axis("tp", self.tp), cp=Axis("cp", self.cp), experts=grid)
 
     @cached_property
     def settled(self) -> ServeConfig:

@@ -57,7 +57,7 @@ class Runner:
             tokens_R = torch.cat([self._run(each) for each in passes])
         if work.draws:
             # Context ranks compute the same, but sums over their tensor ranks may differ in the last bit.
-            self._last_R = tokens_R = axes.cp.firsts_(tokens_R)
+            self._last_R = tokens_R = axes.cp.from_rank_0_(tokens_R)
         return Drawn(tokens_R)
 
     def _run(self, work: Work) -> Tensor:

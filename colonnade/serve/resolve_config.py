@@ -49,7 +49,7 @@ class Site:
         return Site(
             model.config, weight.dtype, weight.device, axes.cp.size,
             waiting=any(layer.fetch is not None for layer in experts),
-            exchanging=bool(experts) and axes.grid.all.size > 1 and not axes.alike,
+            exchanging=bool(experts) and axes.experts.all.size > 1 and not axes.cp_replicated,
             cut=axes.sequence_parallel,
         )  # fmt: skip
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from colonnade.parallel.axis import Axes, Axis, Grid
+from colonnade.parallel.axis import Axes, Axis, ExpertAxes
 from colonnade.parallel.layout import PARTIAL, Experts, Placement
 
 
@@ -32,7 +32,7 @@ def sum_partial(weights: Mapping[str, Tensor], layout: Mapping[str, Placement], 
         grad.copy_(part.view_as(grad))
 
 
-def sum_experts(weights: Mapping[str, Tensor], layout: Mapping[str, Placement], grid: Grid) -> None:
+def sum_experts(weights: Mapping[str, Tensor], layout: Mapping[str, Placement], grid: ExpertAxes) -> None:
     """Complete the gradients of experts: over the ranks that hold copies of them, and those of an output's bias, which
     each rank of an expert has whole, over its sh ranks too.
     """
@@ -85,7 +85,7 @@ def gradient_norm(
 def _owns(placement: Placement, axes: Axes) -> bool:
     """Whether this rank is the one that counts its part of a parameter."""
     if isinstance(placement, Experts):
-        return axes.grid.copies.rank == 0 and (placement.hidden is not None or axes.grid.sh.rank == 0)
+        return axes.experts.copies.rank == 0 and (placement.hidden is not None or axes.experts.sh.rank == 0)
     return axes.replicate.rank == 0 and (isinstance(placement, int) or axes.tp.rank == 0)
 
 

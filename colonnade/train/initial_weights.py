@@ -37,8 +37,8 @@ def begin(model: Transformer, run: RunConfig, ground: DistributedContext, held: 
     ones; what a new top has and ``train.start`` has not is drawn.
     """
     if not run.train.start:
-        initialise(model, run.train.seed, held.place)
-        held.publish()
+        initialise(model, run.train.seed, held.assign)
+        held.update_model()
         return
     it = open_model(run.train.start)
     if not _new_top(it.config, run.model):
@@ -51,11 +51,11 @@ def begin(model: Transformer, run: RunConfig, ground: DistributedContext, held: 
     it.fill(theirs, ground, in_place)
     found, shapes, wanted = dict(_tensors(theirs)), theirs.whole_shapes(), model.whole_shapes()
     same = {name: found[name] for name, _ in _tensors(model) if wanted[name] == shapes.get(name)}
-    initialise(model, run.train.seed, held.place, leave=same)
+    initialise(model, run.train.seed, held.assign, leave=same)
     for name, tensor in _tensors(model):
         if name in same:
-            held.place(name, tensor, same[name].detach())
-    held.publish()
+            held.assign(name, tensor, same[name].detach())
+    held.update_model()
 
 
 def _tensors(model: Transformer) -> list[tuple[str, torch.Tensor]]:

@@ -19,11 +19,11 @@ from colonnade.data import TokenData, Tokenizer, write_tokens
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model.moe.router import rule
 from colonnade.parallel.axis import world_axis
-from colonnade.parallel.config_check import agree
 from colonnade.parallel.distributed_context import DistributedContext, choose_device
 from colonnade.parallel.launch import Interrupted, launch, launched
 from colonnade.parallel.pipeline import check_schedule
-from colonnade.parallel.watchdog import BACKSTOP, Watchdog
+from colonnade.parallel.rendezvous import check_same_settings
+from colonnade.parallel.watchdog import COLLECTIVE_TIMEOUT_FACTOR, Watchdog
 from colonnade.train.cuda_graph import check_device
 from colonnade.train.data_feed import CorpusFeed, MakeFeed
 from colonnade.train.initial_weights import check_start, frozen_names
@@ -137,9 +137,9 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed =
     ranks were started with different settings.
     """
     t = run.train
-    timeout = timedelta(seconds=t.timeout_s * BACKSTOP)
+    timeout = timedelta(seconds=t.timeout_s * COLLECTIVE_TIMEOUT_FACTOR)
     with _deterministic(t.deterministic), DistributedContext.build(run.plan, run.device, timeout) as ground:
-        agree(_shared(run), world_axis())
+        check_same_settings(_shared(run), world_axis())
         with (
             RunLock(run.folder, world_axis()) as lock,
             Watchdog(t.timeout_s) as watch,

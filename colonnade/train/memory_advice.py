@@ -15,7 +15,7 @@ from colonnade.config import RunConfig, size
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import CapacityError, ColonnadeError
 from colonnade.parallel.axis import world_axis
-from colonnade.parallel.device_memory import SHARE, free_bytes, free_host_bytes
+from colonnade.parallel.device_memory import USABLE_FRACTION, free_bytes, free_host_bytes
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.launch import local_ranks
 from colonnade.train.memory_estimate import PROGRAM_BYTES, estimate
@@ -109,7 +109,7 @@ def check(run: RunConfig, machine: Machine) -> None:
     """Raise :class:`CapacityError` with a table and remedies, unless ``run`` fits or is not to be checked."""
     if not run.train.check_memory:
         return
-    short = [need for need in needs(run, machine) if need.total > SHARE * need.free]
+    short = [need for need in needs(run, machine) if need.total > USABLE_FRACTION * need.free]
     if short:
         need = short[0]
         ranks = machine.ranks or run.plan.world

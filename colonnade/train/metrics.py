@@ -68,7 +68,7 @@ class Meter:
             return []
         outcomes = [outcome for _, outcome in self._pending]
         mine = torch.stack([outcome.loss_sum for outcome in outcomes]).double()
-        losses = self.ground.axes.everywhere(mine) / torch.stack([outcome.count for outcome in outcomes])
+        losses = self.ground.axes.global_sum(mine) / torch.stack([outcome.count for outcome in outcomes])
         norms = torch.stack([outcome.norm for outcome in outcomes]).double()
         table = torch.stack([losses, norms, *_scales(outcomes)]).T.tolist()
         flags = mine.isfinite().tolist()
@@ -96,7 +96,7 @@ class Meter:
         batch = self.ground.axes.batch
         flags = torch.zeros(batch.size, device=self.ground.device)
         flags[batch.rank] = not finite_here
-        guilty = [str(rank) for rank, flag in enumerate(self.ground.axes.everywhere(flags).tolist()) if flag]
+        guilty = [str(rank) for rank, flag in enumerate(self.ground.axes.global_sum(flags).tolist()) if flag]
         where = f" on data rank {', '.join(guilty)} of {batch.size}" if guilty else " on no rank alone"
         what = f"loss is {loss}{where}" if loss - loss != 0 else f"gradient norm is {norm} (the loss is {loss:.4g})"
         if self.run.model.moe is not None:

@@ -35,7 +35,7 @@ from colonnade.model.moe import MixtureOfExperts, Spread
 from colonnade.model.moe.dispatch import shares, through_experts
 from colonnade.model.moe.experts import Experts
 from colonnade.parallel import link_bandwidth
-from colonnade.parallel.axis import Grid
+from colonnade.parallel.axis import ExpertAxes
 from colonnade.parallel.link_bandwidth import Link
 
 STEP = 1.25
@@ -55,7 +55,7 @@ class Trials:
         """Of each of ``ways``, for ``tokens`` tokens a rank whose choices fall on the experts as ``load`` says; all
         ranks that share experts must take part.
         """
-        ep = self.model.axes.grid.ep.size
+        ep = self.model.axes.experts.ep.size
         each = len(load) // ep
         busiest = max(sum(load[i : i + each]) for i in range(0, len(load), each)) * ep / sum(load)
         key = round(math.log(max(tokens, 1), STEP)), round(math.log(busiest, STEP))
@@ -70,7 +70,7 @@ class Trials:
         like = module.experts.up
         experts = Experts(self.model.config, moe, axes, device=like.device, dtype=like.dtype)
         experts.float8 = module.experts.float8
-        draw = torch.Generator(like.device).manual_seed(axes.grid.tokens.rank)
+        draw = torch.Generator(like.device).manual_seed(axes.experts.tokens.rank)
         with torch.no_grad():
             for w in experts.parameters():
                 w.normal_(0, 0.02, generator=draw)
@@ -83,10 +83,12 @@ class Trials:
         inputs = [x_tD, weights_tA, *experts.parameters()]
 
         def run(way: Spread) -> None:
-            y_tD, _ = through_experts(x_tD, ids_tA, weights_tA, experts, axes.grid, way)
+            y_tD, _ = through_experts(x_tD, ids_tA, weights_tA, experts, axes.experts, way)
             torch.autograd.grad(y_tD, inputs, y_tD.detach(), allow_unused=True)
 
-        return [link_bandwidth.rate(lambda way=way: run(way), like.device, axes.grid.tokens) for way in ways]
+        return [
+            link_bandwidth.slowest_seconds(lambda way=way: run(way), like.device, axes.experts.tokens) for way in ways
+        ]
 
 
 GAIN = 0.03
@@ -113,7 +115,7 @@ class Costs:
     @staticmethod
     def measured(model: Transformer) -> "Costs":
         """By trying; all ranks that share experts must take part."""
-        grid, layer = model.axes.grid, _layers(model)[0][1]
+        grid, layer = model.axes.experts, _layers(model)[0][1]
         device = layer.experts.up.device
         e, f, D = layer.experts.up.shape
         x_RD = torch.randn(e * ROWS, D, device=device, dtype=layer.experts.up.dtype)
@@ -123,11 +125,11 @@ class Costs:
         def products() -> None:
             layer.experts(x_RD, order_R, ends_e, x_RD.new_ones(len(x_RD), 1), layer.experts.weights)
 
-        took_s = link_bandwidth.rate(products, device, grid.tokens)
-        gathers = {r: link_bandwidth.gather_link(grid.every(r), device) for r in divisors(grid.sh.size)}
-        gathers[0] = link_bandwidth.gather_link(grid.all, device)
+        took_s = link_bandwidth.slowest_seconds(products, device, grid.tokens)
+        gathers = {r: link_bandwidth.all_gather_link(grid.hidden_slice(r), device) for r in divisors(grid.sh.size)}
+        gathers[0] = link_bandwidth.all_gather_link(grid.all, device)
         flops = 2 * len(layer.experts.matrices) * e * ROWS * f * D
-        return Costs(link_bandwidth.exchange_link(grid.all, device), gathers, flops / took_s)
+        return Costs(link_bandwidth.all_to_all_link(grid.all, device), gathers, flops / took_s)
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ class MoeAutotuner:
 
     def look(self, layers: Sequence[int], loads: Sequence[Sequence[int]], micro_batches: int) -> list[str]:
         """Decide anew by a step's ``loads``, over all ranks, in so many micro-batches; what changed, for people."""
-        grid, said = self.model.axes.grid, []
+        grid, said = self.model.axes.experts, []
         modules = dict(_layers(self.model))
         for number, load in zip(layers, loads, strict=True):
             module, now = modules[number], self.spread[number]
@@ -207,7 +209,7 @@ class MoeAutotuner:
         return said
 
 
-def _described(module: MixtureOfExperts, load: Sequence[int], grid: Grid, micro_batches: int) -> Layer:
+def _described(module: MixtureOfExperts, load: Sequence[int], grid: ExpertAxes, micro_batches: int) -> Layer:
     experts, each = module.experts, module.moe.experts // grid.ep.size
     # Copies of the experts share the load out among them.
     groups = grid.copies.size * micro_batches

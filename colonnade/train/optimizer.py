@@ -188,7 +188,7 @@ class FusedAdamW(AdamW):
         self, lr: float | Tensor, skip: Tensor | None = None, scale: Tensor | None = None, clip: Tensor | None = None
     ) -> None:
         """As :meth:`AdamW.step`, after the gradients were multiplied by ``clip``; and write the copies."""
-        t, graded = self._train, self._masters.graded
+        t, graded = self._train, self._masters.gradient_holders
         self._count(skip)
         skip, factor = self._zero if skip is None else skip, self._one if clip is None else clip
         factor = (factor if scale is None else factor / scale).to(self._one.dtype)

@@ -50,12 +50,12 @@ class OptimizerStep:
 
     def __call__(self, number: int, loss_sum: Tensor) -> StepResult:
         """Move the weights; ``loss_sum`` is this rank's, looked at for whether it is finite."""
-        weights, model, axes = self.masters.graded, self.model, self.model.axes
+        weights, model, axes = self.masters.gradient_holders, self.model, self.model.axes
         lr = self._rate(number)
         self.masters.collect()
-        grad_norm.sum_tied(weights, model.config.tied, axes.ends)
+        grad_norm.sum_tied(weights, model.config.tied, axes.embedding)
         grad_norm.sum_partial(weights, self.layout, axes.tp)
-        grad_norm.sum_experts(weights, self.layout, axes.grid)
+        grad_norm.sum_experts(weights, self.layout, axes.experts)
         size = grad_norm.gradient_norm(weights, self.layout, axes, self.world, model.copies, loss_sum)
         if self.scaler is not None:
             size = self.scaler.seen(size)
@@ -65,7 +65,7 @@ class OptimizerStep:
         else:
             grad_norm.clip_(weights, size, self.train.clip)
             self.optimizer.step(lr, skip, scale)
-            self.masters.publish()
+            self.masters.update_model()
         return StepResult(size, lr, skip)
 
     def _rate(self, number: int) -> float | Tensor:

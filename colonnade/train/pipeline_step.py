@@ -40,7 +40,7 @@ class PipelineStep:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
             self._feed([batch], torch.ones((), device=self.device), terms)
-            self._pipeline.relay(self._examples())
+            self._pipeline.forward(self._examples())
             total += self._sum
         return total
 
@@ -48,7 +48,7 @@ class PipelineStep:
     def forward(self, batch: Batch, head: Head) -> Tensor | None:
         """What ``head`` makes of one micro-batch, on the ranks of the last stage."""
         self._feed([batch], torch.ones((), device=self.device), head=head)
-        return self._pipeline.relay(self._examples())
+        return self._pipeline.forward(self._examples())
 
     def _feed(
         self,

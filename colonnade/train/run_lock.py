@@ -8,8 +8,8 @@ from typing import Self
 from colonnade.checkpoint.file_lock import Lock
 from colonnade.errors import CheckpointError
 from colonnade.parallel.axis import Axis
-from colonnade.parallel.config_check import first_says
-from colonnade.parallel.launch import job
+from colonnade.parallel.launch import slurm_job
+from colonnade.parallel.rendezvous import broadcast_text
 
 
 class RunLock:
@@ -19,7 +19,7 @@ class RunLock:
     """
 
     def __init__(self, run: Path, world: Axis):
-        self._lock, self._world = Lock(run, job()), world
+        self._lock, self._world = Lock(run, slurm_job()), world
 
     def __enter__(self) -> Self:
         self._together(self._lock.acquire)
@@ -39,5 +39,5 @@ class RunLock:
                 act()
             except CheckpointError as error:
                 failure = str(error)
-        if failure := first_says(failure, self._world):
+        if failure := broadcast_text(failure, self._world):
             raise CheckpointError(failure)

@@ -30,9 +30,9 @@ from colonnade.model import Transformer
 from colonnade.model.linear import in_float8
 from colonnade.model.moe import Spread
 from colonnade.parallel.axis import Axis, world_axis
-from colonnade.parallel.config_check import agree
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, masters
+from colonnade.parallel.rendezvous import check_same_settings
 from colonnade.parallel.watchdog import Watchdog
 from colonnade.train.activation_memory import arrange
 from colonnade.train.cuda_graph import check_device
@@ -71,7 +71,7 @@ class Session:
         self.watch = watch or Watchdog(run.train.timeout_s)
         self._compiled, self._lock = False, lock
         self.feed = feed(run, ground.axes.dp.rank, ground.axes.dp.size)
-        agree({name: _digest(value) for name, value in self.feed.identity.items()}, self.world)
+        check_same_settings({name: _digest(value) for name, value in self.feed.identity.items()}, self.world)
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
         spans = [span for _, span in ground.stages(run.model.layers)]
         compute: torch.dtype = getattr(torch, run.train.compute_dtype)  # torch's own names
@@ -120,12 +120,12 @@ class Session:
 
     def step(self) -> Outcome:
         """Take the next optimizer step."""
-        self.watch.at(self.taken + 1, READS)
+        self.watch.mark(self.taken + 1, READS)
         begun_s = time.perf_counter()
         with record_function(READS):
             batches = list(self._on_device(self.feed.samples.at(self.seen)))
         data_s = time.perf_counter() - begun_s
-        self.watch.at(self.taken + 1, "computes", patient=not self._compiled)
+        self.watch.mark(self.taken + 1, "computes", patient=not self._compiled)
         device = self.ground.device
         with self._accounted(f"in step {self.taken + 1}"):
             outcome = self._step(self.taken, batches)
@@ -144,7 +144,7 @@ class Session:
     def validate(self) -> Tensor:
         """The mean loss on held-out samples, always the same ones."""
         assert self.feed.held_out is not None, "validation is switched off"
-        self.watch.at(self.taken, "validates", patient=True)
+        self.watch.mark(self.taken, "validates", patient=True)
         batches = self._on_device(self.feed.held_out.sweep(self.run.train.eval_samples))
         with self._accounted(f"in the validation after step {self.taken}"):
             return evaluate(self.model, batches, self.piped, self.run.evaluated)
@@ -155,7 +155,7 @@ class Session:
         Without train.async_save it is written, and returned, before the weights can move. The one that is there is
         kept when no step was taken since. Raises :class:`CheckpointError` when another run has taken the folder over.
         """
-        self.watch.at(self.taken, "saves", patient=True)
+        self.watch.mark(self.taken, "saves", patient=True)
         folder, t = self.run.folder / f"step-{self.taken}", self.run.train
         if folder == self.checkpoint:
             return None
@@ -199,7 +199,7 @@ class Session:
         if not wait and not int(self.world.max_(torch.tensor(int(self._saving.over)))):
             return None
         if wait:
-            self.watch.at(self.taken, "waits for a checkpoint", patient=True)
+            self.watch.mark(self.taken, "waits for a checkpoint", patient=True)
         self.checkpoint = self._saving.settle()
         return self.checkpoint
 
@@ -210,7 +210,7 @@ class Session:
         """Whatever ended the run: a checkpoint that is being written is as good as it was."""
         if not self._saving.running:
             return
-        self.watch.at(self.taken, "ends", patient=True)
+        self.watch.mark(self.taken, "ends", patient=True)
         try:
             self.checkpoint = self._saving.settle()
         except BaseException as failure:

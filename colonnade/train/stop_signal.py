@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 
 from colonnade.parallel.axis import Axis
-from colonnade.parallel.launch import ASKED, Interrupted
+from colonnade.parallel.launch import STOP_SIGNALS, Interrupted
 
 
 class StopSignal:
@@ -28,7 +28,7 @@ class StopSignal:
     def __enter__(self) -> Self:
         # Python runs handlers in the main thread only, and lets no other thread set them.
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in ASKED}
+            self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

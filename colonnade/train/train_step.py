@@ -125,7 +125,7 @@ class Step:
         """Forward and backward of one micro-batch after another; the summed loss."""
         loss_sum = 0
         for i, batch in enumerate(micro_batches):
-            self.masters.accumulate(last=i == len(micro_batches) - 1)
+            self.masters.begin_micro_batch(last=i == len(micro_batches) - 1)
             loss_sum += self.passes(batch, divisor, terms)
         assert isinstance(loss_sum, Tensor), "a step needs at least one micro-batch"
         return loss_sum
@@ -152,7 +152,7 @@ def evaluate(
         mine = torch.stack([forward(model, batch, terms).double() for batch in batches]).sum()
     else:
         mine = piped.evaluate(batches, terms)
-    return model.axes.everywhere(mine) / count
+    return model.axes.global_sum(mine) / count
 
 
 def forward(model: Transformer, batch: Batch, terms: Terms = VALIDATION) -> Tensor:

@@ -64,7 +64,7 @@ def prune(model: Transformer, load_LE: Tensor, keep: int) -> Transformer:
     that cannot be kept, loads of another model, and groups of experts, which would no longer be equal.
     """
     check_transformer(model)
-    if (ranks := model.axes.grid.tokens.size) > 1:
+    if (ranks := model.axes.experts.tokens.size) > 1:
         raise PlanError(f"pruning takes a whole model on one process, and this is laid over {ranks}; load it alone")
     config = pruned(model.config, load_LE, keep)
     some = next(model.parameters())

@@ -60,7 +60,7 @@ def upcycle(model: Transformer, experts: int, active: int = 2, *, seed: int = 0,
     of a model, :class:`ConfigError` as :func:`upcycled`, :class:`CapacityError` when the new model does not fit too.
     """
     check_transformer(model)
-    if (ranks := model.axes.grid.tokens.size) > 1:
+    if (ranks := model.axes.experts.tokens.size) > 1:
         raise PlanError(f"upcycling takes a whole model on one process, and this is laid over {ranks}; load it alone")
     config = upcycled(model.config, experts, active, **moe)
     some = next(model.parameters())

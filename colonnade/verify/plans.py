@@ -21,7 +21,7 @@ from colonnade.config import ModelConfig, MoeConfig, Plan
 from colonnade.config.model import divisors
 from colonnade.config.plan import SEVERAL
 from colonnade.errors import PlanError
-from colonnade.parallel.pipeline import knows
+from colonnade.parallel.pipeline import schedule_supported
 
 AXES = ("pp", "replicate", "dp", "cp", "tp")
 OVERLAP = 2
@@ -36,7 +36,7 @@ def all_plans(world: int, model: ModelConfig | None = None) -> list[Plan]:
     """Every plan of ``world`` processes that differs from the others in what it does, and that ``model`` and this torch
     allow.
     """
-    plans = [plan for plan in _every(world) if knows(plan) and (model is None or _fits(plan, model))]
+    plans = [plan for plan in _every(world) if schedule_supported(plan) and (model is None or _fits(plan, model))]
     if model is None or model.moe is None:
         return plans
     return [laid for plan in plans for laid in _with_experts(plan) if _fits(laid, model)]

@@ -12,7 +12,7 @@ from colonnade.config import ModelConfig
 from colonnade.verify.run import CHECKS, TOLERANCE, Result
 
 
-def line(result: Result) -> str:
+def format_result(result: Result) -> str:
     """One plan's result as it comes, and in which tensor a miss is."""
     words = []
     for check in (check for check in CHECKS if check in result.errors):
@@ -30,9 +30,9 @@ def _missed(result: Result, check: str) -> bool:
     return not result.errors[check] <= TOLERANCE
 
 
-def show(result: Result) -> None:
-    """Print :func:`line`, at once: it comes from a worker."""
-    print(line(result), flush=True)
+def print_result(result: Result) -> None:
+    """Print :func:`format_result`, at once: it comes from a worker."""
+    print(format_result(result), flush=True)
 
 
 def table(results: Sequence[Result]) -> Table:

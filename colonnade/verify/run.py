@@ -21,7 +21,7 @@ from torch import Tensor
 
 from colonnade.config import ModelConfig, Plan
 from colonnade.parallel.axis import Axis, world_axis
-from colonnade.parallel.distributed_context import DistributedContext, choose_device, fresh_group, own_device
+from colonnade.parallel.distributed_context import DistributedContext, choose_device, file_process_group, local_device
 from colonnade.parallel.launch import launch
 from colonnade.train.optimizer import MOMENTS
 from colonnade.verify.trial import Trial
@@ -61,10 +61,12 @@ class Result:
             self.errors[check], self.where[check] = error, where
 
 
-Shown = Callable[[Result], None]
+OnResult = Callable[[Result], None]
 
 
-def verify(model: ModelConfig, plans: Sequence[Plan], shown: Shown | None = None, device: str = "cpu") -> list[Result]:
+def verify(
+    model: ModelConfig, plans: Sequence[Plan], shown: OnResult | None = None, device: str = "cpu"
+) -> list[Result]:
     """Compare each of ``plans``, all of one world, with one process, on local processes.
 
     ``device`` is "cpu" (gloo) or "cuda" (NCCL, a GPU a rank). ``shown`` is told each result as it comes, in the process
@@ -81,21 +83,21 @@ def verify(model: ModelConfig, plans: Sequence[Plan], shown: Shown | None = None
 
 
 @dataclass(frozen=True)
-class _One:
+class _Reference:
     """What one process computes."""
 
     trial: Trial
     tokens: list[int]
 
     @staticmethod
-    def of(model: ModelConfig, processes: int, data_ranks: int = 1, device: torch.device | str = "cpu") -> "_One":
+    def of(model: ModelConfig, processes: int, data_ranks: int = 1, device: torch.device | str = "cpu") -> "_Reference":
         """``data_ranks`` of which each takes one of what is one micro-batch here, where that makes a difference."""
         trial = Trial.start(model, DistributedContext.solo(device), processes, merged=data_ranks).train()
-        return _One(trial, trial.greedy())
+        return _Reference(trial, trial.greedy())
 
 
 def _work(
-    model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Shown | None, device: str = "cpu"
+    model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: OnResult | None, device: str = "cpu"
 ) -> list[Result]:
     """On every rank."""
     gc.freeze()  # what is imported stays: each ground is collected at its end, and that looks at the rest only
@@ -106,16 +108,18 @@ def _work(
 
 
 def _one_after_another(
-    model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: Shown | None, device: str
+    model: ModelConfig, plans: Sequence[Plan], folder: Path, shown: OnResult | None, device: str
 ) -> list[Result]:
     """One plan after the other."""
     world = plans[0].world
-    own = own_device(device)
-    ones = {ranks: _One.of(model, world, ranks, own) for ranks in sorted({_merged(model, plan) for plan in plans})}
+    own = local_device(device)
+    ones = {
+        ranks: _Reference.of(model, world, ranks, own) for ranks in sorted({_merged(model, plan) for plan in plans})
+    }
     writer, saved = next(iter(ones.values())), folder / "one"
     results: list[Result] = []
     for number, plan in enumerate(plans):
-        with fresh_group(folder / f"meet-{number}", device), DistributedContext.build(plan, device) as ground:
+        with file_process_group(folder / f"meet-{number}", device), DistributedContext.build(plan, device) as ground:
             if number == 0:
                 if ground.rank == 0:
                     writer.trial.save(saved)
@@ -146,7 +150,7 @@ def _merged(model: ModelConfig, plan: Plan) -> int:
 
 
 def _compare(
-    model: ModelConfig, ground: DistributedContext, one: _One, saved: Path, writer: _One
+    model: ModelConfig, ground: DistributedContext, one: _Reference, saved: Path, writer: _Reference
 ) -> tuple[Result, Trial]:
     """All checks of one plan; the worst of all ranks, the same on each. ``saved`` holds what ``writer`` computed."""
     result, mine = Result(ground.plan), Trial.start(model, ground, ground.world).train()

@@ -21,7 +21,7 @@ from colonnade.model.moe import Spread
 from colonnade.parallel.axis import SOLO, Axis, world_axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, masters
-from colonnade.parallel.layout import Experts, layout_of, share
+from colonnade.parallel.layout import Experts, layout_of, local_part
 from colonnade.train.model_inputs import model_inputs
 from colonnade.train.optimizer import AdamW
 from colonnade.train.pipeline_step import PipelineStep
@@ -50,7 +50,7 @@ CLIP = 0.3
 GREEDY = 5
 
 
-class _Seen(AdamW):
+class _RecordingAdamW(AdamW):
     """Keeps the gradients that it is given."""
 
     gradients: dict[str, Tensor]
@@ -69,7 +69,7 @@ class Trial:
     model: Transformer
     piped: PipelineStep | None
     masters: Masters
-    optimizer: _Seen
+    optimizer: _RecordingAdamW
     world: Axis
     micro_batches: int
     """In one step, over all data ranks: a multiple of the processes, so that every plan can share them out."""
@@ -91,11 +91,11 @@ class Trial:
         model = Transformer(config, ground.axes, spans=spans, device=device, dtype=torch.float64)
         piped = PipelineStep(model, ground, torch.float64) if ground.plan.pp > 1 else None
         held = masters(model, ground, torch.float64, piped and piped.stages)
-        initialise(model, seed, held.place)
-        held.publish()
+        initialise(model, seed, held.assign)
+        held.update_model()
         world = world_axis() if ground.world > 1 else SOLO
         total = max(2, -(-MICRO_BATCHES // processes)) * processes
-        return Trial(ground, model, piped, held, _Seen(held.local, TRAIN), world, total, merged)
+        return Trial(ground, model, piped, held, _RecordingAdamW(held.local, TRAIN), world, total, merged)
 
     def train(self) -> "Trial":
         """Take the two steps and note what is to be compared; returns itself."""
@@ -116,13 +116,13 @@ class Trial:
         drawn = [together(drawn[i : i + self.merged]) for i in range(0, len(drawn), self.merged)]
         batches = [each.to(self.ground.device) for each in drawn]
         outcome: Outcome = step(number, batches)
-        self.losses.append((self.ground.axes.everywhere(outcome.loss_sum) / outcome.count).item())
+        self.losses.append((self.ground.axes.global_sum(outcome.loss_sum) / outcome.count).item())
         self.norms.append(outcome.norm.item())
 
     def mine(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole parameter, or of what is shaped like one."""
         placement = layout_of(self.model)[name]
-        part = share(whole, placement, self.ground.axes)
+        part = local_part(whole, placement, self.ground.axes)
         if isinstance(placement, Experts):
             return part
         start, stop = self.ground.shard.part(part.shape[0])

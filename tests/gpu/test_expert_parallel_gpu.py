@@ -59,7 +59,7 @@ def _check(plan: Plan) -> dict[str, float]:
             for p in (1, 2, 4, 6) if r else (1,):
 
                 def forward(r: int = r, p: int = p) -> list[Tensor]:
-                    return [through_experts(x, ids, weights, experts, ground.axes.grid, Spread(r, p))[0]]
+                    return [through_experts(x, ids, weights, experts, ground.axes.experts, Spread(r, p))[0]]
 
                 def backward(y: Tensor) -> list[Tensor]:
                     return list(torch.autograd.grad(y, leaves, x.detach()))

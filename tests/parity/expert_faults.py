@@ -9,7 +9,7 @@ from colonnade.kernels.experts.reference import Weights
 from colonnade.model import Transformer, transformer
 from colonnade.model.moe import dispatch, experts, layer, losses
 from colonnade.model.moe import experts as dropout
-from colonnade.parallel.axis import SOLO, Axis, Grid
+from colonnade.parallel.axis import SOLO, Axis, ExpertAxes
 from colonnade.parallel.layout import Experts
 from colonnade.train import grad_norm, moe_stats, train_step
 from colonnade.train.pipeline_step import PipelineStep
@@ -25,7 +25,7 @@ def copies_not_summed(patch: Patch) -> None:
 def output_bias_of_own_tokens(patch: Patch) -> None:
     """An output's bias, which each rank of an expert has whole, gets the gradient of some tokens only."""
     right = grad_norm.sum_experts
-    patch.setattr(grad_norm, "sum_experts", lambda w, layout, grid: right(w, layout, Grid(copies=grid.copies)))
+    patch.setattr(grad_norm, "sum_experts", lambda w, layout, grid: right(w, layout, ExpertAxes(copies=grid.copies)))
 
 
 def copies_counted(patch: Patch) -> None:
@@ -51,7 +51,7 @@ def every_slice_adds_the_bias(patch: Patch) -> None:
 def hidden_units_by_their_place_here(patch: Patch) -> None:
     """A rank that has the second half of an expert's hidden units drops those that the first half would."""
 
-    def hidden(self: dropout.ExpertDropout, tag_R: Tensor, width: int, grid: Grid, degree: int = 1) -> Hidden:
+    def hidden(self: dropout.ExpertDropout, tag_R: Tensor, width: int, grid: ExpertAxes, degree: int = 1) -> Hidden:
         return Hidden(tag_R, hidden_units(torch.arange(width // degree)), self.rate)
 
     patch.setattr(dropout.ExpertDropout, "hidden", hidden)
@@ -84,7 +84,7 @@ def bias_by_own_load(patch: Patch) -> None:
     right = train_step.rebalance
 
     def rebalance(model: Transformer, found: moe_stats.Routed, skip: Tensor) -> None:
-        alone = model.axes.grid.tokens.size == 1
+        alone = model.axes.experts.tokens.size == 1
         right(model, found if alone else found._replace(load_LE=found.load_LE.flip(1)), skip)
 
     patch.setattr(train_step, "rebalance", rebalance)

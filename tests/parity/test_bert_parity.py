@@ -30,7 +30,7 @@ from colonnade.model import (
     Transformer,
 )
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.layout import PARTIAL, layout_of, share
+from colonnade.parallel.layout import PARTIAL, layout_of, local_part
 from tests.hf import LENGTHS, load
 from tests.models import BERTS, build, pairs, pairwise
 from tests.worlds import assert_same, run
@@ -88,7 +88,7 @@ def _check(config: ModelConfig, world: int, sequence_parallel: bool) -> None:
             if p.grad is not None:
                 grad = ground.axes.tp.sum_(p.grad) if layout[name] is PARTIAL else p.grad
                 assert grad.abs().max() > 0, f"{name} has no part in the loss"
-                assert_same(grad, share(reference, layout[name], ground.axes), what=f"gradient of {name}")
+                assert_same(grad, local_part(reference, layout[name], ground.axes), what=f"gradient of {name}")
 
 
 @pytest.mark.parametrize(("name", "world", "sequence_parallel"), pairwise(BERTS))

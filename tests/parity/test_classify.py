@@ -19,7 +19,7 @@ from colonnade.errors import CheckpointError, ConfigError, DataError
 from colonnade.model import Hidden
 from colonnade.model.replace_head import replace_head
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.layout import layout_of, share
+from colonnade.parallel.layout import layout_of, local_part
 from colonnade.train.loop import train
 from colonnade.train.session import Session
 from colonnade.train.trackers import read_rows
@@ -228,7 +228,7 @@ def _shares() -> None:
         )
         layout = layout_of(mine)
         for name, p in whole.named_parameters():
-            assert_same(mine.get_parameter(name), share(p, layout[name], ground.axes), what=name)
+            assert_same(mine.get_parameter(name), local_part(p, layout[name], ground.axes), what=name)
 
 
 def _solo():

@@ -10,7 +10,7 @@ from colonnade.model import Dropout, DropoutRates
 from colonnade.model.attend import Packed
 from colonnade.model.ring_attention import Ring
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.layout import PARTIAL, layout_of, share
+from colonnade.parallel.layout import PARTIAL, layout_of, local_part
 from colonnade.train.train_step import forward
 from colonnade.verify.trial import batch
 from tests.models import BERTS, CONFIGS, build
@@ -92,7 +92,9 @@ def _few(plan: Plan, lengths: list[int]) -> None:
                 assert p.grad is not None, "a rank without gradients would not take part in FSDP's sums"
                 grad = cp.sum_(p.grad)
                 grad = tp.sum_(grad) if layout[key] is PARTIAL else grad
-                assert_same(grad, share(whole.get_parameter(key).grad, layout[key], ground.axes), what=f"{name} {key}")
+                assert_same(
+                    grad, local_part(whole.get_parameter(key).grad, layout[key], ground.axes), what=f"{name} {key}"
+                )
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from colonnade.model.moe import MixtureOfExperts, Routed, Routing, Spread, Units
 from colonnade.model.moe.router import draws
 from colonnade.parallel.axis import SOLO_AXES, Axes, world_axis
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.layout import PARTIAL, Experts, layout_of, share
+from colonnade.parallel.layout import PARTIAL, Experts, layout_of, local_part
 from colonnade.train.grad_norm import gradient_norm, sum_experts
 from tests.routers import KINDS, TOKENS, WIDTH, config_of, moe_of, tokens
 from tests.worlds import assert_same, run
@@ -114,7 +114,7 @@ def layer_of(router: str, drop: str, axes: Axes, dtype: torch.dtype) -> MixtureO
             if name.endswith(("bias", "bias_E")):
                 shape = shapes[f"blocks.0.ffn.{name}"]
                 whole = torch.linspace(-0.2, 0.3, shape.numel(), dtype=p.dtype).view(shape)
-                p.copy_(share(whole, layout.get(name, PARTIAL), axes))
+                p.copy_(local_part(whole, layout.get(name, PARTIAL), axes))
     return layer
 
 
@@ -189,16 +189,16 @@ def check(plan: Plan, cases: Sequence[Case]) -> None:
             same(found.y, whole.y[here], what=f"{said}: y")
             same(found.x, whole.x[here], what=f"{said}: gradient of x")
             same(found.losses, whole.losses, what=f"{said}: losses")
-            assert torch.equal(axes.grid.tokens.sum_(found.load), whole.load), f"{said}: load"
-            assert torch.equal(axes.grid.tokens.sum_(found.dropped), whole.dropped), f"{said}: dropped"
+            assert torch.equal(axes.experts.tokens.sum_(found.load), whole.load), f"{said}: load"
+            assert torch.equal(axes.experts.tokens.sum_(found.dropped), whole.dropped), f"{said}: dropped"
             layout = layout_of(layer)
-            sum_experts(dict(layer.named_parameters()), layout, axes.grid)
+            sum_experts(dict(layer.named_parameters()), layout, axes.experts)
             gradients: dict[str, Tensor] = {}
             for name, p in layer.named_parameters():
                 gradient = found.gradients[name] if p.grad is None else p.grad
                 if not isinstance(layout[name], Experts):
                     gradient = axes.batch.sum_(axes.tp.sum_(gradient) if layout[name] is PARTIAL else gradient)
-                reference = share(whole.gradients[name], layout[name], axes)
+                reference = local_part(whole.gradients[name], layout[name], axes)
                 same(gradient, reference, what=f"{said}: gradient of {name}")
                 gradients[name] = gradient
             norm = torch.stack([g.double().square().sum() for g in whole.gradients.values()]).sum().sqrt()

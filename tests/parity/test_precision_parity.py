@@ -12,7 +12,7 @@ from colonnade.model.linear import in_float8
 from colonnade.parallel.axis import SOLO_AXES, Axes, world_axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import masters
-from colonnade.parallel.layout import layout_of, share
+from colonnade.parallel.layout import layout_of, local_part
 from colonnade.train.loss_scaler import LossScaler
 from colonnade.train.optimizer import AdamW
 from colonnade.train.optimizer_offload import OffloadedAdamW
@@ -135,7 +135,7 @@ def _in_float8(plan: Plan, scaling: str) -> float:
         layout = layout_of(model)
         errors = []
         for name, grad in found["several"][1].items():
-            whole = share(found["one"][1][name], layout[name], ground.axes)
+            whole = local_part(found["one"][1][name], layout[name], ground.axes)
             errors.append(float((grad - whole).norm() / whole.norm()))
         return max(errors)
 

@@ -131,7 +131,7 @@ def test_together_with_other_axes(name: str, plan: dict[str, int]) -> None:
     [
         (Axes(cp=Axis("cp", 2)), r"a model over cp=2 that serves is built with ground.axes.serving\(\)"),
         (
-            Axes(cp=Axis("cp", 2), tp=Axis("tp", 2), sequence_parallel=True, alike=True),
+            Axes(cp=Axis("cp", 2), tp=Axis("tp", 2), sequence_parallel=True, cp_replicated=True),
             r"ranks that share a cache \(cp=2\) all have all tokens; leave sequence_parallel off",
         ),
         (Axes(dp=Axis("dp", 2)), r"not over dp=2; use dp=1, and one server for each replica"),
@@ -156,7 +156,7 @@ def test_it_is_attention_to_all_keys(cp: int) -> None:
 def _loaded(folder: str) -> list[int] | None:
     with DistributedContext.build(Plan(cp=2)) as ground:
         model = api.load(folder, ground=ground, dtype="float64")
-        assert torch.equal(model.logits([1, 2, 3])[-1], model.ground.axes.cp.firsts_(model.logits([1, 2, 3])[-1]))
+        assert torch.equal(model.logits([1, 2, 3])[-1], model.ground.axes.cp.from_rank_0_(model.logits([1, 2, 3])[-1]))
         engine = api.Engine(model, LIMITS)
         if ground.rank:
             engine.follow()

@@ -42,7 +42,7 @@ def _exchanged(plan: dict[str, int]) -> int:
     """What travels between experts in a forward pass of a serving model, told by its layers; the least of all."""
     with DistributedContext.build(Plan(**plan)) as ground:
         axes = ground.axes.serving()
-        assert axes.alike
+        assert axes.cp_replicated
         told: list[int] = []
         model = tiny.model(axes, **MODELS["experts"])
         for block in model.blocks:

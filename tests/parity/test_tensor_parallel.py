@@ -7,7 +7,7 @@ from colonnade.config import ModelConfig, Plan
 from colonnade.errors import PlanError
 from colonnade.model import Loss, Packed, Rows, Stream
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.layout import PARTIAL, layout_of, share
+from colonnade.parallel.layout import PARTIAL, layout_of, local_part
 from tests.models import CONFIGS, THREE_KV_HEADS, build, pairwise, ragged
 from tests.worlds import assert_same, run
 
@@ -18,7 +18,7 @@ def _check(config: ModelConfig, world: int, sequence_parallel: bool = False) -> 
         whole, mine = build(config), build(config, ground.axes)
         layout = layout_of(mine)
         for name, p in whole.named_parameters():
-            assert_same(mine.get_parameter(name), share(p, layout[name], ground.axes), what=f"initial {name}")
+            assert_same(mine.get_parameter(name), local_part(p, layout[name], ground.axes), what=f"initial {name}")
         stream, attend, targets = ragged(config)
         for smoothing in (0.0, 0.1):
             for model in (whole, mine):
@@ -31,7 +31,9 @@ def _check(config: ModelConfig, world: int, sequence_parallel: bool = False) -> 
             for name, p in mine.named_parameters():
                 grad = tp.sum_(p.grad) if layout[name] is PARTIAL else p.grad
                 assert_same(
-                    grad, share(whole.get_parameter(name).grad, layout[name], ground.axes), what=f"gradient of {name}"
+                    grad,
+                    local_part(whole.get_parameter(name).grad, layout[name], ground.axes),
+                    what=f"gradient of {name}",
                 )
         with torch.no_grad():
             assert_same(mine(stream, attend, Rows()), whole(stream, attend, Rows()), what="logits")
@@ -70,7 +72,7 @@ def _few(lengths: list[int]) -> None:
         layout = layout_of(mine)
         for name, p in mine.named_parameters():
             grad = ground.axes.tp.sum_(p.grad) if layout[name] is PARTIAL else p.grad
-            assert_same(grad, share(whole.get_parameter(name).grad, layout[name], ground.axes), what=name)
+            assert_same(grad, local_part(whole.get_parameter(name).grad, layout[name], ground.axes), what=name)
 
 
 @pytest.mark.xdist_group("worlds")
@@ -93,7 +95,7 @@ def _logits_gradient() -> None:
             model(stream, attend, Rows(torch.tensor([3, 5]))).pow(2).sum().backward()
         layout = layout_of(mine)
         for name, p in mine.named_parameters():
-            assert_same(p.grad, share(whole.get_parameter(name).grad, layout[name], ground.axes), what=name)
+            assert_same(p.grad, local_part(whole.get_parameter(name).grad, layout[name], ground.axes), what=name)
 
 
 @pytest.mark.xdist_group("worlds")

@@ -24,7 +24,7 @@ from colonnade.errors import PlanError
 from colonnade.model import IGNORE, Transformer
 from colonnade.model.loss import cross_entropy_sum
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.layout import PARTIAL, WHOLE, Experts, layout_of, share
+from colonnade.parallel.layout import PARTIAL, WHOLE, Experts, layout_of, local_part
 from colonnade.train.loop import train
 from colonnade.train.train_step import evaluate
 from tests import corpora
@@ -130,7 +130,7 @@ def _weighted(plan: Plan) -> None:
         mine = whole[slice(*ground.axes.dp.part(4))]
         out = it.step(0, mine)
         assert int(out.count) == int(alone.count) == 13 + 1 + 3
-        assert_same(ground.axes.everywhere(out.loss_sum) / out.count, alone.loss_sum / alone.count, what="loss")
+        assert_same(ground.axes.global_sum(out.loss_sum) / out.count, alone.loss_sum / alone.count, what="loss")
         assert_same(out.norm, alone.norm, what="norm")
         for name, weight in it.masters.local.items():
             assert_same(weight, it.mine(name, one.masters.local[name]), what=name)
@@ -215,7 +215,9 @@ def _expert_gradients(plan: Plan) -> None:
         assert any(name.endswith("down_bias") for name in compared), "each rank of an expert has it whole"
         for name in compared:
             whole = one.masters.local[name].grad
-            assert_same(it.masters.local[name].grad, share(whole, layout[name], ground.axes), what=f"{plan} {name}")
+            assert_same(
+                it.masters.local[name].grad, local_part(whole, layout[name], ground.axes), what=f"{plan} {name}"
+            )
             assert whole.abs().max() > 1e-6, "a factor of 2 would show"
 
 

@@ -34,9 +34,9 @@ BERT = shrink(preset("bert-tour"), 3)
 
 
 @functools.cache
-def _one(model: ModelConfig, world: int, merged: int) -> verifying._One:
+def _one(model: ModelConfig, world: int, merged: int) -> verifying._Reference:
     """Workers live on from test to test, and what one process computes with them."""
-    return verifying._One.of(model, world, merged)
+    return verifying._Reference.of(model, world, merged)
 
 
 def compared(model: ModelConfig, plans: list[Plan], folder: Path, fault: Callable | None) -> list[Result]:

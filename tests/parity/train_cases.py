@@ -15,7 +15,7 @@ from colonnade.model.moe import Spread
 from colonnade.parallel.axis import Axis, world_axis
 from colonnade.parallel.distributed_context import DistributedContext
 from colonnade.parallel.fsdp import Masters, masters
-from colonnade.parallel.layout import Experts, Placement, layout_of, share
+from colonnade.parallel.layout import Experts, Placement, layout_of, local_part
 from colonnade.train.optimizer import AdamW
 from colonnade.train.pipeline_step import PipelineStep
 from colonnade.train.session import moving
@@ -109,7 +109,7 @@ class Run:
         for number in range(first, stop):
             batches = micro_batches(number, self.ground.axes.dp, self.model.config)
             out = self.step(number, batches)
-            loss = self.ground.axes.everywhere(out.loss_sum) / out.count
+            loss = self.ground.axes.global_sum(out.loss_sum) / out.count
             found.append((loss.item(), out.norm.item()))
         return found
 
@@ -120,7 +120,7 @@ class Run:
     def mine(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a whole tensor: cut by the layout over tp, then by rows over data and context ranks."""
         placement = self.layout[name]
-        part = share(whole, placement, self.ground.axes)
+        part = local_part(whole, placement, self.ground.axes)
         if isinstance(placement, Experts):
             return part
         start, stop = self.ground.shard.part(part.shape[0])

@@ -24,7 +24,7 @@ from colonnade.kernels.softmax_state import identity, merge
 from colonnade.model import KVCache, Loss, Packed, Paged, Rows, Stream, Transformer, initialise
 from colonnade.parallel.axis import SOLO_AXES, Axes, Axis
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.layout import layout_of, share
+from colonnade.parallel.layout import layout_of, local_part
 from tests.worlds import run as in_processes
 
 TINY = ModelConfig(vocab_size=300, layers=2, width=32, heads=4, kv_heads=2, ffn_width=50, context=64, tied=True)
@@ -131,7 +131,7 @@ def test_6_two_processes_compute_what_one_does() -> None:
         assert abs(loss_of_rank - loss) < 1e-10
         axes = Axes(tp=Axis("tp", size=2, rank=rank))
         for name, gradient in gradients.items():
-            torch.testing.assert_close(of_rank[name], share(gradient, layout[name], axes), rtol=0, atol=1e-10)
+            torch.testing.assert_close(of_rank[name], local_part(gradient, layout[name], axes), rtol=0, atol=1e-10)
 
 
 @pytest.fixture(scope="module")

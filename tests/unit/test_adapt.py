@@ -10,13 +10,13 @@ from colonnade.config import Plan
 from colonnade.model.moe import MixtureOfExperts, Spread
 from colonnade.model.moe.dispatch import _cut, shares
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.parallel.link_bandwidth import FREE, Link
+from colonnade.parallel.link_bandwidth import NO_TRAFFIC, Link
 from colonnade.train.moe_autotune import GAIN, NEAR, OVERLAPS, Costs, Layer, Trials, better, hopeful, seconds
 from tests.models import MOES, build
 from tests.worlds import run
 
 LINK = Link(latency_s=20e-6, bytes_per_s=100e9)
-COSTS = Costs(exchange=LINK, gathers={0: LINK, 1: LINK, 2: LINK, 4: FREE}, flops_per_s=400e12)
+COSTS = Costs(exchange=LINK, gathers={0: LINK, 1: LINK, 2: LINK, 4: NO_TRAFFIC}, flops_per_s=400e12)
 EVEN = Layer(
     ep=2, sh=4, choices=32768, busiest=131072, token_bytes=8192, weight_bytes=1 << 26, flops=6 * 4096 * 1024
 )  # fmt: skip

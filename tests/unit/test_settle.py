@@ -13,7 +13,7 @@ from colonnade.errors import ConfigError
 from colonnade.kernels.attention import sdpa
 from colonnade.kernels.registry import CHOSEN
 from colonnade.model.moe.router import RULES
-from colonnade.parallel.axis import Axes, Axis, Grid
+from colonnade.parallel.axis import Axes, Axis, ExpertAxes
 from colonnade.serve import Engine
 from colonnade.serve.memory_advice import remedies
 from colonnade.serve.memory_estimate import Asked, spare_pages
@@ -103,7 +103,7 @@ def test_padding_is_for_those_whose_answer_it_cannot_change() -> None:
 def test_a_model_says_where_it_stands() -> None:
     assert Site.of(tiny.model()) == Site(tiny.config(), torch.float64, CPU)
     moe = tiny.config(moe=MOE)
-    spread = Axes(tp=TWO, model=TWO, grid=Grid(ep=TWO, all=TWO, tokens=TWO))
+    spread = Axes(tp=TWO, model=TWO, experts=ExpertAxes(ep=TWO, all=TWO, tokens=TWO))
     assert Site.of(tiny.model(spread, moe=MOE)) == Site(moe, torch.float64, CPU, exchanging=True)
     assert Site.of(tiny.model(spread.serving(), moe=MOE)) == Site(moe, torch.float64, CPU)
     assert Site.of(tiny.model(Axes(tp=TWO, sequence_parallel=True))).cut

@@ -134,8 +134,8 @@ def joined_over(part: Tensor, shape: torch.Size, placement: Placement, axes: Axe
     """The whole parameter of which each rank has its share."""
     if isinstance(placement, Experts):
         if placement.hidden is not None:
-            part = axes.grid.sh.join(part, placement.hidden, shape[placement.hidden])
-        return axes.grid.ep.join(part, 0, shape[0])
+            part = axes.experts.sh.join(part, placement.hidden, shape[placement.hidden])
+        return axes.experts.ep.join(part, 0, shape[0])
     return axes.tp.join(part, placement, shape[placement]) if isinstance(placement, int) else part
 
 

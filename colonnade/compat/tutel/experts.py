@@ -24,7 +24,7 @@ from colonnade.compat.tutel.gates import COMMON, GATES
 from colonnade.config.base import nearest
 from colonnade.errors import ConfigError, PlanError
 from colonnade.model.activation_checkpointing import again
-from colonnade.parallel.process_groups import axis_of, inner
+from colonnade.parallel.process_groups import axis_of, contiguous_group
 
 if TYPE_CHECKING:
     from colonnade.compat.tutel.layer import MOELayer
@@ -112,8 +112,8 @@ class FusedExpertsNetwork(nn.Module):
 
     def _gathered(self, x: Tensor, ctx: "MOELayer", degree: int) -> Tensor:
         E = ctx.num_global_experts if degree == 0 else 1
-        hidden = axis_of(ctx.group if degree == 0 else inner(ctx.sharded_count // degree, ctx.group))
-        output = hidden if degree == 0 else axis_of(inner(ctx.sharded_count, ctx.group))
+        hidden = axis_of(ctx.group if degree == 0 else contiguous_group(ctx.sharded_count // degree, ctx.group))
+        output = hidden if degree == 0 else axis_of(contiguous_group(ctx.sharded_count, ctx.group))
         fc1_w, fc2_w, fc1_b = (
             None if w is None else hidden.gather(w, 0, len(w) * hidden.size).reshape(E, -1, *w.shape[2:])
             for w in (self.batched_fc1_w, self.batched_fc2_w, self.batched_fc1_bias)
@@ -177,7 +177,7 @@ class LlamaFFNNetwork(nn.Module):
 
     def _ffn(self, x: Tensor, ctx: "MOELayer", degree: int) -> Tensor:
         sh = ctx.sharded_count
-        axis = axis_of(ctx.group if degree == 0 else inner(sh, ctx.group))
+        axis = axis_of(ctx.group if degree == 0 else contiguous_group(sh, ctx.group))
 
         def whole(w: Tensor, shape: torch.Size) -> Tensor:
             flat = axis.gather(w, 0, len(w) * axis.size).view(-1, sh * len(w))

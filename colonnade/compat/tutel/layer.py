@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from colonnade.compat.tutel.experts import EXPERTS, make_experts, make_gate
 from colonnade.compat.tutel.gates import GATES, gshard_loss, load_importance_loss
-from colonnade.compat.tutel.routing import Critical, critical, fast_decode, fast_encode
+from colonnade.compat.tutel.routing import Critical, fast_decode, fast_encode, route
 from colonnade.config.base import nearest
 from colonnade.config.model import divisors
 from colonnade.errors import CheckpointError, ConfigError, PlanError
-from colonnade.parallel.process_groups import Group, all_ranks, axis_of, web_of
+from colonnade.parallel.process_groups import Group, all_ranks, axis_of, make_all_to_all
 
 
 class MOELayer(nn.Module):
@@ -244,7 +244,7 @@ class MOELayer(nn.Module):
             multiple = _multiple(
                 -(-self.sharded_count * self.a2a_ffn_overlap_degree // rows) * rows, self.sharded_count
             )
-            crit, l_aux = critical(
+            crit, l_aux = route(
                 noisy_TE.softmax(1), top_k, loss, factor, self.batch_prioritized_routing, self.normalize_gate, multiple,
                 self.group, inequivalent_tokens=self.world_size > 1, same=same,
             )  # fmt: skip
@@ -267,7 +267,7 @@ class MOELayer(nn.Module):
 
     def _exchanged(self, y_ECD: Tensor, tail: Sequence[int]) -> Tensor:
         """There and back, in p parts, each under way while the experts compute the one before."""
-        (web, sizes), r = web_of(self.group, two_steps=self.use_2dh), self.adaptive_degree
+        (web, sizes), r = make_all_to_all(self.group, two_steps=self.use_2dh), self.adaptive_degree
         W, n, (_, C, D) = self.world_size, self.num_local_experts, y_ECD.shape
         parts = y_ECD.repeat(1, r, 1).view(W, n, r * C // self.sharded_count, D)
         parts = parts.chunk(self.a2a_ffn_overlap_degree if W > 1 else 1, dim=2)
@@ -279,8 +279,8 @@ class MOELayer(nn.Module):
             x = web.finish(arriving, sizes).transpose(0, 1).reshape(n, W * rows, D)
             y = self.expert_local(x, tail)
             y = y.view(n, W, rows, y.shape[2]).transpose(0, 1)
-            back.append(web.begin_back(y, sizes))
-        y = torch.cat([web.finish_back(returning, sizes) for returning in back], dim=2)
+            back.append(web.begin_return(y, sizes))
+        y = torch.cat([web.finish_return(returning, sizes) for returning in back], dim=2)
         y = y.reshape(self._count, r, C, y.shape[3])
         return y.squeeze(1) if r == 1 else y.sum(1)  # the partial results of r hidden slices
 

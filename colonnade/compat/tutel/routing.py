@@ -39,13 +39,13 @@ def extract_critical(
     C is a multiple of ``alignment``; for a ``capacity_factor`` of 0 or less, or with ``inequivalent_tokens``, the ranks
     of ``group`` agree on it. Raises :class:`ConfigError` for a positive factor that leaves no place at all.
     """
-    return critical(
+    return route(
         scores, top_k, loss_fn, capacity_factor, batch_prioritized_routing, normalize_gate, alignment, group,
         inequivalent_tokens=inequivalent_tokens,
     )  # fmt: skip
 
 
-def critical(
+def route(
     scores: Tensor,
     top_k: int,
     loss_fn: Callable[[Tensor, Tensor], Tensor] | None,

@@ -41,7 +41,7 @@ def admit(choice: Choice, index_T: Tensor, moe: MoeConfig, over: Axis) -> Admitt
     alone = moe.capacity_over == "rank"
     top_T = choice.probs_TE.detach().amax(1)
     (all_ids, all_top), where_T = in_global_order(SOLO if alone else over, index_T, ids_TA, top_T)
-    tokens = max(over.list_(len(ids_TA))) if alone else len(all_ids)
+    tokens = max(over.all_gather_int(len(ids_TA))) if alone else len(all_ids)
     place_TA = global_positions(all_ids, moe.experts)
     if moe.priority:
         order_T = all_top.argsort(descending=True, stable=True)

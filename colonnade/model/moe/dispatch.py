@@ -34,8 +34,8 @@ from colonnade.model.activation_checkpointing import again
 from colonnade.model.moe.experts import ExpertDropout, Experts
 from colonnade.model.moe.losses import load
 from colonnade.model.moe.routing_context import Spread
-from colonnade.parallel.axis import Axis, Grid
-from colonnade.parallel.hierarchical_all_to_all import Begun, HierarchicalAllToAll, Sizes
+from colonnade.parallel.axis import Axis, ExpertAxes
+from colonnade.parallel.hierarchical_all_to_all import ExchangeSizes, HierarchicalAllToAll, PendingRows
 
 
 def through_experts(
@@ -43,7 +43,7 @@ def through_experts(
     ids_tA: Tensor,
     weights_tA: Tensor,
     experts: Experts,
-    grid: Grid,
+    grid: ExpertAxes,
     step: Spread,
     rows: int | None = None,
     dropout: ExpertDropout | None = None,
@@ -69,7 +69,9 @@ def through_experts(
     return staying_tD + leaving_tD, sent_bytes + experts.size_bytes * len(hot_E) // experts.count * grid.all.size
 
 
-def where_all_are(x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: Experts, grid: Grid) -> tuple[Tensor, int]:
+def where_all_are(
+    x_TD: Tensor, ids_TA: Tensor, weights_TA: Tensor, experts: Experts, grid: ExpertAxes
+) -> tuple[Tensor, int]:
     """The same y_TD where all ranks have all tokens and all choices: what this rank's experts, and its share of their
     hidden units, say to the tokens that chose them, summed over ranks.
 
@@ -94,7 +96,7 @@ def _here(
     weights_tA: Tensor,
     experts: Experts,
     weights: Weights | None,
-    grid: Grid,
+    grid: ExpertAxes,
     rows: int | None,
     dropout: ExpertDropout | None,
 ) -> Tensor:
@@ -113,7 +115,7 @@ def _gathered(
     ids_tA: Tensor,
     weights_tA: Tensor,
     experts: Experts,
-    grid: Grid,
+    grid: ExpertAxes,
     rows: int | None,
     dropout: ExpertDropout | None,
 ) -> Tensor:
@@ -136,7 +138,7 @@ def _shadowed(
     shadow_tA: Tensor,
     weights_tA: Tensor,
     experts: Experts,
-    grid: Grid,
+    grid: ExpertAxes,
     hot_E: Tensor,
     dropout: ExpertDropout | None,
 ) -> Tensor:
@@ -150,7 +152,7 @@ def _exchanged(
     ids_tA: Tensor,
     weights_tA: Tensor,
     experts: Experts,
-    grid: Grid,
+    grid: ExpertAxes,
     step: Spread,
     dropout: ExpertDropout | None,
 ) -> tuple[Tensor, int]:
@@ -165,7 +167,7 @@ def _exchanged(
 
     drops = [None] * len(parts) if dropout is None else dropout.split(parts)
 
-    def send(i: int) -> tuple[Begun, Begun | None]:
+    def send(i: int) -> tuple[PendingRows, PendingRows | None]:
         parcel, drop = parcels[i], drops[i]
         rows = web.begin(_copies(gather(x_parts[i], parcel.choice_R, A), parcel.sizes, step.degree), parcel.sizes)
         return rows, drop and web.begin(_copies(drop.tags(parcel.choice_R), parcel.sizes, step.degree), parcel.sizes)
@@ -181,10 +183,10 @@ def _exchanged(
             tag_R = web.finish(tags, parcel.sizes)[parcel.by_expert_R]
             hidden = dropout.hidden(tag_R, experts.width, grid, step.degree)
         y_RD = experts.slice_of(x_RD, parcel.by_expert_R, parcel.ends_e, grid, step.degree, hidden, later)
-        back.append(web.begin_back(y_RD, parcel.sizes))
+        back.append(web.begin_return(y_RD, parcel.sizes))
     out: list[Tensor] = []
     for w_tA, parcel, returning in zip(weights_parts, parcels, back, strict=True):
-        y_RD = web.finish_back(returning, parcel.sizes)
+        y_RD = web.finish_return(returning, parcel.sizes)
         if step.degree > 1:  # the partial results of r ranks, each with its slice of the hidden units
             slices = y_RD.split(parcel.sizes.send)
             groups = (slices[i : i + step.degree] for i in range(0, len(slices), step.degree))
@@ -192,7 +194,7 @@ def _exchanged(
         out.append(combine(y_RD, parcel.choice_R, w_tA))
     sizes = [parcel.sizes for parcel in parcels]
     away = sum(sum(it.send) + sum(it.receive) - 2 * it.send[grid.all.rank] for it in sizes)
-    sent_bytes = away * x_tD.shape[1] * x_tD.itemsize + experts.size_bytes * (grid.every(step.degree).size - 1)
+    sent_bytes = away * x_tD.shape[1] * x_tD.itemsize + experts.size_bytes * (grid.hidden_slice(step.degree).size - 1)
     if dropout is not None:
         sent_bytes += sum(sum(it.send) - it.send[grid.all.rank] for it in sizes) * dropout.row_TA.itemsize
     return torch.cat(out), sent_bytes
@@ -204,7 +206,7 @@ class _Parcel:
 
     choice_R: Tensor
     """The choices (t·A + j, of this part's tokens), those for each group of ranks together."""
-    sizes: Sizes
+    sizes: ExchangeSizes
     by_expert_R: Tensor
     """The rows that come in, by expert."""
     ends_e: Tensor
@@ -224,7 +226,7 @@ def _cut(tokens: int, parts: int) -> list[int]:
 
 
 def _address(
-    ids_tA: Tensor, parts: list[int], experts: int, grid: Grid, web: HierarchicalAllToAll, degree: int
+    ids_tA: Tensor, parts: list[int], experts: int, grid: ExpertAxes, web: HierarchicalAllToAll, degree: int
 ) -> list[_Parcel]:
     """Who gets which rows, for ``parts`` of so many tokens: one sort (two, where an expert's rows are dealt out), one
     exchange of counts, and one wait for the device, for all parts together.
@@ -246,7 +248,7 @@ def _address(
     counts = ends.diff(prepend=ends.new_zeros(1)).view(P, ep * groups, local)
     # Each rank of a group is told the same: (rank, part, expert).
     mine = counts.transpose(0, 1).repeat_interleave(degree, 0)
-    theirs, between = web.counts(mine)
+    theirs, between = web.exchange_counts(mine)
     told = [mine.sum(2), theirs.sum(2)] + ([] if between is None else [between.sum(3).flatten(0, 1)])
     sizes = torch.stack(told).tolist()
     received = [sum(row[i] for row in sizes[1]) for i in range(P)]
@@ -259,12 +261,12 @@ def _address(
         choices = sum(send[::degree])  # a group's ranks get the same
         choice_R = order_R[first : first + choices] - begin * A
         first, begin = first + choices, begin + parts[i]
-        where = Sizes(send, receive, *web.between(*crossing))
+        where = ExchangeSizes(send, receive, *web.intermediate_counts(*crossing))
         parcels.append(_Parcel(choice_R, where, by_expert[i], ends_pe[i]))
     return parcels
 
 
-def _copies(x_R: Tensor, sizes: Sizes, degree: int) -> Tensor:
+def _copies(x_R: Tensor, sizes: ExchangeSizes, degree: int) -> Tensor:
     """The rows of each group of ranks, once for each of its ``degree`` ranks; gathered before that, because the way
     back of a gather is for rows that stand in it once.
     """

@@ -25,7 +25,7 @@ from colonnade.kernels.registry import CHOSEN, choose
 from colonnade.model.activation_checkpointing import again
 from colonnade.model.dropout import BlockDropout
 from colonnade.model.linear import InFloat8, in_fewer_bits
-from colonnade.parallel.axis import SOLO, Axes, Axis, Grid
+from colonnade.parallel.axis import SOLO, Axes, Axis, ExpertAxes
 from colonnade.parallel.layout import Experts as Stack
 from colonnade.parallel.layout import Placement
 
@@ -53,7 +53,7 @@ class ExpertDropout:
         """int32 (R,): what the rows of these choices (t·A + j) bring along."""
         return self.row_TA.flatten()[order_R]
 
-    def hidden(self, tag_R: Tensor, width: int, grid: Grid, degree: int = 1) -> Hidden:
+    def hidden(self, tag_R: Tensor, width: int, grid: ExpertAxes, degree: int = 1) -> Hidden:
         """Of rows with these tags, in experts of ``width`` hidden units, for the rank's slice at this degree (1: all).
 
         A slice is what the sh ranks that are equal modulo the degree hold, one after another.
@@ -109,8 +109,8 @@ class Experts(InFloat8):
         """
         super().__init__()
         self.activation, self.count, self.width = config.activation, moe.experts, moe.ffn_width
-        first, stop = axes.grid.ep.part(moe.experts)
-        start, end = axes.grid.sh.part(moe.ffn_width)
+        first, stop = axes.experts.ep.part(moe.experts)
+        start, end = axes.experts.sh.part(moe.ffn_width)
         e, f, D = stop - first, end - start, config.width
         self.here = e
         """Experts of this rank."""
@@ -243,7 +243,7 @@ class Experts(InFloat8):
 
         return self._over_hidden(whole, hidden)
 
-    def shadows(self, hot_E: Tensor, grid: Grid) -> Weights:
+    def shadows(self, hot_E: Tensor, grid: ExpertAxes) -> Weights:
         """The weights of these experts, wherever they are stored."""
         place_E = hot_E - grid.ep.rank * (self.count // grid.ep.size)
         mine_E = (place_E >= 0) & (place_E < self.here)
@@ -271,12 +271,12 @@ class Experts(InFloat8):
         output_bias = None if down_bias is None else chosen(down_bias)  # each rank has all of it
         return Weights(whole(up), whole(down), perhaps(gate), perhaps(up_bias), perhaps(gate_bias), output_bias)
 
-    def later(self, grid: Grid, degree: int, kind: str, dtype: torch.dtype) -> Later | None:
+    def later(self, grid: ExpertAxes, degree: int, kind: str, dtype: torch.dtype) -> Later | None:
         """This rank's weights for :meth:`slice_of`, whose gradients may come after what is made after this; None where
         they are gathered, not trained so, or no kernel owes them.
         """
         able = ("routed_later", kind, dtype, "auto") in CHOSEN
-        if not able or grid.every(degree).size > 1 or self.fetch is not None or self.quantised or self.float8:
+        if not able or grid.hidden_slice(degree).size > 1 or self.fetch is not None or self.quantised or self.float8:
             return None
         weights = self.stored
         assert isinstance(weights, Weights)
@@ -287,7 +287,7 @@ class Experts(InFloat8):
         x_RD: Tensor,
         by_expert_R: Tensor,
         ends_e: Tensor,
-        grid: Grid,
+        grid: ExpertAxes,
         degree: int,
         dropout: Hidden | None = None,
         later: Later | None = None,
@@ -295,7 +295,7 @@ class Experts(InFloat8):
         """What the hidden slice s mod ``degree`` adds to y_RD, in the order of x_RD; the output's bias is the first
         slice's. ``dropout`` is of the rows by expert; ``later`` is :meth:`later`'s, without dropout.
         """
-        axis, first = grid.every(degree), grid.sh.rank % degree == 0
+        axis, first = grid.hidden_slice(degree), grid.sh.rank % degree == 0
         if later is not None:
             run = choose("routed_later", x_RD.device.type, x_RD.dtype)
             return run(x_RD, by_expert_R, ends_e, x_RD.new_ones(len(x_RD), 1), later, self.activation)

@@ -14,12 +14,12 @@ def in_global_order(over: Axis, index_T: Tensor, *columns: Tensor) -> tuple[list
     """(columns, where_T): each column's rows of all ranks in the order of the tokens' numbers ``index_T``, without a
     gradient, and the row of each of this rank's own tokens. Ranks tell each other over the host how many they have.
     """
-    counts = over.list_(len(index_T))
-    order_T = over.lay_together_(index_T, counts).argsort(stable=True)
+    counts = over.all_gather_int(len(index_T))
+    order_T = over.all_gather_uneven_(index_T, counts).argsort(stable=True)
     row_T = torch.empty_like(order_T)
     row_T[order_T] = torch.arange(len(order_T), device=order_T.device)
     start = sum(counts[: over.rank])
-    return [over.lay_together_(column, counts)[order_T] for column in columns], row_T[start : start + len(index_T)]
+    return [over.all_gather_uneven_(column, counts)[order_T] for column in columns], row_T[start : start + len(index_T)]
 
 
 def global_positions(ids_TA: Tensor, experts: int) -> Tensor:

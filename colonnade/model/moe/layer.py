@@ -20,7 +20,7 @@ from colonnade.model.moe.losses import load, losses, pool
 from colonnade.model.moe.router import Router
 from colonnade.model.moe.routing_context import Report, Routed, Spread, attach
 from colonnade.parallel.axis import Axes
-from colonnade.parallel.layout import Placement, on_rows
+from colonnade.parallel.layout import Placement, residual_placement
 
 
 class MixtureOfExperts(nn.Module):
@@ -46,13 +46,13 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = Linear(config.width, 1, bias=False, **on) if moe.shared_gate else None
         if self.shared_gate is not None:
             self.shared_gate.as_stored = True
-        self.layout: dict[str, Placement] = {"shared_gate.weight": on_rows(axes)} if moe.shared_gate else {}
+        self.layout: dict[str, Placement] = {"shared_gate.weight": residual_placement(axes)} if moe.shared_gate else {}
 
     def forward(self, x_tD: Tensor, T: int, routed: Routed, noise: BlockDropout | None = None) -> tuple[Tensor, Report]:
         """y_tD of the residual stream of T tokens; ``noise`` is of the rows at hand, as ``x_tD``."""
         routing = routed.routing
-        own = slice(*self.axes.same.part(T))  # these tokens are this rank's, whoever else has their rows
-        own_tD, tokens_t = self.axes.apart(x_tD), routed.tokens_T[own]
+        own = slice(*self.axes.token_replicas.part(T))  # these tokens are this rank's, whoever else has their rows
+        own_tD, tokens_t = self.axes.split_tokens(x_tD), routed.tokens_T[own]
         index_t = torch.arange(own.start, own.stop, device=x_tD.device) if routing is None else routing.index_T[own]
         if noise is not None and not self.axes.sequence_parallel:
             noise = noise.rows(own)
@@ -62,17 +62,27 @@ class MixtureOfExperts(nn.Module):
         gate = 0 if routing is None else routing.gate
         choice, logits_tE = self.router(own_tD, tokens_t, index_t, noise, gate, training=training, units=units, moe=moe)
         load_E = load(choice.ids_TA, moe.experts)
-        admitted = admit(choice, index_t, moe, self.axes.grid.tokens)
-        step = routed.step or Spread(degree=self.axes.grid.sh.size)
+        admitted = admit(choice, index_t, moe, self.axes.experts.tokens)
+        step = routed.step or Spread(degree=self.axes.experts.sh.size)
         dropout = ExpertDropout.of(noise, admitted.ids_TA.shape[1])
         # Where all ranks hold the same tokens each may do its experts' part of all of them.
-        summed = self.axes.alike and self.axes.grid.all.size > 1
+        summed = self.axes.cp_replicated and self.axes.experts.all.size > 1
         if summed:
-            ids_TA, weights_TA = self.axes.rejoin(admitted.ids_TA, T), self.axes.rejoin(admitted.weights_TA, T)
-            out_tD, sent_bytes = where_all_are(x_tD, ids_TA, weights_TA, self.experts, self.axes.grid)
+            ids_TA, weights_TA = (
+                self.axes.join_tokens(admitted.ids_TA, T),
+                self.axes.join_tokens(admitted.weights_TA, T),
+            )
+            out_tD, sent_bytes = where_all_are(x_tD, ids_TA, weights_TA, self.experts, self.axes.experts)
         else:
             out_tD, sent_bytes = through_experts(
-                own_tD, admitted.ids_TA, admitted.weights_TA, self.experts, self.axes.grid, step, choice.rows, dropout
+                own_tD,
+                admitted.ids_TA,
+                admitted.weights_TA,
+                self.experts,
+                self.axes.experts,
+                step,
+                choice.rows,
+                dropout,
             )
         zero = out_tD.new_zeros(())
         if admitted.ids_TA is choice.ids_TA:
@@ -83,15 +93,15 @@ class MixtureOfExperts(nn.Module):
         finite = zero == 0 if logits_tE is None or not len(logits_tE) else _finite(logits_tE.detach())
         report = Report(load_E, zero, zero, dropped, sent, finite)
         if routing is not None and routing.weight is not None:
-            surrogate, balance, z = losses(choice, load_E, logits_tE, moe, self.axes.grid.tokens, units)
+            surrogate, balance, z = losses(choice, load_E, logits_tE, moe, self.axes.experts.tokens, units)
             out_tD = attach(out_tD, surrogate, routing.weight)
             pooled = pool(choice, load_E) if moe.pools_layers else None
             report = report._replace(balance=balance, z=z, pool=pooled)
         if moe.dropped == "residual":
             lost_t1 = (choice.weights_TA * (admitted.ids_TA == moe.experts)).sum(1, keepdim=True)
-            lost_tD = x_tD * self.axes.rejoin(lost_t1, T) if summed else own_tD * lost_t1
+            lost_tD = x_tD * self.axes.join_tokens(lost_t1, T) if summed else own_tD * lost_t1
             out_tD = out_tD + lost_tD.to(out_tD.dtype)
-        y_tD = out_tD if summed else self.axes.rejoin(out_tD, T)
+        y_tD = out_tD if summed else self.axes.join_tokens(out_tD, T)
         if self.shared is not None:
             shared_tD = self.shared(x_tD, T)
             y_tD = y_tD + (shared_tD if self.shared_gate is None else self.shared_gate(x_tD).sigmoid() * shared_tD)

@@ -265,7 +265,7 @@ class Router(nn.Module):
         clean_TE = x_TD.new_zeros(len(x_TD), moe.experts, dtype=dtype) if linear_TE is None else linear_TE
         own = {name: parameter.to(dtype) for name, parameter in picked.own.items()}
         seen = Seen(
-            x_TD, clean_TE, clean_TE, moe, own, self.bias_E, noise, tokens_T, index_T, self.axes.grid.tokens,
+            x_TD, clean_TE, clean_TE, moe, own, self.bias_E, noise, tokens_T, index_T, self.axes.experts.tokens,
             training, units,
         )  # fmt: skip
         if linear_TE is not None:

@@ -102,7 +102,7 @@ class Units(NamedTuple):
         each = len(cu_seqlens) - 1
         row_T = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
         of_T = torch.searchsorted(cu_seqlens[1:].contiguous(), row_T, right=True)
-        counts = over.list_(each)
+        counts = over.all_gather_int(each)
         return Units(of_T + sum(counts[: over.rank]), sum(counts))
 
     def rows(self, part: slice | Tensor) -> "Units":
