@@ -35,7 +35,7 @@ def _same_training(plan: Plan, case: str, steps: int) -> None:
             assert abs(loss - loss_1) <= 1e-10 * max(1, loss_1)
             assert abs(norm - norm_1) <= 1e-10 * max(1, norm_1)
         for name, weight in several.masters.local.items():
-            assert_same(weight, several.mine(name, one.masters.local[name]), what=f"{plan} {name}")
+            assert_same(weight, several.shard_of(name, one.masters.local[name]), what=f"{plan} {name}")
 
 
 def _same_gradients(plan: Plan, case: str) -> None:
@@ -46,7 +46,7 @@ def _same_gradients(plan: Plan, case: str) -> None:
         for name, weight in several.masters.local.items():
             whole = one.masters.local[name].grad
             assert whole.abs().max() > 0, name
-            assert_same(weight.grad, several.mine(name, whole), what=f"{plan} {name}")
+            assert_same(weight.grad, several.shard_of(name, whole), what=f"{plan} {name}")
 
 
 def _as_one(plan: Plan, cases: list[str], steps: int) -> None:

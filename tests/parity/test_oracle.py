@@ -130,13 +130,13 @@ def _equals(config: ModelConfig, train: TrainConfig, plan: Plan, wanted: Expecte
         found = evaluate(it.model, batches, it.step.piped)
         assert_same(found, _double(validation), what="validation")
         for name, weight in it.masters.local.items():
-            assert_same(weight, it.mine(name, tensors[name]), what=name)
+            assert_same(weight, it.shard_of(name, tensors[name]), what=name)
         for name, buffer in it.model.named_buffers():
             assert_same(buffer, tensors[name], 1e-14, what=name)
         for key, moment in it.optimizer.state.items():
             # In units of the largest of its kind, so that small gradients are held to 1e-10 of the large ones.
             unit = max(x.abs().max() for name, x in tensors.items() if name.startswith(key.partition("/")[0]))
-            assert_same(moment / unit, it.mine(key.partition("/")[2], tensors[key]) / unit, what=key)
+            assert_same(moment / unit, it.shard_of(key.partition("/")[2], tensors[key]) / unit, what=key)
 
 
 @pytest.mark.parametrize(

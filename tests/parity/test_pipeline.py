@@ -47,10 +47,10 @@ def _as_one(plan: Plan, case: str) -> None:
             assert abs(loss - loss_1) <= 1e-10 * max(1, loss_1), (plan, loss, loss_1)
             assert abs(norm - norm_1) <= 1e-10 * max(1, norm_1), (plan, norm, norm_1)
         for name, weight in several.masters.local.items():
-            assert_same(weight, several.mine(name, one.masters.local[name]), what=f"{plan}: {name}")
+            assert_same(weight, several.shard_of(name, one.masters.local[name]), what=f"{plan}: {name}")
         for key, moment in several.optimizer.state.items():
             whole = one.optimizer.state[key]
-            assert_same(moment, several.mine(key.partition("/")[2], whole), what=f"{plan}: {key}")
+            assert_same(moment, several.shard_of(key.partition("/")[2], whole), what=f"{plan}: {key}")
         mine = micro_batches(9, ground.axes.dp, config)
         every = micro_batches(9, DistributedContext.solo().axes.dp, config)
         assert_same(evaluate(several.model, mine, several.step.piped), evaluate(one.model, every), what="validation")

@@ -21,9 +21,9 @@ def _trains_as_one(plan: Plan, case: str, train: TrainConfig = TRAIN) -> None:
             assert abs(loss - loss_1) <= 1e-10 * max(1, loss_1)
             assert abs(norm - norm_1) <= 1e-10 * max(1, norm_1)
         for name, weight in several.masters.local.items():
-            assert_same(weight, several.mine(name, one.masters.local[name]), what=name)
+            assert_same(weight, several.shard_of(name, one.masters.local[name]), what=name)
         for key, moment in several.optimizer.state.items():
-            assert_same(moment, several.mine(key.partition("/")[2], one.optimizer.state[key]), what=key)
+            assert_same(moment, several.shard_of(key.partition("/")[2], one.optimizer.state[key]), what=key)
 
 
 def _gradients_as_one(plan: Plan, case: str) -> None:
@@ -34,7 +34,7 @@ def _gradients_as_one(plan: Plan, case: str) -> None:
         for name, weight in several.masters.local.items():
             whole = one.masters.local[name].grad
             assert whole is not None and weight.grad is not None and whole.abs().max() > 0, name
-            assert_same(weight.grad, several.mine(name, whole), what=name)
+            assert_same(weight.grad, several.shard_of(name, whole), what=name)
 
 
 SHARED = {"llama": slice(None, None, 2), "megatron-bert": slice(1, None, 2)}

@@ -92,7 +92,7 @@ def _uneven(case: str, V: int, tp: int) -> list[int]:
         for found, wanted in zip(it.go(0, 2), expected, strict=True):
             assert found == pytest.approx(wanted, abs=1e-10)
         for name, weight in it.masters.local.items():
-            assert_same(weight, it.mine(name, one.masters.local[name]), what=name)
+            assert_same(weight, it.shard_of(name, one.masters.local[name]), what=name)
         rows = len(it.masters.local["embed.tokens.weight"])
         assert int(ground.axes.tp.sum_(torch.tensor(rows))) == V, "nothing was added for the plan's sake"
         return [rows]
@@ -133,7 +133,7 @@ def _weighted(plan: Plan) -> None:
         assert_same(ground.axes.global_sum(out.loss_sum) / out.count, alone.loss_sum / alone.count, what="loss")
         assert_same(out.norm, alone.norm, what="norm")
         for name, weight in it.masters.local.items():
-            assert_same(weight, it.mine(name, one.masters.local[name]), what=name)
+            assert_same(weight, it.shard_of(name, one.masters.local[name]), what=name)
     # On the weights after the step, which are no worse for that.
     means = [(one.model, [batch]) for batch in whole if int((batch.targets_T != IGNORE).sum())]
     mean_of_means = sum(evaluate(*each).item() for each in means) / len(means)

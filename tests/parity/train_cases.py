@@ -117,7 +117,7 @@ class Run:
     def layout(self) -> dict[str, Placement]:
         return layout_of(self.model)
 
-    def mine(self, name: str, whole: Tensor) -> Tensor:
+    def shard_of(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a whole tensor: cut by the layout over tp, then by rows over data and context ranks."""
         placement = self.layout[name]
         part = local_part(whole, placement, self.ground.axes)
