@@ -130,8 +130,8 @@ class MoE(nn.Module):
 class _WithLoss(Function):
     """Returns the layer's loss as a value, and passes its gradient on as the weight of the layer's own losses.
 
-    The layer adds the gradient of ``weight``·(sum of its losses over tokens) in its backward pass, which runs after this
-    one because y passes through here.
+    In its backward pass the layer adds the gradient of ``weight``·(sum of its losses over tokens). It runs after this
+    one, because y passes through here.
     """
 
     @staticmethod

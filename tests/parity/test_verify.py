@@ -18,8 +18,7 @@ from colonnade.config.presets import preset
 from colonnade.model import Transformer, initialise
 from colonnade.parallel.axis import world_axis
 from colonnade.parallel.distributed_context import DistributedContext
-from colonnade.verify import CHECKS, TOLERANCE, Result, all_plans, covering, report
-from colonnade.verify import plans as shrink
+from colonnade.verify import CHECKS, TOLERANCE, Result, all_plans, covering, report, shrink
 from colonnade.verify import run as verifying
 from tests.parity import layout_faults as faults
 from tests.worlds import run

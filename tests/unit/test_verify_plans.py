@@ -12,8 +12,7 @@ from colonnade.config import ModelConfig, MoeConfig, Plan, RouterConfig
 from colonnade.config.presets import PRESETS, preset
 from colonnade.errors import PlanError
 from colonnade.parallel.pipeline import schedule_supported
-from colonnade.verify import all_plans, covering
-from colonnade.verify import plans as shrink
+from colonnade.verify import all_plans, covering, shrink
 from colonnade.verify.plans import pairs
 
 
