@@ -59,16 +59,16 @@ class Row:
 class Table:
     """Runs checks; rank 0 prints and writes each row at once, in case a later check kills the run."""
 
-    def __init__(self, ground: DistributedContext, stack: ExitStack, scratch: str, compiler: str, kept: str):
-        self.ground, self.scratch, self.compiler, self.kept = ground, scratch, compiler, Path(kept)
-        self._control = dist.new_group(backend="gloo") if ground.world > 1 else None
+    def __init__(self, context: DistributedContext, stack: ExitStack, scratch: str, compiler: str, kept: str):
+        self.context, self.scratch, self.compiler, self.kept = context, scratch, compiler, Path(kept)
+        self._control = dist.new_group(backend="gloo") if context.world > 1 else None
         self._stack = stack
         self._grounds: dict[Plan, DistributedContext] = {}
 
     def on(self, plan: Plan) -> DistributedContext:
         """This world laid out by ``plan``; made once, since each lays its own communicators."""
         if plan not in self._grounds:
-            self._grounds[plan] = self._stack.enter_context(DistributedContext.build(plan, self.ground.device.type))
+            self._grounds[plan] = self._stack.enter_context(DistributedContext.build(plan, self.context.device.type))
         return self._grounds[plan]
 
     def run(self, part: str, check: str, work: Callable[[], tuple[str, str]]) -> None:
@@ -82,8 +82,8 @@ class Table:
         except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ColonnadeError) as why:
             figure, verdict = "", f"raises {type(why).__name__}: {first_line(why)}"
         verdict = next((said for said in self.everybody(verdict) if said != "ok"), "ok")
-        row = Row(part, check, self.ground.world, figure, verdict, round(time.perf_counter() - began, 2))
-        if self.ground.rank == 0:
+        row = Row(part, check, self.context.world, figure, verdict, round(time.perf_counter() - began, 2))
+        if self.context.rank == 0:
             with self.kept.open("a") as file:
                 file.write(json.dumps(row.flat()) + "\n")
             print(f"({part}) world {row.world} | {check} | {figure} | {verdict} | {row.seconds:.1f} s", flush=True)
@@ -92,7 +92,7 @@ class Table:
         """Each rank's ``value``, over gloo; also the way to wait for all."""
         if self._control is None:
             return [value]
-        values: list[Any] = [None] * self.ground.world
+        values: list[Any] = [None] * self.context.world
         dist.all_gather_object(values, value, group=self._control)
         return values
 

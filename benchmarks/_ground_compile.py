@@ -75,24 +75,24 @@ CASES = [
 def check(table: Table) -> None:
     """Part (d)."""
     for case in CASES:
-        if table.ground.world > 1 or case.solo:
+        if table.context.world > 1 or case.solo:
             table.run("d", f"{table.compiler}, T {LENGTHS_T}: {case.label}", lambda c=case: _graphs(table, c))
     table.run("d", f"{table.compiler}: paged prefill and decode mixed, L=4", lambda: _paged(table))
-    if table.ground.world > 1:
-        for width in (256, 2048) if table.ground.device.type == "cuda" else (256,):
+    if table.context.world > 1:
+        for width in (256, 2048) if table.context.device.type == "cuda" else (256,):
             what = f"eager, us: fan_in, in-place all_reduce of {width}x{width} float32"
             table.run("d", what, lambda w=width: _times(table, w))
 
 
 def _graphs(table: Table, case: Compiled) -> tuple[str, str]:
-    world = table.ground.world
-    ground = table.on(Plan(dp=world) if case.fsdp else Plan(tp=world))
+    world = table.context.world
+    context = table.on(Plan(dp=world) if case.fsdp else Plan(tp=world))
     with fresh():
         config = case.config.but(layers=case.layers)
-        eager, model = (build(config, ground.device, ground.axes, dtype=case.dtype) for _ in range(2))
+        eager, model = (build(config, context.device, context.axes, dtype=case.dtype) for _ in range(2))
         if case.fsdp:
             for part in (*model.blocks, model):
-                fully_shard(part, mesh=ground.fsdp_mesh)
+                fully_shard(part, mesh=context.fsdp_mesh)
             for part in model.modules():
                 if isinstance(part, FSDPModule):
                     part.set_gradient_divide_factor(1.0)
@@ -102,7 +102,7 @@ def _graphs(table: Table, case: Compiled) -> tuple[str, str]:
             block.compile(backend=compiler)
         graphs, worst = [], 0.0
         for T in LENGTHS_T:
-            batch = batch_of(case.documents(T), config.vocab_size, T).to(ground.device)
+            batch = batch_of(case.documents(T), config.vocab_size, T).to(context.device)
             results = []
             for it in (eager, model):
                 it.zero_grad()
@@ -152,15 +152,15 @@ class fresh:  # noqa: N801
 @torch.no_grad()
 def _paged(table: Table) -> tuple[str, str]:
     """Four rounds of two requests, one still in prefill, against the same model without compile."""
-    ground = table.on(Plan(tp=table.ground.world))
+    context = table.on(Plan(tp=table.context.world))
     with fresh():
         config = QWEN3.but(layers=4)
         compiler, graphs, worst = Compiler(table.compiler), [], 0.0
-        eager, model = (build(config, ground.device, ground.axes) for _ in range(2))
+        eager, model = (build(config, context.device, context.axes) for _ in range(2))
         for block in model.blocks:
             block.compile(backend=compiler)
         caches = [
-            KVCache(config, ground.axes, pages=16, page_tokens=4, dtype=torch.float64, device=ground.device)
+            KVCache(config, context.axes, pages=16, page_tokens=4, dtype=torch.float64, device=context.device)
             for _ in range(2)
         ]
         generator = torch.Generator().manual_seed(0)
@@ -170,15 +170,15 @@ def _paged(table: Table) -> tuple[str, str]:
             contexts = [a + n for a, n in zip(contexts, new, strict=True)]
             slots = torch.cat([32 * r + p for r, p in enumerate(positions)])
             tokens = torch.randint(config.vocab_size, (sum(new),), generator=generator)
-            stream = Stream(*(x.to(ground.device) for x in (tokens, torch.cat(positions))))
+            stream = Stream(*(x.to(context.device) for x in (tokens, torch.cat(positions))))
             outs = []
             for it, cache in zip((eager, model), caches, strict=True):
                 attend = Paged(
                     cache,
-                    torch.tensor([[0, 1, 2], [8, 9, 10]], dtype=torch.int32, device=ground.device),
-                    slots.to(ground.device),
-                    torch.tensor([0, *new]).cumsum(0).to(ground.device, torch.int32),
-                    torch.tensor(contexts, dtype=torch.int32, device=ground.device),
+                    torch.tensor([[0, 1, 2], [8, 9, 10]], dtype=torch.int32, device=context.device),
+                    slots.to(context.device),
+                    torch.tensor([0, *new]).cumsum(0).to(context.device, torch.int32),
+                    torch.tensor(contexts, dtype=torch.int32, device=context.device),
                     longest_query=max(new),
                     longest_context=max(contexts),
                     kernels="sdpa",
@@ -191,11 +191,11 @@ def _paged(table: Table) -> tuple[str, str]:
 
 def _times(table: Table, width: int) -> tuple[str, str]:
     """Medians of 5 runs of 100 calls each, one after another, the device waited for at the end."""
-    ground = table.on(Plan(tp=table.ground.world))
-    x = torch.ones(width, width, device=ground.device)
-    group = ground.storage_mesh.get_group("tp")
+    context = table.on(Plan(tp=table.context.world))
+    x = torch.ones(width, width, device=context.device)
+    group = context.storage_mesh.get_group("tp")
     found = []
-    for call in (lambda: ground.axes.tp.fan_in(x), lambda: dist.all_reduce(x, group=group)):
+    for call in (lambda: context.axes.tp.fan_in(x), lambda: dist.all_reduce(x, group=group)):
         runs = []
         for _ in range(6):
             x.fill_(0.0)

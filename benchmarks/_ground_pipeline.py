@@ -95,8 +95,8 @@ def cases(world: int) -> list[Case]:
 
 def check(table: Table) -> None:
     """All of part (c) in this world."""
-    for case in cases(table.ground.world):
-        table.run("c", case.label(table.ground.world), lambda c=case: _equals_one_process(table, c))
+    for case in cases(table.context.world):
+        table.run("c", case.label(table.context.world), lambda c=case: _equals_one_process(table, c))
 
 
 class Feed:
@@ -166,19 +166,19 @@ def _mesh(device: str, pp: int, dp: int, tp: int) -> DeviceMesh:
 
 
 def _equals_one_process(table: Table, case: Case) -> tuple[str, str]:
-    ground, config = table.ground, case.config.but(layers=8)
-    dp = ground.world // case.pp // case.tp
-    mesh = _mesh(ground.device.type, case.pp, dp, case.tp)
+    context, config = table.context, case.config.but(layers=8)
+    dp = context.world // case.pp // case.tp
+    mesh = _mesh(context.device.type, case.pp, dp, case.tp)
     pp, data, tp = (
         Axis(n, mesh[n].size(), mesh[n].get_local_rank(), group_name(mesh.get_group(n))) for n in ("pp", "dp", "tp")
     )
     worst = 0.0
     for extra in range(case.times):
         lengths = [*LENGTHS, *[2] * extra]
-        batches = [batch_of(lengths, config.vocab_size, seed).to(ground.device) for seed in range(MICROBATCHES * dp)]
+        batches = [batch_of(lengths, config.vocab_size, seed).to(context.device) for seed in range(MICROBATCHES * dp)]
         count = torch.stack([(b.targets_T != IGNORE).sum() for b in batches]).sum()
-        one = build(config, ground.device)
-        want = torch.zeros((), dtype=torch.float64, device=ground.device)
+        one = build(config, context.device)
+        want = torch.zeros((), dtype=torch.float64, device=context.device)
         for b in batches:
             loss, _ = one(Stream(b.tokens_T, b.positions_T), b.attend, Loss(b.targets_T))
             (loss / count).backward()
@@ -186,7 +186,7 @@ def _equals_one_process(table: Table, case: Case) -> tuple[str, str]:
         axes = Axes(tp=tp)
         start = MICROBATCHES * mesh["dp"].get_local_rank()
         parts, loss = _pipeline(table, case, mesh, axes, batches[start : start + MICROBATCHES], count)
-        layout = layout_of(build(config, ground.device, axes))
+        layout = layout_of(build(config, context.device, axes))
         total = loss.clone()
         dist.all_reduce(total)
         worst = max(worst, difference(total / case.tp, want))
@@ -206,7 +206,7 @@ def _pipeline(
     table: Table, case: Case, mesh: DeviceMesh, axes: Axes, batches: list[Batch], count: Tensor
 ) -> tuple[list[Part], Tensor]:
     """One step; this rank's parts, with gradients, and its loss (0 where the last part is elsewhere)."""
-    device, config, rank = table.ground.device, case.config.but(layers=8), mesh["pp"].get_local_rank()
+    device, config, rank = table.context.device, case.config.but(layers=8), mesh["pp"].get_local_rank()
     number = case.pp * (2 if case.schedule in DOUBLE else 1)
     v = case.schedule is ScheduleZBVZeroBubble
     mine = [rank, number - 1 - rank] if v else list(range(rank, number, case.pp))

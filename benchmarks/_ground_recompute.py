@@ -53,7 +53,7 @@ class Recomputed(nn.Module):
 
 def check(table: Table) -> None:
     """All of part (e)."""
-    if table.ground.world == 1:
+    if table.context.world == 1:
         return
     products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     for label, keep in (
@@ -75,14 +75,14 @@ def check(table: Table) -> None:
 
 
 def _recompute(table: Table, keep: tuple[Any, ...] | None, early: bool, backend: str | None) -> tuple[str, str]:
-    ground = table.on(Plan(tp=table.ground.world))
+    context = table.on(Plan(tp=table.context.world))
     with fresh():
         config = QWEN3.but(layers=3)
-        batch = batch_of([16], config.vocab_size, 0).to(ground.device)
+        batch = batch_of([16], config.vocab_size, 0).to(context.device)
         compiler = Compiler(backend or "eager")
 
         def gradients(axes: Axes, keep: tuple[Any, ...] | None) -> tuple[dict[str, Tensor | None], str]:
-            model = build(config, ground.device, axes)
+            model = build(config, context.device, axes)
             names = [name for name, _ in model.named_parameters()]
             if keep is not None:
                 model.blocks = nn.ModuleList(Recomputed(block, keep) for block in model.blocks)
@@ -94,7 +94,7 @@ def _recompute(table: Table, keep: tuple[Any, ...] | None, early: bool, backend:
             counting = Collectives if not backend else contextlib.nullcontext
             with counting() as seen, set_checkpoint_early_stop(early):
                 loss, _ = model(
-                    Stream(batch.tokens_T, batch.positions_T), Packed.of([16], ground.device), Loss(batch.targets_T)
+                    Stream(batch.tokens_T, batch.positions_T), Packed.of([16], context.device), Loss(batch.targets_T)
                 )
             counts.append(seen and seen.count)
             with counting() as seen:
@@ -102,6 +102,6 @@ def _recompute(table: Table, keep: tuple[Any, ...] | None, early: bool, backend:
             counts.append(seen and seen.count)
             return {n: p.grad for n, p in zip(names, model.parameters(), strict=True)}, f"{counts[0]}, {counts[1]}"
 
-        (want, _), (got, counts) = gradients(ground.axes, None), gradients(ground.axes, keep)
+        (want, _), (got, counts) = gradients(context.axes, None), gradients(context.axes, keep)
         error, verdict = exact(max(table.everybody(max(difference(got[n], want[n]) for n in want))))
         return f"{f'graphs {compiler.graphs}' if backend else counts}; error {error}", verdict

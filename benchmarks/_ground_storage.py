@@ -38,33 +38,33 @@ class Run:
     masters: Masters
     optimizer: AdamW
     step: Step
-    ground: DistributedContext
+    context: DistributedContext
     total: int
 
     @staticmethod
     def start(
-        config: ModelConfig, ground: DistributedContext, total: int, compute: torch.dtype = torch.float64
+        config: ModelConfig, context: DistributedContext, total: int, compute: torch.dtype = torch.float64
     ) -> "Run":
         """``total`` micro-batches make a step, over all data ranks."""
         kept = torch.float64 if compute == torch.float64 else torch.float32
-        model = build(config, ground.device, ground.axes, dtype=kept)
-        held = masters(model, ground, compute)
+        model = build(config, context.device, context.axes, dtype=kept)
+        held = masters(model, context, compute)
         optimizer = AdamW(held.local, TRAIN)
-        world: Axis = world_axis() if ground.world > 1 else SOLO
-        return Run(model, held, optimizer, Step(model, held, optimizer, TRAIN, world), ground, total)
+        world: Axis = world_axis() if context.world > 1 else SOLO
+        return Run(model, held, optimizer, Step(model, held, optimizer, TRAIN, world), context, total)
 
     def go(self, first: int, stop: int) -> list[tuple[float, float]]:
         """(mean loss, gradient norm) of steps ``first`` to ``stop``."""
         found = []
         for number in range(first, stop):
-            mine = range(*self.ground.axes.dp.part(self.total))
+            mine = range(*self.context.axes.dp.part(self.total))
             out = self.step(number, [self._batch(100 * number + i) for i in mine])
-            loss = self.ground.axes.dp.sum_(out.loss_sum) / out.count
+            loss = self.context.axes.dp.sum_(out.loss_sum) / out.count
             found.append((loss.item(), out.norm.item()))
         return found
 
     def _batch(self, seed: int) -> Batch:
-        return ragged(self.model.config.vocab_size, seed).to(self.ground.device)
+        return ragged(self.model.config.vocab_size, seed).to(self.context.device)
 
     def against(self, one: "Run") -> float:
         """The largest difference of this rank's shards of weights and moments from one process's."""
@@ -74,8 +74,8 @@ class Run:
         return max(difference(mine, self._shard(name, whole)) for name, mine, whole in pairs)
 
     def _shard(self, name: str, whole: Tensor) -> Tensor:
-        part = local_part(whole.detach(), layout_of(self.model)[name], self.ground.axes)
-        start, stop = self.ground.axes.dp.part(part.shape[0])
+        part = local_part(whole.detach(), layout_of(self.model)[name], self.context.axes)
+        start, stop = self.context.axes.dp.part(part.shape[0])
         return part[start:stop]
 
 
@@ -86,31 +86,31 @@ def spread(got: list[tuple[float, float]], want: list[tuple[float, float]]) -> f
 
 def check(table: Table) -> None:
     """All of part (a) in this world."""
-    ground = table.ground
-    total = 2 * ground.world  # at least two micro-batches on every data rank
+    context = table.context
+    total = 2 * context.world  # at least two micro-batches on every data rank
     ones: dict[str, tuple[Run, list[tuple[float, float]]]] = {}
     for name, config in MODELS.items():
-        one = Run.start(config, DistributedContext.solo(ground.device), total)
+        one = Run.start(config, DistributedContext.solo(context.device), total)
         ones[name] = one, one.go(0, STEPS)
-        for plan in PLANS[ground.world]:
+        for plan in PLANS[context.world]:
             table.run("a", f"{name}: {STEPS} steps, {_label(plan)}", lambda p=plan, n=name: _trains(p, n, ones, table))
-    if ground.device.type == "cuda":
+    if context.device.type == "cuda":
         for name, config in MODELS.items():
             rotary = config.positions == "rotary"
             what = f"{name}: one process, GPU against CPU" + (" (rotary angles are float32)" if rotary else "")
             tolerance = 1e-6 if rotary else EXACT
             table.run("a", what, lambda c=config, t=tolerance: _gpu_against_cpu(c, total, t))
-    if ground.world == 1:
+    if context.world == 1:
         table.run("a", "FSDP2 over one rank against plain parameters", lambda: _one_rank(table))
-    pairs = (len(PLANS[ground.world]) + (ground.world > 1)) ** 2
+    pairs = (len(PLANS[context.world]) + (context.world > 1)) ** 2
     table.run("a", f"save -> load, {pairs} pairs of plans, {STEPS} more steps", lambda: _pairs(table, total))
-    if ground.world > 1:
+    if context.world > 1:
         table.run("a", "async_save while training goes on, loaded by one process", lambda: _async(table, total))
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             for setting in ("factor 1, force sum", "factor 1", "force sum", "neither"):
                 what = f"FSDP2 gradient of {_short(dtype)} over its sum: {setting}"
                 table.run("a", what, lambda d=dtype, s=setting: _reduction(table, d, s))
-    for plan in PLANS[ground.world]:
+    for plan in PLANS[context.world]:
         for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 3e-2)):
             what = f"{_short(dtype)} compute against float64 in one process, losses of {STEPS} steps, {_label(plan)}"
             table.run("a", what, lambda p=plan, d=dtype, t=tolerance: _low(table, p, d, t, total))
@@ -126,8 +126,8 @@ def _short(dtype: torch.dtype) -> str:
 
 def _trains(plan: Plan, name: str, ones: dict[str, tuple[Run, list[tuple[float, float]]]], table: Table):
     one, want = ones[name]
-    ground = table.on(plan)
-    several = Run.start(MODELS[name], ground, one.total)
+    context = table.on(plan)
+    several = Run.start(MODELS[name], context, one.total)
     got = several.go(0, STEPS)
     assert all(norm > TRAIN.clip for _, norm in want), "the clip must be active"
     return exact(max(spread(got, want), several.against(one)))
@@ -142,15 +142,17 @@ def _gpu_against_cpu(config: ModelConfig, total: int, tolerance: float):
 
 def _one_rank(table: Table):
     """FSDP2 itself, which Colonnade does not use over one rank."""
-    ground, config = table.ground, MODELS["gpt2, tied, biases"]
+    context, config = table.context, MODELS["gpt2, tied, biases"]
     gradients = []
     for sharded in (False, True):
-        model = build(config, ground.device)
+        model = build(config, context.device)
         held = (
-            ShardedMasters(model, ground.fsdp_mesh, torch.float64) if sharded else masters(model, ground, torch.float64)
+            ShardedMasters(model, context.fsdp_mesh, torch.float64)
+            if sharded
+            else masters(model, context, torch.float64)
         )
         out = Step(model, held, AdamW(held.local, TRAIN), TRAIN, SOLO)(
-            0, [ragged(257, i).to(ground.device) for i in (1, 2)]
+            0, [ragged(257, i).to(context.device) for i in (1, 2)]
         )
         gradients.append((out.norm, held.local))
     (norm, plain), (norm_1, shards) = gradients
@@ -159,7 +161,7 @@ def _one_rank(table: Table):
 
 def _pairs(table: Table, total: int):
     """Every plan of this world and one process save after 3 steps, and each loads them all and goes on."""
-    world, device, root = table.ground.world, table.ground.device, Path(table.scratch)
+    world, device, root = table.context.world, table.context.device, Path(table.scratch)
     plans: list[Plan | None] = [*PLANS[world]] + ([None] if world > 1 else [])
     worst, configs = 0.0, list(MODELS.values())
 
@@ -168,45 +170,45 @@ def _pairs(table: Table, total: int):
 
     after: dict[tuple[int, int], list[tuple[float, float]]] = {}
 
-    def save(number: int, which: int, ground: DistributedContext) -> float:
-        it = Run.start(configs[which], ground, total)
+    def save(number: int, which: int, context: DistributedContext) -> float:
+        it = Run.start(configs[which], context, total)
         it.go(0, STEPS)
         # In a world of several, the run of one process is rank 0's, which the others repeat without writing.
-        if plans[number] is not None or table.ground.rank == 0:
+        if plans[number] is not None or table.context.rank == 0:
             meta = native.Meta(model=it.model.config, step=STEPS)
-            native.save(root / f"{which}-{number}", it.model, meta, ground, masters=it.masters, optimizer=it.optimizer)
+            native.save(root / f"{which}-{number}", it.model, meta, context, masters=it.masters, optimizer=it.optimizer)
         table.everybody("")
         after[number, which] = it.go(STEPS, 2 * STEPS)
         return 0.0
 
-    def load(number: int, which: int, ground: DistributedContext) -> float:
-        it = Run.start(configs[which], ground, total)
+    def load(number: int, which: int, context: DistributedContext) -> float:
+        it = Run.start(configs[which], context, total)
         it.go(0, 1)  # something to overwrite
-        native.load(root / f"{which}-{number}", it.model, ground, masters=it.masters, optimizer=it.optimizer)
+        native.load(root / f"{which}-{number}", it.model, context, masters=it.masters, optimizer=it.optimizer)
         return spread(it.go(STEPS, 2 * STEPS), after[number, which])
 
     for which in range(len(configs)):
         for number, plan in enumerate(plans):
-            on(plan, lambda ground, n=number, w=which: save(n, w, ground))
+            on(plan, lambda context, n=number, w=which: save(n, w, context))
         for plan in plans:
             for number in range(len(plans)):
-                worst = max(worst, on(plan, lambda ground, n=number, w=which: load(n, w, ground)))
+                worst = max(worst, on(plan, lambda context, n=number, w=which: load(n, w, context)))
     return exact(worst)
 
 
 def _async(table: Table, total: int):
     """torch's asynchronous save of the storage view through our own writer; the optimizer moves meanwhile."""
     config, path = MODELS["gpt2, tied, biases"], Path(table.scratch) / "async"
-    plan = PLANS[table.ground.world][-2]
-    ground = table.on(plan)
-    it = Run.start(config, ground, total)
+    plan = PLANS[table.context.world][-2]
+    context = table.on(plan)
+    it = Run.start(config, context, total)
     it.go(0, STEPS)
     layout, whole, sharded = layout_of(it.model), it.model.whole_shapes(), plan.dp > 1
     local = {f"weights/{name}": w for name, w in it.masters.local.items()} | it.optimizer.state
 
     def view(key: str, tensor: Tensor) -> Tensor:
         name = key.partition("/")[2]
-        return storage_view(tensor.detach(), layout[name], whole[name], ground, sharded=sharded)
+        return storage_view(tensor.detach(), layout[name], whole[name], context, sharded=sharded)
 
     meta = native.Meta(model=it.model.config, step=STEPS)
     writing = state_dict_saver.async_save(
@@ -221,22 +223,22 @@ def _async(table: Table, total: int):
     want = it.go(STEPS, 2 * STEPS)
     writing.result()
     table.everybody("")
-    one = Run.start(config, DistributedContext.solo(table.ground.device), total)
-    native.load(path, one.model, one.ground, masters=one.masters, optimizer=one.optimizer)
+    one = Run.start(config, DistributedContext.solo(table.context.device), total)
+    native.load(path, one.model, one.context, masters=one.masters, optimizer=one.optimizer)
     return exact(spread(one.go(STEPS, 2 * STEPS), want))
 
 
 def _reduction(table: Table, dtype: torch.dtype, setting: str):
     """The gradient of a weight under FSDP2, whose every rank contributes (rank + 1), over the true sum."""
-    ground = table.on(Plan(dp=table.ground.world))
-    world = ground.world
-    layer = nn.Linear(4, 6, bias=False, device=ground.device, dtype=dtype)
-    shards = fully_shard(layer, mesh=ground.fsdp_mesh)
+    context = table.on(Plan(dp=table.context.world))
+    world = context.world
+    layer = nn.Linear(4, 6, bias=False, device=context.device, dtype=dtype)
+    shards = fully_shard(layer, mesh=context.fsdp_mesh)
     if "factor" in setting:
         shards.set_gradient_divide_factor(1.0)
     if "force" in setting:
         shards.set_force_sum_reduction_for_comms(True)
-    x = torch.full((1, 4), float(ground.rank + 1), dtype=dtype, device=ground.device)
+    x = torch.full((1, 4), float(context.rank + 1), dtype=dtype, device=context.device)
     try:
         layer(x).sum().backward()
     except RuntimeError as why:
@@ -251,7 +253,7 @@ def _low(table: Table, plan: Plan, dtype: torch.dtype, tolerance: float, total: 
     """Heads of 8, which a GPU's 16-bit kernels take as they are."""
     worst = 0.0
     for config in (config.but(head_width=8) for config in MODELS.values()):
-        want = Run.start(config, DistributedContext.solo(table.ground.device), total).go(0, STEPS)
+        want = Run.start(config, DistributedContext.solo(table.context.device), total).go(0, STEPS)
         got = Run.start(config, table.on(plan), total, dtype).go(0, STEPS)
         worst = max(worst, *(abs(a - b) / b for (a, _), (b, _) in zip(got, want, strict=True)))
     return exact(worst, tolerance)

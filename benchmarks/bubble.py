@@ -95,8 +95,8 @@ def work(world: int, size: Sizes, device: str) -> list[Row]:
     rows: list[Row] = []
     with DistributedContext.build(Plan(dp=world), device) as whole:
         for plan in plans(world):
-            with DistributedContext.build(plan, device) as ground:
-                for m, seconds in timed(size, ground):
+            with DistributedContext.build(plan, device) as context:
+                for m, seconds in timed(size, context):
                     rows.append({"schedule": plan.schedule if world > 1 else "one rank", "ranks": world,
                                  "stages": plan.stages, "micro_batches": m, "step_ms": round(1e3 * seconds, 2),
                                  "waits": round(waits(plan), 4)})  # fmt: skip
@@ -117,18 +117,18 @@ def whole_world(world: int, size: Sizes, device: str, keep: Path | None) -> list
     return there[key]
 
 
-def timed(size: Sizes, ground: DistributedContext) -> list[tuple[int, float]]:
+def timed(size: Sizes, context: DistributedContext) -> list[tuple[int, float]]:
     """(micro-batches, seconds of a step) of one schedule."""
-    config, plan = size.config, ground.plan
-    spans = [span for _, span in ground.stages(config.layers)]
-    model = filled(Transformer(config, ground.axes, spans=spans, device=ground.device))
-    piped = PipelineStep(model, ground, size.dtype) if plan.pp > 1 else None
-    held = masters(model, ground, size.dtype, piped and piped.stages)
-    one = torch.ones((), device=ground.device)
+    config, plan = size.config, context.plan
+    spans = [span for _, span in context.stages(config.layers)]
+    model = filled(Transformer(config, context.axes, spans=spans, device=context.device))
+    piped = PipelineStep(model, context, size.dtype) if plan.pp > 1 else None
+    held = masters(model, context, size.dtype, piped and piped.stages)
+    one = torch.ones((), device=context.device)
     found = []
     for times in size.counts:
         m = times * max(plan.pp, 2)
-        batches = [random_batch(config, size.sequence, size.batch, seed, ground.device) for seed in range(m)]
+        batches = [random_batch(config, size.sequence, size.batch, seed, context.device) for seed in range(m)]
 
         def step(_: int, batches=batches) -> None:
             if piped is None:
@@ -142,7 +142,7 @@ def timed(size: Sizes, ground: DistributedContext) -> list[tuple[int, float]]:
             world_axis().sum_(one)  # to the end of the slowest rank
 
         step(0)
-        found.append((m, statistics.median(durations(step, size.steps, ground.device))))
+        found.append((m, statistics.median(durations(step, size.steps, context.device))))
     return found
 
 

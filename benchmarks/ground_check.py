@@ -44,14 +44,14 @@ def work(world: int, parts: str, device: str, compiler: str, kept: str) -> None:
     distributed_context.TIMEOUT = datetime.timedelta(seconds=60)
     warnings.filterwarnings("ignore", message=".*(reduce_op|device_id|single.process|no_dist|barrier).*")
     with (
-        DistributedContext.build(Plan(tp=world), device) as ground,
+        DistributedContext.build(Plan(tp=world), device) as context,
         tempfile.TemporaryDirectory() as folder,
         ExitStack() as stack,
     ):
         scratch = [folder]
         if world > 1:
             dist.broadcast_object_list(scratch, device=torch.device("cpu"))
-        table = Table(ground, stack, scratch[0], compiler, kept)
+        table = Table(context, stack, scratch[0], compiler, kept)
         for part, check in PARTS.items():
             if part in parts:
                 check(table)

@@ -35,8 +35,8 @@ def work(world: int, tiny: bool, device: str) -> list[Row]:
     """On every rank."""
     rows: list[Row] = []
     sizes = (4096, 16384) if tiny else tuple(4096 << i for i in range(9))
-    with DistributedContext.build(Plan(tp=world), device) as ground:
-        tp, on = ground.axes.tp, ground.device
+    with DistributedContext.build(Plan(tp=world), device) as context:
+        tp, on = context.axes.tp, context.device
         for size in sizes:
             x = torch.zeros(
                 size // 2, device=on, dtype=torch.bfloat16
@@ -45,7 +45,7 @@ def work(world: int, tiny: bool, device: str) -> list[Row]:
                 for by, run in ways.items():
                     us = tp.max_(torch.tensor([timed(run, x, what)], dtype=torch.float64)).item()
                     rows.append({"what": what, "by": by, "ranks": world, "bytes": size, "us": round(us, 2)})
-                    if ground.rank == 0:
+                    if context.rank == 0:
                         print(json.dumps(rows[-1]), flush=True)
     return rows
 

@@ -68,11 +68,11 @@ class Model:
         self,
         transformer: Transformer,
         tokenizer: Tokenizer | None,
-        ground: DistributedContext,
+        context: DistributedContext,
         source: str,
         tasks: Sequence[str] = (),
     ):
-        self.transformer, self.ground, self.source = transformer, ground, source
+        self.transformer, self.context, self.source = transformer, context, source
         self.tasks = tuple(tasks)
         """What the corpus called the tasks of the router 'task', by number."""
         self._tokenizer = tokenizer
@@ -84,7 +84,7 @@ class Model:
         dtype = str(next(self.transformer.parameters()).dtype).removeprefix("torch.")
         kept = f" with weights in {kind}" if (kind := kind_of(self.transformer)) else ""
         what = f"{self.config.family}, {count(self.config.parameters, 'parameter')}, {dtype}{kept}"
-        return f"Model({self.source!r}, {what}, {self.ground.plan} on {self.ground.device.type})"
+        return f"Model({self.source!r}, {what}, {self.context.plan} on {self.context.device.type})"
 
     @property
     def config(self) -> ModelConfig:
@@ -119,10 +119,10 @@ class Model:
         """The pooled vector of one sequence, (D,); raises :class:`RequestError` for a model without a pooler."""
         if not self.config.has_pooler:
             raise RequestError(f"{self.source} has no pooler; ask for hidden(tokens) and take the mean, or the first")
-        return self._forward(tokens, segments, Pooled(torch.zeros(1, dtype=torch.int64, device=self.ground.device)))[0]
+        return self._forward(tokens, segments, Pooled(torch.zeros(1, dtype=torch.int64, device=self.context.device)))[0]
 
     def _forward(self, tokens: Sequence[int] | Tensor, segments: Sequence[int] | Tensor | None, head: Head) -> Tensor:
-        config, device = self.config, self.ground.device
+        config, device = self.config, self.context.device
         ids = token_ids(tokens, config.vocab_size, "tokens", IDS)
         tokens_T, T = torch.tensor(ids, device=device), len(ids)
         if config.positions == "learned" and config.context < T:
@@ -227,7 +227,7 @@ def load(
     plan: Plan | None = None,
     dtype: DType | torch.dtype = "auto",
     device: Device | torch.device = "auto",
-    ground: DistributedContext | None = None,
+    context: DistributedContext | None = None,
     experts: ExpertsConfig = AS_TRAINED,
     weights: Weights = "stored",
     weight_group: WeightGroup = 64,
@@ -249,13 +249,13 @@ def load(
     kept, where = _named_dtype(dtype), cast(Device, str(device))
     check_choice("device", where, Device)
     check_kind(weights, weight_group)
-    plan = ground.plan if ground else plan or Plan()
+    plan = context.plan if context else plan or Plan()
     found = find(path, plan, experts, weights, weight_group)
     exits = ExitStack()
-    if ground is None:
-        ground = _ground(plan, where, exits)
+    if context is None:
+        context = _ground(plan, where, exits)
     with exits:
-        model = _load(found, ground, kept, str(path), experts.resident, weights, weight_group)
+        model = _load(found, context, kept, str(path), experts.resident, weights, weight_group)
         model._exit = exits.pop_all()
         return model
 
@@ -322,7 +322,7 @@ def _told(found: OpenedModel, experts: ExpertsConfig) -> ModelConfig:
 
 def _load(
     found: OpenedModel,
-    ground: DistributedContext,
+    context: DistributedContext,
     dtype: DType,
     source: str,
     resident: int | None,
@@ -332,26 +332,26 @@ def _load(
     layers = found.config.moe.layers_among(found.config.layers) if found.config.moe else 0
     resident = None if resident is None or resident >= layers else resident
     home = None if resident is None else torch.device("cpu")
-    kept = dtype_on(ground.device, dtype)
-    on = {"device": ground.device, "dtype": kept, "experts_on": home}
-    memory = WeightMemory(found.config, kept, ground.device, ground.plan, resident, weights, group)
+    kept = dtype_on(context.device, dtype)
+    on = {"device": context.device, "dtype": kept, "experts_on": home}
+    memory = WeightMemory(found.config, kept, context.device, context.plan, resident, weights, group)
     problem = memory.problem(source)
-    if ground.world > 1:  # a rank that went ahead would take what the others count as free
+    if context.world > 1:  # a rank that went ahead would take what the others count as free
         world_axis().max_(torch.zeros(()))
     if problem is not None:
         raise problem
     try:
-        axes = with_small_allreduce(ground.axes.serving(), ground.device)
+        axes = with_small_allreduce(context.axes.serving(), context.device)
         if weights == "stored":
             transformer, put = Transformer(found.config, axes, **on), in_place
         else:
             transformer, put = build(found.config, axes, **on, kind=weights, group=group)
-        found.fill(transformer.eval().requires_grad_(False), ground, put)
+        found.fill(transformer.eval().requires_grad_(False), context, put)
         if resident is not None:
-            OffloadedExperts(experts_of(transformer), resident, ground.device)
+            OffloadedExperts(experts_of(transformer), resident, context.device)
     except torch.OutOfMemoryError:
-        raise memory.refusal(source, usable_bytes(ground.device), free_host_bytes()) from None
-    return Model(transformer, Tokenizer.beside(found.words), ground, source, found.tasks)
+        raise memory.refusal(source, usable_bytes(context.device), free_host_bytes()) from None
+    return Model(transformer, Tokenizer.beside(found.words), context, source, found.tasks)
 
 
 def _named_dtype(dtype: DType | torch.dtype) -> DType:
@@ -399,5 +399,5 @@ def save(
         raise ConfigError(f"the colonnade format keeps the weights' own type; load with dtype='{dtype}' and save that")
     else:
         meta = native.Meta(model=model.config, tasks=model.tasks)
-        native.save(place, model.transformer, meta, model.ground, tokenizer=model._tokenizer, overwrite=overwrite)
+        native.save(place, model.transformer, meta, model.context, tokenizer=model._tokenizer, overwrite=overwrite)
     return place

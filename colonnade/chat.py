@@ -75,10 +75,10 @@ class Where:
         """Load it, on every rank of its plan."""
         return self.load_on(None)
 
-    def load_on(self, ground: DistributedContext | None) -> api.Model:
+    def load_on(self, context: DistributedContext | None) -> api.Model:
         """Load it, on a ground that stands already."""
         return api.load(
-            self.model, plan=self.plan, dtype=self.dtype, device=self.device, ground=ground, experts=self.experts,
+            self.model, plan=self.plan, dtype=self.dtype, device=self.device, context=context, experts=self.experts,
             weights=self.serve.weights, weight_group=self.serve.weight_group,
         )  # fmt: skip
 
@@ -102,13 +102,13 @@ def _say(note: str) -> None:
         print(note, file=sys.stderr, flush=True)
 
 
-def _load(where: Where, ground: DistributedContext) -> tuple[Transformer, Tokenizer]:
+def _load(where: Where, context: DistributedContext) -> tuple[Transformer, Tokenizer]:
     """Called in each engine process; too little memory shows before anything is read."""
-    dtype = api.dtype_on(ground.device, where.dtype)
+    dtype = api.dtype_on(context.device, where.dtype)
     config, plan = where.find().config, where.plan
     ranks = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "sh": plan.sh}
-    check_room(Asked(config, where.serve, dtype, ground.device, **ranks, resident=where.experts.resident))
-    model = where.load_on(ground)
+    check_room(Asked(config, where.serve, dtype, context.device, **ranks, resident=where.experts.resident))
+    model = where.load_on(context)
     return model.transformer, model.tokenizer
 
 
@@ -121,10 +121,10 @@ def generate(where: Where, prompt: str, params: SamplingParams) -> None:
 def _generate(where: Where, prompt: str, params: SamplingParams) -> None:
     rank, _ = rank_and_world()
     status = Console(stderr=True, highlight=False).status("loading the model")
-    with standing(where.plan, where.device) as ground:
+    with standing(where.plan, where.device) as context:
         with nullcontext() if rank else status:
-            engine = Engine(*_load(where, ground), where.serve)
-        if ground.rank:
+            engine = Engine(*_load(where, context), where.serve)
+        if context.rank:
             engine.follow()
             return
         if params.max_tokens is None:

@@ -49,23 +49,23 @@ def local_tensors(model: Transformer, masters: Masters | None, optimizer: Moment
 
 
 def storage_views(
-    tensors: dict[str, Tensor], model: Transformer, ground: DistributedContext, *, sharded: bool
+    tensors: dict[str, Tensor], model: Transformer, context: DistributedContext, *, sharded: bool
 ) -> dict[str, Tensor]:
     """The storage view of each tensor; in a world of one, the tensor itself."""
-    if ground.world == 1:
+    if context.world == 1:
         return tensors
     layout, whole = layout_of(model), model.whole_shapes()
     state = {name for name, _ in model.named_buffers()}  # the same on all ranks
 
     def view(name: str, tensor: Tensor) -> Tensor:
         at, cut = (WHOLE, False) if name in state else (layout[name], sharded)
-        return storage_view(tensor, at, whole[name], ground, sharded=cut)
+        return storage_view(tensor, at, whole[name], context, sharded=cut)
 
     return {key: view(parameter_of(key), tensor) for key, tensor in tensors.items()}
 
 
 def storage_view(
-    local: Tensor, placement: Placement, whole: torch.Size, ground: DistributedContext, *, sharded: bool
+    local: Tensor, placement: Placement, whole: torch.Size, context: DistributedContext, *, sharded: bool
 ) -> Tensor:
     """``local`` as this rank's part of the whole tensor, for torch's planner; it aliases ``local``.
 
@@ -77,13 +77,13 @@ def storage_view(
 
     stride = torch.empty(whole, device="meta").stride()
     # A DTensor moves what is not on its mesh's device, and would then alias nothing: moments in host memory.
-    here = local.device.type == ground.device.type
-    if isinstance(placement, Experts) and ground.expert_mesh is not None:
-        mesh = ground.expert_storage_mesh if here else ground.host_expert_storage_mesh
+    here = local.device.type == context.device.type
+    if isinstance(placement, Experts) and context.expert_mesh is not None:
+        mesh = context.expert_storage_mesh if here else context.host_expert_storage_mesh
         hidden = Replicate() if placement.hidden is None else Shard(placement.hidden)
         cuts = [Replicate(), Shard(0), hidden]
     else:
-        mesh = ground.storage_mesh if here else ground.host_storage_mesh
+        mesh = context.storage_mesh if here else context.host_storage_mesh
         over_tp = Shard(placement) if isinstance(placement, int) else Replicate()
         cuts = [over_tp, Replicate(), Shard(0) if sharded and not isinstance(placement, Experts) else Replicate()]
     return DTensor.from_local(local, mesh, cuts, run_check=False, shape=whole, stride=stride)

@@ -81,7 +81,7 @@ def save(
     folder: Path,
     model: Transformer,
     meta: Meta,
-    ground: DistributedContext,
+    context: DistributedContext,
     *,
     masters: Masters | None = None,
     optimizer: Moments | None = None,
@@ -95,14 +95,14 @@ def save(
     the disk is full.
     """
     rest: dict[str, Any] = {"masters": masters, "optimizer": optimizer, "tokenizer": tokenizer, "overwrite": overwrite}
-    writing(folder, model, meta, ground, **rest)()
+    writing(folder, model, meta, context, **rest)()
 
 
 def writing(
     folder: Path,
     model: Transformer,
     meta: Meta,
-    ground: DistributedContext,
+    context: DistributedContext,
     *,
     masters: Masters | None = None,
     optimizer: Moments | None = None,
@@ -133,7 +133,7 @@ def writing(
             (place / TOKENIZER).mkdir()
             tokenizer.save(place / TOKENIZER)
 
-    views = storage_views(stage(local_tensors(model, masters, optimizer)), model, ground, sharded=masters is not None)
+    views = storage_views(stage(local_tensors(model, masters, optimizer)), model, context, sharded=masters is not None)
 
     def write() -> None:
         try:
@@ -150,10 +150,10 @@ def writing(
                 ),
                 planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=group,
-                no_dist=ground.mesh is None,
+                no_dist=context.mesh is None,
             )
         except BaseException:
-            if ground.rank == 0:
+            if context.rank == 0:
                 folders.discard(folder)
             raise
 
@@ -163,7 +163,7 @@ def writing(
 def load(
     folder: Path,
     model: Transformer,
-    ground: DistributedContext,
+    context: DistributedContext,
     *,
     masters: Masters | None = None,
     optimizer: Moments | None = None,
@@ -206,23 +206,25 @@ def load(
                 f"{str(tensor.dtype).removeprefix('torch.')}; resume with the same train.dtype"
             )
     parts = {part_of(key)[0] for key in local}
-    reader = Reader(folder, manifest, index, parts, rank=ground.rank, world=ground.world)
+    reader = Reader(folder, manifest, index, parts, rank=context.rank, world=context.world)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     waiting = {key: tensor for key, tensor in local.items() if tensor.is_meta}
     layout = layout_of(model) if waiting else {}
     here = {key: tensor for key, tensor in local.items() if not tensor.is_meta}
-    views = storage_views(here, model, ground, sharded=masters is not None)
+    views = storage_views(here, model, context, sharded=masters is not None)
     with torch.no_grad():
-        _dcp(folder, state_dict_loader.load, views, storage_reader=reader, planner=planner, no_dist=ground.world == 1)
+        _dcp(folder, state_dict_loader.load, views, storage_reader=reader, planner=planner, no_dist=context.world == 1)
         for key, tensor in waiting.items():
             name = parameter_of(key)
-            value = torch.empty(tensor.shape, dtype=DTYPES[index.tensors[key].dtype], device=ground.device)
-            view = value if ground.world == 1 else storage_view(value, layout[name], whole[name], ground, sharded=False)
+            value = torch.empty(tensor.shape, dtype=DTYPES[index.tensors[key].dtype], device=context.device)
+            view = (
+                value if context.world == 1 else storage_view(value, layout[name], whole[name], context, sharded=False)
+            )
             # The files' checksums have been looked at.
-            reader = Reader(folder, manifest, index, set(), rank=ground.rank, world=ground.world)
+            reader = Reader(folder, manifest, index, set(), rank=context.rank, world=context.world)
             planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             _dcp(folder, state_dict_loader.load, {key: view}, storage_reader=reader, planner=planner,
-                 no_dist=ground.world == 1)  # fmt: skip
+                 no_dist=context.world == 1)  # fmt: skip
             place(name, tensor, value)
     if optimizer is not None:
         optimizer.steps = meta.step if meta.updates is None else meta.updates

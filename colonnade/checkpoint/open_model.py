@@ -54,11 +54,11 @@ def open_model(path: str | Path) -> OpenedModel:
         meta = native.read_meta(place)
         config = meta.model
 
-        def fill(model: Transformer, ground: DistributedContext, put: Place) -> object:
-            return native.load(place, model, ground, trained=config, place=put)
+        def fill(model: Transformer, context: DistributedContext, put: Place) -> object:
+            return native.load(place, model, context, trained=config, place=put)
 
-        def into(model: Transformer, ground: DistributedContext, held: Masters) -> object:
-            return native.load(place, model, ground, trained=config, masters=held)
+        def into(model: Transformer, context: DistributedContext, held: Masters) -> object:
+            return native.load(place, model, context, trained=config, masters=held)
 
         return OpenedModel(place, config, fill, into, place / native.TOKENIZER, meta.tasks)
     theirs: HFFolder | GGUFFile = HFFolder(place) if place.is_dir() else GGUFFile(place)

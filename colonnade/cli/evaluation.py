@@ -62,7 +62,7 @@ def evaluate(
 
 def _score(where: "Where", text: str, context: int | None, stride: int | None) -> Any:
     with where.open() as loaded:
-        if loaded.ground.rank:
+        if loaded.context.rank:
             return loaded.score(text, context=context, stride=stride)
         with console.status("scoring") as status:
             told_s = -math.inf

@@ -77,7 +77,7 @@ def check_plan(model: Transformer) -> None:
             f"ranks that share a cache (cp={axes.cp.size}) all have all tokens; leave sequence_parallel off"
         )
     if not axes.cp_replicated:
-        raise PlanError(f"a model over cp={axes.cp.size} that serves is built with ground.axes.serving()")
+        raise PlanError(f"a model over cp={axes.cp.size} that serves is built with context.axes.serving()")
 
 
 def limit_tokens(ids: Sequence[int], params: SamplingParams, *, context: int, vocab_size: int, pool: PagePool) -> int:

@@ -34,10 +34,10 @@ BEAT_S = 20.0
 
 def work(load: Load, plan: Plan, config: ServeConfig, device: str, address: str) -> None:
     """One rank of a server's engine, until the HTTP process stops it or goes away."""
-    with standing(plan, device) as ground:
-        engine = Engine(*load(ground), config)
+    with standing(plan, device) as context:
+        engine = Engine(*load(context), config)
         with _settled():
-            if ground.rank:
+            if context.rank:
                 engine.follow()
                 return
             with socket.socket(socket.AF_UNIX) as line:
@@ -68,8 +68,8 @@ def standing(plan: Plan, device: str) -> Iterator[DistributedContext]:
     if plan.world == 1:
         yield DistributedContext.solo(choose_device(plan, device))
     else:
-        with DistributedContext.build(plan, device) as ground:
-            yield ground
+        with DistributedContext.build(plan, device) as context:
+            yield context
 
 
 def _lead(engine: Engine, line: socket.socket) -> None:

@@ -32,7 +32,7 @@ PROBE = 512
 """Tokens of the corpus that both tokenizers have to agree on."""
 
 
-def begin(model: Transformer, run: RunConfig, ground: DistributedContext, held: Masters) -> None:
+def begin(model: Transformer, run: RunConfig, context: DistributedContext, held: Masters) -> None:
     """Fill the masters ``held`` of ``model`` with this rank's part of the weights of ``train.start``, or with drawn
     ones; what a new top has and ``train.start`` has not is drawn.
     """
@@ -42,13 +42,13 @@ def begin(model: Transformer, run: RunConfig, ground: DistributedContext, held: 
         return
     it = open_model(run.train.start)
     if not _new_top(it.config, run.model):
-        it.into(model, ground, held)
+        it.into(model, context, held)
         return
     # The model with the other top is read beside ours, which takes this rank's share of the weights once more.
     kept = next(iter((held.local | held.frozen).values())).dtype
-    config, spans = it.config.but(tied=run.model.tied), [span for _, span in ground.stages(run.model.layers)]
-    theirs = Transformer(config, ground.axes, spans=spans, device=ground.device, dtype=kept)
-    it.fill(theirs, ground, in_place)
+    config, spans = it.config.but(tied=run.model.tied), [span for _, span in context.stages(run.model.layers)]
+    theirs = Transformer(config, context.axes, spans=spans, device=context.device, dtype=kept)
+    it.fill(theirs, context, in_place)
     found, shapes, wanted = dict(_tensors(theirs)), theirs.whole_shapes(), model.whole_shapes()
     same = {name: found[name] for name, _ in _tensors(model) if wanted[name] == shapes.get(name)}
     initialise(model, run.train.seed, held.assign, leave=same)

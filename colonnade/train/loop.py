@@ -138,12 +138,12 @@ def train(run: RunConfig, trackers: Sequence[OpenTracker] = (), feed: MakeFeed =
     """
     t = run.train
     timeout = timedelta(seconds=t.timeout_s * COLLECTIVE_TIMEOUT_FACTOR)
-    with _deterministic(t.deterministic), DistributedContext.build(run.plan, run.device, timeout) as ground:
+    with _deterministic(t.deterministic), DistributedContext.build(run.plan, run.device, timeout) as context:
         check_same_settings(_shared(run), world_axis())
         with (
             RunLock(run.folder, world_axis()) as lock,
             Watchdog(t.timeout_s) as watch,
-            Session(run, ground, watch, lock, feed) as session,
+            Session(run, context, watch, lock, feed) as session,
             StopSignal(session.world) as stop,
             RunLog(session, trackers) as log,
         ):

@@ -96,11 +96,11 @@ def check_memory(run: RunConfig, device: str) -> None:
     check(run, machine)
 
 
-def check_rank_memory(run: RunConfig, ground: DistributedContext) -> None:
+def check_rank_memory(run: RunConfig, context: DistributedContext) -> None:
     """Raise :class:`CapacityError` for a run that cannot fit; all ranks call this before any of them allocates."""
-    machine = Machine(ground.device.type, free_host_bytes(), ranks=local_ranks(run.plan))
-    if ground.device.type == "cuda":
-        machine = replace(machine, device=free_bytes(ground.device), gpus=torch.cuda.device_count())
+    machine = Machine(context.device.type, free_host_bytes(), ranks=local_ranks(run.plan))
+    if context.device.type == "cuda":
+        machine = replace(machine, device=free_bytes(context.device), gpus=torch.cuda.device_count())
     world_axis().max_(torch.zeros(()))  # a rank that went ahead would take what the others count as free
     check(run, machine)
 

@@ -39,16 +39,16 @@ class Meter:
     def __init__(
         self,
         run: RunConfig,
-        ground: DistributedContext,
+        context: DistributedContext,
         bad: Callable[[int, str], None],
         sample_tokens: float | None = None,
     ):
         """``bad(steps, diagnosis)`` is told, on every rank alike, of a step that moved nothing, or refuses it.
         ``sample_tokens`` is the mean length of a sample; by default all have ``data.sequence``.
         """
-        self.run, self.ground, self.bad = run, ground, bad
+        self.run, self.context, self.bad = run, context, bad
         self.sample_tokens = sample_tokens or run.data.sequence
-        self.chip = chip_of(ground.device)
+        self.chip = chip_of(context.device)
         self._pending: list[tuple[int, Outcome]] = []
         self.routing: Table = {}
         """What the layers of experts did in the newest step that was read."""
@@ -68,7 +68,7 @@ class Meter:
             return []
         outcomes = [outcome for _, outcome in self._pending]
         mine = torch.stack([outcome.loss_sum for outcome in outcomes]).double()
-        losses = self.ground.axes.global_sum(mine) / torch.stack([outcome.count for outcome in outcomes])
+        losses = self.context.axes.global_sum(mine) / torch.stack([outcome.count for outcome in outcomes])
         norms = torch.stack([outcome.norm for outcome in outcomes]).double()
         table = torch.stack([losses, norms, *_scales(outcomes)]).T.tolist()
         flags = mine.isfinite().tolist()
@@ -85,30 +85,30 @@ class Meter:
                 # Otherwise it overflowed in float16 and is no news, until lowering the scale stops helping.
                 raise Diverged(self._diagnosis(steps, loss, norm, here, outcome.routed) + _collapse(scaled))
             rows.append((steps, finite))
-        newest, pp = outcomes[-1], self.ground.axes.pp
-        self.routing = tabled(newest.routed, self.run.model, pp, self.ground.device, newest.balance)
+        newest, pp = outcomes[-1], self.context.axes.pp
+        self.routing = tabled(newest.routed, self.run.model, pp, self.context.device, newest.balance)
         if self.routing:
             rows[-1][1].update(row_of(self.routing))
         self._pending.clear()
         return rows
 
     def _diagnosis(self, steps: int, loss: float, norm: float, finite_here: bool, found: Routed | None) -> str:
-        batch = self.ground.axes.batch
-        flags = torch.zeros(batch.size, device=self.ground.device)
+        batch = self.context.axes.batch
+        flags = torch.zeros(batch.size, device=self.context.device)
         flags[batch.rank] = not finite_here
-        guilty = [str(rank) for rank, flag in enumerate(self.ground.axes.global_sum(flags).tolist()) if flag]
+        guilty = [str(rank) for rank, flag in enumerate(self.context.axes.global_sum(flags).tolist()) if flag]
         where = f" on data rank {', '.join(guilty)} of {batch.size}" if guilty else " on no rank alone"
         what = f"loss is {loss}{where}" if loss - loss != 0 else f"gradient norm is {norm} (the loss is {loss:.4g})"
         if self.run.model.moe is not None:
-            what += blamed(found, self.run.model.layers, world_axis(), self.ground.device)
+            what += blamed(found, self.run.model.layers, world_axis(), self.context.device)
         return f"step {steps}: the {what}"
 
     # -- time: only training counts, not validation, saving or starting up -----------------------------------------
 
     def pause(self) -> None:
         """Stop the clock, once the device has caught up."""
-        if self.ground.device.type == "cuda":
-            torch.cuda.synchronize(self.ground.device)
+        if self.context.device.type == "cuda":
+            torch.cuda.synchronize(self.context.device)
         self._busy_s += time.perf_counter() - self._since_s
 
     def resume(self) -> None:
@@ -131,7 +131,7 @@ class Meter:
             run.model,
             sequence=round(self.sample_tokens),
             tokens_per_s=steps * run.train.batch * self.sample_tokens / busy_s,
-            ranks=self.ground.world,
+            ranks=self.context.world,
             chip=self.chip,
             dtype=run.train.compute_dtype,
         )

@@ -17,14 +17,14 @@ from colonnade.train.model_inputs import VALIDATION, Terms, model_inputs
 class PipelineStep:
     """This rank's stages of ``model``. Every pipeline rank reads the same batches; only activations travel."""
 
-    def __init__(self, model: Transformer, ground: DistributedContext, compute: torch.dtype):
-        self.model, self.axes, self.device, self.compute = model, ground.axes, ground.device, compute
+    def __init__(self, model: Transformer, context: DistributedContext, compute: torch.dtype):
+        self.model, self.axes, self.device, self.compute = model, context.axes, context.device, compute
         self.stages = [
             Stage(number, _modules(model, span), functools.partial(self._run, span))
-            for number, span in ground.stages(model.config.layers)
+            for number, span in context.stages(model.config.layers)
         ]
-        self._pipeline = Pipeline(self.stages, ground.plan, ground.axes.pp, ground.device)
-        self._feed([], torch.ones((), device=ground.device))
+        self._pipeline = Pipeline(self.stages, context.plan, context.axes.pp, context.device)
+        self._feed([], torch.ones((), device=context.device))
 
     def step(self, batches: Sequence[Batch], count: Tensor, terms: Terms) -> Tensor:
         """Forward and backward of all micro-batches, each loss divided by ``count``; their undivided sum, 0 on ranks

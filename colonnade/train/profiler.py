@@ -189,9 +189,9 @@ BEFORE = 3
 class Profile:
     """Traces train.profile steps into ``runs/NAME/profile/rank-R.json.gz``, for Perfetto or chrome://tracing."""
 
-    def __init__(self, run: RunConfig, ground: DistributedContext):
-        self.steps, self.device = run.train.profile, ground.device
-        self.path = run.folder / "profile" / f"rank-{ground.rank}.json.gz"
+    def __init__(self, run: RunConfig, context: DistributedContext):
+        self.steps, self.device = run.train.profile, context.device
+        self.path = run.folder / "profile" / f"rank-{context.rank}.json.gz"
         self._seen = 0
         self._profiler: profile | None = None
 

@@ -47,14 +47,14 @@ class RunLog:
 
     def __init__(self, session: Session, trackers: Sequence[OpenTracker] = ()):
         self.session, self.run = session, session.run
-        self.first = session.ground.rank == 0
-        self.meter = Meter(session.run, session.ground, self._bad, session.feed.sample_tokens)
+        self.first = session.context.rank == 0
+        self.meter = Meter(session.run, session.context, self._bad, session.feed.sample_tokens)
         self.screen = ProgressDisplay(session.run.train.steps, shown=self.first)
         self.row: Row = {}
         self.validation_loss: float | None = None
         self.speed: Throughput | None = None
         self._open_trackers = (JsonLines, TensorBoard, *named(session.run), *trackers)
-        self.profile = Profile(session.run, session.ground)
+        self.profile = Profile(session.run, session.context)
         self._trackers: list[Tracker] = []
         self._routing: JsonLines | None = None
         self._first_step = True
@@ -180,7 +180,7 @@ class RunLog:
         it, run = self.session, self.run
         tokens = round(run.train.batch * it.feed.sample_tokens)
         self.screen.line(
-            f"{run.name}: {run.model.size}, {run.plan} on {it.ground.device.type}, "
+            f"{run.name}: {run.model.size}, {run.plan} on {it.context.device.type}, "
             f"{computing(run.train)}, {tokens} tokens a step, {run.train.steps} steps"
         )
         choices = {"float8": run.train.float8, "recompute": run.train.recompute, "offload": run.train.offload}

@@ -56,7 +56,7 @@ class Session:
     def __init__(
         self,
         run: RunConfig,
-        ground: DistributedContext,
+        context: DistributedContext,
         watch: Watchdog | None = None,
         lock: RunLock | None = None,
         feed: MakeFeed = CorpusFeed,
@@ -65,19 +65,19 @@ class Session:
         each save; ``feed`` opens the data. Raises :class:`PlanError` where ranks have different data.
         """
         if run.train.cuda_graph:
-            check_device(ground.device)
-        run = run.resolved(ground.device.type)
-        self.run, self.ground, self.world = run, ground, world_axis()
+            check_device(context.device)
+        run = run.resolved(context.device.type)
+        self.run, self.context, self.world = run, context, world_axis()
         self.watch = watch or Watchdog(run.train.timeout_s)
         self._compiled, self._lock = False, lock
-        self.feed = feed(run, ground.axes.dp.rank, ground.axes.dp.size)
+        self.feed = feed(run, context.axes.dp.rank, context.axes.dp.size)
         check_same_settings({name: _digest(value) for name, value in self.feed.identity.items()}, self.world)
         kept = torch.float64 if run.train.dtype == "float64" else torch.float32
-        spans = [span for _, span in ground.stages(run.model.layers)]
+        spans = [span for _, span in context.stages(run.model.layers)]
         compute: torch.dtype = getattr(torch, run.train.compute_dtype)  # torch's own names
-        check_rank_memory(run, ground)
-        with beginning(run, ground.device):
-            self.model = self._build(run.model, kept, spans, cut=ground.sharded)
+        check_rank_memory(run, context)
+        with beginning(run, context.device):
+            self.model = self._build(run.model, kept, spans, cut=context.sharded)
             self.checkpoint = newest(run.folder, self.world)
             """The newest complete checkpoint, if there is one."""
             freeze(self.model, run.train.freeze)
@@ -89,13 +89,13 @@ class Session:
                 self.world,
             )
             """What the backward pass computes again, where that was chosen by measurement."""
-            self.piped = PipelineStep(self.model, ground, compute) if run.plan.pp > 1 else None
+            self.piped = PipelineStep(self.model, context, compute) if run.plan.pp > 1 else None
             single = bool(run.train.fused_adamw) and run.micro_batches == 1 and self.piped is None
-            self.masters = masters(self.model, ground, compute, self.piped and self.piped.stages, single=single)
+            self.masters = masters(self.model, context, compute, self.piped and self.piped.stages, single=single)
             if self.checkpoint is None:
-                begin(self.model, run, ground, self.masters)
+                begin(self.model, run, context, self.masters)
             self.optimizer = moving(self.masters, run.train)
-        self.scaler = LossScaler(run.train, ground.device) if run.train.dtype == "float16" else None
+        self.scaler = LossScaler(run.train, context.device) if run.train.dtype == "float16" else None
         self._adaptive = MoeAutotuner(self.model) if run.plan.degree == "auto" and holds_experts(self.model) else None
         spread = [
             Spread() if run.plan.degree == "auto" else Spread(run.plan.degree, run.plan.overlap, run.plan.shadows)
@@ -110,7 +110,7 @@ class Session:
         """Optimizer steps taken."""
         self.seen = 0
         """Samples consumed by all ranks."""
-        self._saving = AsyncSave(ground.device)
+        self._saving = AsyncSave(context.device)
         self.skipped = 0
         """Steps of the run that were not finite and moved nothing, as far as anybody looked."""
         self.changes: list[str] = []
@@ -126,7 +126,7 @@ class Session:
             batches = list(self._on_device(self.feed.samples.at(self.seen)))
         data_s = time.perf_counter() - begun_s
         self.watch.mark(self.taken + 1, "computes", patient=not self._compiled)
-        device = self.ground.device
+        device = self.context.device
         with self._accounted(f"in step {self.taken + 1}"):
             outcome = self._step(self.taken, batches)
         outcome = replace(outcome, data_s=data_s, memory_bytes=max(peak_bytes(device), self._step.recorded_bytes))
@@ -179,7 +179,7 @@ class Session:
                 cursor=self._cursor(),
                 tasks=self._tasks,
             ),
-            self.ground,
+            self.context,
             masters=self.masters,
             optimizer=self.optimizer,
             tokenizer=self.feed.tokenizer,
@@ -219,7 +219,7 @@ class Session:
             error.add_note(f"and the checkpoint that was being written failed: {failure}")
 
     def _accounted(self, when: str) -> AbstractContextManager[None]:
-        return accounted(self.run, self.model, self.masters, self.optimizer, self.ground.device, when)
+        return accounted(self.run, self.model, self.masters, self.optimizer, self.context.device, when)
 
     def _build(
         self, config: ModelConfig, dtype: torch.dtype, spans: Sequence[range] | None = None, *, cut: bool = False
@@ -227,20 +227,20 @@ class Session:
         """An uninitialised model that computes as this run's does: these blocks of it, or all; nowhere, if it is to be
         ``cut``.
         """
-        device = "meta" if cut else self.ground.device
-        model = Transformer(config, self.ground.axes, spans=spans, device=device, dtype=dtype)
+        device = "meta" if cut else self.context.device
+        model = Transformer(config, self.context.axes, spans=spans, device=device, dtype=dtype)
         if self.run.train.float8 != "none":
-            in_float8(model.blocks, self.run.train.float8, self.ground.device)
+            in_float8(model.blocks, self.run.train.float8, self.context.device)
         if self.run.train.compile:
             for block in model.blocks:
                 block.compile()
         return model
 
     def _on_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        return (batch.to(self.ground.device) for batch in batches)
+        return (batch.to(self.context.device) for batch in batches)
 
     def _resume(self, folder: Path) -> None:
-        meta = native.load(folder, self.model, self.ground, masters=self.masters, optimizer=self.optimizer)
+        meta = native.load(folder, self.model, self.context, masters=self.masters, optimizer=self.optimizer)
         if meta.run is None or "seen" not in meta.cursor:
             raise CheckpointError(f"{folder} was not written by a training run; use another name for this run")
         if any(type(at := meta.cursor.get(key, 0)) is not int or at < 0 for key in ("seen", "skipped")):

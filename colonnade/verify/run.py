@@ -119,15 +119,15 @@ def _run_plans(
     for number, plan in enumerate(plans):
         with (
             file_process_group(folder / f"rendezvous-{number}", device),
-            DistributedContext.build(plan, device) as ground,
+            DistributedContext.build(plan, device) as context,
         ):
             if number == 0:
-                if ground.rank == 0:
+                if context.rank == 0:
                     writer.trial.save(saved)
                 world_axis().sum_(torch.zeros(()))  # a barrier: no rank reads before it is written
             try:
                 reference = references[_merged(model, plan)]
-                result, trial = _compare(model, ground, reference, saved, writer)
+                result, trial = _compare(model, context, reference, saved, writer)
                 trained = result.errors["step"] <= TOLERANCE
                 if trained:  # otherwise the next plan, which loads it, would be blamed
                     writer, saved = reference, folder / f"plan-{number}"
@@ -137,10 +137,10 @@ def _run_plans(
                 raise
         results.append(result)
         if number + 1 == len(plans) and trained:
-            last = Trial.start(model, reference.trial.ground, world, seed=1)
+            last = Trial.start(model, reference.trial.context, world, seed=1)
             last.load(saved)
             result.note("load", *_states_differ(last, writer.trial))
-        if shown is not None and ground.rank == 0:
+        if shown is not None and context.rank == 0:
             shown(result)
     return results
 
@@ -151,17 +151,17 @@ def _merged(model: ModelConfig, plan: Plan) -> int:
 
 
 def _compare(
-    model: ModelConfig, ground: DistributedContext, reference: _Reference, saved: Path, writer: _Reference
+    model: ModelConfig, context: DistributedContext, reference: _Reference, saved: Path, writer: _Reference
 ) -> tuple[Result, Trial]:
     """Run all checks of one plan; returns the worst of all ranks. ``saved`` is the checkpoint of ``writer``."""
-    result, mine = Result(ground.plan), Trial.start(model, ground, ground.world).train()
+    result, mine = Result(context.plan), Trial.start(model, context, context.world).train()
     whole = reference.trial
     for check, ours, exact in (("loss", mine.losses, whole.losses), ("norm", mine.norms, whole.norms)):
         pair = torch.tensor([ours, exact], dtype=torch.float64)
         result.note(check, ((pair[0] - pair[1]).abs() / pair[1].abs()).max().item())
     result.note("gradients", *_gradients_differ(mine, whole))
     result.note("step", *_states_differ(mine, whole))
-    other = Trial.start(model, ground, ground.world, seed=1)
+    other = Trial.start(model, context, context.world, seed=1)
     other.load(saved)
     result.note("load", *_states_differ(other, writer.trial))
     if model.causal:

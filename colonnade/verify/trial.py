@@ -65,7 +65,7 @@ class _RecordingAdamW(AdamW):
 class Trial:
     """One model in training under one plan."""
 
-    ground: DistributedContext
+    context: DistributedContext
     model: Transformer
     piped: PipelineStep | None
     masters: Masters
@@ -83,19 +83,19 @@ class Trial:
 
     @staticmethod
     def start(
-        config: ModelConfig, ground: DistributedContext, processes: int, seed: int = 0, merged: int = 1
+        config: ModelConfig, context: DistributedContext, processes: int, seed: int = 0, merged: int = 1
     ) -> "Trial":
         """Initialise by ``seed``, equally under every plan; ``processes`` are those of all plans, not of this one."""
-        spans = [span for _, span in ground.stages(config.layers)]
-        device = "meta" if ground.sharded else ground.device
-        model = Transformer(config, ground.axes, spans=spans, device=device, dtype=torch.float64)
-        piped = PipelineStep(model, ground, torch.float64) if ground.plan.pp > 1 else None
-        weights = masters(model, ground, torch.float64, piped and piped.stages)
+        spans = [span for _, span in context.stages(config.layers)]
+        device = "meta" if context.sharded else context.device
+        model = Transformer(config, context.axes, spans=spans, device=device, dtype=torch.float64)
+        piped = PipelineStep(model, context, torch.float64) if context.plan.pp > 1 else None
+        weights = masters(model, context, torch.float64, piped and piped.stages)
         initialise(model, seed, weights.assign)
         weights.update_model()
-        world = world_axis() if ground.world > 1 else SOLO
+        world = world_axis() if context.world > 1 else SOLO
         total = max(2, -(-MICRO_BATCHES // processes)) * processes
-        return Trial(ground, model, piped, weights, _RecordingAdamW(weights.local, TRAIN), world, total, merged)
+        return Trial(context, model, piped, weights, _RecordingAdamW(weights.local, TRAIN), world, total, merged)
 
     def train(self) -> "Trial":
         """Run the two steps and record losses, norms and gradients; returns itself."""
@@ -106,36 +106,36 @@ class Trial:
 
     def _step(self, number: int) -> None:
         train = TRAIN if number == 0 else TRAIN.but(clip=CLIP)
-        degree = self.ground.plan.degree
+        degree = self.context.plan.degree
         assert degree != "auto", "verify runs every degree as a plan of its own"
-        spread = [Spread(degree, self.ground.plan.overlap, self.ground.plan.shadows)]
+        spread = [Spread(degree, self.context.plan.overlap, self.context.plan.shadows)]
         step = Step(self.model, self.masters, self.optimizer, train, self.world, self.piped, spread=spread)
-        lengths, dp = RAGGED if number == 0 else EQUAL, self.ground.axes.dp
+        lengths, dp = RAGGED if number == 0 else EQUAL, self.context.axes.dp
         numbers = range(dp.rank, self.micro_batches, dp.size)
         drawn = [batch(lengths, i, 1000 * number + i, self.model.config) for i in numbers]
         drawn = [together(drawn[i : i + self.merged]) for i in range(0, len(drawn), self.merged)]
-        batches = [each.to(self.ground.device) for each in drawn]
+        batches = [each.to(self.context.device) for each in drawn]
         outcome: Outcome = step(number, batches)
-        self.losses.append((self.ground.axes.global_sum(outcome.loss_sum) / outcome.count).item())
+        self.losses.append((self.context.axes.global_sum(outcome.loss_sum) / outcome.count).item())
         self.norms.append(outcome.norm.item())
 
     def shard_of(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's shard of a whole parameter, or of its gradient or moment."""
         placement = layout_of(self.model)[name]
-        part = local_part(whole, placement, self.ground.axes)
+        part = local_part(whole, placement, self.context.axes)
         if isinstance(placement, Experts):
             return part
-        start, stop = self.ground.shard.part(part.shape[0])
+        start, stop = self.context.shard.part(part.shape[0])
         return part[start:stop]
 
     def save(self, folder: Path) -> None:
         """Save weights and moments."""
         meta = native.Meta(model=self.model.config, step=self.optimizer.steps)
-        native.save(folder, self.model, meta, self.ground, masters=self.masters, optimizer=self.optimizer)
+        native.save(folder, self.model, meta, self.context, masters=self.masters, optimizer=self.optimizer)
 
     def load(self, folder: Path) -> None:
         """Load weights and moments, saved under any plan."""
-        native.load(folder, self.model, self.ground, masters=self.masters, optimizer=self.optimizer)
+        native.load(folder, self.model, self.context, masters=self.masters, optimizer=self.optimizer)
 
     def greedy(self) -> list[int]:
         """Decode :data:`GREEDY` tokens greedily after a short prompt; none for an encoder."""
@@ -149,15 +149,15 @@ class Trial:
     @torch.no_grad()
     def _last_logits(self, tokens: list[int]) -> Tensor:
         """logits_V of the token after ``tokens``, on every rank."""
-        ids, T, axes = torch.tensor(tokens), len(tokens), self.ground.axes
+        ids, T, axes = torch.tensor(tokens), len(tokens), self.context.axes
         packed = Packed.of([T])
-        text = Batch(ids, torch.arange(T), ids, packed.cu_seqlens, T, equal=True).to(self.ground.device)
+        text = Batch(ids, torch.arange(T), ids, packed.cu_seqlens, T, equal=True).to(self.context.device)
         stream, attend, _ = model_inputs(text, self.model)
         # Only one of the context ranks has the last token.
         positions = text.positions_T if axes.cp.size == 1 else attend.index_t  # type: ignore[union-attr]
         head = Rows((positions == T - 1).nonzero().flatten())
         logits = self.model(stream, attend, head) if self.piped is None else self.piped.forward(text, head)
-        logits_V = torch.zeros(self.model.config.vocab_size, dtype=torch.float64, device=self.ground.device)
+        logits_V = torch.zeros(self.model.config.vocab_size, dtype=torch.float64, device=self.context.device)
         if logits is not None:
             logits_V += logits.sum(0)
         return axes.pp.sum_(axes.cp.sum_(logits_V))

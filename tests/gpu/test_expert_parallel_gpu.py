@@ -41,11 +41,11 @@ def _waits(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], int]:
 
 
 def _check(plan: Plan) -> dict[str, float]:
-    with DistributedContext.build(plan, "cuda") as ground:
-        model = Transformer(CONFIG, ground.axes, device=ground.device, dtype=torch.bfloat16)
+    with DistributedContext.build(plan, "cuda") as context:
+        model = Transformer(CONFIG, context.axes, device=context.device, dtype=torch.bfloat16)
         experts = model.blocks.get_submodule("0.ffn.experts")
         assert isinstance(experts, Experts)
-        draw = torch.Generator("cuda").manual_seed(ground.rank)
+        draw = torch.Generator("cuda").manual_seed(context.rank)
         with torch.no_grad():
             for w in experts.parameters():
                 w.normal_(0, 0.06, generator=draw)
@@ -59,7 +59,7 @@ def _check(plan: Plan) -> dict[str, float]:
             for p in (1, 2, 4, 6) if r else (1,):
 
                 def forward(r: int = r, p: int = p) -> list[Tensor]:
-                    return [through_experts(x, ids, weights, experts, ground.axes.experts, Spread(r, p))[0]]
+                    return [through_experts(x, ids, weights, experts, context.axes.experts, Spread(r, p))[0]]
 
                 def backward(y: Tensor) -> list[Tensor]:
                     return list(torch.autograd.grad(y, leaves, x.detach()))

@@ -82,8 +82,8 @@ def test_ragged_documents_have_recordings_of_their_own(config: RunConfig) -> Non
 
 def test_it_replays_waits_for_nothing_and_tells_its_memory(config: RunConfig) -> None:
     config = config.but(train=config.train.but(cuda_graph=True, deterministic=False, fused_adamw=True, steps=20))
-    with DistributedContext.build(config.plan, config.device) as ground:
-        session = Session(config, ground)
+    with DistributedContext.build(config.plan, config.device) as context:
+        session = Session(config, context)
         outcomes = [session.step() for _ in range(4)]
         passes = session._step.passes
         assert isinstance(passes, Graphed) and len(passes._recorded) == 1

@@ -72,8 +72,8 @@ def test_steps_do_not_wait_for_the_device(config: RunConfig, name: str) -> None:
     # Equal sequences: under a compiler new lengths make new graphs, and making them is not what is tested.
     data, t = config.data.but(separate_documents="compile" not in OPTIONS[name]), config.train.but(**OPTIONS[name])
     config = config.but(data=data, train=t)
-    with DistributedContext.build(config.plan, config.device) as ground:
-        session = Session(config, ground)
+    with DistributedContext.build(config.plan, config.device) as context:
+        session = Session(config, context)
         with RunLog(session) as log:
             log.note(session.step())
             log.note(session.step())
@@ -118,8 +118,8 @@ def test_a_budget_is_kept(config: RunConfig, compiled: bool) -> None:  # noqa: F
     """What the blocks of the real model keep is what was chosen, within what is shared by all of them."""
     t = config.train.but(recompute="budget", activation_bytes=1_500_000, compile=compiled)
     config = config.but(model=config.model.but(layers=6), train=t)
-    with DistributedContext.build(config.plan, config.device) as ground:
-        session = Session(config, ground)
+    with DistributedContext.build(config.plan, config.device) as context:
+        session = Session(config, context)
         assert session.recomputed is not None and "full" in session.recomputed
         batch = session.feed.samples.at(0)[0].to("cuda")
         kept = kept_bytes(session.model, lambda: forward(session.model, batch))

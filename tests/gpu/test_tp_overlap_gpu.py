@@ -25,17 +25,17 @@ WAYS = {"launched": {}, "compiled": {"compiled": "inductor"}, "a graph": {"graph
 def errors(world: int) -> dict[str, float]:
     """The largest relative error by norm of each way, in float32."""
     worst = {}
-    with DistributedContext.build(Plan(dp=world), "cuda"), laid("cuda") as ground:
-        mover = ground.axes.row_transfer
+    with DistributedContext.build(Plan(dp=world), "cuda"), laid("cuda") as context:
+        mover = context.axes.row_transfer
         assert isinstance(mover, CopyEngineTransfer)
         for name, config in (("GPT-2", GPT2), ("Llama", LLAMA)):
-            exact = gradients(ground, config, torch.float32, None)
+            exact = gradients(context, config, torch.float32, None)
             for way, asked in WAYS.items():
-                found = gradients(ground, config, torch.float32, mover, **asked)
+                found = gradients(context, config, torch.float32, mover, **asked)
                 gaps = {name: float((found[name] - x).norm() / x.norm()) for name, x in exact.items()}
                 where = max(gaps, key=gaps.__getitem__)
                 worst[f"{name}, {way}, {where}"] = gaps[where]
-                if ground.rank == 0:
+                if context.rank == 0:
                     print(json.dumps(worst), file=sys.stderr, flush=True)
     return worst
 

@@ -46,8 +46,8 @@ def _held(trial: Trial) -> dict[str, tuple[str, Tensor]]:
 
 def _write(plans: list[Plan], folder: Path) -> None:
     for plan in plans:
-        with DistributedContext.build(plan) as ground, torch.no_grad():
-            trial = Trial.start(MODEL, ground, 4)
+        with DistributedContext.build(plan) as context, torch.no_grad():
+            trial = Trial.start(MODEL, context, 4)
             shapes = trial.model.whole_shapes()
             for key, (name, tensor) in _held(trial).items():
                 tensor.copy_(trial.shard_of(name, _of(key, shapes[name])))
@@ -61,8 +61,8 @@ def _read(plans: list[Plan], folder: Path, others: int) -> int:
     """How many tensors were compared, with what so many of the others wrote."""
     compared = 0
     for plan in plans:
-        with DistributedContext.build(plan) as ground, torch.no_grad():
-            trial = Trial.start(MODEL, ground, 4)
+        with DistributedContext.build(plan) as context, torch.no_grad():
+            trial = Trial.start(MODEL, context, 4)
             shapes, buffers = trial.model.whole_shapes(), dict(trial.model.named_buffers())
             held = _held(trial)
             after = PLANS.index(plan) + 1

@@ -43,8 +43,8 @@ def _forward(
 
 
 def _check(config: ModelConfig, plan: Plan, rates: DropoutRates) -> None:
-    with DistributedContext.build(plan) as ground:
-        axes = ground.axes
+    with DistributedContext.build(plan) as context:
+        axes = context.axes
         whole, mine = build(config), build(config, axes)
         layout = layout_of(mine)
         for name, p in whole.named_parameters():
@@ -108,8 +108,8 @@ def test_with_expert_dropout_too(plan: Plan) -> None:
 
 def _refusal(plan: Plan, step: Spread) -> str:
     config = MOES["gated"]
-    with DistributedContext.build(plan) as ground:
-        model, (stream, attend, targets) = build(config, ground.axes), ragged(config)
+    with DistributedContext.build(plan) as context:
+        model, (stream, attend, targets) = build(config, context.axes), ragged(config)
         with pytest.raises(PlanError) as refused:
             _forward(model, stream, attend, targets, step)
         return str(refused.value)
@@ -135,8 +135,8 @@ def test_what_a_step_cannot_be_is_refused_on_all_ranks_before_anything_is_sent(
 
 def _there_and_back(plan: Plan) -> int:
     """By one step and by two; the rows that came."""
-    with DistributedContext.build(plan) as ground:
-        grid = ground.axes.experts
+    with DistributedContext.build(plan) as context:
+        grid = context.axes.experts
         assert grid.near is not None
         table = torch.randint(0, 4, (plan.ep, plan.ep), generator=torch.Generator().manual_seed(0))
         table[1], table[:, 2] = 0, 0  # who has nothing, who gets nothing

@@ -160,11 +160,11 @@ def alone(router: str, drop: str, dtype: torch.dtype, patch: pytest.MonkeyPatch)
     return through(layer_of(router, drop, SOLO_AXES, dtype), torch.arange(TOKENS), Spread())
 
 
-def _norm(layer: MixtureOfExperts, ground: DistributedContext, gradients: dict[str, Tensor]) -> Tensor:
+def _norm(layer: MixtureOfExperts, context: DistributedContext, gradients: dict[str, Tensor]) -> Tensor:
     """As a run has it, where FSDP cuts what is no expert."""
     layout, weights = layout_of(layer), {}
     for name, gradient in gradients.items():
-        rows = slice(None) if isinstance(layout[name], Experts) else slice(*ground.shard.part(len(gradient)))
+        rows = slice(None) if isinstance(layout[name], Experts) else slice(*context.shard.part(len(gradient)))
         weights[name] = torch.empty_like(gradient[rows])
         weights[name].grad = gradient[rows]
     return gradient_norm(weights, layout, layer.axes, world_axis())
@@ -173,8 +173,8 @@ def _norm(layer: MixtureOfExperts, ground: DistributedContext, gradients: dict[s
 def check(plan: Plan, cases: Sequence[Case]) -> None:
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(plan.dp))
     wholes: dict[tuple[Any, ...], Found] = {}
-    with DistributedContext.build(plan) as ground, pytest.MonkeyPatch.context() as patch:
-        axes = ground.axes
+    with DistributedContext.build(plan) as context, pytest.MonkeyPatch.context() as patch:
+        axes = context.axes
         mine = order.split(SIZES[plan.dp])[axes.dp.rank]
         for case in cases:
             dtype, said = COMPUTES[case.compute], str(case)
@@ -202,7 +202,7 @@ def check(plan: Plan, cases: Sequence[Case]) -> None:
                 same(gradient, reference, what=f"{said}: gradient of {name}")
                 gradients[name] = gradient
             norm = torch.stack([g.double().square().sum() for g in whole.gradients.values()]).sum().sqrt()
-            same(_norm(layer, ground, gradients).double(), norm, what=f"{said}: norm")
+            same(_norm(layer, context, gradients).double(), norm, what=f"{said}: norm")
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)

@@ -122,11 +122,11 @@ def _double(x: Any) -> Tensor:
 
 def _equals(config: ModelConfig, train: TrainConfig, plan: Plan, wanted: Expected) -> None:
     steps, validation, tensors = wanted
-    with DistributedContext.build(plan) as ground:
-        it = Run.start(config, ground, train)
+    with DistributedContext.build(plan) as context:
+        it = Run.start(config, context, train)
         for number, (mine, theirs) in enumerate(zip(it.go(0, STEPS), steps, strict=True)):
             assert_same(_double(mine), _double(theirs), what=f"loss and norm of step {number}")
-        batches = micro_batches(STEPS, ground.axes.dp, config)
+        batches = micro_batches(STEPS, context.axes.dp, config)
         found = evaluate(it.model, batches, it.step.piped)
         assert_same(found, _double(validation), what="validation")
         for name, weight in it.masters.local.items():

@@ -40,8 +40,8 @@ PLANS = {
 def _as_one(plan: Plan, case: str) -> None:
     config = CASES[case].but(layers=LAYERS)
     one, expected = alone(config, 3)
-    with DistributedContext.build(plan) as ground:
-        several = Run.start(config, ground)
+    with DistributedContext.build(plan) as context:
+        several = Run.start(config, context)
         found = several.go(0, 3)
         for (loss, norm), (loss_1, norm_1) in zip(found, expected, strict=True):
             assert abs(loss - loss_1) <= 1e-10 * max(1, loss_1), (plan, loss, loss_1)
@@ -51,7 +51,7 @@ def _as_one(plan: Plan, case: str) -> None:
         for key, moment in several.optimizer.state.items():
             whole = one.optimizer.state[key]
             assert_same(moment, several.shard_of(key.partition("/")[2], whole), what=f"{plan}: {key}")
-        mine = micro_batches(9, ground.axes.dp, config)
+        mine = micro_batches(9, context.axes.dp, config)
         every = micro_batches(9, DistributedContext.solo().axes.dp, config)
         assert_same(evaluate(several.model, mine, several.step.piped), evaluate(one.model, every), what="validation")
 

@@ -80,16 +80,16 @@ def compare(
 ) -> int:
     streams = {"current_stream": mock.MagicMock(), "stream": lambda _: contextlib.nullcontext()}
     compared = 0
-    with laid("cpu") as ground, contextlib.ExitStack() as stack:
-        assert type(ground.axes.row_transfer) is CollectiveTransfer
-        transfer: RowTransfer = Late(ground.axes.tp)
+    with laid("cpu") as context, contextlib.ExitStack() as stack:
+        assert type(context.axes.row_transfer) is CollectiveTransfer
+        transfer: RowTransfer = Late(context.axes.tp)
         if folder is not None:
-            transfer = Mapped(ground.axes.tp, folder)
+            transfer = Mapped(context.axes.tp, folder)
             stack.enter_context(mock.patch.multiple(torch.cuda, **streams))
             stack.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
         for config in configs:
-            exact = gradients(ground, config, torch.float64, None)
-            found = gradients(ground, config, torch.float64, transfer, compiled=compiled, recomputed=recomputed)
+            exact = gradients(context, config, torch.float64, None)
+            found = gradients(context, config, torch.float64, transfer, compiled=compiled, recomputed=recomputed)
             assert found.keys() == exact.keys()
             for name, value in exact.items():
                 assert_same(found[name], value, what=name)
@@ -119,9 +119,9 @@ def test_blocks_may_be_computed_again() -> None:
 
 def _uneven() -> float:
     """The largest difference where the ranks have unequal rows, and no products of parts."""
-    with laid("cpu") as ground:
+    with laid("cpu") as context:
         transfer = mock.MagicMock(spec=CollectiveTransfer)
-        exact, found = (gradients(ground, GPT2, torch.float64, m, size=(15, 3)) for m in (None, transfer))
+        exact, found = (gradients(context, GPT2, torch.float64, m, size=(15, 3)) for m in (None, transfer))
         transfer.reset.assert_called_once()
         transfer.gather_chunks.assert_not_called()
         return max(float((found[name] - x).abs().max()) for name, x in exact.items())

@@ -13,8 +13,8 @@ STEPS = 3
 
 def _trains_as_one(plan: Plan, case: str, train: TrainConfig = TRAIN) -> None:
     one, expected = alone(CASES[case], STEPS)
-    with DistributedContext.build(plan) as ground:
-        several = Run.start(CASES[case], ground, train)
+    with DistributedContext.build(plan) as context:
+        several = Run.start(CASES[case], context, train)
         found = several.go(0, STEPS)
         assert all(norm > 0.1 for _, norm in expected), "the clip must be active"
         for (loss, norm), (loss_1, norm_1) in zip(found, expected, strict=True):
@@ -29,8 +29,8 @@ def _trains_as_one(plan: Plan, case: str, train: TrainConfig = TRAIN) -> None:
 def _gradients_as_one(plan: Plan, case: str) -> None:
     """Every gradient before the clip, in units of the largest."""
     one = raw_alone(CASES[case], 0)
-    with DistributedContext.build(plan) as ground:
-        several = raw(CASES[case], ground, 0)
+    with DistributedContext.build(plan) as context:
+        several = raw(CASES[case], context, 0)
         for name, weight in several.masters.local.items():
             whole = one.masters.local[name].grad
             assert whole is not None and weight.grad is not None and whole.abs().max() > 0, name

@@ -47,11 +47,11 @@ def compared(model: ModelConfig, plans: list[Plan], folder: Path, fault: Callabl
         for plan in plans:
             merged = verifying._merged(model, plan)
             one, saved = _one(model, plan.world, merged), folder / f"one-{merged}"
-            with DistributedContext.build(plan) as ground:
-                if ground.rank == 0 and not saved.exists():
+            with DistributedContext.build(plan) as context:
+                if context.rank == 0 and not saved.exists():
                     one.trial.save(saved)
                 world_axis().max_(one.trial.masters.local["norm.weight"])  # all wait until it is written
-                results.append(verifying._compare(model, ground, one, saved, one)[0])
+                results.append(verifying._compare(model, context, one, saved, one)[0])
     return results
 
 

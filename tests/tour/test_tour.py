@@ -112,8 +112,8 @@ def test_5_a_layout_is_data() -> None:
 
 
 def _loss_and_gradients(plan: Plan) -> tuple[float, dict]:
-    with DistributedContext.build(plan, "cpu") as ground:
-        model = tiny(ground.axes)
+    with DistributedContext.build(plan, "cpu") as context:
+        model = tiny(context.axes)
         loss_sum, _ = model(Stream(TOKENS_T[:-1], POSITIONS_T[:-1]), Packed.of([7]), Loss(TOKENS_T[1:]))
         loss_sum.backward()
         return loss_sum.item(), {name: p.grad for name, p in model.named_parameters()}
@@ -176,8 +176,8 @@ def test_8_training_resumes_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
 
 
 def _save_a_share(folder: Path) -> None:
-    with DistributedContext.build(Plan(tp=2), "cpu") as ground:
-        native.save(folder, tiny(ground.axes), native.Meta(model=TINY), ground)
+    with DistributedContext.build(Plan(tp=2), "cpu") as context:
+        native.save(folder, tiny(context.axes), native.Meta(model=TINY), context)
 
 
 @pytest.mark.xdist_group("worlds")

@@ -88,8 +88,8 @@ def test_the_first_and_the_last_part_are_the_smallest() -> None:
 
 def _trials(load: list[int]) -> list[int]:
     """How many ways were tried at each of some calls."""
-    with DistributedContext.build(Plan(dp=2, ep=2)) as ground:
-        model = build(MOES["gated"], ground.axes)
+    with DistributedContext.build(Plan(dp=2, ep=2)) as context:
+        model = build(MOES["gated"], context.axes)
         module = model.blocks.get_submodule("0.ffn")
         assert isinstance(module, MixtureOfExperts)
         trials, tried = Trials(model), []

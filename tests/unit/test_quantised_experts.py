@@ -131,7 +131,7 @@ def test_a_mixture_is_quantised_while_it_is_read(name: str, format: str, weights
         assert torch.equal(p, whole.get_parameter(n).double()), n
         assert any(word in n for word in ("embed", "norm", "bias", "router", "shared_gate")), n
     plain = dequantised(model.transformer, build(config, dtype=torch.float64))
-    exact = api.Model(plain, None, model.ground, "tiny")
+    exact = api.Model(plain, None, model.context, "tiny")
     tokens = torch.arange(20)
     assert_same(model.logits(tokens), exact.logits(tokens), 1e-10)
     assert weight_bytes(model.transformer) < weight_bytes(plain) / 2
