@@ -28,7 +28,7 @@ from colonnade.parallel.process_groups import Group, axis_of, barrier
 
 
 class TutelDistributedOptimizer:
-    """Experts, which stand on their ranks only, beside a part of every other parameter.
+    """ZeRO-1 optimizer of this rank's experts and its shard of every other parameter (arXiv 1910.02054).
 
     ``average_shared`` divides the gradients of the latter, which are summed over ``group``, by its size.
     """
@@ -57,7 +57,7 @@ class TutelDistributedOptimizer:
         return self.axis.split(self._padded(x), 0)
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         for p in (*self.params, *self.expert_params, *getattr(self, "virt_params", ())):
             p.grad = None
 
@@ -210,9 +210,9 @@ def batch_all_to_all_v(
             f"partition sizes {sizes.tolist()} for {axis.size} ranks and {datas[0].numel()} elements; give one a rank, "
             "which add up"
         )
-    came = simple_all_to_all(sizes, group)
-    send, receive = sizes.tolist(), came.tolist()
-    return [axis.exchange(data.detach().reshape(-1), send, receive) for data in datas], came
+    received = simple_all_to_all(sizes, group)
+    send, receive = sizes.tolist(), received.tolist()
+    return [axis.exchange(data.detach().reshape(-1), send, receive) for data in datas], received
 
 
 def batch_all_gather_v(datas: Sequence[Tensor], group: Group = None) -> tuple[list[Tensor], Tensor]:
@@ -242,11 +242,11 @@ def all_to_all(
     if input_dim == output_dim or axis.size == 1:
         return (lambda: input) if background else input
     parts = input.unflatten(output_dim, (axis.size, input.shape[output_dim] // axis.size)).movedim(output_dim, 0)
-    web, sizes = process_groups.make_all_to_all(group, two_steps=use_2dh)
-    under_way = web.begin(parts, sizes)
+    exchange, sizes = process_groups.make_all_to_all(group, two_steps=use_2dh)
+    pending = exchange.begin(parts, sizes)
 
     def finish() -> Tensor:
-        return web.finish(under_way, sizes).movedim(0, input_dim).flatten(input_dim, input_dim + 1)
+        return exchange.finish(pending, sizes).movedim(0, input_dim).flatten(input_dim, input_dim + 1)
 
     return finish if background else finish()
 
